@@ -1,0 +1,52 @@
+"""Errors meant for people: what was wrong, which field, which limit, what to do.
+
+Each class carries the process exit code that a command ends with when the error reaches it.
+"""
+
+from __future__ import annotations
+
+__all__ = ["BadRequest", "ConfigError", "EngineDead", "FdError", "ModelError", "PluginError"]
+
+
+class FdError(Exception):
+    """Base of every error whose text is written for the user.
+
+    `field` names the flag, file or request field at fault; `hint` says what to do about it.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, field: str | None = None, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message} ({self.hint})"
+
+
+class ConfigError(FdError):
+    """The command line, an environment variable or a settings file cannot be used."""
+
+    exit_code = 2
+
+
+class ModelError(FdError):
+    """A model is unknown, unreadable, damaged or not supported."""
+
+    exit_code = 3
+
+
+class PluginError(FdError):
+    """A plugin is missing, unavailable, broken or built for another contract version."""
+
+    exit_code = 4
+
+
+class BadRequest(FdError):
+    """A request is malformed or out of range; answered with HTTP 400 in OpenAI's shape."""
+
+
+class EngineDead(FdError):
+    """The engine's process ended or does not answer; answered with HTTP 503."""
