@@ -1,0 +1,185 @@
+"""Frozen settings, merged once from flags, environment and file.
+
+Flags are named as in vLLM and FastDeploy. Every field says its unit. Derived limits that depend on the model are
+resolved when the engine starts, in `resolve_limits`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from fd_core.errors import ConfigError
+
+__all__ = ["EngineConfig", "Limits", "ServerConfig", "resolve_limits"]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine runs and how large it may grow."""
+
+    model: str
+    """`smollm2`, a folder, a `.gguf` file or a Hugging Face name."""
+    revision: str | None = None
+    backend: str = "auto"
+    dtype: str = "auto"
+    """`auto`, `float32` or `bfloat16`."""
+    max_model_len: int | None = None
+    """Longest prompt plus output, tokens; the model's own limit if None."""
+    max_num_seqs: int = 32
+    """Slots: requests that run at the same time."""
+    max_num_batched_tokens: int = 2048
+    """Step token budget."""
+    block_size: int = 32
+    """Tokens in a KV block."""
+    num_kv_blocks: int | None = None
+    kv_cache_memory: int | None = None
+    """Bytes for the KV cache; used if `num_kv_blocks` is None."""
+    gpu_memory_utilization: float = 0.9
+    """Share of free device memory that model and KV cache may take when neither of the above is given."""
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
+    pipeline_depth: int | None = None
+    """Steps in flight; None takes what the backend measures best."""
+    num_threads: int | None = None
+    """CPU threads of the backend; None takes the processors available."""
+    native_kernels: bool = True
+    """Whether the CPU backend may compile and use its C++ kernels."""
+    watchdog_seconds: float = 60.0
+    """A step not answered within this time is an engine fault."""
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How the OpenAI-compatible server listens and whom it serves."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    served_model_names: tuple[str, ...] = ()
+    chat_template: str | None = None
+    """Jinja source that replaces the model's own template."""
+    engine: str = "process"
+    """`process` or `inproc`."""
+    drain_seconds: float = 30.0
+    """How long running requests may go on after Ctrl-C."""
+    max_queued_requests: int = 1024
+    """Requests waiting beyond this are answered with 503."""
+    max_body_bytes: int = 16 * 1024 * 1024
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits as they hold for one loaded model; what scheduler and runner are built from."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    num_kv_blocks: int
+    vocab_size: int
+    max_drafts: int = 0
+    """k: largest number of draft tokens per request and step."""
+    pipeline_depth: int = 1
+
+    @property
+    def blocks_per_seq(self) -> int:
+        """Entries of one block table."""
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.num_kv_blocks * self.block_size
+
+
+def resolve_limits(
+    config: EngineConfig,
+    *,
+    model_max_len: int,
+    vocab_size: int,
+    bytes_per_block: int,
+    free_bytes: int,
+    max_drafts: int = 0,
+    default_pipeline_depth: int = 1,
+) -> Limits:
+    """Fix every limit for a loaded model, or say which setting contradicts which.
+
+    `free_bytes` is device memory left once the weights are loaded. Raises `ConfigError` naming field and numbers.
+    """
+    _require_positive(config, "max_num_seqs", "max_num_batched_tokens", "block_size")
+    if config.max_num_batched_tokens < 1 + max_drafts:
+        raise ConfigError(
+            f"max_num_batched_tokens is {config.max_num_batched_tokens}, but one decode with "
+            f"{max_drafts} drafts takes {1 + max_drafts} tokens",
+            field="--max-num-batched-tokens",
+            hint="raise it or use fewer draft tokens",
+        )
+    max_len = model_max_len if config.max_model_len is None else config.max_model_len
+    if max_len > model_max_len:
+        raise ConfigError(
+            f"max_model_len is {max_len}, but the model was built for {model_max_len} tokens",
+            field="--max-model-len",
+            hint=f"use at most {model_max_len}",
+        )
+    if max_len < 2:
+        raise ConfigError(f"max_model_len is {max_len}; a prompt and one output token need 2", field="--max-model-len")
+    blocks = _kv_blocks(config, max_len, bytes_per_block, free_bytes)
+    if config.max_model_len is None:
+        max_len = min(max_len, blocks * config.block_size)
+    elif blocks * config.block_size < max_len:
+        raise ConfigError(
+            f"{blocks} KV blocks of {config.block_size} tokens hold {blocks * config.block_size} tokens, "
+            f"fewer than max_model_len {max_len}",
+            field="--num-kv-blocks" if config.num_kv_blocks is not None else "--kv-cache-memory",
+            hint="give the cache more memory or lower --max-model-len",
+        )
+    return Limits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_len,
+        block_size=config.block_size,
+        num_kv_blocks=blocks,
+        vocab_size=vocab_size,
+        max_drafts=max_drafts,
+        pipeline_depth=config.pipeline_depth or default_pipeline_depth,
+    )
+
+
+def _require_positive(config: EngineConfig, *fields: str) -> None:
+    for field in fields:
+        value = getattr(config, field)
+        if value < 1:
+            raise ConfigError(f"{field} is {value}; it must be at least 1", field="--" + field.replace("_", "-"))
+
+
+def _kv_blocks(config: EngineConfig, max_len: int, bytes_per_block: int, free_bytes: int) -> int:
+    """Return how many KV blocks to allocate; never more than all slots could fill."""
+    useful = config.max_num_seqs * -(-max_len // config.block_size)
+    if config.num_kv_blocks is not None:
+        if config.num_kv_blocks < 1:
+            raise ConfigError(f"num_kv_blocks is {config.num_kv_blocks}; at least 1", field="--num-kv-blocks")
+        if config.num_kv_blocks * bytes_per_block > free_bytes:
+            raise ConfigError(
+                f"{config.num_kv_blocks} KV blocks take {config.num_kv_blocks * bytes_per_block:,} bytes, "
+                f"but {free_bytes:,} are free",
+                field="--num-kv-blocks",
+            )
+        return config.num_kv_blocks
+    if config.kv_cache_memory is not None:
+        blocks = config.kv_cache_memory // bytes_per_block
+        if config.kv_cache_memory > free_bytes:
+            raise ConfigError(
+                f"kv_cache_memory is {config.kv_cache_memory:,} bytes, but {free_bytes:,} are free",
+                field="--kv-cache-memory",
+            )
+    else:
+        if not 0 < config.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization is {config.gpu_memory_utilization}; it must be above 0 and at most 1",
+                field="--gpu-memory-utilization",
+            )
+        blocks = min(int(free_bytes * config.gpu_memory_utilization) // bytes_per_block, useful)
+    if blocks < 1:
+        raise ConfigError(
+            f"not one KV block of {bytes_per_block:,} bytes fits into the memory given",
+            field="--kv-cache-memory",
+            hint="give more memory or a smaller --block-size",
+        )
+    return blocks

@@ -1,0 +1,348 @@
+"""What a framework pack must provide so that every model runs on it.
+
+Models are written once over `Ops`. It has two layers: about a dozen primitives that a pack implements, and the
+fusions that models call, about five a layer, each with a default composed of the primitives. A pack or a device may
+override a fusion with one kernel; the conformance checks compare an override with its composition.
+
+Shapes use: T tokens of the step, N rows (requests) of the step, R rows whose logits are wanted, H hidden size,
+nh query heads, nkv KV heads, d head dimension, V vocabulary size. Activations are [T, ...] in the pack's own arrays;
+their dtype is the pack's business, logits are always float32.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.types import IntArray, RawTensor
+
+__all__ = [
+    "Activation",
+    "Array",
+    "Experts",
+    "Forward",
+    "Heads",
+    "KVCache",
+    "KVShape",
+    "Norm",
+    "Ops",
+    "Rope",
+    "SampleInput",
+    "StepInput",
+]
+
+Array = Any
+"""An array of the pack's framework."""
+Activation = Literal["silu", "gelu_tanh", "gelu"]
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """Size of a paged KV cache."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    """Tokens in a KV block."""
+
+    def bytes_per_block(self, itemsize: int) -> int:
+        """Bytes that one block takes over all layers, keys and values."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.block_size * itemsize
+
+
+class KVCache(abc.ABC):
+    """Paged keys and values of all layers. The memory layout belongs to the pack."""
+
+    shape: KVShape
+    num_blocks: int
+
+    @abc.abstractmethod
+    def layer(self, index: int) -> Any:
+        """Return the pack's own handle of one layer, passed back to `write_kv` and `paged_attention`."""
+
+    @abc.abstractmethod
+    def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:
+        """Copy blocks to the host in canonical order [len(blocks), layers, 2, block_size, nkv, d].
+
+        float32, or uint16 holding bfloat16 bits. Index 0 of axis 2 holds keys after rope, 1 values.
+        """
+
+    @abc.abstractmethod
+    def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
+        """Write what `export_blocks` returned into other blocks, bit for bit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An RMS norm: x / sqrt(mean(x^2) + eps) * weight. Gemma's `1 + w` is folded into `weight` at load."""
+
+    weight: Array
+    """[H] or [d], prepared by `Ops.prepare_vector`."""
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding tables, prepared by `Ops.prepare_vector`, float32."""
+
+    cos: Array
+    """[max_positions, rotary / 2]"""
+    sin: Array
+    """[max_positions, rotary / 2]"""
+    interleaved: bool = False
+    """False pairs element i with i + rotary/2 (Llama); True pairs 2i with 2i+1 (ERNIE)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Attention geometry of one layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rope: Rope
+    q_norm: Norm | None = None
+    """Norm over d of each query head, before rope."""
+    k_norm: Norm | None = None
+    window: int | None = None
+    """A token sees itself and the `window - 1` tokens before it; None sees all."""
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture-of-experts block."""
+
+    router: Array
+    """Linear weight H -> experts, prepared by `prepare_linear`; routing is computed in float32."""
+    gate_up: Array
+    """Prepared by `prepare_experts(..., gated=True)`."""
+    down: Array
+    top_k: int
+    normalize: bool
+    """Divide the chosen weights by their sum."""
+    correction_bias: Array | None = None
+    """[experts] float32 added to the scores for the choice only, not for the weights (ERNIE-4.5)."""
+    norm_floor: float = 0.0
+    """Smallest divisor when normalizing (ERNIE-4.5 uses 1e-12)."""
+    shared_gate_up: Array | None = None
+    """Experts that every token passes, as one gated linear."""
+    shared_down: Array | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """The flattened batch of one forward pass, in the pack's own integer arrays (int32).
+
+    Row i owns tokens query_start[i] to query_start[i+1]; they are consecutive positions of one request, the last of
+    which is context_len[i] - 1.
+    """
+
+    token_ids: Array
+    """[T]"""
+    positions: Array
+    """[T]"""
+    kv_slots: Array
+    """[T], block * block_size + offset where the token's key and value are written."""
+    query_start: Array
+    """[N + 1]"""
+    context_len: Array
+    """[N], tokens that the row's last token sees, itself included."""
+    block_tables: Array
+    """[N, max_blocks]; entries beyond the context have no meaning."""
+    logits_rows: Array
+    """[R], indices into T."""
+    max_query: int
+    """Largest number of tokens of one row; 1 means pure decode."""
+    max_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampleInput:
+    """What sampling R rows needs, in the pack's own arrays; every row is one position of one request."""
+
+    temperature: Array
+    """float32[R], 0 for greedy."""
+    top_k: Array
+    """int32[R], 0 keeps all."""
+    top_p: Array
+    """float32[R]"""
+    min_p: Array
+    """float32[R]"""
+    seeds: Array
+    """uint64[R] (int64 bits where the framework has no uint64)."""
+    positions: Array
+    """int32[R], position of the token being chosen; with the seed it selects the random number."""
+    all_greedy: bool
+    """No row needs a random number or a filter."""
+    any_filter: bool
+    """Some row uses top_k, top_p or min_p."""
+
+
+Forward = Callable[[StepInput, KVCache], Array]
+
+
+class Ops(abc.ABC):
+    """Operations on one framework's arrays."""
+
+    name: str
+    """Name of the pack, such as `numpy` or `torch`."""
+    dtype: str
+    """`float32` or `bfloat16`: weights, activations and KV."""
+
+    # Arrays -----------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def from_host(self, array: npt.NDArray[Any]) -> Array:
+        """Return a device array with the values of `array`; may share its memory on a CPU."""
+
+    @abc.abstractmethod
+    def to_host(self, array: Array) -> npt.NDArray[Any]:
+        """Copy or share a device array to numpy; bfloat16 becomes float32."""
+
+    # Weights ----------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def prepare_vector(self, values: npt.NDArray[np.float32]) -> Array:
+        """Prepare a norm weight, a bias or a table; kept in float32 whatever `dtype` is."""
+
+    @abc.abstractmethod
+    def prepare_embedding(self, weight: RawTensor) -> Array:
+        """Prepare a token table [V, H]."""
+
+    @abc.abstractmethod
+    def prepare_linear(
+        self,
+        parts: Sequence[RawTensor],
+        biases: Sequence[RawTensor] | None = None,
+        *,
+        gated: bool = False,
+    ) -> Array:
+        """Prepare weights [out_i, in], stacked along `out`, for `linear`.
+
+        `gated` says that the two parts are gate and up and will be used by `gated_linear` only, so that a pack may
+        interleave them.
+        """
+
+    @abc.abstractmethod
+    def prepare_experts(self, parts: Sequence[Sequence[RawTensor]], *, gated: bool) -> Array:
+        """Prepare one linear for each expert; `parts[e]` is what `prepare_linear` takes."""
+
+    def tied_head(self, embedding: Array, weight: RawTensor) -> Array:
+        """Return the output projection of a model that ties it to its embedding."""
+        return self.prepare_linear([weight])
+
+    # Memory -----------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:
+        """Allocate a KV cache; raises `MemoryError` if it does not fit."""
+
+    # Primitives -------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
+        """Look up token ids: [T] -> [T, H], multiplied by `scale`."""
+
+    @abc.abstractmethod
+    def rms_norm(self, x: Array, norm: Norm) -> Array:
+        """Normalize the last axis."""
+
+    @abc.abstractmethod
+    def linear(self, x: Array, weight: Array) -> Array:
+        """[T, in] -> [T, out], with the bias that was prepared with the weight."""
+
+    @abc.abstractmethod
+    def gated_linear(self, x: Array, weight: Array, activation: Activation) -> Array:
+        """[T, in] -> [T, out]: activation(gate(x)) * up(x)."""
+
+    @abc.abstractmethod
+    def split_heads(self, qkv: Array, heads: Heads) -> tuple[Array, Array, Array]:
+        """[T, (nh + 2 nkv) d] -> q [T, nh, d], k [T, nkv, d], v [T, nkv, d]."""
+
+    @abc.abstractmethod
+    def rope(self, x: Array, rope: Rope, positions: Array) -> Array:
+        """Rotate [T, heads, d] by position."""
+
+    @abc.abstractmethod
+    def write_kv(self, layer: Any, k: Array, v: Array, kv_slots: Array) -> None:
+        """Write keys and values of the step into the cache in place."""
+
+    @abc.abstractmethod
+    def paged_attention(self, q: Array, layer: Any, heads: Heads, step: StepInput) -> Array:
+        """Causal attention of q [T, nh, d] over each row's blocks; returns [T, nh * d]. Softmax in float32."""
+
+    @abc.abstractmethod
+    def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
+        """[T, H] -> [T, H]: route each token to its experts and add their weighted outputs."""
+
+    @abc.abstractmethod
+    def add(self, x: Array, y: Array) -> Array:
+        """Elementwise sum of two activations."""
+
+    @abc.abstractmethod
+    def gather_rows(self, x: Array, rows: Array) -> Array:
+        """[T, H], [R] -> [R, H]."""
+
+    @abc.abstractmethod
+    def logits_of(self, x: Array, head: Array, softcap: float | None) -> Array:
+        """[R, H] -> float32 [R, V]."""
+
+    @abc.abstractmethod
+    def sample(self, logits: Array, rows: SampleInput) -> Array:
+        """Choose a token for each row: float32[R, V] -> int32[R].
+
+        Order: divide by temperature, keep top_k, then top_p of what is left, then min_p; then the first token in
+        vocabulary order whose cumulative probability exceeds u times the kept mass, u = uniform(seed, position).
+        Greedy rows take the largest logit, the lowest id on a tie.
+        """
+
+    # Fusions: what models call ----------------------------------------------------------------------------
+
+    def attention_inputs(self, x: Array, norm: Norm, qkv: Array, heads: Heads, layer: Any, step: StepInput) -> Array:
+        """Norm, q/k/v projection, head norms, rope, KV write: [T, H] -> q [T, nh, d]."""
+        q, k, v = self.split_heads(self.linear(self.rms_norm(x, norm), qkv), heads)
+        if heads.q_norm is not None:
+            q = self.rms_norm(q, heads.q_norm)
+        if heads.k_norm is not None:
+            k = self.rms_norm(k, heads.k_norm)
+        q = self.rope(q, heads.rope, step.positions)
+        k = self.rope(k, heads.rope, step.positions)
+        self.write_kv(layer, k, v, step.kv_slots)
+        return q
+
+    def attention(self, q: Array, heads: Heads, layer: Any, step: StepInput) -> Array:
+        """Paged attention: q [T, nh, d] -> [T, nh * d]."""
+        return self.paged_attention(q, layer, heads, step)
+
+    def project_residual(self, x: Array, weight: Array, residual: Array, post_norm: Norm | None = None) -> Array:
+        """residual + post_norm(linear(x)): [T, in], [T, H] -> [T, H]. May write into `residual`."""
+        y = self.linear(x, weight)
+        if post_norm is not None:
+            y = self.rms_norm(y, post_norm)
+        return self.add(residual, y)
+
+    def mlp_inputs(self, x: Array, norm: Norm, gate_up: Array, activation: Activation) -> Array:
+        """Norm, gate and up projection, gated activation: [T, H] -> [T, I]."""
+        return self.gated_linear(self.rms_norm(x, norm), gate_up, activation)
+
+    def moe_residual(self, x: Array, norm: Norm, experts: Experts, activation: Activation) -> Array:
+        """x + moe(norm(x)): [T, H] -> [T, H]. May write into `x`."""
+        return self.add(x, self.moe(self.rms_norm(x, norm), experts, activation))
+
+    def logits(self, x: Array, norm: Norm, head: Array, rows: Array, softcap: float | None = None) -> Array:
+        """Final norm and output projection of the wanted rows: [T, H] -> float32 [R, V]."""
+        return self.logits_of(self.rms_norm(self.gather_rows(x, rows), norm), head, softcap)
+
+    # Whole steps ------------------------------------------------------------------------------------------
+
+    def compile(self, forward: Forward) -> Forward:
+        """Return a faster equivalent of a model's forward, such as a captured graph; by default itself."""
+        return forward

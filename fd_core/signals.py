@@ -1,0 +1,75 @@
+"""The token matrix of a step: the only place that knows -1 and -9.
+
+A backend's `postprocess` writes the matrix on the device, once; `read` turns it into typed outcomes where it enters
+the host, once. No other code compares a token id with a negative number.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.types import IntArray
+
+__all__ = ["EMPTY_TOKEN_ID", "PREEMPTED_TOKEN_ID", "MalformedOutput", "Outcome", "Outcomes", "read"]
+
+EMPTY_TOKEN_ID: Final = -1
+"""Nothing here: an idle slot, an unfinished prefill chunk, a rejected draft."""
+PREEMPTED_TOKEN_ID: Final = -9
+"""In column 0: the slot was taken back and everything it will ever produce for its gen has been delivered."""
+
+
+class Outcome(enum.IntEnum):
+    """What a step says about one slot."""
+
+    EMPTY = 0
+    TOKENS = 1
+    RELEASED = 2
+    ERROR = 3
+
+
+class MalformedOutput(ValueError):
+    """A backend wrote a token matrix that the protocol does not allow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """Typed view of one token matrix, by slot."""
+
+    kinds: npt.NDArray[np.uint8]
+    """uint8[max_num_seqs] of `Outcome`."""
+    counts: IntArray
+    """int32[max_num_seqs], tokens delivered by the slot; they stand in the first columns of `tokens`."""
+    tokens: IntArray
+    """int32[max_num_seqs, 1 + k]; only the first `counts[slot]` entries of a row have a meaning."""
+
+
+def read(tokens: IntArray, errors: tuple[tuple[int, str], ...] = ()) -> Outcomes:
+    """Turn the matrix int32[max_num_seqs, 1 + k] into typed outcomes.
+
+    Raises `MalformedOutput` if a row breaks the protocol: tokens after an empty cell, anything beside -9 in its row,
+    -9 outside column 0, or another negative value.
+    """
+    first = tokens[:, 0]
+    is_token = tokens >= 0
+    released = first == PREEMPTED_TOKEN_ID
+    counts = is_token.sum(axis=1, dtype=np.int32)
+    kinds = np.where(counts > 0, np.uint8(Outcome.TOKENS), np.uint8(Outcome.EMPTY))
+    kinds[released] = Outcome.RELEASED
+    # A row is well formed when its tokens are a prefix and everything else is -1, or it is -9 followed by -1.
+    empty_cells = (tokens == EMPTY_TOKEN_ID).sum(axis=1, dtype=np.int32)
+    width = tokens.shape[1]
+    complete = counts + empty_cells + released == width
+    if width > 1:
+        complete &= ~(is_token[:, 1:] & ~is_token[:, :-1]).any(axis=1)
+    if not complete.all():
+        slot = int(np.flatnonzero(~complete)[0])
+        raise MalformedOutput(f"slot {slot} carries {tokens[slot].tolist()}: not a legal row of the token matrix")
+    for slot, _ in errors:
+        kinds[slot] = Outcome.ERROR
+        counts[slot] = 0
+    return Outcomes(kinds, counts, tokens)

@@ -1,0 +1,224 @@
+"""Frozen values that cross boundaries between scheduler, runner, engine and clients.
+
+Integer arrays inside these values are numpy arrays with `writeable=False`; whoever needs to change one copies it.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "Admission",
+    "BlockGrant",
+    "FinishReason",
+    "IntArray",
+    "LogprobRows",
+    "RawTensor",
+    "RequestSpec",
+    "SamplingParams",
+    "StepOutput",
+    "StepPlan",
+    "TakeBack",
+    "TokenLogprobs",
+    "frozen",
+]
+
+IntArray = npt.NDArray[np.int32]
+
+
+def frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return `array` marked read-only, so that a value that was handed over cannot change."""
+    array.flags.writeable = False
+    return array
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the next token of a request is chosen and when the request ends.
+
+    `seed` together with the position of a token decides every random choice, so a request's text depends on
+    nothing but model, prompt, these parameters and the seed. Validated where a request enters (`fd_core.server`,
+    `fd_core.engine.llm`), not here.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    """0 means greedy: the most likely token, the lower id on a tie."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    min_p: float = 0.0
+    seed: int = 0
+    """Unsigned 64-bit key of the counter-based generator."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    logprobs: int | None = None
+    """Number of most likely tokens reported beside the chosen one; 0 reports the chosen one only, None nothing."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    @property
+    def greedy(self) -> bool:
+        """Whether no random number is needed."""
+        return self.temperature == 0.0
+
+    @property
+    def penalized(self) -> bool:
+        """Whether logits depend on which tokens were seen before."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One generation asked of the engine."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    """Token ids, at least one."""
+    params: SamplingParams
+    eos_token_ids: tuple[int, ...] = ()
+    priority: int = 0
+    """Lower runs first under the `priority` policy."""
+    tenant: str = ""
+    cache_salt: str = ""
+    """Requests share cached prefixes only with requests of the same salt."""
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended, in OpenAI's words where it has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request enters a slot: what the runner must know about it for this stay."""
+
+    slot: int
+    gen: int
+    token_ids: IntArray
+    """int32[n]: prompt and, after a preemption, the tokens delivered so far."""
+    prompt_len: int
+    """How many of `token_ids` are the client's prompt."""
+    params: SamplingParams
+    eos_token_ids: tuple[int, ...]
+    computed: int
+    """Tokens at the front whose KV is already in the granted blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockGrant:
+    """Blocks appended to a slot's block table from entry `offset` on."""
+
+    slot: int
+    offset: int
+    blocks: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class TakeBack:
+    """A slot is taken back; exactly one -9 answers it."""
+
+    slot: int
+    gen: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step computes. Rows are slots with work; row arrays have length `n`.
+
+    The runner applies, in this order: admissions, grants, take-backs, rows. A slot that is taken back has no row.
+    """
+
+    epoch: int
+    step: int
+    slots: IntArray
+    """int32[n], each slot at most once."""
+    gens: IntArray
+    """int32[n], the generation each row belongs to."""
+    starts: IntArray
+    """int32[n], position of the first token computed."""
+    num_tokens: IntArray
+    """int32[n], tokens computed: a prefill chunk, or one plus the row's drafts."""
+    num_drafts: IntArray
+    """int32[n], drafts among them."""
+    samples: npt.NDArray[np.bool_]
+    """bool[n], whether the row yields a token; false for an unfinished prefill chunk."""
+    admissions: tuple[Admission, ...] = ()
+    grants: tuple[BlockGrant, ...] = ()
+    take_backs: tuple[TakeBack, ...] = ()
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens charged against the step token budget."""
+        return int(self.num_tokens.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRows:
+    """Log-probabilities of a step, one row for each sampled token of a request that asked for them."""
+
+    slots: IntArray
+    """int32[r]"""
+    columns: IntArray
+    """int32[r], column of the token matrix."""
+    chosen: npt.NDArray[np.float32]
+    """float32[r]"""
+    top_ids: IntArray
+    """int32[r, m], most likely first; a request reads as many as it asked for."""
+    top: npt.NDArray[np.float32]
+    """float32[r, m]"""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """The one answer to one plan."""
+
+    epoch: int
+    step: int
+    tokens: IntArray
+    """int32[max_num_seqs, 1 + k]; read only by `fd_core.signals`."""
+    gens: IntArray
+    """int32[max_num_seqs], the generation each slot holds in the runner's own batch."""
+    logprobs: LogprobRows | None = None
+    errors: tuple[tuple[int, str], ...] = ()
+    """(slot, message) for rows that failed; the other rows are valid."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of one delivered token and of the most likely alternatives."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """A weight as read from a checkpoint, before any framework sees it."""
+
+    dtype: str
+    """`F32`, `F16` or `BF16`."""
+    data: npt.NDArray[Any]
+    """float32, float16, or uint16 holding bfloat16 bits; may be a read-only memory map."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight."""
+        return tuple(self.data.shape)
+
+    def to_float32(self) -> npt.NDArray[np.float32]:
+        """Return the values as float32."""
+        if self.dtype == "BF16":
+            return (self.data.astype(np.uint32) << 16).view(np.float32)
+        return self.data.astype(np.float32, copy=False)
