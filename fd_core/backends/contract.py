@@ -1,0 +1,102 @@
+"""What a vendor writes: a device and a framework pack under one name.
+
+The runner, the models and the protocol are the core's; a backend says whether it can run here, hands out its `Ops`
+and knows how much memory its device has left.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+from fd_core.config import EngineConfig
+from fd_core.ops.contract import Array, KVCache, KVShape, Ops, StepInput
+
+__all__ = ["Availability", "Backend", "LoadProgress", "Model"]
+
+LoadProgress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """Whether a backend can run here, and why."""
+
+    available: bool
+    reason: str
+    """One line a user understands, in either case."""
+
+
+class Model(Protocol):
+    """What the runner needs of a model; `fd_core.models` provides it for real checkpoints."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence that the model was built for, tokens."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a generation."""
+
+    @property
+    def architecture(self) -> str:
+        """Name for summaries."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights."""
+
+    def kv_shape(self, block_size: int) -> KVShape:
+        """Return the size of the KV cache that `forward` needs."""
+
+    def forward(self, step: StepInput, cache: KVCache) -> Array:
+        """Compute float32 logits [R, V] of the rows asked for and write the step's KV."""
+
+
+class Backend(abc.ABC):
+    """A device and a framework pack. Constructed once in the engine's process."""
+
+    name: ClassVar[str]
+    default_pipeline_depth: ClassVar[int] = 2
+    auto_rank: ClassVar[int] = 0
+    """`--backend auto` takes the available backend of the highest rank; below 0 it is never taken by itself."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+
+    @classmethod
+    @abc.abstractmethod
+    def probe(cls) -> Availability:
+        """Say whether the backend can run here, without initialising its device."""
+
+    @abc.abstractmethod
+    def make_ops(self) -> Ops:
+        """Create the pack for the configured dtype and threads; may initialise the device."""
+
+    @abc.abstractmethod
+    def free_memory(self) -> int:
+        """Return bytes that weights and KV cache may still take on the device."""
+
+    def describe(self) -> str:
+        """Return one line about the device and the kernels in use."""
+        return self.name
+
+    def load_model(self, path: Path | None, ops: Ops, progress: LoadProgress) -> Model:
+        """Load the checkpoint at `path`; the default serves every architecture that the core knows."""
+        from fd_core.models.loading.checkpoint import open_checkpoint
+        from fd_core.models.registry import load_model
+
+        if path is None:
+            raise ValueError("this backend needs a checkpoint")
+        checkpoint = open_checkpoint(path)
+        try:
+            return load_model(checkpoint, ops, self.config.max_model_len, progress)
+        finally:
+            checkpoint.close()

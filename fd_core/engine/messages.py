@@ -1,0 +1,143 @@
+"""What crosses between an engine and its clients; encoded with msgspec, never pickled."""
+
+from __future__ import annotations
+
+import msgspec
+
+from fd_core.types import FinishReason, RequestSpec, TokenLogprobs
+
+__all__ = [
+    "Abort",
+    "ClientMessage",
+    "Delta",
+    "EngineInfo",
+    "EngineMessage",
+    "EngineStats",
+    "Fault",
+    "Shutdown",
+    "StepEvents",
+    "Submit",
+]
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What one step delivered to one request."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    """Set in the request's last delta and only there."""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One for each token id if the request asked for them."""
+    cached_tokens: int | None = None
+    """Prompt tokens served from the prefix cache; set in the first delta."""
+    error: str | None = None
+    """Set with finish reason `error`."""
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine runs, told once when it is ready."""
+
+    model: str
+    architecture: str
+    num_parameters: int
+    backend: str
+    backend_reason: str
+    """Why this backend was chosen."""
+    device: str
+    dtype: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_kv_blocks: int
+    kv_cache_bytes: int
+    pipeline_depth: int
+    epoch: int = 1
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges and counters of an engine; counters only grow within an epoch."""
+
+    running: int = 0
+    waiting: int = 0
+    take_backs_in_flight: int = 0
+    kv_blocks_used: int = 0
+    kv_blocks_fenced: int = 0
+    kv_blocks_cached: int = 0
+    """Free blocks that still hold a reusable prefix."""
+    kv_blocks_total: int = 0
+    steps: int = 0
+    budget_used: int = 0
+    """Tokens computed, over all steps."""
+    budget_limit: int = 0
+    """Tokens that the budget allowed, over all steps."""
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hits: int = 0
+    """Prompt tokens found there."""
+    stale_outputs: int = 0
+    """Outputs dropped because epoch, step or gen did not match."""
+    finished_stop: int = 0
+    finished_length: int = 0
+    finished_abort: int = 0
+    finished_error: int = 0
+
+
+class StepEvents(msgspec.Struct, frozen=True, tag="step"):
+    """Everything that one step has for the clients, in one message."""
+
+    deltas: list[Delta]
+    stats: EngineStats | None = None
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The engine serves."""
+
+    info: EngineInfo
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """The engine is starting: `phase` is `load` or `warmup`; units are bytes or steps."""
+
+    phase: str
+    done: int
+    total: int
+
+
+class Fault(msgspec.Struct, frozen=True, tag="fault"):
+    """The engine cannot start or go on."""
+
+    message: str
+    field: str | None = None
+    hint: str | None = None
+    exit_code: int = 1
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """Start a request."""
+
+    spec: RequestSpec
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """End requests; unknown ids are ignored."""
+
+    request_ids: tuple[str, ...] = ()
+    everything: bool = False
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Stop once nothing runs, or at once if `drain` is false."""
+
+    drain: bool = True
+
+
+ClientMessage = Submit | Abort | Shutdown
+EngineMessage = StepEvents | Ready | Progress | Fault

@@ -1,0 +1,57 @@
+"""Every hook a plugin may implement; each docstring is the hook's contract.
+
+A plugin is a module named in an entry point of group `fd_core`. It declares `FD_CONTRACT = 1` and implements hooks
+marked with `hookimpl`. Hooks are called once, when the process discovers its plugins; they return descriptions, and
+the classes that the descriptions name are imported only when used. Discovery must not import a framework, touch a
+device or start a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import pluggy
+
+__all__ = ["CONTRACT_VERSION", "ENTRY_POINT_GROUP", "Entry", "hookimpl", "hookspec"]
+
+ENTRY_POINT_GROUP: Final = "fd_core"
+CONTRACT_VERSION: Final = 1
+"""Grows when a hook or a class that plugins implement changes in a way that breaks them."""
+
+hookspec = pluggy.HookspecMarker("fd_core")
+hookimpl = pluggy.HookimplMarker("fd_core")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One thing that a plugin offers under a name."""
+
+    name: str
+    """Lower case, digits, `_` and `+`; unique among entries of its kind."""
+    target: str
+    """`package.module:Class`, imported when the entry is used."""
+    summary: str
+    """One line for lists."""
+
+
+@hookspec
+def fd_register_backends() -> Sequence[Entry]:
+    """Offer hardware backends.
+
+    Called once at discovery; the results of all plugins are joined. Each target is a subclass of
+    `fd_core.backends.contract.Backend`. A name that another plugin offers as well is an error.
+    """
+    raise AssertionError("hook specification")
+
+
+@hookspec
+def fd_register_schedulers() -> Sequence[Entry]:
+    """Offer scheduling policies.
+
+    Called once at discovery; the results of all plugins are joined. Each target is a subclass of
+    `fd_core.scheduling.policies.Policy`: it orders waiting requests and chooses victims, without I/O, clock or
+    randomness of its own.
+    """
+    raise AssertionError("hook specification")
