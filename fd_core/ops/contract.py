@@ -121,7 +121,7 @@ class Experts:
     """A mixture-of-experts block."""
 
     router: Array
-    """Linear weight H -> experts, prepared by `prepare_linear`; routing is computed in float32."""
+    """[experts, H] prepared by `prepare_vector`; routing is a softmax over all experts, computed in float32."""
     gate_up: Array
     """Prepared by `prepare_experts(..., gated=True)`."""
     down: Array
@@ -201,7 +201,10 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def from_host(self, array: npt.NDArray[Any]) -> Array:
-        """Return a device array with the values of `array`; may share its memory on a CPU."""
+        """Return a device array with the values of `array`; may share its memory on a CPU.
+
+        uint64 becomes int64 with the same bits where the framework has no uint64.
+        """
 
     @abc.abstractmethod
     def to_host(self, array: Array) -> npt.NDArray[Any]:
@@ -211,7 +214,7 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def prepare_vector(self, values: npt.NDArray[np.float32]) -> Array:
-        """Prepare a norm weight, a bias or a table; kept in float32 whatever `dtype` is."""
+        """Prepare a norm weight, a router or a table of any shape; kept in float32 whatever `dtype` is."""
 
     @abc.abstractmethod
     def prepare_embedding(self, weight: RawTensor) -> Array:
@@ -289,7 +292,7 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def gather_rows(self, x: Array, rows: Array) -> Array:
-        """[T, H], [R] -> [R, H]."""
+        """Take rows of any array by index: [T, ...], int32[R] -> [R, ...]."""
 
     @abc.abstractmethod
     def logits_of(self, x: Array, head: Array, softcap: float | None) -> Array:
@@ -302,6 +305,54 @@ class Ops(abc.ABC):
         Order: divide by temperature, keep top_k, then top_p of what is left, then min_p; then the first token in
         vocabulary order whose cumulative probability exceeds u times the kept mass, u = uniform(seed, position).
         Greedy rows take the largest logit, the lowest id on a tie.
+
+        All packs choose the same token, because everything after one exponential is exact: a token's weight is
+        rint(2^32 * exp((logit - largest logit) / temperature)), computed in float64, so that sums of weights are
+        integers below 2^53, the same in any order. With tokens ordered by logit, the lower id first on a tie:
+        top_k keeps the first k; top_p keeps a token if the weights before it sum to less than top_p times the sum of
+        what top_k kept, and the first one always; min_p keeps weights of at least min_p * 2^32.
+        """
+
+    @abc.abstractmethod
+    def add_at(self, logits: Array, rows: Array, ids: Array, values: Array) -> Array:
+        """Add values to single logits: logits[rows[i], ids[i]] += values[i] for every i, repeated places included.
+
+        float32[R, V], int32[n], int32[n], float32[n] -> float32[R, V]; may write into `logits`. It serves
+        logit_bias, presence and frequency penalties (minus presence + frequency * count), and, with -inf, tokens that
+        are not allowed.
+        """
+
+    @abc.abstractmethod
+    def repetition_at(self, logits: Array, rows: Array, ids: Array, penalties: Array) -> Array:
+        """Apply repetition penalties: a positive logit is divided by its penalty, another multiplied.
+
+        float32[R, V], int32[n], int32[n], float32[n] -> float32[R, V]; no place occurs twice; may write into
+        `logits`.
+        """
+
+    @abc.abstractmethod
+    def logprobs(self, logits: Array, tokens: Array, top_n: int) -> tuple[Array, Array, Array]:
+        """Return log-probabilities of the chosen and of the most likely tokens.
+
+        float32[R, V], int32[R] -> chosen float32[R], top ids int32[R, top_n], top float32[R, top_n], most likely
+        first, the lower id first on a tie. Leaves `logits` as they are.
+        """
+
+    @abc.abstractmethod
+    def verify(self, sampled: Array, drafts: Array, num_drafts: Array) -> Array:
+        """Count the drafts that may stay: the longest prefix that equals what was sampled in its place.
+
+        sampled int32[N, 1 + k], drafts int32[N, k], num_drafts int32[N] -> int32[N]. Column j of `sampled` was chosen
+        after draft j - 1, so a row with `a` accepted drafts delivers its first 1 + a sampled tokens.
+        """
+
+    @abc.abstractmethod
+    def postprocess(self, sampled: Array, accepted: Array, slots: Array, taken_back: Array, max_num_seqs: int) -> Array:
+        """Build the token matrix int32[max_num_seqs, 1 + k] of the step with the values of `fd_core.signals`.
+
+        sampled int32[N, 1 + k] and accepted int32[N] of the rows that yield tokens, slots int32[N], taken_back
+        int32[M]: row i delivers sampled[i, :1 + accepted[i]] in row slots[i]; each slot in `taken_back`, which has no
+        row, carries PREEMPTED_TOKEN_ID in column 0; everything else is EMPTY_TOKEN_ID. Does not wait for the device.
         """
 
     # Fusions: what models call ----------------------------------------------------------------------------
