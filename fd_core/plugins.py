@@ -1,0 +1,360 @@
+"""Which plugins there are and what they offer: the typed face of the hooks in `fd_core.hookspecs`.
+
+Built-ins and installed distributions come in through one door, `Plugins.discover`. Discovery imports the plugins'
+entry modules, never the classes that they describe. A plugin that breaks a rule is left out whole and its problem
+is kept: commands that do not need it work, and naming it raises `PluginError` with the distribution and the cause.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+import pluggy
+
+from fd_core import hookspecs
+from fd_core.errors import PluginError
+from fd_core.hookspecs import CONTRACT_VERSION, ENTRY_POINT_GROUP, Entry
+
+if TYPE_CHECKING:
+    from fd_core.backends.contract import Availability, Backend
+    from fd_core.scheduling.policies import Policy
+
+__all__ = ["KNOWN_PLUGINS", "Choice", "Origin", "Plugins", "Problem", "Registered", "installed_plugins"]
+
+KNOWN_PLUGINS: Final[Mapping[str, str]] = {
+    "gpu_cuda": "fd-gpu-cuda",
+    "xpu": "fd-xpu",
+    "metax": "fd-metax",
+    "storage_redis": "fd-storage-redis",
+}
+"""Short names of the project's own plugins and their distributions."""
+
+_BUILTIN_MODULES: Final = ("fd_core.backends.builtin", "fd_core.scheduling.builtin")
+_HOOK_PREFIX: Final = "fd_"
+_NAME: Final = re.compile(r"[a-z0-9_+]+")
+_TARGET: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of thing that plugins offer: its hook, the class its targets must derive from, and its flag."""
+
+    word: str
+    hook: str
+    base: str
+    flag: str
+
+
+BACKEND: Final = Kind("backend", "fd_register_backends", "fd_core.backends.contract:Backend", "--backend")
+SCHEDULER: Final = Kind(
+    "scheduling policy", "fd_register_schedulers", "fd_core.scheduling.policies:Policy", "--scheduling-policy"
+)
+KINDS: Final = (BACKEND, SCHEDULER)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a plugin comes from."""
+
+    distribution: str
+    version: str
+    entry_point: str
+    """Name of the entry point, or of the built-in module."""
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Why a plugin, or one of its names, cannot be used."""
+
+    origin: Origin
+    cause: str
+    kind: Kind | None = None
+    """Set with `name` if one name is refused; otherwise the whole plugin is."""
+    name: str | None = None
+
+    def __str__(self) -> str:
+        return f"plugin {self.origin.distribution} ({self.origin.entry_point}): {self.cause}"
+
+    def concerns(self, kind: Kind, name: str) -> bool:
+        """Whether it stands in the way of a user who asks for `name`."""
+        if self.kind is not None:
+            return (kind, name) == (self.kind, self.name)
+        return self.origin.entry_point in (name, name.partition("+")[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """One name that a plugin offers."""
+
+    kind: Kind
+    entry: Entry
+    origin: Origin
+
+    @property
+    def name(self) -> str:
+        """Name under which users ask for it."""
+        return self.entry.name
+
+    @property
+    def summary(self) -> str:
+        """One line for lists."""
+        return self.entry.summary
+
+    def load(self) -> type[Any]:
+        """Import the class. Raises `PluginError` if that fails or if it is not of the right kind."""
+        cls = self._attempt(lambda: _import_target(self.entry.target))
+        base = _import_target(self.kind.base)
+        if not (isinstance(cls, type) and issubclass(cls, base)):
+            raise self._error(f"{self.entry.target} is not a subclass of {self.kind.base}")
+        return cls
+
+    def probe(self) -> Availability:
+        """Ask a backend whether it can run here. Raises `PluginError` if it cannot even answer."""
+        from fd_core.backends.contract import Availability
+
+        answer = self._attempt(self.load().probe)
+        if not isinstance(answer, Availability):
+            raise self._error(f"{self.entry.target}.probe returned {_described(answer)} instead of an Availability")
+        return answer
+
+    def _attempt(self, action: Callable[[], Any]) -> Any:
+        try:
+            return _shielded(action)
+        except _StrangerError as error:
+            raise self._error(str(error)) from error
+
+    def _error(self, cause: str) -> PluginError:
+        return PluginError(
+            f"{self.kind.word} {self.name} of plugin {self.origin} cannot be used: {cause}", field=self.kind.flag
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The backend that was taken, and why."""
+
+    name: str
+    cls: type[Backend]
+    reason: str
+
+
+class Plugins:
+    """Everything that built-ins and installed plugins offer; made by `discover`."""
+
+    def __init__(self) -> None:
+        self._manager = pluggy.PluginManager("fd_core")
+        self._manager.add_hookspecs(hookspecs)
+        self._offers: dict[Kind, dict[str, list[Registered]]] = {kind: {} for kind in KINDS}
+        self._origins: list[Origin] = []
+        self._problems: list[Problem] = []
+
+    @classmethod
+    def discover(cls, entry_points: Iterable[importlib.metadata.EntryPoint] | None = None) -> Plugins:
+        """Register the built-ins and the plugins behind `entry_points`, by default all installed ones."""
+        plugins = cls()
+        core_version = importlib.import_module("fd_core").__version__
+        for name in _BUILTIN_MODULES:
+            plugins._admit(Origin("fd-core", core_version, name), partial(importlib.import_module, name))
+        if entry_points is None:
+            entry_points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+        for origin, point in sorted(((_origin(point), point) for point in entry_points), key=lambda pair: str(pair)):
+            plugins._admit(origin, point.load)
+        plugins._refuse_contested_names()
+        return plugins
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """Plugins and names that were left out."""
+        return tuple(self._problems)
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """Plugins that were registered."""
+        return tuple(self._origins)
+
+    def backends(self) -> Mapping[str, Registered]:
+        """Return the backends by name."""
+        return self._usable(BACKEND)
+
+    def schedulers(self) -> Mapping[str, Registered]:
+        """Return the scheduling policies by name."""
+        return self._usable(SCHEDULER)
+
+    def backend_class(self, name: str) -> type[Backend]:
+        """Import the backend called `name`. Raises `PluginError` with the distribution and the cause."""
+        return self._find(BACKEND, name).load()
+
+    def scheduler_class(self, name: str) -> type[Policy]:
+        """Import the scheduling policy called `name`. Raises `PluginError` with the distribution and the cause."""
+        return self._find(SCHEDULER, name).load()
+
+    def choose_backend(self, name: str = "auto") -> Choice:
+        """Return the backend called `name`, or for `auto` the available one of the highest rank.
+
+        Raises `PluginError` if the named one is missing or cannot run here, or if none can.
+        """
+        if name == "auto":
+            return self._best_backend()
+        registered = self._find(BACKEND, name)
+        availability = registered.probe()
+        if not availability.available:
+            raise PluginError(
+                f"backend {name} cannot run here: {availability.reason}",
+                field="--backend",
+                hint="`fdcore env` shows every backend and why it can or cannot run",
+            )
+        return Choice(name, registered.load(), f"asked for by name; {availability.reason}")
+
+    def _best_backend(self) -> Choice:
+        available: list[tuple[int, str, type[Backend], str]] = []
+        passed_over = [str(problem) for problem in self._problems if problem.kind in (None, BACKEND)]
+        for name, registered in sorted(self.backends().items()):
+            try:
+                backend, availability = registered.load(), registered.probe()
+            except PluginError as error:
+                passed_over.append(f"{name}: {error.message}")
+                continue
+            if backend.auto_rank < 0:
+                continue
+            if availability.available:
+                available.append((backend.auto_rank, name, backend, availability.reason))
+            else:
+                passed_over.append(f"{name}: {availability.reason}")
+        if not available:
+            raise PluginError(
+                "no backend can run here: " + ("; ".join(passed_over) or "none is registered"),
+                field="--backend",
+                hint="install the CPU backend's framework: pip install 'fd-core[cpu]'",
+            )
+        _, name, backend, reason = max(available, key=lambda candidate: candidate[:2])
+        return Choice(name, backend, "; ".join([f"best available: {reason}", *(f"not {why}" for why in passed_over)]))
+
+    def _usable(self, kind: Kind) -> dict[str, Registered]:
+        return {name: offers[0] for name, offers in self._offers[kind].items() if len(offers) == 1}
+
+    def _find(self, kind: Kind, name: str) -> Registered:
+        usable = self._usable(kind)
+        if name in usable:
+            return usable[name]
+        for problem in self._problems:
+            if problem.concerns(kind, name):
+                raise PluginError(f"{kind.word} {name} cannot be used: {problem}", field=kind.flag)
+        hint = f"there are: {', '.join(sorted(usable)) or 'none'}"
+        if name.partition("+")[0] in KNOWN_PLUGINS:
+            hint += f"; `fdcore install {name.partition('+')[0]}` installs the plugin"
+        raise PluginError(f"there is no {kind.word} called {name!r}", field=kind.flag, hint=hint)
+
+    def _admit(self, origin: Origin, load: Callable[[], Any]) -> None:
+        """Register one plugin whole, or keep why it cannot be."""
+        try:
+            module = _shielded(load)
+            _check_module(module)
+            self._manager.register(module, name=f"{origin.distribution}:{origin.entry_point}")
+            offers = [offer for kind in KINDS for offer in self._ask(kind, module, origin)]
+        except _StrangerError as error:
+            self._problems.append(Problem(origin, str(error)))
+            return
+        except (pluggy.PluginValidationError, ValueError) as error:
+            self._problems.append(Problem(origin, " ".join(str(error).split())))
+            return
+        self._origins.append(origin)
+        for offer in offers:
+            self._offers[offer.kind].setdefault(offer.name, []).append(offer)
+
+    def _ask(self, kind: Kind, module: ModuleType, origin: Origin) -> list[Registered]:
+        others = [plugin for plugin in self._manager.get_plugins() if plugin is not module]
+        hook = self._manager.subset_hook_caller(kind.hook, others)
+        answers: list[object] = _shielded(hook)
+        return [Registered(kind, entry, origin) for answer in answers for entry in _checked_entries(kind.hook, answer)]
+
+    def _refuse_contested_names(self) -> None:
+        for kind in KINDS:
+            for name, offers in self._offers[kind].items():
+                if len(offers) > 1:
+                    givers = " and ".join(offer.origin.distribution for offer in offers)
+                    cause = f"the {kind.word} name {name!r} is offered by {givers}; uninstall one of them"
+                    self._problems.append(Problem(offers[-1].origin, cause, kind, name))
+
+
+@cache
+def installed_plugins() -> Plugins:
+    """Discover the plugins of this environment, once in a process."""
+    return Plugins.discover()
+
+
+class _StrangerError(Exception):
+    """Code or data of a plugin broke a rule; the text is the cause."""
+
+
+def _shielded(action: Callable[[], Any]) -> Any:
+    """Run code of a plugin; whatever it raises becomes that plugin's problem."""
+    try:
+        return action()
+    except (Exception, SystemExit) as error:
+        text = " ".join(str(error).split())
+        raise _StrangerError(f"{type(error).__name__}: {text}" if text else type(error).__name__) from error
+
+
+def _origin(point: importlib.metadata.EntryPoint) -> Origin:
+    if point.dist is None:
+        return Origin("unknown distribution", "?", point.name)
+    return Origin(point.dist.name, point.dist.version, point.name)
+
+
+def _check_module(module: object) -> None:
+    """Refuse a plugin that was built for another contract or has a hook that there is not."""
+    if not isinstance(module, ModuleType):
+        raise _StrangerError(f"the entry point names {_described(module)}; it must name a module")
+    version = getattr(module, "FD_CONTRACT", None)
+    if version is None:
+        raise _StrangerError(f"{module.__name__} declares no FD_CONTRACT; this fd_core speaks {CONTRACT_VERSION}")
+    if type(version) is not int or version != CONTRACT_VERSION:
+        raise _StrangerError(f"it was built for contract {version!r}; this fd_core speaks {CONTRACT_VERSION}")
+    known = {name for name in vars(hookspecs) if name.startswith(_HOOK_PREFIX)}
+    for name, value in vars(module).items():
+        if not callable(value):
+            continue
+        marker = getattr(value, "fd_core_impl", None)
+        if marker is None and not name.startswith(_HOOK_PREFIX):
+            continue
+        hook = (marker or {}).get("specname") or name
+        if hook not in known:
+            raise _StrangerError(f"{hook} is not a hook; there are {', '.join(sorted(known))}")
+        if marker is None:
+            raise _StrangerError(f"{name} is not marked with fd_core.hookspecs.hookimpl")
+
+
+def _checked_entries(hook: str, answer: object) -> list[Entry]:
+    if not isinstance(answer, Sequence) or isinstance(answer, str):
+        raise _StrangerError(f"{hook} returned {_described(answer)} instead of a sequence of Entry")
+    entries: list[Entry] = []
+    for item in answer:
+        if not isinstance(item, Entry):
+            raise _StrangerError(f"{hook} returned a sequence with {_described(item)} instead of an Entry")
+        if not isinstance(item.name, str) or not _NAME.fullmatch(item.name):
+            raise _StrangerError(f"{hook}: name {item.name!r} may have lower case, digits, _ and + only")
+        if not isinstance(item.target, str) or not _TARGET.fullmatch(item.target):
+            raise _StrangerError(f"{hook}: target {item.target!r} of {item.name} is not package.module:Class")
+        if not isinstance(item.summary, str):
+            raise _StrangerError(f"{hook}: summary of {item.name} is {_described(item.summary)} instead of a line")
+        entries.append(item)
+    return entries
+
+
+def _import_target(target: str) -> Any:
+    module, _, attribute = target.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _described(value: object) -> str:
+    return f"{type(value).__name__} {value!r:.60}"

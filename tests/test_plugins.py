@@ -1,0 +1,242 @@
+import importlib.metadata
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from fd_core.errors import PluginError
+from fd_core.hookspecs import ENTRY_POINT_GROUP
+from fd_core.plugins import Plugins
+
+GOOD = """
+from fd_core.hookspecs import Entry, hookimpl
+FD_CONTRACT = 1
+
+@hookimpl
+def fd_register_backends():
+    return [Entry({name!r}, "{module}_parts:Chip", "a chip")]
+"""
+
+PARTS = """
+from fd_core.backends.contract import Availability, Backend
+
+class Chip(Backend):
+    name = "chip"
+    auto_rank = {rank}
+
+    @classmethod
+    def probe(cls):
+        return {answer}
+
+    def make_ops(self): ...
+    def free_memory(self): ...
+"""
+
+
+class Site:
+    """A folder of distributions with entry points, as pip would leave them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def install(self, distribution: str, source: str, *, entry_point: str | None = None, **more: str) -> None:
+        module = distribution.replace("-", "_")
+        entry_point = entry_point or module.removeprefix("fd_")
+        for name, text in {module: source, **{f"{module}_{key}": text for key, text in more.items()}}.items():
+            (self.folder / f"{name}.py").write_text(textwrap.dedent(text))
+        info = self.folder / f"{module}-2.5.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 2.5\n")
+        (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\n{entry_point} = {module}\n")
+
+    def chip(self, distribution: str, *, offers: str, rank: int = 0, answer: str = "Availability(True, 'it is here')"):
+        module = distribution.replace("-", "_")
+        self.install(
+            distribution, GOOD.format(name=offers, module=module), parts=PARTS.format(rank=rank, answer=answer)
+        )
+
+    def discover(self) -> Plugins:
+        found = importlib.metadata.distributions(path=[str(self.folder)])
+        return Plugins.discover([point for dist in found for point in dist.entry_points])
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    before = set(sys.modules)
+    yield Site(tmp_path)
+    for name in set(sys.modules) - before:
+        if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in sys.modules[name].__file__:
+            del sys.modules[name]
+
+
+def test_built_ins_are_registered_like_strangers():
+    plugins = Plugins.discover([])
+    assert set(plugins.backends()) == {"cpu", "reference", "null"}
+    assert set(plugins.schedulers()) == {"fcfs", "priority"}
+    assert plugins.problems == ()
+    assert {registered.origin.distribution for registered in plugins.backends().values()} == {"fd-core"}
+
+
+def test_a_plugin_is_found_through_its_entry_point(site):
+    site.chip("fd-mychip", offers="mychip")
+    plugins = site.discover()
+    assert plugins.backend_class("mychip").__name__ == "Chip"
+    assert str(plugins.backends()["mychip"].origin) == "fd-mychip 2.5"
+
+
+def test_discovery_does_not_import_the_classes(site):
+    site.chip("fd-mychip", offers="mychip")
+    site.discover()
+    assert "fd_mychip" in sys.modules
+    assert "fd_mychip_parts" not in sys.modules
+
+
+BROKEN = {
+    "import error": ("import no_such_library", "ModuleNotFoundError: No module named 'no_such_library'"),
+    "raises at import": ("raise ValueError('half installed')", "ValueError: half installed"),
+    "exits at import": ("import sys; sys.exit('bye')", "SystemExit: bye"),
+    "another contract": ("FD_CONTRACT = 99", "built for contract 99; this fd_core speaks 1"),
+    "a contract that equals one": ("FD_CONTRACT = True", "built for contract True"),
+    "no contract": ("x = 1", "declares no FD_CONTRACT"),
+    "unknown hook": (
+        "from fd_core.hookspecs import hookimpl\nFD_CONTRACT = 1\n@hookimpl\ndef fd_register_toasters(): ...",
+        "fd_register_toasters is not a hook; there are fd_register_backends",
+    ),
+    "unknown hook without mark": ("FD_CONTRACT = 1\ndef fd_register_toasters(): ...", "fd_register_toasters is not"),
+    "unknown marked function": (
+        "from fd_core.hookspecs import hookimpl\nFD_CONTRACT = 1\n@hookimpl\ndef register(): ...",
+        "register is not a hook",
+    ),
+    "mark forgotten": ("FD_CONTRACT = 1\ndef fd_register_backends(): return []", "is not marked with"),
+    "argument that the hook has not": (
+        "from fd_core.hookspecs import hookimpl\nFD_CONTRACT = 1\n@hookimpl\ndef fd_register_backends(app): ...",
+        "fd_register_backends",
+    ),
+    "hook raises": (
+        "from fd_core.hookspecs import hookimpl\nFD_CONTRACT = 1\n@hookimpl\ndef fd_register_backends(): 1 / 0",
+        "ZeroDivisionError: division by zero",
+    ),
+}
+
+ANSWERS = {
+    "a class": ("[int]", "fd_register_backends returned a sequence with type <class 'int'> instead of an Entry"),
+    "a string": ("'mychip'", "fd_register_backends returned str 'mychip' instead of a sequence of Entry"),
+    "a number": ("3", "returned int 3 instead of a sequence"),
+    "a bad name": ("[Entry('My Chip', 'a:B', '')]", "name 'My Chip' may have lower case"),
+    "a bad target": ("[Entry('mychip', 'a.b', '')]", "target 'a.b' of mychip is not package.module:Class"),
+    "a bad summary": ("[Entry('mychip', 'a:B', None)]", "summary of mychip is NoneType None"),
+}
+for _what, (_answer, _cause) in ANSWERS.items():
+    BROKEN[f"answers {_what}"] = (
+        "from fd_core.hookspecs import Entry, hookimpl\nFD_CONTRACT = 1\n"
+        f"@hookimpl\ndef fd_register_backends(): return {_answer}",
+        _cause,
+    )
+
+
+@pytest.mark.parametrize("source, cause", BROKEN.values(), ids=BROKEN)
+def test_a_broken_plugin_fails_closed_when_named_and_harms_nobody_else(site, source, cause):
+    site.install("fd-mychip", source)
+    site.chip("fd-other", offers="other")
+    plugins = site.discover()
+    (problem,) = plugins.problems
+    assert cause in problem.cause
+    assert "other" in plugins.backends()
+    assert "mychip" not in plugins.backends()
+    for ask in ("mychip", "mychip+paddle"):
+        with pytest.raises(PluginError) as caught:
+            plugins.backend_class(ask)
+        assert "fd-mychip" in str(caught.value)
+        assert cause in str(caught.value)
+        assert caught.value.exit_code == 4
+
+
+def test_an_entry_point_must_name_a_module(site):
+    site.install("fd-mychip", "FD_CONTRACT = 1\nclass Plugin: ...")
+    info = site.folder / "fd_mychip-2.5.dist-info" / "entry_points.txt"
+    info.write_text(f"[{ENTRY_POINT_GROUP}]\nmychip = fd_mychip:Plugin\n")
+    (problem,) = site.discover().problems
+    assert "it must name a module" in problem.cause
+
+
+def test_a_name_offered_twice_is_given_to_neither(site):
+    site.chip("fd-one", offers="chip")
+    site.chip("fd-two", offers="chip")
+    plugins = site.discover()
+    assert "chip" not in plugins.backends()
+    with pytest.raises(PluginError, match="offered by fd-one and fd-two; uninstall one"):
+        plugins.backend_class("chip")
+
+
+def test_a_plugin_cannot_replace_a_built_in(site):
+    site.chip("fd-evil", offers="cpu", rank=1000)
+    plugins = site.discover()
+    with pytest.raises(PluginError, match="offered by fd-core and fd-evil"):
+        plugins.backend_class("cpu")
+
+
+def test_an_unknown_name_lists_what_there_is():
+    with pytest.raises(PluginError, match=r"no backend called 'gpu' \(there are: cpu, null, reference\)"):
+        Plugins.discover([]).backend_class("gpu")
+    with pytest.raises(PluginError, match="no scheduling policy called 'lifo'"):
+        Plugins.discover([]).scheduler_class("lifo")
+
+
+def test_a_known_plugin_that_is_missing_says_how_to_install_it():
+    with pytest.raises(PluginError, match="`fdcore install gpu_cuda`"):
+        Plugins.discover([]).backend_class("gpu_cuda+paddle")
+
+
+def test_a_target_of_the_wrong_kind_is_refused(site):
+    site.install("fd-mychip", GOOD.format(name="mychip", module="fd_mychip"), parts="class Chip: ...")
+    with pytest.raises(PluginError, match=r"fd_mychip_parts:Chip is not a subclass of .*Backend"):
+        site.discover().backend_class("mychip")
+
+
+def test_a_target_that_cannot_be_imported_names_distribution_and_cause(site):
+    site.install("fd-mychip", GOOD.format(name="mychip", module="fd_mychip"), parts="import no_driver")
+    with pytest.raises(PluginError, match=r"backend mychip of plugin fd-mychip 2.5 .*No module named 'no_driver'"):
+        site.discover().backend_class("mychip")
+
+
+def test_auto_takes_the_highest_rank_that_is_available_and_says_why(site):
+    site.chip("fd-fast", offers="fast", rank=900, answer="Availability(False, 'no such device')")
+    site.chip("fd-slow", offers="slow", rank=800)
+    choice = site.discover().choose_backend("auto")
+    assert choice.name == "slow"
+    assert "it is here" in choice.reason
+    assert "fast: no such device" in choice.reason
+
+
+def test_auto_passes_over_a_backend_that_cannot_answer(site):
+    site.chip("fd-fast", offers="fast", rank=900, answer="1 / 0")
+    site.chip("fd-odd", offers="odd", rank=850, answer="True")
+    site.chip("fd-slow", offers="slow", rank=800)
+    choice = site.discover().choose_backend()
+    assert choice.name == "slow"
+    assert "ZeroDivisionError" in choice.reason
+    assert "probe returned bool True instead of an Availability" in choice.reason
+
+
+def test_auto_never_takes_a_negative_rank(site):
+    site.chip("fd-shy", offers="shy", rank=-1)
+    plugins = site.discover()
+    for name in ("cpu", "reference", "null"):
+        del plugins._offers[plugins.backends()[name].kind][name]
+    with pytest.raises(PluginError, match="no backend can run here"):
+        plugins.choose_backend("auto")
+    assert plugins.choose_backend("shy").name == "shy"
+
+
+def test_a_named_backend_that_cannot_run_is_an_error_with_the_reason(site):
+    site.chip("fd-mychip", offers="mychip", answer="Availability(False, 'driver 3 is too old')")
+    with pytest.raises(PluginError, match="backend mychip cannot run here: driver 3 is too old"):
+        site.discover().choose_backend("mychip")
+
+
+def test_auto_tells_of_a_plugin_that_could_not_be_used(site):
+    site.install("fd-mychip", "import no_driver")
+    site.chip("fd-slow", offers="slow", rank=800)
+    assert "fd-mychip" in site.discover().choose_backend("auto").reason
