@@ -1,0 +1,213 @@
+"""The contract of a checkpoint, whatever its format, and the door that opens one.
+
+Laws that every format keeps:
+1. Sizes are checked against the file before anything is allocated or mapped for a tensor.
+2. What is wrong with a file is a `ModelError` that names the file, and the tensor where there is one.
+3. Nothing in a checkpoint is ever executed: no pickle, no code beside the weights.
+4. Names and config are Hugging Face's, so that a model is written once for every format.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fd_core.errors import ModelError
+
+__all__ = [
+    "Checkpoint",
+    "GenerationDefaults",
+    "GgmlTokenizerSource",
+    "JsonTokenizerSource",
+    "RawTensor",
+    "TokenizerSource",
+    "open_checkpoint",
+]
+
+WeightDtype = Literal["F32", "F16", "BF16"]
+
+PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
+PICKLE_HINT = (
+    "pickled weights can run code when they are opened; take a safetensors or GGUF version of the model, or "
+    "convert it where you trust the file: load it with transformers and call save_pretrained()"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """A weight as read; no framework.
+
+    `data` is float32 for F32, float16 for F16 and, for BF16, uint16 holding the bits of the bfloat16 values.
+    It may be a read-only view of the mapped file, which stays mapped for as long as the view lives.
+    """
+
+    dtype: WeightDtype
+    data: NDArray[Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the dimensions, outermost first, as in Hugging Face's checkpoints."""
+        return tuple(self.data.shape)
+
+    def to_float32(self) -> NDArray[np.float32]:
+        """Return the values as float32, exactly; a view where they are float32 already."""
+        if self.dtype == "BF16":
+            bits = self.data.astype(np.uint32)
+            np.left_shift(bits, 16, out=bits)
+            return bits.view(np.float32)
+        return self.data.astype(np.float32, copy=False)
+
+
+@dataclass(frozen=True, slots=True)
+class JsonTokenizerSource:
+    """A tokenizer as the `tokenizers` library writes it: the bytes of tokenizer.json and its settings."""
+
+    origin: Path
+    content: bytes
+    settings: Mapping[str, Any]
+    """The content of tokenizer_config.json, or an empty mapping."""
+    chat_template: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class GgmlTokenizerSource:
+    """A tokenizer as GGUF metadata: the `tokenizer.ggml.*` keys without that prefix."""
+
+    origin: Path
+    metadata: Mapping[str, Any]
+    chat_template: str | None
+
+
+TokenizerSource = JsonTokenizerSource | GgmlTokenizerSource
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """What the checkpoint's author recommends for generation; a request may say otherwise.
+
+    `eos_token_ids` end a generation. `sampling` holds the recommended values that are present among
+    temperature, top_p, top_k, min_p and repetition_penalty.
+    """
+
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)
+
+
+class Checkpoint(ABC):
+    """An open checkpoint: its config, its tensors by Hugging Face name, its tokenizer.
+
+    The checkpoint owns its files. `close` forgets them; views that `read` gave out keep their own mapping alive.
+    """
+
+    path: Path
+    """What was opened: the folder or the file."""
+
+    @property
+    @abstractmethod
+    def config(self) -> Mapping[str, Any]:
+        """The model's shape in the terms of a Hugging Face config.json."""
+
+    @abstractmethod
+    def names(self) -> Sequence[str]:
+        """Return the Hugging Face names of the tensors, such as `model.layers.0.self_attn.q_proj.weight`."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor without reading it; `ModelError` if there is no such tensor."""
+
+    @abstractmethod
+    def read(self, name: str) -> RawTensor:
+        """Read one tensor; `ModelError` if there is none or if its stored type is not supported."""
+
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """Hex SHA-256 that identifies the weights and the config; see `digest.digest_of` for what it covers."""
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> TokenizerSource:
+        """What `fd_core.text.load_tokenizer` builds the tokenizer from; `ModelError` if there is none."""
+
+    @property
+    @abstractmethod
+    def generation(self) -> GenerationDefaults:
+        """The author's defaults for generation."""
+
+    @property
+    @abstractmethod
+    def total_bytes(self) -> int:
+        """Bytes that the weights take in the files, for progress and memory planning."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Forget the files; calling it again does nothing."""
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a folder with safetensors, config and tokenizer, or a .gguf file.
+
+    A folder without safetensors that holds exactly one .gguf file stands for that file.
+    Raises `ModelError` for anything else, for pickled weights and for damaged files.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise ModelError(f"model path does not exist: {path}", field="model")
+    if path.is_dir():
+        return _open_folder(path)
+    suffix = path.suffix.lower()
+    if suffix == ".gguf":
+        from fd_core.models.loading.gguf_checkpoint import GgufCheckpoint
+
+        return GgufCheckpoint(path)
+    if suffix in PICKLE_SUFFIXES:
+        raise ModelError(f"refused to open pickled weights: {path}", field="model", hint=PICKLE_HINT)
+    if suffix == ".safetensors":
+        raise ModelError(
+            f"{path} holds weights only",
+            field="model",
+            hint="name the folder that also has config.json and tokenizer.json",
+        )
+    raise ModelError(f"not a model: {path}", field="model", hint="name a folder with safetensors, or a .gguf file")
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    files = sorted(entry for entry in folder.iterdir() if entry.is_file())
+    if any(entry.suffix == ".safetensors" or entry.name.endswith(".safetensors.index.json") for entry in files):
+        from fd_core.models.loading.safetensors_checkpoint import SafetensorsCheckpoint
+
+        return SafetensorsCheckpoint(folder)
+    ggufs = [entry for entry in files if entry.suffix.lower() == ".gguf"]
+    if len(ggufs) == 1:
+        return open_checkpoint(ggufs[0])
+    if ggufs:
+        names = ", ".join(entry.name for entry in ggufs)
+        raise ModelError(f"{folder} holds several GGUF files: {names}", field="model", hint="name one of them")
+    pickles = [entry.name for entry in files if entry.suffix.lower() in PICKLE_SUFFIXES]
+    if pickles:
+        raise ModelError(
+            f"{folder} holds only pickled weights: {', '.join(pickles[:5])}", field="model", hint=PICKLE_HINT
+        )
+    raise ModelError(
+        f"no weights in {folder}", field="model", hint="a model folder holds *.safetensors and config.json"
+    )

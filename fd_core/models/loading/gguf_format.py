@@ -1,0 +1,215 @@
+"""The GGUF container, parsed strictly: every count, length and offset is checked before it is used.
+
+The `gguf` package supplies the constants and the dequantization. Its reader trusts the counts in the file and
+builds an array for each string, so damaged files would hang it and good ones take seconds; this one refuses the
+former and reads a vocabulary of 50,000 tokens in tens of milliseconds.
+
+Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little endian).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from fd_core.errors import ModelError
+from fd_core.models.loading.mapped_file import MappedFile
+
+__all__ = ["GgufFile", "GgufTensor", "read_gguf"]
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_MAX_DIMS = 4
+_MAX_STRING = 64 << 20
+_MAX_ARRAY = 1 << 23
+_DEFAULT_ALIGNMENT = 32
+
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_SCALARS = {
+    0: "u1",
+    1: "i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    _BOOL: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """Where a tensor lies. `shape` has the outermost dimension first (the file stores the reverse)."""
+
+    name: str
+    shape: tuple[int, ...]
+    type_name: str
+    offset: int
+    nbytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, the innermost dimension."""
+        return self.nbytes // max(1, math.prod(self.shape[:-1]))
+
+    def part(self, index: int) -> GgufTensor:
+        """Return where entry `index` of the outermost dimension lies: the weight of one expert."""
+        nbytes = self.nbytes // self.shape[0]
+        return GgufTensor(self.name, self.shape[1:], self.type_name, self.offset + index * nbytes, nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """The parsed header of a GGUF file and the mapped file itself."""
+
+    file: MappedFile
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Parse the header of a GGUF file; `ModelError` if anything in it does not fit the file."""
+    file = MappedFile(path)
+    cursor = _Cursor(file)
+    if cursor.take(4, "the magic number") != _MAGIC:
+        raise _bad(path, "it does not begin with GGUF")
+    version = cursor.u32("the version")
+    if version not in _VERSIONS:
+        what = "a big-endian file" if version & 0xFFFF == 0 else f"version {version}"
+        raise _bad(path, f"{what} is not supported; versions 2 and 3, little endian, are")
+    tensor_count = cursor.u64("the number of tensors")
+    pair_count = cursor.u64("the number of metadata entries")
+    metadata: dict[str, Any] = {}
+    for _ in range(pair_count):
+        key = cursor.string("a metadata key")
+        if key in metadata:
+            raise _bad(path, f"metadata key {key!r} appears twice")
+        metadata[key] = cursor.value(cursor.u32(key), key)
+    infos = [cursor.tensor_info() for _ in _counted(path, tensor_count, cursor)]
+    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
+        raise _bad(path, f"general.alignment must be a power of two, not {alignment!r}")
+    start = -(-cursor.offset // alignment) * alignment
+    return GgufFile(file, metadata, _place(file, infos, start))
+
+
+def _counted(path: Path, count: int, cursor: _Cursor) -> range:
+    smallest = 8 + 4 + 8 + 4 + 8
+    if count * smallest > cursor.file.size - cursor.offset:
+        raise _bad(path, f"{count} tensors cannot be described in what is left of the file")
+    return range(count)
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorInfo:
+    name: str
+    dims: tuple[int, ...]
+    kind: int
+    offset: int
+
+
+def _place(file: MappedFile, infos: list[_TensorInfo], start: int) -> dict[str, GgufTensor]:
+    tensors: dict[str, GgufTensor] = {}
+    for info in infos:
+        what = f"tensor {info.name!r}"
+        if info.name in tensors:
+            raise _bad(file.path, f"{what} appears twice")
+        try:
+            kind = GGMLQuantizationType(info.kind)
+        except ValueError as error:
+            raise _bad(file.path, f"{what} has the unknown type number {info.kind}") from error
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        if info.dims[0] % block:
+            raise _bad(file.path, f"{what}: rows of {info.dims[0]} are not whole {kind.name} blocks of {block}")
+        nbytes = math.prod(info.dims) // block * block_bytes
+        offset = start + info.offset
+        file.check(offset, nbytes, what)
+        tensors[info.name] = GgufTensor(info.name, info.dims[::-1], kind.name, offset, nbytes)
+    end, before = start, "the header"
+    for tensor in sorted(tensors.values(), key=lambda each: each.offset):
+        if tensor.offset < end:
+            raise _bad(file.path, f"tensor {tensor.name!r} overlaps {before}")
+        end, before = tensor.offset + tensor.nbytes, f"tensor {tensor.name!r}"
+    return tensors
+
+
+def _bad(path: Path, what: str) -> ModelError:
+    return ModelError(f"{path} is not a usable GGUF file: {what}", field="model")
+
+
+class _Cursor:
+    """Reads the header from front to back; whatever would leave the file is a `ModelError`."""
+
+    def __init__(self, file: MappedFile) -> None:
+        self.file = file
+        self.offset = 0
+        self._buffer = file.buffer(0, file.size, "the file")
+
+    def take(self, length: int, what: str) -> bytes:
+        if self.offset + length > self.file.size:
+            self.file.check(self.offset, length, what)
+        begin = self.offset
+        self.offset = begin + length
+        return bytes(self._buffer[begin : self.offset])
+
+    def u32(self, what: str) -> int:
+        return int(_U32.unpack(self.take(4, what))[0])
+
+    def u64(self, what: str) -> int:
+        return int(_U64.unpack(self.take(8, what))[0])
+
+    def string(self, what: str) -> str:
+        length = self.u64(what)
+        if length > _MAX_STRING:
+            raise _bad(self.file.path, f"{what} has {length} bytes, the limit is {_MAX_STRING}")
+        try:
+            return self.take(length, what).decode()
+        except UnicodeDecodeError as error:
+            raise _bad(self.file.path, f"{what} is not UTF-8") from error
+
+    def value(self, kind: int, key: str) -> Any:
+        if kind == _STRING:
+            return self.string(key)
+        if kind == _ARRAY:
+            return self._array(key)
+        return self._scalars(kind, 1, key)[0]
+
+    def _array(self, key: str) -> list[Any]:
+        kind = self.u32(key)
+        count = self.u64(key)
+        if count > _MAX_ARRAY:
+            raise _bad(self.file.path, f"{key} has {count} elements, the limit is {_MAX_ARRAY}")
+        if kind != _STRING:
+            return self._scalars(kind, count, key)
+        self.file.check(self.offset, 8 * count, key)
+        return [self.string(key) for _ in range(count)]
+
+    def _scalars(self, kind: int, count: int, key: str) -> list[Any]:
+        if kind not in _SCALARS:
+            raise _bad(self.file.path, f"{key} has the unsupported value type {kind}")
+        dtype = np.dtype(_SCALARS[kind])
+        content = self.take(count * dtype.itemsize, key)
+        if kind == _BOOL:
+            return [byte != 0 for byte in content]
+        return list(np.frombuffer(content, dtype).tolist())
+
+    def tensor_info(self) -> _TensorInfo:
+        name = self.string("a tensor's name")
+        what = f"tensor {name!r}"
+        dimensions = self.u32(what)
+        if not 1 <= dimensions <= _MAX_DIMS:
+            raise _bad(self.file.path, f"{what} has {dimensions} dimensions; 1 to {_MAX_DIMS} are possible")
+        dims = struct.unpack(f"<{dimensions}Q", self.take(8 * dimensions, what))
+        return _TensorInfo(name, dims, self.u32(what), self.u64(what))

@@ -1,0 +1,133 @@
+"""Which GGUF tensor a Hugging Face name stands for, and what the converter did to it that has to be undone.
+
+- llama: the rows of q and k were permuted for interleaved rope; Hugging Face's order is restored.
+- gemma3: norm weights had 1 added; it is taken away, because the model adds it as Hugging Face's does.
+- experts: one stacked tensor for each projection; each expert is a view of its part.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fd_core.errors import ModelError
+from fd_core.models.loading.checkpoint import RawTensor
+from fd_core.models.loading.gguf_format import GgufFile, GgufTensor
+
+__all__ = ["View", "views_of"]
+
+Undo = Callable[[RawTensor], RawTensor]
+
+
+def _as_stored(tensor: RawTensor) -> RawTensor:
+    return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A Hugging Face tensor: its shape, the stored tensor, and the function that turns one into the other."""
+
+    shape: tuple[int, ...]
+    tensor: GgufTensor
+    undo: Undo = _as_stored
+
+
+_TOP = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_GEMMA_BLOCK = _BLOCK | {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_CORRECTION = "exp_probs_b"
+
+# Rope factors are part of the config; see `gguf_config`.
+_NOT_WEIGHTS = frozenset({"rope_freqs.weight"})
+_PATTERN = re.compile(r"(?:blk\.(\d{1,5})\.)?([a-z_]+)\.(weight|bias)")
+
+
+def views_of(gguf: GgufFile, config: Mapping[str, Any]) -> dict[str, View]:
+    """Return the view of every tensor by its Hugging Face name; `ModelError` for a name that is not known."""
+    views: dict[str, View] = {}
+    for tensor in gguf.tensors.values():
+        if tensor.name not in _NOT_WEIGHTS:
+            views.update(_views(gguf, tensor, config))
+    return views
+
+
+def _views(gguf: GgufFile, tensor: GgufTensor, config: Mapping[str, Any]) -> dict[str, View]:
+    match = _PATTERN.fullmatch(tensor.name)
+    block, part, kind = match.groups() if match else (None, "", "")
+    if block is None and part in _TOP:
+        return {f"{_TOP[part]}.{kind}": View(tensor.shape, tensor, _undo(gguf, tensor, part, config))}
+    layer = f"model.layers.{block}"
+    parts = _GEMMA_BLOCK if config["model_type"] == "gemma3_text" else _BLOCK
+    if block is not None and part in parts:
+        return {f"{layer}.{parts[part]}.{kind}": View(tensor.shape, tensor, _undo(gguf, tensor, part, config))}
+    if block is not None and part in _EXPERTS and len(tensor.shape) == 3:
+        return {
+            f"{layer}.mlp.experts.{index}.{_EXPERTS[part]}.{kind}": View(tensor.shape[1:], tensor.part(index))
+            for index in range(tensor.shape[0])
+        }
+    if block is not None and part == _CORRECTION and len(tensor.shape) == 1:
+        name = f"{layer}.mlp.moe_statics.e_score_correction_bias"
+        return {name: View((1, *tensor.shape), tensor, _as_row)}
+    raise ModelError(
+        f"{gguf.file.path}: tensor {tensor.name!r} with shape {tensor.shape} is not known for {config['model_type']}",
+        field="model",
+    )
+
+
+def _undo(gguf: GgufFile, tensor: GgufTensor, part: str, config: Mapping[str, Any]) -> Undo:
+    if config["model_type"] == "gemma3_text" and part.endswith("norm"):
+        return _minus_one
+    if config["model_type"] == "llama" and part in ("attn_q", "attn_k"):
+        heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
+        if tensor.shape[0] % (2 * heads):
+            raise ModelError(
+                f"{gguf.file.path}: tensor {tensor.name!r} has {tensor.shape[0]} rows, which {heads} heads "
+                "cannot share",
+                field="model",
+            )
+        return lambda stored: _unpermuted(stored, heads)
+    return _as_stored
+
+
+def _as_row(stored: RawTensor) -> RawTensor:
+    return RawTensor(stored.dtype, stored.data[np.newaxis])
+
+
+def _minus_one(stored: RawTensor) -> RawTensor:
+    return RawTensor("F32", stored.to_float32() - np.float32(1))
+
+
+def _unpermuted(stored: RawTensor, heads: int) -> RawTensor:
+    """Turn the row order of each head from (pair, half) back into (half, pair)."""
+    rest = stored.data.shape[1:]
+    pairs = stored.data.reshape(heads, -1, 2, *rest).swapaxes(1, 2)
+    return RawTensor(stored.dtype, pairs.reshape(-1, *rest))

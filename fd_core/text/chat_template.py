@@ -1,0 +1,212 @@
+"""Chat templates: a conversation to the prompt that the model was trained on.
+
+A template comes with the checkpoint and is a stranger's program: see `fd_core.text.sandbox` for what holds it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+import jinja2
+from jinja2.exceptions import SecurityError
+
+from fd_core.errors import BadRequest, ModelError
+from fd_core.text.sandbox import BUDGET, MAX_CHARS, Budget, Sandbox, TooMuch
+
+if TYPE_CHECKING:
+    from fd_core.text.tokenizer import Tokenizer
+
+__all__ = ["ChatTemplate", "flatten_messages"]
+
+Message = Mapping[str, Any]
+
+_MAX_SOURCE_CHARS = 1 << 20
+_RESERVED = frozenset(
+    {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "raise_exception", "strftime_now"}
+)
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+_MISUSE = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+
+
+class _Refused(Exception):
+    """The template called `raise_exception`: it does not accept the conversation."""
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A template, compiled once and rendered many times; safe to share between threads.
+
+    `now` is the clock behind the template's `strftime_now`. The rendered prompt carries the control tokens
+    itself: encode it with `add_special=False`.
+    """
+
+    source: str
+    bos_token: str | None = None
+    eos_token: str | None = None
+    now: Callable[[], datetime] = datetime.now
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, now: Callable[[], datetime] = datetime.now) -> Self:
+        """Return the template that came with a tokenizer; `ModelError` if there is none or it does not compile."""
+        if tokenizer.chat_template is None:
+            raise ModelError(
+                "the model has no chat template",
+                field="chat_template",
+                hint="use the completions endpoint, or give a template",
+            )
+        template = cls(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token, now)
+        template.check()
+        return template
+
+    def check(self) -> None:
+        """Compile the template; `ModelError` with the line if it is not valid."""
+        _ = self._compiled
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """Return the prompt for a conversation.
+
+        `messages` are OpenAI's: `role`, `content` (text, None or parts of type text), `tool_calls` and so on.
+        `kwargs` are variables of the template's own, such as `enable_thinking`.
+        Raises `BadRequest`, naming the field, for messages that are malformed or that the template refuses, and
+        `ModelError` for a template that does not compile or goes beyond the limits.
+        """
+        taken = _RESERVED & kwargs.keys()
+        if taken:
+            raise BadRequest(
+                f"chat_template_kwargs may not set {', '.join(sorted(taken))}", field="chat_template_kwargs"
+            )
+        variables = {
+            **kwargs,
+            "messages": flatten_messages(messages),
+            "tools": list(tools) if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+            "bos_token": self.bos_token or "",
+            "eos_token": self.eos_token or "",
+            "raise_exception": _refuse,
+            "strftime_now": self._strftime_now,
+            BUDGET: Budget(),
+        }
+        try:
+            return _joined(self._compiled.generate(variables))
+        except _Refused as error:
+            raise BadRequest(f"the chat template refused the messages: {error}", field="messages") from error
+        except (SecurityError, TooMuch, RecursionError, MemoryError) as error:
+            raise ModelError(f"the chat template was stopped: {error}", field="chat_template") from error
+        except _MISUSE as error:
+            raise BadRequest(f"the chat template cannot render these messages: {error}", field="messages") from error
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        if len(self.source) > _MAX_SOURCE_CHARS:
+            raise ModelError(
+                f"the chat template has {len(self.source)} characters, the limit is {_MAX_SOURCE_CHARS}",
+                field="chat_template",
+            )
+        try:
+            return Sandbox().from_string(self.source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelError(
+                f"the chat template is not valid, line {error.lineno}: {error.message}", field="chat_template"
+            ) from error
+        except (RecursionError, SyntaxError, OverflowError) as error:
+            raise ModelError(f"the chat template cannot be compiled: {error}", field="chat_template") from error
+
+    def _strftime_now(self, pattern: str) -> str:
+        return self.now().strftime(pattern)
+
+
+def _refuse(message: object = "no reason given") -> NoReturn:
+    raise _Refused(str(message)[:500])
+
+
+def _joined(pieces: Iterable[str]) -> str:
+    kept = []
+    size = 0
+    for piece in pieces:
+        size += len(piece)
+        if size > MAX_CHARS:
+            raise TooMuch(f"it writes more than {MAX_CHARS} characters")
+        kept.append(piece)
+    return "".join(kept)
+
+
+def flatten_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the messages as templates expect them: `content` is text, arguments of tool calls are objects.
+
+    Text parts are joined by a newline; a missing or null content becomes the empty string. Raises `BadRequest`
+    naming the field for anything else.
+    """
+    if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
+        raise BadRequest("messages must be a list with at least one message", field="messages")
+    return [_flattened(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _flattened(message: Message, field: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise BadRequest(f"{field} must be an object", field=field)
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise BadRequest(f"{field}.role must be a string such as 'user'", field=f"{field}.role")
+    flat = {**message, "content": _text(message.get("content"), f"{field}.content")}
+    calls = message.get("tool_calls")
+    if calls:
+        flat["tool_calls"] = _tool_calls(calls, f"{field}.tool_calls")
+    return flat
+
+
+def _text(content: Any, field: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise BadRequest(f"{field} must be text or a list of parts", field=field)
+    return "\n".join(_part(part, f"{field}[{index}]") for index, part in enumerate(content))
+
+
+def _part(part: Any, field: str) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind not in _TEXT_PARTS:
+        raise BadRequest(
+            f"{field}.type is {str(kind)[:40]!r}; this model reads text only, type 'text'", field=f"{field}.type"
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise BadRequest(f"{field}.text must be a string", field=f"{field}.text")
+    return text
+
+
+def _tool_calls(calls: Any, field: str) -> list[Any]:
+    """Parse the arguments, which OpenAI's clients send as JSON text and templates expect as an object."""
+    if not isinstance(calls, list | tuple):
+        raise BadRequest(f"{field} must be a list", field=field)
+    parsed = []
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise BadRequest(f"{field}[{index}].function must be an object", field=f"{field}[{index}].function")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            arguments = _arguments(arguments, f"{field}[{index}].function.arguments")
+        parsed.append({**call, "function": {**function, "arguments": arguments}})
+    return parsed
+
+
+def _arguments(text: str, field: str) -> Any:
+    try:
+        return json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"{field} is not valid JSON", field=field) from error

@@ -1,0 +1,139 @@
+"""Streaming detokenization with stop strings.
+
+Laws, each a property test:
+1. The texts of all pushes and of `flush`, joined, equal `Tokenizer.decode` of all tokens, however they were cut.
+2. No text ends within a character, and none holds the stop string or anything after it.
+3. Text is held back only where it may be the beginning of a stop string, or bytes of an unfinished character.
+
+A push costs the same whatever came before it: bytes come from a table, at most one unfinished character and one
+unfinished stop string are kept.
+"""
+
+from __future__ import annotations
+
+from codecs import utf_8_decode
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fd_core.errors import BadRequest
+from fd_core.text.tokenizer import Tokenizer
+
+__all__ = ["IncrementalDetokenizer", "TextDelta"]
+
+
+class TextDelta(NamedTuple):
+    """What a push adds to the text.
+
+    `stopped_by` is the stop string that ended it, None while there is none. `consumed` is how many of the
+    pushed tokens belong to the text: all of them, or those up to the one that completed the stop string.
+    """
+
+    text: str
+    stopped_by: str | None = None
+    consumed: int = 0
+
+
+class IncrementalDetokenizer:
+    """Turns the tokens of one generation into text as they come.
+
+    With several stop strings the one that is complete first wins; of those complete at the same character, the
+    longest. `include_stop` lets the text end with the stop string. `text_start` says that the tokens begin a text
+    (as `Tokenizer.decode` takes them) and do not continue a prompt; it matters only for tokenizers that put a
+    space before the first word. Raises `BadRequest` for an empty stop string.
+    """
+
+    __slots__ = ("_drop_space", "_first", "_held", "_include_stop", "_pending", "_stopped", "_stops", "_table")
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special: bool = True,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        text_start: bool = False,
+    ) -> None:
+        if not all(stop):
+            raise BadRequest("a stop string must not be empty", field="stop")
+        self._table = tokenizer.spoken_table if skip_special else tokenizer.byte_table
+        self._stops = tuple(dict.fromkeys(stop))
+        self._first = {each[0]: tuple(s for s in self._stops if s[0] == each[0]) for each in self._stops}
+        self._include_stop = include_stop
+        self._drop_space = text_start and tokenizer.decoding.drops_first_space
+        self._pending = b""
+        self._held = ""
+        self._stopped: str | None = None
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the text, None while there is none."""
+        return self._stopped
+
+    def push(self, token_ids: Sequence[int]) -> TextDelta:
+        """Take the next tokens; tokens after a stop string are ignored.
+
+        Raises `BadRequest` for a negative id. Ids beyond the vocabulary stand for no text.
+        """
+        if self._stopped is not None:
+            return TextDelta("", self._stopped, 0)
+        if not self._stops:
+            return TextDelta(self._decode(token_ids), None, len(token_ids))
+        texts = []
+        for count, token_id in enumerate(token_ids, 1):
+            texts.append(self._released(self._decode((token_id,))))
+            if self._stopped is not None:
+                return TextDelta("".join(texts), self._stopped, count)
+        return TextDelta("".join(texts), None, len(token_ids))
+
+    def flush(self) -> TextDelta:
+        """Return what was held back: the generation is over. Bytes of an unfinished character become U+FFFD."""
+        if self._stopped is not None:
+            return TextDelta("", self._stopped)
+        text = self._started(utf_8_decode(self._pending, "replace", True)[0])
+        self._pending = b""
+        released = self._released(text)
+        if self._stopped is None:
+            released += self._held
+            self._held = ""
+        return TextDelta(released, self._stopped)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        table = self._table
+        data = self._pending
+        for token_id in token_ids:
+            if token_id < 0:
+                raise BadRequest(f"token id {token_id} is negative")
+            if token_id < len(table):
+                data += table[token_id]
+        text, used = utf_8_decode(data, "replace", False)
+        self._pending = data[used:]
+        return self._started(text)
+
+    def _started(self, text: str) -> str:
+        if self._drop_space and text:
+            self._drop_space = False
+            return text.removeprefix(" ")
+        return text
+
+    def _released(self, text: str) -> str:
+        """Add text to what is held and return what may go out; sets `_stopped` when a stop string is complete."""
+        if not text or not self._stops:
+            return text
+        text = self._held + text
+        self._held = ""
+        best = -1
+        for stop in self._stops:
+            begin = text.find(stop)
+            if begin >= 0:
+                end = begin + len(stop)
+                if best < 0 or end < best or (end == best and len(stop) > len(self._stopped or "")):
+                    best, self._stopped = end, stop
+        if self._stopped is not None:
+            return text[: best if self._include_stop else best - len(self._stopped)]
+        for index, character in enumerate(text):
+            if character in self._first:
+                tail = text[index:]
+                if any(stop.startswith(tail) for stop in self._first[character]):
+                    self._held = tail
+                    return text[:index]
+        return text

@@ -1,0 +1,229 @@
+"""A tokenizer built from GGUF metadata.
+
+The metadata holds vocabulary, merges or scores and token types; how text is split before the merges is only a name
+(`tokenizer.ggml.pre`), so the splits that belong to the names are written here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from fd_core.errors import ModelError
+from fd_core.models.loading.checkpoint import GgmlTokenizerSource
+from fd_core.text.token_bytes import Decoding
+
+__all__ = ["build"]
+
+log = logging.getLogger(__name__)
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
+
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CLITICS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
+_LOWER = r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CLITICS}|{_WORDS}|\p{{N}}{{1,3}}|{_SIGNS}"
+_QWEN2 = rf"{_CLITICS}|{_WORDS}|\p{{N}}|{_SIGNS}"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*|\p{{N}}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+
+
+@dataclass(frozen=True, slots=True)
+class _Pre:
+    """How text is split before merging, and what the original tokenizer does besides."""
+
+    patterns: tuple[str, ...]
+    nfc: bool = False
+    whole_words: bool = False
+    """A word that is a token is taken whole, whatever the merges say (`ignore_merges`)."""
+    adds_bos: bool = False
+
+
+_DIGITS = _Pre((r"\p{N}", _GPT2))
+_QWEN = _Pre((_QWEN2,), nfc=True)
+_LLAMA = _Pre((_LLAMA3,), whole_words=True, adds_bos=True)
+_PRE: Mapping[str, _Pre] = {
+    "default": _Pre(_UNNAMED),
+    "gpt-2": _Pre((_GPT2,)),
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "refact": _DIGITS,
+    "codeshell": _DIGITS,
+    "llama3": _LLAMA,
+    "llama-v3": _LLAMA,
+    "llama-bpe": _LLAMA,
+    "falcon3": _LLAMA,
+    "qwen2": _QWEN,
+    "deepseek-r1-qwen": _QWEN,
+    "tekken": _Pre((_TEKKEN,), whole_words=True, adds_bos=True),
+}
+
+
+def build(source: GgmlTokenizerSource) -> tuple[Tokenizer, Decoding]:
+    """Build the tokenizer; `ModelError` for a kind that is not known or metadata that does not fit together."""
+    metadata = _Metadata(source)
+    kind = metadata.values.get("model")
+    if kind == "gpt2":
+        return _byte_level(metadata)
+    if kind == "llama":
+        return _sentencepiece(metadata)
+    raise metadata.wrong("model", f"is {kind!r}; supported are 'gpt2' (byte-level BPE) and 'llama' (SentencePiece)")
+
+
+class _Metadata:
+    """The vocabulary, checked once."""
+
+    def __init__(self, source: GgmlTokenizerSource) -> None:
+        self.origin = source.origin
+        self.values = source.metadata
+        self.tokens: list[str] = self._list("tokens", str)
+        if not self.tokens:
+            raise self.wrong("tokens", "is missing")
+        self.ids = {token: index for index, token in enumerate(self.tokens)}
+        if len(self.ids) != len(self.tokens):
+            raise self.wrong("tokens", "has duplicates")
+        self.types: list[int] = self._list("token_type", int) or [_NORMAL] * len(self.tokens)
+        if len(self.types) != len(self.tokens):
+            raise self.wrong("token_type", f"has {len(self.types)} entries for {len(self.tokens)} tokens")
+
+    def merges(self) -> list[tuple[str, str]]:
+        pairs = []
+        for line in self._list("merges", str):
+            # the first character may itself be a space in vocabularies that keep spaces
+            head, gap, right = line[1:].partition(" ")
+            left = line[:1] + head
+            if not gap or left not in self.ids or right not in self.ids or left + right not in self.ids:
+                raise self.wrong("merges", f"has the entry {line[:60]!r}, whose parts are not in the vocabulary")
+            pairs.append((left, right))
+        return pairs
+
+    def scores(self) -> list[float]:
+        scores = self._list("scores", float)
+        if len(scores) != len(self.tokens):
+            raise self.wrong("scores", f"has {len(scores)} entries for {len(self.tokens)} tokens")
+        return scores
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.values.get(key, default)
+        if not isinstance(value, bool):
+            raise self.wrong(key, f"must be true or false, not {str(value)[:40]!r}")
+        return value
+
+    def token(self, key: str) -> str | None:
+        index = self.values.get(key)
+        if isinstance(index, int) and 0 <= index < len(self.tokens):
+            return self.tokens[index]
+        return None
+
+    def wrong(self, key: str, what: str) -> ModelError:
+        return ModelError(f"{self.origin}: tokenizer.ggml.{key} {what}", field="tokenizer")
+
+    def _list(self, key: str, kind: type) -> list[Any]:
+        value = self.values.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(each, kind) for each in value[:1]):
+            raise self.wrong(key, f"must be a list of {kind.__name__}")
+        return value
+
+
+def _byte_level(metadata: _Metadata) -> tuple[Tokenizer, Decoding]:
+    pre = _pre(metadata)
+    model = models.BPE(
+        vocab=metadata.ids,
+        merges=metadata.merges(),
+        fuse_unk=False,
+        ignore_merges=pre.whole_words,
+    )
+    tokenizer = Tokenizer(model)
+    if pre.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_only])
+    tokenizer.decoder = decoders.ByteLevel()
+    _add_tokens(tokenizer, metadata)
+    _add_ends(tokenizer, metadata, bos=metadata.flag("add_bos_token", pre.adds_bos))
+    return tokenizer, Decoding("byte_level")
+
+
+def _pre(metadata: _Metadata) -> _Pre:
+    name = metadata.values.get("pre", "default")
+    pre = _PRE.get(name)
+    if pre is None:
+        raise metadata.wrong(
+            "pre", f"is {name!r}, a way of splitting text that is not known; known are {', '.join(sorted(_PRE))}"
+        )
+    if name == "default":
+        log.warning(
+            "%s does not say how its tokenizer splits text; the common split is used, and the model may see "
+            "other tokens than it was trained on",
+            metadata.origin,
+        )
+    return pre
+
+
+def _sentencepiece(metadata: _Metadata) -> tuple[Tokenizer, Decoding]:
+    prefixed = metadata.flag("add_space_prefix", True)
+    unknown = next((metadata.tokens[i] for i, kind in enumerate(metadata.types) if kind == _UNKNOWN), None)
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=metadata.ids,
+            merges=_merges_from_scores(metadata),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=_BYTE in metadata.types,
+        )
+    )
+    spaces = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefixed else spaces
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
+    _add_tokens(tokenizer, metadata)
+    _add_ends(tokenizer, metadata, bos=metadata.flag("add_bos_token", True))
+    return tokenizer, Decoding("sentencepiece", drops_first_space=prefixed)
+
+
+def _merges_from_scores(metadata: _Metadata) -> list[tuple[str, str]]:
+    """Return the merges that SentencePiece's scores imply: the pair whose joined token scores best goes first."""
+    scores = metadata.scores()
+    ids = metadata.ids
+    normal = {token for token, kind in zip(metadata.tokens, metadata.types, strict=True) if kind == _NORMAL}
+    ranked = []
+    for token in normal:
+        rank = -scores[ids[token]]
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in normal and right in normal:
+                ranked.append((rank, ids[left], ids[right], left, right))
+    ranked.sort()
+    return [(left, right) for *_, left, right in ranked]
+
+
+def _add_tokens(tokenizer: Tokenizer, metadata: _Metadata) -> None:
+    """Register tokens that are matched as a whole in the text: control tokens and those defined by the user."""
+    for token, kind in zip(metadata.tokens, metadata.types, strict=True):
+        if kind in (_CONTROL, _UNKNOWN):
+            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+        elif kind == _USER_DEFINED:
+            tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
+
+
+def _add_ends(tokenizer: Tokenizer, metadata: _Metadata, bos: bool) -> None:
+    first = metadata.token("bos_token_id") if bos else None
+    last = metadata.token("eos_token_id") if metadata.flag("add_eos_token", False) else None
+    if first is None and last is None:
+        return
+    ends = [token for token in (first, last) if token is not None]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[*([first] if first else []), "$A", *([last] if last else [])],
+        special_tokens=[(token, metadata.ids[token]) for token in dict.fromkeys(ends)],
+    )

@@ -1,0 +1,178 @@
+"""Text to token ids and back, over the `tokenizers` library."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import tokenizers
+
+from fd_core.errors import BadRequest, ModelError
+from fd_core.models.loading.checkpoint import Checkpoint, GgmlTokenizerSource, JsonTokenizerSource
+from fd_core.models.loading.json_file import parse_json_object
+from fd_core.text.token_bytes import Decoding, decoding_of
+
+__all__ = ["Tokenizer", "load_tokenizer"]
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Encodes and decodes text. Immutable and safe to share between threads.
+
+    `digest` is a hex SHA-256 of what the tokenizer was built from. Ids at or beyond `vocab_size` (a model's
+    embedding may be padded) stand for no text.
+    """
+
+    backend: tokenizers.Tokenizer
+    decoding: Decoding
+    digest: str
+    bos_id: int | None = None
+    eos_id: int | None = None
+    chat_template: str | None = None
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id that has text."""
+        return len(self._tokens)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of control tokens, which are left out of decoded text unless asked for."""
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @property
+    def bos_token(self) -> str | None:
+        """The text of the beginning-of-sequence token."""
+        return None if self.bos_id is None else self.backend.id_to_token(self.bos_id)
+
+    @property
+    def eos_token(self) -> str | None:
+        """The text of the end-of-sequence token."""
+        return None if self.eos_id is None else self.backend.id_to_token(self.eos_id)
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Return the ids of `text`; `add_special` adds what the model wants around it, such as BOS.
+
+        Control tokens written out in the text become their ids: rendered chat templates rely on it.
+        Raises `BadRequest` for text that is not valid Unicode (a lone surrogate).
+        """
+        try:
+            return list(self.backend.encode(text, add_special_tokens=add_special).ids)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise BadRequest("text is not valid Unicode: it holds a lone surrogate") from error
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD.
+
+        Equals what `IncrementalDetokenizer` streams. Raises `BadRequest` for a negative id.
+        """
+        text = self.bytes_of(ids, skip_special).decode("utf-8", "replace")
+        return text[1:] if self.decoding.drops_first_space and text.startswith(" ") else text
+
+    def bytes_of(self, ids: Sequence[int], skip_special: bool = True) -> bytes:
+        """Return the bytes that `ids` stand for, as the tokens carry them."""
+        if ids and min(ids) < 0:
+            raise BadRequest(f"token id {min(ids)} is negative")
+        table = self.spoken_table if skip_special else self.byte_table
+        size = len(table)
+        return b"".join([table[token_id] for token_id in ids if token_id < size])
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token; part of a character becomes U+FFFD (see `token_bytes`)."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token, control tokens included."""
+        return self.bytes_of([token_id], skip_special=False)
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token given as the vocabulary writes it, or None."""
+        found: int | None = self.backend.token_to_id(token)
+        return found
+
+    @cached_property
+    def byte_table(self) -> list[bytes]:
+        """The bytes of every token by id. Read it, never change it."""
+        return self.decoding.table(self._tokens)
+
+    @cached_property
+    def spoken_table(self) -> list[bytes]:
+        """As `byte_table`, with control tokens silent. Read it, never change it."""
+        table = list(self.byte_table)
+        for token_id in self.special_ids:
+            table[token_id] = b""
+        return table
+
+    @cached_property
+    def _tokens(self) -> list[str]:
+        vocabulary: dict[str, int] = self.backend.get_vocab(with_added_tokens=True)
+        tokens = [""] * (max(vocabulary.values(), default=-1) + 1)
+        for token, token_id in vocabulary.items():
+            tokens[token_id] = token
+        return tokens
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """Build the tokenizer that a checkpoint carries.
+
+    Raises `ModelError` if there is none, if it is damaged, or if its kind is not supported.
+    """
+    source = checkpoint.tokenizer
+    if isinstance(source, GgmlTokenizerSource):
+        return _from_ggml(source)
+    return _from_json(source)
+
+
+def _from_json(source: JsonTokenizerSource) -> Tokenizer:
+    description = parse_json_object(source.content, str(source.origin))
+    decoding = decoding_of(description.get("decoder"))
+    if decoding is None:
+        raise ModelError(
+            f"{source.origin}: its decoder is neither byte-level nor SentencePiece-style", field="tokenizer"
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_buffer(source.content)
+    except Exception as error:  # the library has no class of its own for what it cannot read
+        raise ModelError(f"{source.origin} is not a usable tokenizer: {error}", field="tokenizer") from error
+    # A request's length is limited by the engine, in the open; a limit that the file brings would cut silently.
+    backend.no_truncation()
+    backend.no_padding()
+    return Tokenizer(
+        backend=backend,
+        decoding=decoding,
+        digest=hashlib.sha256(source.content).hexdigest(),
+        bos_id=_named_id(backend, source.settings.get("bos_token")),
+        eos_id=_named_id(backend, source.settings.get("eos_token")),
+        chat_template=source.chat_template,
+    )
+
+
+def _named_id(backend: tokenizers.Tokenizer, token: Any) -> int | None:
+    """Look up a token that tokenizer_config.json gives as a string or as an object with `content`."""
+    content = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(content, str):
+        return None
+    found: int | None = backend.token_to_id(content)
+    return found
+
+
+def _from_ggml(source: GgmlTokenizerSource) -> Tokenizer:
+    from fd_core.text.ggml_tokenizer import build
+
+    backend, decoding = build(source)
+    content = json.dumps(source.metadata, sort_keys=True).encode()
+    size = backend.get_vocab_size()
+    bos, eos = (source.metadata.get(f"{kind}_token_id") for kind in ("bos", "eos"))
+    return Tokenizer(
+        backend=backend,
+        decoding=decoding,
+        digest=hashlib.sha256(content).hexdigest(),
+        bos_id=bos if isinstance(bos, int) and 0 <= bos < size else None,
+        eos_id=eos if isinstance(eos, int) and 0 <= eos < size else None,
+        chat_template=source.chat_template,
+    )
