@@ -1,0 +1,99 @@
+"""Sampling, logit adjustments and draft verification in numpy; `Ops` defines each of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.ops.contract import SampleInput
+from fd_core.ops.philox import uniform
+from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
+from fd_core.types import IntArray
+
+__all__ = ["WEIGHT_ONE", "NumpySampling"]
+
+WEIGHT_ONE = 2.0**32
+"""Weight of the most likely token; weights are integers held in float64, so that their sums are exact."""
+
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+
+
+class NumpySampling:
+    """The part of a numpy pack that works on logits and token ids."""
+
+    def sample(self, logits: Floats, rows: SampleInput) -> IntArray:
+        """Choose a token for each row."""
+        likeliest: IntArray = logits.argmax(axis=1).astype(np.int32)
+        if rows.all_greedy:
+            return likeliest
+        greedy = rows.temperature == 0.0
+        temperature = np.where(greedy, 1.0, rows.temperature).astype(np.float64)
+        scores = logits.astype(np.float64)
+        scores -= scores.max(axis=1, keepdims=True)
+        weights = np.rint(WEIGHT_ONE * np.exp(scores / temperature[:, None]))
+        if rows.any_filter:
+            weights = _filtered(logits, weights, rows)
+        cumulative = weights.cumsum(axis=1)
+        threshold = uniform(rows.seeds, rows.positions).astype(np.float64) * cumulative[:, -1]
+        drawn = (cumulative <= threshold[:, None]).sum(axis=1)
+        chosen: IntArray = np.where(greedy, likeliest, drawn).astype(np.int32)
+        return chosen
+
+    def add_at(self, logits: Floats, rows: IntArray, ids: IntArray, values: Floats) -> Floats:
+        """Add values to single logits, in place."""
+        np.add.at(logits, (rows, ids), values)
+        return logits
+
+    def repetition_at(self, logits: Floats, rows: IntArray, ids: IntArray, penalties: Floats) -> Floats:
+        """Apply repetition penalties to single logits, in place."""
+        chosen = logits[rows, ids]
+        logits[rows, ids] = np.where(chosen > 0, chosen / penalties, chosen * penalties)
+        return logits
+
+    def logprobs(self, logits: Floats, tokens: IntArray, top_n: int) -> tuple[Floats, IntArray, Floats]:
+        """Return log-probabilities of the chosen tokens, and the most likely tokens with theirs."""
+        peak = logits.max(axis=1, keepdims=True)
+        logarithms: Floats = logits - peak - np.log(np.exp(logits - peak).sum(axis=1, keepdims=True))
+        top_ids = np.argsort(-logits, axis=1, kind="stable")[:, :top_n]
+        chosen = np.take_along_axis(logarithms, tokens[:, None].astype(np.int64), axis=1)[:, 0]
+        return chosen, top_ids.astype(np.int32), np.take_along_axis(logarithms, top_ids, axis=1)
+
+    def verify(self, sampled: IntArray, drafts: IntArray, num_drafts: IntArray) -> IntArray:
+        """Count the drafts that equal what was sampled in their place, up to the first that does not."""
+        k = drafts.shape[1]
+        right = (sampled[:, :k] == drafts) & (np.arange(k) < num_drafts[:, None])
+        accepted: IntArray = np.cumprod(right, axis=1).sum(axis=1).astype(np.int32)
+        return accepted
+
+    def postprocess(
+        self, sampled: IntArray, accepted: IntArray, slots: IntArray, taken_back: IntArray, max_num_seqs: int
+    ) -> IntArray:
+        """Build the token matrix of the step."""
+        width = sampled.shape[1]
+        matrix = np.full((max_num_seqs, width), EMPTY_TOKEN_ID, np.int32)
+        matrix[slots] = np.where(np.arange(width) <= accepted[:, None], sampled, EMPTY_TOKEN_ID)
+        matrix[taken_back, 0] = PREEMPTED_TOKEN_ID
+        return matrix
+
+
+def _filtered(logits: Floats, weights: Doubles, rows: SampleInput) -> Doubles:
+    """Return the weights [R, V] with 0 for the tokens that top_k, top_p or min_p leave out."""
+    order = np.argsort(-logits, axis=1, kind="stable")
+    ranks = np.arange(logits.shape[1])
+    kept: Doubles = np.take_along_axis(weights, order, axis=1)
+    limits = np.where(rows.top_k > 0, rows.top_k, np.int32(logits.shape[1]))
+    kept *= ranks < np.asarray(limits)[:, None]
+    before = kept.cumsum(axis=1) - kept
+    mass = kept.sum(axis=1) * _double(rows.top_p)
+    kept *= (before < mass[:, None]) | (ranks == 0)
+    kept *= kept >= (_double(rows.min_p) * WEIGHT_ONE)[:, None]
+    result = np.zeros_like(weights)
+    np.put_along_axis(result, order, kept, axis=1)
+    return result
+
+
+def _double(values: Any) -> Doubles:
+    return np.asarray(values, np.float64)

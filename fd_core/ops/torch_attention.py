@@ -1,0 +1,154 @@
+"""Paged KV and attention in torch: gather each row's keys and values, then torch's fused attention."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from fd_core.ops.contract import Array, Heads, KVCache, KVShape, StepInput
+from fd_core.types import IntArray
+
+__all__ = ["AttentionPlan", "TorchKVCache", "TorchLayer"]
+
+
+class TorchLayer(NamedTuple):
+    """One layer's keys and values, each [num_blocks * block_size, nkv, d]."""
+
+    keys: Array
+    values: Array
+    block_size: int
+
+
+class TorchKVCache(KVCache):
+    """Keys and values as one tensor [layers, 2, num_blocks * block_size, nkv, d]."""
+
+    def __init__(self, shape: KVShape, num_blocks: int, dtype: Any, device: Any) -> None:
+        self.shape = shape
+        self.num_blocks = num_blocks
+        sizes = (shape.num_layers, 2, num_blocks * shape.block_size, shape.num_kv_heads, shape.head_dim)
+        try:
+            # Zeros, because attention multiplies values it must not see by 0, which would not hide a NaN.
+            self._data = torch.zeros(sizes, dtype=dtype, device=device)
+        except RuntimeError as error:
+            needed = shape.bytes_per_block(dtype.itemsize) * num_blocks
+            raise MemoryError(f"a KV cache of {num_blocks} blocks takes {needed} bytes, which do not fit") from error
+        self._layers = [TorchLayer(keys, values, shape.block_size) for keys, values in self._data]
+
+    def layer(self, index: int) -> TorchLayer:
+        """Return the layer's views."""
+        return self._layers[index]
+
+    def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:
+        """Copy blocks in canonical order; bfloat16 as uint16 bits."""
+        copied = self._blocks()[:, :, self._index(blocks)].permute(2, 0, 1, 3, 4, 5).contiguous().cpu()
+        if copied.dtype == torch.bfloat16:
+            bits: npt.NDArray[Any] = copied.view(torch.int16).numpy().view(np.uint16)
+            return bits
+        values: npt.NDArray[Any] = copied.numpy()
+        return values
+
+    def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
+        """Write exported blocks."""
+        expected = np.uint16 if self._data.dtype == torch.bfloat16 else np.float32
+        if data.dtype != expected:
+            raise ValueError(f"exported blocks are {data.dtype}, the cache holds {np.dtype(expected)}")
+        values = torch.from_numpy(np.array(data).view(np.int16 if expected is np.uint16 else np.float32))
+        if expected is np.uint16:
+            values = values.view(torch.bfloat16)
+        self._blocks()[:, :, self._index(blocks)] = values.to(self._data.device).permute(1, 2, 0, 3, 4, 5)
+
+    def _blocks(self) -> Array:
+        return self._data.unflatten(2, (self.num_blocks, self.shape.block_size))
+
+    def _index(self, blocks: IntArray) -> Array:
+        return torch.from_numpy(np.array(blocks, np.int64)).to(self._data.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Rows with the same number of tokens, computed together. n rows, Q tokens each, L keys at most."""
+
+    tokens: Array | None
+    """int64[n * Q], the tokens of the step that belong to the rows; None if they are all of them, in order."""
+    kv_slots: Array
+    """int64[n * L]"""
+    masks: dict[tuple[int | None, Any], Array]
+    """For each window and dtype [n, 1, Q, L], 0 where a token sees a key and -inf elsewhere."""
+    distance: Array
+    """int64[n, Q, L], how far a key lies before a token; negative if it is later."""
+
+
+class AttentionPlan:
+    """What attention derives from a step's metadata, once for all layers."""
+
+    def __init__(self, step: StepInput, block_size: int) -> None:
+        self._groups: list[_Group] = []
+        starts = step.query_start.tolist()
+        contexts = step.context_len.tolist()
+        by_count: defaultdict[int, list[int]] = defaultdict(list)
+        for row in range(len(contexts)):
+            by_count[starts[row + 1] - starts[row]].append(row)
+        by_count.pop(0, None)
+        for count, rows in by_count.items():
+            self._groups.append(self._group(step, block_size, rows, count, max(contexts[row] for row in rows)))
+
+    def _group(self, step: StepInput, block_size: int, rows: list[int], count: int, longest: int) -> _Group:
+        device = step.positions.device
+        everything = len(rows) == len(step.context_len)
+        index = torch.tensor(rows, device=device)
+        context = step.context_len.long()[index, None]
+        place = torch.arange(longest, device=device)
+        tables = step.block_tables.long()[index]
+        slots = tables[:, place // block_size] * block_size + place % block_size
+        slots = torch.where(place < context, slots, 0)
+        query = context - count + torch.arange(count, device=device)
+        tokens = None if everything else (step.query_start.long()[index, None] + torch.arange(count, device=device))
+        return _Group(
+            tokens=None if tokens is None else tokens.flatten(),
+            kv_slots=slots.flatten(),
+            masks={},
+            distance=query[:, :, None] - place,
+        )
+
+    def attend(self, q: Array, layer: TorchLayer, heads: Heads) -> Array:
+        """Return the attention of q [T, nh, d] as [T, nh * d]."""
+        if len(self._groups) == 1 and self._groups[0].tokens is None:
+            return self._attend(q, layer, heads, self._groups[0])
+        output = torch.empty_like(q).flatten(1)
+        for group in self._groups:
+            output[group.tokens] = self._attend(q[group.tokens], layer, heads, group)
+        return output
+
+    def _attend(self, q: Array, layer: TorchLayer, heads: Heads, group: _Group) -> Array:
+        n, count, longest = group.distance.shape
+        shape = (n, longest, heads.num_kv_heads, heads.head_dim)
+        keys = layer.keys.index_select(0, group.kv_slots).view(shape).transpose(1, 2)
+        values = layer.values.index_select(0, group.kv_slots).view(shape).transpose(1, 2)
+        # The query heads that share a KV head take the place of further tokens: [n, nkv, g * Q, d].
+        grouped = q.reshape(n, count, heads.num_kv_heads, -1, heads.head_dim).permute(0, 2, 3, 1, 4)
+        mask = self._mask(group, heads.window, q.dtype)
+        folded = grouped.flatten(2, 3)
+        mask = mask.repeat(1, 1, grouped.shape[2], 1) if count > 1 else mask
+        if heads.softcap is None:
+            result = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=heads.scale)
+        else:
+            scores = (folded @ keys.transpose(2, 3)).float() * (heads.scale / heads.softcap)
+            weights = (scores.tanh() * heads.softcap + mask).softmax(dim=-1)
+            result = weights.to(q.dtype) @ values
+        return result.unflatten(2, (-1, count)).permute(0, 3, 1, 2, 4).reshape(n * count, -1)
+
+    def _mask(self, group: _Group, window: int | None, dtype: Any) -> Array:
+        mask = group.masks.get((window, dtype))
+        if mask is None:
+            hidden = group.distance < 0
+            if window is not None:
+                hidden |= group.distance >= window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+            mask = group.masks[window, dtype] = mask[:, None]
+        return mask

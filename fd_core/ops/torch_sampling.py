@@ -1,0 +1,85 @@
+"""Sampling, logit adjustments and draft verification in torch, without waiting for the device; see `Ops`."""
+
+from __future__ import annotations
+
+import torch
+
+from fd_core.ops.contract import Array, SampleInput
+from fd_core.ops.numpy_sampling import WEIGHT_ONE
+from fd_core.ops.philox import random_bits
+from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
+
+__all__ = ["TorchSampling"]
+
+
+class TorchSampling:
+    """The part of a torch pack that works on logits and token ids."""
+
+    def sample(self, logits: Array, rows: SampleInput) -> Array:
+        """Choose a token for each row."""
+        likeliest = logits.argmax(dim=1)
+        if rows.all_greedy:
+            return likeliest.int()
+        greedy = rows.temperature == 0.0
+        temperature = torch.where(greedy, 1.0, rows.temperature).double()
+        scores = logits.double()
+        scores = (scores - scores.amax(dim=1, keepdim=True)).div_(temperature[:, None])
+        weights = scores.exp_().mul_(WEIGHT_ONE).round_()
+        if rows.any_filter:
+            weights = _filtered(logits, weights, rows)
+        cumulative = weights.cumsum(dim=1)
+        uniform = random_bits(rows.seeds, rows.positions.long()).double() * 2.0**-24
+        drawn = (cumulative <= (uniform * cumulative[:, -1])[:, None]).sum(dim=1)
+        return torch.where(greedy, likeliest, drawn).int()
+
+    def add_at(self, logits: Array, rows: Array, ids: Array, values: Array) -> Array:
+        """Add values to single logits, in place."""
+        return logits.index_put_((rows.long(), ids.long()), values, accumulate=True)
+
+    def repetition_at(self, logits: Array, rows: Array, ids: Array, penalties: Array) -> Array:
+        """Apply repetition penalties to single logits, in place."""
+        places = (rows.long(), ids.long())
+        chosen = logits[places]
+        return logits.index_put_(places, torch.where(chosen > 0, chosen / penalties, chosen * penalties))
+
+    def logprobs(self, logits: Array, tokens: Array, top_n: int) -> tuple[Array, Array, Array]:
+        """Return log-probabilities of the chosen tokens, and the most likely tokens with theirs."""
+        normalizer = logits.logsumexp(dim=1, keepdim=True)
+        chosen = (logits.gather(1, tokens.long()[:, None]) - normalizer)[:, 0]
+        top_ids = _sort_keys(logits).topk(top_n, dim=1).values.neg().bitwise_and(0xFFFFFFFF)
+        return chosen, top_ids.int(), logits.gather(1, top_ids) - normalizer
+
+    def verify(self, sampled: Array, drafts: Array, num_drafts: Array) -> Array:
+        """Count the drafts that equal what was sampled in their place, up to the first that does not."""
+        k = drafts.shape[1]
+        right = (sampled[:, :k] == drafts) & (torch.arange(k, device=drafts.device) < num_drafts[:, None])
+        return right.int().cumprod(dim=1).sum(dim=1).int()
+
+    def postprocess(self, sampled: Array, accepted: Array, slots: Array, taken_back: Array, max_num_seqs: int) -> Array:
+        """Build the token matrix of the step."""
+        width = sampled.shape[1]
+        matrix = torch.full((max_num_seqs, width), EMPTY_TOKEN_ID, dtype=torch.int32, device=sampled.device)
+        delivered = torch.arange(width, device=sampled.device) <= accepted[:, None]
+        matrix[slots.long()] = torch.where(delivered, sampled, EMPTY_TOKEN_ID)
+        matrix[:, 0].index_fill_(0, taken_back.long(), PREEMPTED_TOKEN_ID)
+        return matrix
+
+
+def _filtered(logits: Array, weights: Array, rows: SampleInput) -> Array:
+    """Return the weights [R, V] with 0 for the tokens that top_k, top_p or min_p leave out."""
+    order = logits.sort(dim=1, descending=True, stable=True).indices
+    ranks = torch.arange(logits.shape[1], device=logits.device)
+    kept = weights.gather(1, order)
+    kept *= ranks < torch.where(rows.top_k > 0, rows.top_k, logits.shape[1])[:, None]
+    before = kept.cumsum(dim=1) - kept
+    mass = kept.sum(dim=1) * rows.top_p.double()
+    kept *= (before < mass[:, None]) | (ranks == 0)
+    kept *= kept >= (rows.min_p.double() * WEIGHT_ONE)[:, None]
+    return torch.zeros_like(weights).scatter_(1, order, kept)
+
+
+def _sort_keys(logits: Array) -> Array:
+    """Return int64[R, V], larger for a larger logit and, among equal ones, for a lower id; the low word is -id."""
+    bits = (logits + 0.0).view(torch.int32).long()  # + 0.0 makes -0.0 equal to 0.0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (ordered << 32) - torch.arange(logits.shape[1], device=logits.device)
