@@ -63,6 +63,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_requests: int = 1024
     """Requests waiting beyond this are answered with 503."""
     max_body_bytes: int = 16 * 1024 * 1024
+    log_level: str = "info"
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

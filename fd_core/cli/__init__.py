@@ -1,0 +1,1 @@
+"""The command `fdcore`: what people type, and how settings reach the engine."""

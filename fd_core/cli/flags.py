@@ -1,0 +1,187 @@
+"""Every setting that people can give, once: its flag, its field, how it is read and what it means.
+
+Flags, environment variables (`FD_` and the field in capitals) and keys of a settings file all come from this table.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+
+import typer
+
+from fd_core.cli import values
+from fd_core.cli.values import Parser
+
+__all__ = ["API_KEY_FILE", "CONFIG_FILE", "ENGINE_FLAGS", "SERVER_FLAGS", "Flag", "Given", "takes_flags"]
+
+Command = Callable[..., None]
+Given = Mapping[str, Any]
+"""What the command line gave: field to raw value, absent if not given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One setting."""
+
+    field: str
+    """Field of `EngineConfig` or `ServerConfig`."""
+    parse: Parser
+    help: str
+    metavar: str | None = None
+    """What stands for the value in the help; None for a switch."""
+    name: str = ""
+    """Flag; from the field if empty."""
+    panel: str = "Engine"
+    repeated: bool = False
+
+    @property
+    def flag(self) -> str:
+        """The flag as typed, such as `--max-num-seqs`."""
+        return self.name or "--" + self.field.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """The environment variable, such as `FD_MAX_NUM_SEQS`."""
+        return "FD_" + self.flag.removeprefix("--").replace("-", "_").upper()
+
+    @property
+    def key(self) -> str:
+        """The key in a settings file, such as `max-num-seqs`."""
+        return self.flag.removeprefix("--")
+
+    @property
+    def annotation(self) -> Any:
+        """The parameter type that makes typer offer the flag."""
+        if self.metavar is None:
+            declared = f"{self.flag}/--no-{self.key}"
+            return Annotated[
+                bool | None, typer.Option(declared, help=self.help, show_default=False, rich_help_panel=self.panel)
+            ]
+        kind: Any = list[str] if self.repeated else str
+        return Annotated[
+            kind | None,
+            typer.Option(
+                self.flag, help=self.help, metavar=self.metavar, show_default=False, rich_help_panel=self.panel
+            ),
+        ]
+
+
+ENGINE_FLAGS: Final = (
+    Flag("backend", values.optional_text, "Hardware backend, or `auto` for the best that is available.", "NAME"),
+    Flag("dtype", values.choice("auto", "float32", "bfloat16"), "auto, float32 or bfloat16.", "TYPE"),
+    Flag("max_model_len", values.whole(2), "Longest prompt plus output, tokens.", "TOKENS"),
+    Flag("max_num_seqs", values.whole(1, 65536), "Requests that run at the same time.", "N"),
+    Flag("max_num_batched_tokens", values.whole(1), "Tokens computed in one step at most.", "TOKENS"),
+    Flag("block_size", values.whole(1, 4096), "Tokens in a KV block.", "TOKENS"),
+    Flag("num_kv_blocks", values.whole(1), "KV blocks in all.", "N"),
+    Flag("kv_cache_memory", values.size, "Memory for the KV cache, such as 256M or 2Gi.", "SIZE"),
+    Flag(
+        "gpu_memory_utilization",
+        values.number(0, 1, above=True),
+        "Share of the free device memory for the KV cache.",
+        "SHARE",
+    ),
+    Flag("enable_prefix_caching", values.switch, "Reuse the KV of prompts that begin alike."),
+    Flag("scheduling_policy", values.optional_text, "fcfs, priority or a plugin's.", "NAME"),
+    Flag("pipeline_depth", values.whole(1, 16), "Steps in flight.", "N"),
+    Flag("num_threads", values.whole(1, 4096), "Processor threads of the backend.", "N"),
+    Flag("native_kernels", values.switch, "Compile and use native kernels if the backend has them."),
+    Flag("revision", values.optional_text, "Branch, tag or commit of a Hugging Face model.", "NAME"),
+)
+
+SERVER_FLAGS: Final = (
+    Flag("host", values.optional_text, "Address to listen on.", "ADDRESS", panel="Server"),
+    Flag("port", values.whole(1, 65535), "Port to listen on.", "PORT", panel="Server"),
+    Flag(
+        "api_keys",
+        values.keys,
+        "Key that clients must send; may be repeated. Other users of the machine can see a command line: "
+        "FD_API_KEY or --api-key-file keep it secret.",
+        "KEY",
+        name="--api-key",
+        panel="Server",
+        repeated=True,
+    ),
+    Flag(
+        "served_model_names",
+        values.names,
+        "Name of the model in the API; may be repeated.",
+        "NAME",
+        name="--served-model-name",
+        panel="Server",
+        repeated=True,
+    ),
+    Flag("chat_template", values.jinja, "Jinja file that replaces the model's chat template.", "FILE", panel="Server"),
+    Flag(
+        "engine",
+        values.choice("process", "inproc"),
+        "`process` runs the engine beside the server, `inproc` inside it.",
+        "WHERE",
+        panel="Server",
+    ),
+    Flag(
+        "drain_seconds",
+        values.number(0, 86400),
+        "How long running requests may go on after Ctrl-C.",
+        "SECONDS",
+        panel="Server",
+    ),
+    Flag(
+        "max_queued_requests",
+        values.whole(0),
+        "Waiting requests beyond this are answered with 503.",
+        "N",
+        panel="Server",
+    ),
+    Flag(
+        "log_level",
+        values.choice("debug", "info", "warning", "error", "critical"),
+        "debug, info, warning, error or critical.",
+        "LEVEL",
+        panel="Server",
+    ),
+)
+
+API_KEY_FILE: Final = Flag(
+    "api_key_file", values.keys_in_file, "File with API keys, one a line.", "FILE", panel="Server"
+)
+"""Adds to `api_keys`."""
+
+CONFIG_FILE: Final = Flag(
+    "config", values.optional_text, "TOML file with settings named like the flags.", "FILE", panel="Settings"
+)
+
+
+def takes_flags(
+    *groups: Iterable[Flag], parameter: str = "given"
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command every flag of `groups`; what was typed arrives as the mapping `parameter`."""
+    flags = tuple(flag for group in groups for flag in group)
+
+    def decorate(function: Command) -> Command:
+        hints = typing.get_type_hints(function, include_extras=True)
+        own = [
+            item.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+            for name, item in inspect.signature(function).parameters.items()
+            if name != parameter
+        ]
+        added = [
+            inspect.Parameter(flag.field, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=flag.annotation)
+            for flag in flags
+        ]
+
+        def command(**arguments: Any) -> None:
+            given = {flag.field: arguments.pop(flag.field) for flag in flags}
+            arguments[parameter] = {name: value for name, value in given.items() if value not in (None, [], ())}
+            function(**arguments)
+
+        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        command.__annotations__ = {item.name: item.annotation for item in (*own, *added)}
+        command.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined] # read by inspect
+        return command
+
+    return decorate

@@ -1,0 +1,45 @@
+"""How a command ends: every error for people is one line on stderr, and the exit code says whose fault it was."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+
+import typer
+
+from fd_core.errors import FdError
+
+__all__ = ["INTERRUPTED", "reports_errors"]
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as a shell reports it."""
+
+
+def reports_errors(function: Callable[..., None]) -> Callable[..., None]:
+    """End a command with the exit code and the one clear line of the error that reached it."""
+
+    @functools.wraps(function)
+    def command(**arguments: object) -> None:
+        try:
+            function(**arguments)
+        except FdError as error:
+            say(error)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            print("\nfdcore: interrupted", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
+
+    return command
+
+
+def say(error: FdError) -> None:
+    """Print one line: which field, what was wrong, what to do."""
+    print(f"fdcore: {describe(error)}", file=sys.stderr)
+
+
+def describe(error: FdError) -> str:
+    """Return the error as one line without control characters, which file names and servers may contain."""
+    field = f"{error.field}: " if error.field and error.field not in error.message else ""
+    line = " ".join(f"{field}{error}".split())
+    return "".join(letter if letter.isprintable() else "?" for letter in line)

@@ -1,0 +1,124 @@
+"""Settings merged once: flags win over the environment, the environment over a file, the file over the defaults."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from fd_core.cli.flags import API_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, SERVER_FLAGS, Flag, Given
+from fd_core.config import EngineConfig, ServerConfig
+from fd_core.errors import ConfigError
+
+__all__ = ["Settings", "merge"]
+
+_FLAGS: Final = {flag.field: flag for flag in (*ENGINE_FLAGS, *SERVER_FLAGS, API_KEY_FILE)}
+_SERVER_FIELDS: Final = frozenset(flag.field for flag in SERVER_FLAGS)
+_EXCLUSIVE: Final = (("num_kv_blocks", "kv_cache_memory", "gpu_memory_utilization"),)
+"""Settings of which one source may give only one."""
+_MAX_FILE_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What one command runs with."""
+
+    engine: EngineConfig
+    server: ServerConfig
+
+
+def merge(model: str | None, given: Given, environment: Mapping[str, str]) -> Settings:
+    """Merge every source into frozen settings.
+
+    `given` maps fields to what was typed; `config` in it names the file. Raises `ConfigError` naming the flag,
+    variable or key at fault.
+    """
+    path = given.get(CONFIG_FILE.field) or environment.get(CONFIG_FILE.variable)
+    layers = [
+        _file_layer(Path(path)) if path else {},
+        _read_layer(
+            {flag: environment[flag.variable] for flag in _FLAGS.values() if environment.get(flag.variable)},
+            lambda flag: flag.variable,
+        ),
+        _read_layer({flag: given[name] for name, flag in _FLAGS.items() if name in given}, lambda flag: flag.flag),
+    ]
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        _override(merged, layer)
+    model = model or environment.get("FD_MODEL") or merged.get("model")
+    merged.pop("model", None)
+    if not model:
+        raise ConfigError("no model was named", field="MODEL", hint="for example `smollm2`")
+    more_keys = merged.pop(API_KEY_FILE.field, ())
+    if more_keys:
+        merged["api_keys"] = tuple(dict.fromkeys((*merged.get("api_keys", ()), *more_keys)))
+    server = {name: value for name, value in merged.items() if name in _SERVER_FIELDS}
+    engine = {name: value for name, value in merged.items() if name not in _SERVER_FIELDS}
+    return Settings(EngineConfig(model=model, **engine), ServerConfig(**server))
+
+
+def _override(merged: dict[str, Any], layer: dict[str, Any]) -> None:
+    """Let `layer` win; where settings exclude each other it also drops what lower layers chose instead."""
+    for group in _EXCLUSIVE:
+        if any(name in layer for name in group):
+            for name in group:
+                merged.pop(name, None)
+    merged.update(layer)
+
+
+def _read_layer(raw: Mapping[Flag, Any], called: Any) -> dict[str, Any]:
+    """Parse one source's values; `called` says what a flag is called in that source."""
+    layer: dict[str, Any] = {}
+    for flag, value in raw.items():
+        try:
+            layer[flag.field] = flag.parse(value)
+        except ValueError as error:
+            raise ConfigError(f"{called(flag)}: {error}", field=called(flag)) from error
+    for group in _EXCLUSIVE:
+        both = [called(_FLAGS[name]) for name in group if name in layer]
+        if len(both) > 1:
+            raise ConfigError(
+                f"{both[0]} and {both[1]} contradict each other: each sets the size of the KV cache",
+                field=both[0],
+                hint="give one of them",
+            )
+    return layer
+
+
+def _file_layer(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(f"cannot read the settings file {path}: {reason}", field="--config") from error
+    if len(data) > _MAX_FILE_BYTES:
+        raise ConfigError(f"the settings file {path} is larger than {_MAX_FILE_BYTES:,} bytes", field="--config")
+    try:
+        table = tomllib.loads(data.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the settings file {path} is not valid TOML: {error}", field="--config") from error
+    known = {flag.key: flag for flag in _FLAGS.values()}
+    raw: dict[Flag, Any] = {}
+    model = table.pop("model", None)
+    if model is not None and not isinstance(model, str):
+        raise ConfigError(f"model in {path}: {model!r} is not a text", field="--config")
+    for key, value in table.items():
+        flag = known.get(key.replace("_", "-"))
+        if flag is None:
+            close = difflib.get_close_matches(key.replace("_", "-"), known, n=1)
+            raise ConfigError(
+                f"{path}: there is no setting {key!r}",
+                field="--config",
+                hint=f"did you mean {close[0]!r}?" if close else "settings are named like the flags",
+            )
+        if flag in raw:
+            raise ConfigError(f"{path}: {flag.key!r} is given twice", field="--config")
+        raw[flag] = value
+    layer = _read_layer(raw, lambda flag: f"{flag.key} in {path}")
+    if model is not None:
+        layer["model"] = model
+    return layer
