@@ -65,6 +65,8 @@ class Backend(abc.ABC):
 
     name: ClassVar[str]
     default_pipeline_depth: ClassVar[int] = 2
+    needs_checkpoint: ClassVar[bool] = True
+    """Whether `load_model` reads a checkpoint; false only for scripted models."""
     auto_rank: ClassVar[int] = 0
     """`--backend auto` takes the available backend of the highest rank; below 0 it is never taken by itself."""
 

@@ -1,0 +1,68 @@
+"""The CPU backend: torch, with native kernels where a compiler is at hand."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import ClassVar
+
+from fd_core.backends.contract import Availability, Backend
+from fd_core.backends.memory import available_memory
+from fd_core.errors import ConfigError, PluginError
+from fd_core.ops.contract import Ops
+
+__all__ = ["CpuBackend"]
+
+
+class CpuBackend(Backend):
+    """torch on the host's processors; bfloat16 by default where the processor computes it, else float32."""
+
+    name: ClassVar[str] = "cpu"
+    default_pipeline_depth: ClassVar[int] = 1
+    auto_rank: ClassVar[int] = 10
+
+    @classmethod
+    def probe(cls) -> Availability:
+        """Available where torch is installed; it is not imported for the answer."""
+        if importlib.util.find_spec("torch") is None:
+            return Availability(False, "torch is not installed; pip install 'fd-core[cpu]'")
+        return Availability(True, "torch is installed")
+
+    def make_ops(self) -> Ops:
+        """The native pack if it can be built and is wanted, else the eager torch pack."""
+        try:
+            import torch
+        except ImportError as error:
+            raise PluginError(
+                f"the cpu backend needs torch: {error}", field="--backend", hint="pip install 'fd-core[cpu]'"
+            ) from error
+        threads = self.config.num_threads or len(os.sched_getaffinity(0))
+        torch.set_num_threads(threads)
+        dtype = self._dtype()
+        if self.config.native_kernels:
+            from fd_core.ops.native import load_native_ops
+
+            native = load_native_ops(dtype, threads)
+            if native is not None:
+                self._kernels = native.describe()
+                return native
+        from fd_core.ops.torch_ops import TorchOps
+
+        self._kernels = "torch eager"
+        return TorchOps(dtype=dtype)
+
+    def free_memory(self) -> int:
+        """Return a quarter of the memory that the system can give without swapping."""
+        return available_memory() // 4
+
+    def describe(self) -> str:
+        """Name the processor count and the kernels."""
+        threads = self.config.num_threads or len(os.sched_getaffinity(0))
+        return f"CPU, {threads} threads, {getattr(self, '_kernels', 'torch')}"
+
+    def _dtype(self) -> str:
+        if self.config.dtype not in ("auto", "float32", "bfloat16"):
+            raise ConfigError(
+                f"the cpu backend computes in float32 or bfloat16, not {self.config.dtype}", field="--dtype"
+            )
+        return "bfloat16" if self.config.dtype == "auto" else self.config.dtype

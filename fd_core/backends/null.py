@@ -1,0 +1,138 @@
+"""The null backend: scripted tokens without a framework, for tests of everything around the model.
+
+Its "KV" of a position is a running hash of all tokens up to there, read and written through the block tables, so the
+next token depends on every token before it and on every block being the right one: a wrong block, a lost token or a
+stale slot changes the text.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.backends.contract import Availability, Backend, LoadProgress
+from fd_core.ops.contract import KVCache, KVShape, Ops, StepInput
+from fd_core.types import IntArray
+
+__all__ = ["NullBackend", "NullModel"]
+
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+"""Odd, hence invertible modulo 2^64."""
+_INVERSE = np.uint64(pow(0x9E3779B97F4A7C15, -1, 2**64))
+
+
+class NullCache(KVCache):
+    """One 64-bit hash for each position; seen by others as one float32 of key and one of value."""
+
+    def __init__(self, shape: KVShape, num_blocks: int) -> None:
+        self.shape = shape
+        self.num_blocks = num_blocks
+        self.hashes = np.zeros((num_blocks, shape.block_size), np.uint64)
+
+    def layer(self, index: int) -> Any:
+        """The hashes, by block and offset."""
+        return self.hashes
+
+    def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:
+        """Hashes as float32 bits [n, 1, 2, block_size, 1, 1]."""
+        halves = self.hashes[blocks].view(np.float32).reshape(len(blocks), self.shape.block_size, 2)
+        return np.ascontiguousarray(halves.transpose(0, 2, 1))[:, None, :, :, None, None]
+
+    def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
+        """Write what `export_blocks` returned."""
+        halves = np.ascontiguousarray(data[:, 0, :, :, 0, 0].transpose(0, 2, 1), np.float32)
+        self.hashes[blocks] = halves.view(np.uint64)[:, :, 0]
+
+
+class NullModel:
+    """A deterministic language without meaning over `vocab_size` tokens; token `eos` ends it now and then."""
+
+    architecture = "null"
+    num_parameters = 0
+
+    def __init__(self, vocab_size: int = 257, max_positions: int = 8192, eos_bias: float = 0.0) -> None:
+        self.vocab_size = vocab_size
+        self.max_positions = max_positions
+        self.eos_token_ids = (vocab_size - 1,)
+        self._eos_bias = np.float32(eos_bias)
+        self._ids = np.arange(vocab_size, dtype=np.uint64) * np.uint64(0xD6E8FEB86659FD93)
+
+    def kv_shape(self, block_size: int) -> KVShape:
+        """One layer, one head of one element."""
+        return KVShape(num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size)
+
+    def forward(self, step: StepInput, cache: KVCache) -> Any:
+        """Extend the hashes by the step's tokens and derive logits from them."""
+        hashes: npt.NDArray[np.uint64] = cache.layer(0)
+        flat, size = hashes.reshape(-1), cache.shape.block_size
+        result = np.empty(len(step.token_ids), np.uint64)
+        starts = step.query_start
+        for row in range(len(starts) - 1):
+            begin, end = int(starts[row]), int(starts[row + 1])
+            first = int(step.positions[begin])
+            before = np.uint64(0)
+            if first:
+                last = first - 1
+                before = flat[step.block_tables[row, last // size] * size + last % size]
+            result[begin:end] = _chain(before, step.token_ids[begin:end])
+        flat[step.kv_slots] = result
+        return self._logits(result[step.logits_rows])
+
+    def _logits(self, states: npt.NDArray[np.uint64]) -> Any:
+        mixed = states[:, None] ^ self._ids[None, :]
+        mixed = (mixed ^ (mixed >> np.uint64(31))) * _MULTIPLIER
+        logits = ((mixed >> np.uint64(40)).astype(np.float32) / np.float32(2**24)) * np.float32(8.0)
+        logits[:, self.eos_token_ids[0]] += self._eos_bias
+        return logits
+
+
+def _chain(before: np.uint64, tokens: IntArray) -> npt.NDArray[np.uint64]:
+    """Return the polynomial hash h[i] = h[i-1] * M + t[i] + 1 modulo 2^64 of each prefix, h[-1] = `before`."""
+    count = len(tokens)
+    with np.errstate(over="ignore"):
+        powers = np.cumprod(np.full(count, _MULTIPLIER), dtype=np.uint64)
+        inverses = np.cumprod(np.full(count, _INVERSE), dtype=np.uint64)
+        sums = np.cumsum((tokens.astype(np.uint64) + np.uint64(1)) * inverses, dtype=np.uint64)
+        return powers * (before + sums)
+
+
+class NullBackend(Backend):
+    """Scripted tokens, no framework, no weights."""
+
+    name: ClassVar[str] = "null"
+    default_pipeline_depth: ClassVar[int] = 2
+    auto_rank: ClassVar[int] = -1
+    needs_checkpoint: ClassVar[bool] = False
+
+    @classmethod
+    def probe(cls) -> Availability:
+        """Always available."""
+        return Availability(True, "needs nothing")
+
+    def make_ops(self) -> Ops:
+        """The numpy pack samples and post-processes; the model itself uses no ops."""
+        from fd_core.ops.numpy_ops import NumpyOps
+
+        class NullOps(NumpyOps):
+            """The numpy pack with the null cache."""
+
+            def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:  # type: ignore[override]  # any KVCache
+                return NullCache(shape, num_blocks)
+
+        return NullOps()
+
+    def free_memory(self) -> int:
+        """A hash for each position is small; 64 MiB hold eight million positions."""
+        return 64 * 2**20
+
+    def describe(self) -> str:
+        """Say loudly that the text means nothing."""
+        return "scripted tokens without meaning, for tests"
+
+    def load_model(self, path: Path | None, ops: Ops, progress: LoadProgress) -> NullModel:
+        """Make the scripted model; any checkpoint is ignored."""
+        progress(1, 1)
+        return NullModel()

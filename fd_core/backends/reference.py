@@ -1,0 +1,41 @@
+"""The reference backend: numpy in float32, slow and plain, the oracle for every other one."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from fd_core.backends.contract import Availability, Backend
+from fd_core.backends.memory import available_memory
+from fd_core.errors import ConfigError
+from fd_core.ops.contract import Ops
+
+__all__ = ["ReferenceBackend"]
+
+
+class ReferenceBackend(Backend):
+    """numpy, float32."""
+
+    name: ClassVar[str] = "reference"
+    default_pipeline_depth: ClassVar[int] = 1
+    auto_rank: ClassVar[int] = 0
+
+    @classmethod
+    def probe(cls) -> Availability:
+        """Available wherever the core is."""
+        return Availability(True, "numpy is always there; slow")
+
+    def make_ops(self) -> Ops:
+        """The numpy pack; refuses any dtype but float32."""
+        from fd_core.ops.numpy_ops import NumpyOps
+
+        if self.config.dtype not in ("auto", "float32"):
+            raise ConfigError(f"the reference backend computes in float32, not {self.config.dtype}", field="--dtype")
+        return NumpyOps()
+
+    def free_memory(self) -> int:
+        """Return half of the memory that the system can give without swapping."""
+        return available_memory() // 2
+
+    def describe(self) -> str:
+        """Name the pack."""
+        return "CPU, numpy"

@@ -1,0 +1,87 @@
+"""Entry point of an engine's own process: `python -m fd_core.engine.child`, started by `fd_core.engine.process`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from fd_core.engine.core import load_engine
+from fd_core.engine.messages import ClientMessage, EngineMessage, Fault, Progress, Ready
+from fd_core.engine.process import Start
+from fd_core.engine.service import serve_engine
+from fd_core.errors import FdError
+
+_log = logging.getLogger(__name__)
+
+
+class _SocketInbox:
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._decoder = msgspec.msgpack.Decoder(ClientMessage)
+
+    def receive(self, timeout: float) -> list[ClientMessage]:
+        messages: list[ClientMessage] = []
+        if timeout and not self._socket.poll(int(timeout * 1000)):
+            return messages
+        try:
+            while True:
+                messages.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
+        except zmq.Again:
+            return messages
+
+
+def main() -> int:
+    """Serve one client until it says so or is gone."""
+    # Ctrl-C reaches the whole terminal group; when to stop is the client's decision.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=os.environ.get("FD_LOG_LEVEL", "WARNING").upper(), format="%(levelname)s %(message)s")
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
+    threading.Thread(target=_end_with_parent, name="fdcore-parent-watch", daemon=True).start()
+    context = zmq.Context(1)
+    socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+    socket.set_hwm(0)
+    socket.connect(start.address)
+    encoder = msgspec.msgpack.Encoder()
+
+    def send(message: EngineMessage) -> None:
+        socket.send(encoder.encode(message))
+
+    try:
+        path = Path(start.path) if start.path is not None else None
+        engine = load_engine(
+            start.config,
+            path,
+            epoch=start.epoch,
+            progress=lambda phase, done, total: send(Progress(phase, done, total)),
+        )
+        send(Ready(engine.info))
+        serve_engine(engine, _SocketInbox(socket), send)
+    except FdError as error:
+        send(Fault(error.message, error.field, error.hint, error.exit_code))
+        return error.exit_code
+    except Exception as error:  # noqa: BLE001 - the last frame of the process: tell the client, then end
+        _log.exception("the engine failed")
+        send(Fault(f"{type(error).__name__}: {error}"))
+        return 1
+    finally:
+        socket.close(linger=2000)
+        context.term()
+    return 0
+
+
+def _end_with_parent() -> None:
+    """End this process when the pipe from the client closes: nobody is left to serve."""
+    while sys.stdin.buffer.read(4096):
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

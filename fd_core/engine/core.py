@@ -1,0 +1,168 @@
+"""The engine: scheduler, runner and output side, joined into steps."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from fd_core.backends.contract import Backend
+from fd_core.config import EngineConfig, resolve_limits
+from fd_core.engine.client import StartProgress
+from fd_core.engine.messages import Delta, EngineInfo, EngineStats
+from fd_core.engine.outputs import Outputs
+from fd_core.errors import BadRequest, EngineDead
+from fd_core.kv.prefix import PrefixHasher
+from fd_core.plugins import installed_plugins
+from fd_core.runner.runner import Runner
+from fd_core.scheduling.scheduler import Scheduler
+from fd_core.types import FinishReason, RequestSpec, StepOutput, StepPlan
+
+__all__ = ["Engine", "load_engine"]
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Engine:
+    """Runs requests to their ends, step by step. Used from one thread."""
+
+    def __init__(self, info: EngineInfo, scheduler: Scheduler, runner: Runner, *, watchdog_seconds: float) -> None:
+        self.info = info
+        self._scheduler = scheduler
+        self._outputs = Outputs(scheduler)
+        self._runner = runner
+        self._watchdog_seconds = watchdog_seconds
+        self._in_flight: deque[tuple[StepPlan, Future[StepOutput]]] = deque()
+        self._device = ThreadPoolExecutor(1, "fdcore-device") if info.pipeline_depth > 1 else None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything, now or once something in flight is answered."""
+        return self._scheduler.has_work or bool(self._in_flight)
+
+    def submit(self, spec: RequestSpec) -> list[Delta]:
+        """Queue a request; one that can never run is answered with its last delta at once."""
+        try:
+            self._scheduler.add(spec)
+        except BadRequest as error:
+            return [Delta(spec.request_id, finish_reason=FinishReason.ERROR, error=str(error))]
+        return []
+
+    def abort(self, request_ids: Iterable[str]) -> list[Delta]:
+        """Abort requests; returns the last deltas of those that ended at once. Idempotent."""
+        return [delta for request_id in request_ids for delta in self._outputs.abort_waiting(request_id)]
+
+    def abort_all(self) -> list[Delta]:
+        """Abort everything."""
+        return self.abort(self._scheduler.request_ids())
+
+    def step(self) -> list[Delta]:
+        """Keep up to `pipeline_depth` plans in flight, then commit the oldest answer."""
+        if self._device is None:
+            plan = self._scheduler.plan()
+            return [] if plan is None else self._outputs.commit(plan, self._runner.execute(plan))
+        while len(self._in_flight) < self.info.pipeline_depth:
+            plan = self._scheduler.plan()
+            if plan is None:
+                break
+            self._in_flight.append((plan, self._device.submit(self._runner.execute, plan)))
+        if not self._in_flight:
+            return []
+        plan, answer = self._in_flight.popleft()
+        return self._outputs.commit(plan, self._wait(answer, plan))
+
+    def stats(self) -> EngineStats:
+        """Return gauges and counters as they are now."""
+        scheduler, pool = self._scheduler, self._scheduler.pool
+        counters, delivered = scheduler.counters, self._outputs.counters
+        ended = delivered.finished
+        return EngineStats(
+            running=scheduler.num_running,
+            waiting=len(scheduler.waiting),
+            take_backs_in_flight=scheduler.num_draining,
+            kv_blocks_used=pool.num_owned,
+            kv_blocks_fenced=pool.num_fenced,
+            kv_blocks_cached=pool.num_cached,
+            kv_blocks_total=pool.num_blocks,
+            steps=counters.steps,
+            budget_used=counters.budget_used,
+            budget_limit=counters.steps * scheduler.limits.max_num_batched_tokens,
+            prompt_tokens=counters.prompt_tokens,
+            generated_tokens=delivered.generated_tokens,
+            preemptions=counters.preemptions,
+            recomputed_tokens=counters.recomputed_tokens,
+            prefix_queries=counters.prefix_queries,
+            prefix_hits=counters.prefix_hits,
+            stale_outputs=delivered.stale_outputs,
+            finished_stop=ended[FinishReason.STOP],
+            finished_length=ended[FinishReason.LENGTH],
+            finished_abort=ended[FinishReason.ABORT],
+            finished_error=ended[FinishReason.ERROR],
+        )
+
+    def check_integrity(self) -> None:
+        """Audit slots and blocks; raises `RuntimeError` if they contradict each other."""
+        self._scheduler.check_integrity()
+
+    def close(self) -> None:
+        """Stop the device thread; what is in flight is computed and dropped."""
+        if self._device is not None:
+            self._device.shutdown()
+
+    def _wait(self, answer: Future[StepOutput], plan: StepPlan) -> StepOutput:
+        try:
+            return answer.result(self._watchdog_seconds)
+        except TimeoutError:
+            raise EngineDead(f"step {plan.step} was not answered within {self._watchdog_seconds:g} s") from None
+
+
+def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, progress: StartProgress) -> Engine:
+    """Choose the backend, load the model at `path`, size the KV cache, warm up.
+
+    `path` is None only for backends that need no checkpoint. Raises `ConfigError`, `ModelError` or `PluginError`.
+    """
+    plugins = installed_plugins()
+    choice = plugins.choose_backend(config.backend)
+    policy = plugins.scheduler_class(config.scheduling_policy)()
+    backend: Backend = choice.cls(config)
+    ops = backend.make_ops()
+    model = backend.load_model(path, ops, lambda done, total: progress("load", done, total))
+    shape = model.kv_shape(config.block_size)
+    bytes_per_block = shape.bytes_per_block(_ITEM_BYTES[ops.dtype])
+    limits = resolve_limits(
+        config,
+        model_max_len=model.max_positions,
+        vocab_size=model.vocab_size,
+        bytes_per_block=bytes_per_block,
+        free_bytes=backend.free_memory(),
+        default_pipeline_depth=backend.default_pipeline_depth,
+    )
+    runner = Runner(ops, model, limits)
+    runner.warm_up(lambda done, total: progress("warmup", done, total))
+    hasher = None
+    if config.enable_prefix_caching:
+        identity = f"{model.architecture}/{ops.name}/{ops.dtype}"
+        hasher = PrefixHasher(block_size=limits.block_size, identity=identity, secret=os.urandom(32))
+    info = EngineInfo(
+        model=config.model,
+        architecture=model.architecture,
+        num_parameters=model.num_parameters,
+        backend=choice.name,
+        backend_reason=choice.reason,
+        device=backend.describe(),
+        dtype=ops.dtype,
+        vocab_size=limits.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        block_size=limits.block_size,
+        num_kv_blocks=limits.num_kv_blocks,
+        kv_cache_bytes=limits.num_kv_blocks * bytes_per_block,
+        pipeline_depth=limits.pipeline_depth,
+        epoch=epoch,
+    )
+    scheduler = Scheduler(limits, policy, hasher, epoch=epoch)
+    return Engine(info, scheduler, runner, watchdog_seconds=config.watchdog_seconds)

@@ -1,0 +1,180 @@
+"""Offline use: a model as a Python object, without server or event loop."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fd_core.config import EngineConfig
+from fd_core.engine.core import Engine, load_engine
+from fd_core.engine.messages import Delta, EngineInfo, EngineStats
+from fd_core.errors import BadRequest, ConfigError
+from fd_core.models.catalog import resolve_model
+from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.plugins import installed_plugins
+from fd_core.text.tokenizer import Tokenizer, load_tokenizer
+from fd_core.types import FinishReason, RequestSpec, SamplingParams, TokenLogprobs
+
+__all__ = ["LLM", "Completion"]
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(slots=True)
+class Completion:
+    """The result of one prompt."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    cached_tokens: int = 0
+    """Prompt tokens served from the prefix cache."""
+    token_times: list[float] = field(default_factory=list)
+    """Seconds from the start of `generate` to the step that delivered each token."""
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first token; NaN if there was none."""
+        return self.token_times[0] if self.token_times else float("nan")
+
+
+class LLM:
+    """A loaded model.
+
+    >>> llm = LLM("smollm2")
+    >>> llm.generate("The capital of France is", SamplingParams(max_tokens=5, temperature=0))[0].text
+
+    Keyword arguments are the fields of `fd_core.config.EngineConfig`. Not safe for several threads.
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        try:
+            config = msgspec.convert({"model": model, **settings}, EngineConfig)
+        except msgspec.ValidationError as error:
+            raise ConfigError(str(error)) from error
+        unknown = sorted(set(settings) - set(EngineConfig.__struct_fields__))
+        if unknown:
+            raise ConfigError(f"unknown settings: {', '.join(unknown)}", field=unknown[0])
+        path = checkpoint_path(config)
+        self._tokenizer = _tokenizer_of(path)
+        self._engine: Engine = load_engine(config, path, progress=lambda *_: None)
+        self._requests = 0
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine runs."""
+        return self._engine.info
+
+    @property
+    def stats(self) -> EngineStats:
+        """Gauges and counters of the engine."""
+        return self._engine.stats()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises `ConfigError` for a scripted model, which has none."""
+        if self._tokenizer is None:
+            raise ConfigError("this model has no tokenizer; give prompts as token ids", field="prompt")
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_delta: Callable[[int, Delta], None] | None = None,
+    ) -> list[Completion]:
+        """Complete prompts, all at once, in the order given.
+
+        A prompt is text or token ids. `params` applies to every prompt or is one for each; without a seed of its own
+        a prompt's index decides. `on_delta(index, delta)` is called as tokens arrive. Raises `BadRequest` for a
+        prompt that can never run.
+        """
+        items = _as_list(prompts)
+        given = [params or SamplingParams()] * len(items) if not isinstance(params, Sequence) else list(params)
+        if len(given) != len(items):
+            raise BadRequest(f"{len(items)} prompts, but {len(given)} sampling parameters", field="params")
+        prefix = secrets.token_hex(4)
+        index_of = {f"{prefix}-{self._requests + index}": index for index in range(len(items))}
+        self._requests += len(items)
+        results = [Completion() for _ in items]
+        start = time.perf_counter()
+        for (request_id, _), item, parameters in zip(index_of.items(), items, given, strict=True):
+            ids = self.tokenizer.encode(item) if isinstance(item, str) else item
+            spec = RequestSpec(
+                request_id=request_id, prompt=tuple(ids), params=parameters, eos_token_ids=self.info.eos_token_ids
+            )
+            self._take(self._engine.submit(spec), index_of, results, start, on_delta)
+        try:
+            while self._engine.has_work:
+                self._take(self._engine.step(), index_of, results, start, on_delta)
+        except BaseException:
+            self._engine.abort_all()
+            raise
+        if self._tokenizer is not None:
+            for result in results:
+                result.text = self._tokenizer.decode(result.token_ids)
+        return results
+
+    def close(self) -> None:
+        """Stop the engine's threads."""
+        self._engine.close()
+
+    def _take(
+        self,
+        deltas: list[Delta],
+        index_of: dict[str, int],
+        results: list[Completion],
+        start: float,
+        on_delta: Callable[[int, Delta], None] | None,
+    ) -> None:
+        now = time.perf_counter() - start
+        for delta in deltas:
+            index = index_of.get(delta.request_id)
+            if index is None:
+                continue
+            if delta.error is not None:
+                self._engine.abort_all()
+                raise BadRequest(f"prompt {index}: {delta.error}", field="prompts")
+            result = results[index]
+            result.token_ids += delta.token_ids
+            result.token_times += [now] * len(delta.token_ids)
+            result.finish_reason = delta.finish_reason or result.finish_reason
+            result.cached_tokens += delta.cached_tokens or 0
+            if delta.logprobs is not None:
+                result.logprobs = (result.logprobs or []) + list(delta.logprobs)
+            if on_delta is not None:
+                on_delta(index, delta)
+
+
+def checkpoint_path(config: EngineConfig) -> Path | None:
+    """Find the configured model on disk, fetching it if need be; None for a backend that needs no checkpoint."""
+    if config.backend != "auto" and not installed_plugins().backend_class(config.backend).needs_checkpoint:
+        return None
+    return resolve_model(config.model, revision=config.revision).path
+
+
+def _tokenizer_of(path: Path | None) -> Tokenizer | None:
+    if path is None:
+        return None
+    checkpoint = open_checkpoint(path)
+    try:
+        return load_tokenizer(checkpoint)
+    finally:
+        checkpoint.close()
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [items]  # type: ignore[list-item]  # a sequence of ints is one prompt
+    return items  # type: ignore[arg-type]  # anything else is a sequence of prompts

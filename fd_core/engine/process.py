@@ -1,0 +1,204 @@
+"""The process boundary: an engine in a process of its own, spoken to over ZeroMQ on a private Unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from fd_core.config import EngineConfig
+from fd_core.engine.client import StartProgress
+from fd_core.engine.messages import ClientMessage, EngineMessage, Fault, Progress, Ready, Shutdown, StepEvents
+from fd_core.engine.streams import StreamingClient
+from fd_core.errors import ConfigError, EngineDead, FdError, ModelError, PluginError
+
+__all__ = ["ProcessClient", "Start"]
+
+_log = logging.getLogger(__name__)
+_ERRORS: dict[int, type[FdError]] = {error.exit_code: error for error in (ConfigError, ModelError, PluginError)}
+_MAX_RESTARTS = 5
+"""Engines that die this often in a row without ever becoming ready are not started again."""
+_RESTART_SECONDS = 1.0
+
+
+class Start(msgspec.Struct, frozen=True):
+    """What an engine's process is told on its standard input."""
+
+    address: str
+    config: EngineConfig
+    path: str | None
+    epoch: int
+
+
+class ProcessClient(StreamingClient):
+    """Speaks to an engine in a child process; starts another with a new epoch if it dies."""
+
+    def __init__(self, config: EngineConfig, path: Path | None) -> None:
+        super().__init__()
+        self._config = config
+        self._path = path
+        self._epoch = 0
+        self._folder = Path(tempfile.mkdtemp(prefix="fdcore-"))
+        self._context = zmq.asyncio.Context()
+        self._socket: zmq.asyncio.Socket | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(EngineMessage)
+        self._keeper: asyncio.Task[None] | None = None
+        self._closing = False
+
+    @classmethod
+    async def open(cls, config: EngineConfig, path: Path | None, progress: StartProgress) -> ProcessClient:
+        """Start the process and wait until it is ready."""
+        client = cls(config, path)
+        try:
+            await client._start(progress)
+        except BaseException:
+            await client.close()
+            raise
+        client._keeper = asyncio.create_task(client._keep())
+        return client
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the engine, while there is one."""
+        return self._process.pid if self._process is not None else None
+
+    async def close(self, drain_seconds: float = 0.0) -> None:
+        """Let requests finish for up to `drain_seconds`, abort the rest and end the process."""
+        self._closing = True
+        process = self._process
+        if process is not None and process.returncode is None and self._alive:
+            if drain_seconds > 0:
+                self._send(Shutdown(drain=True))
+                await _wait(process, drain_seconds)
+            if process.returncode is None:
+                self._send(Shutdown(drain=False))
+                await _wait(process, 5.0)
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        if self._keeper is not None:
+            self._keeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._keeper
+        self._went_down("the engine was closed")
+        self._close_socket()
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # Inside -----------------------------------------------------------------------------------------------
+
+    def _send(self, message: ClientMessage) -> None:
+        if self._socket is None:
+            raise EngineDead(self._death)
+        # The high-water mark is off, so a send only queues; its future is done at once.
+        self._socket.send(self._encoder.encode(message))
+
+    async def _start(self, progress: StartProgress) -> None:
+        """Start a process for the next epoch and read its messages until it is ready."""
+        self._epoch += 1
+        address = f"ipc://{self._folder}/engine-{self._epoch}"
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.linger = 0
+        self._socket.bind(address)
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "fd_core.engine.child", stdin=asyncio.subprocess.PIPE, start_new_session=True
+        )
+        start = Start(address, self._config, str(self._path) if self._path else None, self._epoch)
+        pipe = self._process.stdin
+        if pipe is None:
+            raise EngineDead("the engine's process has no standard input")
+        pipe.write(msgspec.json.encode(start) + b"\n")
+        await pipe.drain()
+        # The pipe stays open: its end tells the engine that this process is gone.
+        while not self._alive:
+            self._handle(await self._receive(), progress)
+
+    async def _receive(self) -> EngineMessage:
+        """Return the next message; raises `EngineDead` if the process ends first."""
+        process, socket = self._process, self._socket
+        if process is None or socket is None:
+            raise EngineDead(self._death)
+        arrival = asyncio.ensure_future(socket.recv())
+        death = asyncio.ensure_future(process.wait())
+        try:
+            await asyncio.wait({arrival, death}, return_when=asyncio.FIRST_COMPLETED)
+            if not arrival.done():
+                # What the process sent before its end may still be on its way.
+                await asyncio.wait({arrival}, timeout=0.2)
+            if arrival.done():
+                message: EngineMessage = self._decoder.decode(arrival.result())
+                return message
+        finally:
+            for future in (arrival, death):
+                if not future.done():
+                    future.cancel()
+        raise EngineDead(f"the engine's process ended with exit code {process.returncode}")
+
+    def _handle(self, message: EngineMessage, progress: StartProgress) -> None:
+        match message:
+            case StepEvents():
+                self._dispatch(message)
+            case Ready(info):
+                self._came_up(info)
+            case Progress(phase, done, total):
+                progress(phase, done, total)
+            case Fault(text, field, hint, code):
+                raise _ERRORS.get(code, EngineDead)(text, field=field, hint=hint)
+
+    async def _keep(self) -> None:
+        """Pass messages on; when the engine dies, end its requests and start another."""
+        while not self._closing:
+            try:
+                while True:
+                    self._handle(await self._receive(), lambda *_: None)
+            except FdError as error:
+                if self._closing:
+                    return
+                _log.error("engine of epoch %d is gone: %s", self._epoch, error)
+                self._went_down(f"the engine failed: {error}")
+            if not await self._restart():
+                return
+
+    async def _restart(self) -> bool:
+        for attempt in range(_MAX_RESTARTS):
+            await self._reap()
+            try:
+                await self._start(lambda *_: None)
+            except FdError as error:
+                _log.error("engine of epoch %d did not start: %s", self._epoch, error)
+                await asyncio.sleep(_RESTART_SECONDS * 2**attempt)
+            else:
+                _log.warning("engine restarted as epoch %d", self._epoch)
+                return True
+        self._death = f"the engine failed {_MAX_RESTARTS} times to start again; restart the server"
+        return False
+
+    async def _reap(self) -> None:
+        if self._process is not None:
+            if self._process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+            await self._process.wait()
+        self._close_socket()
+
+    def _close_socket(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+async def _wait(process: asyncio.subprocess.Process, seconds: float) -> None:
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(process.wait(), seconds)

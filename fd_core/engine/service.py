@@ -1,0 +1,57 @@
+"""The engine's own loop: takes messages, makes steps, sends what they delivered.
+
+The same loop runs in the engine's process and, with `--engine inproc`, in a thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from fd_core.engine.core import Engine
+from fd_core.engine.messages import Abort, ClientMessage, Delta, EngineMessage, Shutdown, StepEvents, Submit
+
+__all__ = ["Inbox", "serve_engine"]
+
+_STATS_SECONDS = 0.25
+_IDLE_SECONDS = 0.5
+
+
+class Inbox(Protocol):
+    """Where messages of the client arrive."""
+
+    def receive(self, timeout: float) -> list[ClientMessage]:
+        """Return what arrived; wait up to `timeout` seconds for the first message, not at all if it is 0."""
+
+
+def serve_engine(engine: Engine, inbox: Inbox, send: Callable[[EngineMessage], None]) -> None:
+    """Serve until told to shut down. Errors of a step end the loop: the client sees a dead engine."""
+    last_stats = 0.0
+    was_busy = True
+    stopping = False
+    while not (stopping and not engine.has_work):
+        deltas: list[Delta] = []
+        for message in inbox.receive(0.0 if engine.has_work else _IDLE_SECONDS):
+            match message:
+                case Submit(spec):
+                    deltas += engine.submit(spec)
+                case Abort(request_ids, everything):
+                    deltas += engine.abort_all() if everything else engine.abort(request_ids)
+                case Shutdown(drain):
+                    stopping = True
+                    deltas += [] if drain else engine.abort_all()
+        deltas += engine.step()
+        now = time.monotonic()
+        busy = engine.has_work
+        due = now - last_stats >= _STATS_SECONDS and (busy or was_busy)
+        # The turn to idle is told at once, so that gauges are exact whenever nothing runs.
+        if due or (was_busy and not busy):
+            send(StepEvents(deltas, engine.stats()))
+            last_stats, was_busy = now, busy
+        elif deltas:
+            send(StepEvents(deltas))
+            was_busy = busy
+        else:
+            was_busy = busy
+    engine.close()

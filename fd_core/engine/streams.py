@@ -1,0 +1,163 @@
+"""Client side of an engine: one stream of deltas for each request, whatever carries the messages."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from fd_core.engine.client import EngineClient
+from fd_core.engine.messages import Abort, ClientMessage, Delta, EngineInfo, EngineStats, StepEvents, Submit
+from fd_core.errors import BadRequest, EngineDead
+from fd_core.types import RequestSpec
+
+__all__ = ["StreamingClient"]
+
+
+class _Stream(AsyncIterator[Delta]):
+    """Deltas of one request; those that piled up are handed over as one."""
+
+    def __init__(self, client: StreamingClient, request_id: str) -> None:
+        self._client = client
+        self._request_id = request_id
+        self._pending: list[Delta] = []
+        self._failure: str | None = None
+        self._wake: asyncio.Future[None] | None = None
+        self._done = False
+
+    def push(self, delta: Delta) -> None:
+        self._pending.append(delta)
+        self._notify()
+
+    def fail(self, message: str) -> None:
+        self._failure = message
+        self._notify()
+
+    async def __anext__(self) -> Delta:
+        if self._done:
+            raise StopAsyncIteration
+        while not self._pending:
+            if self._failure is not None:
+                self._done = True
+                raise EngineDead(self._failure)
+            self._wake = asyncio.get_running_loop().create_future()
+            try:
+                await self._wake
+            finally:
+                self._wake = None
+        delta = _merged(self._pending)
+        self._pending = []
+        self._done = delta.finish_reason is not None
+        return delta
+
+    async def aclose(self) -> None:
+        """Abort the request unless it has ended."""
+        if not self._done:
+            self._done = True
+            self._client._leave(self._request_id)
+
+    def _notify(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+
+class StreamingClient(EngineClient):
+    """Keeps the streams; subclasses carry messages."""
+
+    def __init__(self) -> None:
+        self._streams: dict[str, _Stream] = {}
+        self._left: set[str] = set()
+        """Requests whose reader left before the engine reported their end."""
+        self._stats = EngineStats()
+        self._alive = False
+        self._death = "the engine is not running"
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine answers."""
+        return self._alive
+
+    @property
+    def stats(self) -> EngineStats:
+        """The latest statistics."""
+        return self._stats
+
+    @property
+    def active_requests(self) -> int:
+        """Requests that have not ended, those that are being aborted included."""
+        return len(self._streams) + len(self._left)
+
+    def submit(self, spec: RequestSpec) -> AsyncIterator[Delta]:
+        """Start a request; see `EngineClient.submit`."""
+        if not self._alive:
+            raise EngineDead(self._death)
+        if spec.request_id in self._streams or spec.request_id in self._left:
+            raise BadRequest(f"a request with id {spec.request_id!r} is already running", field="request_id")
+        stream = _Stream(self, spec.request_id)
+        self._streams[spec.request_id] = stream
+        self._send(Submit(spec))
+        return stream
+
+    def abort(self, request_ids: Sequence[str]) -> list[str]:
+        """Abort the named requests that are running; their streams end with finish reason `abort`."""
+        if not self._alive:
+            raise EngineDead(self._death)
+        known = [request_id for request_id in dict.fromkeys(request_ids) if request_id in self._streams]
+        if known:
+            self._send(Abort(tuple(known)))
+        return known
+
+    def abort_all(self) -> list[str]:
+        """Abort everything."""
+        return self.abort(list(self._streams))
+
+    # For subclasses ---------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _send(self, message: ClientMessage) -> None:
+        """Carry a message to the engine without waiting."""
+
+    def _came_up(self, info: EngineInfo) -> None:
+        self.info = info
+        self._stats = EngineStats(kv_blocks_total=info.num_kv_blocks)
+        self._alive = True
+
+    def _went_down(self, reason: str) -> None:
+        self._alive = False
+        self._death = reason
+        streams, self._streams = self._streams, {}
+        self._left.clear()
+        for stream in streams.values():
+            stream.fail(reason)
+
+    def _dispatch(self, events: StepEvents) -> None:
+        if events.stats is not None:
+            self._stats = events.stats
+        for delta in events.deltas:
+            if delta.finish_reason is None:
+                stream = self._streams.get(delta.request_id)
+            else:
+                stream = self._streams.pop(delta.request_id, None)
+                self._left.discard(delta.request_id)
+            if stream is not None:
+                stream.push(delta)
+
+    def _leave(self, request_id: str) -> None:
+        if self._streams.pop(request_id, None) is not None and self._alive:
+            self._left.add(request_id)
+            self._send(Abort((request_id,)))
+
+
+def _merged(deltas: list[Delta]) -> Delta:
+    if len(deltas) == 1:
+        return deltas[0]
+    last = deltas[-1]
+    scores = [delta.logprobs for delta in deltas if delta.logprobs is not None]
+    return Delta(
+        last.request_id,
+        tuple(token for delta in deltas for token in delta.token_ids),
+        last.finish_reason,
+        tuple(score for group in scores for score in group) if scores else None,
+        next((delta.cached_tokens for delta in deltas if delta.cached_tokens is not None), None),
+        last.error,
+    )

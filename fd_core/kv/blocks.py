@@ -1,0 +1,194 @@
+"""Accounting of KV blocks: every block is free, owned or fenced.
+
+    allocate / acquire            release(fence)               answered(step)
+    free ---------------> owned ----------------> fenced ----------------> free
+                            \\_______________________________________________^
+                              release, when the fence was answered already
+
+A block is *owned* while its reference count, the number of its owners, is above zero. It is *fenced* when nobody owns
+it any more but a step that may still touch it has not been answered. Everything else is *free*; a free block may
+keep the content of a known prefix until it is needed for something else, least recently used first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.types import IntArray, frozen
+
+__all__ = ["BlockPool"]
+
+
+class BlockPool:
+    """Owner of the block numbers 0 to `num_blocks - 1`."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._references = np.zeros(num_blocks, np.int32)
+        self._fence = np.full(num_blocks, -1, np.int64)
+        """Last step scheduled to touch a block, over all owners it had since it was free."""
+        self._blank = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        """Stack of free blocks without reusable content; the first `_num_blank` entries are valid."""
+        self._num_blank = num_blocks
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        """Free blocks with reusable content, least recently used first."""
+        self._fenced: deque[tuple[int, IntArray]] = deque()
+        self._num_fenced = 0
+        self._answered = -1
+        self._block_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+
+    # Questions --------------------------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that an allocation can take at once."""
+        return self._num_blank + len(self._cached)
+
+    @property
+    def num_fenced(self) -> int:
+        """Blocks that come free when steps in flight are answered."""
+        return self._num_fenced
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks that still hold a known prefix."""
+        return len(self._cached)
+
+    @property
+    def num_owned(self) -> int:
+        """Blocks with at least one owner."""
+        return self.num_blocks - self.num_free - self._num_fenced
+
+    def match(self, keys: Iterable[bytes]) -> IntArray:
+        """Return the blocks that hold the longest known prefix of the chain `keys`; takes and evicts nothing.
+
+        A fenced block does not match: it may not get an owner before its fence was answered.
+        """
+        found = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None or (self._references[block] == 0 and block not in self._cached):
+                break
+            found.append(block)
+        return np.array(found, np.int32)
+
+    # Ownership --------------------------------------------------------------------------------------------
+
+    def allocate(self, count: int) -> IntArray | None:
+        """Take `count` free blocks for one owner, or none at all if fewer are free."""
+        if count > self.num_free:
+            return None
+        from_blank = min(count, self._num_blank)
+        self._num_blank -= from_blank
+        taken = self._blank[self._num_blank : self._num_blank + from_blank].copy()
+        if from_blank < count:
+            taken = np.concatenate([taken, self._evict(count - from_blank)])
+        self._references[taken] = 1
+        return frozen(taken)
+
+    def acquire(self, blocks: IntArray) -> None:
+        """Add an owner to blocks that `match` returned."""
+        for block in blocks.tolist():
+            if self._references[block] == 0:
+                del self._cached[block]
+            self._references[block] += 1
+
+    def release(self, blocks: IntArray, fence: int) -> None:
+        """Remove one owner of each block; `fence` is the last step that the owner scheduled to touch them.
+
+        Blocks are given in the order of their sequence; the tail of a prefix is evicted before its head.
+        """
+        if not len(blocks):
+            return
+        if (self._references[blocks] <= 0).any():
+            raise RuntimeError(f"release of blocks that nobody owns: {blocks.tolist()}")
+        self._references[blocks] -= 1
+        self._fence[blocks] = np.maximum(self._fence[blocks], fence)
+        orphans = blocks[self._references[blocks] == 0][::-1]
+        latest = self._fence[orphans]
+        for step in np.unique(latest):
+            group = orphans[latest == step]
+            if step <= self._answered:
+                self._set_free(group)
+            else:
+                self._fenced.append((int(step), group))
+                self._num_fenced += len(group)
+
+    def answered(self, step: int) -> None:
+        """Free what was fenced by steps up to `step`: their outputs arrived."""
+        self._answered = max(self._answered, step)
+        if not self._fenced:
+            return
+        waiting: deque[tuple[int, IntArray]] = deque()
+        for fence, blocks in self._fenced:
+            if fence <= self._answered:
+                self._num_fenced -= len(blocks)
+                self._set_free(blocks)
+            else:
+                waiting.append((fence, blocks))
+        self._fenced = waiting
+
+    # Known prefixes ---------------------------------------------------------------------------------------
+
+    def register(self, block: int, key: bytes) -> None:
+        """Remember that an owned block holds the settled tokens named by `key`; the first holder stays."""
+        if key not in self._block_of and block not in self._key_of:
+            self._block_of[key] = block
+            self._key_of[block] = key
+
+    def forget_prefixes(self) -> None:
+        """Drop all reusable content; owners keep their blocks."""
+        self._block_of.clear()
+        self._key_of.clear()
+        cached, self._cached = self._cached, OrderedDict()
+        self._push_blank(np.fromiter(cached, np.int32, len(cached)))
+
+    # Audit ------------------------------------------------------------------------------------------------
+
+    def check_integrity(self, owners: Iterable[npt.NDArray[np.int32]]) -> None:
+        """Raise `RuntimeError` unless the blocks are exactly partitioned and counts equal the given owners."""
+        expected = np.zeros(self.num_blocks, np.int32)
+        for table in owners:
+            np.add.at(expected, table, 1)
+        blank = self._blank[: self._num_blank].tolist()
+        fenced = [block for _, blocks in self._fenced for block in blocks.tolist()]
+        free = blank + list(self._cached) + fenced
+        if len(set(free)) != len(free):
+            raise RuntimeError("a block is free or fenced twice")
+        if (expected != self._references).any():
+            wrong = np.flatnonzero(expected != self._references)
+            raise RuntimeError(f"reference counts differ from owners for blocks {wrong.tolist()}")
+        if set(free) != set(np.flatnonzero(expected == 0).tolist()):
+            raise RuntimeError("free and fenced blocks are not the blocks without owner")
+        if len(fenced) != self._num_fenced:
+            raise RuntimeError("the number of fenced blocks is wrong")
+
+    # Inside -----------------------------------------------------------------------------------------------
+
+    def _evict(self, count: int) -> IntArray:
+        taken = [self._cached.popitem(last=False)[0] for _ in range(count)]
+        for block in taken:
+            del self._block_of[self._key_of.pop(block)]
+        return np.array(taken, np.int32)
+
+    def _set_free(self, blocks: IntArray) -> None:
+        self._fence[blocks] = -1
+        if not self._key_of:
+            self._push_blank(blocks)
+            return
+        blank = []
+        for block in blocks.tolist():
+            if block in self._key_of:
+                self._cached[block] = None
+            else:
+                blank.append(block)
+        self._push_blank(np.array(blank, np.int32))
+
+    def _push_blank(self, blocks: IntArray) -> None:
+        self._blank[self._num_blank : self._num_blank + len(blocks)] = blocks
+        self._num_blank += len(blocks)

@@ -1,0 +1,43 @@
+"""The persistent batch: what the runner remembers of each slot from step to step."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fd_core.config import Limits
+from fd_core.types import Admission, IntArray, StepPlan
+
+__all__ = ["PersistentBatch"]
+
+
+class PersistentBatch:
+    """Rows over slots, changed only by plans and by the runner's own samples."""
+
+    def __init__(self, limits: Limits) -> None:
+        slots = limits.max_num_seqs
+        self.block_size = limits.block_size
+        self.gen = np.zeros(slots, np.int32)
+        self.length = np.zeros(slots, np.int32)
+        """Tokens known: those admitted and those sampled here."""
+        self.tokens = np.zeros((slots, limits.max_model_len), np.int32)
+        self.tables = np.zeros((slots, limits.blocks_per_seq), np.int32)
+
+    def admit(self, admission: Admission) -> None:
+        """Begin a stay."""
+        slot, n = admission.slot, len(admission.token_ids)
+        self.gen[slot] = admission.gen
+        self.length[slot] = n
+        self.tokens[slot, :n] = admission.token_ids
+
+    def grant(self, plan: StepPlan) -> None:
+        """Extend block tables."""
+        for grant in plan.grants:
+            self.tables[grant.slot, grant.offset : grant.offset + len(grant.blocks)] = grant.blocks
+
+    def append(self, slots: IntArray, sampled: IntArray, accepted: IntArray) -> None:
+        """Remember delivered tokens: sampled int32[N, 1 + k], of which row i keeps the first 1 + accepted[i]."""
+        limit = self.tokens.shape[1]
+        for column in range(sampled.shape[1]):
+            live = (column <= accepted) & (self.length[slots] < limit)
+            self.tokens[slots[live], self.length[slots[live]]] = sampled[live, column]
+            self.length[slots[live]] += 1

@@ -1,0 +1,148 @@
+"""Sampling parameters of the slots, and the way from logits to tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.ops.contract import Array, Ops, SampleInput
+from fd_core.types import Admission, IntArray, LogprobRows, SamplingParams
+
+__all__ = ["Sampler"]
+
+_FORBIDDEN = np.float32(-np.inf)
+
+
+@dataclass(slots=True)
+class _Extras:
+    """What only some requests need: places of the logits that change with the tokens seen."""
+
+    params: SamplingParams
+    prompt_len: int
+    stops: IntArray
+    """Tokens that may not come before `min_tokens`."""
+    bias_ids: IntArray
+    bias: npt.NDArray[np.float32]
+
+
+class Sampler:
+    """Columns over slots; a row's result depends on its own request only."""
+
+    def __init__(self, num_slots: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._temperature = np.zeros(num_slots, np.float32)
+        self._top_k = np.zeros(num_slots, np.int32)
+        self._top_p = np.ones(num_slots, np.float32)
+        self._min_p = np.zeros(num_slots, np.float32)
+        self._seeds = np.zeros(num_slots, np.uint64)
+        self._logprobs = np.full(num_slots, -1, np.int32)
+        """Alternatives wanted; -1 for a request that wants no log-probabilities."""
+        self._extras: dict[int, _Extras] = {}
+
+    def admit(self, admission: Admission) -> None:
+        """Remember the parameters of a new stay."""
+        slot, params = admission.slot, admission.params
+        self._temperature[slot] = params.temperature
+        self._top_k[slot] = params.top_k
+        self._top_p[slot] = params.top_p
+        self._min_p[slot] = params.min_p
+        self._seeds[slot] = params.seed
+        self._logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self._extras.pop(slot, None)
+        if params.penalized or params.logit_bias or params.min_tokens:
+            bias = params.logit_bias or {}
+            self._extras[slot] = _Extras(
+                params=params,
+                prompt_len=admission.prompt_len,
+                stops=np.unique(np.array([*params.stop_token_ids, *admission.eos_token_ids], np.int32)),
+                bias_ids=np.array(list(bias), np.int32),
+                bias=np.array(list(bias.values()), np.float32),
+            )
+
+    def sample(
+        self, ops: Ops, logits: Array, slots: IntArray, positions: IntArray, tokens: IntArray
+    ) -> tuple[Array, LogprobRows | None]:
+        """Choose a token for each row.
+
+        `logits` float32[R, V] of the pack may be overwritten; `slots` int32[R]; `positions` int32[R] is the position
+        of the token being chosen, which is how many tokens the request has; `tokens` int32[num_slots, *] holds them.
+        Returns int32[R] of the pack, and log-probabilities of the unchanged logits for those who asked.
+        """
+        wanted = np.flatnonzero(self._logprobs[slots] >= 0)
+        raw = ops.gather_rows(logits, ops.from_host(wanted.astype(np.int32))) if len(wanted) else None
+        if self._extras:
+            logits = self._adjust(ops, logits, slots, positions, tokens)
+        chosen = ops.sample(logits, self._rows(ops, slots, positions))
+        if raw is None:
+            return chosen, None
+        rows = ops.gather_rows(chosen, ops.from_host(wanted.astype(np.int32)))
+        top_n = int(self._logprobs[slots[wanted]].max())
+        score, top_ids, top = ops.logprobs(raw, rows, top_n)
+        return chosen, LogprobRows(
+            slots=slots[wanted],
+            columns=np.zeros(len(wanted), np.int32),
+            chosen=ops.to_host(score),
+            top_ids=ops.to_host(top_ids),
+            top=ops.to_host(top),
+        )
+
+    def _rows(self, ops: Ops, slots: IntArray, positions: IntArray) -> SampleInput:
+        temperature, top_k = self._temperature[slots], self._top_k[slots]
+        top_p, min_p = self._top_p[slots], self._min_p[slots]
+        random = temperature > 0
+        return SampleInput(
+            temperature=ops.from_host(temperature),
+            top_k=ops.from_host(top_k),
+            top_p=ops.from_host(top_p),
+            min_p=ops.from_host(min_p),
+            seeds=ops.from_host(self._seeds[slots]),
+            positions=ops.from_host(positions),
+            all_greedy=not random.any(),
+            any_filter=bool((random & ((top_k > 0) | (top_p < 1) | (min_p > 0))).any()),
+        )
+
+    def _adjust(self, ops: Ops, logits: Array, slots: IntArray, positions: IntArray, tokens: IntArray) -> Array:
+        """Apply repetition penalty, presence and frequency penalty, logit_bias and min_tokens, in this order."""
+        repeated: list[tuple[int, IntArray, npt.NDArray[np.float32]]] = []
+        added: list[tuple[int, IntArray, npt.NDArray[np.float32]]] = []
+        for row, slot in enumerate(slots.tolist()):
+            extras = self._extras.get(slot)
+            if extras is None:
+                continue
+            known = int(positions[row])
+            self._collect(row, extras, tokens[slot, :known], repeated, added)
+        if repeated:
+            logits = ops.repetition_at(logits, *_places(ops, repeated))
+        if added:
+            logits = ops.add_at(logits, *_places(ops, added))
+        return logits
+
+    def _collect(
+        self,
+        row: int,
+        extras: _Extras,
+        known: IntArray,
+        repeated: list[tuple[int, IntArray, npt.NDArray[np.float32]]],
+        added: list[tuple[int, IntArray, npt.NDArray[np.float32]]],
+    ) -> None:
+        params, generated = extras.params, known[extras.prompt_len :]
+        if params.repetition_penalty != 1.0:
+            ids = np.unique(known)
+            repeated.append((row, ids, np.full(len(ids), params.repetition_penalty, np.float32)))
+        if params.presence_penalty or params.frequency_penalty:
+            ids, counts = np.unique(generated, return_counts=True)
+            values = -(params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
+            added.append((row, ids, values))
+        if len(extras.bias_ids):
+            added.append((row, extras.bias_ids, extras.bias))
+        if len(generated) < params.min_tokens and len(extras.stops):
+            added.append((row, extras.stops, np.full(len(extras.stops), _FORBIDDEN)))
+
+
+def _places(ops: Ops, parts: list[tuple[int, IntArray, npt.NDArray[np.float32]]]) -> tuple[Array, Array, Array]:
+    rows = np.concatenate([np.full(len(ids), row, np.int32) for row, ids, _ in parts])
+    ids = np.concatenate([ids for _, ids, _ in parts]).astype(np.int32)
+    values = np.concatenate([values for _, _, values in parts]).astype(np.float32)
+    return ops.from_host(rows), ops.from_host(ids), ops.from_host(values)

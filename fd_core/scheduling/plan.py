@@ -1,0 +1,88 @@
+"""Collects the parts of a step plan while the scheduler decides."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.scheduling.requests import Request
+from fd_core.scheduling.slots import SlotTable
+from fd_core.types import Admission, BlockGrant, IntArray, StepPlan, TakeBack, frozen
+
+__all__ = ["PlanBuilder"]
+
+
+class PlanBuilder:
+    """A plan in the making; `build` freezes it."""
+
+    def __init__(self, epoch: int, step: int) -> None:
+        self.preempted = False
+        """Whether this pass took back a request for want of blocks."""
+        self._epoch = epoch
+        self._step = step
+        self._slots: list[npt.NDArray[np.intp]] = []
+        self._num_tokens: list[IntArray] = []
+        self._num_drafts: list[IntArray] = []
+        self._admissions: list[Admission] = []
+        self._grants: list[BlockGrant] = []
+        self._take_backs: list[TakeBack] = []
+
+    @property
+    def empty(self) -> bool:
+        """Whether the step would do nothing; a plan that only takes slots back is not empty."""
+        return not (self._slots or self._take_backs)
+
+    def add_rows(self, slots: npt.NDArray[np.intp], num_tokens: IntArray, num_drafts: IntArray) -> None:
+        """Schedule several slots."""
+        if len(slots):
+            self._slots.append(slots)
+            self._num_tokens.append(num_tokens)
+            self._num_drafts.append(num_drafts)
+
+    def add_row(self, slot: int, num_tokens: int) -> None:
+        """Schedule one slot without drafts."""
+        self.add_rows(np.array([slot]), np.array([num_tokens], np.int32), np.zeros(1, np.int32))
+
+    def admit(self, slot: int, table: SlotTable, request: Request, tokens: IntArray, computed: int) -> None:
+        """Tell the runner about a new stay and the blocks it begins with."""
+        admission = Admission(
+            slot=slot,
+            gen=int(table.gen[slot]),
+            token_ids=frozen(tokens),
+            prompt_len=len(request.spec.prompt),
+            params=request.spec.params,
+            eos_token_ids=request.spec.eos_token_ids,
+            computed=computed,
+        )
+        self._admissions.append(admission)
+        self.grant(slot, 0, frozen(table.blocks(slot)))
+
+    def grant(self, slot: int, offset: int, blocks: IntArray) -> None:
+        """Append blocks to a slot's table from entry `offset` on."""
+        if len(blocks):
+            self._grants.append(BlockGrant(slot, offset, blocks))
+
+    def take_back(self, slot: int, gen: int) -> None:
+        """Take a slot back; blocks granted to it in the same pass are void."""
+        self._grants = [grant for grant in self._grants if grant.slot != slot]
+        self._take_backs.append(TakeBack(slot, gen))
+
+    def build(self, table: SlotTable) -> StepPlan:
+        """Freeze the plan; positions are read from the slot table."""
+        slots = np.concatenate(self._slots) if self._slots else np.empty(0, np.intp)
+        num_tokens = np.concatenate(self._num_tokens) if self._slots else np.empty(0, np.int32)
+        num_drafts = np.concatenate(self._num_drafts) if self._slots else np.empty(0, np.int32)
+        starts = table.computed[slots]
+        return StepPlan(
+            epoch=self._epoch,
+            step=self._step,
+            slots=frozen(slots.astype(np.int32)),
+            gens=frozen(table.gen[slots]),
+            starts=frozen(starts),
+            num_tokens=frozen(num_tokens),
+            num_drafts=frozen(num_drafts),
+            samples=frozen(starts + num_tokens - num_drafts >= table.length[slots]),
+            admissions=tuple(self._admissions),
+            grants=tuple(self._grants),
+            take_backs=tuple(self._take_backs),
+        )

@@ -1,0 +1,411 @@
+"""The scheduler: decides what each step computes.
+
+Pure: no I/O, no clock, no randomness. `plan` is called once for each step; the output side
+(`fd_core.engine.outputs`) tells what became of it through `settle`, `finish` and `released`.
+
+Ownership: the scheduler owns requests, slots and blocks. A running slot owns the blocks in its table. A slot that is
+taken back or finished gives its blocks to the pool, fenced by the last step that touches them; a draining slot owns
+nothing but its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.config import Limits
+from fd_core.errors import BadRequest
+from fd_core.kv.blocks import BlockPool
+from fd_core.kv.prefix import PrefixHasher
+from fd_core.scheduling.budget import Budget, allot_decodes
+from fd_core.scheduling.plan import PlanBuilder
+from fd_core.scheduling.policies import Policy
+from fd_core.scheduling.requests import Event, Request, State
+from fd_core.scheduling.slots import SlotTable
+from fd_core.scheduling.waiting import WaitingQueue
+from fd_core.types import FinishReason, IntArray, RequestSpec, StepPlan
+
+__all__ = ["Counters", "Scheduler"]
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since the start; only grows."""
+
+    steps: int = 0
+    budget_used: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    prompt_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+
+
+class Scheduler:
+    """Plans steps for at most `max_num_seqs` requests at a time under the step token budget."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        policy: Policy,
+        hasher: PrefixHasher | None,
+        *,
+        epoch: int = 1,
+    ) -> None:
+        self.limits = limits
+        self.epoch = epoch
+        self.slots = SlotTable(limits.max_num_seqs, limits.max_model_len, limits.blocks_per_seq)
+        self.pool = BlockPool(limits.num_kv_blocks)
+        self.waiting = WaitingQueue(policy)
+        self.counters = Counters()
+        self._policy = policy
+        self._hasher = hasher
+        self._requests: dict[str, Request] = {}
+        self._arrivals = 0
+        self._step = 0
+        self._aborting: list[Request] = []
+        """Running requests to take back in the next plan."""
+        self._computing: dict[bytes, int] = {}
+        """Block keys that running prefills are about to compute, with how many of them."""
+
+    # Requests come and go ---------------------------------------------------------------------------------
+
+    def add(self, spec: RequestSpec) -> Request:
+        """Queue a request. Raises `BadRequest` if it can never run here."""
+        if spec.request_id in self._requests:
+            raise BadRequest(f"a request with id {spec.request_id!r} is already running", field="request_id")
+        if not spec.prompt:
+            raise BadRequest("the prompt has no tokens", field="prompt")
+        if len(spec.prompt) >= self.limits.max_model_len:
+            raise BadRequest(
+                f"the prompt has {len(spec.prompt)} tokens, but prompt and output together may have at most "
+                f"{self.limits.max_model_len}",
+                field="prompt",
+                hint="shorten it",
+            )
+        root = self._hasher.root(spec.cache_salt) if self._hasher else b""
+        request = Request(spec, self._arrivals, self.limits.max_model_len, root)
+        self._arrivals += 1
+        self._requests[spec.request_id] = request
+        self.waiting.push(request)
+        return request
+
+    def abort(self, request_id: str) -> bool:
+        """Ask for a request's end; return whether it ended at once, which it does while it waits.
+
+        Unknown ids and repeated aborts are ignored.
+        """
+        request = self._requests.get(request_id)
+        if request is None or request.abort_wanted or request.ended is not None:
+            return False
+        request.abort_wanted = True
+        if request.state is State.WAITING:
+            self.waiting.remove(request)
+            request.advance(Event.ABORT_WAITING)
+            self._forget(request, FinishReason.ABORT)
+            return True
+        if request.state is State.RUNNING:
+            self._aborting.append(request)
+        return False
+
+    def request_ids(self) -> list[str]:
+        """Return the ids of all requests that have not ended."""
+        return [name for name, request in self._requests.items() if request.ended is None]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request has not ended or any slot is still draining."""
+        return bool(self._requests) or bool(self.slots.draining.any())
+
+    @property
+    def num_running(self) -> int:
+        """Slots that compute."""
+        return int(self.slots.running.sum())
+
+    @property
+    def num_draining(self) -> int:
+        """Slots whose take-back is not answered."""
+        return int(self.slots.draining.sum())
+
+    # Planning ---------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan | None:
+        """Decide the next step, or return None if there is nothing that a step could do now."""
+        draft = PlanBuilder(self.epoch, self._step)
+        budget = Budget(self.limits.max_num_batched_tokens)
+        self._take_back_aborted(draft)
+        rows = self._make_room(self.slots.ready(), draft)
+        self._decode(rows, budget, draft)
+        self._continue_prefills(rows, budget, draft)
+        if not draft.preempted:
+            self._admit(budget, draft)
+        if draft.empty:
+            return None
+        return self._seal(draft, budget)
+
+    def _take_back_aborted(self, draft: PlanBuilder) -> None:
+        for request in self._aborting:
+            if request.state is State.RUNNING:
+                self._take_back(request, draft)
+        self._aborting.clear()
+
+    def _make_room(self, ready: npt.NDArray[np.intp], draft: PlanBuilder) -> npt.NDArray[np.intp]:
+        """Give every ready slot the block its next token needs; return the slots that may run.
+
+        The oldest are served first. If blocks run out, blocks that come free soon are waited for before a victim is
+        chosen, so one shortage never takes back a chain of requests.
+        """
+        slots = self.slots
+        block_size = self.limits.block_size
+        full = ready[slots.computed[ready] >= slots.num_blocks[ready] * block_size]
+        if not len(full):
+            return ready
+        stalled = []
+        short = 0
+        for slot in full[np.argsort(slots.arrival[full], kind="stable")].tolist():
+            if not slots.running[slot]:
+                continue
+            blocks = self.pool.allocate(1)
+            while blocks is None and short >= self.pool.num_fenced:
+                self._preempt(self._policy.victim(slots, np.flatnonzero(slots.running)), draft)
+                if not slots.running[slot]:
+                    break
+                blocks = self.pool.allocate(1)
+            if blocks is not None:
+                draft.grant(slot, slots.append_blocks(slot, blocks), blocks)
+            elif slots.running[slot]:
+                short += 1
+                stalled.append(slot)
+        may_run = slots.running[ready]
+        if stalled:
+            may_run &= ~np.isin(ready, stalled)
+        return ready[may_run]
+
+    def _decode(self, rows: npt.NDArray[np.intp], budget: Budget, draft: PlanBuilder) -> None:
+        slots = self.slots
+        decoding = rows[slots.length[rows] - slots.computed[rows] == 1]
+        if not len(decoding):
+            return
+        drafts = np.zeros(len(decoding), np.int32)
+        chosen, granted = allot_decodes(budget, drafts, slots.last_step[decoding])
+        draft.add_rows(decoding[chosen], granted + 1, granted)
+
+    def _continue_prefills(self, rows: npt.NDArray[np.intp], budget: Budget, draft: PlanBuilder) -> None:
+        slots = self.slots
+        prefilling = rows[slots.length[rows] - slots.computed[rows] > 1]
+        for slot in prefilling[np.argsort(slots.arrival[prefilling], kind="stable")].tolist():
+            self._prefill(slot, budget, draft)
+
+    def _prefill(self, slot: int, budget: Budget, draft: PlanBuilder) -> None:
+        chunk = budget.take(int(self.slots.length[slot] - self.slots.computed[slot]))
+        if chunk:
+            draft.add_row(slot, chunk)
+
+    def _admit(self, budget: Budget, draft: PlanBuilder) -> None:
+        """Move waiting requests into free slots while budget, slots and blocks allow."""
+        passed_over: list[Request] = []
+        slot = self.slots.free_slot()
+        while budget.left and slot is not None and len(passed_over) <= self.limits.max_num_seqs:
+            request = self.waiting.pop()
+            if request is None:
+                break
+            tokens = request.known_tokens()
+            keys = self._prefix_keys(request, tokens)
+            matched = self.pool.match(keys)
+            if len(matched) < len(keys) and keys[len(matched)] in self._computing:
+                # A running prefill is about to compute the next block of this very prefix.
+                passed_over.append(request)
+                continue
+            if not self._occupy(slot, request, tokens, keys, matched, draft):
+                passed_over.append(request)
+                break
+            self._prefill(slot, budget, draft)
+            slot = self.slots.free_slot()
+        for request in passed_over:
+            self.waiting.push(request)
+
+    def _prefix_keys(self, request: Request, tokens: IntArray) -> list[bytes]:
+        """Return the keys of the leading full blocks; the last token is always computed, it yields the next one."""
+        if self._hasher is None:
+            return []
+        upto = len(tokens) - 1
+        self._hasher.extend(request.chain, request.root, tokens, upto)
+        return request.chain[: upto // self.limits.block_size]
+
+    def _occupy(
+        self,
+        slot: int,
+        request: Request,
+        tokens: IntArray,
+        keys: list[bytes],
+        matched: IntArray,
+        draft: PlanBuilder,
+    ) -> bool:
+        """Admit a request with blocks for all its tokens, or change nothing and return False."""
+        running = self.num_running
+        needed = -(-len(tokens) // self.limits.block_size) - len(matched)
+        self.pool.acquire(matched)
+        # Each running request may soon need one more block; an admission must not make it run out at once.
+        fits = needed + running <= self.pool.num_free
+        blocks = self.pool.allocate(needed) if fits else None
+        if blocks is None:
+            self.pool.release(matched, -1)
+            return False
+        slots = self.slots
+        slots.occupy(slot, request, tokens)
+        slots.append_blocks(slot, matched)
+        slots.append_blocks(slot, blocks)
+        cached = len(matched) * self.limits.block_size
+        slots.computed[slot] = slots.settled[slot] = cached
+        slots.registered[slot] = len(matched)
+        request.advance(Event.ADMIT)
+        request.slot = slot
+        for key in keys[len(matched) :]:
+            self._computing[key] = self._computing.get(key, 0) + 1
+        if request.cached_tokens is None:
+            request.cached_tokens = cached
+            self.counters.prompt_tokens += len(tokens)
+        else:
+            self.counters.recomputed_tokens += len(tokens) - cached
+        if self._hasher is not None:
+            self.counters.prefix_queries += len(tokens)
+            self.counters.prefix_hits += cached
+        draft.admit(slot, slots, request, tokens, cached)
+        return True
+
+    def _preempt(self, slot: int, draft: PlanBuilder) -> None:
+        request = self.slots.requests[slot]
+        if request is None:
+            raise RuntimeError(f"the policy chose slot {slot}, which is empty")
+        request.preemptions += 1
+        self.counters.preemptions += 1
+        draft.preempted = True
+        self._take_back(request, draft)
+
+    def _take_back(self, request: Request, draft: PlanBuilder) -> None:
+        """Stop a running slot; it keeps its place until its -9, its blocks go to the pool, fenced."""
+        slot = self._slot_of(request)
+        request.advance(Event.TAKE_BACK)
+        self._give_up_blocks(slot, request)
+        self.slots.running[slot] = False
+        self.slots.draining[slot] = True
+        draft.take_back(slot, int(self.slots.gen[slot]))
+
+    def _seal(self, draft: PlanBuilder, budget: Budget) -> StepPlan:
+        """Fix the plan and account for it."""
+        plan = draft.build(self.slots)
+        slots, rows = self.slots, plan.slots
+        slots.computed[rows] += plan.num_tokens
+        slots.length[rows] += plan.samples
+        slots.last_step[rows] = plan.step
+        self._step += 1
+        self.counters.steps += 1
+        self.counters.budget_used += budget.used
+        return plan
+
+    # What became of a step --------------------------------------------------------------------------------
+
+    def settle(self, rows: npt.NDArray[np.intp], upto: IntArray) -> None:
+        """The KV of `rows` is settled below positions `upto` int32[n]: name the blocks that this completes."""
+        slots = self.slots
+        slots.settled[rows] = upto
+        if self._hasher is None:
+            return
+        for slot in rows[upto // self.limits.block_size > slots.registered[rows]].tolist():
+            self._register(slot)
+
+    def _register(self, slot: int) -> None:
+        slots = self.slots
+        request = slots.requests[slot]
+        if self._hasher is None or request is None:
+            return
+        complete = int(slots.settled[slot]) // self.limits.block_size
+        self._hasher.extend(request.chain, request.root, slots.tokens[slot], complete * self.limits.block_size)
+        for index in range(int(slots.registered[slot]), complete):
+            self.pool.register(int(slots.tables[slot, index]), request.chain[index])
+            self._no_longer_computing(request.chain[index])
+        slots.registered[slot] = complete
+
+    def finish(self, slot: int, reason: FinishReason) -> None:
+        """The request in `slot` has delivered its last token.
+
+        A running slot is free at once: what is in flight for it belongs to an old gen. A draining slot follows on
+        its -9.
+        """
+        request = self.slots.requests[slot]
+        if request is None or request.ended is not None:
+            raise RuntimeError(f"slot {slot} has no request to finish")
+        if request.state is State.DRAINING:
+            self.slots.ended[slot] = True
+            self._forget(request, reason)
+            return
+        request.advance(Event.FINISH)
+        self._give_up_blocks(slot, request)
+        self.slots.vacate(slot)
+        self._forget(request, reason)
+
+    def released(self, slot: int) -> Request:
+        """The -9 of a draining slot arrived; return its request.
+
+        It is waiting again (preempted), or ended (aborted, or its last token arrived while it drained).
+        """
+        request = self.slots.requests[slot]
+        if request is None or not self.slots.draining[slot]:
+            raise RuntimeError(f"slot {slot} was released but not taken back")
+        request.generated = self.slots.generated(slot)
+        request.slot = None
+        self.slots.vacate(slot)
+        if request.ended is not None:
+            request.advance(Event.RELEASED_ENDED)
+        elif request.abort_wanted:
+            request.advance(Event.RELEASED_ABORTED)
+            self._forget(request, FinishReason.ABORT)
+        else:
+            request.advance(Event.RELEASED_PREEMPTED)
+            self.waiting.push(request)
+        return request
+
+    def answered(self, step: int) -> None:
+        """The output of `step` arrived; blocks fenced by it come free."""
+        self.pool.answered(step)
+
+    # Inside -----------------------------------------------------------------------------------------------
+
+    def _slot_of(self, request: Request) -> int:
+        if request.slot is None:
+            raise RuntimeError(f"request {request.spec.request_id!r} holds no slot")
+        return request.slot
+
+    def _give_up_blocks(self, slot: int, request: Request) -> None:
+        slots = self.slots
+        self.pool.release(slots.blocks(slot), int(slots.last_step[slot]))
+        for key in request.chain[int(slots.registered[slot]) :]:
+            self._no_longer_computing(key)
+        slots.num_blocks[slot] = 0
+
+    def _no_longer_computing(self, key: bytes) -> None:
+        count = self._computing.get(key, 0)
+        if count > 1:
+            self._computing[key] = count - 1
+        else:
+            self._computing.pop(key, None)
+
+    def _forget(self, request: Request, reason: FinishReason) -> None:
+        request.ended = reason
+        del self._requests[request.spec.request_id]
+
+    def check_integrity(self) -> None:
+        """Raise `RuntimeError` if slots, requests and blocks contradict each other."""
+        slots = self.slots
+        if (slots.running & slots.draining).any():
+            raise RuntimeError("a slot is running and draining")
+        occupied = np.array([request is not None for request in slots.requests])
+        if (occupied != (slots.running | slots.draining)).any():
+            raise RuntimeError("a slot without request is running or draining, or the reverse")
+        self.pool.check_integrity(self._owners())
+
+    def _owners(self) -> Iterable[IntArray]:
+        return (self.slots.blocks(int(slot)) for slot in np.flatnonzero(self.slots.running))

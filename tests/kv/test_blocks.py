@@ -1,0 +1,122 @@
+"""Blocks are partitioned into free, owned and fenced, whatever happens in whatever order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from fd_core.kv.blocks import BlockPool
+
+BLOCKS = 12
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Drives a pool beside a plain model: a list of owners and the step that each block was last touched in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(BLOCKS)
+        self.owners: list[np.ndarray] = []
+        self.keys: dict[int, list[bytes]] = {}
+        self.step = 0
+        self.answered = -1
+        self.touched: dict[int, int] = {}
+        self.names = 0
+
+    @rule(count=st.integers(0, 6))
+    def allocate(self, count: int) -> None:
+        free = self.pool.num_free
+        blocks = self.pool.allocate(count)
+        assert (blocks is None) == (count > free)
+        if blocks is not None:
+            owned = {block for owner in self.owners for block in owner.tolist()}
+            assert not owned & set(blocks.tolist()), "a block that somebody owns was handed out"
+            for block in blocks.tolist():
+                assert self.touched.get(block, -1) <= self.answered, "a fenced block was handed out"
+            self.owners.append(blocks)
+
+    @rule()
+    def schedule_a_step_that_touches_everything_owned(self) -> None:
+        self.step += 1
+        for owner in self.owners:
+            for block in owner.tolist():
+                self.touched[block] = self.step
+
+    @precondition(lambda self: self.answered < self.step)
+    @rule()
+    def answer_one_step(self) -> None:
+        self.answered += 1
+        self.pool.answered(self.answered)
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        owner = self.owners.pop(data.draw(st.integers(0, len(self.owners) - 1)))
+        fence = max((self.touched.get(block, -1) for block in owner.tolist()), default=-1)
+        self.pool.release(owner, fence)
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def register_a_prefix(self, data: st.DataObject) -> None:
+        owner = self.owners[data.draw(st.integers(0, len(self.owners) - 1))]
+        keys = [b"%d-%d" % (self.names, index) for index in range(len(owner))]
+        self.keys[self.names] = keys
+        self.names += 1
+        for block, key in zip(owner.tolist(), keys, strict=True):
+            self.pool.register(block, key)
+
+    @precondition(lambda self: self.names)
+    @rule(data=st.data())
+    def match_and_acquire(self, data: st.DataObject) -> None:
+        free = self.pool.num_free
+        matched = self.pool.match(self.keys[data.draw(st.integers(0, self.names - 1))])
+        assert self.pool.num_free == free, "matching took or evicted something"
+        self.pool.acquire(matched)
+        self.owners.append(matched)
+
+    @invariant()
+    def the_partition_is_exact(self) -> None:
+        self.pool.check_integrity(self.owners)
+        assert self.pool.num_free + self.pool.num_fenced + self.pool.num_owned == BLOCKS
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_release_of_a_free_block_is_an_error() -> None:
+    pool = BlockPool(4)
+    blocks = pool.allocate(2)
+    assert blocks is not None
+    pool.release(blocks, -1)
+    with pytest.raises(RuntimeError, match="nobody owns"):
+        pool.release(blocks, -1)
+
+
+def test_a_shared_block_stays_fenced_for_the_latest_of_its_owners() -> None:
+    pool = BlockPool(1)
+    blocks = pool.allocate(1)
+    assert blocks is not None
+    pool.register(0, b"key")
+    pool.acquire(pool.match([b"key"]))
+    pool.release(blocks, fence=7)
+    pool.release(blocks, fence=3)
+    pool.answered(3)
+    assert (pool.num_free, pool.num_fenced) == (0, 1)
+    pool.answered(7)
+    assert (pool.num_free, pool.num_fenced) == (1, 0)
+
+
+def test_the_tail_of_a_prefix_is_evicted_before_its_head() -> None:
+    pool = BlockPool(3)
+    blocks = pool.allocate(3)
+    assert blocks is not None
+    keys = [b"a", b"b", b"c"]
+    for block, key in zip(blocks.tolist(), keys, strict=True):
+        pool.register(block, key)
+    pool.release(blocks, -1)
+    assert pool.allocate(1) is not None
+    assert len(pool.match(keys)) == 2

@@ -1,0 +1,51 @@
+"""Keys of prefixes differ whenever anything that decides the KV differs."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fd_core.kv.prefix import PrefixHasher
+
+TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=40)
+
+
+def chain(
+    tokens: list[int], *, size: int = 4, identity: str = "m", salt: str = "", secret: bytes = b"s"
+) -> list[bytes]:
+    hasher = PrefixHasher(block_size=size, identity=identity, secret=secret)
+    keys: list[bytes] = []
+    hasher.extend(keys, hasher.root(salt), np.array(tokens, np.int32), len(tokens))
+    return keys
+
+
+@given(TOKENS, TOKENS)
+def test_chains_agree_exactly_on_common_full_blocks(first: list[int], second: list[int]) -> None:
+    common = 0
+    while common < min(len(first), len(second)) and first[common] == second[common]:
+        common += 1
+    equal = [a == b for a, b in zip(chain(first), chain(second), strict=False)]
+    assert equal == [True] * (common // 4) + [False] * (len(equal) - common // 4)
+
+
+@given(TOKENS)
+def test_growing_a_chain_equals_computing_it_at_once(tokens: list[int]) -> None:
+    hasher = PrefixHasher(block_size=4, identity="m", secret=b"s")
+    keys: list[bytes] = []
+    for upto in range(len(tokens) + 1):
+        hasher.extend(keys, hasher.root(""), np.array(tokens, np.int32), upto)
+    assert keys == chain(tokens)
+
+
+def test_identity_salt_secret_and_block_size_separate_chains() -> None:
+    tokens = list(range(8))
+    chains = [
+        chain(tokens),
+        chain(tokens, identity="n"),
+        chain(tokens, salt="tenant"),
+        chain(tokens, secret=b"t"),
+        chain(tokens, size=8),
+    ]
+    firsts = [keys[0] for keys in chains]
+    assert len(set(firsts)) == len(firsts)
