@@ -1,0 +1,79 @@
+"""Tiny GGUF files, written with the `gguf` package as converters do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+LLAMA = {
+    "block_count": 1,
+    "context_length": 64,
+    "embedding_length": 32,
+    "feed_forward_length": 64,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "rope.freq_base": 10000.0,
+    "rope.dimension_count": 8,
+}
+
+
+def write_gguf(
+    path: Path,
+    *,
+    arch: str = "llama",
+    values: Mapping[str, Any] = LLAMA,
+    tensors: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write metadata (`values` get the architecture's prefix) and tensors: arrays, or (bytes, type) pairs."""
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in {**{f"{arch}.{key}": value for key, value in values.items()}, **(extra or {})}.items():
+        _add(writer, key, value)
+    for name, tensor in (llama_tensors() if tensors is None else tensors).items():
+        if isinstance(tensor, tuple):
+            data, kind = tensor
+            writer.add_tensor(name, data, raw_dtype=kind)
+        else:
+            writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
+
+
+def llama_tensors() -> dict[str, np.ndarray]:
+    """The tensors of a one-layer llama with the shape of `LLAMA` and tied embeddings."""
+    rng = np.random.default_rng(0)
+    shapes = {
+        "token_embd.weight": (48, 32),
+        "blk.0.attn_norm.weight": (32,),
+        "blk.0.attn_q.weight": (32, 32),
+        "blk.0.attn_k.weight": (16, 32),
+        "blk.0.attn_v.weight": (16, 32),
+        "blk.0.attn_output.weight": (32, 32),
+        "blk.0.ffn_norm.weight": (32,),
+        "blk.0.ffn_gate.weight": (64, 32),
+        "blk.0.ffn_up.weight": (64, 32),
+        "blk.0.ffn_down.weight": (32, 64),
+        "output_norm.weight": (32,),
+    }
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
