@@ -16,10 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
 from fd_core.errors import ModelError
+from fd_core.types import RawTensor
 
 __all__ = [
     "Checkpoint",
@@ -38,31 +36,6 @@ PICKLE_HINT = (
     "pickled weights can run code when they are opened; take a safetensors or GGUF version of the model, or "
     "convert it where you trust the file: load it with transformers and call save_pretrained()"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class RawTensor:
-    """A weight as read; no framework.
-
-    `data` is float32 for F32, float16 for F16 and, for BF16, uint16 holding the bits of the bfloat16 values.
-    It may be a read-only view of the mapped file, which stays mapped for as long as the view lives.
-    """
-
-    dtype: WeightDtype
-    data: NDArray[Any]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes of the dimensions, outermost first, as in Hugging Face's checkpoints."""
-        return tuple(self.data.shape)
-
-    def to_float32(self) -> NDArray[np.float32]:
-        """Return the values as float32, exactly; a view where they are float32 already."""
-        if self.dtype == "BF16":
-            bits = self.data.astype(np.uint32)
-            np.left_shift(bits, 16, out=bits)
-            return bits.view(np.float32)
-        return self.data.astype(np.float32, copy=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,174 @@
+"""From a spec and a checkpoint to a decoder: everything is checked, then read tensor by tensor."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.errors import ModelError
+from fd_core.models.decoder import Attention, Decoder, Layer, Mlp, Moe
+from fd_core.models.loading.checkpoint import Checkpoint
+from fd_core.models.rope import RopeSpec, rope_tables
+from fd_core.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec, MoeSpec, VectorSpec
+from fd_core.ops.contract import Array, Experts, Heads, Norm, Ops, Rope
+from fd_core.types import RawTensor
+
+__all__ = ["ProgressSink", "build_decoder", "check_tensors"]
+
+ProgressSink = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all), in the bytes of the files."""
+
+
+def check_tensors(spec: DecoderSpec, checkpoint: Checkpoint) -> int:
+    """Compare the checkpoint with the spec and return the number of parameters; nothing is read.
+
+    Raises `ModelError` for a missing, misshapen or unexpected tensor, and for layers whose KV differs in size.
+    """
+    expected = dict(spec.tensors())
+    names = set(checkpoint.names())
+    missing = [name for name in expected if name not in names]
+    if missing:
+        shape = expected[missing[0]]
+        raise _mismatch(checkpoint, spec, f"tensor {missing[0]!r} of shape {shape} is missing", missing)
+    misshapen = [name for name, shape in expected.items() if checkpoint.shape(name) != shape]
+    if misshapen:
+        name = misshapen[0]
+        what = f"tensor {name!r} has shape {checkpoint.shape(name)}, the config asks for {expected[name]}"
+        raise _mismatch(checkpoint, spec, what, misshapen)
+    ignored = re.compile("|".join(spec.ignored))
+    unexpected = sorted(name for name in names if name not in expected and not ignored.search(name))
+    if unexpected:
+        raise _mismatch(checkpoint, spec, f"tensor {unexpected[0]!r} is not expected", unexpected)
+    for layer in spec.layers:
+        first, other = spec.layers[0].attention, layer.attention
+        if (first.num_kv_heads, first.head_dim) != (other.num_kv_heads, other.head_dim):
+            raise ModelError("layers whose keys and values differ in size are not supported", field="model")
+    return sum(math.prod(shape) for shape in expected.values())
+
+
+def _mismatch(checkpoint: Checkpoint, spec: DecoderSpec, what: str, names: Sequence[str]) -> ModelError:
+    more = f", and {len(names) - 1} more" if len(names) > 1 else ""
+    return ModelError(f"{checkpoint.path} is not a complete {spec.architecture}: {what}{more}", field="model")
+
+
+def build_decoder(
+    spec: DecoderSpec, checkpoint: Checkpoint, ops: Ops, max_positions: int, progress: ProgressSink | None
+) -> Decoder:
+    """Read and prepare every weight of a spec that `check_tensors` accepted."""
+    reader = _Reader(spec, checkpoint, ops, max_positions, progress)
+    embedding = reader.read(spec.embedding.name)
+    table = ops.prepare_embedding(embedding)
+    head = ops.tied_head(table, embedding) if spec.head is None else None
+    del embedding
+    layers = tuple(reader.layer(layer.attention, layer.feed_forward) for layer in spec.layers)
+    final_norm = reader.norm(spec.final_norm)
+    if spec.head is not None:
+        head = reader.linear(spec.head)
+    return Decoder(table, spec.embedding_scale, layers, final_norm, head, spec.activation, spec.softcap)
+
+
+class _Reader:
+    """Reads one tensor at a time, so that no more than a layer's weights exist twice."""
+
+    def __init__(
+        self, spec: DecoderSpec, checkpoint: Checkpoint, ops: Ops, max_positions: int, progress: ProgressSink | None
+    ) -> None:
+        self._spec = spec
+        self._checkpoint = checkpoint
+        self._ops = ops
+        self._max_positions = max_positions
+        self._progress = progress
+        self._done = 0
+        self._total = sum(math.prod(shape) for _, shape in spec.tensors())
+        self._ropes: dict[RopeSpec, Rope] = {}
+
+    def read(self, name: str) -> RawTensor:
+        """Read a tensor and report progress, elements counted as their share of the files' bytes."""
+        tensor = self._checkpoint.read(name)
+        self._done += tensor.data.size
+        if self._progress is not None:
+            whole = self._checkpoint.total_bytes
+            self._progress(whole * self._done // self._total, whole)
+        return tensor
+
+    def layer(self, attention: AttentionSpec, feed_forward: MlpSpec | MoeSpec) -> Layer:
+        """Read one layer."""
+        return Layer(
+            self.attention(attention),
+            self.mlp(feed_forward) if isinstance(feed_forward, MlpSpec) else self.moe(feed_forward),
+        )
+
+    def attention(self, spec: AttentionSpec) -> Attention:
+        """Read an attention block."""
+        heads = Heads(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            scale=spec.scale,
+            rope=self.rope(spec.rope),
+            q_norm=self.optional_norm(spec.q_norm),
+            k_norm=self.optional_norm(spec.k_norm),
+            # A window that no sequence outgrows hides nothing.
+            window=None if spec.window is None or spec.window >= self._max_positions else spec.window,
+            softcap=spec.softcap,
+        )
+        return Attention(
+            norm=self.norm(spec.norm),
+            qkv=self.linear(spec.qkv),
+            heads=heads,
+            output=self.linear(spec.output),
+            post_norm=self.optional_norm(spec.post_norm),
+        )
+
+    def mlp(self, spec: MlpSpec) -> Mlp:
+        """Read a dense feed-forward block."""
+        gate_up = self.linear(spec.gate_up, gated=True)
+        return Mlp(self.norm(spec.norm), gate_up, self.linear(spec.down), self.optional_norm(spec.post_norm))
+
+    def moe(self, spec: MoeSpec) -> Moe:
+        """Read a mixture-of-experts block."""
+        bias = spec.correction_bias
+        experts = Experts(
+            router=self._ops.prepare_vector(self.values(spec.router)),
+            gate_up=self._ops.prepare_experts([self.weights(gate_up) for gate_up, _ in spec.experts], gated=True),
+            down=self._ops.prepare_experts([self.weights(down) for _, down in spec.experts], gated=False),
+            top_k=spec.top_k,
+            normalize=spec.normalize,
+            correction_bias=None if bias is None else self._ops.prepare_vector(self.values(bias).reshape(-1)),
+            norm_floor=spec.norm_floor,
+            shared_gate_up=None if spec.shared is None else self.linear(spec.shared[0], gated=True),
+            shared_down=None if spec.shared is None else self.linear(spec.shared[1]),
+        )
+        return Moe(self.norm(spec.norm), experts)
+
+    def rope(self, spec: RopeSpec) -> Rope:
+        """Return the tables, computed once for all layers that share them."""
+        if spec not in self._ropes:
+            self._ropes[spec] = rope_tables(spec, self._max_positions, self._ops)
+        return self._ropes[spec]
+
+    def norm(self, spec: VectorSpec) -> Norm:
+        """Read a norm, its offset folded into the weight."""
+        weight = self.values(spec) + np.float32(self._spec.norm_offset)
+        return Norm(self._ops.prepare_vector(weight), self._spec.eps)
+
+    def optional_norm(self, spec: VectorSpec | None) -> Norm | None:
+        """Read a norm that an architecture may not have."""
+        return None if spec is None else self.norm(spec)
+
+    def linear(self, spec: LinearSpec, *, gated: bool = False) -> Array:
+        """Read a linear with its biases."""
+        biases = [self.read(f"{name}.bias") for name in spec.names] if spec.bias else None
+        return self._ops.prepare_linear(self.weights(spec), biases, gated=gated)
+
+    def weights(self, spec: LinearSpec) -> list[RawTensor]:
+        """Read the weights of a linear."""
+        return [self.read(f"{name}.weight") for name in spec.names]
+
+    def values(self, spec: VectorSpec) -> npt.NDArray[np.float32]:
+        """Read a tensor as float32."""
+        return self.read(spec.name).to_float32()

@@ -1,0 +1,121 @@
+"""Typed access to a Hugging Face config; a value of the wrong kind is a `ModelError` that names its field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fd_core.errors import ModelError
+from fd_core.ops.contract import Activation
+
+__all__ = ["ModelConfig"]
+
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+_MAX_COUNT = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The content of config.json, or a part of it; null counts as absent."""
+
+    values: Mapping[str, Any]
+    prefix: str = ""
+    """Where the part stands in the whole, such as `rope_parameters.`."""
+
+    def count(self, field: str, default: int | None = None) -> int:
+        """Return a positive integer."""
+        value = self._get(field, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _MAX_COUNT:
+            raise self._wrong(field, "a positive integer", value)
+        return value
+
+    def index(self, field: str, default: int) -> int:
+        """Return an integer that is not negative."""
+        value = self._get(field, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MAX_COUNT:
+            raise self._wrong(field, "an integer that is not negative", value)
+        return value
+
+    def optional_count(self, field: str) -> int | None:
+        """Return a positive integer, or None if it is absent."""
+        return None if self._get(field) is None else self.count(field)
+
+    def number(self, field: str, default: float | None = None) -> float:
+        """Return a finite, positive number."""
+        value = self._get(field, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise self._wrong(field, "a positive number", value)
+        return float(value)
+
+    def optional_number(self, field: str) -> float | None:
+        """Return a finite, positive number, or None if it is absent."""
+        return None if self._get(field) is None else self.number(field)
+
+    def flag(self, field: str, default: bool = False) -> bool:
+        """Return a boolean."""
+        value = self._get(field, default)
+        if not isinstance(value, bool):
+            raise self._wrong(field, "true or false", value)
+        return value
+
+    def text(self, field: str, default: str) -> str:
+        """Return a string."""
+        value = self._get(field, default)
+        if not isinstance(value, str):
+            raise self._wrong(field, "a string", value)
+        return value
+
+    def part(self, field: str) -> ModelConfig | None:
+        """Return a nested object, or None if it is absent."""
+        value = self._get(field)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise self._wrong(field, "an object", value)
+        return ModelConfig(value, f"{self.prefix}{field}.")
+
+    def indices(self, field: str) -> tuple[int, ...]:
+        """Return an integer or a list of integers that are not negative as a tuple; empty if it is absent."""
+        value = self._get(field)
+        listed = [] if value is None else value if isinstance(value, list | tuple) else [value]
+        if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in listed):
+            raise self._wrong(field, "integers that are not negative", value)
+        return tuple(listed)
+
+    def layer_types(self, num_layers: int) -> tuple[str, ...] | None:
+        """Return the kind of attention of each layer, or None if the config does not list it."""
+        value = self._get("layer_types")
+        if value is None:
+            return None
+        known = ("full_attention", "sliding_attention")
+        if not isinstance(value, list | tuple) or len(value) != num_layers or not set(value) <= set(known):
+            raise self._wrong("layer_types", f"a list of {num_layers} out of {' and '.join(known)}", value)
+        return tuple(value)
+
+    def activation(self, field: str = "hidden_act") -> Activation:
+        """Return the activation of the feed-forward layers."""
+        name = self.text(field, "silu")
+        if name not in _ACTIVATIONS:
+            raise self._wrong(field, f"one of {', '.join(_ACTIVATIONS)}", name)
+        return _ACTIVATIONS[name]
+
+    def refuse(self, field: str, why: str) -> None:
+        """Raise if the field is present and neither false, 0 nor empty."""
+        if self._get(field):
+            raise ModelError(f"config.json: {self.prefix}{field} is set, but {why}", field="model")
+
+    def _get(self, field: str, default: Any = None) -> Any:
+        value = self.values.get(field)
+        return default if value is None else value
+
+    def _wrong(self, field: str, expected: str, value: object) -> ModelError:
+        found = "it is missing" if value is None else f"found {str(value)[:60]!r}"
+        return ModelError(f"config.json: {self.prefix}{field} must be {expected}; {found}", field="model")

@@ -1,0 +1,110 @@
+"""The one decoder: every architecture is this sentence over `Ops`, with its own weights and geometry.
+
+`forward` calls nothing but methods of `Ops`: no operator on an array, no branch on a value of one. So it also runs
+over symbolic arrays, when a pack builds a graph from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fd_core.ops.contract import Activation, Array, Experts, Heads, KVCache, KVShape, Norm, Ops, StepInput
+
+__all__ = ["Attention", "Decoder", "DecoderModel", "Layer", "Mlp", "Moe"]
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Weights of one attention block."""
+
+    norm: Norm
+    qkv: Array
+    heads: Heads
+    output: Array
+    post_norm: Norm | None
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """Weights of one dense feed-forward block."""
+
+    norm: Norm
+    gate_up: Array
+    down: Array
+    post_norm: Norm | None
+
+
+@dataclass(frozen=True, slots=True)
+class Moe:
+    """Weights of one mixture-of-experts block."""
+
+    norm: Norm
+    experts: Experts
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Attention, then feed-forward."""
+
+    attention: Attention
+    feed_forward: Mlp | Moe
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """All weights of a decoder."""
+
+    embedding: Array
+    embedding_scale: float
+    layers: tuple[Layer, ...]
+    final_norm: Norm
+    head: Array
+    activation: Activation
+    softcap: float | None
+    """Of the logits."""
+
+
+class DecoderModel:
+    """A decoder on one pack; satisfies `fd_core.backends.contract.Model`."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        decoder: Decoder,
+        *,
+        architecture: str,
+        vocab_size: int,
+        max_positions: int,
+        eos_token_ids: tuple[int, ...],
+        num_parameters: int,
+    ) -> None:
+        self.ops = ops
+        self.decoder = decoder
+        self.architecture = architecture
+        self.vocab_size = vocab_size
+        self.max_positions = max_positions
+        self.eos_token_ids = eos_token_ids
+        self.num_parameters = num_parameters
+
+    def kv_shape(self, block_size: int) -> KVShape:
+        """Return the size of the KV cache that `forward` needs, for blocks of `block_size` tokens."""
+        heads = self.decoder.layers[0].attention.heads
+        return KVShape(len(self.decoder.layers), heads.num_kv_heads, heads.head_dim, block_size)
+
+    def forward(self, step: StepInput, cache: KVCache) -> Array:
+        """Compute float32 logits [R, V] of the rows asked for and write the step's keys and values."""
+        ops, decoder = self.ops, self.decoder
+        x = ops.embedding(decoder.embedding, step.token_ids, decoder.embedding_scale)
+        for index, layer in enumerate(decoder.layers):
+            attention, kv = layer.attention, cache.layer(index)
+            q = ops.attention_inputs(x, attention.norm, attention.qkv, attention.heads, kv, step)
+            a = ops.attention(q, attention.heads, kv, step)
+            x = ops.project_residual(a, attention.output, x, attention.post_norm)
+            x = self._feed_forward(x, layer.feed_forward)
+        return ops.logits(x, decoder.final_norm, decoder.head, step.logits_rows, decoder.softcap)
+
+    def _feed_forward(self, x: Array, block: Mlp | Moe) -> Array:
+        if isinstance(block, Moe):
+            return self.ops.moe_residual(x, block.norm, block.experts, self.decoder.activation)
+        inner = self.ops.mlp_inputs(x, block.norm, block.gate_up, self.decoder.activation)
+        return self.ops.project_residual(inner, block.down, x, block.post_norm)

@@ -1,0 +1,74 @@
+"""Which architectures there are, and the door that loads one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from fd_core.errors import ConfigError, ModelError
+from fd_core.models.build import ProgressSink, build_decoder, check_tensors
+from fd_core.models.config import ModelConfig
+from fd_core.models.decoder import DecoderModel
+from fd_core.models.ernie import ernie, ernie_moe
+from fd_core.models.gemma import gemma3
+from fd_core.models.llama import llama, mistral
+from fd_core.models.loading.checkpoint import Checkpoint
+from fd_core.models.qwen import qwen2, qwen3, qwen3_moe
+from fd_core.models.spec import DecoderSpec, Traits, decoder_spec
+from fd_core.ops.contract import Ops
+
+__all__ = ["ARCHITECTURES", "ProgressSink", "load_model", "spec_of"]
+
+ARCHITECTURES: Mapping[str, Callable[[ModelConfig], Traits]] = {
+    "Ernie4_5ForCausalLM": ernie,
+    "Ernie4_5_ForCausalLM": ernie,
+    "Ernie4_5_MoeForCausalLM": ernie_moe,
+    "Gemma3ForCausalLM": gemma3,
+    "LlamaForCausalLM": llama,
+    "MistralForCausalLM": mistral,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+    "Qwen3MoeForCausalLM": qwen3_moe,
+}
+
+
+def load_model(
+    checkpoint: Checkpoint, ops: Ops, max_positions: int | None = None, progress: ProgressSink | None = None
+) -> DecoderModel:
+    """Load a checkpoint for sequences of up to `max_positions` tokens, the model's own limit if None.
+
+    Raises `ModelError` if the architecture is not known, the config does not make sense or the tensors are not those
+    that it asks for, all before a weight is read; `ConfigError` if `max_positions` exceeds the model's limit.
+    """
+    spec = spec_of(checkpoint)
+    if max_positions is None:
+        max_positions = spec.max_positions
+    if max_positions > spec.max_positions:
+        raise ConfigError(
+            f"max_model_len is {max_positions}, the model was made for {spec.max_positions} tokens",
+            field="max_model_len",
+            hint=f"use at most {spec.max_positions}",
+        )
+    num_parameters = check_tensors(spec, checkpoint)
+    ends = (*checkpoint.generation.eos_token_ids, *ModelConfig(checkpoint.config).indices("eos_token_id"))
+    return DecoderModel(
+        ops,
+        build_decoder(spec, checkpoint, ops, max_positions, progress),
+        architecture=spec.architecture,
+        vocab_size=spec.embedding.shape[0],
+        max_positions=max_positions,
+        eos_token_ids=tuple(dict.fromkeys(ends)),
+        num_parameters=num_parameters,
+    )
+
+
+def spec_of(checkpoint: Checkpoint) -> DecoderSpec:
+    """Describe the model that a checkpoint's config asks for, without looking at its tensors."""
+    config = ModelConfig(checkpoint.config)
+    names = checkpoint.config.get("architectures")
+    name = names[0] if isinstance(names, list | tuple) and names else None
+    traits = ARCHITECTURES.get(name) if isinstance(name, str) else None
+    if traits is None or not isinstance(name, str):
+        found = "the config names no architecture" if name is None else f"architecture {str(name)[:80]!r} is not known"
+        raise ModelError(f"{checkpoint.path}: {found}", field="model", hint=f"supported are {', '.join(ARCHITECTURES)}")
+    config.refuse("quantization_config", "quantized safetensors are not supported; take the original or a GGUF file")
+    return decoder_spec(name, config, traits(config))

@@ -1,0 +1,282 @@
+"""What a decoder consists of, as data: names, shapes and geometry, before any weight is read.
+
+Each family of models turns a config into `Traits`, what sets it apart; `decoder_spec` spells out the rest.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from fd_core.errors import ModelError
+from fd_core.models.config import ModelConfig
+from fd_core.models.rope import RopeSpec
+from fd_core.ops.contract import Activation
+
+__all__ = [
+    "AttentionSpec",
+    "DecoderSpec",
+    "LayerSpec",
+    "LinearSpec",
+    "MlpSpec",
+    "MoeSpec",
+    "TensorShape",
+    "Traits",
+    "VectorSpec",
+    "decoder_spec",
+    "gate_up_down",
+    "head_dim_of",
+]
+
+TensorShape = tuple[str, tuple[int, ...]]
+"""Name and shape of a tensor in the checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class VectorSpec:
+    """A norm weight or a table that stays float32."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    def tensors(self) -> Iterator[TensorShape]:
+        """Yield what it is read from."""
+        yield self.name, self.shape
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """Weights `names[i].weight` [outs[i], ins] stacked into one linear, with `names[i].bias` [outs[i]] if `bias`."""
+
+    names: tuple[str, ...]
+    outs: tuple[int, ...]
+    ins: int
+    bias: bool = False
+
+    def tensors(self) -> Iterator[TensorShape]:
+        """Yield what it is read from."""
+        for name, out in zip(self.names, self.outs, strict=True):
+            yield f"{name}.weight", (out, self.ins)
+            if self.bias:
+                yield f"{name}.bias", (out,)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """One attention block."""
+
+    norm: VectorSpec
+    qkv: LinearSpec
+    output: LinearSpec
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rope: RopeSpec
+    q_norm: VectorSpec | None
+    k_norm: VectorSpec | None
+    window: int | None
+    softcap: float | None
+    post_norm: VectorSpec | None
+
+    def tensors(self) -> Iterator[TensorShape]:
+        """Yield what it is read from."""
+        for part in (self.norm, self.qkv, self.output, self.q_norm, self.k_norm, self.post_norm):
+            if part is not None:
+                yield from part.tensors()
+
+
+@dataclass(frozen=True, slots=True)
+class MlpSpec:
+    """One dense feed-forward block."""
+
+    norm: VectorSpec
+    gate_up: LinearSpec
+    down: LinearSpec
+    post_norm: VectorSpec | None = None
+
+    def tensors(self) -> Iterator[TensorShape]:
+        """Yield what it is read from."""
+        for part in (self.norm, self.gate_up, self.down, self.post_norm):
+            if part is not None:
+                yield from part.tensors()
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """One mixture-of-experts block; the parts of `experts` and `shared` are gate with up, and down."""
+
+    norm: VectorSpec
+    router: VectorSpec
+    experts: tuple[tuple[LinearSpec, LinearSpec], ...]
+    top_k: int
+    normalize: bool
+    norm_floor: float = 0.0
+    correction_bias: VectorSpec | None = None
+    shared: tuple[LinearSpec, LinearSpec] | None = None
+
+    def tensors(self) -> Iterator[TensorShape]:
+        """Yield what it is read from."""
+        for part in (
+            self.norm,
+            self.router,
+            self.correction_bias,
+            *itertools.chain(*self.experts),
+            *(self.shared or ()),
+        ):
+            if part is not None:
+                yield from part.tensors()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """Attention, then feed-forward."""
+
+    attention: AttentionSpec
+    feed_forward: MlpSpec | MoeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """A whole decoder."""
+
+    architecture: str
+    embedding: VectorSpec
+    embedding_scale: float
+    layers: tuple[LayerSpec, ...]
+    final_norm: VectorSpec
+    head: LinearSpec | None
+    """None if the output projection is the embedding."""
+    activation: Activation
+    eps: float
+    norm_offset: float
+    softcap: float | None
+    max_positions: int
+    ignored: tuple[str, ...]
+    """Regular expressions of tensors that a checkpoint may hold and the model does not use."""
+
+    def tensors(self) -> Iterator[TensorShape]:
+        """Yield every tensor that the model is read from."""
+        yield from self.embedding.tensors()
+        for layer in self.layers:
+            yield from layer.attention.tensors()
+            yield from layer.feed_forward.tensors()
+        yield from self.final_norm.tensors()
+        if self.head is not None:
+            yield from self.head.tensors()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What sets an architecture apart from the plain decoder of Llama."""
+
+    rope: Callable[[int], RopeSpec]
+    """For each layer."""
+    window: Callable[[int], int | None] = lambda layer: None
+    """For each layer: how many tokens a token sees, itself included; None for all."""
+    moe: Callable[[int, str, VectorSpec], MoeSpec | None] = lambda layer, prefix, norm: None
+    """For each layer, the prefix of its tensors and its norm: the experts; None for a dense layer."""
+    scale: float | None = None
+    """Of attention scores; head_dim ** -0.5 if None."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    head_norms: bool = False
+    """Queries and keys are normalized, each head by itself."""
+    sandwich_norms: bool = False
+    """The outputs of attention and feed-forward are normalized before they are added."""
+    norm_offset: float = 0.0
+    """Added to every norm weight."""
+    embedding_scale: float = 1.0
+    tied: bool = False
+    """Whether the output projection is the embedding where the config does not say."""
+    activation: str = "hidden_act"
+    """Field of the config that names the activation."""
+    attention_softcap: float | None = None
+    softcap: float | None = None
+    """Of the logits."""
+    ignored: tuple[str, ...] = ()
+
+
+def head_dim_of(config: ModelConfig) -> int:
+    """Return the size of a head: the config's, or the hidden size split evenly."""
+    return config.optional_count("head_dim") or config.count("hidden_size") // config.count("num_attention_heads")
+
+
+def gate_up_down(prefix: str, hidden: int, intermediate: int, bias: bool = False) -> tuple[LinearSpec, LinearSpec]:
+    """Return the two linears of a gated feed-forward block under Hugging Face's names."""
+    names = (f"{prefix}.gate_proj", f"{prefix}.up_proj")
+    return (
+        LinearSpec(names, (intermediate, intermediate), hidden, bias),
+        LinearSpec((f"{prefix}.down_proj",), (hidden,), intermediate, bias),
+    )
+
+
+def decoder_spec(architecture: str, config: ModelConfig, traits: Traits) -> DecoderSpec:
+    """Spell out a decoder with Hugging Face's tensor names."""
+    hidden, vocab = config.count("hidden_size"), config.count("vocab_size")
+    num_layers = config.count("num_hidden_layers")
+    tied = config.flag("tie_word_embeddings", traits.tied)
+    return DecoderSpec(
+        architecture=architecture,
+        embedding=VectorSpec("model.embed_tokens.weight", (vocab, hidden)),
+        embedding_scale=traits.embedding_scale,
+        layers=tuple(_layer(config, traits, layer) for layer in range(num_layers)),
+        final_norm=VectorSpec("model.norm.weight", (hidden,)),
+        head=None if tied else LinearSpec(("lm_head",), (vocab,), hidden),
+        activation=config.activation(traits.activation),
+        eps=config.number("rms_norm_eps", 1e-6),
+        norm_offset=traits.norm_offset,
+        softcap=traits.softcap,
+        max_positions=config.count("max_position_embeddings"),
+        ignored=(r"\.rotary_emb\.inv_freq$", *((r"^lm_head\.weight$",) if tied else ()), *traits.ignored),
+    )
+
+
+def _layer(config: ModelConfig, traits: Traits, layer: int) -> LayerSpec:
+    prefix = f"model.layers.{layer}"
+    hidden = config.count("hidden_size")
+
+    def norm(name: str) -> VectorSpec:
+        return VectorSpec(f"{prefix}.{name}.weight", (hidden,))
+
+    feed_forward_norm = norm("pre_feedforward_layernorm" if traits.sandwich_norms else "post_attention_layernorm")
+    moe = traits.moe(layer, prefix, feed_forward_norm)
+    if moe is not None:
+        return LayerSpec(_attention(config, traits, layer, prefix, norm), moe)
+    gate_up, down = gate_up_down(f"{prefix}.mlp", hidden, config.count("intermediate_size"), traits.mlp_bias)
+    post_norm = norm("post_feedforward_layernorm") if traits.sandwich_norms else None
+    return LayerSpec(
+        _attention(config, traits, layer, prefix, norm), MlpSpec(feed_forward_norm, gate_up, down, post_norm)
+    )
+
+
+def _attention(
+    config: ModelConfig, traits: Traits, layer: int, prefix: str, norm: Callable[[str], VectorSpec]
+) -> AttentionSpec:
+    hidden, d = config.count("hidden_size"), head_dim_of(config)
+    nh = config.count("num_attention_heads")
+    nkv = config.count("num_key_value_heads", nh)
+    if nh % nkv:
+        raise ModelError(
+            f"config.json: {nh} query heads cannot share {nkv} key and value heads evenly",
+            field="model",
+        )
+    block = f"{prefix}.self_attn"
+    names = (f"{block}.q_proj", f"{block}.k_proj", f"{block}.v_proj")
+    return AttentionSpec(
+        norm=norm("input_layernorm"),
+        qkv=LinearSpec(names, (nh * d, nkv * d, nkv * d), hidden, traits.qkv_bias),
+        output=LinearSpec((f"{block}.o_proj",), (hidden,), nh * d, traits.output_bias),
+        num_heads=nh,
+        num_kv_heads=nkv,
+        head_dim=d,
+        scale=d**-0.5 if traits.scale is None else traits.scale,
+        rope=traits.rope(layer),
+        q_norm=VectorSpec(f"{block}.q_norm.weight", (d,)) if traits.head_norms else None,
+        k_norm=VectorSpec(f"{block}.k_norm.weight", (d,)) if traits.head_norms else None,
+        window=traits.window(layer),
+        softcap=traits.attention_softcap,
+        post_norm=norm("post_attention_layernorm") if traits.sandwich_norms else None,
+    )
