@@ -174,7 +174,8 @@ def _tokenizer_of(path: Path | None) -> Tokenizer | None:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
-        return [items]  # type: ignore[list-item]  # a sequence of ints is one prompt
-    return items  # type: ignore[arg-type]  # anything else is a sequence of prompts
+    ids = [item for item in prompts if isinstance(item, int)]
+    texts = [item for item in prompts if not isinstance(item, int)]
+    if ids and texts:
+        raise BadRequest("a list of prompts mixes token ids with prompts", field="prompts")
+    return [ids] if ids else texts

@@ -185,8 +185,15 @@ class Scheduler:
         return ready[may_run]
 
     def _decode(self, rows: npt.NDArray[np.intp], budget: Budget, draft: PlanBuilder) -> None:
+        """Charge one token for each decode, all of them first.
+
+        If decodes alone would use up the budget, unfinished prefills take part in the rotation with one token each, so
+        that they advance too.
+        """
         slots = self.slots
         decoding = rows[slots.length[rows] - slots.computed[rows] == 1]
+        if len(decoding) >= budget.left:
+            decoding = rows
         if not len(decoding):
             return
         drafts = np.zeros(len(decoding), np.int32)
@@ -194,6 +201,8 @@ class Scheduler:
         draft.add_rows(decoding[chosen], granted + 1, granted)
 
     def _continue_prefills(self, rows: npt.NDArray[np.intp], budget: Budget, draft: PlanBuilder) -> None:
+        if not budget.left:
+            return
         slots = self.slots
         prefilling = rows[slots.length[rows] - slots.computed[rows] > 1]
         for slot in prefilling[np.argsort(slots.arrival[prefilling], kind="stable")].tolist():

@@ -1,0 +1,59 @@
+"""Limits are fixed at start, or the setting that contradicts another is named with the numbers."""
+
+from __future__ import annotations
+
+import pytest
+
+from fd_core.config import EngineConfig, Limits, resolve_limits
+from fd_core.errors import ConfigError
+
+
+def limits(max_drafts: int = 0, free_bytes: int = 10**9, **settings: object) -> Limits:
+    return resolve_limits(
+        EngineConfig(model="m", **settings),  # type: ignore[arg-type]
+        model_max_len=2048,
+        vocab_size=100,
+        bytes_per_block=1000,
+        free_bytes=free_bytes,
+        max_drafts=max_drafts,
+    )
+
+
+def test_the_cache_never_exceeds_what_all_slots_could_fill() -> None:
+    assert limits(max_num_seqs=2, block_size=32).num_kv_blocks == 2 * 2048 // 32
+
+
+def test_the_cache_takes_its_share_of_free_memory() -> None:
+    assert limits(free_bytes=100_000, gpu_memory_utilization=0.5, max_model_len=32).num_kv_blocks == 32
+    assert limits(free_bytes=30_000, gpu_memory_utilization=0.5, max_model_len=32).num_kv_blocks == 15
+
+
+def test_a_length_that_was_not_asked_for_shrinks_to_the_cache() -> None:
+    assert limits(num_kv_blocks=10, block_size=32).max_model_len == 320
+
+
+@pytest.mark.parametrize(
+    ("settings", "field", "numbers"),
+    [
+        ({"max_num_seqs": 0}, "--max-num-seqs", "0"),
+        ({"block_size": 0}, "--block-size", "0"),
+        ({"max_model_len": 4096}, "--max-model-len", "2048"),
+        ({"max_model_len": 1}, "--max-model-len", "1"),
+        ({"num_kv_blocks": 0}, "--num-kv-blocks", "0"),
+        ({"num_kv_blocks": 10**7}, "--num-kv-blocks", "10,000,000,000"),
+        ({"num_kv_blocks": 10, "max_model_len": 1024}, "--num-kv-blocks", "320"),
+        ({"kv_cache_memory": 2 * 10**9}, "--kv-cache-memory", "2,000,000,000"),
+        ({"kv_cache_memory": 999}, "--kv-cache-memory", "1,000"),
+        ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization", "1.5"),
+    ],
+)
+def test_settings_that_cannot_be_kept_are_refused(settings: dict[str, object], field: str, numbers: str) -> None:
+    with pytest.raises(ConfigError, match=numbers) as caught:
+        limits(**settings)
+    assert caught.value.field == field
+
+
+def test_a_budget_below_one_decode_with_its_drafts_is_refused() -> None:
+    assert limits(max_drafts=3, max_num_batched_tokens=4).max_drafts == 3
+    with pytest.raises(ConfigError, match="takes 4 tokens"):
+        limits(max_drafts=3, max_num_batched_tokens=3)
