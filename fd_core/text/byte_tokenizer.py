@@ -1,0 +1,38 @@
+"""A tokenizer without a vocabulary file: one token for each byte, and one that ends a text.
+
+It goes with the null backend, whose scripted tokens are bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from fd_core.text.token_bytes import decoding_of
+from fd_core.text.tokenizer import Tokenizer
+
+__all__ = ["END_ID", "byte_tokenizer"]
+
+END_ID = 256
+_END = "<|end|>"
+_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Return the tokenizer of the null model: ids 0 to 255 stand for the bytes, 256 ends a text."""
+    vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(_END, special=True)])
+    decoding = decoding_of(json.loads(backend.to_str())["decoder"])
+    if decoding is None:
+        raise RuntimeError("the byte-level decoder is not known")
+    digest = hashlib.sha256(backend.to_str().encode()).hexdigest()
+    return Tokenizer(backend=backend, decoding=decoding, digest=digest, eos_id=END_ID, chat_template=_TEMPLATE)
