@@ -15,12 +15,20 @@ import typer
 
 from fd_core.cli import values
 from fd_core.cli.values import Parser
+from fd_core.config import EngineConfig, ServerConfig
 
-__all__ = ["API_KEY_FILE", "CONFIG_FILE", "ENGINE_FLAGS", "SERVER_FLAGS", "Flag", "Given", "takes_flags"]
+__all__ = ["API_KEY_FILE", "CONFIG_FILE", "ENGINE_FLAGS", "SERVER_FLAGS", "TALK_FLAGS", "Flag", "Given", "takes_flags"]
 
 Command = Callable[..., None]
 Given = Mapping[str, Any]
 """What the command line gave: field to raw value, absent if not given."""
+
+
+_DEFAULTS: Final = {
+    name: default
+    for config in (EngineConfig, ServerConfig)
+    for name, default in zip(reversed(config.__struct_fields__), reversed(config.__struct_defaults__), strict=False)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +43,6 @@ class Flag:
     """What stands for the value in the help; None for a switch."""
     name: str = ""
     """Flag; from the field if empty."""
-    panel: str = "Engine"
     repeated: bool = False
 
     @property
@@ -54,19 +61,21 @@ class Flag:
         return self.flag.removeprefix("--")
 
     @property
+    def described(self) -> str:
+        """The help text with the default."""
+        default = _DEFAULTS.get(self.field)
+        return self.help if default in (None, ()) else f"{self.help} [default: {_shown(default)}]"
+
+    @property
     def annotation(self) -> Any:
         """The parameter type that makes typer offer the flag."""
         if self.metavar is None:
             declared = f"{self.flag}/--no-{self.key}"
-            return Annotated[
-                bool | None, typer.Option(declared, help=self.help, show_default=False, rich_help_panel=self.panel)
-            ]
+            return Annotated[bool | None, typer.Option(declared, help=self.described, show_default=False)]
         kind: Any = list[str] if self.repeated else str
         return Annotated[
             kind | None,
-            typer.Option(
-                self.flag, help=self.help, metavar=self.metavar, show_default=False, rich_help_panel=self.panel
-            ),
+            typer.Option(self.flag, help=self.described, metavar=self.metavar, show_default=False),
         ]
 
 
@@ -94,8 +103,8 @@ ENGINE_FLAGS: Final = (
 )
 
 SERVER_FLAGS: Final = (
-    Flag("host", values.optional_text, "Address to listen on.", "ADDRESS", panel="Server"),
-    Flag("port", values.whole(1, 65535), "Port to listen on.", "PORT", panel="Server"),
+    Flag("host", values.optional_text, "Address to listen on.", "ADDRESS"),
+    Flag("port", values.whole(0, 65535), "Port to listen on; 0 takes a free one.", "PORT"),
     Flag(
         "api_keys",
         values.keys,
@@ -103,7 +112,6 @@ SERVER_FLAGS: Final = (
         "FD_API_KEY or --api-key-file keep it secret.",
         "KEY",
         name="--api-key",
-        panel="Server",
         repeated=True,
     ),
     Flag(
@@ -112,48 +120,51 @@ SERVER_FLAGS: Final = (
         "Name of the model in the API; may be repeated.",
         "NAME",
         name="--served-model-name",
-        panel="Server",
         repeated=True,
     ),
-    Flag("chat_template", values.jinja, "Jinja file that replaces the model's chat template.", "FILE", panel="Server"),
+    Flag("chat_template", values.jinja, "Jinja file that replaces the model's chat template.", "FILE"),
     Flag(
         "engine",
         values.choice("process", "inproc"),
         "`process` runs the engine beside the server, `inproc` inside it.",
         "WHERE",
-        panel="Server",
     ),
     Flag(
         "drain_seconds",
         values.number(0, 86400),
         "How long running requests may go on after Ctrl-C.",
         "SECONDS",
-        panel="Server",
     ),
     Flag(
         "max_queued_requests",
         values.whole(0),
         "Waiting requests beyond this are answered with 503.",
         "N",
-        panel="Server",
     ),
     Flag(
         "log_level",
         values.choice("debug", "info", "warning", "error", "critical"),
         "debug, info, warning, error or critical.",
         "LEVEL",
-        panel="Server",
     ),
 )
 
-API_KEY_FILE: Final = Flag(
-    "api_key_file", values.keys_in_file, "File with API keys, one a line.", "FILE", panel="Server"
-)
+API_KEY_FILE: Final = Flag("api_key_file", values.keys_in_file, "File with API keys, one a line.", "FILE")
 """Adds to `api_keys`."""
 
-CONFIG_FILE: Final = Flag(
-    "config", values.optional_text, "TOML file with settings named like the flags.", "FILE", panel="Settings"
+TALK_FLAGS: Final = (
+    *(flag for flag in SERVER_FLAGS if flag.field in ("api_keys", "chat_template", "engine")),
+    API_KEY_FILE,
 )
+"""Settings of the server's side that matter to a command which talks to a model or a server."""
+
+CONFIG_FILE: Final = Flag("config", values.optional_text, "TOML file with settings named like the flags.", "FILE")
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def takes_flags(

@@ -10,7 +10,7 @@ import typer
 
 from fd_core.errors import FdError
 
-__all__ = ["INTERRUPTED", "reports_errors"]
+__all__ = ["INTERRUPTED", "describe", "reports_errors", "say"]
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell reports it."""

@@ -30,11 +30,13 @@ class Settings:
     server: ServerConfig
 
 
-def merge(model: str | None, given: Given, environment: Mapping[str, str]) -> Settings:
+def merge(
+    model: str | None, given: Given, environment: Mapping[str, str], *, default_model: str | None = None
+) -> Settings:
     """Merge every source into frozen settings.
 
-    `given` maps fields to what was typed; `config` in it names the file. Raises `ConfigError` naming the flag,
-    variable or key at fault.
+    `given` maps fields to what was typed; `config` in it names the file. `default_model` is used if none is named.
+    Raises `ConfigError` naming the flag, variable or key at fault.
     """
     path = given.get(CONFIG_FILE.field) or environment.get(CONFIG_FILE.variable)
     layers = [
@@ -48,7 +50,7 @@ def merge(model: str | None, given: Given, environment: Mapping[str, str]) -> Se
     merged: dict[str, Any] = {}
     for layer in layers:
         _override(merged, layer)
-    model = model or environment.get("FD_MODEL") or merged.get("model")
+    model = model or environment.get("FD_MODEL") or merged.get("model") or default_model
     merged.pop("model", None)
     if not model:
         raise ConfigError("no model was named", field="MODEL", hint="for example `smollm2`")

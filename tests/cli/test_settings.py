@@ -82,7 +82,7 @@ def test_sizes(text, number):
         ("max_num_seqs", "many", "--max-num-seqs: 'many' is not a whole number"),
         ("max_num_seqs", "0", "--max-num-seqs: 0 is not between 1 and"),
         ("max_num_seqs", "9" * 5000, "--max-num-seqs"),
-        ("port", "70000", "--port: 70000 is not between 1 and 65535"),
+        ("port", "70000", "--port: 70000 is not between 0 and 65535"),
         ("kv_cache_memory", "lots", "--kv-cache-memory: 'lots' is not a size"),
         ("kv_cache_memory", "0M", "--kv-cache-memory"),
         ("kv_cache_memory", "-1G", "--kv-cache-memory"),

@@ -1,0 +1,1 @@
+"""`fdcore bench`: how fast an engine is, alone, with a batch, and behind its server."""

@@ -1,0 +1,238 @@
+"""The three benchmarks as commands."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fd_core.cli.flags import API_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, SERVER_FLAGS, Given, takes_flags
+from fd_core.cli.report import reports_errors
+from fd_core.errors import ConfigError, FdError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from fd_core.cli.bench.results import Report, Trace
+    from fd_core.engine.llm import LLM
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True, help="Measure latency, throughput, or a running server.")
+
+Model = Annotated[str | None, typer.Argument(metavar="[MODEL]", show_default=False, help="smollm2 if none is named.")]
+InputLen = Annotated[int, typer.Option(min=1, help="Tokens in each prompt.", metavar="TOKENS")]
+OutputLen = Annotated[int, typer.Option(min=1, help="Tokens in each answer.", metavar="TOKENS")]
+Seed = Annotated[int, typer.Option(help="Repeats the workload.", metavar="N")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the figures to a file.", metavar="FILE")]
+_KEY_FLAGS = (*(flag for flag in SERVER_FLAGS if flag.field == "api_keys"), API_KEY_FILE)
+
+
+@app.command()
+@reports_errors
+@takes_flags(ENGINE_FLAGS, (CONFIG_FILE,))
+def latency(
+    given: Given,
+    model: Model = None,
+    input_len: InputLen = 128,
+    output_len: OutputLen = 128,
+    runs: Annotated[int, typer.Option(min=1, help="Requests measured, one after the other.", metavar="N")] = 5,
+    seed: Seed = 0,
+    json: Json = None,
+) -> None:
+    """One stream at a time: time to first token and per output token."""
+    from fd_core.cli.bench.offline import generate
+    from fd_core.cli.bench.results import report
+    from fd_core.cli.bench.workload import synthetic_ids
+
+    console = _prepare(json)
+    llm = _load(model, given, input_len + output_len, console)
+    try:
+        first, *prompts = synthetic_ids(runs + 1, input_len, llm.info.vocab_size, seed)
+        traces: list[Trace] = []
+        seconds = 0.0
+        with _bar(console) as bar:
+            task = bar.add_task("Warming up", total=runs)
+            generate(llm, [first], output_len, lambda: None)
+            bar.update(task, description="Measuring")
+            for prompt in prompts:
+                trace, duration = generate(llm, [prompt], output_len, lambda: bar.advance(task))
+                traces += trace
+                seconds += duration
+        settings = _settings(llm, "latency", input_len=input_len, output_len=output_len, runs=runs, seed=seed)
+        _close(console, json, report(traces, seconds), settings)
+    finally:
+        llm.close()
+
+
+@app.command()
+@reports_errors
+@takes_flags(ENGINE_FLAGS, (CONFIG_FILE,))
+def throughput(
+    given: Given,
+    model: Model = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests, all at once.", metavar="N")] = 32,
+    input_len: InputLen = 256,
+    output_len: OutputLen = 128,
+    seed: Seed = 0,
+    json: Json = None,
+) -> None:
+    """A batch of requests at once: tokens per second."""
+    from fd_core.cli.bench.offline import generate
+    from fd_core.cli.bench.results import report
+    from fd_core.cli.bench.workload import synthetic_ids
+
+    console = _prepare(json)
+    llm = _load(model, given, input_len + output_len, console)
+    try:
+        prompts = synthetic_ids(num_prompts, input_len, llm.info.vocab_size, seed)
+        with _bar(console) as bar:
+            task = bar.add_task("Measuring", total=num_prompts)
+            traces, seconds = generate(llm, prompts, output_len, lambda: bar.advance(task))
+        shape = {"num_prompts": num_prompts, "input_len": input_len, "output_len": output_len, "seed": seed}
+        _close(console, json, report(traces, seconds), _settings(llm, "throughput", **shape))
+    finally:
+        llm.close()
+
+
+@app.command()
+@reports_errors
+@takes_flags(_KEY_FLAGS, (CONFIG_FILE,))
+def serve(
+    given: Given,
+    url: Annotated[str, typer.Option(help="Server to measure.", metavar="URL")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Model to ask; the server's first if none is named.")] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests in all.", metavar="N")] = 64,
+    max_concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Requests open at once.", metavar="N", show_default=False)
+    ] = None,
+    request_rate: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Requests per second (Poisson); all at once if not given.", show_default=False),
+    ] = None,
+    input_len: Annotated[
+        int, typer.Option(min=1, help="Tokens in each made-up prompt, about.", metavar="TOKENS")
+    ] = 256,
+    output_len: OutputLen = 128,
+    dataset: Annotated[
+        Path | None,
+        typer.Option(help="JSON lines with `prompt` or `messages` and perhaps `max_tokens`.", show_default=False),
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option(help="Always answer to full length.")] = True,
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(help="Limit such as ttft:300, tpot:50 or e2e:5000, in ms; may be repeated.", show_default=False),
+    ] = None,
+    seed: Seed = 0,
+    json: Json = None,
+) -> None:
+    """Requests over HTTP to a running server: latencies as its users see them, and goodput."""
+    from fd_core.cli.api_client import ApiClient
+    from fd_core.cli.bench.results import objectives, report
+    from fd_core.cli.bench.serve import measure
+    from fd_core.cli.bench.workload import arrivals, from_file, synthetic
+    from fd_core.cli.settings import merge
+
+    console = _prepare(json)
+    limits = objectives(goodput or [])
+    if dataset is not None:
+        asks = from_file(dataset, num_prompts, output_len)
+    else:
+        asks = synthetic(num_prompts, input_len, output_len, seed)
+    keys = merge("remote", given, os.environ).server.api_keys
+
+    async def run(bar: Progress) -> tuple[str, list[Trace], float]:
+        async with ApiClient(url, keys[0] if keys else None) as api:
+            name = model or next(iter(await api.models()), None)
+            if name is None:
+                raise FdError("the server serves no model", field=api.url)
+            task = bar.add_task(f"Measuring {name}", total=len(asks))
+            times = arrivals(len(asks), request_rate, seed)
+            traces, seconds = await measure(
+                api,
+                name,
+                asks,
+                times,
+                concurrency=max_concurrency,
+                ignore_eos=ignore_eos,
+                ended=lambda _: bar.advance(task),
+            )
+            return name, traces, seconds
+
+    with _bar(console) as bar:
+        name, traces, seconds = asyncio.run(run(bar))
+    settings = {
+        "benchmark": "serve",
+        "url": url,
+        "model": name,
+        "num_prompts": len(asks),
+        "max_concurrency": max_concurrency,
+        "request_rate": request_rate,
+        "input_len": None if dataset else input_len,
+        "output_len": output_len,
+        "dataset": str(dataset) if dataset else None,
+        "ignore_eos": ignore_eos,
+        "goodput_ms": {objective: limit * 1e3 for objective, limit in limits.items()},
+        "seed": seed,
+    }
+    result = report(traces, seconds, limits)
+    _close(console, json, result, settings)
+    if result.completed == 0:
+        raise FdError("no request was completed")
+
+
+def _prepare(json: Path | None) -> Console:
+    from rich.console import Console
+
+    from fd_core.cli.bench.tables import check_writable
+
+    check_writable(json)
+    return Console()
+
+
+def _load(model: str | None, given: Given, tokens: int, console: Console) -> LLM:
+    import msgspec
+    from rich.console import Console
+
+    from fd_core.cli.settings import merge
+    from fd_core.cli.startup import startup_bars
+    from fd_core.engine.llm import LLM
+    from fd_core.models.catalog import resolve_model
+
+    config = merge(model, given, os.environ, default_model="smollm2").engine
+    with startup_bars(Console(stderr=True)) as bars:
+        found = resolve_model(config.model, revision=config.revision, progress=bars)
+    settings = msgspec.structs.asdict(msgspec.structs.replace(config, model=str(found.path), revision=None))
+    with console.status(f"Loading {found.name}"):
+        llm = LLM(settings.pop("model"), **settings)
+    if llm.info.max_model_len < tokens:
+        llm.close()
+        raise ConfigError(
+            f"--input-len and --output-len make {tokens:,} tokens, but the model holds {llm.info.max_model_len:,}",
+            field="--input-len",
+        )
+    return llm
+
+
+def _settings(llm: LLM, benchmark: str, **shape: Any) -> dict[str, Any]:
+    info = llm.info
+    named = ("model", "architecture", "backend", "device", "dtype", "max_num_seqs", "max_num_batched_tokens")
+    return {"benchmark": benchmark, **{name: getattr(info, name) for name in named}, **shape}
+
+
+def _bar(console: Console) -> Progress:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _close(console: Console, json: Path | None, result: Report, settings: dict[str, Any]) -> None:
+    from fd_core.cli.bench.tables import show, write
+
+    show(console, result, f"bench {settings['benchmark']}: {settings['model']}")
+    write(json, result, settings)

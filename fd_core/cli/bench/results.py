@@ -1,0 +1,156 @@
+"""What a benchmark measured: from the times of tokens to the figures that people compare.
+
+TTFT: time to first token. TPOT: time per output token after the first. ITL: time between two arrivals. E2E: the
+whole request. All in seconds here and in milliseconds in tables and files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+from fd_core.errors import ConfigError
+
+__all__ = ["OBJECTIVES", "Report", "Trace", "objectives", "report"]
+
+PERCENTILES: Final = (50, 90, 99)
+OBJECTIVES: Final = ("ttft", "tpot", "e2e")
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One request as the client saw it; times are seconds of one clock."""
+
+    sent: float
+    arrivals: tuple[float, ...] = ()
+    """When each piece of the answer arrived."""
+    ended: float = 0.0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def ttft(self) -> float:
+        """Time to first token, seconds."""
+        return self.arrivals[0] - self.sent if self.arrivals else math.nan
+
+    @property
+    def tpot(self) -> float:
+        """Time per output token after the first, seconds; not a number for fewer than two tokens."""
+        if self.output_tokens < 2 or not self.arrivals:
+            return math.nan
+        return (self.arrivals[-1] - self.arrivals[0]) / (self.output_tokens - 1)
+
+    @property
+    def e2e(self) -> float:
+        """Whole request, seconds."""
+        return self.ended - self.sent
+
+    @property
+    def gaps(self) -> list[float]:
+        """Times between arrivals, seconds."""
+        return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
+
+    def meets(self, limits: Mapping[str, float]) -> bool:
+        """Whether it succeeded within every limit, seconds; a measure that it has not cannot fail one."""
+        return self.error is None and not any(getattr(self, name) > limit for name, limit in limits.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The figures of one run."""
+
+    duration_s: float
+    completed: int
+    failed: int
+    prompt_tokens: int
+    output_tokens: int
+    latencies: dict[str, list[float]]
+    """Samples in seconds by measure."""
+    good: int | None = None
+    """Requests that met every objective, if there were any objectives."""
+    errors: dict[str, int] = field(default_factory=dict)
+    """How often each error was seen."""
+
+    def rates(self) -> dict[str, float]:
+        """Return requests and tokens per second."""
+        seconds = max(self.duration_s, 1e-9)
+        rates = {
+            "requests_per_s": self.completed / seconds,
+            "output_tokens_per_s": self.output_tokens / seconds,
+            "total_tokens_per_s": (self.prompt_tokens + self.output_tokens) / seconds,
+        }
+        if self.good is not None:
+            rates["goodput_requests_per_s"] = self.good / seconds
+        return rates
+
+    def milliseconds(self) -> dict[str, dict[str, float]]:
+        """Return mean and percentiles of each measure that was seen, in milliseconds."""
+        table: dict[str, dict[str, float]] = {}
+        for name, seconds in self.latencies.items():
+            values = np.asarray([value for value in seconds if not math.isnan(value)]) * 1e3
+            if len(values):
+                table[name] = {"mean": float(values.mean())}
+                table[name] |= {f"p{share}": float(np.percentile(values, share)) for share in PERCENTILES}
+        return table
+
+    def as_json(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return everything as plain values."""
+        return {
+            "settings": dict(settings),
+            "duration_s": self.duration_s,
+            "completed": self.completed,
+            "failed": self.failed,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            **self.rates(),
+            "latency_ms": self.milliseconds(),
+            "errors": self.errors,
+        }
+
+
+def report(traces: Sequence[Trace], duration_s: float, limits: Mapping[str, float] | None = None) -> Report:
+    """Sum up the requests of one run; `limits` in seconds decide which of them were good."""
+    whole = [trace for trace in traces if trace.error is None]
+    errors: dict[str, int] = {}
+    for trace in traces:
+        if trace.error is not None:
+            errors[trace.error] = errors.get(trace.error, 0) + 1
+    return Report(
+        duration_s=duration_s,
+        completed=len(whole),
+        failed=len(traces) - len(whole),
+        prompt_tokens=sum(trace.prompt_tokens for trace in whole),
+        output_tokens=sum(trace.output_tokens for trace in whole),
+        latencies={
+            "TTFT": [trace.ttft for trace in whole],
+            "TPOT": [trace.tpot for trace in whole],
+            "ITL": [gap for trace in whole for gap in trace.gaps],
+            "E2E": [trace.e2e for trace in whole],
+        },
+        good=sum(trace.meets(limits) for trace in traces) if limits else None,
+        errors=errors,
+    )
+
+
+def objectives(texts: Sequence[str]) -> dict[str, float]:
+    """Read objectives such as `ttft:300` (milliseconds) and return limits in seconds. Raises `ConfigError`."""
+    limits: dict[str, float] = {}
+    for text in texts:
+        name, _, value = text.partition(":")
+        try:
+            limit = float(value)
+        except ValueError:
+            limit = math.nan
+        if name not in OBJECTIVES or not 0 < limit < math.inf:
+            raise ConfigError(
+                f"--goodput: {text!r} is not one of {', '.join(OBJECTIVES)} with milliseconds",
+                field="--goodput",
+                hint="for example ttft:300",
+            )
+        limits[name] = limit / 1e3
+    return limits

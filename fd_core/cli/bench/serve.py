@@ -1,0 +1,71 @@
+"""`fdcore bench serve`: requests over HTTP to a running server, as its users would send them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from fd_core.cli.api_client import ApiClient
+from fd_core.cli.bench.results import Trace
+from fd_core.cli.bench.workload import Ask
+from fd_core.errors import FdError
+
+__all__ = ["measure"]
+
+
+async def measure(
+    api: ApiClient,
+    model: str,
+    asks: Sequence[Ask],
+    start_times: Sequence[float],
+    *,
+    concurrency: int | None,
+    ignore_eos: bool,
+    ended: Callable[[Trace], None],
+) -> tuple[list[Trace], float]:
+    """Send every request at its time and return the traces and the seconds that all of it took.
+
+    At most `concurrency` requests are open at once; `ended` is told of each as it ends.
+    """
+    gate = asyncio.Semaphore(concurrency) if concurrency else contextlib.nullcontext()
+    begin = time.perf_counter()
+
+    async def one(ask: Ask, at: float) -> Trace:
+        await asyncio.sleep(max(0.0, begin + at - time.perf_counter()))
+        async with gate:
+            trace = await _send(api, model, ask, ignore_eos)
+        ended(trace)
+        return trace
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(ask, at)) for ask, at in zip(asks, start_times, strict=True)]
+    return [task.result() for task in tasks], time.perf_counter() - begin
+
+
+async def _send(api: ApiClient, model: str, ask: Ask, ignore_eos: bool) -> Trace:
+    path, body = ask.request(model, ignore_eos)
+    trace = Trace(sent=time.perf_counter())
+    arrivals: list[float] = []
+    prompt_tokens = output_tokens = 0
+    error: str | None = None
+    try:
+        async with contextlib.aclosing(api.stream(path, body)) as chunks:
+            async for chunk in chunks:
+                if chunk.text:
+                    arrivals.append(chunk.at)
+                prompt_tokens = chunk.prompt_tokens or prompt_tokens
+                output_tokens = chunk.completion_tokens or output_tokens
+    except FdError as refusal:
+        error = refusal.message
+    return replace(
+        trace,
+        arrivals=tuple(arrivals),
+        ended=time.perf_counter(),
+        prompt_tokens=prompt_tokens,
+        # A server that reports no usage is counted by its pieces, which is what it sent at least.
+        output_tokens=output_tokens or len(arrivals),
+        error=error,
+    )

@@ -1,0 +1,65 @@
+"""Show a benchmark's report as a table and keep it as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from fd_core.cli.bench.results import Report
+from fd_core.errors import ConfigError
+
+__all__ = ["check_writable", "show", "write"]
+
+
+def show(console: Console, report: Report, title: str) -> None:
+    """Print the figures of one run."""
+    rates = Table(title=title, title_justify="left", show_header=False)
+    rates.add_row("Requests completed", f"{report.completed:,}")
+    if report.failed:
+        rates.add_row("Requests failed", f"[red]{report.failed:,}[/red]")
+    rates.add_row("Duration", f"{report.duration_s:.2f} s")
+    rates.add_row("Prompt tokens", f"{report.prompt_tokens:,}")
+    rates.add_row("Output tokens", f"{report.output_tokens:,}")
+    labels = {
+        "requests_per_s": "Requests per second",
+        "output_tokens_per_s": "Output tokens per second",
+        "total_tokens_per_s": "All tokens per second",
+        "goodput_requests_per_s": "Good requests per second",
+    }
+    for name, value in report.rates().items():
+        rates.add_row(labels[name], f"{value:,.2f}")
+    console.print(rates)
+    milliseconds = report.milliseconds()
+    if milliseconds:
+        latency = Table(title="Latency, milliseconds", title_justify="left")
+        columns = list(next(iter(milliseconds.values())))
+        latency.add_column("")
+        for column in columns:
+            latency.add_column(column, justify="right")
+        for name, row in milliseconds.items():
+            latency.add_row(name, *(f"{row[column]:,.2f}" for column in columns))
+        console.print(latency)
+    for message, times in report.errors.items():
+        console.print(f"{times} x {message}", style="red", markup=False, highlight=False)
+
+
+def check_writable(path: Path | None) -> None:
+    """Refuse a result file that cannot be written before the measuring starts. Raises `ConfigError`."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise ConfigError(f"--json: cannot write {path}: no such folder or not a file", field="--json")
+
+
+def write(path: Path | None, report: Report, settings: Mapping[str, Any]) -> None:
+    """Write the report as JSON if a file was named."""
+    if path is None:
+        return
+    text = msgspec.json.format(msgspec.json.encode(report.as_json(settings)), indent=2)
+    try:
+        path.write_bytes(text + b"\n")
+    except OSError as error:
+        raise ConfigError(f"--json: cannot write {path}: {error.strerror}", field="--json") from error

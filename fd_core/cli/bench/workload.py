@@ -1,0 +1,103 @@
+"""What a benchmark asks: made-up prompts, or those of a file."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from fd_core.errors import ConfigError
+
+__all__ = ["Ask", "arrivals", "from_file", "synthetic", "synthetic_ids"]
+
+_WORDS: Final = (
+    *("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state"),
+    *("family", "group", "country", "problem", "hand", "part", "place", "case", "week", "company", "system"),
+    *("program", "question", "work", "number", "night", "point", "home", "water", "room", "mother", "area"),
+    *("money", "story", "fact", "month", "lot", "right", "study", "book", "eye", "job", "word", "business"),
+    *("issue", "side", "kind", "head", "house", "service", "friend", "father", "power", "hour", "game", "line"),
+)
+"""Common nouns: with a blank before them, one token each in most vocabularies."""
+_MAX_LINE_BYTES: Final = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request of a benchmark."""
+
+    prompt: str | list[dict[str, Any]]
+    """Text to continue, or the messages of a conversation."""
+    output_tokens: int
+
+    def request(self, model: str, ignore_eos: bool) -> tuple[str, dict[str, Any]]:
+        """Return the path and body of the request."""
+        body = {"model": model, "max_tokens": self.output_tokens, "temperature": 0.0, "ignore_eos": ignore_eos}
+        if isinstance(self.prompt, str):
+            return "/v1/completions", {**body, "prompt": self.prompt}
+        return "/v1/chat/completions", {**body, "messages": self.prompt}
+
+
+def synthetic(count: int, input_tokens: int, output_tokens: int, seed: int) -> list[Ask]:
+    """Return prompts of about `input_tokens` tokens that share no prefix."""
+    draw = random.Random(seed)  # noqa: S311 - a workload must repeat, it guards nothing
+    return [
+        Ask(" ".join([str(draw.randrange(10**6)), *draw.choices(_WORDS, k=max(input_tokens - 4, 0))]), output_tokens)
+        for _ in range(count)
+    ]
+
+
+def synthetic_ids(count: int, input_tokens: int, vocab_size: int, seed: int) -> list[list[int]]:
+    """Return prompts of exactly `input_tokens` token ids, drawn from the upper half of the vocabulary.
+
+    Special tokens usually have the lowest or the very highest ids; both are left out.
+    """
+    draw = random.Random(seed)  # noqa: S311 - a workload must repeat, it guards nothing
+    low, high = vocab_size // 2, max(vocab_size * 9 // 10, vocab_size // 2 + 1)
+    return [[draw.randrange(low, high) for _ in range(input_tokens)] for _ in range(count)]
+
+
+def from_file(path: Path, count: int | None, output_tokens: int) -> list[Ask]:
+    """Read one request from each line: `prompt` or `messages`, and if given `max_tokens`.
+
+    Raises `ConfigError` naming the line.
+    """
+    asks: list[Ask] = []
+    try:
+        with path.open("rb") as file:
+            while (count is None or len(asks) < count) and (line := file.readline(_MAX_LINE_BYTES)):
+                if line.strip():
+                    asks.append(_ask(line, output_tokens, f"{path}, line {len(asks) + 1}"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", field="--dataset") from error
+    if not asks:
+        raise ConfigError(f"{path} has no requests", field="--dataset")
+    return asks
+
+
+def _ask(line: bytes, output_tokens: int, where: str) -> Ask:
+    try:
+        row = msgspec.json.decode(line)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{where}: not JSON: {error}", field="--dataset") from error
+    prompt = (row.get("messages") or row.get("prompt")) if isinstance(row, dict) else None
+    wanted = row.get("max_tokens", output_tokens) if isinstance(row, dict) else None
+    if not isinstance(prompt, str | list) or not prompt:
+        raise ConfigError(f"{where}: it has neither `prompt` nor `messages`", field="--dataset")
+    if type(wanted) is not int or wanted < 1:
+        raise ConfigError(f"{where}: max_tokens {wanted!r} is not a number above 0", field="--dataset")
+    return Ask(prompt, wanted)
+
+
+def arrivals(count: int, per_second: float | None, seed: int) -> list[float]:
+    """Return when each request starts, in seconds: all at once, or as a Poisson process of that rate."""
+    if per_second is None:
+        return [0.0] * count
+    draw = random.Random(seed)  # noqa: S311 - a workload must repeat, it guards nothing
+    times, now = [], 0.0
+    for _ in range(count):
+        times.append(now)
+        now += draw.expovariate(per_second)
+    return times

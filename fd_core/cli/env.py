@@ -1,0 +1,127 @@
+"""`fdcore env`: what a bug report needs to say about machine, versions, backends and caches."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from fd_core.cli.report import reports_errors
+
+__all__ = ["env"]
+
+_LIBRARIES: Final = (
+    *("fd-core", "numpy", "msgspec", "pyzmq", "fastapi", "uvicorn", "tokenizers", "safetensors", "gguf"),
+    *("huggingface-hub", "torch", "transformers"),
+)
+_CPU_FEATURES: Final = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
+_GIBI: Final = 1 << 30
+
+
+@reports_errors
+def env() -> None:
+    """Show machine, versions, backends and caches.
+
+    For every backend it says whether it can run here, and why.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    for title, rows in (("Machine", _machine()), ("Versions", _versions()), ("Caches", _caches())):
+        table = Table(title=title, title_justify="left", show_header=False)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    backends = Table("Backend", "Runs here", "Why", "From", title="Backends", title_justify="left")
+    for backend_row in _backends():
+        backends.add_row(*backend_row)
+    console.print(backends)
+    for problem in _problems():
+        console.print(f"not usable: {problem}", style="red", markup=False, highlight=False)
+
+
+def _machine() -> Iterator[tuple[str, str]]:
+    yield "System", f"{platform.system()} {platform.release()} {platform.machine()}"
+    yield "Processor", _processor()
+    yield "Processors usable", str(_usable_processors())
+    yield "Memory", _memory()
+    yield "Compiler", shutil.which("c++") or shutil.which("g++") or "none: the CPU backend runs without native kernels"
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    yield "Python", f"{platform.python_version()} ({sys.executable})"
+    for name in _LIBRARIES:
+        try:
+            yield name, importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield name, "not installed"
+
+
+def _caches() -> Iterator[tuple[str, str]]:
+    from fd_core.models.catalog import list_models
+    from fd_core.models.fetching.cache import cache_folder
+
+    folder = cache_folder()
+    yield "Folder", str(folder)
+    if folder.is_dir():
+        yield "Free disk", f"{shutil.disk_usage(folder).free / _GIBI:,.1f} GiB"
+    for model in list_models():
+        if model.path is not None:
+            yield model.name, f"{model.path} ({model.size / 1e6:,.0f} MB)"
+
+
+def _backends() -> Iterator[tuple[str, str, str, str]]:
+    from fd_core.errors import PluginError
+    from fd_core.plugins import installed_plugins
+
+    for name, registered in installed_plugins().backends().items():
+        try:
+            availability = registered.probe()
+            runs, why = ("yes" if availability.available else "no"), availability.reason
+        except PluginError as error:
+            runs, why = "broken", error.message
+        yield name, runs, why, str(registered.origin)
+
+
+def _problems() -> tuple[object, ...]:
+    from fd_core.plugins import installed_plugins
+
+    return installed_plugins().problems
+
+
+def _processor() -> str:
+    model, features = platform.processor(), ""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return model or "unknown"
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            model = value.strip()
+        elif key.strip() in ("flags", "Features"):
+            has = set(value.split())
+            features = " ".join(name for name in _CPU_FEATURES if name in has)
+            break
+    return f"{model} ({features or 'no vector extensions known'})"
+
+
+def _usable_processors() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory() -> str:
+    try:
+        page = os.sysconf("SC_PAGE_SIZE")
+        total, free = os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page
+    except (ValueError, OSError, AttributeError):
+        return "unknown"
+    return f"{total / _GIBI:,.1f} GiB, {free / _GIBI:,.1f} GiB of it unused"

@@ -1,0 +1,76 @@
+"""An event loop in a thread, so that a terminal command can block on its keyboard while an engine is served."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Self, TypeVar
+
+__all__ = ["LoopThread"]
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs coroutines for the thread that owns it; Ctrl-C there cancels what it waits for."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="fdcore-loop", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.run(self._loop.shutdown_asyncgens())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return what `work` returns; if the wait is interrupted, cancel it and wait for its end."""
+        ended = threading.Event()
+
+        async def begin() -> asyncio.Task[T]:
+            task = asyncio.ensure_future(work)
+            task.add_done_callback(lambda _: ended.set())
+            return task
+
+        task = asyncio.run_coroutine_threadsafe(begin(), self._loop).result()
+        try:
+            ended.wait()
+        except BaseException:
+            self._loop.call_soon_threadsafe(task.cancel)
+            ended.wait()
+            raise
+        return task.result()
+
+    @contextlib.contextmanager
+    def entered(self, manager: AbstractAsyncContextManager[T]) -> Iterator[T]:
+        """Enter an asynchronous context manager for a block."""
+        value = self.run(manager.__aenter__())
+        try:
+            yield value
+        finally:
+            self.run(manager.__aexit__(None, None, None))
+
+    def iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
+        """Yield the items of an asynchronous generator and close it, however the loop over them ends."""
+        try:
+            while True:
+                try:
+                    yield self.run(_next(items))
+                except StopAsyncIteration:
+                    return
+        finally:
+            close = getattr(items, "aclose", None)
+            if close is not None:
+                self.run(close())
+
+
+async def _next(items: AsyncIterator[T]) -> T:
+    return await anext(items)

@@ -1,0 +1,84 @@
+"""`fdcore plugins` and `fdcore install`: what plugins there are, and how another one gets here."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from fd_core.cli.report import reports_errors
+from fd_core.errors import ConfigError, PluginError
+
+__all__ = ["app", "install"]
+
+app = typer.Typer(no_args_is_help=True, help="Show backends, policies and their plugins.")
+
+_DISTRIBUTION: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?(?:==[A-Za-z0-9.!+]+)?")
+
+
+@app.command("list")
+@reports_errors
+def list_() -> None:
+    """Show what every plugin offers, and the plugins that cannot be used."""
+    _show()
+
+
+@reports_errors
+def install(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="gpu_cuda, xpu, metax, storage_redis, any distribution.")],
+) -> None:
+    """Install a plugin into this environment.
+
+    NAME is one of the project's plugins or any distribution on the package index. Afterwards it shows what is
+    registered.
+    """
+    target = _requirement(name)
+    if importlib.util.find_spec("pip") is None:
+        raise PluginError(
+            "this environment has no pip", hint=f"install {target} with the tool that made the environment"
+        )
+    ended = subprocess.run([sys.executable, "-m", "pip", "install", "--", target], check=False)
+    if ended.returncode != 0:
+        raise PluginError(f"pip could not install {target}; its own words are above")
+    # This process has seen the environment as it was; a fresh one shows it as it is.
+    subprocess.run([sys.executable, "-m", "fd_core.cli", "plugins", "list"], check=False)
+
+
+def _requirement(name: str) -> str:
+    """Return what to ask pip for: a plugin of this checkout, or a distribution. Raises `ConfigError`.
+
+    Nothing that pip could take for an option, an address or a path elsewhere gets through.
+    """
+    from fd_core.plugins import KNOWN_PLUGINS
+
+    if name in KNOWN_PLUGINS:
+        folder = Path(__file__).parents[2] / "plugins" / name
+        return str(folder) if (folder / "pyproject.toml").is_file() else KNOWN_PLUGINS[name]
+    if not _DISTRIBUTION.fullmatch(name):
+        raise ConfigError(
+            f"{name!r} is not the name of a distribution",
+            field="NAME",
+            hint=f"{', '.join(KNOWN_PLUGINS)}, or a name such as fd-mychip or fd-mychip==1.2",
+        )
+    return name
+
+
+def _show() -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from fd_core.plugins import installed_plugins
+
+    plugins = installed_plugins()
+    console = Console()
+    table = Table("Kind", "Name", "From", "About")
+    for registered in (*plugins.backends().values(), *plugins.schedulers().values()):
+        table.add_row(registered.kind.word, registered.name, str(registered.origin), registered.summary)
+    console.print(table)
+    for problem in plugins.problems:
+        console.print(f"not usable: {problem}", style="red", markup=False, highlight=False)

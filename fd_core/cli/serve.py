@@ -1,0 +1,91 @@
+"""`fdcore serve`: an OpenAI-compatible server over one model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fd_core.cli.flags import API_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, SERVER_FLAGS, Given, takes_flags
+from fd_core.cli.report import reports_errors
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Callable
+
+    from rich.console import Console
+
+    from fd_core.cli.settings import Settings
+
+__all__ = ["serve"]
+
+
+@reports_errors
+@takes_flags(ENGINE_FLAGS, SERVER_FLAGS, (API_KEY_FILE, CONFIG_FILE))
+def serve(
+    given: Given,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL", show_default=False, help="smollm2, a folder, a .gguf file or a Hugging Face name."
+        ),
+    ] = None,
+) -> None:
+    """Serve MODEL with an OpenAI-compatible API.
+
+    Every setting may also come from an environment variable (FD_MAX_NUM_SEQS for --max-num-seqs) or from the TOML
+    file of --config; flags win over the environment, the environment over the file.
+    """
+    from fd_core.cli.settings import merge
+
+    settings = merge(model, given, os.environ)
+    # Processes that are started from here have no use for the secret.
+    os.environ.pop("FD_API_KEY", None)
+
+    import logging
+
+    from rich.console import Console
+
+    from fd_core.server.serve import bind_socket
+
+    logging.basicConfig(
+        level=settings.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    listener = bind_socket(settings.server.host, settings.server.port)
+    with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(_serve(settings, listener, Console(stderr=True)))
+
+
+async def _serve(settings: Settings, listener: socket.socket, console: Console) -> None:
+    """Load, say what was loaded, serve until told to stop, drain."""
+    from fd_core.cli.startup import find_model, running_engine, startup_bars
+    from fd_core.cli.summary import show_summary, summary
+    from fd_core.server.serve import serve_http
+
+    with startup_bars(console) as bars:
+        model = await asyncio.to_thread(find_model, settings.engine, settings.server.chat_template, bars)
+        engine = running_engine(model, settings.server.engine, bars)
+        client = await engine.__aenter__()
+    try:
+        await serve_http(
+            settings.server,
+            client,
+            model.tokenizer,
+            model.template,
+            sock=listener,
+            on_ready=lambda url: show_summary(console, summary(client.info, settings.server, url)),
+        )
+    finally:
+        await engine.__aexit__(None, None, None)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Return uvloop's factory where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

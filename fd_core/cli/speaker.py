@@ -1,0 +1,125 @@
+"""Who answers in the terminal: an engine started for the command, or a server that runs already."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fd_core.cli.api_client import ApiClient
+from fd_core.errors import BadRequest, FdError, ModelError
+from fd_core.text.chat_template import ChatTemplate
+from fd_core.text.detokenizer import IncrementalDetokenizer
+from fd_core.text.tokenizer import Tokenizer
+from fd_core.types import RequestSpec, SamplingParams
+
+if TYPE_CHECKING:
+    from fd_core.engine.client import EngineClient
+
+__all__ = ["EngineSpeaker", "ServerSpeaker", "Speaker", "Wishes"]
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """How the answer is drawn and how long it may be."""
+
+    max_tokens: int | None = None
+    """None: as long as the model can."""
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    """None: another answer each time."""
+
+
+class Speaker(Protocol):
+    """Answers piece by piece; closing the iterator early stops the answer."""
+
+    def chat(self, messages: Sequence[Message], wishes: Wishes) -> AsyncGenerator[str, None]:
+        """Answer a conversation."""
+
+    def complete(self, prompt: str, wishes: Wishes) -> AsyncGenerator[str, None]:
+        """Continue a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpeaker:
+    """Speaks with an engine's client."""
+
+    client: EngineClient
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+
+    def chat(self, messages: Sequence[Message], wishes: Wishes) -> AsyncGenerator[str, None]:
+        """Answer a conversation."""
+        if self.template is None:
+            raise ModelError(
+                f"{self.client.info.model} has no chat template", hint="use `fdcore complete`, or give --chat-template"
+            )
+        return self._say(self.tokenizer.encode(self.template.render(messages), add_special=False), wishes)
+
+    def complete(self, prompt: str, wishes: Wishes) -> AsyncGenerator[str, None]:
+        """Continue a text."""
+        return self._say(self.tokenizer.encode(prompt), wishes)
+
+    async def _say(self, prompt: list[int], wishes: Wishes) -> AsyncGenerator[str, None]:
+        info = self.client.info
+        room = info.max_model_len - len(prompt)
+        if not prompt:
+            raise BadRequest("the prompt is empty")
+        if room < 1:
+            raise BadRequest(
+                f"the text has {len(prompt):,} tokens and the model holds {info.max_model_len:,} with its answer",
+                hint="shorten it, or /reset the chat",
+            )
+        params = SamplingParams(
+            max_tokens=min(room, wishes.max_tokens or room),
+            temperature=wishes.temperature,
+            top_p=wishes.top_p,
+            seed=secrets.randbits(64) if wishes.seed is None else wishes.seed,
+        )
+        spec = RequestSpec(
+            request_id=secrets.token_hex(8), prompt=tuple(prompt), params=params, eos_token_ids=info.eos_token_ids
+        )
+        text = IncrementalDetokenizer(self.tokenizer)
+        deltas = self.client.submit(spec)
+        async with contextlib.AsyncExitStack() as stack:
+            close = getattr(deltas, "aclose", None)
+            if close is not None:
+                stack.push_async_callback(close)
+            async for delta in deltas:
+                if delta.error is not None:
+                    raise FdError(delta.error)
+                yield text.push(delta.token_ids).text
+        yield text.flush().text
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpeaker:
+    """Speaks with an OpenAI-compatible server."""
+
+    api: ApiClient
+    model: str
+
+    def chat(self, messages: Sequence[Message], wishes: Wishes) -> AsyncGenerator[str, None]:
+        """Answer a conversation."""
+        return self._say("/v1/chat/completions", {"messages": list(messages)}, wishes)
+
+    def complete(self, prompt: str, wishes: Wishes) -> AsyncGenerator[str, None]:
+        """Continue a text."""
+        # Unlike chats, completions have a short default length in this API.
+        longest = {} if wishes.max_tokens else {"max_tokens": 256}
+        return self._say("/v1/completions", {"prompt": prompt, **longest}, wishes)
+
+    async def _say(self, path: str, asked: dict[str, Any], wishes: Wishes) -> AsyncGenerator[str, None]:
+        request = {**asked, "model": self.model, "temperature": wishes.temperature, "top_p": wishes.top_p}
+        if wishes.max_tokens is not None:
+            request["max_tokens"] = wishes.max_tokens
+        if wishes.seed is not None:
+            request["seed"] = wishes.seed
+        async with contextlib.aclosing(self.api.stream(path, request)) as chunks:
+            async for chunk in chunks:
+                yield chunk.text

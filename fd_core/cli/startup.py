@@ -1,0 +1,133 @@
+"""From settings to an engine at work: find the model, read its tokenizer, load, and show how far it is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from fd_core.config import EngineConfig
+from fd_core.plugins import installed_plugins
+from fd_core.text.chat_template import ChatTemplate
+from fd_core.text.tokenizer import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from fd_core.engine.client import EngineClient
+
+__all__ = ["LocalModel", "StartupBars", "find_model", "running_engine", "startup_bars"]
+
+_PHASES: Final = {"load": "Loading weights", "warmup": "Warming up"}
+_BYTES_PHASE: Final = "load"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A model on this machine, ready to be loaded by an engine."""
+
+    config: EngineConfig
+    """The settings, with the model's name for people in place of what was typed."""
+    path: Path
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    """None if the model cannot chat."""
+
+
+class StartupBars:
+    """Draws a bar for each thing that takes a while: a download, the weights, the warm-up.
+
+    It is the `ProgressSink` of downloads and, called, the `StartProgress` of engines.
+    """
+
+    def __init__(self, bars: Progress) -> None:
+        self._bars = bars
+        self._download: TaskID | None = None
+        self._phases: dict[str, TaskID] = {}
+
+    def start(self, description: str, total_bytes: int | None) -> None:
+        """Begin a download."""
+        self._download = self._bars.add_task(description, total=total_bytes, amount="")
+
+    def advance(self, count: int) -> None:
+        """Count downloaded bytes."""
+        if self._download is not None:
+            self._bars.advance(self._download, count)
+            task = next(task for task in self._bars.tasks if task.id == self._download)
+            self._bars.update(self._download, amount=_megabytes(int(task.completed), task.total))
+
+    def finish(self) -> None:
+        """End the download's bar."""
+        if self._download is not None:
+            self._bars.stop_task(self._download)
+            self._download = None
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        """Show how far a phase of the engine's start is."""
+        if phase not in self._phases:
+            self._phases[phase] = self._bars.add_task(_PHASES.get(phase, phase), total=total, amount="")
+        amount = _megabytes(done, total) if phase == _BYTES_PHASE else f"{done}/{total}"
+        self._bars.update(self._phases[phase], completed=done, total=total, amount=amount)
+
+
+@contextlib.contextmanager
+def startup_bars(console: Console) -> Iterator[StartupBars]:
+    """Show bars while the block runs; on anything but a terminal, show none."""
+    bars = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.fields[amount]}", markup=False),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with bars:
+        yield StartupBars(bars)
+
+
+def find_model(config: EngineConfig, chat_template: str | None, bars: StartupBars) -> LocalModel:
+    """Fetch the model if need be and read its tokenizer, once the plugins named in `config` are known to be there.
+
+    Raises `ModelError` or `PluginError`.
+    """
+    from fd_core.models.catalog import resolve_model
+    from fd_core.models.loading.checkpoint import open_checkpoint
+
+    if config.backend != "auto":
+        installed_plugins().choose_backend(config.backend)
+    installed_plugins().scheduler_class(config.scheduling_policy)
+    found = resolve_model(config.model, revision=config.revision, progress=bars)
+    checkpoint = open_checkpoint(found.path)
+    try:
+        tokenizer = load_tokenizer(checkpoint)
+    finally:
+        checkpoint.close()
+    if chat_template is not None:
+        template: ChatTemplate | None = ChatTemplate(chat_template, tokenizer.bos_token, tokenizer.eos_token)
+    else:
+        template = ChatTemplate.of(tokenizer) if tokenizer.chat_template is not None else None
+    if template is not None:
+        template.check()
+    return LocalModel(msgspec.structs.replace(config, model=found.name), found.path, tokenizer, template)
+
+
+@contextlib.asynccontextmanager
+async def running_engine(model: LocalModel, where: str, bars: StartupBars | None = None) -> AsyncIterator[EngineClient]:
+    """Start an engine for the block and stop it afterwards; `where` is `process` or `inproc`."""
+    from fd_core.engine.launch import open_client
+
+    client = await open_client(model.config, model.path, where=where, progress=bars)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+def _megabytes(done: int, total: float | None) -> str:
+    return f"{done / 1e6:,.0f} MB" if total is None else f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB"

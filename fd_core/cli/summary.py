@@ -1,0 +1,52 @@
+"""What `fdcore serve` says once it serves. No secrets: keys are counted, never shown."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from fd_core.config import ServerConfig
+from fd_core.engine.messages import EngineInfo
+
+__all__ = ["show_summary", "summary"]
+
+
+def summary(info: EngineInfo, server: ServerConfig, url: str) -> list[tuple[str, str]]:
+    """Return what an engine runs and within which limits, as labels and values."""
+    tokens = info.num_kv_blocks * info.block_size
+    names = ", ".join(server.served_model_names or (info.model,))
+    return [
+        ("URL", f"{url}/v1"),
+        ("Model", names if names == info.model else f"{names} ({info.model})"),
+        ("Architecture", f"{info.architecture}, {info.num_parameters / 1e6:,.1f} M parameters"),
+        ("Backend", f"{info.backend} ({info.backend_reason})"),
+        ("Device", info.device),
+        ("dtype", info.dtype),
+        (
+            "KV cache",
+            f"{info.num_kv_blocks:,} blocks of {info.block_size} tokens hold {tokens:,} tokens "
+            f"({info.kv_cache_bytes / 1e6:,.0f} MB)",
+        ),
+        ("max_num_seqs", f"{info.max_num_seqs:,}"),
+        ("max_num_batched_tokens", f"{info.max_num_batched_tokens:,}"),
+        ("max_model_len", f"{info.max_model_len:,}"),
+        ("Clients", _clients(server)),
+    ]
+
+
+def show_summary(console: Console, rows: list[tuple[str, str]]) -> None:
+    """Print the summary."""
+    table = Table(show_header=False, title="fdcore serves", title_justify="left")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in rows:
+        table.add_row(label, value)
+    console.print(table, markup=False, highlight=False)
+    console.print("Ctrl-C stops it after running requests have ended.")
+
+
+def _clients(server: ServerConfig) -> str:
+    if server.api_keys:
+        count = len(server.api_keys)
+        return f"at {server.host}, with {'the API key' if count == 1 else f'one of {count} API keys'}"
+    return f"at {server.host}, without a key"

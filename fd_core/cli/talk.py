@@ -1,0 +1,188 @@
+"""`fdcore chat` and `fdcore complete`: talk to a model in the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fd_core.cli.flags import CONFIG_FILE, ENGINE_FLAGS, TALK_FLAGS, Given, takes_flags
+from fd_core.cli.report import reports_errors, say
+from fd_core.errors import ConfigError, FdError
+
+if TYPE_CHECKING:
+    from fd_core.cli.loop_thread import LoopThread
+    from fd_core.cli.speaker import Speaker, Wishes
+
+__all__ = ["chat", "complete"]
+
+Url = Annotated[str | None, typer.Option(help="Talk to a running server instead of loading a model.", metavar="URL")]
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="Longest answer, tokens.", metavar="N", show_default=False)]
+Temperature = Annotated[float, typer.Option(min=0, max=2, help="0 always takes the most likely token.", metavar="T")]
+TopP = Annotated[float, typer.Option(min=0.001, max=1, help="Share of the probability to draw from.", metavar="P")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Repeats an answer.", metavar="N", show_default=False)]
+Model = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="smollm2, a folder, a .gguf file or a Hugging Face name.", metavar="MODEL"),
+]
+
+_HELP = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
+_BOTH = "loads a model here; with --url the server's own settings hold"
+
+
+@reports_errors
+@takes_flags(ENGINE_FLAGS, TALK_FLAGS, (CONFIG_FILE,))
+def chat(
+    given: Given,
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", show_default=False)] = None,
+    url: Url = None,
+    system: Annotated[str | None, typer.Option(help="System message.", metavar="TEXT", show_default=False)] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.95,
+    seed: Seed = None,
+) -> None:
+    """Chat with a model in the terminal.
+
+    MODEL is smollm2 if none is named; --url talks to a running server instead. A new line sends the message;
+    /reset forgets the conversation, /quit leaves, Ctrl-C stops an answer.
+    """
+    from fd_core.cli.speaker import Wishes
+
+    wishes = Wishes(max_tokens, temperature, top_p, seed)
+    start: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    with _speaker(model, url, given) as (loop, speaker, name):
+        if sys.stdin.isatty():
+            print(f"{name}: {_HELP}", file=sys.stderr)
+        _converse(loop, speaker, start, wishes)
+
+
+@reports_errors
+@takes_flags(ENGINE_FLAGS, TALK_FLAGS, (CONFIG_FILE,))
+def complete(
+    given: Given,
+    prompt: Annotated[str, typer.Argument(help="Text to continue; `-` reads it from the standard input.")],
+    model: Model = None,
+    url: Url = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = None,
+) -> None:
+    """Continue a text."""
+    from fd_core.cli.speaker import Wishes
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with _speaker(model, url, given) as (loop, speaker, _):
+        for piece in loop.iterate(speaker.complete(text, Wishes(max_tokens or 128, temperature, top_p, seed))):
+            _put(piece)
+        _put("\n")
+
+
+@contextlib.contextmanager
+def _speaker(model: str | None, url: str | None, given: Given) -> Iterator[tuple[LoopThread, Speaker, str]]:
+    """Yield who answers, with the loop it lives on and its name."""
+    from fd_core.cli.loop_thread import LoopThread
+
+    with LoopThread() as loop, contextlib.ExitStack() as stack:
+        if url is not None:
+            yield loop, *_remote(loop, stack, url, model, given)
+        else:
+            yield loop, *_local(loop, stack, model, given)
+
+
+def _remote(
+    loop: LoopThread, stack: contextlib.ExitStack, url: str, model: str | None, given: Given
+) -> tuple[Speaker, str]:
+    from fd_core.cli.api_client import ApiClient
+    from fd_core.cli.settings import merge
+    from fd_core.cli.speaker import ServerSpeaker
+
+    engine_flags = [flag.flag for flag in (*ENGINE_FLAGS, *TALK_FLAGS) if flag.field in given and flag.name == ""]
+    if engine_flags:
+        raise ConfigError(f"--url and {engine_flags[0]} contradict each other: {engine_flags[0]} {_BOTH}")
+    keys = merge(model or "remote", given, os.environ).server.api_keys
+    api = stack.enter_context(loop.entered(ApiClient(url, keys[0] if keys else None)))
+    name = model or next(iter(loop.run(api.models())), None)
+    if name is None:
+        raise FdError("the server serves no model", field=api.url)
+    return ServerSpeaker(api, name), f"{name} at {api.url}"
+
+
+def _local(loop: LoopThread, stack: contextlib.ExitStack, model: str | None, given: Given) -> tuple[Speaker, str]:
+    from rich.console import Console
+
+    from fd_core.cli.settings import merge
+    from fd_core.cli.speaker import EngineSpeaker
+    from fd_core.cli.startup import find_model, running_engine, startup_bars
+
+    settings = merge(model, given, os.environ, default_model="smollm2")
+    with startup_bars(Console(stderr=True)) as bars:
+        found = find_model(settings.engine, settings.server.chat_template, bars)
+        client = stack.enter_context(loop.entered(running_engine(found, settings.server.engine, bars)))
+    return EngineSpeaker(client, found.tokenizer, found.template), found.config.model
+
+
+def _converse(loop: LoopThread, speaker: Speaker, start: list[dict[str, Any]], wishes: Wishes) -> None:
+    """Read lines and answer them until the input ends."""
+    messages = list(start)
+    for line in _lines():
+        match line.strip():
+            case "":
+                continue
+            case "/quit" | "/exit":
+                return
+            case "/reset":
+                messages = list(start)
+                continue
+            case "/help":
+                print(_HELP, file=sys.stderr)
+                continue
+        asked = [*messages, {"role": "user", "content": line}]
+        answer, whole = _answer(loop, speaker, asked, wishes)
+        if answer or whole:
+            messages = [*asked, {"role": "assistant", "content": answer}]
+
+
+def _answer(loop: LoopThread, speaker: Speaker, messages: list[dict[str, Any]], wishes: Wishes) -> tuple[str, bool]:
+    """Print one answer and return its text and whether it came to its end; Ctrl-C stops it."""
+    pieces: list[str] = []
+    whole = False
+    try:
+        for piece in loop.iterate(speaker.chat(messages, wishes)):
+            pieces.append(piece)
+            _put(piece)
+        whole = True
+    except KeyboardInterrupt:
+        print(" [stopped]", file=sys.stderr, end="")
+    except FdError as error:
+        if not sys.stdin.isatty():
+            raise
+        say(error)
+    _put("\n")
+    return "".join(pieces), whole
+
+
+def _lines() -> Iterator[str]:
+    """Yield what is typed, with line editing on a terminal, until the input ends."""
+    terminal = sys.stdin.isatty()
+    if terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 - importing it gives `input` line editing and history
+    while True:
+        try:
+            yield input("> " if terminal else "")
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            print("", file=sys.stderr)
+            return
+
+
+def _put(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
