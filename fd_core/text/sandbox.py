@@ -25,11 +25,13 @@ MAX_CHARS = 16 << 20
 """Characters that a rendered prompt, or any value on the way to it, may have."""
 
 MAX_STEPS = 2_000_000
-"""Loop steps and calls that one rendering may take."""
+"""Steps that one rendering may take: a loop's turn is one, a call is ten."""
 
 BUDGET = "#budget"
 """Where a rendering's budget is in its context; no template can spell the name."""
 
+_CALL_STEPS = 10
+_MAX_ITEMS = 1_000_000
 _MAX_WIDTH = 10_000
 _MAX_BITS = 4096
 _WIDE = re.compile(r"\d{5,}")
@@ -45,9 +47,9 @@ class Budget:
     def __init__(self, steps: int = MAX_STEPS) -> None:
         self._left = steps
 
-    def spend(self) -> None:
-        """Take one step; `TooMuch` when none is left."""
-        self._left -= 1
+    def spend(self, steps: int = 1) -> None:
+        """Take steps; `TooMuch` when none is left."""
+        self._left -= steps
         if self._left < 0:
             raise TooMuch(f"it takes more than {MAX_STEPS} steps")
 
@@ -80,18 +82,17 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if operator == "*":
             _check_product(left, right)
         if operator == "+" and isinstance(left, str | bytes | list | tuple):
-            _check_size(len(left) + _length(right))
+            _check_growth(left, len(left) + _length(right))
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - jinja's signature: a template's keyword arguments must not collide
         """Call what the sandbox allows, within the budget."""
-        __context.parent[BUDGET].spend()
-        owner = getattr(__obj, "__self__", None)
-        name = getattr(__obj, "__name__", "")
+        __context.parent[BUDGET].spend(_CALL_STEPS)
+        # jinja wraps str.format in a function of its own
+        method = getattr(__obj, "__wrapped__", __obj)
+        owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
-            _check_str_call(owner, name, args, kwargs)
-        elif name in ("format", "format_map") and any(_magnitude(arg) > _MAX_WIDTH for arg in args):
-            raise TooMuch("a format is too wide")
+            _check_str_call(owner, getattr(method, "__name__", ""), args, kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
 
@@ -203,7 +204,7 @@ def _check_str_call(owner: str, name: str, args: tuple[Any, ...], kwargs: Mappin
 def _check_product(left: Any, right: Any) -> None:
     for value, times in ((left, right), (right, left)):
         if isinstance(value, str | bytes | list | tuple) and isinstance(times, int):
-            _check_size(len(value) * max(0, times))
+            _check_growth(value, len(value) * max(0, times))
     if _bits(left) + _bits(right) > _MAX_BITS:
         raise TooMuch("a number is too large")
 
@@ -211,6 +212,12 @@ def _check_product(left: Any, right: Any) -> None:
 def _check_width(value: Any) -> None:
     if isinstance(value, int) and abs(value) > _MAX_WIDTH:
         raise TooMuch(f"a width is beyond {_MAX_WIDTH}")
+
+
+def _check_growth(value: str | bytes | list[Any] | tuple[Any, ...], size: int) -> None:
+    if isinstance(value, list | tuple) and size > _MAX_ITEMS:
+        raise TooMuch(f"a list has more than {_MAX_ITEMS} items")
+    _check_size(size)
 
 
 def _check_size(size: int) -> None:

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import time
+import tracemalloc
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from fd_core.errors import BadRequest, ModelError
+from fd_core.text.chat_template import ChatTemplate, flatten_messages
+from fd_core.text.sandbox import MAX_CHARS
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}\n{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def render(source: str, messages: list[Any] = HELLO, **kwargs: Any) -> str:
+    return ChatTemplate(source, bos_token="<s>", eos_token="</s>").render(messages, **kwargs)
+
+
+def test_a_conversation_becomes_a_prompt() -> None:
+    messages = [{"role": "system", "content": "Be brief."}, *HELLO]
+    turns = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n"
+    assert render(CHATML, messages) == turns + "<|im_start|>assistant\n"
+    assert render(CHATML, messages, add_generation_prompt=False) == turns
+
+
+def test_what_templates_expect_to_find() -> None:
+    source = (
+        "{{ bos_token }}{% for m in messages if m.role == 'user' %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}"
+        "{% if thinking %}{% break %}{% endif %}{% endfor %}{{ tools | tojson }}{{ eos_token }}"
+        "{% set ns = namespace(n=1) %}{% set ns.n = ns.n + 1 %}{{ ns.n ~ '!' }}"
+        "{% generation %}g{% endgeneration %}{{ [1, 2] | join(', ') }}{{ 'a b'.split()[-1] | upper }}"
+        "{{ 'x' * 3 }}{{ messages | map(attribute='role') | list | length }}{{ 7 % 4 }}"
+    )
+    tools = [{"type": "function", "function": {"name": "größe"}}]
+    assert render(source, HELLO * 2, tools=tools, thinking=True) == (
+        '<s>1/2False[{"type": "function", "function": {"name": "größe"}}]</s>2!g1, 2Bxxx23'
+    )
+
+
+def test_the_clock_is_an_argument() -> None:
+    template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", now=lambda: datetime(2024, 7, 26))
+    assert template.render(HELLO) == "26 Jul 2024"
+
+
+def test_parts_of_text_are_joined() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "one\ntwo"
+    assert render("{{ messages[0].content }}|", [{"role": "assistant", "content": None}]) == "|"
+
+
+def test_arguments_of_tool_calls_become_objects() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    message = {"role": "assistant", "tool_calls": [call]}
+    assert render("{{ messages[0].tool_calls[0].function.arguments.x }}", [message]) == "1"
+    assert call["function"]["arguments"] == '{"x": 1}', "the caller's message is not changed"
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        ([], "messages"),
+        ("hello", "messages"),
+        (["hello"], "messages[0]"),
+        ([{"content": "x"}], "messages[0].role"),
+        ([*HELLO, {"role": 3, "content": "x"}], "messages[1].role"),
+        ([{"role": "user", "content": 3}], "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": [7]}], "messages[0].content[0].type"),
+        ([{"role": "assistant", "tool_calls": 3}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "tool_calls": [3]}], "messages[0].tool_calls[0].function"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}],
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ],
+)
+def test_a_malformed_message_is_named_by_its_field(messages: Any, field: str) -> None:
+    with pytest.raises(BadRequest) as raised:
+        flatten_messages(messages)
+    assert raised.value.field == field
+
+
+def test_what_the_template_refuses_is_a_bad_request() -> None:
+    with pytest.raises(BadRequest, match="refused the messages: roles must alternate"):
+        render("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(BadRequest, match="cannot render"):
+        render("{{ messages[0]['content'] + 3 }}")
+    with pytest.raises(BadRequest, match="cannot render"):
+        render("{{ messages[9].content.x }}")
+
+
+def test_variables_of_the_template_cannot_replace_ours() -> None:
+    with pytest.raises(BadRequest, match="bos_token"):
+        render(CHATML, bos_token="x")
+    with pytest.raises(BadRequest, match="strftime_now"):
+        render(CHATML, strftime_now=None)
+
+
+def test_a_template_that_is_not_valid_says_where() -> None:
+    with pytest.raises(ModelError, match="line 2"):
+        ChatTemplate("\n{% for %}").check()
+    with pytest.raises(ModelError):
+        ChatTemplate("{{ 1 | center }}").check()
+    with pytest.raises(ModelError):
+        ChatTemplate("{{" + "(" * 5000 + "1" + ")" * 5000 + "}}").check()
+    with pytest.raises(ModelError, match="limit"):
+        ChatTemplate("x" * (2 << 20)).check()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ strftime_now.__self__ }}",
+        "{{ strftime_now.__func__.__globals__ }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='x') }}",
+        "{{ '{0.__class__.__mro__}'.format(1) }}",
+        "{{ ('a' | attr('__class__')) }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ lipsum() }}",
+    ],
+)
+def test_nothing_leads_out_of_the_sandbox(source: str) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    try:
+        rendered = render(source, messages)
+    except (BadRequest, ModelError):
+        rendered = ""
+    assert rendered == ""
+    assert messages == HELLO
+
+
+ENDLESS = [
+    "{% for i in range(1000000000) %}x{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{{ 'x' * 10000 }}{% endfor %}",
+    "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{{ f(1) }}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% for a in [[[[]]]] recursive %}{{ loop(a) }}{{ loop([a]) }}{% endfor %}",
+]
+GROWING = [
+    "{{ 'x' * 1000000000 }}",
+    "{{ 1000000000 * 'x' }}",
+    "{{ [0] * 1000000000 }}",
+    "{{ (9 ** 9 ** 9) | length }}",
+    "{{ 10 ** 1000000 }}",
+    "{% set ns = namespace(s='xxxxxxxxxx') %}{% for i in range(99) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "{% set ns = namespace(s='xxxxxxxxxx') %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "{% set ns = namespace(s=[1]) %}{% for i in range(99) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "{% set ns = namespace(s=3) %}{% for i in range(99) %}{% set ns.s = ns.s * ns.s %}{% endfor %}",
+    "{% set s = 'a' * 1000000 %}{{ s.replace('a', s) }}",
+    "{% set s = 'a' * 1000000 %}{{ s | replace('a', s) }}",
+    "{% set s = 'a' * 1000000 %}{{ s.join([s] * 1000) }}",
+    "{% set s = 'a' * 1000000 %}{{ ([s] * 1000) | join(s) }}",
+    "{% set s = 'a' * 1000000 %}{{ ([s] * 1000) | tojson }}",
+    "{{ '%999999999d' % 1 }}",
+    "{{ '{:999999999}'.format(1) }}",
+    "{{ '{:{}}'.format(1, 999999999) }}",
+    "{{ 'x'.center(999999999) }}",
+    "{{ 'x'.rjust(width=999999999) }}",
+    "{{ 'x'.zfill(999999999) }}",
+    "{{ '\t'.expandtabs(999999999) }}",
+    "{{ 'x' | indent(999999999, first=true) }}",
+    "{{ {'a': 1} | tojson(indent=999999999) }}",
+]
+
+
+@pytest.mark.parametrize("source", ENDLESS)
+def test_a_template_that_does_not_end_is_stopped(source: str) -> None:
+    began = time.perf_counter()
+    with pytest.raises((ModelError, BadRequest)):
+        render(source)
+    assert time.perf_counter() - began < 20
+
+
+@pytest.mark.parametrize("source", GROWING)
+def test_a_template_that_builds_too_much_is_stopped_before_it_does(source: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises((ModelError, BadRequest)):
+            render(source)
+        assert tracemalloc.get_traced_memory()[1] < 4 * MAX_CHARS
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_long_conversation_is_within_the_limits() -> None:
+    rendered = render(CHATML, [{"role": "user", "content": "word " * 200}] * 3000)
+    assert len(rendered) > 3_000_000

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small_tokenizers import byte_level_metadata, folder, ggml, sentencepiece_metadata
+
+from fd_core.errors import BadRequest, ModelError
+from fd_core.text import Tokenizer, load_tokenizer
+
+MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "1 2", "12 3", "Ġ 1"]
+
+
+def tokens(tokenizer: Tokenizer, text: str) -> list[str]:
+    return [tokenizer.backend.id_to_token(token_id) for token_id in tokenizer.encode(text)]
+
+
+def byte_level(**changes: Any) -> Tokenizer:
+    return load_tokenizer(ggml(byte_level_metadata(MERGES, **changes)))
+
+
+def sentencepiece(**changes: Any) -> Tokenizer:
+    return load_tokenizer(ggml(sentencepiece_metadata(**changes)))
+
+
+BOTH = pytest.mark.parametrize("tokenizer", [byte_level(), sentencepiece()], ids=["byte-level", "sentencepiece"])
+
+
+# without control tokens and SentencePiece's own sign for a space
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<▁"))
+
+
+@BOTH
+@given(text=TEXT)
+def test_decoding_gives_the_text_back(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@BOTH
+@given(text=st.text())
+def test_decoding_equals_the_librarys(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == tokenizer.backend.decode(ids)
+
+
+def test_merges_apply_in_their_order() -> None:
+    assert tokens(byte_level(), "hello world") == ["hello", "Ġwor", "l", "d"]
+    assert tokens(sentencepiece(add_bos_token=False), "hello wor") == ["▁hello", "▁wor"]
+
+
+@pytest.mark.parametrize(
+    ("pre", "expected"),
+    [
+        ("smollm", ["1", "2", "3", "4", "Ġ", "1"]),
+        ("qwen2", ["1", "2", "3", "4", "Ġ", "1"]),
+        ("gpt-2", ["123", "4", "Ġ1"]),
+        ("llama-bpe", ["123", "4", "Ġ", "1"]),
+        ("default", ["123", "4", "Ġ", "1"]),
+    ],
+)
+def test_digits_are_split_as_the_name_says(pre: str, expected: list[str]) -> None:
+    assert tokens(byte_level(pre=pre, add_bos_token=False), "1234 1") == expected
+
+
+def test_words_that_are_tokens_are_taken_whole_where_the_original_does() -> None:
+    metadata = byte_level_metadata(["a b"], pre="llama-bpe", add_bos_token=False)
+    metadata["tokens"].append("xyz")
+    metadata["token_type"].append(1)
+    assert tokens(load_tokenizer(ggml(metadata)), "xyz") == ["xyz"]
+    assert tokens(load_tokenizer(ggml({**metadata, "pre": "gpt-2"})), "xyz") == ["x", "y", "z"]
+
+
+def test_control_tokens_are_one_id_and_silent() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer.encode("<|start|>hello<|end|>")
+    assert (ids[0], ids[-1], len(ids)) == (1, 0, 3)
+    assert tokenizer.decode(ids) == "hello"
+    assert tokenizer.decode(ids, skip_special=False) == "<|start|>hello<|end|>"
+    assert tokenizer.special_ids == {0, 1}
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|start|>", "<|end|>")
+
+
+def test_tokens_defined_by_the_user_are_matched_whole_and_heard() -> None:
+    tokenizer = sentencepiece()
+    assert tokenizer.decode(tokenizer.encode("hello<mask>")) == "hello<mask>"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ["<s>", "▁hello"]),
+        ({"add_bos_token": False}, ["▁hello"]),
+        ({"add_eos_token": True}, ["<s>", "▁hello", "</s>"]),
+        ({"add_space_prefix": False}, ["<s>", "hello"]),
+    ],
+)
+def test_what_is_put_around_the_text_follows_the_metadata(changes: dict[str, Any], expected: list[str]) -> None:
+    tokenizer = sentencepiece(**changes)
+    assert tokens(tokenizer, "hello") == expected
+    assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
+    assert tokenizer.encode("hello", add_special=False) == [
+        token_id for token_id in tokenizer.encode("hello") if token_id not in (1, 2)
+    ]
+
+
+def test_characters_without_a_token_become_bytes() -> None:
+    tokenizer = sentencepiece(add_bos_token=False)
+    ids = tokenizer.encode("é")
+    assert tokens(tokenizer, "é") == ["▁", "<0xC3>", "<0xA9>"]
+    assert [tokenizer.token_bytes(token_id) for token_id in ids] == [b" ", b"\xc3", b"\xa9"]
+    assert tokenizer.token_text(ids[1]) == "\ufffd"
+
+
+def test_ids_outside_the_vocabulary() -> None:
+    tokenizer = byte_level()
+    assert tokenizer.decode([tokenizer.vocab_size, *tokenizer.encode("hello"), 10**9]) == "hello"
+    with pytest.raises(BadRequest, match="-1 is negative"):
+        tokenizer.decode([5, -1])
+
+
+def test_text_that_is_not_unicode_is_a_bad_request() -> None:
+    with pytest.raises(BadRequest, match="surrogate"):
+        byte_level().encode("a\ud800")
+
+
+def test_an_unknown_split_is_refused_and_a_missing_one_is_announced(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ModelError, match=r"pre is 'esperanto'.*smollm"):
+        byte_level(pre="esperanto")
+    with caplog.at_level(logging.WARNING):
+        byte_level(pre=None)
+    assert "does not say how" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("metadata", "says"),
+    [
+        (byte_level_metadata([], model="bert"), "model is 'bert'"),
+        (byte_level_metadata([], tokens=[]), "tokens is missing"),
+        (byte_level_metadata([], tokens=None), "tokens is missing"),
+        (byte_level_metadata([], tokens="abc"), "tokens must be a list"),
+        (byte_level_metadata([], tokens=["a", "a"], token_type=[1, 1]), "duplicates"),
+        (byte_level_metadata([], token_type=[1]), "token_type has 1 entries"),
+        ({**byte_level_metadata([]), "merges": ["ab"]}, "entry 'ab'"),
+        ({**byte_level_metadata([]), "merges": ["a b"]}, "entry 'a b'"),
+        ({**byte_level_metadata([]), "merges": [""]}, "entry ''"),
+        (byte_level_metadata([], add_bos_token=3), "add_bos_token must be true or false"),
+        (sentencepiece_metadata(scores=[1.0]), "scores has 1 entries"),
+        (sentencepiece_metadata(scores=None), "scores has 0 entries"),
+    ],
+)
+def test_metadata_that_does_not_fit_together_is_named(metadata: dict[str, Any], says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        load_tokenizer(ggml(metadata))
+
+
+@pytest.mark.parametrize("build", [byte_level, sentencepiece])
+def test_a_tokenizer_json_says_what_the_metadata_says(build: Any) -> None:
+    """What the metadata describes, written out as tokenizer.json, reads as the same tokenizer."""
+    first = build()
+    settings = {"bos_token": {"content": first.bos_token}, "eos_token": first.eos_token}
+    second = load_tokenizer(folder(first.backend.to_str(), settings))
+    text = "hello wor <|start|></s> 123 é 🦆"
+    assert second.encode(text) == first.encode(text)
+    assert second.decode(second.encode(text), False) == first.decode(first.encode(text), False)
+    assert (second.bos_id, second.eos_id) == (first.bos_id, first.eos_id)
+    assert second.special_ids == first.special_ids
+    assert second.decoding == first.decoding
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", "not a JSON object"),
+        ("[]", "not a JSON object"),
+        ({"decoder": None}, "neither byte-level nor"),
+        ({"decoder": {"type": "WordPiece"}}, "neither byte-level nor"),
+        ({"decoder": {"type": "ByteLevel"}, "model": {"type": "Nonsense"}}, "not a usable tokenizer"),
+    ],
+)
+def test_a_damaged_tokenizer_json_is_an_error(content: Any, says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        load_tokenizer(folder(content))
+
+
+def test_a_length_limit_in_the_file_does_not_cut() -> None:
+    backend = byte_level().backend
+    backend.enable_truncation(2)
+    tokenizer = load_tokenizer(folder(backend.to_str()))
+    assert len(tokenizer.encode("abcdefg")) == 7
+
+
+def test_digest_follows_the_vocabulary() -> None:
+    assert byte_level().digest == byte_level().digest
+    assert len({byte_level().digest, byte_level(pre="gpt-2").digest, sentencepiece().digest}) == 3
