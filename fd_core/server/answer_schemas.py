@@ -1,0 +1,207 @@
+"""What the server answers, as values that encode to JSON and describe themselves in the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+__all__ = [
+    "AbortAnswer",
+    "ChatAnswer",
+    "ChatChoice",
+    "ChatLogprobs",
+    "ChatMessage",
+    "CompletionAnswer",
+    "CompletionChoice",
+    "CompletionLogprobs",
+    "DetokenizeAnswer",
+    "ErrorAnswer",
+    "ErrorDetail",
+    "HealthAnswer",
+    "ModelCard",
+    "ModelList",
+    "PromptTokensDetails",
+    "TokenLogprob",
+    "TokenizeAnswer",
+    "TopLogprob",
+    "Usage",
+    "VersionAnswer",
+]
+
+
+class ErrorDetail(msgspec.Struct):
+    """What went wrong, which field, and a word for programs."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorAnswer(msgspec.Struct):
+    """The body of every answer that is not a success."""
+
+    error: ErrorDetail
+
+
+class PromptTokensDetails(msgspec.Struct):
+    """How much of the prompt came from the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """Tokens read and written; a prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Log-probabilities in the shape of the completions API."""
+
+    text_offset: list[int]
+    """Where in the choice's text each token begins, in characters."""
+    token_logprobs: list[float]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float]]
+    """The most likely tokens and the chosen one, by text."""
+
+
+class TopLogprob(msgspec.Struct):
+    """One likely token."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct):
+    """One chosen token and the likely ones beside it."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Log-probabilities in the shape of the chat API."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class _Ending(msgspec.Struct, kw_only=True):
+    """How a choice ended; ids are there only if the request asked for them."""
+
+    index: int
+    finish_reason: str
+    stop_reason: str | int | None = None
+    """The stop string or the id from `stop_token_ids` that ended the text."""
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class CompletionChoice(_Ending, kw_only=True):
+    """One generated text."""
+
+    text: str
+    logprobs: CompletionLogprobs | None = None
+
+
+class CompletionAnswer(msgspec.Struct, kw_only=True):
+    """The answer of /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    """Unix time, seconds."""
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """What the assistant says."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(_Ending, kw_only=True):
+    """One generated message."""
+
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatAnswer(msgspec.Struct, kw_only=True):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    """Unix time, seconds."""
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    """One name under which the model answers."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "fd_core"
+    root: str
+    """The model as the engine knows it."""
+    max_model_len: int
+    """Longest prompt plus output, tokens."""
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    """Every name under which the model answers."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeAnswer(msgspec.Struct, kw_only=True):
+    """The ids of a text."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+    token_strs: list[str] | None = None
+
+
+class DetokenizeAnswer(msgspec.Struct):
+    """The text of ids."""
+
+    prompt: str
+
+
+class AbortAnswer(msgspec.Struct):
+    """Which requests were aborted; ids that were not running or waiting are listed apart."""
+
+    aborted: list[str]
+    not_found: list[str]
+
+
+class HealthAnswer(msgspec.Struct):
+    """`ok`, or what is wrong."""
+
+    status: str
+    reason: str | None = None
+
+
+class VersionAnswer(msgspec.Struct):
+    """The version of fd_core that serves."""
+
+    version: str

@@ -1,0 +1,37 @@
+"""Assembly of the application."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+import fd_core
+from fd_core.config import ServerConfig
+from fd_core.engine.client import EngineClient
+from fd_core.server import admin, chat, completions, health, models, openapi, tokenize
+from fd_core.server.auth import KeyRing
+from fd_core.server.errors import install_handlers
+from fd_core.server.gate import Gate
+from fd_core.server.metrics import ServerMetrics
+from fd_core.server.state import ServerState
+from fd_core.text.chat_template import ChatTemplate
+from fd_core.text.tokenizer import Tokenizer
+
+__all__ = ["create_app"]
+
+
+def create_app(
+    config: ServerConfig, client: EngineClient, tokenizer: Tokenizer, template: ChatTemplate | None
+) -> FastAPI:
+    """Return the ASGI application over one engine; its shared state is `app.state.fd`, a `ServerState`.
+
+    The interactive pages of FastAPI are left out: they load scripts from elsewhere.
+    """
+    app = FastAPI(title="fd_core", version=fd_core.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    metrics = ServerMetrics(client)
+    app.state.fd = ServerState(config, client, tokenizer, template, metrics)
+    for family in (chat, completions, models, tokenize, admin, health):
+        app.include_router(family.router)
+    install_handlers(app)
+    app.add_middleware(Gate, keys=KeyRing(config.api_keys), metrics=metrics)
+    openapi.install(app, keys_required=bool(config.api_keys))
+    return app

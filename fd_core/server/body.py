@@ -1,0 +1,131 @@
+"""Reading and decoding the body of a request: bounded while it arrives, strict in types, clear in its errors."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from typing import Generic, TypeVar
+
+import msgspec
+from fastapi import Request
+
+from fd_core.server.errors import ApiError, invalid
+from fd_core.server.unsupported import HARMLESS, Refusal
+
+__all__ = ["BodyFormat", "read_bytes"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_PATH = re.compile(r" - at (`key` in )?`\$\.?(?P<path>.*)`$")
+_MISSING = re.compile(r"missing required field `(?P<field>[^`]+)`")
+_PRINTABLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MAX_NAMED = 16
+
+_raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class BodyFormat(Generic[T]):
+    """The format of one endpoint's body."""
+
+    def __init__(self, schema: type[T], refused: Mapping[str, Refusal] | None = None) -> None:
+        self.schema = schema
+        self._refused = refused or {}
+        self._decoder = msgspec.json.Decoder(schema)
+        self._known = frozenset(schema.__struct_fields__) | HARMLESS
+        self._warned: set[str] = set()
+
+    async def read(self, request: Request, limit: int) -> tuple[T, dict[str, str]]:
+        """Return the decoded body and headers that the answer should carry.
+
+        Raises `ApiError`: 415 for another content type, 413 for more than `limit` bytes, 400 for anything malformed,
+        out of range or not served, naming the field.
+        """
+        return self.decode(await read_bytes(request, limit))
+
+    def decode(self, body: bytes) -> tuple[T, dict[str, str]]:
+        """Decode a whole body; see `read`."""
+        try:
+            fields = _raw_fields.decode(body)
+            unknown = fields.keys() - self._known
+            ignored = self._refuse(unknown, fields) if unknown else []
+            return self._decoder.decode(body), ({"X-Ignored-Fields": ", ".join(ignored)} if ignored else {})
+        except msgspec.ValidationError as error:
+            raise _explain(error) from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise invalid(f"the body is not valid JSON in UTF-8: {_reason(error)}", None, "invalid_json") from None
+        except RecursionError:
+            raise invalid("the body is nested too deeply", None, "invalid_json") from None
+
+    def _refuse(self, unknown: Iterable[str], fields: Mapping[str, msgspec.Raw]) -> list[str]:
+        """Refuse fields that would change the text; return the names of those that are ignored."""
+        ignored: list[str] = []
+        for name in sorted(unknown):
+            refusal = self._refused.get(name)
+            if refusal is None:
+                if _PRINTABLE.fullmatch(name) and len(ignored) < _MAX_NAMED:
+                    ignored.append(name)
+                continue
+            value = msgspec.json.decode(fields[name])
+            if value is not None and value not in refusal.neutral:
+                raise invalid(f"{name} is not supported: {refusal.reason}", name, "unsupported_parameter")
+        for name in ignored:
+            if name not in self._warned and len(self._warned) < 1000:
+                self._warned.add(name)
+                log.warning("the unknown field %s of a request is ignored (said once)", name)
+        return ignored
+
+
+async def read_bytes(request: Request, limit: int) -> bytes:
+    """Return the body of a JSON request; 415 for another content type, 413 beyond `limit` bytes."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        # a browser sends any other type across origins without asking first, so this also keeps foreign pages out
+        message = f"the body must be sent as content-type application/json, not {_named(kind)}"
+        raise ApiError(415, message, code="unsupported_media_type")
+    announced = request.headers.get("content-length")
+    if announced is not None and announced.isdecimal() and int(announced) > limit:
+        raise _too_large(limit)
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit)
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than the {limit:,} bytes allowed", code="body_too_large")
+
+
+def _named(kind: str) -> str:
+    return kind if _PRINTABLE.fullmatch(kind.replace("/", "-")) else "what was sent"
+
+
+def _reason(error: Exception) -> str:
+    # a UnicodeDecodeError's text is harmless: it names one byte and its position
+    return str(error).removeprefix("JSON is malformed: ")
+
+
+def _explain(error: msgspec.ValidationError) -> ApiError:
+    """Say a decoding error with the field first. The library's text never quotes values."""
+    text = str(error)
+    missing = _MISSING.search(text)
+    place = _PATH.search(text)
+    path = place["path"] if place else ""
+    if missing:
+        path = f"{path}.{missing['field']}".lstrip(".")
+        return invalid(f"{path} is required", path, "missing_required_parameter")
+    if place is None:
+        return invalid(f"the body is wrong: {_lower(text)}", None, "invalid_body")
+    what = _lower(text[: place.start()])
+    if place[1]:
+        what = f"wrong key: {what}"
+    return invalid(f"{path}: {what}", path, "invalid_value")
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]

@@ -1,0 +1,85 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Final
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from fd_core.server.answer_schemas import ChatAnswer, ChatChoice, ChatLogprobs, ChatMessage, Usage
+from fd_core.server.answers import AnswerFormat, Collected, Shown
+from fd_core.server.body import BodyFormat
+from fd_core.server.errors import invalid
+from fd_core.server.generation import Choice, Piece
+from fd_core.server.jobs import build_job, check_stream
+from fd_core.server.logprobs import chat_logprobs
+from fd_core.server.openapi import endpoint
+from fd_core.server.prompts import chat_prompt
+from fd_core.server.request_schemas import ChatRequest
+from fd_core.server.sampling import choices_per_prompt
+from fd_core.server.state import state_of
+from fd_core.server.streaming import GenerationResponse
+from fd_core.server.unsupported import CHAT
+
+__all__ = ["ChatFormat", "router"]
+
+router = APIRouter()
+_BODY: Final = BodyFormat(ChatRequest, CHAT)
+
+
+@router.post("/v1/chat/completions", **endpoint("Answer a conversation", ChatRequest, ChatAnswer, stream=True))
+async def create_chat_completion(request: Request) -> Response:
+    """Generate the assistant's next message."""
+    state = state_of(request)
+    body, headers = await _BODY.read(request, state.config.max_body_bytes)
+    model = state.model_name(body.model)
+    state.admit(1)
+    logprobs = _logprobs(body)
+    usage_in_stream = check_stream(body)
+    n = choices_per_prompt(body, 1)
+    prompt = await chat_prompt(
+        state, body.messages, body.add_generation_prompt is not False, body.chat_template_kwargs or {}
+    )
+    job = build_job(state, body, request.state.request_id, [prompt], n, logprobs)
+    shown = Shown(
+        answer_id=f"chatcmpl-{job.request_id}",
+        model=model,
+        usage_in_stream=usage_in_stream,
+        logprobs=logprobs,
+        token_ids=bool(body.return_token_ids),
+        skip_special=job.rules.skip_special,
+    )
+    answers = ChatFormat(shown, state.tokenizer, job.prompts)
+    return GenerationResponse(state, job, answers, bool(body.stream), headers)
+
+
+def _logprobs(body: ChatRequest) -> int | None:
+    """Return how many likely tokens are wanted beside each chosen one."""
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise invalid(f"top_logprobs is {body.top_logprobs}, which needs logprobs to be true", "top_logprobs")
+    return None
+
+
+class ChatFormat(AnswerFormat):
+    """Spells chat completions."""
+
+    chunk_object: ClassVar[str] = "chat.completion.chunk"
+    opening: ClassVar[bytes] = b',"delta":{"content":'
+    closing: ClassVar[bytes] = b"}"
+
+    def first(self, choice: Choice) -> bytes:
+        """Return the event that names the role."""
+        return self.lead(choice, b',"delta":{"role":"assistant","content":""}')
+
+    def logprobs(self, choice: Choice, piece: Piece | Collected) -> ChatLogprobs:
+        """Return log-probabilities with the bytes of each token."""
+        return chat_logprobs(self.tokenizer, piece.token_ids, piece.logprobs, self.shown.logprobs or 0)
+
+    def whole(self, collected: list[Collected], usage: Usage) -> ChatAnswer:
+        """Return the whole answer."""
+        choices = [ChatChoice(message=ChatMessage(content=each.text), **self.ending(each)) for each in collected]
+        shown = self.shown
+        return ChatAnswer(id=shown.answer_id, created=shown.created, model=shown.model, choices=choices, usage=usage)

@@ -1,0 +1,114 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Final
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from fd_core.server.answer_schemas import CompletionAnswer, CompletionChoice, CompletionLogprobs, Usage
+from fd_core.server.answers import AnswerFormat, Collected, Shown
+from fd_core.server.body import BodyFormat
+from fd_core.server.errors import invalid
+from fd_core.server.generation import Choice, Piece
+from fd_core.server.jobs import build_job, check_stream
+from fd_core.server.logprobs import CompletionLogprobsBuilder
+from fd_core.server.openapi import endpoint
+from fd_core.server.prompts import completion_prompts
+from fd_core.server.request_schemas import CompletionRequest
+from fd_core.server.sampling import choices_per_prompt
+from fd_core.server.state import state_of
+from fd_core.server.streaming import GenerationResponse
+from fd_core.server.unsupported import COMPLETIONS
+
+__all__ = ["CompletionFormat", "router"]
+
+router = APIRouter()
+_BODY: Final = BodyFormat(CompletionRequest, COMPLETIONS)
+
+
+@router.post("/v1/completions", **endpoint("Continue texts", CompletionRequest, CompletionAnswer, stream=True))
+async def create_completion(request: Request) -> Response:
+    """Generate texts that continue one or several prompts."""
+    state = state_of(request)
+    body, headers = await _BODY.read(request, state.config.max_body_bytes)
+    model = state.model_name(body.model)
+    state.admit(1)
+    _check(body)
+    usage_in_stream = check_stream(body)
+    prompts = await completion_prompts(state, body.prompt, body.add_special_tokens is not False)
+    n = choices_per_prompt(body, len(prompts))
+    job = build_job(state, body, request.state.request_id, [each.ids for each in prompts], n, body.logprobs)
+    echoes = None
+    if body.echo:
+        skip = job.rules.skip_special
+        echoes = [state.tokenizer.decode(each.ids, skip) if each.text is None else each.text for each in prompts]
+    shown = Shown(
+        answer_id=f"cmpl-{job.request_id}",
+        model=model,
+        usage_in_stream=usage_in_stream,
+        logprobs=body.logprobs,
+        token_ids=bool(body.return_token_ids),
+        skip_special=job.rules.skip_special,
+    )
+    answers = CompletionFormat(shown, state.tokenizer, job.prompts, echoes)
+    return GenerationResponse(state, job, answers, bool(body.stream), headers)
+
+
+def _check(body: CompletionRequest) -> None:
+    """Refuse combinations that are not served."""
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise invalid(
+            f"best_of is {body.best_of} and n is {body.n or 1}; only equal values are supported",
+            "best_of",
+            "unsupported_parameter",
+        )
+    if body.echo and body.logprobs is not None:
+        raise invalid(
+            "logprobs together with echo is not supported: log-probabilities of the prompt are not served",
+            "logprobs",
+            "unsupported_parameter",
+        )
+
+
+class CompletionFormat(AnswerFormat):
+    """Spells text completions; `echoes` are the prompts' texts if they go first."""
+
+    chunk_object: ClassVar[str] = "text_completion"
+    opening: ClassVar[bytes] = b',"text":'
+    closing: ClassVar[bytes] = b""
+
+    def __init__(self, shown: Shown, tokenizer: Any, prompts: list[tuple[int, ...]], echoes: list[str] | None) -> None:
+        super().__init__(shown, tokenizer, prompts)
+        self._echoes = echoes
+        self._builders: dict[int, CompletionLogprobsBuilder] = {}
+
+    def first(self, choice: Choice) -> bytes:
+        """Return the echo of the prompt, if asked for."""
+        if self._echoes is None and not self.shown.token_ids:
+            return b""
+        return self.lead(choice, b',"text":' + msgspec.json.encode(self._echo(choice)))
+
+    def logprobs(self, choice: Choice, piece: Piece | Collected) -> CompletionLogprobs:
+        """Return log-probabilities; offsets go on from the piece before."""
+        builder = self._builders.get(choice.index)
+        if builder is None:
+            builder = self._builders[choice.index] = CompletionLogprobsBuilder(
+                self.tokenizer, self.shown.logprobs or 0, len(self._echo(choice)), self.shown.skip_special
+            )
+        return builder.build(piece.token_ids, piece.logprobs)
+
+    def whole(self, collected: list[Collected], usage: Usage) -> CompletionAnswer:
+        """Return the whole answer."""
+        choices = [
+            CompletionChoice(text=self._echo(each.choice) + each.text, **self.ending(each)) for each in collected
+        ]
+        shown = self.shown
+        return CompletionAnswer(
+            id=shown.answer_id, created=shown.created, model=shown.model, choices=choices, usage=usage
+        )
+
+    def _echo(self, choice: Choice) -> str:
+        return "" if self._echoes is None else self._echoes[choice.prompt_index]

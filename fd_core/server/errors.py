@@ -1,0 +1,95 @@
+"""Errors in OpenAI's shape, and the one place that turns exceptions into HTTP answers."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Mapping
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from fd_core.errors import BadRequest, EngineDead, FdError
+from fd_core.server.answer_schemas import ErrorAnswer, ErrorDetail
+
+__all__ = ["ApiError", "error_response", "install_handlers", "invalid", "to_api_error", "unavailable"]
+
+log = logging.getLogger(__name__)
+
+_STATUS_TEXT = {404: "nothing is served at this path", 405: "this path does not take this method"}
+
+
+class ApiError(Exception):
+    """An answer other than success, as the client will see it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> bytes:
+        """Return the JSON that OpenAI's clients parse."""
+        detail = ErrorDetail(message=self.message, type=self.kind, param=self.param, code=self.code)
+        return msgspec.json.encode(ErrorAnswer(error=detail))
+
+
+def invalid(message: str, param: str | None, code: str | None = None) -> ApiError:
+    """Return a 400 that names the field at fault."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def unavailable(message: str, code: str, retry_after: int | None = None) -> ApiError:
+    """Return a 503; `retry_after` in seconds tells a client when another try makes sense."""
+    headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+    return ApiError(503, message, kind="server_error", code=code, headers=headers)
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """Translate any exception. What nobody expected is logged and answered with a 500 that says nothing about it.
+
+    The log holds the places of the traceback and the type, not the text of the exception: it may quote a prompt.
+    """
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, BadRequest):
+        return invalid(str(error), error.field)
+    if isinstance(error, EngineDead):
+        return unavailable(str(error), "engine_dead", retry_after=5)
+    if isinstance(error, FdError):
+        return ApiError(500, str(error), kind="server_error", param=error.field)
+    if isinstance(error, HTTPException):
+        message = _STATUS_TEXT.get(error.status_code, error.detail)
+        return ApiError(error.status_code, message, headers=error.headers)
+    places = "".join(traceback.format_tb(error.__traceback__))
+    log.error("unexpected %s while serving a request; places, innermost last:\n%s", type(error).__qualname__, places)
+    return ApiError(500, "the server met an error of its own; its log says where", kind="server_error")
+
+
+def error_response(error: ApiError) -> Response:
+    """Return the HTTP answer for an error."""
+    return Response(error.body(), error.status, error.headers, media_type="application/json")
+
+
+async def _handle(_: Request, error: Exception) -> Response:
+    return error_response(to_api_error(error))
+
+
+def install_handlers(app: FastAPI) -> None:
+    """Answer every error that is meant for the client in OpenAI's shape."""
+    for kind in (ApiError, FdError, HTTPException):
+        app.add_exception_handler(kind, _handle)

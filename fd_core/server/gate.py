@@ -1,0 +1,64 @@
+"""The gate every HTTP request passes: its id, its key, and a last resort for errors nobody expected."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from typing import Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fd_core.server.auth import KeyRing
+from fd_core.server.errors import error_response, to_api_error
+from fd_core.server.metrics import ServerMetrics
+
+__all__ = ["Gate"]
+
+_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:@/+=-]{1,128}")
+
+
+class Gate:
+    """ASGI middleware. Sets `request.state.request_id`: the client's X-Request-Id if it is usable, else a fresh one.
+
+    The id goes back in the answer's header. Nothing of a request but its path is ever logged here.
+    """
+
+    def __init__(self, app: ASGIApp, keys: KeyRing, metrics: ServerMetrics) -> None:
+        self._app = app
+        self._keys = keys
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer for it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        started = False
+
+        async def numbered(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                self._metrics.answers[_path(scope), message["status"]] += 1
+            await send(message)
+
+        try:
+            self._keys.check(scope["path"], headers.get(b"authorization"))
+            await self._app(scope, receive, numbered)
+        except Exception as error:  # noqa: BLE001  # the outermost edge: whatever happened, the client gets an answer
+            answer = to_api_error(error)
+            if started:
+                raise ConnectionAbortedError("an answer broke off after it had begun") from None
+            await error_response(answer)(scope, receive, numbered)
+
+
+def _path(scope: Scope) -> str:
+    """Return the route's own path, so that clients cannot make up metric labels."""
+    route = scope.get("route")
+    path = getattr(route, "path", None)
+    return path if isinstance(path, str) else "other"

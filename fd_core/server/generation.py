@@ -1,0 +1,261 @@
+"""From engine deltas to pieces of text: one `Choice` for each text, one `Generation` for each HTTP request.
+
+A `Generation` owns its engine requests: whatever ends it (success, an error, a client that left, cancellation),
+leaving its block closes them all, and the engine aborts those that still ran.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
+from types import TracebackType
+from typing import NamedTuple, Protocol, cast
+
+import msgspec
+
+from fd_core.engine.messages import Delta
+from fd_core.errors import EngineDead
+from fd_core.server.answer_schemas import PromptTokensDetails, Usage
+from fd_core.server.errors import ApiError
+from fd_core.server.sampling import choice_seed
+from fd_core.server.state import ServerState
+from fd_core.text.detokenizer import IncrementalDetokenizer
+from fd_core.types import FinishReason, RequestSpec, SamplingParams, TokenLogprobs
+
+__all__ = ["Choice", "Generation", "Job", "Piece", "TextRules"]
+
+
+class TextRules(NamedTuple):
+    """How tokens become the text that a client sees."""
+
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A checked request: everything that one HTTP request wants generated."""
+
+    request_id: str
+    prompts: list[tuple[int, ...]]
+    params: list[SamplingParams]
+    """For each prompt; the seed is that of its first choice."""
+    n: int
+    """Choices of each prompt; choice `j` of prompt `i` has index `i * n + j`."""
+    rules: TextRules
+    every_token: bool = False
+    """Whether a piece is wanted for tokens that add no text (log-probabilities or ids are shown)."""
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: str = ""
+
+
+class Piece(NamedTuple):
+    """What a delta adds to a choice."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class _Deltas(Protocol):
+    """What `EngineClient.submit` returns."""
+
+    async def __anext__(self) -> Delta: ...
+    async def aclose(self) -> None: ...
+
+
+class Choice:
+    """One text that is being generated."""
+
+    __slots__ = (
+        "_deltas",
+        "_eos",
+        "_every_token",
+        "_include_stop",
+        "_last",
+        "_metrics",
+        "_started",
+        "_stop_ids",
+        "_text",
+        "cached_tokens",
+        "finished",
+        "index",
+        "prompt_index",
+        "tokens",
+    )
+
+    def __init__(self, state: ServerState, job: Job, spec: RequestSpec, deltas: _Deltas, index: int) -> None:
+        self.index = index
+        self.prompt_index = index // job.n
+        self.tokens = 0
+        """Tokens generated, up to and including the one that ended the text."""
+        self.cached_tokens = 0
+        self.finished: str | None = None
+        self._deltas = deltas
+        self._every_token = job.every_token
+        self._include_stop = job.rules.include_stop
+        self._stop_ids = spec.params.stop_token_ids
+        self._eos = () if spec.params.ignore_eos else spec.eos_token_ids
+        self._text = IncrementalDetokenizer(
+            state.tokenizer,
+            skip_special=job.rules.skip_special,
+            stop=job.rules.stop,
+            include_stop=job.rules.include_stop,
+        )
+        self._metrics = state.metrics
+        self._started = self._last = time.perf_counter()
+
+    async def next(self) -> Piece | None:
+        """Return the next piece, None after the one with a finish reason.
+
+        Raises `EngineDead` if the engine went away, `ApiError` if it could not go on with this request.
+        """
+        while self.finished is None:
+            try:
+                delta = await self._deltas.__anext__()
+            except StopAsyncIteration:
+                raise EngineDead("the engine ended a request without saying why") from None
+            piece = self._read(delta)
+            if piece.finish_reason is not None:
+                self._end(piece.finish_reason)
+                await self._deltas.aclose()
+                return piece
+            if piece.text or (self._every_token and piece.token_ids):
+                return piece
+        return None
+
+    def _read(self, delta: Delta) -> Piece:
+        if delta.cached_tokens is not None:
+            self.cached_tokens = delta.cached_tokens
+        ids, reason, logprobs = delta.token_ids, delta.finish_reason, delta.logprobs or ()
+        if ids:
+            self._observe(len(ids))
+        if reason is FinishReason.ERROR:
+            raise ApiError(
+                500, f"the generation failed: {delta.error or 'the engine gave no reason'}", kind="server_error"
+            )
+        silent = reason is FinishReason.STOP and self._ends_silently(ids)
+        text, stopped_by, consumed = self._text.push(ids[:-1] if silent else ids)
+        if stopped_by is not None:
+            self.tokens += consumed
+            return Piece(text, ids[:consumed], logprobs[:consumed], "stop", stopped_by)
+        self.tokens += len(ids)
+        if reason is None:
+            return Piece(text, ids, logprobs)
+        text += self._text.flush().text
+        stop_id = ids[-1] if reason is FinishReason.STOP and ids and ids[-1] in self._stop_ids else None
+        return Piece(text, ids, logprobs, reason.value, stop_id)
+
+    def _ends_silently(self, ids: tuple[int, ...]) -> bool:
+        """Whether the last token ended the text and is not to be seen in it."""
+        return bool(ids) and not self._include_stop and (ids[-1] in self._eos or ids[-1] in self._stop_ids)
+
+    def _observe(self, count: int) -> None:
+        moment = time.perf_counter()
+        if self.tokens:
+            self._metrics.inter_token.observe((moment - self._last) / count, count)
+        else:
+            self._metrics.ttft.observe(moment - self._started)
+        self._last = moment
+
+    def _end(self, outcome: str) -> None:
+        self.finished = outcome
+        self._metrics.outcomes[outcome] += 1
+        self._metrics.end_to_end.observe(time.perf_counter() - self._started)
+
+    def give_up(self, outcome: str) -> None:
+        """Count a choice that ends before its time; one that has ended stays as it is."""
+        if self.finished is None:
+            self._end(outcome)
+
+
+class Generation:
+    """The engine requests of one HTTP request, submitted on entry and closed on exit.
+
+    Entry raises `ApiError` (503) if the server takes no more.
+    """
+
+    def __init__(self, state: ServerState, job: Job) -> None:
+        self._state = state
+        self._job = job
+        self._engine_ids: list[str] = []
+        self._open = AsyncExitStack()
+        self.choices: list[Choice] = []
+
+    async def __aenter__(self) -> Generation:
+        job = self._job
+        count = len(job.prompts) * job.n
+        self._state.admit(count)
+        self._engine_ids = self._state.active.enter(job.request_id, count)
+        try:
+            for index, engine_id in enumerate(self._engine_ids):
+                await self._submit(index, engine_id)
+        except BaseException:
+            await self._close("error")
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        left = kind is not None and issubclass(kind, asyncio.CancelledError)
+        await self._close("disconnect" if left else "error")
+
+    async def each(self, follow: Callable[[Choice], Awaitable[None]]) -> None:
+        """Run `follow` for every choice, at the same time; the first error ends all."""
+        if len(self.choices) == 1:
+            await follow(self.choices[0])
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for choice in self.choices:
+                    group.create_task(_run(follow, choice))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    def usage(self) -> Usage:
+        """Return the tokens read and written so far."""
+        job = self._job
+        read = sum(map(len, job.prompts))
+        written = sum(choice.tokens for choice in self.choices)
+        cached = sum(choice.cached_tokens for choice in self.choices[:: job.n])
+        return Usage(read, written, read + written, PromptTokensDetails(cached))
+
+    async def _submit(self, index: int, engine_id: str) -> None:
+        job, client = self._job, self._state.client
+        which, number = divmod(index, job.n)
+        params = job.params[which]
+        if number:
+            params = msgspec.structs.replace(params, seed=choice_seed(params.seed, number))
+        spec = RequestSpec(
+            request_id=engine_id,
+            prompt=job.prompts[which],
+            params=params,
+            eos_token_ids=client.info.eos_token_ids,
+            priority=job.priority,
+            tenant=job.tenant,
+            cache_salt=job.cache_salt,
+        )
+        deltas = cast(_Deltas, client.submit(spec))
+        await self._open.enter_async_context(aclosing(deltas))
+        self.choices.append(Choice(self._state, job, spec, deltas, index))
+
+    async def _close(self, outcome: str) -> None:
+        """Close every engine request; those that still ran are aborted."""
+        try:
+            await self._open.aclose()
+        finally:
+            for choice in self.choices:
+                choice.give_up(outcome)
+            self._state.active.leave(self._job.request_id, self._engine_ids)
+
+
+async def _run(follow: Callable[[Choice], Awaitable[None]], choice: Choice) -> None:
+    await follow(choice)

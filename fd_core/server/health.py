@@ -1,0 +1,63 @@
+"""GET /health, /ready, /version, /metrics and the page at /."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+import fd_core
+from fd_core.server.answer_schemas import HealthAnswer, VersionAnswer
+from fd_core.server.openapi import endpoint
+from fd_core.server.state import state_of
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+_PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+
+
+@router.get("/health", **endpoint("Whether the server lives", None, HealthAnswer, errors=(), unhealthy=True))
+async def health(request: Request) -> Response:
+    """Answer 200 unless the engine is dead, also while the server shuts down."""
+    alive = state_of(request).client.alive
+    return _health(None if alive else "the engine is not running", "dead")
+
+
+@router.get("/ready", **endpoint("Whether requests are served", None, HealthAnswer, errors=(), unhealthy=True))
+async def ready(request: Request) -> Response:
+    """Answer 200 while requests are served, 503 with the reason otherwise."""
+    return _health(state_of(request).not_ready(), "not ready")
+
+
+@router.get("/version", **endpoint("The version", None, VersionAnswer, errors=()))
+async def version() -> Response:
+    """Return the version of fd_core."""
+    return Response(msgspec.json.encode(VersionAnswer(fd_core.__version__)), media_type="application/json")
+
+
+@router.get("/metrics", include_in_schema=False)
+async def metrics(request: Request) -> Response:
+    """Return every metric in Prometheus' text format."""
+    return Response(state_of(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/", include_in_schema=False)
+async def page() -> Response:
+    """Return a page that says what this is and shows the gauges live."""
+    return Response(_page(), headers={"Content-Security-Policy": _PAGE_POLICY}, media_type="text/html")
+
+
+def _health(reason: str | None, status: str) -> Response:
+    answer = HealthAnswer("ok") if reason is None else HealthAnswer(status, reason)
+    return Response(msgspec.json.encode(answer), 200 if reason is None else 503, media_type="application/json")
+
+
+@cache
+def _page() -> bytes:
+    return files(__package__).joinpath("page.html").read_bytes()

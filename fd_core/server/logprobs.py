@@ -1,0 +1,70 @@
+"""Log-probabilities in the shapes of both APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from fd_core.server.answer_schemas import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from fd_core.text.detokenizer import IncrementalDetokenizer
+from fd_core.text.tokenizer import Tokenizer
+from fd_core.types import TokenLogprobs
+
+__all__ = ["CompletionLogprobsBuilder", "chat_logprobs"]
+
+_FLOOR: Final = -9999.0
+"""Stands for minus infinity, which JSON cannot say."""
+
+
+def chat_logprobs(tokenizer: Tokenizer, ids: Sequence[int], rows: Sequence[TokenLogprobs], top: int) -> ChatLogprobs:
+    """Return the chat shape for tokens and their log-probabilities, with the `top` most likely of each."""
+    content = []
+    for token_id, row in zip(ids, rows, strict=True):
+        likely = [_top(tokenizer, *pair) for pair in zip(row.top_ids[:top], row.top[:top], strict=True)]
+        spoken = tokenizer.token_bytes(token_id)
+        content.append(TokenLogprob(spoken.decode("utf-8", "replace"), _finite(row.logprob), list(spoken), likely))
+    return ChatLogprobs(content)
+
+
+class CompletionLogprobsBuilder:
+    """Makes the completions shape for one choice, piece by piece; it knows where in the text each token begins."""
+
+    def __init__(self, tokenizer: Tokenizer, top: int, offset: int, skip_special: bool) -> None:
+        self._tokenizer = tokenizer
+        self._top = top
+        self._offset = offset
+        self._text = IncrementalDetokenizer(tokenizer, skip_special=skip_special)
+
+    def build(self, ids: Sequence[int], rows: Sequence[TokenLogprobs]) -> CompletionLogprobs:
+        """Return the shape for the next tokens."""
+        answer = CompletionLogprobs([], [], [], [])
+        for token_id, row in zip(ids, rows, strict=True):
+            name = _name(self._tokenizer, token_id)
+            likely = {
+                _name(self._tokenizer, other): _finite(value)
+                for other, value in zip(row.top_ids[: self._top], row.top[: self._top], strict=True)
+            }
+            answer.text_offset.append(self._offset)
+            answer.tokens.append(name)
+            answer.token_logprobs.append(_finite(row.logprob))
+            answer.top_logprobs.append({**likely, name: _finite(row.logprob)})
+            self._offset += len(self._text.push((token_id,)).text)
+        return answer
+
+
+def _top(tokenizer: Tokenizer, token_id: int, logprob: float) -> TopLogprob:
+    spoken = tokenizer.token_bytes(token_id)
+    return TopLogprob(spoken.decode("utf-8", "replace"), _finite(logprob), list(spoken))
+
+
+def _name(tokenizer: Tokenizer, token_id: int) -> str:
+    """Return a token's text; one that is no whole character is spelt in bytes, so that names stay distinct."""
+    spoken = tokenizer.token_bytes(token_id)
+    try:
+        return spoken.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spoken)
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob > _FLOOR else _FLOOR

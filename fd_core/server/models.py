@@ -1,0 +1,38 @@
+"""GET /v1/models."""
+
+from __future__ import annotations
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from fd_core.server.answer_schemas import ModelCard, ModelList
+from fd_core.server.openapi import endpoint
+from fd_core.server.state import ServerState, state_of
+
+__all__ = ["router"]
+
+router = APIRouter()
+
+
+@router.get("/v1/models", **endpoint("List the names of the model", None, ModelList))
+async def list_models(request: Request) -> Response:
+    """List every name under which the model answers."""
+    state = state_of(request)
+    return _json(ModelList(data=[_card(state, name) for name in state.model_names]))
+
+
+@router.get("/v1/models/{model:path}", **endpoint("Describe the model", None, ModelCard, errors=(401, 404)))
+async def get_model(request: Request, model: str) -> Response:
+    """Describe the model under one of its names."""
+    state = state_of(request)
+    return _json(_card(state, state.model_name(model)))
+
+
+def _card(state: ServerState, name: str) -> ModelCard:
+    info = state.client.info
+    return ModelCard(id=name, created=state.created, root=info.model, max_model_len=info.max_model_len)
+
+
+def _json(answer: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(answer), media_type="application/json")

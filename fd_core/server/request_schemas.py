@@ -1,0 +1,171 @@
+"""What the server accepts. Ranges stated here are checked while decoding and appear in the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+__all__ = [
+    "MAX_CHOICES",
+    "MAX_LOGIT_BIAS",
+    "MAX_LOGPROBS",
+    "MAX_STOP",
+    "MAX_STOP_CHARS",
+    "AbortRequest",
+    "ChatRequest",
+    "CompletionRequest",
+    "ContentPart",
+    "DetokenizeRequest",
+    "GenerationRequest",
+    "Message",
+    "StreamOptions",
+    "TokenizeRequest",
+]
+
+MAX_CHOICES: Final = 128
+"""Texts that one HTTP request may ask for: prompts times n."""
+MAX_LOGPROBS: Final = 20
+MAX_STOP: Final = 16
+MAX_STOP_CHARS: Final = 256
+MAX_LOGIT_BIAS: Final = 1024
+_MAX_IDS: Final = 256
+
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Seed = Annotated[int, Meta(extra_json_schema={"minimum": -(2**63), "maximum": 2**64 - 1})]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+Stop = Annotated[
+    str | list[StopString],
+    Meta(
+        extra_json_schema={
+            "anyOf": [
+                {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
+                {
+                    "type": "array",
+                    "maxItems": MAX_STOP,
+                    "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
+                },
+            ]
+        }
+    ),
+]
+_IDS_SCHEMA = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+Prompt = Annotated[
+    str | list[str | int | list[TokenId]],
+    Meta(
+        extra_json_schema={
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES, "items": {"type": "string", "minLength": 1}},
+                _IDS_SCHEMA,
+                {"type": "array", "minItems": 1, "maxItems": MAX_CHOICES, "items": _IDS_SCHEMA},
+            ]
+        }
+    ),
+]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """What a stream carries besides text."""
+
+    include_usage: bool | None = None
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """Fields that completions and chat share; null means the default."""
+
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    """0 and -1 keep every token."""
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    seed: Seed | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
+    logit_bias: dict[int, Annotated[float, Meta(ge=-100.0, le=100.0)]] | None = None
+    stop: Stop | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=_MAX_IDS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    """Lower runs first under the `priority` policy."""
+    user: Annotated[str, Meta(max_length=256)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    """Requests share cached prefixes only with requests of the same salt."""
+
+
+class CompletionRequest(GenerationRequest, kw_only=True):
+    """The body of /v1/completions."""
+
+    prompt: Prompt
+    echo: bool | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_special_tokens: bool | None = None
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    """A piece of a message; only text is understood."""
+
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct, kw_only=True):
+    """One turn of a conversation."""
+
+    role: Annotated[str, Meta(extra_json_schema={"enum": ["system", "developer", "user", "assistant"]})]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[Any] | None = None
+    function_call: dict[str, Any] | None = None
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
+    """The body of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)]
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """The body of /tokenize: a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)] | None = None
+    add_special_tokens: bool | None = None
+    """For `prompt`: add what the model wants around a text, such as BOS; true if left out."""
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """The body of /detokenize."""
+
+    tokens: list[TokenId]
+    model: str | None = None
+    skip_special_tokens: bool | None = None
+    """False if left out: the text of every id, control tokens included."""
+
+
+class AbortRequest(msgspec.Struct, kw_only=True):
+    """The body of /v1/abort_requests: one of the two."""
+
+    req_ids: Annotated[list[str], Meta(max_length=10_000)] | None = None
+    abort_all: bool | None = None

@@ -1,0 +1,163 @@
+"""Request fields to `SamplingParams`, with every check that needs the model's limits."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Final
+
+from fd_core.engine.messages import EngineInfo
+from fd_core.server.errors import ApiError, invalid
+from fd_core.server.request_schemas import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_STOP,
+    MAX_STOP_CHARS,
+    ChatRequest,
+    GenerationRequest,
+)
+from fd_core.types import SamplingParams
+
+__all__ = ["choice_seed", "choices_per_prompt", "sampling_params", "stop_strings"]
+
+_MASK: Final = 2**64 - 1
+_GREEDY_BELOW: Final = 1e-5
+"""Smaller temperatures would overflow float32 where logits are divided; they are taken as 0."""
+_COMPLETION_DEFAULT: Final = 16
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """Return the 64-bit seed of choice `index` of a prompt: the seed itself for the first choice.
+
+    Later ones get SplitMix64's output for that counter (Steele, Lea and Flood, 2014), so choices differ and each can
+    be had again. The index counts choices of one prompt, so a prompt's texts do not depend on the prompts beside it.
+    """
+    if index == 0:
+        return seed & _MASK
+    mixed = (seed + index * 0x9E3779B97F4A7C15) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return mixed ^ (mixed >> 31)
+
+
+def choices_per_prompt(request: GenerationRequest, prompts: int) -> int:
+    """Return n, or refuse more texts than one request may ask for."""
+    n = request.n or 1
+    if n * prompts > MAX_CHOICES:
+        raise invalid(
+            f"{prompts} prompts times n={n} are {n * prompts} texts; one request may ask for {MAX_CHOICES}", "n"
+        )
+    return n
+
+
+def stop_strings(request: GenerationRequest) -> tuple[str, ...]:
+    """Return the stop strings, checked in number and length."""
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if len(stop) > MAX_STOP:
+        raise invalid(f"stop has {len(stop)} strings; at most {MAX_STOP} are allowed", "stop")
+    for text in stop:
+        if not 1 <= len(text) <= MAX_STOP_CHARS:
+            raise invalid(f"a stop string has {len(text)} characters; allowed are 1 to {MAX_STOP_CHARS}", "stop")
+    return tuple(stop)
+
+
+def sampling_params(
+    request: GenerationRequest, info: EngineInfo, prompts: list[tuple[int, ...]], logprobs: int | None
+) -> list[SamplingParams]:
+    """Return what each prompt is sampled with; the seed is that of its first choice.
+
+    Raises `ApiError` (400) where a value does not fit the model's context or vocabulary.
+    """
+    max_tokens, field = _asked_tokens(request)
+    stop_ids = tuple(request.stop_token_ids or ())
+    _require_in_vocabulary(max(stop_ids, default=0), "stop_token_ids", info)
+    bias = _logit_bias(request, info)
+    temperature = 1.0 if request.temperature is None else request.temperature
+    seed = secrets.randbits(63) if request.seed is None else _seed(request.seed)
+    params = []
+    for prompt in prompts:
+        allowed = _allowed_tokens(request, max_tokens, field, len(prompt), info)
+        if (request.min_tokens or 0) > allowed:
+            raise invalid(f"min_tokens is {request.min_tokens}, but at most {allowed} are generated", "min_tokens")
+        params.append(
+            SamplingParams(
+                max_tokens=allowed,
+                min_tokens=request.min_tokens or 0,
+                temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
+                top_p=1.0 if request.top_p is None else request.top_p,
+                top_k=min(max(request.top_k or 0, 0), info.vocab_size),
+                min_p=request.min_p or 0.0,
+                seed=seed,
+                presence_penalty=request.presence_penalty or 0.0,
+                frequency_penalty=request.frequency_penalty or 0.0,
+                repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+                logit_bias=bias,
+                logprobs=logprobs,
+                stop_token_ids=stop_ids,
+                ignore_eos=bool(request.ignore_eos),
+            )
+        )
+    return params
+
+
+def _asked_tokens(request: GenerationRequest) -> tuple[int | None, str]:
+    """Return how many tokens are asked for, and by which field."""
+    if not isinstance(request, ChatRequest):
+        return request.max_tokens or _COMPLETION_DEFAULT, "max_tokens"
+    newer, older = request.max_completion_tokens, request.max_tokens
+    if newer is not None and older is not None and newer != older:
+        raise invalid(
+            f"max_completion_tokens is {newer} and max_tokens {older}; give one of them", "max_completion_tokens"
+        )
+    return (newer, "max_completion_tokens") if newer is not None else (older, "max_tokens")
+
+
+def _allowed_tokens(request: GenerationRequest, asked: int | None, field: str, prompt: int, info: EngineInfo) -> int:
+    """Return the most tokens to generate, or refuse what the context cannot hold."""
+    source = "messages" if isinstance(request, ChatRequest) else "prompt"
+    room = info.max_model_len - prompt
+    if room < 1:
+        raise _too_long(
+            f"the prompt has {prompt} tokens, but the context holds {info.max_model_len}, "
+            "of which one at least is for the output; shorten the prompt",
+            source,
+        )
+    if asked is None:
+        return room
+    if asked > room and request.max_tokens is None and field == "max_tokens":
+        return room  # the default is no wish that could be refused
+    if asked > room:
+        raise _too_long(
+            f"the prompt has {prompt} tokens and {field} asks for {asked} more, but the context holds "
+            f"{info.max_model_len}; at most {room} can be generated",
+            field,
+        )
+    return asked
+
+
+def _too_long(message: str, param: str) -> ApiError:
+    return invalid(message, param, "context_length_exceeded")
+
+
+def _seed(seed: int) -> int:
+    if not -(2**63) <= seed <= _MASK:
+        raise invalid("seed must fit in 64 bits: -2^63 to 2^64-1", "seed")
+    return seed & _MASK
+
+
+def _logit_bias(request: GenerationRequest, info: EngineInfo) -> dict[int, float] | None:
+    bias = request.logit_bias
+    if not bias:
+        return None
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise invalid(f"logit_bias has {len(bias)} entries; at most {MAX_LOGIT_BIAS} are allowed", "logit_bias")
+    if min(bias) < 0:
+        raise invalid(f"logit_bias names the token id {min(bias)}; ids are not negative", "logit_bias")
+    _require_in_vocabulary(max(bias), "logit_bias", info)
+    return {token_id: value for token_id, value in bias.items() if value} or None
+
+
+def _require_in_vocabulary(largest: int, field: str, info: EngineInfo) -> None:
+    if largest >= info.vocab_size:
+        raise invalid(
+            f"{field} names the token id {largest}, but the vocabulary has {info.vocab_size} ids, from 0 on", field
+        )

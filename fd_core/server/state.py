@@ -1,0 +1,120 @@
+"""What the handlers of one server share, and who may still enter."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from fastapi import Request
+
+from fd_core.config import ServerConfig
+from fd_core.engine.client import EngineClient
+from fd_core.server.errors import ApiError, unavailable
+from fd_core.server.metrics import ServerMetrics
+from fd_core.text.chat_template import ChatTemplate
+from fd_core.text.tokenizer import Tokenizer
+
+__all__ = ["ActiveRequests", "ServerState", "state_of"]
+
+_PREFIXES = ("chatcmpl-", "cmpl-")
+
+
+class ActiveRequests:
+    """Which engine requests belong to which HTTP request.
+
+    A client may use one request id for several requests at the same time (a trace id); engine ids are unique.
+    """
+
+    def __init__(self) -> None:
+        self._engine_ids: dict[str, dict[str, None]] = {}
+        self._serial = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._engine_ids)
+
+    def enter(self, request_id: str, count: int) -> list[str]:
+        """Reserve `count` engine ids for a request."""
+        serial = next(self._serial)
+        ids = [f"{request_id}.{serial:x}.{index}" for index in range(count)]
+        self._engine_ids.setdefault(request_id, {}).update(dict.fromkeys(ids))
+        return ids
+
+    def leave(self, request_id: str, engine_ids: list[str]) -> None:
+        """Forget engine ids of a request that has ended."""
+        left = self._engine_ids[request_id]
+        for engine_id in engine_ids:
+            del left[engine_id]
+        if not left:
+            del self._engine_ids[request_id]
+
+    def engine_ids(self, given: str) -> list[str]:
+        """Return the engine ids behind a request id or the `id` of an answer; empty if none is active."""
+        for name in (given, *(given.removeprefix(prefix) for prefix in _PREFIXES)):
+            if name in self._engine_ids:
+                return list(self._engine_ids[name])
+        return []
+
+    @staticmethod
+    def request_id(engine_id: str) -> str:
+        """Return the request id that an engine id was made from."""
+        return engine_id.rsplit(".", 2)[0]
+
+
+@dataclass
+class ServerState:
+    """One engine behind one HTTP server."""
+
+    config: ServerConfig
+    client: EngineClient
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    metrics: ServerMetrics
+    active: ActiveRequests = field(default_factory=ActiveRequests)
+    created: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+    text_worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "fdcore-text"))
+    """Takes long texts off the event loop, one at a time, so that they do not crowd out the engine."""
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Names under which the model answers, the main one first."""
+        return self.config.served_model_names or (self.client.info.model,)
+
+    def model_name(self, asked: str | None) -> str:
+        """Return the name to answer under; `ApiError` (404) for a model that is not served."""
+        names = self.model_names
+        if not asked:
+            return names[0]
+        if asked not in names:
+            raise ApiError(
+                404,
+                f"the model {asked[:128]!r} does not exist; served here: {', '.join(names)}",
+                param="model",
+                code="model_not_found",
+            )
+        return asked
+
+    def not_ready(self) -> str | None:
+        """Say why requests are refused, or return None if they are served."""
+        if self.draining:
+            return "the server is shutting down"
+        if not self.client.alive:
+            return "the engine is not running"
+        return None
+
+    def admit(self, count: int) -> None:
+        """Raise `ApiError` (503) if `count` more generations cannot be taken."""
+        reason = self.not_ready()
+        if reason is not None:
+            raise unavailable(reason, "draining" if self.draining else "engine_dead", retry_after=5)
+        queue = self.config.max_queued_requests
+        if self.client.active_requests + count > self.client.info.max_num_seqs + queue:
+            raise unavailable(f"the queue is full: {queue} requests wait already", "queue_full", retry_after=1)
+
+
+def state_of(request: Request) -> ServerState:
+    """Return the state that the application was assembled with."""
+    state: ServerState = request.app.state.fd
+    return state

@@ -1,0 +1,117 @@
+"""The answer to a generation request, streamed or whole, as one ASGI response that owns the work behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from fd_core.server.answers import AnswerFormat, Collected
+from fd_core.server.disconnect import UntilDisconnect
+from fd_core.server.errors import to_api_error
+from fd_core.server.generation import Choice, Generation, Job
+from fd_core.server.state import ServerState
+
+__all__ = ["GenerationResponse"]
+
+_STREAM_HEADERS: Final = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+_DONE: Final = b"data: [DONE]\n\n"
+
+
+class GenerationResponse(Response):
+    """Generates and answers. The engine's work begins and ends within `__call__`, so nothing can be left behind.
+
+    The status goes out with the first token: whatever fails before is answered with a proper HTTP status and may be
+    tried again elsewhere. Later failures become an `error` event, and no `[DONE]` follows.
+    """
+
+    def __init__(
+        self, state: ServerState, job: Job, answers: AnswerFormat, stream: bool, headers: Mapping[str, str]
+    ) -> None:
+        super().__init__(headers=headers)
+        self._state = state
+        self._job = job
+        self._answers = answers
+        self._stream = stream
+        self._extra = dict(headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Generate, and send the answer unless the client left."""
+        if self._stream:
+            await self._send_stream(receive, send)
+            return
+        collected: list[Collected] = []
+
+        async def collect(choice: Choice) -> None:
+            pieces = Collected(choice)
+            collected.append(pieces)
+            while (piece := await choice.next()) is not None:
+                pieces.add(piece)
+
+        async with UntilDisconnect(receive) as client, Generation(self._state, self._job) as generation:
+            await generation.each(collect)
+        if client.gone:
+            return
+        collected.sort(key=lambda each: each.choice.index)
+        body = msgspec.json.encode(self._answers.whole(collected, generation.usage()))
+        await Response(body, headers=self._extra, media_type="application/json")(scope, receive, send)
+
+    async def _send_stream(self, receive: Receive, send: Send) -> None:
+        answers = self._answers
+        events = _Events(send, self._extra)
+
+        async def follow(choice: Choice) -> None:
+            piece = await choice.next()
+            if piece is not None:
+                await events.write(answers.first(choice) + answers.event(choice, piece))
+            while (piece := await choice.next()) is not None:
+                await events.write(answers.event(choice, piece))
+
+        try:
+            async with UntilDisconnect(receive) as client, Generation(self._state, self._job) as generation:
+                await generation.each(follow)
+        except Exception as error:  # the stream's outer edge: whatever happened, the client is told
+            if not events.started:
+                raise
+            await events.close(b"event: error\ndata: " + to_api_error(error).body() + b"\n\n")
+            return
+        if client.gone:
+            return
+        usage = answers.usage_event(generation.usage()) if answers.shown.usage_in_stream else b""
+        await events.close(usage + _DONE)
+
+
+class _Events:
+    """Sends server-sent events; the head of the answer goes with the first."""
+
+    def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
+        self._send = send
+        self._headers = {**_STREAM_HEADERS, **headers}
+        self._one_at_a_time = asyncio.Lock()
+        self.started = False
+
+    async def write(self, data: bytes) -> None:
+        """Send whole events; waits while the client reads too slowly."""
+        async with self._one_at_a_time:
+            await self._start()
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def close(self, data: bytes) -> None:
+        """Send the last events and end the answer."""
+        async with self._one_at_a_time:
+            await self._start()
+            await self._send({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def _start(self) -> None:
+        if not self.started:
+            self.started = True
+            headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in self._headers.items()]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
