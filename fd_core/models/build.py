@@ -62,12 +62,10 @@ def build_decoder(
     reader = _Reader(spec, checkpoint, ops, max_positions, progress)
     embedding = reader.read(spec.embedding.name)
     table = ops.prepare_embedding(embedding)
-    head = ops.tied_head(table, embedding) if spec.head is None else None
+    head = reader.head(table, embedding)
     del embedding
     layers = tuple(reader.layer(layer.attention, layer.feed_forward) for layer in spec.layers)
     final_norm = reader.norm(spec.final_norm)
-    if spec.head is not None:
-        head = reader.linear(spec.head)
     return Decoder(table, spec.embedding_scale, layers, final_norm, head, spec.activation, spec.softcap)
 
 
@@ -94,6 +92,14 @@ class _Reader:
             whole = self._checkpoint.total_bytes
             self._progress(whole * self._done // self._total, whole)
         return tensor
+
+    def head(self, table: Array, embedding: RawTensor) -> Array:
+        """Read the output projection, which may be the embedding."""
+        head, bias = self._spec.head, self._spec.head_bias
+        if head is None and bias is None:
+            return self._ops.tied_head(table, embedding)
+        weight = embedding if head is None else self.read(head.name)
+        return self._ops.prepare_linear([weight], None if bias is None else [self.read(bias.name)])
 
     def layer(self, attention: AttentionSpec, feed_forward: MlpSpec | MoeSpec) -> Layer:
         """Read one layer."""

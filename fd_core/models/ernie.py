@@ -53,4 +53,4 @@ def ernie_moe(config: ModelConfig) -> Traits:
             ),
         )
 
-    return replace(ernie(config), moe=moe)
+    return replace(ernie(config), moe=moe, head_bias=bias)

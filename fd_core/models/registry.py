@@ -70,5 +70,4 @@ def spec_of(checkpoint: Checkpoint) -> DecoderSpec:
     if traits is None or not isinstance(name, str):
         found = "the config names no architecture" if name is None else f"architecture {str(name)[:80]!r} is not known"
         raise ModelError(f"{checkpoint.path}: {found}", field="model", hint=f"supported are {', '.join(ARCHITECTURES)}")
-    config.refuse("quantization_config", "quantized safetensors are not supported; take the original or a GGUF file")
     return decoder_spec(name, config, traits(config))

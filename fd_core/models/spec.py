@@ -146,8 +146,9 @@ class DecoderSpec:
     embedding_scale: float
     layers: tuple[LayerSpec, ...]
     final_norm: VectorSpec
-    head: LinearSpec | None
-    """None if the output projection is the embedding."""
+    head: VectorSpec | None
+    """Output projection; None if it is the embedding."""
+    head_bias: VectorSpec | None
     activation: Activation
     eps: float
     norm_offset: float
@@ -162,9 +163,9 @@ class DecoderSpec:
         for layer in self.layers:
             yield from layer.attention.tensors()
             yield from layer.feed_forward.tensors()
-        yield from self.final_norm.tensors()
-        if self.head is not None:
-            yield from self.head.tensors()
+        for part in (self.final_norm, self.head, self.head_bias):
+            if part is not None:
+                yield from part.tensors()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +183,8 @@ class Traits:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
+    """Of the output projection."""
     head_norms: bool = False
     """Queries and keys are normalized, each head by itself."""
     sandwich_norms: bool = False
@@ -224,7 +227,8 @@ def decoder_spec(architecture: str, config: ModelConfig, traits: Traits) -> Deco
         embedding_scale=traits.embedding_scale,
         layers=tuple(_layer(config, traits, layer) for layer in range(num_layers)),
         final_norm=VectorSpec("model.norm.weight", (hidden,)),
-        head=None if tied else LinearSpec(("lm_head",), (vocab,), hidden),
+        head=None if tied else VectorSpec("lm_head.weight", (vocab, hidden)),
+        head_bias=VectorSpec("lm_head.bias", (vocab,)) if traits.head_bias else None,
         activation=config.activation(traits.activation),
         eps=config.number("rms_norm_eps", 1e-6),
         norm_offset=traits.norm_offset,
@@ -244,6 +248,10 @@ def _layer(config: ModelConfig, traits: Traits, layer: int) -> LayerSpec:
     feed_forward_norm = norm("pre_feedforward_layernorm" if traits.sandwich_norms else "post_attention_layernorm")
     moe = traits.moe(layer, prefix, feed_forward_norm)
     if moe is not None:
+        if moe.top_k > len(moe.experts):
+            raise ModelError(
+                f"config.json: each token passes {moe.top_k} experts, but there are {len(moe.experts)}", field="model"
+            )
         return LayerSpec(_attention(config, traits, layer, prefix, norm), moe)
     gate_up, down = gate_up_down(f"{prefix}.mlp", hidden, config.count("intermediate_size"), traits.mlp_bias)
     post_norm = norm("post_feedforward_layernorm") if traits.sandwich_norms else None

@@ -1,0 +1,188 @@
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from fd_core.errors import ConfigError, ModelError
+from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.registry import ARCHITECTURES, load_model, spec_of
+from fd_core.ops.contract import KVShape
+from fd_core.ops.numpy_ops import NumpyOps
+from tests.models.tiny import CASES
+
+
+class CountingOps(NumpyOps):
+    """Counts what is prepared, to see that nothing is before the checks."""
+
+    prepared = 0
+
+    def prepare_vector(self, values):
+        self.prepared += 1
+        return super().prepare_vector(values)
+
+    def prepare_embedding(self, weight):
+        self.prepared += 1
+        return super().prepare_embedding(weight)
+
+
+@pytest.fixture
+def folder(tiny, tmp_path):
+    """A copy of the tiny Llama that a test may damage."""
+    for file in tiny("llama").folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_tensors(folder, change):
+    path = folder / "model.safetensors"
+    tensors = {name: np.array(values) for name, values in load_file(path).items()}
+    change(tensors)
+    save_file(tensors, path)
+
+
+def load(folder, ops=None, max_positions=64, progress=None):
+    with open_checkpoint(folder) as checkpoint:
+        return load_model(checkpoint, ops or NumpyOps(), max_positions, progress)
+
+
+def refusal(folder):
+    ops = CountingOps()
+    with pytest.raises(ModelError) as caught:
+        load(folder, ops)
+    assert ops.prepared == 0
+    return str(caught.value)
+
+
+def test_describes_what_was_loaded(tiny):
+    model = load(tiny("llama").folder)
+    assert model.architecture == "LlamaForCausalLM"
+    assert model.vocab_size == 160
+    assert model.max_positions == 64
+    assert model.eos_token_ids == (2,)
+    assert model.num_parameters == sum(parameter.numel() for parameter in tiny("llama").reference.parameters())
+    assert model.kv_shape(8) == KVShape(num_layers=3, num_kv_heads=2, head_dim=16, block_size=8)
+
+
+def test_tied_embeddings_count_once(tiny):
+    model = load(tiny("gemma3").folder)
+    assert model.num_parameters == sum(parameter.numel() for parameter in tiny("gemma3").reference.parameters())
+
+
+def test_takes_the_models_own_limit_by_default(tiny):
+    assert load(tiny("llama").folder, max_positions=None).max_positions == 256
+
+
+def test_refuses_more_positions_than_the_model_has(tiny):
+    with pytest.raises(ConfigError, match="max_model_len is 257, the model was made for 256"):
+        load(tiny("llama").folder, max_positions=257)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_progress_ends_at_the_whole(tiny, case):
+    seen = []
+    load(tiny(case).folder, progress=lambda done, total: seen.append((done, total)))
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert {total for _, total in seen} == {seen[-1][0]}
+
+
+def test_an_unknown_architecture_lists_the_known_ones(folder):
+    edit_config(folder, architectures=["MambaForCausalLM"])
+    message = refusal(folder)
+    assert "'MambaForCausalLM' is not known" in message
+    assert all(name in message for name in ARCHITECTURES)
+
+
+def test_a_missing_tensor_is_named_with_its_shape(folder):
+    edit_tensors(folder, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    assert "'model.layers.1.mlp.up_proj.weight' of shape (96, 64) is missing" in refusal(folder)
+
+
+def test_a_misshapen_tensor_is_named_with_both_shapes(folder):
+    edit_config(folder, num_key_value_heads=4)
+    message = refusal(folder)
+    assert "'model.layers.0.self_attn.k_proj.weight' has shape (32, 64), the config asks for (64, 64), and 5" in message
+
+
+def test_an_unexpected_tensor_is_named(folder):
+    edit_tensors(folder, lambda tensors: tensors.update(extra=np.zeros(3, np.float32)))
+    assert "tensor 'extra' is not expected" in refusal(folder)
+
+
+def test_tensors_that_mean_nothing_are_allowed(folder):
+    edit_config(folder, tie_word_embeddings=True)
+    inverse = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(8, np.float32)}
+    edit_tensors(folder, lambda tensors: tensors.update(inverse))
+    assert load(folder).vocab_size == 160
+
+
+def test_a_vocabulary_wider_than_the_tokenizer_is_fine(folder):
+    def pad(tensors):
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            tensors[name] = np.pad(tensors[name], ((0, 32), (0, 0)))
+
+    edit_config(folder, vocab_size=192)
+    edit_tensors(folder, pad)
+    assert load(folder).vocab_size == 192
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": "64"}, "hidden_size must be a positive integer; found '64'"),
+        ({"num_hidden_layers": None}, "num_hidden_layers must be a positive integer; it is missing"),
+        ({"num_key_value_heads": 3}, "4 query heads cannot share 3 key and value heads"),
+        ({"hidden_act": "relu2"}, "hidden_act must be one of silu"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps must be a positive number"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "linear"}},
+            "rope_parameters.factor must be a positive number; it is missing",
+        ),
+        ({"architectures": []}, "the config names no architecture"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_refused_by_field(folder, changes, message):
+    edit_config(folder, **changes)
+    assert message in refusal(folder)
+
+
+def test_more_experts_per_token_than_experts_are_refused(tiny, tmp_path):
+    for file in tiny("qwen3-moe").folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    edit_config(tmp_path, num_experts_per_tok=7)
+    assert "each token passes 7 experts, but there are 6" in refusal(tmp_path)
+
+
+OLDER_CONFIGS = {
+    "llama-llama3-rope": {"rope_theta": 10000.0, "rope_scaling": "rope_parameters"},
+    "llama-linear-rope": {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "gemma3": {
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": None,
+    },
+    "ernie-moe": {"rope_theta": 500000.0, "moe_layer_end_index": -1},
+}
+
+
+@pytest.mark.parametrize("case", OLDER_CONFIGS)
+def test_configs_of_older_transformers_mean_the_same(tiny, tmp_path, case):
+    for file in tiny(case).folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    with open_checkpoint(tmp_path) as checkpoint:
+        expected = spec_of(checkpoint)
+        parameters = dict(checkpoint.config["rope_parameters"])
+    older = OLDER_CONFIGS[case]
+    if older.get("rope_scaling") == "rope_parameters":
+        parameters.pop("rope_theta")
+        older = older | {"rope_scaling": parameters}
+    edit_config(tmp_path, rope_parameters=None, **older)
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert spec_of(checkpoint) == expected
