@@ -78,7 +78,8 @@ def main() -> int:
 
 def _end_with_parent() -> None:
     """End this process when the pipe from the client closes: nobody is left to serve."""
-    while sys.stdin.buffer.read(4096):
+    # The bare descriptor: a thread that waits inside the buffered reader makes the interpreter's shutdown fail.
+    while os.read(sys.stdin.fileno(), 4096):
         pass
     os._exit(0)
 
