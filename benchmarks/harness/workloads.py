@@ -1,0 +1,77 @@
+"""The workloads: which prompts are sent together and how many tokens each must return.
+
+Pure: a workload is a function of its name, a corpus of token ids and a seed, so every engine of a round gets the
+same prompts, and no round repeats the prompts of another (a prefix cache helps inside a round, never across rounds).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SALT_TOKENS = 4
+"""Random tokens that open each prompt, so that no two prompts share a prefix by accident."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Prompts that arrive at once; each must return exactly `max_tokens` tokens."""
+
+    name: str
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: int
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that the whole workload must return."""
+        return len(self.prompts) * self.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a workload looks like, in tokens. `shared` tokens of prefix are the same for all its requests."""
+
+    title: str
+    requests: int
+    min_input: int
+    max_input: int
+    max_tokens: int
+    shared: int = 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, prompt and output together."""
+        return self.shared + self.max_input + self.max_tokens
+
+
+SHAPES = {
+    "w1": Shape("one stream, 128 in, 128 out", 1, 128, 128, 128),
+    "w2": Shape("32 requests at once, 64 to 512 in, 128 out", 32, 64, 512, 128),
+    "w3": Shape("32 requests sharing 400 tokens of prefix, 50 own, 64 out", 32, 50, 50, 64, shared=400),
+    "smoke": Shape("2 requests, 8 to 16 in, 4 out", 2, 8, 16, 4),
+}
+
+
+def build(name: str, corpus: Sequence[int], seed: int) -> Workload:
+    """Return the workload `name` cut from `corpus` (ids of running text, read as a ring) under `seed`."""
+    if name not in SHAPES:
+        raise ValueError(f"unknown workload {name!r}; known: {', '.join(SHAPES)}")
+    if not corpus:
+        raise ValueError("the corpus holds no tokens")
+    shape = SHAPES[name]
+    rng = random.Random(f"{name}/{seed}")
+    shared = _passage(rng, corpus, shape.shared)
+    prompts = []
+    for _ in range(shape.requests):
+        length = rng.randint(shape.min_input, shape.max_input)
+        prompts.append(shared + _passage(rng, corpus, length))
+    return Workload(name, tuple(prompts), shape.max_tokens)
+
+
+def _passage(rng: random.Random, corpus: Sequence[int], length: int) -> tuple[int, ...]:
+    """Return `length` tokens: a random salt, then running text from a random place."""
+    salt = min(SALT_TOKENS, length)
+    start = rng.randrange(len(corpus))
+    running = (corpus[(start + i) % len(corpus)] for i in range(length - salt))
+    return (*(rng.choice(corpus) for _ in range(salt)), *running)

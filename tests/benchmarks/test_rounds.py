@@ -1,0 +1,86 @@
+import pytest
+from harness import rounds
+from harness.rounds import measure, order_of
+from harness.sessions import EngineFailedError
+from harness.stats import RequestResult, Run
+
+
+class FakeEngine:
+    def __init__(self, name):
+        self.name = name
+
+
+class FakeSession:
+    """Answers each workload with the right number of tokens, or as `behave` says."""
+
+    def __init__(self, name, journal, behave=None):
+        self.engine = FakeEngine(name)
+        self.closed = False
+        self._journal = journal
+        self._behave = behave or (lambda number: 0)
+
+    def run(self, workload, number):
+        self._journal.append((number, workload.name, self.engine.name))
+        tokens = (7,) * (workload.max_tokens + self._behave(number))
+        return Run(
+            self.engine.name,
+            workload.name,
+            number,
+            1.0,
+            tuple(RequestResult(tokens, 0.1, 1.0) for _ in workload.prompts),
+        )
+
+    def close(self):
+        self.closed = True
+
+
+class FakeProbe:
+    def measure(self):
+        return 1e9
+
+
+@pytest.fixture(autouse=True)
+def no_settling(monkeypatch):
+    monkeypatch.setattr(rounds, "SETTLE_SECONDS", 0)
+
+
+def go(sessions, count=2):
+    return measure(sessions, ["smoke"], count, list(range(500)), 0, FakeProbe(), lambda *_: None)
+
+
+def test_engines_alternate_and_the_warm_up_does_not_count():
+    journal = []
+    result = go([FakeSession(name, journal) for name in "abc"])
+    assert [number for number, _, _ in journal] == [0] * 3 + [1] * 3 + [2] * 3
+    assert [name for number, _, name in journal if number == 1] == ["b", "c", "a"]
+    assert {r.round for r in result.runs} == {1, 2}
+    assert len(result.runs) == 6
+    assert len(result.bandwidths) == 3
+
+
+def test_an_engine_that_returns_too_few_tokens_cannot_win_and_the_others_go_on():
+    bad, good = FakeSession("bad", [], lambda number: -number), FakeSession("good", [])
+    result = go([bad, good])
+    assert "3 tokens instead of 4" in result.failures["bad"]
+    assert bad.closed
+    assert [r.engine for r in result.runs] == ["good", "good"]
+
+
+def test_an_engine_that_breaks_is_left_out():
+    def broken(number):
+        raise EngineFailedError("it burns")
+
+    result = go([FakeSession("bad", [], broken), FakeSession("good", [])])
+    assert "it burns" in result.failures["bad"]
+    assert len(result.runs) == 2
+
+
+def test_all_engines_broken_leaves_no_runs():
+    def broken(number):
+        raise EngineFailedError("it burns")
+
+    assert go([FakeSession("bad", [], broken)]).runs == []
+
+
+def test_order_rotates():
+    assert order_of("abc", 4) == ["b", "c", "a"]
