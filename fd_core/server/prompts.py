@@ -18,6 +18,8 @@ _INLINE_CHARS: Final = 8192
 """Longer texts are encoded on a thread: the event loop feeds every stream."""
 
 _ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+_SET_HERE: Final = frozenset({"self", "messages", "tools", "add_generation_prompt"})
+"""What the server itself hands to the template."""
 
 T = TypeVar("T")
 
@@ -64,6 +66,9 @@ async def chat_prompt(
         raise invalid(
             "this model has no chat template; use /v1/completions, or start the server with --chat-template", "messages"
         )
+    taken = sorted(_SET_HERE & template_kwargs.keys())
+    if taken:
+        raise invalid(f"chat_template_kwargs may not set {', '.join(taken)}", "chat_template_kwargs")
     turns = [_turn(index, message) for index, message in enumerate(messages)]
 
     def render() -> list[int]:

@@ -111,7 +111,9 @@ class ServerState:
             raise unavailable(reason, "draining" if self.draining else "engine_dead", retry_after=5)
         queue = self.config.max_queued_requests
         if self.client.active_requests + count > self.client.info.max_num_seqs + queue:
-            raise unavailable(f"the queue is full: {queue} requests wait already", "queue_full", retry_after=1)
+            raise unavailable(
+                f"the queue holds {queue} requests and has no room for {count} more", "queue_full", retry_after=1
+            )
 
 
 def state_of(request: Request) -> ServerState:

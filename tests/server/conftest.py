@@ -1,0 +1,33 @@
+"""One server for all tests of a module that do not change how it is set up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.server.fakes import FakeClient, LiveServer, live
+
+
+@pytest.fixture(scope="module")
+def shared_server() -> Iterator[LiveServer]:
+    with live() as running:
+        yield running
+
+
+@pytest.fixture
+def server(shared_server: LiveServer) -> Iterator[LiveServer]:
+    """A server whose engine says "Hello, world!"; whatever a test sets on the engine is put back."""
+    fresh = shared_server.call(FakeClient)
+    client = shared_server.client
+    names = ("reply", "step_seconds", "per_step", "held", "fail_after", "cached_tokens")
+
+    def reset() -> None:
+        for name in names:
+            setattr(client, name, getattr(fresh, name))
+        client.specs.clear()
+        client.aborts.clear()
+
+    shared_server.call(reset)
+    yield shared_server
+    shared_server.call(reset)

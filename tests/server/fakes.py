@@ -1,0 +1,274 @@
+"""An engine in memory that says what a test tells it to, a byte tokenizer, and a live server around them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import http.client
+import json
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from fd_core.config import ServerConfig
+from fd_core.engine.client import EngineClient
+from fd_core.engine.messages import Abort, ClientMessage, Delta, EngineInfo, EngineStats, StepEvents, Submit
+from fd_core.engine.streams import StreamingClient
+from fd_core.server.serve import bind_socket, serve_http
+from fd_core.text.chat_template import ChatTemplate
+from fd_core.text.token_bytes import Decoding
+from fd_core.text.tokenizer import Tokenizer
+from fd_core.types import FinishReason, RequestSpec, TokenLogprobs
+from tests.text.small_tokenizers import byte_characters
+
+EOS = 256
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ speaker or 'assistant' }}: {% endif %}"
+)
+
+T = TypeVar("T")
+
+
+@functools.cache
+def byte_tokenizer() -> Tokenizer:
+    """Token i is byte i; 256 is the control token that ends a text. The vocabulary of the null backend."""
+    vocabulary = {character: index for index, character in enumerate(byte_characters())}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False)])
+    assert backend.token_to_id("<|end|>") == EOS
+    return Tokenizer(backend=backend, decoding=Decoding("byte_level"), digest="bytes", eos_id=EOS)
+
+
+def chat_template() -> ChatTemplate:
+    return ChatTemplate(TEMPLATE)
+
+
+def engine_info(**changes: Any) -> EngineInfo:
+    values: dict[str, Any] = {
+        "model": "fake",
+        "architecture": "none",
+        "num_parameters": 0,
+        "backend": "fake",
+        "backend_reason": "a test",
+        "device": "none",
+        "dtype": "none",
+        "vocab_size": 257,
+        "eos_token_ids": (EOS,),
+        "max_model_len": 400,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "block_size": 16,
+        "num_kv_blocks": 40,
+        "kv_cache_bytes": 0,
+        "pipeline_depth": 1,
+    }
+    return EngineInfo(**(values | changes))
+
+
+class FakeClient(StreamingClient):
+    """Answers every request with the bytes of `reply`, then EOS, `per_step` tokens a step."""
+
+    def __init__(self, reply: str | bytes = "Hello, world!", *, step_seconds: float = 0.0, **info: Any) -> None:
+        super().__init__()
+        self.reply: Callable[[RequestSpec], bytes] = lambda _: reply.encode() if isinstance(reply, str) else reply
+        self.step_seconds = step_seconds
+        self.per_step = 1
+        self.held = False
+        """While true, nothing is generated."""
+        self.fail_after: int | None = None
+        """Tokens after which a request fails with an error."""
+        self.cached_tokens = 0
+        self.specs: list[RequestSpec] = []
+        self.aborts: list[str] = []
+        self.live: dict[str, tuple[RequestSpec, int]] = {}
+        self._ticker: asyncio.Task[None] | None = None
+        self._came_up(engine_info(**info))
+
+    def die(self) -> None:
+        self.live.clear()
+        self._went_down("the engine's process ended")
+
+    async def close(self, drain_seconds: float = 0.0) -> None:
+        if self._ticker is not None:
+            self._ticker.cancel()
+        self._went_down("the engine was closed")
+
+    def _send(self, message: ClientMessage) -> None:
+        match message:
+            case Submit(spec):
+                self.specs.append(spec)
+                self.live[spec.request_id] = (spec, 0)
+                if self._ticker is None or self._ticker.done():
+                    self._ticker = asyncio.get_running_loop().create_task(self._tick())
+            case Abort(request_ids):
+                self.aborts += request_ids
+                asyncio.get_running_loop().call_soon(self._abort, request_ids)
+
+    def _abort(self, request_ids: tuple[str, ...]) -> None:
+        ended = [each for each in request_ids if self.live.pop(each, None) is not None]
+        self._dispatch(StepEvents([Delta(each, (), FinishReason.ABORT) for each in ended], self._statistics()))
+
+    async def _tick(self) -> None:
+        while self.live:
+            await asyncio.sleep(0.001 if self.held else self.step_seconds)
+            if not self.held:
+                deltas = [self._step(*entry) for entry in list(self.live.values())]
+                self._dispatch(StepEvents(deltas, self._statistics()))
+
+    def _step(self, spec: RequestSpec, done: int) -> Delta:
+        params = spec.params
+        script = [*self.reply(spec), EOS][: params.max_tokens]
+        ids = tuple(script[done : done + self.per_step])
+        reason = None
+        for index, token in enumerate(ids):
+            if token in params.stop_token_ids or (token in spec.eos_token_ids and not params.ignore_eos):
+                ids, reason = ids[: index + 1], FinishReason.STOP
+                break
+        if reason is None and done + len(ids) >= len(script):
+            reason = FinishReason.LENGTH
+        error = None
+        if self.fail_after is not None and done + len(ids) > self.fail_after:
+            ids, reason, error = (), FinishReason.ERROR, "a row failed"
+        if reason is None:
+            self.live[spec.request_id] = (spec, done + len(ids))
+        else:
+            del self.live[spec.request_id]
+        scores = None
+        if params.logprobs is not None:
+            count = params.logprobs
+            scores = tuple(
+                TokenLogprobs(-0.5, tuple(range(65, 65 + count)), (float("-inf"),) * count) for _ in range(len(ids))
+            )
+        return Delta(spec.request_id, ids, reason, scores, self.cached_tokens if done == 0 else None, error)
+
+    def _statistics(self) -> EngineStats:
+        return EngineStats(running=len(self.live), kv_blocks_total=40, kv_blocks_used=len(self.live), preemptions=3)
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        assert set(self.json) == {"error"}
+        error = self.json["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return error
+
+    @property
+    def events(self) -> list[Any]:
+        """The data of all events of a stream; `[DONE]` stays text."""
+        data = [line[6:] for line in self.body.decode().split("\n") if line.startswith("data: ")]
+        return [each if each == "[DONE]" else json.loads(each) for each in data]
+
+
+class LiveServer:
+    """A server on a free port of the loopback, in a thread with its own loop."""
+
+    def __init__(self, client: Callable[[], Coroutine[Any, Any, EngineClient]], config: ServerConfig) -> None:
+        self._make_client = client
+        self._config = config
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self.error: BaseException | None = None
+
+    async def _run(self) -> None:
+        try:
+            self._loop = asyncio.get_running_loop()
+            self._stop = asyncio.Event()
+            self.client: Any = await self._make_client()
+            sock = bind_socket(self._config.host, 0)
+            self.port: int = sock.getsockname()[1]
+            try:
+                await serve_http(
+                    self._config,
+                    self.client,
+                    byte_tokenizer(),
+                    chat_template(),
+                    sock=sock,
+                    on_ready=lambda _: self._ready.set(),
+                    stop=self._stop,
+                )
+            finally:
+                await self.client.close()
+        except BaseException as error:
+            self.error = error
+            self._ready.set()
+            raise
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        self._thread.start()
+        assert self._ready.wait(30)
+        if self.error is not None:
+            raise self.error
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+
+    def join(self) -> None:
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Run `work` on the server's loop."""
+
+        async def run() -> T:
+            return work()
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(10)
+
+    def request(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
+        """Send a request and read the whole answer. Keywords are headers, `_` for `-`."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        if data is not None:
+            named.setdefault("content-type", "application/json")
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        try:
+            connection.request(method, path, data, named)
+            answer = connection.getresponse()
+            return Answer(answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read())
+        finally:
+            connection.close()
+
+    def post(self, path: str, body: Any, **headers: str) -> Answer:
+        return self.request("POST", path, body, **headers)
+
+    def get(self, path: str, **headers: str) -> Answer:
+        return self.request("GET", path, None, **headers)
+
+
+@contextmanager
+def live(
+    make: Callable[[], EngineClient] | Callable[[], Coroutine[Any, Any, EngineClient]] = FakeClient, **settings: Any
+) -> Iterator[LiveServer]:
+    """Run a server over what `make` returns, or awaits, until the block ends."""
+
+    async def client() -> EngineClient:
+        made = make()
+        return made if isinstance(made, EngineClient) else await made
+
+    server = LiveServer(client, ServerConfig(**({"drain_seconds": 2.0} | settings)))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        server.join()

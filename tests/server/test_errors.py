@@ -1,0 +1,246 @@
+"""Every wrong request gets an answer in OpenAI's shape that names field and limit."""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import threading
+from typing import Any
+
+import pytest
+
+from fd_core.server.errors import to_api_error
+from tests.server.fakes import FakeClient, LiveServer, live
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "said"),
+    [
+        (TEXT, {}, "prompt", "required"),
+        (TEXT, {"prompt": ""}, "prompt", "empty"),
+        (TEXT, {"prompt": []}, "prompt", "empty"),
+        (TEXT, {"prompt": [[]]}, "prompt", "empty"),
+        (TEXT, {"prompt": ["a", ""]}, "prompt", "empty"),
+        (TEXT, {"prompt": ["a", 1]}, "prompt", "mixes"),
+        (TEXT, {"prompt": 5}, "prompt", "expected"),
+        (TEXT, {"prompt": [-1]}, "prompt", "-1"),
+        (TEXT, {"prompt": [257]}, "prompt", "257 ids"),
+        (TEXT, {"prompt": [[1], [2**40]]}, "prompt[1][0]", "<="),
+        (TEXT, {"prompt": [2**70]}, "prompt", "257 ids"),
+        (TEXT, {"prompt": ["a"] * 129}, "prompt", "128"),
+        (TEXT, {"prompt": ["a", "b"], "n": 65}, "n", "130"),
+        (TEXT, {"prompt": "a" * 400}, "prompt", "400 tokens"),
+        (TEXT, {"prompt": "a" * 100, "max_tokens": 301}, "max_tokens", "at most 300"),
+        (TEXT, {"prompt": "a", "max_tokens": 0}, "max_tokens", ">= 1"),
+        (TEXT, {"prompt": "a", "max_tokens": 4, "min_tokens": 5}, "min_tokens", "at most 4"),
+        (TEXT, {"prompt": "a", "n": 0}, "n", ">= 1"),
+        (TEXT, {"prompt": "a", "n": 129}, "n", "<= 128"),
+        (TEXT, {"prompt": "a", "n": 1.5}, "n", "int"),
+        (TEXT, {"prompt": "a", "n": "1"}, "n", "int"),
+        (TEXT, {"prompt": "a", "temperature": 2.1}, "temperature", "<= 2.0"),
+        (TEXT, {"prompt": "a", "temperature": -0.1}, "temperature", ">= 0.0"),
+        (TEXT, {"prompt": "a", "top_p": 0}, "top_p", "> 0.0"),
+        (TEXT, {"prompt": "a", "min_p": 1.1}, "min_p", "<= 1.0"),
+        (TEXT, {"prompt": "a", "presence_penalty": 3}, "presence_penalty", "<= 2.0"),
+        (TEXT, {"prompt": "a", "frequency_penalty": -3}, "frequency_penalty", ">= -2.0"),
+        (TEXT, {"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "> 0.0"),
+        (TEXT, {"prompt": "a", "seed": 2**64}, "seed", "64 bits"),
+        (TEXT, {"prompt": "a", "logit_bias": {"257": 1}}, "logit_bias", "257 ids"),
+        (TEXT, {"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias", "-1"),
+        (TEXT, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "key"),
+        (TEXT, {"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias[...]", "<= 100.0"),
+        (TEXT, {"prompt": "a", "stop": ""}, "stop", "0 characters"),
+        (TEXT, {"prompt": "a", "stop": ["a"] * 17}, "stop", "at most 16"),
+        (TEXT, {"prompt": "a", "stop": ["a" * 257]}, "stop[0]", "256"),
+        (TEXT, {"prompt": "a", "stop_token_ids": [257]}, "stop_token_ids", "257"),
+        (TEXT, {"prompt": "a", "logprobs": 21}, "logprobs", "<= 20"),
+        (TEXT, {"prompt": "a", "logprobs": True}, "logprobs", "int"),
+        (TEXT, {"prompt": "a", "logprobs": 1, "echo": True}, "logprobs", "echo"),
+        (TEXT, {"prompt": "a", "best_of": 3}, "best_of", "n is 1"),
+        (TEXT, {"prompt": "a", "suffix": "b"}, "suffix", "suffix"),
+        (TEXT, {"prompt": "a", "cache_salt": ""}, "cache_salt", "length >= 1"),
+        (TEXT, {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "stream"),
+        (CHAT, {"messages": []}, "messages", "length >= 1"),
+        (CHAT, {"messages": "hi"}, "messages", "array"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", "required"),
+        (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role", "required"),
+        (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "served are"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0].type",
+            "text",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]},
+            "messages[0].tool_calls",
+            "not served",
+        ),
+        (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "tools", "not served"),
+        (CHAT, {"messages": HI, "tool_choice": "required"}, "tool_choice", "not served"),
+        (CHAT, {"messages": HI, "response_format": {"type": "json_object"}}, "response_format", "'text'"),
+        (CHAT, {"messages": HI, "guided_json": {}}, "guided_json", "constrained"),
+        (CHAT, {"messages": HI, "audio": {"voice": "x"}}, "audio", "text"),
+        (CHAT, {"messages": HI, "modalities": ["text", "audio"]}, "modalities", "text"),
+        (CHAT, {"messages": HI, "functions": [{}]}, "functions", "not served"),
+        (CHAT, {"messages": HI, "store": True}, "store", "not stored"),
+        (CHAT, {"messages": HI, "logprobs": 3}, "logprobs", "bool"),
+        (CHAT, {"messages": HI, "top_logprobs": 3}, "top_logprobs", "needs logprobs"),
+        (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "<= 20"),
+        (CHAT, {"messages": HI, "max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "one of them"),
+        (CHAT, {"messages": HI, "max_completion_tokens": 400}, "max_completion_tokens", "at most 380"),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 400}]}, "messages", "context holds 400"),
+        (CHAT, {"messages": HI, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
+        ("/tokenize", {}, "prompt", "either"),
+        ("/tokenize", {"prompt": "a", "messages": HI}, "prompt", "either"),
+        ("/detokenize", {"tokens": [257]}, "tokens", "257"),
+        ("/detokenize", {"tokens": [-9]}, "tokens[0]", ">= 0"),
+        ("/v1/abort_requests", {}, "req_ids", "abort_all"),
+        ("/v1/abort_requests", {"abort_all": False}, "req_ids", "abort_all"),
+        ("/v1/abort_requests", {"abort_all": True, "req_ids": ["a"]}, "req_ids", "either"),
+        ("/v1/abort_requests", {"abort_all": 1}, "abort_all", "bool"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(server: LiveServer, path: str, body: Any, param: str, said: str) -> None:
+    answer = server.post(path, body)
+    error = answer.error
+    assert (answer.status, error["type"], error["param"]) == (400, "invalid_request_error", param)
+    assert said in error["message"]
+    assert not server.client.specs
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b'{"prompt":"a"} x']
+    + [b'{"prompt": "a", "temperature": %s}' % number for number in (b"1e999", b"Infinity", b"-NaN")]
+    + [b'{"prompt": "a", "metadata": ' + b"[" * 100_000],
+)
+def test_malformed_bodies_are_refused(server: LiveServer, body: bytes) -> None:
+    answer = server.post("/v1/completions", body)
+    assert answer.status == 400
+    assert answer.error["message"]
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "multipart/form-data"])
+def test_other_content_types_are_refused(server: LiveServer, kind: str) -> None:
+    answer = server.post("/v1/completions", b'{"prompt": "a"}', content_type=kind)
+    assert (answer.status, answer.error["code"]) == (415, "unsupported_media_type")
+
+
+def test_charset_and_json_suffix_are_taken(server: LiveServer) -> None:
+    for kind in ("application/json; charset=utf-8", "application/vnd.api+json"):
+        assert server.post("/v1/completions", b'{"prompt": "a"}', content_type=kind).status == 200
+
+
+def test_unknown_paths_methods_and_models(server: LiveServer) -> None:
+    assert (server.get("/v1/nothing").status, server.get("/v1/nothing").error["param"]) == (404, None)
+    answer = server.get("/v1/completions")
+    assert (answer.status, answer.headers["allow"]) == (405, "POST")
+    assert answer.error["type"] == "invalid_request_error"
+    for missing in (
+        server.post("/v1/completions", {"prompt": "a", "model": "gpt"}),
+        server.post("/v1/chat/completions", {"messages": HI, "model": "gpt"}),
+        server.get("/v1/models/gpt"),
+    ):
+        assert (missing.status, missing.error["code"], missing.error["param"]) == (404, "model_not_found", "model")
+
+
+def test_a_body_beyond_the_limit_is_refused_before_it_is_read() -> None:
+    with live(max_body_bytes=1000) as server:
+        announced = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+        announced.putrequest("POST", "/v1/completions")
+        announced.putheader("content-type", "application/json")
+        announced.putheader("content-length", str(10**12))
+        announced.endheaders()
+        answer = announced.getresponse()
+        assert answer.status == 413
+        assert b"1,000 bytes" in answer.read()
+        announced.close()
+        chunked = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+        parts = (b"x" * 400 for _ in range(4))
+        chunked.request("POST", "/v1/completions", parts, {"content-type": "application/json"}, encode_chunked=True)
+        assert chunked.getresponse().status == 413
+        chunked.close()
+        assert server.post("/v1/completions", {"prompt": "a"}).status == 200
+
+
+def test_a_full_queue_is_refused_with_the_time_to_try_again() -> None:
+    with live(lambda: FakeClient(max_num_seqs=1), max_queued_requests=1) as server:
+        answer = server.post("/v1/completions", {"prompt": "a", "n": 3})
+        assert (answer.status, answer.error["code"]) == (503, "queue_full")
+        assert int(answer.headers["retry-after"]) >= 1
+        assert not server.client.specs
+        assert server.post("/v1/completions", {"prompt": "a", "n": 2}).status == 200
+
+
+def test_a_dead_engine_is_503_everywhere_it_matters() -> None:
+    with live() as server:
+        server.call(server.client.die)
+        for path, body in ((TEXT, {"prompt": "a"}), (CHAT, {"messages": HI}), (CHAT, {"messages": HI, "stream": True})):
+            answer = server.post(path, body)
+            assert (answer.status, answer.error["code"]) == (503, "engine_dead")
+        assert server.post("/v1/abort_requests", {"abort_all": True}).status == 503
+        assert server.get("/health").status == server.get("/ready").status == 503
+        assert server.get("/metrics").status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failure_before_the_first_token_has_a_status(server: LiveServer, stream: bool) -> None:
+    server.client.fail_after = 0
+    answer = server.post(TEXT, {"prompt": "a", "stream": stream})
+    assert (answer.status, answer.error["type"]) == (500, "server_error")
+    assert "a row failed" in answer.error["message"]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_failure_within_a_stream_is_an_error_event_and_not_done(server: LiveServer, n: int) -> None:
+    server.client.fail_after = 3
+    answer = server.post(TEXT, {"prompt": "a", "stream": True, "n": n})
+    assert answer.status == 200
+    assert set(answer.events[-1]) == {"error"}
+    assert b"event: error\n" in answer.body and b"[DONE]" not in answer.body
+    assert server.call(lambda: server.client.active_requests) == 0
+
+
+def test_an_engine_that_dies_within_a_stream_is_an_error_event() -> None:
+    with live() as server:
+        server.client.step_seconds = 0.02
+        timer = threading.Timer(0.1, lambda: server.call(server.client.die))
+        timer.start()
+        answer = server.post(CHAT, {"messages": HI, "stream": True})
+        timer.join()
+        assert answer.events[-1]["error"]["code"] == "engine_dead"
+        assert b"[DONE]" not in answer.body
+
+
+def test_what_nobody_expected_says_nothing_to_the_client_and_no_prompt_to_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.ERROR):
+        prompt = "a secret"
+        try:
+            raise KeyError(prompt)
+        except KeyError as error:
+            answer = to_api_error(error)
+    assert (answer.status, answer.kind) == (500, "server_error")
+    assert "secret" not in answer.message
+    assert "secret" not in caplog.text
+    assert "KeyError" in caplog.text and "test_errors.py" in caplog.text
+
+
+def test_an_unexpected_exception_is_a_500_in_the_same_shape(server: LiveServer) -> None:
+    def broken(_: object) -> bytes:
+        raise AssertionError("not reached")
+
+    original = server.client.submit
+    server.client.submit = broken
+    try:
+        answer = server.post(TEXT, {"prompt": "a"})
+    finally:
+        server.client.submit = original
+    assert (answer.status, answer.error["type"]) == (500, "server_error")
+    assert "x-request-id" in answer.headers
