@@ -212,4 +212,6 @@ class _Cursor:
         if not 1 <= dimensions <= _MAX_DIMS:
             raise _bad(self.file.path, f"{what} has {dimensions} dimensions; 1 to {_MAX_DIMS} are possible")
         dims = struct.unpack(f"<{dimensions}Q", self.take(8 * dimensions, what))
+        if 0 in dims:
+            raise _bad(self.file.path, f"{what} is empty")
         return _TensorInfo(name, dims, self.u32(what), self.u64(what))

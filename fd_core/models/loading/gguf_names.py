@@ -75,8 +75,12 @@ def views_of(gguf: GgufFile, config: Mapping[str, Any]) -> dict[str, View]:
     """Return the view of every tensor by its Hugging Face name; `ModelError` for a name that is not known."""
     views: dict[str, View] = {}
     for tensor in gguf.tensors.values():
-        if tensor.name not in _NOT_WEIGHTS:
-            views.update(_views(gguf, tensor, config))
+        if tensor.name in _NOT_WEIGHTS:
+            continue
+        for name, view in _views(gguf, tensor, config).items():
+            if name in views:
+                raise ModelError(f"{gguf.file.path}: two tensors stand for {name!r}", field="model")
+            views[name] = view
     return views
 
 
@@ -85,7 +89,7 @@ def _views(gguf: GgufFile, tensor: GgufTensor, config: Mapping[str, Any]) -> dic
     block, part, kind = match.groups() if match else (None, "", "")
     if block is None and part in _TOP:
         return {f"{_TOP[part]}.{kind}": View(tensor.shape, tensor, _undo(gguf, tensor, part, config))}
-    layer = f"model.layers.{block}"
+    layer = f"model.layers.{int(block or 0)}"
     parts = _GEMMA_BLOCK if config["model_type"] == "gemma3_text" else _BLOCK
     if block is not None and part in parts:
         return {f"{layer}.{parts[part]}.{kind}": View(tensor.shape, tensor, _undo(gguf, tensor, part, config))}

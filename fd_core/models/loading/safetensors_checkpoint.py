@@ -16,14 +16,9 @@ from fd_core.models.loading.folder_tokenizer import folder_tokenizer
 from fd_core.models.loading.json_file import read_json_object
 from fd_core.models.loading.safetensors_format import SafetensorsFile, read_safetensors
 
-__all__ = ["NATIVE_MODEL_TYPES", "SafetensorsCheckpoint"]
+__all__ = ["SafetensorsCheckpoint"]
 
 log = logging.getLogger(__name__)
-
-NATIVE_MODEL_TYPES = frozenset(
-    {"ernie4_5", "ernie4_5_moe", "gemma3", "gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe"}
-)
-"""Values of `model_type` whose architecture fd_core has of its own, so that code beside the weights is not needed."""
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -113,15 +108,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ModelError(f"{folder} has no config.json", field="model")
     config = read_json_object(path)
-    kind = config.get("model_type")
     if "auto_map" in config:
-        if kind not in NATIVE_MODEL_TYPES:
-            raise ModelError(
-                f"{path} asks for code that comes with the checkpoint (auto_map); such code is never run",
-                field="model",
-                hint=f"architectures that need none: {', '.join(sorted(NATIVE_MODEL_TYPES))}",
-            )
-        log.warning("%s names code of its own (auto_map); it is ignored, the built-in %s is used", path, kind)
+        _check_needs_no_code(path, config)
     if config.get("quantization_config"):
         method = config["quantization_config"]
         method = method.get("quant_method") if isinstance(method, dict) else method
@@ -131,6 +119,21 @@ def _read_config(folder: Path) -> dict[str, Any]:
             hint="take the unquantized model or a GGUF version",
         )
     return config
+
+
+def _check_needs_no_code(path: Path, config: Mapping[str, Any]) -> None:
+    # the registry imports this package; only a checkpoint with code needs to ask it
+    from fd_core.models.registry import ARCHITECTURES
+
+    named = config.get("architectures")
+    native = [each for each in ARCHITECTURES if isinstance(named, list) and each in named]
+    if not native:
+        raise ModelError(
+            f"{path} asks for code that comes with the checkpoint (auto_map); such code is never run",
+            field="model",
+            hint=f"architectures that need none: {', '.join(sorted(ARCHITECTURES))}",
+        )
+    log.warning("%s names code of its own (auto_map); it is ignored, the built-in %s is used", path, native[0])
 
 
 def _open_shards(folder: Path) -> dict[str, SafetensorsFile]:

@@ -25,6 +25,7 @@ __all__ = ["SafetensorsFile", "StoredTensor", "read_safetensors"]
 
 _MAX_HEADER = 100_000_000
 _MAX_DIMS = 8
+_MAX_ELEMENTS = 1 << 48
 _ITEM_BITS = {
     "BOOL": 8,
     "U8": 8,
@@ -120,6 +121,9 @@ def _placed(path: Path, name: str, raw: msgspec.Raw, start: int) -> StoredTensor
         raise _bad(path, f"{what}: {error}") from error
     if entry.dtype not in _ITEM_BITS:
         raise _bad(path, f"{what} has the unknown type {entry.dtype[:40]!r}")
+    # an empty tensor fits any file, whatever its other sizes claim
+    if math.prod(filter(None, entry.shape)) > _MAX_ELEMENTS:
+        raise _bad(path, f"{what} has the impossible shape {str(entry.shape)[:60]}")
     begin, end = entry.data_offsets
     expected = math.prod(entry.shape) * _ITEM_BITS[entry.dtype] // 8
     if end - begin != expected:

@@ -104,6 +104,12 @@ def test_a_type_that_is_not_supported_is_named(tmp_path: Path) -> None:
         open_checkpoint(path)
 
 
+def test_two_tensors_for_one_name_are_refused(tmp_path: Path) -> None:
+    tensors = {**llama_tensors(), "blk.00.attn_norm.weight": np.zeros(32, "f4")}
+    with pytest.raises(ModelError, match="two tensors"):
+        open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors=tensors))
+
+
 def test_an_unknown_tensor_is_refused_by_name(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", tensors={**llama_tensors(), "blk.0.attn_sinks.weight": np.zeros(4, "f4")})
     with pytest.raises(ModelError, match=r"attn_sinks"):
@@ -230,6 +236,11 @@ def _pair(key: str, kind: int, rest: bytes) -> bytes:
         struct.pack("<QQ", 1, 0) + struct.pack("<Q", 1) + b"t" + struct.pack("<IQIQ", 1, 8, 0, 2**64 - 32),
         struct.pack("<QQ", 1, 0) + struct.pack("<Q", 1) + b"t" + struct.pack("<IQIQ", 1, 8, 77, 0) + bytes(64),
         struct.pack("<QQ", 1, 0) + struct.pack("<Q", 1) + b"t" + struct.pack("<II", 2**31, 0) + bytes(64),
+        struct.pack("<QQ", 1, 0)
+        + struct.pack("<Q", 1)
+        + b"t"
+        + struct.pack("<I3QIQ", 3, 0, 1, 2**60, 0, 0)
+        + bytes(64),
     ],
 )
 def test_hostile_counts_and_sizes_are_refused_at_once(tmp_path: Path, body: bytes) -> None:

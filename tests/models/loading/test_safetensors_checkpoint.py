@@ -163,7 +163,7 @@ def test_code_beside_the_weights_is_refused_unless_it_is_not_needed(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     code = {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}
-    _folder(folder, {**CONFIG, **code, "model_type": "fancy"})
+    _folder(folder, {**CONFIG, **code, "architectures": ["FancyForCausalLM"]})
     with pytest.raises(ModelError, match="auto_map"):
         open_checkpoint(folder)
     _folder(folder, {**CONFIG, **code})
@@ -209,6 +209,7 @@ def test_a_config_that_cannot_be_used_is_an_error(folder: Path, config: bytes, s
         _raw({"a": _entry(0, 8, [2]), "b": _entry(4, 12, [2])}, bytes(12)),
         _raw({"w": _entry(0, -4, [-1])}, bytes(4)),
         _raw({"w": _entry(0, 4, [1] * 9)}, bytes(4)),
+        _raw({"w": _entry(0, 0, [0, 2**62, 2**62])}),
         _raw({"w": _entry(0, 4, [10**400])}, bytes(4)),
         _raw({"w": _entry(0, 4, [1], "F4")}, bytes(4)),
         _raw({"w": {"dtype": "F32", "shape": [1]}}, bytes(4)),
