@@ -8,10 +8,12 @@ import http.client
 import json
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import tokenizers
+import uvloop
+from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from fd_core.config import ServerConfig
@@ -182,8 +184,12 @@ class LiveServer:
         self._make_client = client
         self._config = config
         self._ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._thread = threading.Thread(target=self._main, daemon=True)
         self.error: BaseException | None = None
+
+    def _main(self) -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self._run())
 
     async def _run(self) -> None:
         try:
@@ -220,7 +226,8 @@ class LiveServer:
             raise self.error
 
     def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
+        with suppress(RuntimeError):  # the loop is closed already
+            self._loop.call_soon_threadsafe(self._stop.set)
 
     def join(self) -> None:
         self._thread.join(30)
@@ -253,6 +260,17 @@ class LiveServer:
 
     def get(self, path: str, **headers: str) -> Answer:
         return self.request("GET", path, None, **headers)
+
+
+def samples(server: LiveServer) -> dict[str, float]:
+    """Every metric by its name and label values."""
+    text = server.get("/metrics").body.decode()
+    families = text_string_to_metric_families(text)
+    return {
+        sample.name + "".join(f"[{value}]" for _, value in sorted(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+    }
 
 
 @contextmanager

@@ -1,0 +1,66 @@
+"""POST /v1/abort_requests."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from tests.server.fakes import Answer, LiveServer
+from tests.server.test_disconnect import eventually
+
+PATH = "/v1/completions"
+
+
+class Background(threading.Thread):
+    """A request that runs while the test goes on."""
+
+    def __init__(self, server: LiveServer, request_id: str, **fields: object) -> None:
+        super().__init__(daemon=True)
+        self._server, self._id, self._fields = server, request_id, fields
+        self.start()
+
+    def run(self) -> None:
+        self._answer = self._server.post(PATH, {"prompt": "a", **self._fields}, X_Request_Id=self._id)
+
+    @property
+    def answer(self) -> Answer:
+        self.join(10)
+        return self._answer
+
+
+def waiting(server: LiveServer, count: int) -> None:
+    eventually(lambda: len(server.client.live) == count, 5)
+
+
+@pytest.mark.parametrize("given", ["one", "cmpl-one"])
+def test_a_request_is_aborted_by_its_id_or_by_that_of_its_answer(server: LiveServer, given: str) -> None:
+    server.client.held = True
+    one, two = Background(server, "one", n=2), Background(server, "two")
+    waiting(server, 3)
+    answer = server.post("/v1/abort_requests", {"req_ids": [given, "unknown", given]})
+    assert answer.json == {"aborted": [given], "not_found": ["unknown"]}
+    assert [choice["finish_reason"] for choice in one.answer.json["choices"]] == ["abort", "abort"]
+    assert two.is_alive()
+    assert server.post("/v1/abort_requests", {"req_ids": [given]}).json == {"aborted": [], "not_found": [given]}
+    server.client.held = False
+    assert two.answer.json["choices"][0]["finish_reason"] == "stop"
+
+
+def test_all_are_aborted(server: LiveServer) -> None:
+    server.client.held = True
+    running = [Background(server, name, stream=name == "b") for name in "abc"]
+    waiting(server, 3)
+    answer = server.post("/v1/abort_requests", {"abort_all": True})
+    assert sorted(answer.json["aborted"]) == ["a", "b", "c"]
+    assert running[1].answer.events[-2]["choices"][0]["finish_reason"] == "abort"
+    assert running[0].answer.json["choices"][0]["finish_reason"] == "abort"
+    assert server.post("/v1/abort_requests", {"abort_all": True}).json == {"aborted": [], "not_found": []}
+
+
+def test_requests_that_share_an_id_run_and_are_aborted_together(server: LiveServer) -> None:
+    server.client.held = True
+    running = [Background(server, "trace") for _ in range(3)]
+    waiting(server, 3)
+    assert server.post("/v1/abort_requests", {"req_ids": ["trace"]}).json["aborted"] == ["trace"]
+    assert [each.answer.json["choices"][0]["finish_reason"] for each in running] == ["abort"] * 3

@@ -1,0 +1,62 @@
+"""API keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from fd_core.server.auth import KeyRing
+from fd_core.server.errors import ApiError
+from tests.server.fakes import LiveServer, live
+
+KEYS = ("first-key", "zweiter-schlüssel")
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[LiveServer]:
+    with live(api_keys=KEYS) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/abort_requests", "/nothing"]
+)
+@pytest.mark.parametrize(
+    "header", [None, "Bearer", "Bearer ", "Bearer wrong", "Basic first-key", "first-key", "Bearer first-key2"]
+)
+def test_without_an_accepted_key_nothing_is_served(guarded: LiveServer, path: str, header: str | None) -> None:
+    answer = guarded.post(path, {}, **({"authorization": header} if header is not None else {}))
+    assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
+    assert answer.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_opens(guarded: LiveServer, key: str) -> None:
+    header = f"Bearer {key}".encode().decode("latin-1")
+    assert guarded.get("/v1/models", authorization=header).status == 200
+    assert guarded.post("/v1/completions", {"prompt": "a"}, authorization=header).status == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/metrics", "/", "/openapi.json"])
+def test_probes_need_no_key(guarded: LiveServer, path: str) -> None:
+    assert guarded.get(path).status == 200
+
+
+def test_without_keys_everybody_may_ask() -> None:
+    KeyRing(()).check("/v1/models", None)
+    with pytest.raises(ApiError):
+        KeyRing(("k",)).check("/v1/models", None)
+
+
+def test_all_keys_are_compared_whatever_matches(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+
+    def compare(left: bytes, right: bytes) -> bool:
+        compared.append(len(left) == len(right) == 32)
+        return left == right
+
+    ring = KeyRing(("a", "b", "c"))
+    monkeypatch.setattr("hmac.compare_digest", compare)
+    ring.check("/v1/models", b"Bearer a")
+    assert compared == [True, True, True]

@@ -1,0 +1,122 @@
+"""Models, tokenize, health, version, metrics, page and the OpenAPI document."""
+
+from __future__ import annotations
+
+import pytest
+
+import fd_core
+from fd_core.server.metrics import Histogram
+from tests.server.fakes import LiveServer, live, samples
+
+
+def test_models_are_listed_under_their_served_names() -> None:
+    with live(served_model_names=("main", "org/alias")) as server:
+        cards = server.get("/v1/models").json["data"]
+        assert [(card["id"], card["root"], card["max_model_len"]) for card in cards] == [
+            ("main", "fake", 400),
+            ("org/alias", "fake", 400),
+        ]
+        assert server.get("/v1/models/org/alias").json["id"] == "org/alias"
+        assert server.post("/v1/completions", {"prompt": "a"}).json["model"] == "main"
+        assert server.post("/v1/completions", {"prompt": "a", "model": "org/alias"}).json["model"] == "org/alias"
+        assert server.post("/v1/completions", {"prompt": "a", "model": "fake"}).status == 404
+
+
+def test_tokenize_and_detokenize(server: LiveServer) -> None:
+    answer = server.post("/tokenize", {"prompt": "hé", "return_token_strs": True}).json
+    assert answer == {"tokens": list("hé".encode()), "count": 3, "max_model_len": 400, "token_strs": ["h", "�", "�"]}
+    assert server.post("/detokenize", {"tokens": answer["tokens"]}).json == {"prompt": "hé"}
+    assert server.post("/detokenize", {"tokens": [104, 256]}).json == {"prompt": "h<|end|>"}
+    assert server.post("/detokenize", {"tokens": [104, 256], "skip_special_tokens": True}).json == {"prompt": "h"}
+    assert server.post("/detokenize", {"tokens": []}).json == {"prompt": ""}
+    chat = server.post("/tokenize", {"messages": [{"role": "user", "content": "x"}]}).json
+    assert bytes(chat["tokens"]) == b"user: x\nassistant: "
+
+
+def test_version_and_page(server: LiveServer) -> None:
+    assert server.get("/version").json == {"version": fd_core.__version__}
+    page = server.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert b"http://" not in page.body and b"https://" not in page.body
+
+
+def test_metrics_follow_engine_and_streams(server: LiveServer) -> None:
+    before = samples(server)
+    server.client.per_step = 2
+    server.post("/v1/completions", {"prompt": "a", "stream": True})
+    after = samples(server)
+
+    def grown(name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    assert grown("fdcore_generations_total[stop]") == 1
+    assert grown("fdcore_time_to_first_token_seconds_count") == 1
+    assert grown("fdcore_inter_token_seconds_count") == 12
+    assert grown("fdcore_end_to_end_seconds_count") == 1
+    assert grown("fdcore_http_answers_total[/v1/completions][200]") == 1
+    assert after["fdcore_preemptions_total"] == 3
+    assert after["fdcore_kv_blocks"] == 40
+    assert after["fdcore_engine_up"] == 1
+    assert after["fdcore_active_requests"] == 0
+    for name in (
+        "requests_running",
+        "requests_waiting",
+        "kv_usage_ratio",
+        "take_backs_in_flight",
+        "prefix_queries_tokens_total",
+        "prefix_hits_tokens_total",
+        "budget_used_tokens_total",
+        "budget_limit_tokens_total",
+        "stale_outputs_total",
+        "generated_tokens_total",
+    ):
+        assert f"fdcore_{name}" in after
+
+
+def test_paths_that_clients_make_up_are_no_labels(server: LiveServer) -> None:
+    server.get("/made/up/path")
+    server.get("/v1/models/made-up")
+    names = samples(server)
+    assert not any("made" in name for name in names)
+    assert names["fdcore_http_answers_total[other][404]"] >= 1
+    assert names["fdcore_http_answers_total[/v1/models/{model:path}][404]"] >= 1
+
+
+def test_a_histogram_counts_cumulatively() -> None:
+    histogram = Histogram("h", "text", (1.0, 2.0))
+    for value, times in ((0.5, 1), (1.0, 1), (1.5, 2), (9.0, 1)):
+        histogram.observe(value, times)
+    family = histogram.family()
+    assert [(s.labels.get("le"), s.value) for s in family.samples if s.name == "h_bucket"] == [
+        ("1.0", 2.0),
+        ("2.0", 4.0),
+        ("+Inf", 5.0),
+    ]
+    assert {s.name: s.value for s in family.samples if s.name != "h_bucket"} == {"h_count": 5.0, "h_sum": 13.5}
+
+
+def test_the_document_describes_every_endpoint_with_limits(server: LiveServer) -> None:
+    document = server.get("/openapi.json").json
+    assert set(document["paths"]) == {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/models",
+        "/v1/models/{model}",
+        "/v1/abort_requests",
+        "/tokenize",
+        "/detokenize",
+        "/health",
+        "/ready",
+        "/version",
+    }
+    fields = document["components"]["schemas"]["ChatRequest"]["properties"]
+    assert fields["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0.0, "maximum": 2.0}
+    operation = document["paths"]["/v1/chat/completions"]["post"]
+    assert operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/ChatRequest")
+    assert {"200", "400", "401", "413", "415", "503"} <= set(operation["responses"])
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+def test_health_is_json(server: LiveServer, path: str) -> None:
+    assert server.get(path).json == {"status": "ok", "reason": None}
