@@ -1,0 +1,34 @@
+"""Fused operations in C++ for the CPU: compiled on first use, called through ctypes, checked against the torch pack."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fd_core.ops.native.pack import NativeOps
+
+__all__ = ["load_native_ops"]
+
+logger = logging.getLogger(__name__)
+
+
+def load_native_ops(dtype: str, threads: int) -> NativeOps | None:
+    """Return the native pack, or None, with one line logged, where its library cannot be built or used.
+
+    `dtype` is `float32` or `bfloat16`. Needs torch.
+    """
+    try:
+        from fd_core.ops.native.build import BuildError, load
+        from fd_core.ops.native.library import declare
+    except ImportError as error:  # such as fcntl outside Unix
+        logger.warning("native kernels are off, torch's own are used: %s", error)
+        return None
+    try:
+        library = declare(load())
+    except BuildError as error:
+        logger.warning("native kernels are off, torch's own are used: %s", error)
+        return None
+    from fd_core.ops.native.pack import NativeOps
+
+    return NativeOps(library, dtype, threads)

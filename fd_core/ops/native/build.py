@@ -1,0 +1,146 @@
+"""Compile the C++ sources once for this processor and keep the library in a cache folder.
+
+torch's extension builder does the compiling, in a private folder; the finished library is moved to its place in one
+step. Builders of the same library wait for each other on a file lock that the system releases when a process dies, so
+a killed builder leaves nothing that others would wait for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import importlib.util
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["BuildError", "cache_folder", "library_path", "load"]
+
+logger = logging.getLogger(__name__)
+
+_SOURCES = Path(__file__).parent / "csrc"
+_COMMON_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-pthread")
+_ISA_FLAGS = {
+    "native": ("-march=native",),
+    "native_without_amx": ("-march=native", "-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8"),
+    "avx512_bf16": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mavx2", "-mfma"),
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"),
+    "avx2": ("-mavx2", "-mfma"),
+    "generic": (),
+    # Intel's tile instructions in plain C++: slow, to test the code that uses them.
+    "amx_emulated": ("-march=native", "-DFD_AMX_EMULATED"),
+}
+
+
+class BuildError(Exception):
+    """The library cannot be built or used here; the text says why in one line."""
+
+
+def cache_folder() -> Path:
+    """Return the folder of compiled libraries: under FD_CACHE, XDG_CACHE_HOME or ~/.cache/fd_core."""
+    if root := os.environ.get("FD_CACHE"):
+        return Path(root) / "native"
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "fd_core" / "native"
+
+
+def load() -> ctypes.CDLL:
+    """Return the library for this processor, compiling it if it is not in the cache.
+
+    FD_NATIVE_ISA chooses another instruction set than the processor's own. Raises `BuildError`.
+    """
+    isa = os.environ.get("FD_NATIVE_ISA", "native")
+    if isa not in _ISA_FLAGS:
+        raise BuildError(f"FD_NATIVE_ISA is {isa!r}; known: {', '.join(_ISA_FLAGS)}")
+    library = _load(isa)
+    if library.fd_usable():
+        return library
+    logger.info("the system does not let this process use AMX tiles; building kernels without them")
+    return _load("native_without_amx")
+
+
+def library_path(isa: str) -> Path:
+    """Return where the library of an instruction set is kept: named by sources, flags and processor."""
+    digest = hashlib.sha256()
+    for source in sorted(_SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    digest.update("\0".join((*_COMMON_FLAGS, *_ISA_FLAGS[isa], _processor())).encode())
+    return cache_folder() / f"fd_native-{isa}-{digest.hexdigest()[:16]}.so"
+
+
+def _load(isa: str) -> ctypes.CDLL:
+    path = library_path(isa)
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(path.with_suffix(".lock")):
+                if not path.exists():
+                    _compile(isa, path)
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"{path}: {error}") from error
+
+
+def _processor() -> str:
+    """Return what `-march=native` depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    return "\n".join(next((line for line in lines if line.startswith(key)), "") for key in ("model name", "flags"))
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(isa: str, path: Path) -> None:
+    if shutil.which(os.environ.get("CXX", "c++")) is None:
+        raise BuildError("no C++ compiler (c++) was found")
+    from torch.utils import cpp_extension
+
+    logger.info("compiling native kernels for %s; this happens once", isa)
+    with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder, _ninja_on_path():
+        try:
+            built = cpp_extension.load(
+                name="fd_native",
+                sources=[str(source) for source in sorted(_SOURCES.glob("*.cpp"))],
+                extra_cflags=[*_COMMON_FLAGS, *_ISA_FLAGS[isa]],
+                extra_ldflags=["-pthread"],
+                build_directory=folder,
+                is_python_module=False,
+            )
+        except (RuntimeError, ImportError, subprocess.SubprocessError) as error:
+            raise BuildError(f"the C++ sources did not compile: {_first_error(str(error))}") from error
+        (Path(built) if built else Path(folder) / "fd_native.so").replace(path)
+
+
+def _first_error(text: str) -> str:
+    """Return the line of a compiler's output that says what went wrong."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "no message")
+
+
+@contextmanager
+def _ninja_on_path() -> Iterator[None]:
+    """Let torch find the ninja of this environment, also where the environment was not activated."""
+    if shutil.which("ninja") is not None or (spec := importlib.util.find_spec("ninja")) is None or not spec.origin:
+        yield
+        return
+    import ninja
+
+    before = os.environ.get("PATH", "")
+    os.environ["PATH"] = os.pathsep.join((ninja.BIN_DIR, before))
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before

@@ -1,0 +1,428 @@
+// The functions that Python calls through ctypes. Handles are opaque pointers; every function that can run out of
+// memory returns null or a value that is not 0 instead of throwing.
+
+#include "moe.h"
+#include "sampling.h"
+
+namespace fd {
+namespace {
+
+float half_to_float(uint16_t h) {
+    const uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 1023;
+    if (exponent == 0) return (sign ? -1.0f : 1.0f) * float(fraction) * 0x1p-24f;
+    uint32_t u = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | fraction << 13;
+    float f;
+    std::memcpy(&f, &u, 4);
+    return f;
+}
+
+float element(const void* source, Type type, size_t i) {
+    switch (type) {
+        case Type::f32:
+            return static_cast<const float*>(source)[i];
+        case Type::bf16:
+            return to_float(static_cast<const bf16*>(source)[i]);
+        default:
+            return half_to_float(static_cast<const uint16_t*>(source)[i]);
+    }
+}
+
+template <class E>
+void pack_rows(Linear& w, int part, int first_column, const void* source, Type type, Range rows) {
+    constexpr int S = Product<E>::kStep;
+    for (int r = rows.begin; r < rows.end; r++) {
+        const int column = stored_column(w, part, first_column + r);
+        const Panel<E> panel(w, column / kLanes);
+        E* to = const_cast<E*>(panel.b) + column % kLanes * S;
+        for (int i = 0; i < w.k; i++)
+            put(to + size_t(i / S) * panel.step() + i % S, element(source, type, size_t(r) * w.k + i));
+    }
+}
+
+template <class F>
+auto guarded(F&& body) -> decltype(body()) {
+    try {
+        return body();
+    } catch (const std::bad_alloc&) {
+        return {};
+    }
+}
+
+/// Calls body(E()) with the element type of the program.
+template <class F>
+void* with_type(int type, F&& body) {
+    return guarded([&]() -> void* { return Type(type) == Type::f32 ? body(float()) : body(bf16()); });
+}
+
+}  // namespace
+}  // namespace fd
+
+using namespace fd;
+
+extern "C" {
+
+struct LayerGeometry {
+    int heads, kv_heads, d, window, half, interleaved;
+    float scale, softcap;
+};
+
+// What was built ------------------------------------------------------------------------------------------------------
+
+const char* fd_instruction_set() {
+#if defined(FD_AMX_EMULATED)
+    return "amx_emulated";
+#elif defined(FD_AMX)
+    return "amx_bf16";
+#elif defined(__AVX512BF16__)
+    return "avx512_bf16";
+#elif defined(__AVX512F__)
+    return "avx512";
+#elif defined(__AVX2__) && defined(__FMA__)
+    return "avx2";
+#else
+    return "generic";
+#endif
+}
+
+/// 1 if the process may use what was built; 0 where the kernel refuses the tile state.
+int fd_usable() {
+#if defined(FD_AMX)
+    return amx::request();
+#else
+    return 1;
+#endif
+}
+
+/// Rows that must be readable after the last row of a matrix.
+int fd_row_slack() { return TileShape<bf16>::kRowSlack; }
+
+// Teams, arenas -------------------------------------------------------------------------------------------------------
+
+void* fd_team_new(int threads) {
+    try {
+        return new Team(threads);
+    } catch (const std::exception&) {  // the system refused a thread, or memory
+        return nullptr;
+    }
+}
+void fd_team_free(void* team) { delete static_cast<Team*>(team); }
+void* fd_arena_new() {
+    return guarded([]() -> void* { return new Arena; });
+}
+void fd_arena_free(void* arena) { delete static_cast<Arena*>(arena); }
+
+// Weights -------------------------------------------------------------------------------------------------------------
+
+void* fd_linear_new(void* arena, int n, int k, int gated, int type, int has_bias) {
+    return guarded([&]() -> void* {
+        auto* w = new (static_cast<Arena*>(arena)->allocate(sizeof(Linear))) Linear{};
+        const bool wide = Type(type) == Type::f32;
+        w->n = n;
+        w->k = k;
+        w->gated = gated;
+        w->type = Type(type);
+        w->padded_k = round_up(k, wide ? TileShape<float>::kAlign : TileShape<bf16>::kAlign);
+        w->vecs = round_up(n, kLanes) / kLanes * (gated ? 2 : 1);
+        const size_t elements = size_t(w->vecs) * kLanes * w->padded_k;
+        w->data = static_cast<Arena*>(arena)->allocate(elements * (wide ? 4 : 2));
+        w->bias = has_bias ? (float*)static_cast<Arena*>(arena)->allocate(size_t(w->vecs) * kLanes * 4) : nullptr;
+        return w;
+    });
+}
+
+/// Pack `rows` rows of [rows, k] into columns from `first_column` of part `part`.
+void fd_linear_pack(void* linear, int part, int first_column, const void* source, int type, int rows, void* team) {
+    Linear& w = *static_cast<Linear*>(linear);
+    Team& t = *static_cast<Team*>(team);
+    t.run([&](int thread) {
+        const Range mine = share(rows, thread, t.size());
+        if (w.type == Type::f32)
+            pack_rows<float>(w, part, first_column, source, Type(type), mine);
+        else
+            pack_rows<bf16>(w, part, first_column, source, Type(type), mine);
+    });
+}
+void fd_linear_bias(void* linear, int part, int first_column, const void* source, int type, int count) {
+    Linear& w = *static_cast<Linear*>(linear);
+    for (int i = 0; i < count; i++) w.bias[stored_column(w, part, first_column + i)] = element(source, Type(type), i);
+}
+
+// KV cache ------------------------------------------------------------------------------------------------------------
+
+struct Cache {
+    KvLayout layout;
+    int type;
+    std::unique_ptr<Mapping> memory;
+};
+
+void* fd_kv_new(int layers, int blocks, int block_size, int heads, int d, int type) {
+    return guarded([&]() -> void* {
+        auto cache = std::make_unique<Cache>();
+        KvLayout& l = cache->layout;
+        l.layers = layers;
+        l.blocks = blocks;
+        l.block_size = block_size;
+        l.heads = heads;
+        l.d = d;
+        cache->type = type;
+        const bool wide = Type(type) == Type::f32;
+        wide ? l.pad<float>() : l.pad<bf16>();
+        cache->memory = std::make_unique<Mapping>(l.total_elements() * (wide ? 4 : 2));
+        l.data = cache->memory->data();
+        return cache.release();
+    });
+}
+void fd_kv_free(void* cache) { delete static_cast<Cache*>(cache); }
+
+size_t fd_kv_bytes_per_block(void* cache) {
+    const Cache& c = *static_cast<Cache*>(cache);
+    return c.layout.block_elements() * c.layout.layers * (Type(c.type) == Type::f32 ? 4 : 2);
+}
+
+}  // extern "C"
+
+namespace {
+
+/// Copy between blocks and canonical order [count, layers, 2, block_size, heads, d]; the bits are kept as they are.
+template <class E, class Copy>
+void for_each_element(const Cache& cache, const int32_t* blocks, int count, E* canonical, Copy&& copy) {
+    const KvLayout& l = cache.layout;
+    for (int b = 0; b < count; b++)
+        for (int layer = 0; layer < l.layers; layer++) {
+            const KvLayer<E> kv(l, layer);
+            for (int values = 0; values < 2; values++)
+                for (int offset = 0; offset < l.block_size; offset++)
+                    for (int head = 0; head < l.heads; head++)
+                        for (int i = 0; i < l.d; i++)
+                            copy(values ? kv.value(blocks[b], head, offset, i) : kv.key(blocks[b], head, offset, i),
+                                 canonical++);
+        }
+}
+
+template <class E>
+void transfer(const Cache& cache, const int32_t* blocks, int count, void* canonical, bool to_cache) {
+    for_each_element<E>(cache, blocks, count, static_cast<E*>(canonical),
+                        [&](E* stored, E* plain) { to_cache ? *stored = *plain : *plain = *stored; });
+}
+
+}  // namespace
+
+extern "C" {
+
+void fd_kv_transfer(void* cache, const int32_t* blocks, int count, void* canonical, int to_cache) {
+    const Cache& c = *static_cast<Cache*>(cache);
+    if (Type(c.type) == Type::f32)
+        transfer<float>(c, blocks, count, canonical, to_cache);
+    else
+        transfer<bf16>(c, blocks, count, canonical, to_cache);
+}
+
+/// k, v: float32 [tokens, heads, d].
+void fd_kv_write(void* cache, int layer, const float* k, const float* v, const int32_t* slots, int tokens) {
+    const Cache& c = *static_cast<Cache*>(cache);
+    auto write = [&](auto kv) {
+        const KvLayout& l = c.layout;
+        for (int t = 0; t < tokens; t++)
+            if (slots[t] % l.block_size == 0) kv.clear_block(slots[t] / l.block_size);
+        for (int t = 0; t < tokens; t++)
+            for (int h = 0; h < l.heads; h++)
+                kv.write(slots[t], h, k + (size_t(t) * l.heads + h) * l.d, v + (size_t(t) * l.heads + h) * l.d);
+    };
+    if (Type(c.type) == Type::f32)
+        write(KvLayer<float>(c.layout, layer));
+    else
+        write(KvLayer<bf16>(c.layout, layer));
+}
+
+}  // extern "C"
+
+// Programs ------------------------------------------------------------------------------------------------------------
+
+namespace {
+
+struct GeometryPlan {
+    int group, kv_heads, block_size;
+    AttentionPlan plan;
+};
+
+/// A program of one element type, with what its operations share.
+struct Recording {
+    Program program;
+    int type;
+    std::vector<std::unique_ptr<GeometryPlan>> plans;
+    int normed = -1, qkv = -1, projected = -1;  // scratch buffers, as wide as their widest user
+
+    int scratch(int& index, int width, bool wide) {
+        if (index < 0) index = program.add_buffer(width, wide);
+        Buffer& b = program.buffer(index);
+        b.width = std::max(b.width, width);
+        b.stride = std::max(b.stride, size_t(round_up(width, 64)));
+        return index;
+    }
+    template <class E>
+    NormRows<E> norm(int in, int width, const float* weight, float eps) {
+        return {in, scratch(normed, width, false), width, {weight, eps}};
+    }
+    AttentionPlan* plan(int group, int kv_heads, int block_size) {
+        for (auto& p : plans)
+            if (p->group == group && p->kv_heads == kv_heads && p->block_size == block_size) return &p->plan;
+        plans.push_back(std::make_unique<GeometryPlan>(GeometryPlan{group, kv_heads, block_size, {}}));
+        return &plans.back()->plan;
+    }
+};
+
+AttentionShape shape_of(const LayerGeometry& g) {
+    return {g.heads, g.kv_heads, g.d, g.scale, g.window, g.softcap};
+}
+Recording& recording(void* program) { return *static_cast<Recording*>(program); }
+
+/// Add operation made by make(E()); 0 if memory ran out.
+template <class F>
+int add(void* program, F&& make) {
+    Recording& r = recording(program);
+    return with_type(r.type, [&](auto e) -> void* {
+               r.program.add(make(e));
+               return &r;
+           }) != nullptr;
+}
+
+}  // namespace
+
+extern "C" {
+
+void* fd_program_new(int type) {
+    return guarded([&]() -> void* {
+        auto* r = new Recording;
+        r->type = type;
+        return r;
+    });
+}
+void fd_program_free(void* program) { delete static_cast<Recording*>(program); }
+
+int fd_program_buffer(void* program, int width, int wide) { return recording(program).program.add_buffer(width, wide); }
+void fd_program_bind(void* program, int buffer, void* data, size_t stride) {
+    recording(program).program.bind(buffer, data, stride);
+}
+
+/// Run a step; 0 if memory ran out.
+int fd_program_run(void* program, const Step* step, void* team) {
+    return guarded([&]() -> int {
+        Recording& r = recording(program);
+        Team& t = *static_cast<Team*>(team);
+        for (auto& p : r.plans) p->plan.build(*step, p->block_size, p->group, p->kv_heads, t.size());
+        r.program.run(*step, t, Type(r.type) == Type::f32 ? 4 : 2);
+        return 1;
+    });
+}
+
+/// Switch timing of operations on or off, and forget what was measured.
+void fd_program_time(void* program, int timed) {
+    recording(program).program.timed = timed;
+    for (auto& operation : recording(program).program.operations()) operation->seconds = 0;
+}
+int fd_program_length(void* program) { return int(recording(program).program.operations().size()); }
+const char* fd_program_name(void* program, int i) { return recording(program).program.operations()[i]->name(); }
+double fd_program_seconds(void* program, int i) { return recording(program).program.operations()[i]->seconds; }
+
+int fd_add_embedding(void* program, const void* table, int width, float scale, int out) {
+    return add(program, [&](auto e) -> Operation* {
+        using E = decltype(e);
+        return new Embedding<E>(static_cast<const E*>(table), width, scale, out);
+    });
+}
+
+int fd_add_linear(void* program, const void* linear, int in, int out) {
+    return add(program, [&](auto e) -> Operation* {
+        return new LinearOperation<decltype(e)>(*static_cast<const Linear*>(linear), in, out);
+    });
+}
+
+int fd_add_attention_inputs(void* program, int in, const float* norm, float eps, const void* linear,
+                            const LayerGeometry* g, const float* q_norm, float q_eps, const float* k_norm, float k_eps,
+                            const float* cos, const float* sin, const void* cache, int layer, int q) {
+    return add(program, [&](auto e) -> Operation* {
+        using E = decltype(e);
+        const Linear& w = *static_cast<const Linear*>(linear);
+        Recording& r = recording(program);
+        return new AttentionInputs<E>(r.norm<E>(in, w.k, norm, eps), w, shape_of(*g), {q_norm, q_eps}, {k_norm, k_eps},
+                                      {cos, sin, g->half, g->interleaved != 0},
+                                      KvLayer<E>(static_cast<const Cache*>(cache)->layout, layer),
+                                      r.scratch(r.qkv, w.n, true), q);
+    });
+}
+
+int fd_add_attention(void* program, const LayerGeometry* g, const void* cache, int layer, int q, int out) {
+    return add(program, [&](auto e) -> Operation* {
+        const KvLayout& layout = static_cast<const Cache*>(cache)->layout;
+        const AttentionShape shape = shape_of(*g);
+        AttentionPlan* plan = recording(program).plan(shape.group(), shape.kv_heads, layout.block_size);
+        return new Attention<decltype(e)>(shape, layout, layer, q, out, plan);
+    });
+}
+
+int fd_add_project_residual(void* program, const void* linear, const float* post_norm, float eps, int in,
+                            int residual) {
+    return add(program, [&](auto e) -> Operation* {
+        const Linear& w = *static_cast<const Linear*>(linear);
+        Recording& r = recording(program);
+        const int projected = post_norm ? r.scratch(r.projected, w.n, true) : -1;
+        return new ProjectResidual<decltype(e)>(w, {post_norm, eps}, in, projected, residual);
+    });
+}
+
+int fd_add_gated_linear(void* program, int in, const float* norm, float eps, const void* linear, int activation,
+                        int out) {
+    return add(program, [&](auto e) -> Operation* {
+        using E = decltype(e);
+        const Linear& w = *static_cast<const Linear*>(linear);
+        return new GatedLinear<E>(recording(program).norm<E>(in, w.k, norm, eps), w, Activation(activation), out);
+    });
+}
+
+int fd_add_logits(void* program, int in, const float* norm, float eps, const void* linear, float softcap, int out) {
+    return add(program, [&](auto e) -> Operation* {
+        using E = decltype(e);
+        const Linear& w = *static_cast<const Linear*>(linear);
+        return new Logits<E>(recording(program).norm<E>(in, w.k, norm, eps), w, softcap, out);
+    });
+}
+
+struct MoeGeometry {
+    int experts, top_k, normalize;
+    float norm_floor;
+};
+
+int fd_add_moe_residual(void* program, int in, const float* norm, float eps, int width, const MoeGeometry* g,
+                        const float* router, const float* bias, const void* const* gate_up, const void* const* down,
+                        const void* shared_gate_up, const void* shared_down, int activation, int residual) {
+    return add(program, [&](auto e) -> Operation* {
+        using E = decltype(e);
+        Recording& r = recording(program);
+        ExpertWeights w{};
+        w.router = router;
+        w.bias = bias;
+        for (int i = 0; i < g->experts; i++) {
+            w.gate_up.push_back(static_cast<const Linear*>(gate_up[i]));
+            w.down.push_back(static_cast<const Linear*>(down[i]));
+        }
+        w.shared_gate_up = static_cast<const Linear*>(shared_gate_up);
+        w.shared_down = static_cast<const Linear*>(shared_down);
+        w.top_k = g->top_k;
+        w.normalize = g->normalize;
+        w.norm_floor = g->norm_floor;
+        return new MoeResidual<E>(r.program, r.norm<E>(in, width, norm, eps), std::move(w), Activation(activation),
+                                  residual);
+    });
+}
+
+// Sampling ------------------------------------------------------------------------------------------------------------
+
+/// 0 if memory ran out.
+int fd_sample(const SampleRows* rows, void* team) {
+    return guarded([&]() -> int {
+        sample(*rows, *static_cast<Team*>(team));
+        return 1;
+    });
+}
+
+}  // extern "C"

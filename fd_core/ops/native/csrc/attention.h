@@ -1,0 +1,40 @@
+// Paged attention with an online softmax: one kernel for decode, prefill and shared prefixes.
+#pragma once
+
+#include "program.h"
+
+namespace fd {
+
+struct AttentionShape {
+    int heads, kv_heads, d;
+    float scale;
+    int window;     // 0 sees all
+    float softcap;  // 0 for none
+    int group() const { return heads / kv_heads; }
+};
+
+template <class E>
+class Attention : public Operation {
+   public:
+    Attention(AttentionShape shape, const KvLayout& layout, int layer, int q, int out, AttentionPlan* plan)
+        : shape_(shape), layer_(layout, layer), q_(q), out_(out), plan_(plan) {}
+    const char* name() const override { return "attention"; }
+    void run(const Context& context) override;
+
+   private:
+    struct Scratch;
+    struct Pass;
+    void run_tile(const Context&, Scratch&, const QueryTile&, int head, const QueryTile* next, int next_head) const;
+    void run_pass(Scratch&, const Pass&, int head) const;
+    void score(Scratch&, const Pass&, int head, int block, int column) const;
+    void weigh(Scratch&, const Pass&, int head, int block, int column, bool first) const;
+    void softmax(Scratch&, const Pass&, int first_block, int end_block) const;
+    void merge(Scratch&, const Pass&) const;
+
+    AttentionShape shape_;
+    KvLayer<E> layer_;
+    int q_, out_;
+    AttentionPlan* plan_;  // shared by the layers of one geometry
+};
+
+}  // namespace fd

@@ -1,0 +1,45 @@
+// Which queries of a step are computed together, once a step for all layers.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace fd {
+
+struct Step;
+
+/// One token of the step that asks: it sees the positions up to its own, in the blocks of its row.
+struct Query {
+    int token, row, position;
+};
+
+/// Queries that read the same blocks up to `shared` tokens; beyond, each goes on alone through its own row's blocks.
+struct QueryTile {
+    int first, count;  // in AttentionPlan::queries
+    int shared;        // tokens, a whole number of chunks (or all that any query of the tile sees)
+    int64_t cost;
+};
+
+/// The context is cut into chunks from position 0 on, whatever the query: each chunk's softmax is computed apart and
+/// then merged in order, so a row's result depends neither on its batch nor on how its prompt was cut.
+constexpr int kChunkTokens = 128;
+/// Rows (tokens times query heads of a KV head) of one tile: enough to reuse keys and values from registers, few enough
+/// for their scores to stay in the first-level cache.
+constexpr int kTileRows = 48;
+
+struct AttentionPlan {
+    std::vector<Query> queries;
+    std::vector<QueryTile> tiles;  // dearest first
+    int chunk_blocks = 0;          // blocks of a chunk
+    int tile_queries = 0;          // largest number of queries of a tile
+
+    void build(const Step& step, int block_size, int heads_per_kv, int kv_heads, int threads);
+
+   private:
+    void add_prefill(const Step& step, int row);
+    void add_decodes(const Step& step, int block_size, std::vector<int>& rows, int most);
+    int common_blocks(const Step& step, int block_size, int a, int b) const;
+};
+
+}  // namespace fd

@@ -1,0 +1,104 @@
+// Weights of a linear layer in the order that `tile` reads, and the product that runs over them.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "memory.h"
+#include "threads.h"
+#include "tile.h"
+
+namespace fd {
+
+enum class Type : int { f32 = 0, bf16 = 1, f16 = 2 };
+
+/// [n, k] weights in panels of kVecs vectors of columns; a gated layer alternates vectors of gate and of up.
+struct Linear {
+    int n;         // columns that the user sees: out, or the width of gate alone
+    int k;         // as prepared
+    int padded_k;  // k rounded up to what a tile reads, zero filled
+    int vecs;      // vectors of columns stored
+    bool gated;
+    Type type;
+    void* data;
+    float* bias;  // [vecs * kLanes] in stored order, or null
+
+    template <class E>
+    static int panel_vecs() {
+        return TileShape<E>::kVecs;
+    }
+};
+
+/// Stored column of column `c` of part `part` (gate 0, up 1; always 0 where not gated).
+inline int stored_column(const Linear& w, int part, int c) {
+    if (!w.gated) return c;
+    return (c / kLanes * 2 + part) * kLanes + c % kLanes;
+}
+
+template <class E>
+struct Panel {
+    const E* b;  // first vector asked for
+    int vecs;    // vectors of the panel, which set the step along k
+    int first;   // first vector of the panel
+
+    Panel(const Linear& w, int vec) {
+        constexpr int N = TileShape<E>::kVecs;
+        first = vec / N * N;
+        vecs = std::min(N, w.vecs - first);
+        b = static_cast<const E*>(w.data) + size_t(first) * kLanes * w.padded_k +
+            size_t(vec - first) * kLanes * Product<E>::kStep;
+    }
+    size_t step() const { return size_t(vecs) * kLanes * Product<E>::kStep; }
+};
+
+/// y[rows, stored columns of vectors [vecs.begin, vecs.end)] = x * w, block by block.
+///
+/// `epilogue(row, rows, vec, vecs, c)` takes each block with its first row and vector; c has kVecs * kLanes columns.
+/// Weights are the larger operand, so each panel is read from memory once, for all rows, and while the rows of one
+/// panel are computed the next is fetched: at a few rows the memory is the limit, at many the multipliers are.
+template <class E, class Epilogue>
+void matmul(const Linear& w, const E* x, size_t x_stride, int rows, Range vecs, Epilogue&& epilogue) {
+    using S = TileShape<E>;
+    constexpr int kColumns = S::kVecs * kLanes;
+    alignas(64) float c[(S::kRowSlack ? S::kRowSlack : S::kRows) * kColumns];
+    const int steps = w.padded_k / Product<E>::kStep;
+    const int blocks = (rows + S::kRows - 1) / S::kRows;
+    constexpr int kLinesPerVec = kLanes * 4 / 32;  // in half cache lines, so that narrow vectors count too
+
+    for (int vec = vecs.begin; vec < vecs.end;) {
+        Panel<E> panel(w, vec);
+        const int count = std::min(panel.first + panel.vecs, vecs.end) - vec;
+        const int next = vec + count;
+        TileCall<E> call{};
+        call.b = panel.b;
+        call.b_step = panel.step();
+        call.steps = steps;
+        call.c = c;
+        call.c_stride = kColumns;
+        const char* ahead = nullptr;
+        if (next < vecs.end) {
+            Panel<E> following(w, next);
+            ahead = (const char*)following.b;
+            call.ahead_lines = (following.vecs * kLinesPerVec + 2 * blocks - 1) / (2 * blocks);
+        }
+        for (int i = 0; i < blocks; i++) {
+            const Range r = share(rows, i, blocks);
+            call.a = x + r.begin * x_stride;
+            call.a_stride = x_stride;
+            call.ahead = ahead;
+            if (ahead) ahead += size_t(call.ahead_lines) * steps * kCacheLine;
+            tile<E>(r.end - r.begin, count, call);
+            epilogue(r.begin, r.end - r.begin, vec, count, c);
+        }
+        vec = next;
+    }
+}
+
+/// Columns of a matmul for one thread, in vectors; a gate stays with its up.
+inline Range column_share(const Linear& w, int thread, int threads) {
+    const int unit = w.gated ? 2 : 1;
+    Range r = share(w.vecs / unit, thread, threads);
+    return {r.begin * unit, r.end * unit};
+}
+
+}  // namespace fd

@@ -1,0 +1,63 @@
+// Memory in 2 MiB pages: reading weights page by page of 4 KiB spends a fifth of the time on address translation.
+#pragma once
+
+#include <sys/mman.h>
+
+#include <cstddef>
+#include <new>
+#include <vector>
+
+namespace fd {
+
+/// One zeroed mapping; its pages are taken when they are first written.
+class Mapping {
+   public:
+    explicit Mapping(size_t bytes) : bytes_((bytes + kPage - 1) / kPage * kPage + kPage) {
+        void* p = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (p == MAP_FAILED) throw std::bad_alloc();
+        base_ = static_cast<char*>(p);
+#if defined(MADV_HUGEPAGE)
+        madvise(base_, bytes_, MADV_HUGEPAGE);  // advice only: small pages work as well
+#endif
+    }
+    ~Mapping() { munmap(base_, bytes_); }
+    Mapping(const Mapping&) = delete;
+    Mapping& operator=(const Mapping&) = delete;
+
+    char* data() const { return (char*)((size_t(base_) + kPage - 1) / kPage * kPage); }
+
+   private:
+    static constexpr size_t kPage = size_t(2) << 20;
+    size_t bytes_;
+    char* base_;
+};
+
+/// Many allocations that live and die together, such as the weights of a model.
+class Arena {
+   public:
+    ~Arena() {
+        for (Mapping* m : mappings_) delete m;
+    }
+
+    void* allocate(size_t bytes) {
+        bytes = (bytes + kAlign - 1) / kAlign * kAlign;
+        if (bytes > left_) {
+            size_t size = bytes > kMapping ? bytes : kMapping;
+            mappings_.push_back(new Mapping(size));
+            next_ = mappings_.back()->data();
+            left_ = size;
+        }
+        void* p = next_;
+        next_ += bytes;
+        left_ -= bytes;
+        return p;
+    }
+
+   private:
+    static constexpr size_t kAlign = 256, kMapping = size_t(64) << 20;
+    std::vector<Mapping*> mappings_;
+    char* next_ = nullptr;
+    size_t left_ = 0;
+};
+
+}  // namespace fd

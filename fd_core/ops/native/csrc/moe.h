@@ -1,0 +1,45 @@
+// A mixture of experts: route, group the tokens by expert, run each expert on its group, add what they return.
+#pragma once
+
+#include "operations.h"
+
+namespace fd {
+
+struct ExpertWeights {
+    const float* router;  // [experts, width]
+    const float* bias;    // [experts], for the choice only; or null
+    std::vector<const Linear*> gate_up, down;
+    const Linear* shared_gate_up;  // or null
+    const Linear* shared_down;
+    int top_k;
+    bool normalize;
+    float norm_floor;
+};
+
+/// residual += moe(norm(x)), the experts of a token added in the order of their rank.
+template <class E>
+class MoeResidual : public Operation {
+   public:
+    MoeResidual(Program& program, NormRows<E> norm, ExpertWeights experts, Activation activation, int residual);
+    const char* name() const override { return "moe_residual"; }
+    void run(const Context& context) override;
+
+   private:
+    void route(const Context& context, int token, float* scores);
+    void group_by_expert(int tokens);
+    void run_experts(const Context& context) const;
+    void combine(const Context& context) const;
+
+    NormRows<E> norm_;
+    ExpertWeights experts_;
+    Activation activation_;
+    int residual_;
+    int gathered_, hidden_, result_;         // buffers with top_k rows for each token, grouped by expert
+    int shared_hidden_, shared_result_;      // one row for each token
+    std::vector<int> chosen_;                // [tokens, top_k]
+    std::vector<float> weights_;             // [tokens, top_k]
+    std::vector<int> place_;                 // [tokens, top_k], row in the grouped buffers
+    std::vector<int> starts_;                // [experts + 1]
+};
+
+}  // namespace fd

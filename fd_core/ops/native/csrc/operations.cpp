@@ -1,0 +1,151 @@
+#include "operations.h"
+
+namespace fd {
+namespace {
+
+template <class E>
+constexpr int kBlockColumns = TileShape<E>::kVecs* kLanes;
+
+/// Multiply this thread's columns and hand each vector of the result to `take(row, vec, value)`, bias added.
+template <class E, class Take>
+void product(const Context& context, const Linear& w, int in, int rows, Take&& take) {
+    matmul<E>(w, context.row<E>(in, 0), context.stride(in), rows, column_share(w, context.thread, context.team.size()),
+              [&](int first, int count, int vec, int vecs, const float* c) {
+                  for (int i = 0; i < count; i++)
+                      for (int v = 0; v < vecs; v++)
+                          take(first + i, vec + v,
+                               with_bias(w, vec + v, vload(c + i * kBlockColumns<E> + v * kLanes)));
+              });
+}
+
+}  // namespace
+
+template <class E>
+void Embedding<E>::run(const Context& context) {
+    const Range r = context.share(context.step.tokens);
+    for (int t = r.begin; t < r.end; t++) {
+        const E* from = table + size_t(context.step.token_ids[t]) * width;
+        float* to = context.row<float>(out, t);
+        // Scaled values are rounded to the model's type, as models that have a scale do.
+        for (int i = 0; i < width; i++) {
+            E rounded;
+            put(&rounded, to_float(from[i]) * scale);
+            to[i] = to_float(rounded);
+        }
+    }
+}
+
+template <class E>
+void NormRows<E>::run(const Context& context, const int32_t* rows, int count) const {
+    const Range r = context.share(count);
+    for (int i = r.begin; i < r.end; i++)
+        rms_norm(context.row<float>(in, rows ? rows[i] : i), norm.weight, width, norm.eps, context.row<E>(out, i));
+    context.wait_for_all();
+}
+
+template <class E>
+void LinearOperation<E>::run(const Context& context) {
+    const bool wide = context.program.buffer(out).wide;
+    product<E>(context, w, in, context.step.tokens, [&](int row, int vec, V x) {
+        if (wide)
+            vstore(context.row<float>(out, row) + vec * kLanes, x);
+        else
+            vstore(context.row<E>(out, row) + vec * kLanes, x);
+    });
+}
+
+template <class E>
+void AttentionInputs<E>::run(const Context& context) {
+    const Step& step = context.step;
+    const int block_size = layer.layout->block_size;
+    const Range mine = context.share(step.tokens);
+    for (int t = mine.begin; t < mine.end; t++)
+        if (step.kv_slots[t] % block_size == 0) layer.clear_block(step.kv_slots[t] / block_size);
+    norm.run(context, nullptr, step.tokens);
+
+    product<E>(context, w, norm.out, step.tokens,
+               [&](int row, int vec, V x) { vstore(context.row<float>(qkv, row) + vec * kLanes, x); });
+    context.wait_for_all();
+
+    // A unit is one KV head of one token with the query heads that share it.
+    const int group = shape.group(), d = shape.d;
+    const Range units = context.share(step.tokens * shape.kv_heads);
+    for (int unit = units.begin; unit < units.end; unit++) {
+        const int t = unit / shape.kv_heads, head = unit % shape.kv_heads;
+        float* values = context.row<float>(qkv, t);
+        const float* cos = rope.cos + size_t(step.positions[t]) * rope.half;
+        const float* sin = rope.sin + size_t(step.positions[t]) * rope.half;
+        auto prepare = [&](float* x, const NormWeights& n) {
+            if (n.weight) rms_norm(x, n.weight, d, n.eps, x);
+            rotate(x, cos, sin, rope.half, rope.interleaved);
+        };
+        for (int h = head * group; h < (head + 1) * group; h++) {
+            prepare(values + h * d, q_norm);
+            E* to = context.row<E>(q, t) + h * d;
+            for (int i = 0; i < d; i++) put(to + i, values[h * d + i]);
+        }
+        float* k = values + (shape.heads + head) * d;
+        const float* v = values + (shape.heads + shape.kv_heads + head) * d;
+        prepare(k, k_norm);
+        layer.write(step.kv_slots[t], head, k, v);
+    }
+}
+
+template <class E>
+void ProjectResidual<E>::run(const Context& context) {
+    const int rows = context.step.tokens;
+    if (!post_norm.weight) {
+        product<E>(context, w, in, rows, [&](int row, int vec, V x) {
+            float* to = context.row<float>(residual, row) + vec * kLanes;
+            vstore(to, vload(to) + x);
+        });
+        return;
+    }
+    product<E>(context, w, in, rows,
+               [&](int row, int vec, V x) { vstore(context.row<float>(projected, row) + vec * kLanes, x); });
+    context.wait_for_all();
+    const Range r = context.share(rows);
+    for (int i = r.begin; i < r.end; i++) {
+        float* y = context.row<float>(projected, i);
+        float* to = context.row<float>(residual, i);
+        rms_norm(y, post_norm.weight, w.n, post_norm.eps, y);
+        for (int j = 0; j < w.n; j++) to[j] += y[j];
+    }
+}
+
+template <class E>
+void GatedLinear<E>::run(const Context& context) {
+    const int rows = context.step.tokens;
+    int in = norm.in;
+    if (norm.norm.weight) {
+        norm.run(context, nullptr, rows);
+        in = norm.out;
+    }
+    matmul<E>(w, context.row<E>(in, 0), context.stride(in), rows, column_share(w, context.thread, context.team.size()),
+              [&](int first, int count, int vec, int vecs, const float* c) {
+                  for (int i = 0; i < count; i++)
+                      store_gated(w, activation, vec, vecs, c + i * kBlockColumns<E>, context.row<E>(out, first + i));
+              });
+}
+
+template <class E>
+void Logits<E>::run(const Context& context) {
+    const int rows = context.step.logits;
+    norm.run(context, context.step.logits_rows, rows);
+    product<E>(context, w, norm.out, rows, [&](int row, int vec, V x) {
+        vstore(context.row<float>(out, row) + vec * kLanes, softcap ? softcapped(x, softcap) : x);
+    });
+}
+
+#define FD_INSTANTIATE(E)               \
+    template struct Embedding<E>;       \
+    template struct NormRows<E>;        \
+    template struct LinearOperation<E>; \
+    template struct AttentionInputs<E>; \
+    template struct ProjectResidual<E>; \
+    template struct GatedLinear<E>;     \
+    template struct Logits<E>;
+FD_INSTANTIATE(float)
+FD_INSTANTIATE(bf16)
+
+}  // namespace fd

@@ -1,0 +1,150 @@
+// A program: the fused operations of a model's forward, recorded once and run by one call for each step.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "attention_plan.h"
+#include "kv.h"
+#include "linear.h"
+#include "memory.h"
+#include "rows.h"
+#include "threads.h"
+
+namespace fd {
+
+/// The flattened batch of one step, as in `fd_core.ops.contract.StepInput`.
+struct Step {
+    int tokens, rows, logits, max_blocks;
+    const int32_t* token_ids;
+    const int32_t* positions;
+    const int32_t* kv_slots;
+    const int32_t* query_start;
+    const int32_t* context_len;
+    const int32_t* block_tables;
+    const int32_t* logits_rows;
+};
+
+/// An activation matrix: one row for each token of the step, rows padded so that vectors may run over their ends.
+/// Padding columns of a matrix that feeds a product hold zeros.
+struct Buffer {
+    int width;       // columns
+    size_t stride;   // elements from row to row
+    bool wide;       // float32 whatever the program's type
+    int per_token;   // rows for each token of the step
+    bool bound;      // memory of the caller, or the program's own
+    char* data;
+    std::unique_ptr<Mapping> own;
+};
+
+class Program;
+
+/// What one thread sees of a running step.
+struct Context {
+    const Step& step;
+    Program& program;
+    Team& team;
+    int thread;
+    size_t operation;  // index of the one that runs
+
+    void wait_for_all() const { team.wait_for_all(); }
+    Range share(int total) const { return fd::share(total, thread, team.size()); }
+    /// A counter of work units that the threads draw from; starts at 0 for each operation of each step.
+    std::atomic<int>& counter() const;
+    template <class E>
+    E* row(int buffer, int row) const;
+    size_t stride(int buffer) const;
+};
+
+struct Operation {
+    virtual ~Operation() = default;
+    virtual const char* name() const = 0;
+    /// Called by every thread; all threads meet after it.
+    virtual void run(const Context& context) = 0;
+    double seconds = 0;
+};
+
+class Program {
+   public:
+    int add_buffer(int width, bool wide, int per_token = 1) {
+        const size_t stride = round_up(width, kRowAlign);
+        buffers_.push_back({width, stride, wide, per_token, false, nullptr, nullptr});
+        return int(buffers_.size()) - 1;
+    }
+    void bind(int buffer, void* data, size_t stride) {
+        buffers_[buffer].bound = true;
+        buffers_[buffer].data = static_cast<char*>(data);
+        buffers_[buffer].stride = stride;
+    }
+    void add(Operation* operation) { operations_.emplace_back(operation); }
+
+    void run(const Step& step, Team& team, size_t element_size) {
+        reserve(step.tokens > step.logits ? step.tokens : step.logits, element_size);
+        if (counters_.size() != operations_.size()) counters_ = std::vector<Counter>(operations_.size());
+        for (auto& counter : counters_) counter.value.store(0, std::memory_order_relaxed);
+        team.run([&](int thread) { run_thread({step, *this, team, thread, 0}); });
+    }
+
+    Buffer& buffer(int index) { return buffers_[index]; }
+    std::atomic<int>& counter(size_t operation) { return counters_[operation].value; }
+    const std::vector<std::unique_ptr<Operation>>& operations() const { return operations_; }
+    bool timed = false;
+
+   private:
+    struct Counter {
+        alignas(64) std::atomic<int> value{0};
+        Counter() = default;
+        Counter(Counter&&) {}
+    };
+
+    void run_thread(Context context) {
+#if defined(FD_AMX)
+        amx::configure();
+#endif
+        auto start = std::chrono::steady_clock::now();
+        for (size_t i = 0; i < operations_.size(); i++) {
+            context.operation = i;
+            operations_[i]->run(context);
+            context.wait_for_all();
+            if (timed && context.thread == 0) {
+                auto end = std::chrono::steady_clock::now();
+                operations_[i]->seconds += std::chrono::duration<double>(end - start).count();
+                start = end;
+            }
+        }
+#if defined(FD_AMX)
+        amx::release();
+#endif
+    }
+
+    void reserve(int rows, size_t element_size) {
+        if (rows <= rows_) return;
+        rows_ = round_up(rows, 64);
+        for (auto& b : buffers_) {
+            if (b.bound) continue;
+            const size_t all = size_t(rows_) * b.per_token + TileShape<bf16>::kRowSlack;
+            const size_t bytes = all * b.stride * (b.wide ? sizeof(float) : element_size);
+            b.own = std::make_unique<Mapping>(bytes);
+            b.data = b.own->data();
+        }
+    }
+
+    static constexpr int kRowAlign = 64;
+    std::vector<Buffer> buffers_;
+    std::vector<std::unique_ptr<Operation>> operations_;
+    std::vector<Counter> counters_;
+    int rows_ = 0;
+};
+
+template <class E>
+E* Context::row(int buffer, int row) const {
+    Buffer& b = program.buffer(buffer);
+    return reinterpret_cast<E*>(b.data) + size_t(row) * b.stride;
+}
+inline std::atomic<int>& Context::counter() const { return program.counter(operation); }
+inline size_t Context::stride(int buffer) const { return program.buffer(buffer).stride; }
+
+}  // namespace fd

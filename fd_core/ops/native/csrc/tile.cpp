@@ -1,0 +1,117 @@
+#include "tile.h"
+
+#include <array>
+#include <utility>
+
+namespace fd {
+namespace {
+
+template <class E, int R, int N>
+void vector_tile(const TileCall<E>& call) {
+    using P = Product<E>;
+    V acc[R][N];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < N; v++)
+            acc[r][v] = call.accumulate ? vload(call.c + r * call.c_stride + v * kLanes) : vset(0.0f);
+
+    const E* a = call.a;
+    const E* b = call.b;
+    const char* ahead = call.ahead;
+    for (int k = 0; k < call.steps; k++, a += P::kStep, b += call.b_step) {
+        for (int i = 0; i < call.ahead_lines; i++, ahead += kCacheLine) prefetch(ahead);
+        typename P::Operand columns[N];
+#pragma GCC unroll 4
+        for (int v = 0; v < N; v++) columns[v] = P::load(b + v * kLanes * P::kStep);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            typename P::Operand x = P::broadcast(a + r * call.a_stride);
+#pragma GCC unroll 4
+            for (int v = 0; v < N; v++) acc[r][v] = P::multiply_add(acc[r][v], x, columns[v]);
+        }
+    }
+
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < N; v++) vstore(call.c + r * call.c_stride + v * kLanes, acc[r][v]);
+}
+
+template <class E, size_t... I>
+constexpr auto kernel_table(std::index_sequence<I...>) {
+    constexpr int N = TileShape<E>::kVecs;
+    return std::array<void (*)(const TileCall<E>&), sizeof...(I)>{vector_tile<E, I / N + 1, I % N + 1>...};
+}
+
+template <class E>
+void dispatch(int rows, int vecs, const TileCall<E>& call) {
+    using S = TileShape<E>;
+    static constexpr auto table = kernel_table<E>(std::make_index_sequence<S::kRows * S::kVecs>{});
+    table[(rows - 1) * S::kVecs + vecs - 1](call);
+}
+
+#if defined(FD_AMX)
+
+// R and N count 16-row and 16-column tiles: a block of up to 2 x 2 accumulators.
+template <int R, int N>
+void amx_tile(const TileCall<bf16>& call) {
+    constexpr int kTile = 16, kTileK = 32;
+    const size_t c_bytes = call.c_stride * sizeof(float), a_bytes = call.a_stride * sizeof(bf16);
+    const size_t b_bytes = call.b_step * sizeof(bf16);
+    float* lower = call.c + kTile * call.c_stride;
+    if (call.accumulate) {
+        amx::load<0>(call.c, c_bytes);
+        if constexpr (N > 1) amx::load<1>(call.c + kTile, c_bytes);
+        if constexpr (R > 1) amx::load<2>(lower, c_bytes);
+        if constexpr (R > 1 && N > 1) amx::load<3>(lower + kTile, c_bytes);
+    } else {
+        amx::zero<0>();
+        amx::zero<1>();
+        amx::zero<2>();
+        amx::zero<3>();
+    }
+    const char* ahead = call.ahead;
+    for (int k = 0; k < call.steps; k += kTileK / 2) {
+        const bf16* a = call.a + k * 2;
+        const bf16* b = call.b + k * call.b_step;
+        for (int i = 0; i < call.ahead_lines * kTileK / 2; i++, ahead += kCacheLine) prefetch(ahead);
+        amx::load<4>(a, a_bytes);
+        amx::load<6>(b, b_bytes);
+        amx::multiply_add<0, 4, 6>();
+        if constexpr (N > 1) {
+            amx::load<7>(b + 2 * kTile, b_bytes);
+            amx::multiply_add<1, 4, 7>();
+        }
+        if constexpr (R > 1) {
+            amx::load<5>(a + kTile * call.a_stride, a_bytes);
+            amx::multiply_add<2, 5, 6>();
+            if constexpr (N > 1) amx::multiply_add<3, 5, 7>();
+        }
+    }
+    amx::store<0>(call.c, c_bytes);
+    if constexpr (N > 1) amx::store<1>(call.c + kTile, c_bytes);
+    if constexpr (R > 1) amx::store<2>(lower, c_bytes);
+    if constexpr (R > 1 && N > 1) amx::store<3>(lower + kTile, c_bytes);
+}
+
+#endif
+
+}  // namespace
+
+template <>
+void tile<float>(int rows, int vecs, const TileCall<float>& call) {
+    dispatch(rows, vecs, call);
+}
+
+#if defined(FD_AMX)
+template <>
+void tile<bf16>(int rows, int vecs, const TileCall<bf16>& call) {
+    static constexpr void (*table[2][2])(const TileCall<bf16>&) = {{amx_tile<1, 1>, amx_tile<1, 2>},
+                                                                  {amx_tile<2, 1>, amx_tile<2, 2>}};
+    table[rows > 16][vecs - 1](call);
+}
+#else
+template <>
+void tile<bf16>(int rows, int vecs, const TileCall<bf16>& call) {
+    dispatch(rows, vecs, call);
+}
+#endif
+
+}  // namespace fd

@@ -1,0 +1,131 @@
+"""The C functions of `csrc/api.cpp` with their types."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_size_t, c_void_p
+from typing import Any
+
+from fd_core.ops.native.build import BuildError
+
+__all__ = ["LayerGeometry", "MoeGeometry", "SampleRows", "Step", "checked", "declare"]
+
+
+class Step(Structure):
+    """`fd::Step`: the flattened batch."""
+
+    _fields_ = (
+        ("tokens", c_int),
+        ("rows", c_int),
+        ("logits", c_int),
+        ("max_blocks", c_int),
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("kv_slots", c_void_p),
+        ("query_start", c_void_p),
+        ("context_len", c_void_p),
+        ("block_tables", c_void_p),
+        ("logits_rows", c_void_p),
+    )
+
+
+class LayerGeometry(Structure):
+    """Attention geometry of one layer; `window` and `softcap` are 0 where there is none."""
+
+    _fields_ = (
+        ("heads", c_int),
+        ("kv_heads", c_int),
+        ("d", c_int),
+        ("window", c_int),
+        ("half", c_int),
+        ("interleaved", c_int),
+        ("scale", c_float),
+        ("softcap", c_float),
+    )
+
+
+class MoeGeometry(Structure):
+    """Numbers of a mixture of experts."""
+
+    _fields_ = (("experts", c_int), ("top_k", c_int), ("normalize", c_int), ("norm_floor", c_float))
+
+
+class SampleRows(Structure):
+    """`fd::SampleRows`: what sampling needs."""
+
+    _fields_ = (
+        ("rows", c_int),
+        ("vocabulary", c_int),
+        ("logits", c_void_p),
+        ("stride", c_size_t),
+        ("temperature", c_void_p),
+        ("top_k", c_void_p),
+        ("top_p", c_void_p),
+        ("min_p", c_void_p),
+        ("uniform", c_void_p),
+        ("tokens", c_void_p),
+    )
+
+
+_NORM = (c_void_p, c_float)
+_EXPERTS = (POINTER(c_void_p), POINTER(c_void_p), c_void_p, c_void_p, c_int, c_int)
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "fd_instruction_set": (c_char_p, ()),
+    "fd_usable": (c_int, ()),
+    "fd_row_slack": (c_int, ()),
+    "fd_team_new": (c_void_p, (c_int,)),
+    "fd_team_free": (None, (c_void_p,)),
+    "fd_arena_new": (c_void_p, ()),
+    "fd_arena_free": (None, (c_void_p,)),
+    "fd_linear_new": (c_void_p, (c_void_p, c_int, c_int, c_int, c_int, c_int)),
+    "fd_linear_pack": (None, (c_void_p, c_int, c_int, c_void_p, c_int, c_int, c_void_p)),
+    "fd_linear_bias": (None, (c_void_p, c_int, c_int, c_void_p, c_int, c_int)),
+    "fd_kv_new": (c_void_p, (c_int,) * 6),
+    "fd_kv_free": (None, (c_void_p,)),
+    "fd_kv_bytes_per_block": (c_size_t, (c_void_p,)),
+    "fd_kv_transfer": (None, (c_void_p, c_void_p, c_int, c_void_p, c_int)),
+    "fd_kv_write": (None, (c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_int)),
+    "fd_program_new": (c_void_p, (c_int,)),
+    "fd_program_free": (None, (c_void_p,)),
+    "fd_program_buffer": (c_int, (c_void_p, c_int, c_int)),
+    "fd_program_bind": (None, (c_void_p, c_int, c_void_p, c_size_t)),
+    "fd_program_run": (c_int, (c_void_p, POINTER(Step), c_void_p)),
+    "fd_program_time": (None, (c_void_p, c_int)),
+    "fd_program_length": (c_int, (c_void_p,)),
+    "fd_program_name": (c_char_p, (c_void_p, c_int)),
+    "fd_program_seconds": (c_double, (c_void_p, c_int)),
+    "fd_add_embedding": (c_int, (c_void_p, c_void_p, c_int, c_float, c_int)),
+    "fd_add_linear": (c_int, (c_void_p, c_void_p, c_int, c_int)),
+    "fd_add_attention_inputs": (
+        c_int,
+        (c_void_p, c_int, *_NORM, c_void_p, POINTER(LayerGeometry), *_NORM, *_NORM, *(c_void_p,) * 3, c_int, c_int),
+    ),
+    "fd_add_attention": (c_int, (c_void_p, POINTER(LayerGeometry), c_void_p, c_int, c_int, c_int)),
+    "fd_add_project_residual": (c_int, (c_void_p, c_void_p, *_NORM, c_int, c_int)),
+    "fd_add_gated_linear": (c_int, (c_void_p, c_int, *_NORM, c_void_p, c_int, c_int)),
+    "fd_add_logits": (c_int, (c_void_p, c_int, *_NORM, c_void_p, c_float, c_int)),
+    "fd_add_moe_residual": (
+        c_int,
+        (c_void_p, c_int, *_NORM, c_int, POINTER(MoeGeometry), c_void_p, c_void_p, *_EXPERTS),
+    ),
+    "fd_sample": (c_int, (POINTER(SampleRows), c_void_p)),
+}
+
+
+def declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Give every function its types; raises `BuildError` if the library is not of these sources."""
+    for name, (result, arguments) in _SIGNATURES.items():
+        try:
+            function = getattr(library, name)
+        except AttributeError as error:
+            raise BuildError(f"the library has no {name}") from error
+        function.restype = result
+        function.argtypes = arguments
+    return library
+
+
+def checked(result: Any, what: str) -> Any:
+    """Return what a C function returned, or raise `MemoryError` if it is null or 0."""
+    if not result:
+        raise MemoryError(f"not enough memory for {what}")
+    return result

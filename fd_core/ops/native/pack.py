@@ -1,0 +1,317 @@
+"""The native pack: torch tensors on the CPU, with the fusions that models call as kernels in C++.
+
+Each call is one operation of a program (see `program`). Called with tensors it runs at once; called with symbols it is
+recorded, and `compile` replays the whole forward with one call for each step. The residual stream is float32 whatever
+the pack's dtype is, and so is what the kernels hold between a product and its rounding to the pack's dtype.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from fd_core.ops.contract import (
+    Activation,
+    Array,
+    Experts,
+    Forward,
+    Heads,
+    KVCache,
+    KVShape,
+    Norm,
+    SampleInput,
+    StepInput,
+)
+from fd_core.ops.native.kv_cache import NativeKVCache
+from fd_core.ops.native.library import LayerGeometry, MoeGeometry, SampleRows, checked
+from fd_core.ops.native.program import CaptureError, Eager, Recorder, Runtime, Symbol, symbolic_step
+from fd_core.ops.native.weights import Arena, NativeLinear, pack
+from fd_core.ops.philox import uniform
+from fd_core.ops.torch_ops import TorchOps
+from fd_core.types import RawTensor
+
+__all__ = ["CompiledForward", "NativeOps"]
+
+logger = logging.getLogger(__name__)
+
+_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+_NO_NORM = (None, 0.0)
+
+
+class NativeOps(TorchOps):
+    """Operations on torch tensors of the CPU, computed by the library that `build.load` returned."""
+
+    name = "native"
+
+    def __init__(self, library: ctypes.CDLL, dtype: str = "bfloat16", threads: int = 1) -> None:
+        super().__init__(dtype)
+        self.runtime = Runtime(library, dtype, threads)
+        self._arena = Arena(library)
+
+    def describe(self) -> str:
+        """Name the instruction set that the kernels use."""
+        isa: str = self.runtime.library.fd_instruction_set().decode()
+        return f"native kernels ({isa}, {self.dtype})"
+
+    # Weights and memory -----------------------------------------------------------------------------------
+
+    def prepare_linear(
+        self, parts: Sequence[RawTensor], biases: Sequence[RawTensor] | None = None, *, gated: bool = False
+    ) -> NativeLinear:
+        """Pack the parts into the order that the kernels read."""
+        return pack(self.runtime, self._arena, parts, biases, gated=gated)
+
+    def tied_head(self, embedding: Array, weight: RawTensor) -> NativeLinear:
+        """Pack the table a second time: lookups read it by row, products by column."""
+        return self.prepare_linear([weight])
+
+    def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:
+        """Allocate blocks in the kernels' own order."""
+        return NativeKVCache(self.runtime, shape, num_blocks)
+
+    # Primitives -------------------------------------------------------------------------------------------
+
+    def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
+        """Look up rows into a float32 residual stream."""
+        width = table.shape[1]
+        # Like the models that have a scale, round it to the pack's dtype.
+        factor = float(torch.tensor(scale, dtype=self.torch_dtype))
+        if not isinstance(token_ids, Symbol):
+            return super().embedding(table, token_ids, scale).float()
+        recorder = token_ids.recorder
+        buffer, x = recorder.output(token_ids, width, True)
+        recorder.add("embedding", recorder.pointer(table), width, factor, buffer)
+        return x
+
+    def linear(self, x: Array, weight: NativeLinear) -> Array:
+        """Multiply by the packed weight and add the bias."""
+        return self._linear(x, weight, wide=self.runtime.wide)
+
+    def _linear(self, x: Array, weight: NativeLinear, *, wide: bool) -> Array:
+        with self._call(x) as call:
+            call.keep(weight)
+            source = call.input(x, weight.inputs, self.runtime.wide)
+            buffer, y = call.output(x, weight.width, wide)
+            call.add("linear", weight.handle, source, buffer)
+        return y
+
+    def gated_linear(self, x: Array, weight: NativeLinear, activation: Activation) -> Array:
+        """Multiply by gate and up, which are interleaved, and combine them."""
+        return self._gated(x, None, weight, activation)
+
+    def write_kv(self, layer: Any, k: Array, v: Array, kv_slots: Array) -> None:
+        """Write keys and values to their slots."""
+        _refuse_symbols("write_kv", k)
+        keys, values = k.float().contiguous(), v.float().contiguous()
+        slots = kv_slots.int().contiguous()
+        self.runtime.library.fd_kv_write(
+            layer.cache.handle, layer.index, keys.data_ptr(), values.data_ptr(), slots.data_ptr(), len(slots)
+        )
+
+    def paged_attention(self, q: Array, layer: Any, heads: Heads, step: StepInput) -> Array:
+        """Attend over the blocks in place."""
+        width = heads.num_heads * heads.head_dim
+        with self._call(q, step) as call:
+            source = call.input(q, width, self.runtime.wide)
+            buffer, y = call.output(q, width, self.runtime.wide)
+            geometry = ctypes.byref(_geometry(heads))
+            call.add("attention", geometry, layer.cache.handle, layer.index, source, buffer)
+        return y
+
+    def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
+        """Run the experts of each token."""
+        _refuse_symbols("moe", x)
+        return self._moe(x, None, experts, activation, torch.zeros_like(x, dtype=torch.float32)).to(x.dtype)
+
+    def logits_of(self, x: Array, head: NativeLinear, softcap: float | None) -> Array:
+        """Project to the vocabulary."""
+        logits = self._linear(x, head, wide=True)
+        return logits if softcap is None else (logits / softcap).tanh_().mul_(softcap)
+
+    def sample(self, logits: Array, rows: SampleInput) -> Array:
+        """Choose a token for each row."""
+        count, vocabulary = logits.shape
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        tokens = torch.empty(count, dtype=torch.int32)
+        numbers = None
+        if not rows.all_greedy:
+            numbers = uniform(rows.seeds.numpy().view(np.uint64), rows.positions.numpy())
+        call = SampleRows(
+            count,
+            vocabulary,
+            logits.data_ptr(),
+            logits.stride(0),
+            rows.temperature.data_ptr(),
+            rows.top_k.data_ptr(),
+            rows.top_p.data_ptr(),
+            rows.min_p.data_ptr(),
+            None if numbers is None else numbers.ctypes.data,
+            tokens.data_ptr(),
+        )
+        checked(self.runtime.library.fd_sample(ctypes.byref(call), self.runtime.team), "sampling")
+        return tokens
+
+    # Fusions ----------------------------------------------------------------------------------------------
+
+    def attention_inputs(
+        self, x: Array, norm: Norm, qkv: NativeLinear, heads: Heads, layer: Any, step: StepInput
+    ) -> Array:
+        """Norm, q/k/v projection, head norms, rope and KV write as one operation."""
+        with self._call(x, step) as call:
+            call.keep(qkv)
+            source = call.input(x, qkv.inputs, True)
+            buffer, q = call.output(x, heads.num_heads * heads.head_dim, self.runtime.wide)
+            call.add(
+                "attention_inputs",
+                source,
+                *_norm(call, norm),
+                qkv.handle,
+                ctypes.byref(_geometry(heads)),
+                *_norm(call, heads.q_norm),
+                *_norm(call, heads.k_norm),
+                call.pointer(heads.rope.cos),
+                call.pointer(heads.rope.sin),
+                layer.cache.handle,
+                layer.index,
+                buffer,
+            )
+        return q if isinstance(q, Symbol) else q.unflatten(1, (heads.num_heads, heads.head_dim))
+
+    def project_residual(self, x: Array, weight: NativeLinear, residual: Array, post_norm: Norm | None = None) -> Array:
+        """Add a projection to the residual stream, in place where it is recorded."""
+        with self._call(x) as call:
+            call.keep(weight)
+            source = call.input(x, weight.inputs, self.runtime.wide)
+            buffer, y = call.inout(residual, weight.width)
+            call.add("project_residual", weight.handle, *_norm(call, post_norm), source, buffer)
+        return y
+
+    def mlp_inputs(self, x: Array, norm: Norm, gate_up: NativeLinear, activation: Activation) -> Array:
+        """Norm, gate and up projection and gated activation as one operation."""
+        return self._gated(x, norm, gate_up, activation)
+
+    def moe_residual(self, x: Array, norm: Norm, experts: Experts, activation: Activation) -> Array:
+        """Add a mixture of experts to the residual stream."""
+        return self._moe(x, norm, experts, activation, x)
+
+    def logits(self, x: Array, norm: Norm, head: NativeLinear, rows: Array, softcap: float | None = None) -> Array:
+        """Final norm and output projection of the wanted rows."""
+        if not isinstance(x, Symbol):
+            return super().logits(x, norm, head, rows, softcap)
+        recorder = x.recorder
+        recorder.keep(head)
+        source = recorder.input(x, head.inputs, True)
+        buffer, y = recorder.output(x, head.width, True)
+        recorder.add("logits", source, *_norm(recorder, norm), head.handle, softcap or 0.0, buffer)
+        return y
+
+    def _gated(self, x: Array, norm: Norm | None, weight: NativeLinear, activation: Activation) -> Array:
+        with self._call(x) as call:
+            call.keep(weight)
+            source = call.input(x, weight.inputs, True if norm is not None else self.runtime.wide)
+            buffer, y = call.output(x, weight.width, self.runtime.wide)
+            call.add("gated_linear", source, *_norm(call, norm), weight.handle, _ACTIVATIONS[activation], buffer)
+        return y
+
+    def _moe(self, x: Array, norm: Norm | None, experts: Experts, activation: Activation, residual: Array) -> Array:
+        width = experts.gate_up[0].inputs
+        gate_up = (ctypes.c_void_p * len(experts.gate_up))(*[e.handle for e in experts.gate_up])
+        down = (ctypes.c_void_p * len(experts.down))(*[e.handle for e in experts.down])
+        geometry = MoeGeometry(len(experts.gate_up), experts.top_k, experts.normalize, experts.norm_floor)
+        shared = (experts.shared_gate_up, experts.shared_down)
+        with self._call(x) as call:
+            call.keep(experts)
+            source = call.input(x, width, True if norm is not None else self.runtime.wide)
+            buffer, y = call.inout(residual, width)
+            call.add(
+                "moe_residual",
+                source,
+                *_norm(call, norm),
+                width,
+                ctypes.byref(geometry),
+                call.pointer(experts.router),
+                call.pointer(experts.correction_bias),
+                gate_up,
+                down,
+                *[None if part is None else part.handle for part in shared],
+                _ACTIVATIONS[activation],
+                buffer,
+            )
+        return y
+
+    def _call(self, x: Array, step: StepInput | None = None) -> Recorder | Eager:
+        """Return where an operation on `x` goes: the program being recorded, or one of its own."""
+        return x.recorder if isinstance(x, Symbol) else Eager(self.runtime, step)
+
+    # Whole steps ------------------------------------------------------------------------------------------
+
+    def compile(self, forward: Forward) -> Forward:
+        """Return a forward that is recorded on its first call and replayed from then on."""
+        return CompiledForward(self.runtime, forward)
+
+
+class CompiledForward:
+    """Replays a model's forward as one program for each KV cache."""
+
+    def __init__(self, runtime: Runtime, forward: Forward) -> None:
+        self._runtime = runtime
+        self._forward = forward
+        self._programs: weakref.WeakKeyDictionary[KVCache, tuple[Recorder, Symbol]] = weakref.WeakKeyDictionary()
+        self._eager = False
+
+    def __call__(self, step: StepInput, cache: KVCache) -> Array:
+        """Return float32 logits [R, V]."""
+        if self._eager:
+            return self._forward(step, cache)
+        if cache not in self._programs:
+            try:
+                self._programs[cache] = self._record(cache)
+            except CaptureError as error:
+                logger.warning("this model runs operation by operation, which is slower: %s", error)
+                self._eager = True
+                return self._forward(step, cache)
+        program, result = self._programs[cache]
+        logits = self._runtime.matrix(len(step.logits_rows), result.width, True)
+        program.bind(result.buffer, logits)
+        program.run(step, len(step.token_ids))
+        return logits
+
+    def program(self, cache: KVCache) -> Recorder:
+        """Return the program of a cache that was run before; for timing."""
+        return self._programs[cache][0]
+
+    def _record(self, cache: KVCache) -> tuple[Recorder, Symbol]:
+        recorder = Recorder(self._runtime)
+        result = self._forward(symbolic_step(recorder), cache)
+        if not isinstance(result, Symbol):
+            raise CaptureError("the forward does not return the result of an operation")
+        return recorder, result
+
+
+def _norm(call: Recorder | Eager, norm: Norm | None) -> tuple[int | None, float]:
+    return _NO_NORM if norm is None else (call.pointer(norm.weight), norm.eps)
+
+
+def _geometry(heads: Heads) -> LayerGeometry:
+    return LayerGeometry(
+        heads.num_heads,
+        heads.num_kv_heads,
+        heads.head_dim,
+        heads.window or 0,
+        heads.rope.cos.shape[1],
+        heads.rope.interleaved,
+        heads.scale,
+        heads.softcap or 0.0,
+    )
+
+
+def _refuse_symbols(operation: str, *arrays: Array) -> None:
+    if any(isinstance(array, Symbol) for array in arrays):
+        raise CaptureError(f"the forward calls {operation} apart from its fusion, which only an eager pack can compute")

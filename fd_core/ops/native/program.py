@@ -1,0 +1,230 @@
+"""Programs of fused operations: recorded from a model's forward, or built for one call."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+
+from fd_core.ops.contract import Array, StepInput
+from fd_core.ops.native.library import Step, checked
+
+__all__ = ["CaptureError", "Eager", "Program", "Recorder", "Runtime", "Symbol", "symbolic_step"]
+
+_ROW_ALIGN = 64
+"""Elements that rows are padded to, so that vectors may run over their ends."""
+_NO_STEP = StepInput(None, None, None, None, None, None, None, max_query=0, max_context=0)
+
+
+class CaptureError(Exception):
+    """A forward did something with a symbolic array that a program cannot hold."""
+
+
+class Runtime:
+    """The library, the team of threads and the element type that programs run with."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: str, threads: int) -> None:
+        self.library = library
+        self.wide = dtype == "float32"
+        self.torch_dtype = torch.float32 if self.wide else torch.bfloat16
+        self.type_code = 0 if self.wide else 1
+        self.row_slack = library.fd_row_slack()
+        self.threads = threads
+        self.team = checked(library.fd_team_new(threads), f"{threads} threads")
+
+    def __del__(self) -> None:
+        if hasattr(self, "team"):
+            self.library.fd_team_free(self.team)
+
+    def matrix(self, rows: int, width: int, wide: bool) -> Array:
+        """Return a matrix [rows, width] whose rows are padded as the kernels want them, the padding zero."""
+        dtype = torch.float32 if wide else self.torch_dtype
+        padded = -(-width // _ROW_ALIGN) * _ROW_ALIGN
+        whole = torch.empty((rows + self.row_slack, padded), dtype=dtype)
+        whole[:, width:] = 0
+        return whole[:rows, :width]
+
+
+class Program:
+    """A list of operations over numbered buffers; owns what its operations point to."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self._library = runtime.library
+        self.handle = checked(self._library.fd_program_new(runtime.type_code), "a program")
+        self._kept: list[Any] = []
+
+    def __del__(self) -> None:
+        if hasattr(self, "handle"):
+            self._library.fd_program_free(self.handle)
+
+    def add(self, operation: str, *arguments: Any) -> None:
+        """Append an operation: the C function's arguments after the program."""
+        checked(getattr(self._library, f"fd_add_{operation}")(self.handle, *arguments), operation)
+
+    def keep(self, *owners: Any) -> None:
+        """Hold what an operation points to for as long as the program lives."""
+        self._kept.extend(owners)
+
+    def pointer(self, tensor: Array | None) -> int | None:
+        """Return the address of a contiguous float32 tensor, which the program then holds."""
+        if tensor is None:
+            return None
+        self.keep(tensor)
+        address: int = tensor.data_ptr()
+        return address
+
+    def bind(self, buffer: int, tensor: Array) -> None:
+        """Let a buffer be the memory of a matrix."""
+        self._library.fd_program_bind(self.handle, buffer, tensor.data_ptr(), tensor.stride(0))
+
+    def run(self, step: StepInput, tokens: int) -> None:
+        """Run all operations on a step."""
+        tables, rows = step.block_tables, step.logits_rows
+        pointers = [
+            None if array is None else array.data_ptr()
+            for array in (step.token_ids, step.positions, step.kv_slots, step.query_start, step.context_len)
+        ]
+        batch = Step(
+            tokens,
+            0 if step.context_len is None else len(step.context_len),
+            0 if rows is None else len(rows),
+            0 if tables is None else tables.shape[1],
+            *pointers,
+            None if tables is None else tables.data_ptr(),
+            None if rows is None else rows.data_ptr(),
+        )
+        checked(self._library.fd_program_run(self.handle, ctypes.byref(batch), self.runtime.team), "a step")
+
+    def times(self) -> list[tuple[str, float]]:
+        """Return name and seconds of each operation since timing was switched on."""
+        count = self._library.fd_program_length(self.handle)
+        return [
+            (self._library.fd_program_name(self.handle, i).decode(), self._library.fd_program_seconds(self.handle, i))
+            for i in range(count)
+        ]
+
+    def set_timed(self, timed: bool) -> None:
+        """Switch timing of operations on or off."""
+        self._library.fd_program_time(self.handle, timed)
+
+
+class Symbol:
+    """An activation matrix of a program that is being recorded; models hand it from operation to operation."""
+
+    __slots__ = ("buffer", "recorder", "wide", "width")
+
+    def __init__(self, recorder: Recorder, buffer: int, width: int, wide: bool) -> None:
+        self.recorder = recorder
+        self.buffer = buffer
+        self.width = width
+        self.wide = wide
+
+    def __del__(self) -> None:
+        # What the forward holds no longer, no later operation can read: its buffer may serve again.
+        if self.buffer >= 0:
+            self.recorder.release(self)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise CaptureError(f"the forward uses {what} of an array, which only an eager pack can compute")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse(f"`{name}`")
+
+    def __bool__(self) -> bool:
+        self._refuse("the value")
+
+    def __len__(self) -> int:
+        self._refuse("the length")
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        self._refuse("elements")
+
+
+class Recorder(Program):
+    """A program under construction: results are symbols."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime)
+        self._free: dict[tuple[int, bool], list[int]] = {}
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def input(self, x: Any, width: int, wide: bool) -> int:
+        """Return the buffer of a symbol."""
+        if not isinstance(x, Symbol) or x.recorder is not self or x.width != width or x.wide != wide:
+            raise CaptureError("the forward hands an array to an operation that cannot take it")
+        return x.buffer
+
+    def inout(self, x: Any, width: int) -> tuple[int, Any]:
+        """Return the buffer of a residual that is added to in place, and the symbol of the sum."""
+        return self.input(x, width, True), x
+
+    def output(self, like: Any, width: int, wide: bool) -> tuple[int, Any]:
+        """Return a buffer and its symbol."""
+        free = self._free.get((width, wide))
+        buffer = free.pop() if free else self._library.fd_program_buffer(self.handle, width, wide)
+        return buffer, Symbol(self, buffer, width, wide)
+
+    def release(self, symbol: Symbol) -> None:
+        """Take back the buffer of a symbol that nothing holds any more."""
+        self._free.setdefault((symbol.width, symbol.wide), []).append(symbol.buffer)
+
+
+class Eager(Program):
+    """A program of one operation on tensors; it runs when the `with` block ends."""
+
+    def __init__(self, runtime: Runtime, step: StepInput | None) -> None:
+        super().__init__(runtime)
+        self._step = _NO_STEP if step is None else step
+        self._tokens = 0
+
+    def __enter__(self) -> Eager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.run(self._step, self._tokens)
+
+    def input(self, x: Array, width: int, wide: bool) -> int:
+        """Return a buffer with a padded copy of a tensor [T, ...]."""
+        return self.inout(x.flatten(1), width, wide)[0]
+
+    def inout(self, x: Array, width: int, wide: bool = True) -> tuple[int, Array]:
+        """Return a buffer with a padded copy of a tensor, and the copy."""
+        self._tokens = max(self._tokens, len(x))
+        matrix = self.runtime.matrix(len(x), width, wide)
+        matrix.copy_(x)
+        return self._bound(matrix, width, wide), matrix
+
+    def output(self, like: Array, width: int, wide: bool) -> tuple[int, Array]:
+        """Return a buffer and its tensor, with as many rows as `like`."""
+        self._tokens = max(self._tokens, len(like))
+        matrix = self.runtime.matrix(len(like), width, wide)
+        return self._bound(matrix, width, wide), matrix
+
+    def _bound(self, matrix: Array, width: int, wide: bool) -> int:
+        buffer: int = self._library.fd_program_buffer(self.handle, width, wide)
+        self.bind(buffer, matrix)
+        self.keep(matrix)
+        return buffer
+
+
+def symbolic_step(recorder: Recorder) -> StepInput:
+    """Return a step whose arrays are symbols: operations read the step of each run."""
+
+    arrays = {field.name: Symbol(recorder, -1, 0, False) for field in dataclasses.fields(StepInput)}
+    return StepInput(**arrays)  # type: ignore[arg-type]  # `max_query` refuses like an array: a program serves all

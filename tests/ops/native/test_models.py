@@ -1,0 +1,51 @@
+"""Every architecture on the native kernels, whole forwards recorded and replayed, against transformers."""
+
+import numpy as np
+import pytest
+
+from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.registry import load_model
+from tests.models.paged import PagedDriver
+from tests.models.tiny import CASES
+
+LENGTHS = (1, 23, 8, 11)
+
+
+def run(checkpoint_folder, ops, chunk=None, generated=24, lengths=LENGTHS):
+    with open_checkpoint(checkpoint_folder) as checkpoint:
+        model = load_model(checkpoint, ops, 128)
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(0, model.vocab_size, length).tolist() for length in lengths]
+    driver = PagedDriver(model, ops, prompts, 128)
+    driver.generate(generated, chunk)
+    return driver.rows
+
+
+@pytest.mark.parametrize("chunk", [None, 5], ids=["whole", "chunked"])
+@pytest.mark.parametrize("case", CASES)
+def test_float32_equals_transformers(tiny, native, case, chunk):
+    for row in run(tiny(case).folder, native("float32"), chunk):
+        expected = tiny(case).logits(row.tokens[:-1])
+        np.testing.assert_allclose(np.stack(row.logits), expected, rtol=0, atol=1e-4)
+        assert row.generated == expected[row.prompt_len - 1 :].argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bfloat16_stays_near_float32(tiny, native, case):
+    for row in run(tiny(case).folder, native("bfloat16"), generated=1):
+        expected = tiny(case).logits(row.tokens[:-1])
+        error = np.abs(np.stack(row.logits) - expected)
+        assert error.mean() < 0.05 * expected.std()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", ["llama", "mistral-window", "qwen3-moe", "gemma3"])
+def test_a_row_is_the_same_to_the_last_bit_alone_in_a_batch_and_chunked(tiny, native, case, dtype):
+    folder, ops = tiny(case).folder, native(dtype)
+    together = run(folder, ops)
+    for chunk in (5, 1):
+        for row, other in zip(run(folder, ops, chunk), together, strict=True):
+            assert row.tokens == other.tokens
+            np.testing.assert_array_equal(np.stack(row.logits), np.stack(other.logits))
+    alone = run(folder, ops, lengths=LENGTHS[:1])[0]
+    np.testing.assert_array_equal(np.stack(alone.logits), np.stack(together[0].logits))
