@@ -43,6 +43,8 @@ def serve(
     settings = merge(model, given, os.environ)
     # Processes that are started from here have no use for the secret.
     os.environ.pop("FD_API_KEY", None)
+    # The engine's process takes its log level from its environment.
+    os.environ["FD_LOG_LEVEL"] = settings.server.log_level
 
     import logging
 

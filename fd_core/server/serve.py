@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 import logging
 import signal
@@ -42,13 +43,19 @@ def bind_socket(host: str, port: int) -> socket.socket:
         )[0]
     except OSError as error:
         raise ConfigError(f"the host {host!r} cannot be resolved: {error.strerror}", field="--host") from error
-    sock = socket.socket(family, kind, protocol)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except OSError as error:
-        sock.close()
-        raise _cannot_listen(host, port, error) from error
+    # A reusable address can be bound twice until somebody listens, so it is the second choice, needed only while
+    # connections of an earlier server linger.
+    for reuse in (0, 1):
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+        try:
+            sock.bind(address)
+        except OSError as error:
+            sock.close()
+            if reuse or error.errno != errno.EADDRINUSE:
+                raise _cannot_listen(host, port, error) from error
+        else:
+            break
     return sock
 
 
@@ -92,6 +99,9 @@ async def serve_http(
     stop = stop or asyncio.Event()
     hurry = asyncio.Event()
     try:
+        # Connections inherit this, so that those which linger do not keep a restarted server from its port.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.listen()  # here, because an event loop may keep it to itself that somebody else listens already
         with _signals(stop, hurry):
             serving = asyncio.create_task(server.serve([sock]))
             drain = asyncio.create_task(_drain(state, config.drain_seconds, stop, hurry))
