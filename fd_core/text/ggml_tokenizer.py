@@ -209,12 +209,18 @@ def _merges_from_scores(metadata: _Metadata) -> list[tuple[str, str]]:
 
 
 def _add_tokens(tokenizer: Tokenizer, metadata: _Metadata) -> None:
-    """Register tokens that are matched as a whole in the text: control tokens and those defined by the user."""
+    """Register tokens that are matched as a whole in the text: control tokens and those defined by the user.
+
+    All at once: the library rebuilds its matcher at every call.
+    """
+    control, defined = [], []
     for token, kind in zip(metadata.tokens, metadata.types, strict=True):
         if kind in (_CONTROL, _UNKNOWN):
-            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+            control.append(AddedToken(token, special=True, normalized=False))
         elif kind == _USER_DEFINED:
-            tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
+            defined.append(AddedToken(token, special=False, normalized=False))
+    tokenizer.add_special_tokens(control)
+    tokenizer.add_tokens(defined)
 
 
 def _add_ends(tokenizer: Tokenizer, metadata: _Metadata, bos: bool) -> None:
