@@ -28,6 +28,16 @@ _ERRORS: Final = {
     503: "The queue is full, the server shuts down, or the engine is not running",
 }
 
+_EVENT: Final = {
+    "type": "object",
+    "description": "One event of the stream",
+    "required": ["data"],
+    "properties": {
+        "event": {"type": "string", "description": "`error` for the event that ends a broken stream"},
+        "data": {"type": "string", "description": "A chunk as JSON, `[DONE]` at the end, or an error as JSON"},
+    },
+}
+
 
 def endpoint(
     summary: str,
@@ -47,7 +57,7 @@ def endpoint(
     responses = {status: _response(_ERRORS[status], ErrorAnswer) for status in listed}
     responses[200] = _response("Success", answer)
     if stream:
-        responses[200]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        responses[200]["content"]["text/event-stream"] = {"schema": _EVENT}
     if unhealthy:
         responses[503] = _response("Not now; `reason` says why", answer)
     described: dict[str, Any] = {

@@ -1,0 +1,148 @@
+"""The server over a real engine, whose backend is scripted: nothing is left behind, texts do not depend on company."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from fd_core.config import EngineConfig
+from fd_core.engine.client import EngineClient
+from fd_core.engine.launch import open_client
+from tests.server.fakes import LiveServer, live, samples
+from tests.server.test_disconnect import eventually, leave
+
+PATH = "/v1/completions"
+IDLE = (
+    "fdcore_requests_running",
+    "fdcore_requests_waiting",
+    "fdcore_take_backs_in_flight",
+    "fdcore_kv_blocks_used",
+    "fdcore_kv_blocks_fenced",
+    "fdcore_active_requests",
+)
+
+
+async def null_client(where: str = "inproc") -> EngineClient:
+    config = EngineConfig(
+        model="null",
+        backend="null",
+        max_num_seqs=8,
+        num_kv_blocks=40,
+        block_size=16,
+        max_model_len=400,
+        max_num_batched_tokens=64,
+    )
+    return await open_client(config, None, where=where)
+
+
+@pytest.fixture(scope="module")
+def null() -> Iterator[LiveServer]:
+    with live(null_client) as server:
+        yield server
+
+
+def gauges(server: LiveServer) -> dict[str, float]:
+    found = samples(server)
+    return {name: found[name] for name in IDLE}
+
+
+def rests(server: LiveServer, seconds: float) -> None:
+    eventually(lambda: all(value == 0 for value in gauges(server).values()), seconds)
+
+
+def body(number: int, **fields: object) -> dict[str, object]:
+    return {
+        "prompt": f"prompt {number} " * (1 + number % 5),
+        "max_tokens": 40,
+        "seed": number,
+        "temperature": float(number % 2),
+        "logit_bias": {str(each): -100 for each in range(128, 257)},
+        **fields,
+    }
+
+
+def test_a_stream_carries_the_text_of_the_whole_answer(null: LiveServer) -> None:
+    whole = null.post(PATH, body(1, logprobs=2)).json
+    events = null.post(PATH, body(1, stream=True, stream_options={"include_usage": True})).events
+    assert "".join(event["choices"][0]["text"] for event in events[:-2]) == whole["choices"][0]["text"]
+    assert len(whole["choices"][0]["logprobs"]["tokens"]) == whole["usage"]["completion_tokens"] == 40
+    assert events[-2]["usage"]["completion_tokens"] == 40
+
+
+def test_the_prefix_cache_shows_in_the_usage(null: LiveServer) -> None:
+    request = {**body(0), "prompt": "x" * 100, "cache_salt": "s"}
+    cached = [
+        null.post(PATH, each).json["usage"]["prompt_tokens_details"]["cached_tokens"]
+        for each in (request, request, {**request, "cache_salt": "other"})
+    ]
+    assert cached == [0, 96, 0]
+
+
+def test_texts_do_not_depend_on_company(null: LiveServer) -> None:
+    """24 requests in a pool that holds few of them: preempted, chunked, batched, each says what it says alone."""
+    alone = [null.post(PATH, body(number)).json["choices"][0]["text"] for number in range(24)]
+    with ThreadPoolExecutor(24) as pool:
+        together = list(pool.map(lambda number: null.post(PATH, body(number)).json["choices"][0]["text"], range(24)))
+    assert together == alone
+    rests(null, 2)
+
+
+def test_departures_leave_every_gauge_where_it_was(null: LiveServer) -> None:
+    chance = random.Random(3)
+
+    async def one(number: int) -> None:
+        stream = chance.random() < 0.7
+        request = body(number, stream=stream, max_tokens=300)
+        if chance.random() < 0.6:
+            await leave(null.port, request, chance.choice([0, 200, 900]) if stream else 0)
+        else:
+            request["max_tokens"] = 20
+            await asyncio.to_thread(null.post, PATH, request)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(one(number) for number in range(64)))
+
+    asyncio.run(all_of_them())
+    rests(null, 3)
+
+
+def test_a_departure_frees_its_blocks_within_a_second(null: LiveServer) -> None:
+    request = {**body(2), "prompt": "y" * 90, "max_tokens": 300, "ignore_eos": True, "stream": True}
+    asyncio.run(leave(null.port, request, 400))
+    start = time.monotonic()
+    rests(null, 1.5)
+    assert time.monotonic() - start < 1.5
+
+
+def test_an_abort_by_id_reaches_the_engine(null: LiveServer) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(null.post, PATH, body(2, max_tokens=360, n=8, ignore_eos=True), X_Request_Id="q")
+        eventually(lambda: null.post("/v1/abort_requests", {"req_ids": ["q"]}).json["aborted"] == ["q"], 5)
+        reasons = {choice["finish_reason"] for choice in running.result(10).json["choices"]}
+    assert "abort" in reasons
+    rests(null, 2)
+
+
+def test_an_engine_that_is_killed_is_told_and_comes_back() -> None:
+    """A stream ends with an error event, requests in between get 503, and the next epoch serves."""
+    request = {**body(2), "max_tokens": 360, "ignore_eos": True, "stream": True, "n": 4}
+    with live(lambda: null_client("process")) as server, ThreadPoolExecutor(1) as pool:
+        before = server.post(PATH, body(1)).json["choices"]
+        running = pool.submit(server.post, PATH, request)
+        eventually(lambda: server.call(lambda: server.client.active_requests) == 4, 5)
+        os.kill(server.client.pid, signal.SIGKILL)
+        broken = running.result(10)
+        if broken.status == 200:
+            assert broken.events[-1]["error"]["code"] == "engine_dead"
+            assert b"[DONE]" not in broken.body
+        else:
+            assert (broken.status, broken.error["code"]) == (503, "engine_dead")
+        eventually(lambda: server.get("/ready").status == 200 and server.client.info.epoch == 2, 20)
+        assert server.post(PATH, body(1)).json["choices"] == before
