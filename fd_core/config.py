@@ -10,7 +10,23 @@ import msgspec
 
 from fd_core.errors import ConfigError
 
-__all__ = ["EngineConfig", "Limits", "ServerConfig", "resolve_limits"]
+__all__ = ["EngineConfig", "Limits", "ServerConfig", "SpeculativeConfig", "resolve_limits"]
+
+MAX_DRAFTS = 16
+"""More drafts than this never pay."""
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How next tokens are guessed, the content of `--speculative-config`."""
+
+    method: str
+    """A drafter: `ngram`, `suffix`, or one that a plugin offers."""
+    num_speculative_tokens: int = 3
+    """k: largest number of drafts per request and step."""
+    cheap_tokens: int = 64
+    """Drafts shrink so that a step stays below this many tokens."""
+    options: dict[str, int | float | str] = {}
+    """What the drafter itself reads."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +59,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """CPU threads of the backend; None takes the processors available."""
     native_kernels: bool = True
     """Whether the CPU backend may compile and use its C++ kernels."""
+    speculative: SpeculativeConfig | None = None
+    """Drafting of tokens ahead; None computes one token a step."""
     watchdog_seconds: float = 60.0
     """A step not answered within this time is an engine fault."""
 
@@ -97,7 +115,6 @@ def resolve_limits(
     vocab_size: int,
     bytes_per_block: int,
     free_bytes: int,
-    max_drafts: int = 0,
     default_pipeline_depth: int = 1,
 ) -> Limits:
     """Fix every limit for a loaded model, or say which setting contradicts which.
@@ -105,6 +122,12 @@ def resolve_limits(
     `free_bytes` is device memory left once the weights are loaded. Raises `ConfigError` naming field and numbers.
     """
     _require_positive(config, "max_num_seqs", "max_num_batched_tokens", "block_size")
+    max_drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
+    if not 0 <= max_drafts <= MAX_DRAFTS:
+        raise ConfigError(
+            f"num_speculative_tokens is {max_drafts}; it must be between 0 and {MAX_DRAFTS}",
+            field="--speculative-config",
+        )
     if config.max_num_batched_tokens < 1 + max_drafts:
         raise ConfigError(
             f"max_num_batched_tokens is {config.max_num_batched_tokens}, but one decode with "

@@ -47,6 +47,17 @@ def fd_register_backends() -> Sequence[Entry]:
 
 
 @hookspec
+def fd_register_drafters() -> Sequence[Entry]:
+    """Offer drafters for speculative decoding.
+
+    Called once at discovery; the results of all plugins are joined. Each target is a subclass of
+    `fd_core.runner.drafting.Drafter`; its name is the `method` of `--speculative-config`. A drafter may guess anything:
+    a draft is kept only if it is the token that would have been sampled anyway.
+    """
+    raise AssertionError("hook specification")
+
+
+@hookspec
 def fd_register_schedulers() -> Sequence[Entry]:
     """Offer scheduling policies.
 

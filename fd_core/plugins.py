@@ -24,6 +24,7 @@ from fd_core.hookspecs import CONTRACT_VERSION, ENTRY_POINT_GROUP, Entry
 
 if TYPE_CHECKING:
     from fd_core.backends.contract import Availability, Backend
+    from fd_core.runner.drafting import Drafter
     from fd_core.scheduling.policies import Policy
 
 __all__ = ["KNOWN_PLUGINS", "Choice", "Origin", "Plugins", "Problem", "Registered", "installed_plugins"]
@@ -36,7 +37,7 @@ KNOWN_PLUGINS: Final[Mapping[str, str]] = {
 }
 """Short names of the project's own plugins and their distributions."""
 
-_BUILTIN_MODULES: Final = ("fd_core.backends.builtin", "fd_core.scheduling.builtin")
+_BUILTIN_MODULES: Final = ("fd_core.backends.builtin", "fd_core.scheduling.builtin", "fd_core.runner.builtin")
 _HOOK_PREFIX: Final = "fd_"
 _NAME: Final = re.compile(r"[a-z0-9_+]+")
 _TARGET: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -56,7 +57,8 @@ BACKEND: Final = Kind("backend", "fd_register_backends", "fd_core.backends.contr
 SCHEDULER: Final = Kind(
     "scheduling policy", "fd_register_schedulers", "fd_core.scheduling.policies:Policy", "--scheduling-policy"
 )
-KINDS: Final = (BACKEND, SCHEDULER)
+DRAFTER: Final = Kind("drafter", "fd_register_drafters", "fd_core.runner.drafting:Drafter", "--speculative-config")
+KINDS: Final = (BACKEND, SCHEDULER, DRAFTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,14 @@ class Plugins:
     def schedulers(self) -> Mapping[str, Registered]:
         """Return the scheduling policies by name."""
         return self._usable(SCHEDULER)
+
+    def drafters(self) -> Mapping[str, Registered]:
+        """Return the drafters by name."""
+        return self._usable(DRAFTER)
+
+    def drafter_class(self, name: str) -> type[Drafter]:
+        """Import the drafter called `name`. Raises `PluginError` with the distribution and the cause."""
+        return self._find(DRAFTER, name).load()
 
     def backend_class(self, name: str) -> type[Backend]:
         """Import the backend called `name`. Raises `PluginError` with the distribution and the cause."""

@@ -147,11 +147,12 @@ class StepPlan:
     gens: IntArray
     """int32[n], the generation each row belongs to."""
     starts: IntArray
-    """int32[n], position of the first token computed."""
+    """int32[n], position of the first token computed. For a row that samples while an earlier step with drafts is in
+    flight this is the largest it can be; the runner counts back from the tokens it has."""
     num_tokens: IntArray
     """int32[n], tokens computed: a prefill chunk, or one plus the row's drafts."""
     num_drafts: IntArray
-    """int32[n], drafts among them."""
+    """int32[n], drafts among them; the runner uses fewer if it has fewer."""
     samples: npt.NDArray[np.bool_]
     """bool[n], whether the row yields a token; false for an unfinished prefill chunk."""
     admissions: tuple[Admission, ...] = ()
@@ -190,6 +191,8 @@ class StepOutput:
     """int32[max_num_seqs, 1 + k]; read only by `fd_core.signals`."""
     gens: IntArray
     """int32[max_num_seqs], the generation each slot holds in the runner's own batch."""
+    drafts_ready: IntArray | None = None
+    """int32[max_num_seqs], drafts that the runner holds for each slot's next step; None without speculation."""
     logprobs: LogprobRows | None = None
     errors: tuple[tuple[int, str], ...] = ()
     """(slot, message) for rows that failed; the other rows are valid."""

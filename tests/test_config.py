@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from fd_core.config import EngineConfig, Limits, resolve_limits
+from fd_core.config import EngineConfig, Limits, SpeculativeConfig, resolve_limits
 from fd_core.errors import ConfigError
 
 
-def limits(max_drafts: int = 0, free_bytes: int = 10**9, **settings: object) -> Limits:
+def limits(free_bytes: int = 10**9, **settings: object) -> Limits:
     return resolve_limits(
         EngineConfig(model="m", **settings),  # type: ignore[arg-type]
         model_max_len=2048,
         vocab_size=100,
         bytes_per_block=1000,
         free_bytes=free_bytes,
-        max_drafts=max_drafts,
     )
 
 
@@ -54,6 +53,13 @@ def test_settings_that_cannot_be_kept_are_refused(settings: dict[str, object], f
 
 
 def test_a_budget_below_one_decode_with_its_drafts_is_refused() -> None:
-    assert limits(max_drafts=3, max_num_batched_tokens=4).max_drafts == 3
+    three = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+    assert limits(speculative=three, max_num_batched_tokens=4).max_drafts == 3
     with pytest.raises(ConfigError, match="takes 4 tokens"):
-        limits(max_drafts=3, max_num_batched_tokens=3)
+        limits(speculative=three, max_num_batched_tokens=3)
+
+
+@pytest.mark.parametrize("count", [-1, 17])
+def test_a_number_of_drafts_out_of_range_is_refused(count: int) -> None:
+    with pytest.raises(ConfigError, match="between 0 and 16"):
+        limits(speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=count))

@@ -9,14 +9,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from fd_core.backends.contract import Backend
-from fd_core.config import EngineConfig, resolve_limits
+from fd_core.config import EngineConfig, Limits, resolve_limits
 from fd_core.engine.client import StartProgress
 from fd_core.engine.messages import Delta, EngineInfo, EngineStats
 from fd_core.engine.outputs import Outputs
 from fd_core.errors import BadRequest, EngineDead
 from fd_core.kv.prefix import PrefixHasher
-from fd_core.plugins import installed_plugins
+from fd_core.plugins import Plugins, installed_plugins
+from fd_core.runner.drafting import Drafter
 from fd_core.runner.runner import Runner
+from fd_core.scheduling.drafts import DraftControl
 from fd_core.scheduling.scheduler import Scheduler
 from fd_core.types import FinishReason, RequestSpec, StepOutput, StepPlan
 
@@ -95,6 +97,8 @@ class Engine:
             recomputed_tokens=counters.recomputed_tokens,
             prefix_queries=counters.prefix_queries,
             prefix_hits=counters.prefix_hits,
+            drafts_proposed=0 if scheduler.drafts is None else int(scheduler.drafts.drafted.sum()),
+            drafts_accepted=0 if scheduler.drafts is None else int(scheduler.drafts.accepted.sum()),
             stale_outputs=delivered.stale_outputs,
             finished_stop=ended[FinishReason.STOP],
             finished_length=ended[FinishReason.LENGTH],
@@ -139,7 +143,7 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
         free_bytes=backend.free_memory(),
         default_pipeline_depth=backend.default_pipeline_depth,
     )
-    runner = Runner(ops, model, limits)
+    runner = Runner(ops, model, limits, _make_drafter(config, limits, plugins))
     runner.warm_up(lambda done, total: progress("warmup", done, total))
     hasher = None
     if config.enable_prefix_caching:
@@ -164,5 +168,15 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
         pipeline_depth=limits.pipeline_depth,
         epoch=epoch,
     )
-    scheduler = Scheduler(limits, policy, hasher, epoch=epoch)
+    drafts = None
+    if config.speculative is not None and limits.max_drafts:
+        drafts = DraftControl(limits.max_num_seqs, limits.max_drafts, config.speculative.cheap_tokens)
+    scheduler = Scheduler(limits, policy, hasher, drafts, epoch=epoch)
     return Engine(info, scheduler, runner, watchdog_seconds=config.watchdog_seconds)
+
+
+def _make_drafter(config: EngineConfig, limits: Limits, plugins: Plugins) -> Drafter | None:
+    if config.speculative is None or not limits.max_drafts:
+        return None
+    drafter = plugins.drafter_class(config.speculative.method)
+    return drafter(limits.max_num_seqs, config.speculative.options)

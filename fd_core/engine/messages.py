@@ -82,6 +82,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens looked up in the prefix cache."""
     prefix_hits: int = 0
     """Prompt tokens found there."""
+    drafts_proposed: int = 0
+    drafts_accepted: int = 0
     stale_outputs: int = 0
     """Outputs dropped because epoch, step or gen did not match."""
     finished_stop: int = 0

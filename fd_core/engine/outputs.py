@@ -54,6 +54,8 @@ class Outputs:
         outcomes = signals.read(output.tokens, output.errors)
         rows = self._rows_of_this_stay(plan, output)
         deltas = self._deliver(plan, rows, outcomes, output)
+        if output.drafts_ready is not None:
+            self._scheduler.drafts_are_ready(output.drafts_ready, plan.step)
         self._scheduler.answered(plan.step)
         deltas += self._acknowledge(plan, outcomes, output)
         return deltas
@@ -134,12 +136,18 @@ class Outputs:
         self, plan: StepPlan, rows: npt.NDArray[np.intp], slots: npt.NDArray[np.intp], counts: IntArray
     ) -> None:
         """Positions computed by the step are settled, but for rejected drafts; requests that left have none."""
-        table = self._scheduler.slots
+        table, drafts = self._scheduler.slots, self._scheduler.drafts
+        sampled = plan.samples[rows]
+        accepted = np.maximum(counts - 1, 0)
+        if drafts is not None:
+            drafts.observe(slots[sampled], plan.num_drafts[rows][sampled], accepted[sampled])
+            self._scheduler.set_back(slots, np.where(sampled, plan.num_drafts[rows] - accepted, 0))
         still = table.running[slots]
-        rows, slots, counts = rows[still], slots[still], counts[still]
+        rows, slots, sampled = rows[still], slots[still], sampled[still]
         if len(rows):
-            rejected = np.where(counts > 0, plan.num_drafts[rows] + 1 - counts, plan.num_drafts[rows])
-            self._scheduler.settle(slots, plan.starts[rows] + plan.num_tokens[rows] - rejected)
+            # The last token delivered is known but not computed yet.
+            upto = np.where(sampled, table.known[slots] - 1, plan.starts[rows] + plan.num_tokens[rows])
+            self._scheduler.settle(slots, upto.astype(np.int32))
 
     def _acknowledge(self, plan: StepPlan, outcomes: signals.Outcomes, output: StepOutput) -> list[Delta]:
         """Match every -9 with the one take-back it answers."""

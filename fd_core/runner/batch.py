@@ -19,6 +19,8 @@ class PersistentBatch:
         self.gen = np.zeros(slots, np.int32)
         self.length = np.zeros(slots, np.int32)
         """Tokens known: those admitted and those sampled here."""
+        self.num_drafts = np.zeros(slots, np.int32)
+        """Guesses that stand in `tokens` right behind the known ones."""
         self.tokens = np.zeros((slots, limits.max_model_len), np.int32)
         self.tables = np.zeros((slots, limits.blocks_per_seq), np.int32)
 
@@ -27,6 +29,7 @@ class PersistentBatch:
         slot, n = admission.slot, len(admission.token_ids)
         self.gen[slot] = admission.gen
         self.length[slot] = n
+        self.num_drafts[slot] = 0
         self.tokens[slot, :n] = admission.token_ids
 
     def grant(self, plan: StepPlan) -> None:
@@ -41,3 +44,11 @@ class PersistentBatch:
             live = (column <= accepted) & (self.length[slots] < limit)
             self.tokens[slots[live], self.length[slots[live]]] = sampled[live, column]
             self.length[slots[live]] += 1
+        self.num_drafts[slots] = 0
+
+    def guess(self, slot: int, drafts: IntArray) -> None:
+        """Place drafts behind the known tokens of a slot."""
+        begin = int(self.length[slot])
+        drafts = drafts[: self.tokens.shape[1] - begin]
+        self.tokens[slot, begin : begin + len(drafts)] = drafts
+        self.num_drafts[slot] = len(drafts)

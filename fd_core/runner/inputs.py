@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from fd_core.config import Limits
@@ -9,40 +11,91 @@ from fd_core.ops.contract import Ops, StepInput
 from fd_core.runner.batch import PersistentBatch
 from fd_core.types import IntArray, StepPlan
 
-__all__ = ["BudgetExceeded", "build_inputs", "last_tokens"]
+__all__ = ["BudgetExceeded", "Rows", "build_inputs", "resolve_rows"]
 
 
 class BudgetExceeded(RuntimeError):
     """A plan computes more tokens than the step token budget allows."""
 
 
-def last_tokens(plan: StepPlan) -> IntArray:
-    """Return int32[R]: for each row that samples, the index of its last token in the flattened batch."""
-    ends = np.cumsum(plan.num_tokens, dtype=np.int32) - 1
-    rows: IntArray = ends[plan.samples]
-    return rows
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a plan as the runner computes them: real positions, real drafts.
 
-
-def build_inputs(plan: StepPlan, batch: PersistentBatch, limits: Limits, ops: Ops) -> StepInput:
-    """Gather tokens, positions, cache slots and block tables of the plan's rows.
-
-    Raises `BudgetExceeded` if the plan is larger than the budget, and `RuntimeError` if it reaches beyond the tokens
-    that the runner knows.
+    flattened:   | row 0: chunk . . . | row 1: last token, draft, draft | row 2: last token |
+    logits of:                      ^                  ^      ^      ^               ^
     """
-    counts, starts, slots = plan.num_tokens, plan.starts, plan.slots
+
+    slots: IntArray
+    """int32[n]"""
+    starts: IntArray
+    """int32[n]"""
+    counts: IntArray
+    """int32[n], tokens computed."""
+    sampling: IntArray
+    """int32[N], indices of the rows that sample."""
+    drafts: IntArray
+    """int32[N], drafts that each of them verifies."""
+    logits_rows: IntArray
+    """int32[R], indices into the flattened batch, 1 + drafts for each sampling row, in order."""
+    logits_slots: IntArray
+    """int32[R]"""
+    positions: IntArray
+    """int32[R], position of the token that is chosen from each row of logits."""
+    columns: IntArray
+    """int32[R], column of the token matrix."""
+
+
+def resolve_rows(plan: StepPlan, batch: PersistentBatch, limits: Limits) -> Rows:
+    """Fix what the plan leaves to the runner: how many drafts there are, and where a row begins.
+
+    A row that samples ends with the last token known, which may lie before the plan's place when drafts of an earlier
+    step were rejected. Raises `BudgetExceeded` if the step is larger than the budget, and `RuntimeError` if it reaches
+    beyond the tokens that the runner knows.
+    """
+    slots = plan.slots
+    drafts = np.minimum(plan.num_drafts, batch.num_drafts[slots])
+    own = plan.num_tokens - plan.num_drafts
+    starts = np.where(plan.samples, batch.length[slots] - own, plan.starts)
+    counts = own + drafts
     total = int(counts.sum())
     if total > limits.max_num_batched_tokens:
         raise BudgetExceeded(f"step {plan.step} computes {total} tokens; the budget is {limits.max_num_batched_tokens}")
-    context = starts + counts
-    if (context > batch.length[slots]).any():
-        slot = int(slots[context > batch.length[slots]][0])
-        raise RuntimeError(f"step {plan.step} computes tokens of slot {slot} that do not exist yet")
+    astray = (starts > plan.starts) | (starts + own > batch.length[slots]) | (starts < 0)
+    if astray.any():
+        slot = int(slots[astray][0])
+        raise RuntimeError(f"step {plan.step} plans tokens of slot {slot} that the runner does not have")
+    sampling = np.flatnonzero(plan.samples).astype(np.int32)
+    verified = drafts[sampling]
+    ends = np.cumsum(counts, dtype=np.int32)[sampling]
+    row_of = np.repeat(np.arange(len(sampling)), verified + 1)
+    firsts = np.cumsum(verified + 1) - (verified + 1)
+    columns = (np.arange(len(row_of)) - firsts[row_of]).astype(np.int32)
+    sampled_slots = slots[sampling]
+    return Rows(
+        slots=slots,
+        starts=starts.astype(np.int32),
+        counts=counts.astype(np.int32),
+        sampling=sampling,
+        drafts=verified,
+        logits_rows=(ends[row_of] - 1 - verified[row_of] + columns).astype(np.int32),
+        logits_slots=sampled_slots[row_of],
+        positions=batch.length[sampled_slots][row_of] + columns,
+        columns=columns,
+    )
+
+
+def build_inputs(rows: Rows, batch: PersistentBatch, ops: Ops) -> StepInput:
+    """Gather tokens, positions, cache slots and block tables of the rows, at least one."""
+    slots, counts = rows.slots, rows.counts
+    total = int(counts.sum())
     query_start = np.zeros(len(slots) + 1, np.int32)
     np.cumsum(counts, out=query_start[1:])
     row_of = np.repeat(np.arange(len(slots), dtype=np.int32), counts)
-    positions = np.arange(total, dtype=np.int32) - query_start[row_of] + starts[row_of]
+    positions = np.arange(total, dtype=np.int32) - query_start[row_of] + rows.starts[row_of]
     slot_of = slots[row_of]
     size = batch.block_size
+    context = rows.starts + counts
     max_context = int(context.max())
     return StepInput(
         token_ids=ops.from_host(batch.tokens[slot_of, positions]),
@@ -51,7 +104,7 @@ def build_inputs(plan: StepPlan, batch: PersistentBatch, limits: Limits, ops: Op
         query_start=ops.from_host(query_start),
         context_len=ops.from_host(context),
         block_tables=ops.from_host(batch.tables[slots, : -(-max_context // size)]),
-        logits_rows=ops.from_host(last_tokens(plan)),
+        logits_rows=ops.from_host(rows.logits_rows),
         max_query=int(counts.max()),
         max_context=max_context,
     )

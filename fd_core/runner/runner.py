@@ -8,7 +8,8 @@ from fd_core.backends.contract import LoadProgress, Model
 from fd_core.config import Limits
 from fd_core.ops.contract import Array, Ops
 from fd_core.runner.batch import PersistentBatch
-from fd_core.runner.inputs import build_inputs
+from fd_core.runner.drafting import Drafter
+from fd_core.runner.inputs import Rows, build_inputs, resolve_rows
 from fd_core.runner.sampling import Sampler
 from fd_core.runner.warmup import warm_up_plans
 from fd_core.types import IntArray, LogprobRows, StepOutput, StepPlan
@@ -19,12 +20,13 @@ __all__ = ["Runner"]
 class Runner:
     """Executes plans in order and answers each with exactly one output.
 
-    A vendor supplies the `Ops`; batch, input building, sampling, post-processing and the one transfer to the host
-    are here.
+    A vendor supplies the `Ops`; batch, input building, sampling, verification of drafts, post-processing and the
+    transfer to the host are here.
     """
 
-    def __init__(self, ops: Ops, model: Model, limits: Limits) -> None:
+    def __init__(self, ops: Ops, model: Model, limits: Limits, drafter: Drafter | None = None) -> None:
         self.limits = limits
+        self._drafter = drafter
         self._ops = ops
         self._cache = ops.allocate_kv(model.kv_shape(limits.block_size), limits.num_kv_blocks)
         self._forward = ops.compile(model.forward)
@@ -37,17 +39,13 @@ class Runner:
         A plan whose whole batch was taken back computes nothing and still yields an output.
         """
         self._apply(plan)
-        sampled, logprobs = self._compute(plan)
-        slots = plan.slots[plan.samples]
-        accepted = np.zeros(len(slots), np.int32)
-        taken_back = np.array([back.slot for back in plan.take_backs], np.int32)
-        ops = self._ops
-        matrix = ops.postprocess(
-            sampled, ops.from_host(accepted), ops.from_host(slots), ops.from_host(taken_back), self.limits.max_num_seqs
-        )
-        tokens: IntArray = ops.to_host(matrix)
-        self._batch.append(slots, tokens[slots], accepted)
-        return StepOutput(plan.epoch, plan.step, tokens, self._batch.gen.copy(), logprobs)
+        rows = resolve_rows(plan, self._batch, self.limits)
+        sampled, logprobs = self._sample(rows)
+        accepted = self._verify(rows, sampled)
+        tokens = self._to_host(plan, rows, sampled, accepted)
+        self._remember(rows, tokens, self._ops.to_host(accepted))
+        ready = None if self._drafter is None else self._batch.num_drafts.copy()
+        return StepOutput(plan.epoch, plan.step, tokens, self._batch.gen.copy(), ready, logprobs)
 
     def warm_up(self, progress: LoadProgress) -> None:
         """Run the largest prefill and one decode on the first slot, so that the first request pays for nothing."""
@@ -64,17 +62,53 @@ class Runner:
         for admission in plan.admissions:
             self._batch.admit(admission)
             self._sampler.admit(admission)
+            if self._drafter is not None:
+                self._drafter.admit(admission.slot, admission.token_ids)
         self._batch.grant(plan)
 
-    def _compute(self, plan: StepPlan) -> tuple[Array, LogprobRows | None]:
-        """Return sampled tokens int32[R, 1] of the rows that yield one, and their log-probabilities."""
+    def _sample(self, rows: Rows) -> tuple[Array, LogprobRows | None]:
+        """Run the model and choose tokens int32[N, 1 + k] for the N rows that sample; unused cells mean nothing."""
+        ops, width = self._ops, self.limits.max_drafts + 1
+        empty = ops.from_host(np.empty((0, width), np.int32))
+        if not len(rows.slots):
+            return empty, None
+        logits = self._forward(build_inputs(rows, self._batch, ops), self._cache)
+        if not len(rows.sampling):
+            return empty, None
+        tokens, logprobs = self._sampler.sample(
+            ops, logits, rows.logits_slots, rows.positions, rows.columns, self._batch.tokens
+        )
+        if width == 1:
+            return tokens.reshape(-1, 1), logprobs
+        firsts = np.cumsum(rows.drafts + 1) - (rows.drafts + 1)
+        cells = firsts[:, None] + np.minimum(np.arange(width), rows.drafts[:, None])
+        grid = ops.gather_rows(tokens, ops.from_host(cells.reshape(-1).astype(np.int32)))
+        return grid.reshape(-1, width), logprobs
+
+    def _verify(self, rows: Rows, sampled: Array) -> Array:
+        """Count the drafts int32[N] that each sampling row keeps."""
+        ops, batch, width = self._ops, self._batch, self.limits.max_drafts
+        if not rows.drafts.any():
+            return ops.from_host(np.zeros(len(rows.sampling), np.int32))
+        slots = rows.slots[rows.sampling]
+        places = np.minimum(batch.length[slots][:, None] + np.arange(width), batch.tokens.shape[1] - 1)
+        drafts = batch.tokens[slots[:, None], places]
+        return ops.verify(sampled, ops.from_host(drafts), ops.from_host(rows.drafts))
+
+    def _to_host(self, plan: StepPlan, rows: Rows, sampled: Array, accepted: Array) -> IntArray:
+        """Build the token matrix int32[max_num_seqs, 1 + k] on the device and bring it over."""
         ops = self._ops
-        if not len(plan.slots):
-            return ops.from_host(np.empty((0, 1), np.int32)), None
-        inputs = build_inputs(plan, self._batch, self.limits, ops)
-        logits = self._forward(inputs, self._cache)
-        slots = plan.slots[plan.samples]
-        if not len(slots):
-            return ops.from_host(np.empty((0, 1), np.int32)), None
-        tokens, logprobs = self._sampler.sample(ops, logits, slots, self._batch.length[slots], self._batch.tokens)
-        return tokens.reshape(-1, 1), logprobs
+        slots = ops.from_host(rows.slots[rows.sampling])
+        taken_back = ops.from_host(np.array([back.slot for back in plan.take_backs], np.int32))
+        tokens: IntArray = ops.to_host(ops.postprocess(sampled, accepted, slots, taken_back, self.limits.max_num_seqs))
+        return tokens
+
+    def _remember(self, rows: Rows, tokens: IntArray, accepted: IntArray) -> None:
+        """Append what was delivered, and guess what comes next."""
+        slots = rows.slots[rows.sampling]
+        self._batch.append(slots, tokens[slots], accepted)
+        if self._drafter is None:
+            return
+        for slot, count in zip(slots.tolist(), (accepted + 1).tolist(), strict=True):
+            self._drafter.extend(slot, tokens[slot, :count])
+            self._batch.guess(slot, self._drafter.propose(slot, self.limits.max_drafts))

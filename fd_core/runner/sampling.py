@@ -62,13 +62,14 @@ class Sampler:
             )
 
     def sample(
-        self, ops: Ops, logits: Array, slots: IntArray, positions: IntArray, tokens: IntArray
+        self, ops: Ops, logits: Array, slots: IntArray, positions: IntArray, columns: IntArray, tokens: IntArray
     ) -> tuple[Array, LogprobRows | None]:
         """Choose a token for each row.
 
         `logits` float32[R, V] of the pack may be overwritten; `slots` int32[R]; `positions` int32[R] is the position
-        of the token being chosen, which is how many tokens the request has; `tokens` int32[num_slots, *] holds them.
-        Returns int32[R] of the pack, and log-probabilities of the unchanged logits for those who asked.
+        of the token being chosen, which is how many tokens come before it; `tokens` int32[num_slots, *] holds those,
+        drafts included; `columns` int32[R] is where the choice stands in the token matrix. Returns int32[R] of the
+        pack, and log-probabilities of the unchanged logits for those who asked.
         """
         wanted = np.flatnonzero(self._logprobs[slots] >= 0)
         raw = ops.gather_rows(logits, ops.from_host(wanted.astype(np.int32))) if len(wanted) else None
@@ -82,7 +83,7 @@ class Sampler:
         score, top_ids, top = ops.logprobs(raw, rows, top_n)
         return chosen, LogprobRows(
             slots=slots[wanted],
-            columns=np.zeros(len(wanted), np.int32),
+            columns=columns[wanted],
             chosen=ops.to_host(score),
             top_ids=ops.to_host(top_ids),
             top=ops.to_host(top),

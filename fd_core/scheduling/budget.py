@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from fd_core.types import IntArray
 
-__all__ = ["Budget", "allot_decodes"]
+__all__ = ["Budget", "allot_decodes", "deal"]
 
 
 class Budget:
@@ -54,13 +54,13 @@ def allot_decodes(
     rows = np.arange(count)
     if not drafts.any():
         return rows, drafts
-    granted = _deal(drafts, budget.left)
+    granted = deal(drafts, budget.left)
     budget.take(int(granted.sum()))
     return rows, granted
 
 
-def _deal(wanted: IntArray, tokens: int) -> IntArray:
-    """Return the fairest int32[n] below `wanted` whose sum is at most `tokens`."""
+def deal(wanted: IntArray, tokens: int) -> IntArray:
+    """Return the fairest int32[n], nowhere above `wanted`, whose sum is at most `tokens`."""
     if int(wanted.sum()) <= tokens:
         return wanted
     cap = int(wanted.max())

@@ -21,6 +21,7 @@ from fd_core.errors import BadRequest
 from fd_core.kv.blocks import BlockPool
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.scheduling.budget import Budget, allot_decodes
+from fd_core.scheduling.drafts import DraftControl
 from fd_core.scheduling.plan import PlanBuilder
 from fd_core.scheduling.policies import Policy
 from fd_core.scheduling.requests import Event, Request, State
@@ -52,6 +53,7 @@ class Scheduler:
         limits: Limits,
         policy: Policy,
         hasher: PrefixHasher | None,
+        drafts: DraftControl | None = None,
         *,
         epoch: int = 1,
     ) -> None:
@@ -60,6 +62,7 @@ class Scheduler:
         self.slots = SlotTable(limits.max_num_seqs, limits.max_model_len, limits.blocks_per_seq)
         self.pool = BlockPool(limits.num_kv_blocks)
         self.waiting = WaitingQueue(policy)
+        self.drafts = drafts
         self.counters = Counters()
         self._policy = policy
         self._hasher = hasher
@@ -196,9 +199,28 @@ class Scheduler:
             decoding = rows
         if not len(decoding):
             return
-        drafts = np.zeros(len(decoding), np.int32)
+        drafts = self._wanted_drafts(decoding, draft)
         chosen, granted = allot_decodes(budget, drafts, slots.last_step[decoding])
         draft.add_rows(decoding[chosen], granted + 1, granted)
+
+    def _wanted_drafts(self, rows: npt.NDArray[np.intp], draft: PlanBuilder) -> IntArray:
+        """Return int32[n]: drafts each row would verify if the budget allows, with room for their KV."""
+        if self.drafts is None:
+            return np.zeros(len(rows), np.int32)
+        slots = self.slots
+        is_decode = slots.length[rows] - slots.computed[rows] == 1
+        ready = np.where(is_decode, slots.drafts_ready[rows], 0)
+        wanted = self.drafts.allowed(rows, np.minimum(ready, slots.limit[rows] - slots.length[rows] - 1))
+        room = slots.num_blocks[rows] * self.limits.block_size - slots.computed[rows] - 1
+        for index in np.flatnonzero(wanted > room).tolist():
+            # A guess takes a block only if nobody else will miss it.
+            slot = int(rows[index])
+            blocks = self.pool.allocate(1) if self.pool.num_free > len(rows) else None
+            if blocks is not None:
+                draft.grant(slot, slots.append_blocks(slot, blocks), blocks)
+                room[index] += self.limits.block_size
+        fitting: IntArray = np.minimum(wanted, room).astype(np.int32)
+        return fitting
 
     def _continue_prefills(self, rows: npt.NDArray[np.intp], budget: Budget, draft: PlanBuilder) -> None:
         if not budget.left:
@@ -265,6 +287,8 @@ class Scheduler:
             return False
         slots = self.slots
         slots.occupy(slot, request, tokens)
+        if self.drafts is not None:
+            self.drafts.admit(slot)
         slots.append_blocks(slot, matched)
         slots.append_blocks(slot, blocks)
         cached = len(matched) * self.limits.block_size
@@ -308,14 +332,27 @@ class Scheduler:
         plan = draft.build(self.slots)
         slots, rows = self.slots, plan.slots
         slots.computed[rows] += plan.num_tokens
-        slots.length[rows] += plan.samples
+        slots.length[rows] += plan.samples + plan.num_drafts
         slots.last_step[rows] = plan.step
+        if self.drafts is not None and self.limits.pipeline_depth > 1:
+            # Until the answer tells, the runner may hold as many drafts as it can.
+            slots.drafts_ready[rows[plan.samples]] = self.limits.max_drafts
         self._step += 1
         self.counters.steps += 1
         self.counters.budget_used += budget.used
         return plan
 
     # What became of a step --------------------------------------------------------------------------------
+
+    def set_back(self, rows: npt.NDArray[np.intp], rejected: IntArray) -> None:
+        """Drafts of `rows` were rejected, int32[n]: neither they nor their KV exist."""
+        self.slots.length[rows] -= rejected
+        self.slots.computed[rows] -= rejected
+
+    def drafts_are_ready(self, ready: IntArray, step: int) -> None:
+        """The runner holds `ready` int32[num_slots] drafts after `step`; slots scheduled since then have newer ones."""
+        current = self.slots.last_step <= step
+        self.slots.drafts_ready[current] = ready[current]
 
     def settle(self, rows: npt.NDArray[np.intp], upto: IntArray) -> None:
         """The KV of `rows` is settled below positions `upto` int32[n]: name the blocks that this completes."""

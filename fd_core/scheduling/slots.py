@@ -6,6 +6,8 @@ For a running slot, with steps in flight:
       known <= length           tokens that exist once every step in flight is answered
       KV exists or is in flight below `computed`; `length - computed` tokens wait for a step:
       one of them is a decode, more are a prefill.
+
+Drafts in flight are counted as if all were kept; `length` and `computed` are set back when some were not.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ class SlotTable:
         self.computed = np.zeros(num_slots, np.int32)
         self.settled = np.zeros(num_slots, np.int32)
         """Positions whose KV was computed by an answered step."""
+        self.drafts_ready = np.zeros(num_slots, np.int32)
+        """Drafts that the runner holds for the next step, or may hold by then."""
         self.limit = np.zeros(num_slots, np.int32)
         self.prompt_len = np.zeros(num_slots, np.int32)
         self.num_blocks = np.zeros(num_slots, np.int32)
@@ -71,7 +75,7 @@ class SlotTable:
         self.computed[slot] = self.settled[slot] = 0
         self.limit[slot] = request.limit
         self.prompt_len[slot] = len(request.spec.prompt)
-        self.num_blocks[slot] = self.registered[slot] = 0
+        self.num_blocks[slot] = self.registered[slot] = self.drafts_ready[slot] = 0
         self.last_step[slot] = -1
         self.tokens[slot, :n] = tokens
         self._set_stops(slot, request)

@@ -1,0 +1,171 @@
+"""Drafters: guess the next tokens of a request, so that one step can verify several.
+
+A guess never changes a text: it is kept only if it equals the token that would have been sampled in its place. So a
+drafter is free to be wrong; it only has to be cheap.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fd_core.types import IntArray
+
+__all__ = ["Drafter", "NgramDrafter", "SuffixDrafter"]
+
+_NOTHING = np.empty(0, np.int32)
+
+
+class Drafter(abc.ABC):
+    """Guesses for all slots of one runner; used from the runner's thread only."""
+
+    name: str
+
+    def __init__(self, num_slots: int, options: Mapping[str, Any]) -> None:
+        """`options` are the fields of `--speculative-config` that the engine does not read itself."""
+        self.num_slots = num_slots
+        self.options = options
+
+    @abc.abstractmethod
+    def admit(self, slot: int, tokens: IntArray) -> None:
+        """A stay begins with the known `tokens` int32[n]; forget the one before."""
+
+    @abc.abstractmethod
+    def extend(self, slot: int, tokens: IntArray) -> None:
+        """The request went on with `tokens` int32[n], n at least 1."""
+
+    @abc.abstractmethod
+    def propose(self, slot: int, limit: int) -> IntArray:
+        """Return up to `limit` tokens, int32, that may come next; none if there is no good guess."""
+
+
+class NgramDrafter(Drafter):
+    """Prompt lookup: what followed the last time the same n tokens were seen (Saxena, 2023).
+
+    Options: `prompt_lookup_max` (longest n-gram tried first, 4) and `prompt_lookup_min` (shortest, 2). A token costs
+    the same however long the text is: every n-gram is kept in a table with the place behind its latest occurrence.
+    """
+
+    name = "ngram"
+
+    def __init__(self, num_slots: int, options: Mapping[str, Any]) -> None:
+        super().__init__(num_slots, options)
+        longest, shortest = int(options.get("prompt_lookup_max", 4)), int(options.get("prompt_lookup_min", 2))
+        self._sizes = range(longest, max(shortest, 1) - 1, -1)
+        self._texts: list[list[int]] = [[] for _ in range(num_slots)]
+        self._places: list[dict[tuple[int, ...], int]] = [{} for _ in range(num_slots)]
+
+    def admit(self, slot: int, tokens: IntArray) -> None:
+        """Index the known tokens."""
+        self._texts[slot] = []
+        self._places[slot] = {}
+        self.extend(slot, tokens)
+
+    def extend(self, slot: int, tokens: IntArray) -> None:
+        """Index the n-grams that now have a successor."""
+        text, places = self._texts[slot], self._places[slot]
+        for token in tokens.tolist():
+            end = len(text)
+            for size in self._sizes:
+                if end >= size:
+                    places[tuple(text[end - size : end])] = end
+            text.append(token)
+
+    def propose(self, slot: int, limit: int) -> IntArray:
+        """Return what followed the longest known n-gram that the text ends with."""
+        text, places = self._texts[slot], self._places[slot]
+        for size in self._sizes:
+            place = places.get(tuple(text[-size:])) if len(text) >= size else None
+            if place is not None:
+                return np.array(text[place : place + limit], np.int32)
+        return _NOTHING
+
+
+class SuffixDrafter(Drafter):
+    """What followed the earliest occurrence of the longest suffix that occurred before.
+
+    A suffix automaton of each request's text (Blumer et al., 1985), grown token by token in amortised constant time:
+    the suffix link of its last state is exactly that suffix. Option: `min_match`, tokens that must agree (2).
+    """
+
+    name = "suffix"
+
+    def __init__(self, num_slots: int, options: Mapping[str, Any]) -> None:
+        super().__init__(num_slots, options)
+        self._min_match = int(options.get("min_match", 2))
+        self._automata = [_SuffixAutomaton() for _ in range(num_slots)]
+
+    def admit(self, slot: int, tokens: IntArray) -> None:
+        """Build the automaton of the known tokens."""
+        self._automata[slot] = _SuffixAutomaton()
+        self.extend(slot, tokens)
+
+    def extend(self, slot: int, tokens: IntArray) -> None:
+        """Grow the automaton."""
+        automaton = self._automata[slot]
+        for token in tokens.tolist():
+            automaton.append(token)
+
+    def propose(self, slot: int, limit: int) -> IntArray:
+        """Return the continuation of the earlier occurrence."""
+        automaton = self._automata[slot]
+        length, place = automaton.earlier_suffix()
+        if length < self._min_match:
+            return _NOTHING
+        return np.array(automaton.text[place : place + limit], np.int32)
+
+
+class _SuffixAutomaton:
+    """The smallest automaton of all suffixes of a growing text; states are indices into parallel lists."""
+
+    __slots__ = ("_first_end", "_last", "_length", "_link", "_next", "text")
+
+    def __init__(self) -> None:
+        self.text: list[int] = []
+        self._next: list[dict[int, int]] = [{}]
+        self._link = [-1]
+        self._length = [0]
+        self._first_end = [0]
+        """Place behind the first occurrence of a state's strings."""
+        self._last = 0
+
+    def append(self, token: int) -> None:
+        self.text.append(token)
+        state = self._add({}, len(self.text), len(self.text))
+        walk = self._last
+        while walk >= 0 and token not in self._next[walk]:
+            self._next[walk][token] = state
+            walk = self._link[walk]
+        if walk >= 0:
+            self._link[state] = self._target(walk, token)
+        else:
+            self._link[state] = 0
+        self._last = state
+
+    def earlier_suffix(self) -> tuple[int, int]:
+        """Return (length, place behind its first occurrence) of the longest suffix that occurred before."""
+        link = self._link[self._last]
+        return (self._length[link], self._first_end[link]) if link > 0 else (0, 0)
+
+    def _add(self, transitions: dict[int, int], length: int, first_end: int) -> int:
+        self._next.append(transitions)
+        self._link.append(-1)
+        self._length.append(length)
+        self._first_end.append(first_end)
+        return len(self._next) - 1
+
+    def _target(self, walk: int, token: int) -> int:
+        """Return the state of exactly the strings of `walk` followed by `token`, splitting one if need be."""
+        old = self._next[walk][token]
+        if self._length[old] == self._length[walk] + 1:
+            return old
+        clone = self._add(dict(self._next[old]), self._length[walk] + 1, self._first_end[old])
+        self._link[clone] = self._link[old]
+        self._link[old] = clone
+        while walk >= 0 and self._next[walk].get(token) == old:
+            self._next[walk][token] = clone
+            walk = self._link[walk]
+        return clone

@@ -1,0 +1,56 @@
+"""How many drafts a request may verify in its next step.
+
+A draft costs one token of the step and pays one token if it is kept. So a request's share follows how often its
+drafts were kept lately, and all drafts together stay below the number of tokens at which a step stops being bound by
+reading weights and starts to pay for each one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.scheduling.budget import deal
+from fd_core.types import IntArray
+
+__all__ = ["DraftControl"]
+
+_MEMORY = 0.9
+"""Weight of the past in a request's acceptance rate."""
+_RECOVERY = 0.02
+"""Pull of the rate towards 1 in each step without drafts, so that a request is tried again now and then."""
+
+
+class DraftControl:
+    """Acceptance rates by slot, and the number of drafts that follows from them."""
+
+    def __init__(self, num_slots: int, max_drafts: int, cheap_tokens: int) -> None:
+        """`cheap_tokens` is the step size up to which a further token is nearly free."""
+        self.max_drafts = max_drafts
+        self._cheap_tokens = cheap_tokens
+        self._rate = np.ones(num_slots, np.float64)
+        self.drafted = np.zeros(max_drafts, np.int64)
+        """Drafts verified, by place behind the last token."""
+        self.accepted = np.zeros(max_drafts, np.int64)
+
+    def admit(self, slot: int) -> None:
+        """A stay begins: nothing is known, so drafts are welcome."""
+        self._rate[slot] = 1.0
+
+    def allowed(self, slots: npt.NDArray[np.intp], ready: IntArray) -> IntArray:
+        """Return int32[n]: how many of the `ready` int32[n] drafts each of the decoding `slots` may verify."""
+        own = np.floor(self._rate[slots] * self.max_drafts + 0.5).astype(np.int32)
+        wanted = np.minimum(own, ready)
+        return deal(wanted, max(self._cheap_tokens - len(slots), 0))
+
+    def observe(self, slots: npt.NDArray[np.intp], drafted: IntArray, accepted: IntArray) -> None:
+        """Learn from a step: `drafted` and `accepted` int32[n] of its decoding `slots`."""
+        some = drafted > 0
+        idle = slots[~some]
+        self._rate[idle] += _RECOVERY * (1.0 - self._rate[idle])
+        if not some.any():
+            return
+        busy, drafted, accepted = slots[some], drafted[some], accepted[some]
+        self._rate[busy] = _MEMORY * self._rate[busy] + (1 - _MEMORY) * accepted / drafted
+        self.drafted += np.bincount(drafted, minlength=self.max_drafts + 1)[::-1].cumsum()[::-1][1:]
+        self.accepted += np.bincount(accepted, minlength=self.max_drafts + 1)[::-1].cumsum()[::-1][1:]

@@ -1,0 +1,104 @@
+"""Speculation changes how many steps a text takes, never the text."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fd_core.config import SpeculativeConfig
+from fd_core.engine.core import Engine
+from fd_core.runner.drafting import Drafter
+from fd_core.types import IntArray, RequestSpec
+from tests.engine.helpers import golden, null_engine, random_specs, run
+
+SPECS = random_specs(16, seed=5)
+
+
+class KnowingDrafter(Drafter):
+    """Guesses from the golden texts, wrong in a share of its tokens."""
+
+    name = "knowing"
+
+    def __init__(self, num_slots: int, specs: list[RequestSpec], wrong: float, seed: int) -> None:
+        super().__init__(num_slots, {})
+        texts = golden(specs)
+        self._whole = [list(spec.prompt) + texts[spec.request_id] for spec in specs]
+        self._known: list[list[int]] = [[] for _ in range(num_slots)]
+        self._rng = np.random.default_rng(seed)
+        self._wrong = wrong
+
+    def admit(self, slot: int, tokens: IntArray) -> None:
+        self._known[slot] = tokens.tolist()
+
+    def extend(self, slot: int, tokens: IntArray) -> None:
+        self._known[slot] += tokens.tolist()
+
+    def propose(self, slot: int, limit: int) -> IntArray:
+        known = self._known[slot]
+        for text in self._whole:
+            if text[: len(known)] == known:
+                guess = np.array(text[len(known) : len(known) + limit], np.int32)
+                wrong = self._rng.random(len(guess)) < self._wrong
+                return np.where(wrong, (guess + 1) % 256, guess).astype(np.int32)
+        return np.empty(0, np.int32)
+
+
+def speculating(k: int, wrong: float, seed: int = 0, **changes: object) -> Engine:
+    engine = null_engine(
+        speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=k, cheap_tokens=1000), **changes
+    )
+    engine._runner._drafter = KnowingDrafter(int(changes.get("max_num_seqs", 8)), SPECS, wrong, seed)  # type: ignore[call-overload]
+    return engine
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
+def test_texts_are_the_golden_ones_under_pressure(k: int, depth: int, wrong: float) -> None:
+    engine = speculating(k, wrong, num_kv_blocks=30, pipeline_depth=depth)
+    assert run(engine, SPECS).tokens == golden(SPECS)
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert (stats.kv_blocks_used, stats.kv_blocks_fenced, stats.stale_outputs) == (0, 0, 0)
+    if wrong == 0.0:
+        assert stats.drafts_accepted > 0.8 * stats.drafts_proposed / depth
+    if wrong == 1.0:
+        assert stats.drafts_accepted == 0
+    engine.close()
+
+
+def test_good_drafts_save_steps() -> None:
+    alone = SPECS[1:2]
+    plain, drafted = null_engine(), speculating(3, 0.0)
+    run(plain, alone)
+    run(drafted, alone)
+    assert drafted.stats().steps * 3 < plain.stats().steps
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    k=st.integers(1, 5),
+    wrong=st.floats(0, 1),
+    slots=st.integers(1, 8),
+    extra_budget=st.integers(0, 60),
+    blocks=st.integers(25, 60),
+    depth=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_texts_do_not_depend_on_limits_or_luck(
+    k: int, wrong: float, slots: int, extra_budget: int, blocks: int, depth: int, seed: int
+) -> None:
+    engine = speculating(
+        k,
+        wrong,
+        seed,
+        max_num_seqs=slots,
+        max_num_batched_tokens=1 + k + extra_budget,
+        num_kv_blocks=blocks,
+        pipeline_depth=depth,
+    )
+    specs = SPECS[:6]
+    assert run(engine, specs).tokens == golden(specs)
+    engine.close()
