@@ -167,7 +167,10 @@ OLDER_CONFIGS = {
         "rope_theta": 1000000.0,
         "rope_local_base_freq": 10000.0,
         "rope_scaling": None,
+        "layer_types": None,
+        "sliding_window_pattern": 2,
     },
+    "qwen2-window": {"rope_theta": 10000.0, "layer_types": None},
     "ernie-moe": {"rope_theta": 500000.0, "moe_layer_end_index": -1},
 }
 

@@ -79,6 +79,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_num_shared_experts": 2,
             "moe_intermediate_size": 32,
             "moe_layer_start_index": 1,
+            "moe_norm_min": 0.7,
         },
     ),
 }

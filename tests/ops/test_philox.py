@@ -38,8 +38,17 @@ def test_a_number_depends_on_seed_and_position_only():
     together = uniform(seeds, positions)
     alone = [uniform(seeds[i : i + 1], positions[i : i + 1])[0] for i in range(4)]
     assert together.tolist() == alone
-    assert together[0] == np.float32((0x6627E8D5 >> 8) / 2**24)
     assert len(set(together.tolist())) == 4
+
+
+def test_seed_is_the_key_and_position_the_counter():
+    seed, position = 0x0123456789ABCDEF, 1_000_003
+    counter = (column(position), column(0), column(0), column(0))
+    word = int(philox4x32(counter, (column(0x89ABCDEF), column(0x01234567)))[0][0])
+    found = uniform(np.array([seed], np.uint64), np.array([position], np.int32))
+    assert found[0] == np.float32((word >> 8) / 2**24)
+    first = uniform(np.zeros(1, np.uint64), np.zeros(1, np.int32))
+    assert first[0] == np.float32((0x6627E8D5 >> 8) / 2**24)
 
 
 def test_numbers_are_uniform_in_the_half_open_unit_interval():

@@ -21,7 +21,7 @@ def situations(draw):
         rows,
         temperature=draw(st.lists(st.sampled_from([0.0, 0.01, 0.7, 1.0, 3.0]), **each)),
         top_k=draw(st.lists(st.sampled_from([0, 1, 3, 9, 50]), **each)),
-        top_p=draw(st.lists(st.sampled_from([0.05, 0.5, 0.9, 1.0]), **each)),
+        top_p=draw(st.lists(st.sampled_from([0.0, 0.05, 0.5, 0.9, 1.0]), **each)),
         min_p=draw(st.lists(st.sampled_from([0.0, 0.1, 0.8, 1.0]), **each)),
         seeds=draw(st.lists(st.integers(0, 2**64 - 1), **each)),
         positions=draw(st.lists(st.integers(0, 2**31 - 1), **each)),
@@ -66,6 +66,15 @@ def test_chooses_the_token_that_the_contract_defines(pack, situation):
     logits, parameters = situation
     expected = [by_definition(logits, parameters, row) for row in range(len(logits))]
     assert sample(pack, logits, parameters).tolist() == expected
+
+
+@pytest.mark.parametrize("pack", PACKS)
+def test_a_boundary_belongs_to_the_next_token(pack):
+    half, zero = 9_297_664, 14_883_995  # positions where seed 0 draws exactly 1/2 and exactly 0
+    parameters = sample_input(2, positions=[half, zero])
+    assert uniform(parameters.seeds, parameters.positions).tolist() == [0.5, 0.0]
+    logits = np.array([[1, 1, -np.inf], [-np.inf, 1, 1]], np.float32)
+    assert sample(pack, logits, parameters).tolist() == [1, 1]
 
 
 def test_packs_choose_the_same_tokens_of_a_large_vocabulary():
