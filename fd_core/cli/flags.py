@@ -99,6 +99,21 @@ ENGINE_FLAGS: Final = (
     Flag("pipeline_depth", values.whole(1, 16), "Steps in flight.", "N"),
     Flag("num_threads", values.whole(1, 4096), "Processor threads of the backend.", "N"),
     Flag("native_kernels", values.switch, "Compile and use native kernels if the backend has them."),
+    Flag(
+        "speculative",
+        values.speculation,
+        'Draft tokens ahead, such as \'{"method": "ngram", "num_speculative_tokens": 3}\'; methods are ngram, suffix '
+        "or a plugin's.",
+        "JSON",
+        name="--speculative-config",
+    ),
+    Flag(
+        "speculative",
+        values.speculation,
+        "How to draft tokens ahead: JSON with `method` and `num_speculative_tokens`.",
+        "JSON",
+        name="--speculative-config",
+    ),
     Flag("revision", values.optional_text, "Branch, tag or commit of a Hugging Face model.", "NAME"),
 )
 

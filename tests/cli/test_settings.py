@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from fd_core.cli.flags import API_KEY_FILE, ENGINE_FLAGS, SERVER_FLAGS
 from fd_core.cli.settings import merge
-from fd_core.config import EngineConfig, ServerConfig
+from fd_core.config import EngineConfig, ServerConfig, SpeculativeConfig
 from fd_core.errors import ConfigError
 
 
@@ -202,13 +202,27 @@ def test_any_typed_value_is_read_or_refused(flag, value):
         assert str(error)
 
 
+def test_speculation_is_json_or_a_table(file):
+    expected = SpeculativeConfig(method="ngram", num_speculative_tokens=5)
+    assert engine(speculative='{"method": "ngram", "num_speculative_tokens": 5}').speculative == expected
+    table = "speculative-config = {method = 'ngram', num_speculative_tokens = 5}"
+    assert engine(config=file(table)).speculative == expected
+
+
+@pytest.mark.parametrize("text", ["ngram", "{}", "[]", '{"method": 3}', '{"method": "ngram", "k": 3}', "[" * 100_000])
+def test_bad_speculation_names_the_flag(text):
+    with pytest.raises(ConfigError, match="--speculative-config: "):
+        engine(speculative=text)
+
+
 def test_a_settings_file_can_hold_every_setting(file):
     values = {
         "api-key": ["k"],
         "served-model-name": ["m"],
         "dtype": "float32",
         "engine": "inproc",
-        "log-level": "debug",
+        "native-kernels": True,
+        "speculative-config": {"method": "ngram"},
     }
     values |= {
         "kv-cache-memory": 1 << 20,
@@ -223,10 +237,17 @@ def test_a_settings_file_can_hold_every_setting(file):
         "scheduling-policy": "priority",
         "native-kernels": True,
     }
+    values |= {"speculative-config": '{"method": "suffix"}'}
     whole = [flag.key for flag in (*ENGINE_FLAGS, *SERVER_FLAGS) if flag.key not in values]
     values |= {key: 16 for key in whole if key not in ("num-kv-blocks", "gpu-memory-utilization")}
-    text = "\n".join(f"{key} = {json.dumps(value)}" for key, value in values.items())
+    text = "\n".join(f"{key} = {_toml(value)}" for key, value in values.items())
     settings = merge("smollm2", {"config": file(text)}, {})
     assert settings.engine.pipeline_depth == 16
     assert settings.server.drain_seconds == 1.0
     assert settings.server.api_keys == ("k",)
+
+
+def _toml(value):
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {json.dumps(item)}" for key, item in value.items()) + "}"
+    return json.dumps(value)
