@@ -107,13 +107,6 @@ ENGINE_FLAGS: Final = (
         "JSON",
         name="--speculative-config",
     ),
-    Flag(
-        "speculative",
-        values.speculation,
-        "How to draft tokens ahead: JSON with `method` and `num_speculative_tokens`.",
-        "JSON",
-        name="--speculative-config",
-    ),
     Flag("revision", values.optional_text, "Branch, tag or commit of a Hugging Face model.", "NAME"),
 )
 

@@ -16,7 +16,7 @@ from fd_core.errors import ConfigError, PluginError
 
 __all__ = ["app", "install"]
 
-app = typer.Typer(no_args_is_help=True, help="Show backends, policies and their plugins.")
+app = typer.Typer(no_args_is_help=True, help="Show what plugins offer.")
 
 _DISTRIBUTION: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?(?:==[A-Za-z0-9.!+]+)?")
 
@@ -77,8 +77,9 @@ def _show() -> None:
     plugins = installed_plugins()
     console = Console()
     table = Table("Kind", "Name", "From", "About")
-    for registered in (*plugins.backends().values(), *plugins.schedulers().values()):
-        table.add_row(registered.kind.word, registered.name, str(registered.origin), registered.summary)
+    for offers in (plugins.backends(), plugins.schedulers(), plugins.drafters()):
+        for registered in offers.values():
+            table.add_row(registered.kind.word, registered.name, str(registered.origin), registered.summary)
     console.print(table)
     for problem in plugins.problems:
         console.print(f"not usable: {problem}", style="red", markup=False, highlight=False)

@@ -55,6 +55,8 @@ def serve(
     logging.basicConfig(
         level=settings.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    if settings.server.log_level != "debug":
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
     listener = bind_socket(settings.server.host, settings.server.port)
     with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(settings, listener, Console(stderr=True)))

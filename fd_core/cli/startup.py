@@ -102,6 +102,8 @@ def find_model(config: EngineConfig, chat_template: str | None, bars: StartupBar
     if config.backend != "auto":
         installed_plugins().choose_backend(config.backend)
     installed_plugins().scheduler_class(config.scheduling_policy)
+    if config.speculative is not None:
+        installed_plugins().drafter_class(config.speculative.method)
     found = resolve_model(config.model, revision=config.revision, progress=bars)
     checkpoint = open_checkpoint(found.path)
     try:

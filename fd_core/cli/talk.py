@@ -102,7 +102,9 @@ def _remote(
     from fd_core.cli.settings import merge
     from fd_core.cli.speaker import ServerSpeaker
 
-    engine_flags = [flag.flag for flag in (*ENGINE_FLAGS, *TALK_FLAGS) if flag.field in given and flag.name == ""]
+    engine_flags = [
+        flag.flag for flag in (*ENGINE_FLAGS, *TALK_FLAGS) if flag.field in given and flag.field != "api_keys"
+    ]
     if engine_flags:
         raise ConfigError(f"--url and {engine_flags[0]} contradict each other: {engine_flags[0]} {_BOTH}")
     keys = merge(model or "remote", given, os.environ).server.api_keys

@@ -16,10 +16,6 @@ import msgspec
 
 from fd_core.config import SpeculativeConfig
 
-import msgspec
-
-from fd_core.config import SpeculativeConfig
-
 __all__ = [
     "Parser",
     "choice",
@@ -30,7 +26,6 @@ __all__ = [
     "number",
     "optional_text",
     "size",
-    "speculation",
     "speculation",
     "switch",
     "whole",
@@ -44,7 +39,6 @@ _SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?)?b?", re.IGNORECAS
 _YES: Final = ("1", "true", "yes", "on")
 _NO: Final = ("0", "false", "no", "off")
 _SPECULATION: Final = '{"method": "ngram", "num_speculative_tokens": 3}'
-_SPECULATION_EXAMPLE: Final = '{"method": "ngram", "num_speculative_tokens": 3}'
 _MAX_TEMPLATE_BYTES: Final = 1 << 20
 _MAX_KEY_FILE_BYTES: Final = 1 << 20
 
@@ -159,19 +153,6 @@ def jinja(value: Any) -> str:
     return _read(Path(value), _MAX_TEMPLATE_BYTES)
 
 
-def speculation(value: Any) -> SpeculativeConfig:
-    """Return how to draft, from JSON text or a table: `method`, `num_speculative_tokens` and so on."""
-    try:
-        table = msgspec.json.decode(value) if isinstance(value, str) else value
-        config = msgspec.convert(table, SpeculativeConfig)
-    except (msgspec.DecodeError, RecursionError) as error:  # ValidationError is a DecodeError
-        raise ValueError(f"{error}; give for example {_SPECULATION_EXAMPLE}") from error
-    unknown = sorted(set(table) - set(SpeculativeConfig.__struct_fields__))
-    if unknown:
-        raise ValueError(f"there is no {unknown[0]!r}, only {', '.join(SpeculativeConfig.__struct_fields__)}")
-    return config
-
-
 def _read(path: Path, limit: int) -> str:
     try:
         with path.open("rb") as file:
@@ -197,5 +178,5 @@ def speculation(value: Any) -> SpeculativeConfig:
         own = set(SpeculativeConfig.__struct_fields__) - {"options"}
         options = {name: table.pop(name) for name in list(table) if name not in own}
         return msgspec.convert({**table, "options": options}, SpeculativeConfig)
-    except (msgspec.MsgspecError, TypeError, ValueError) as error:
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{error}; an example is {_SPECULATION}") from None

@@ -209,7 +209,7 @@ def test_speculation_is_json_or_a_table(file):
     assert engine(config=file(table)).speculative == expected
 
 
-@pytest.mark.parametrize("text", ["ngram", "{}", "[]", '{"method": 3}', '{"method": "ngram", "k": 3}', "[" * 100_000])
+@pytest.mark.parametrize("text", ["ngram", "{}", "[]", '{"method": 3}', "[" * 100_000])
 def test_bad_speculation_names_the_flag(text):
     with pytest.raises(ConfigError, match="--speculative-config: "):
         engine(speculative=text)
@@ -221,7 +221,7 @@ def test_a_settings_file_can_hold_every_setting(file):
         "served-model-name": ["m"],
         "dtype": "float32",
         "engine": "inproc",
-        "native-kernels": True,
+        "log-level": "debug",
         "speculative-config": {"method": "ngram"},
     }
     values |= {
@@ -237,7 +237,6 @@ def test_a_settings_file_can_hold_every_setting(file):
         "scheduling-policy": "priority",
         "native-kernels": True,
     }
-    values |= {"speculative-config": '{"method": "suffix"}'}
     whole = [flag.key for flag in (*ENGINE_FLAGS, *SERVER_FLAGS) if flag.key not in values]
     values |= {key: 16 for key in whole if key not in ("num-kv-blocks", "gpu-memory-utilization")}
     text = "\n".join(f"{key} = {_toml(value)}" for key, value in values.items())

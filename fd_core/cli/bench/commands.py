@@ -205,10 +205,9 @@ def _load(model: str | None, given: Given, tokens: int, console: Console) -> LLM
 
     config = merge(model, given, os.environ, default_model="smollm2").engine
     with startup_bars(Console(stderr=True)) as bars:
-        found = resolve_model(config.model, revision=config.revision, progress=bars)
-    settings = msgspec.structs.asdict(msgspec.structs.replace(config, model=str(found.path), revision=None))
-    with console.status(f"Loading {found.name}"):
-        llm = LLM(settings.pop("model"), **settings)
+        resolve_model(config.model, revision=config.revision, progress=bars)
+    with console.status(f"Loading {config.model}"):
+        llm = LLM(**msgspec.structs.asdict(config))
     if llm.info.max_model_len < tokens:
         llm.close()
         raise ConfigError(

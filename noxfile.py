@@ -1,0 +1,40 @@
+"""Checks of fd_core. `nox` alone runs lint, types and tests, each in an environment of its own."""
+
+import nox
+
+nox.options.sessions = ["lint", "types", "tests"]
+nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_missing_interpreters = True
+
+CHECKED = ("fd_core", "tests", "benchmarks", "noxfile.py")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style and common mistakes."""
+    session.install("ruff>=0.8")
+    session.run("ruff", "check", *CHECKED)
+    session.run("ruff", "format", "--check", *CHECKED)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Static types, strictly, with the libraries that the core imports and without a framework."""
+    session.install("-e", ".", "mypy>=1.13")
+    session.run("mypy")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The test suite; arguments after `--` go to pytest."""
+    # torch comes first and by itself, so that no other package chooses its build.
+    session.install("-e", ".[cpu]")
+    session.install("-e", ".[cpu,test]")
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Speed against other engines; see `benchmarks/`. Not part of the default run."""
+    session.install("-e", ".[cpu]")
+    session.run("python", "benchmarks/peers.py", *session.posargs)

@@ -1,0 +1,109 @@
+"""The documents prove themselves against the code."""
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from fd_core.cli.flags import API_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, SERVER_FLAGS
+from fd_core.cli.main import app
+from fd_core.config import EngineConfig, ServerConfig
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+TOUR = (ROOT / "docs" / "tour.md").read_text()
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
+FLAGS = (*ENGINE_FLAGS, *SERVER_FLAGS, API_KEY_FILE, CONFIG_FILE)
+ELSEWHERE = {"--index-url"}
+"""Flags of other programs that the documents name."""
+
+
+def commands(command, path=("fdcore",)):
+    yield path, command
+    for name, child in getattr(command, "commands", {}).items():
+        yield from commands(child, (*path, name))
+
+
+COMMANDS = dict(commands(get_command(app)))
+
+
+def folders():
+    """Folders with files of their own, below the visible top level and `.ci`."""
+    for top in (".ci", "benchmarks", "docs", "fd_core", "plugins"):
+        for folder in [ROOT / top, *(ROOT / top).rglob("*/")]:
+            name = folder.relative_to(ROOT).as_posix()
+            hidden = any(part.startswith((".", "__pycache__")) for part in Path(name).parts[1:])
+            if not hidden and folder.is_dir() and any(child.is_file() for child in folder.iterdir()):
+                yield f"{name}/"
+    yield "tests/"
+
+
+def test_every_command_has_help_and_so_has_every_option():
+    for path, command in COMMANDS.items():
+        assert command.help, path
+        for parameter in command.params:
+            assert getattr(parameter, "help", None) or parameter.name in ("prompt", "model"), (path, parameter.name)
+
+
+def test_commands_named_in_documents_exist():
+    named = set()
+    for document in DOCUMENTS:
+        named |= set(re.findall(r"`?fdcore((?: [a-z]+)+)", document.read_text()))
+    assert named
+    for words in named:
+        parts = ("fdcore", *words.split())
+        known = max((path for path in COMMANDS if parts[: len(path)] == path), key=len)
+        takes_more = not getattr(COMMANDS[known], "commands", {})
+        assert known == parts or (takes_more and len(known) > 1), f"fdcore{words}"
+
+
+def test_every_command_is_in_the_readme():
+    for path, command in COMMANDS.items():
+        if not getattr(command, "commands", {}):
+            assert f"`{' '.join(path)}" in README, path
+
+
+def test_flags_named_in_documents_exist():
+    known = {"--help", *ELSEWHERE}
+    for command in COMMANDS.values():
+        for parameter in command.params:
+            known |= {*parameter.opts, *parameter.secondary_opts}
+    for document in DOCUMENTS:
+        if document.is_relative_to(ROOT / "benchmarks"):
+            continue
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", document.read_text()):
+            assert flag in known, f"{document.name}: {flag}"
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.key)
+def test_the_readme_says_of_every_flag_what_its_help_says(flag):
+    name = f"`{flag.flag} {flag.metavar}`" if flag.metavar else f"`{flag.flag}`, `--no-{flag.key}`"
+    assert f"| {name} | {flag.described} |\n" in README
+
+
+def test_every_setting_has_a_flag_or_a_reason():
+    without = {"model", "watchdog_seconds", "max_body_bytes"}
+    fields = {*EngineConfig.__struct_fields__, *ServerConfig.__struct_fields__}
+    assert fields - {flag.field for flag in FLAGS} == without
+
+
+def test_every_folder_has_its_line_in_the_tour():
+    lines = set(re.findall(r"^- `([^`]+/)`: ", TOUR, re.MULTILINE))
+    assert lines - {"benchmarks/results/"} == set(folders()) - {"benchmarks/results/"}
+
+
+def test_the_tour_has_eight_steps():
+    assert re.findall(r"^(\d)\. ", TOUR, re.MULTILINE) == list("12345678")
+
+
+def test_links_lead_somewhere():
+    for document in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)#]+)\)", document.read_text()):
+            if "://" not in target:
+                assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_documents_name_no_path_of_one_machine():
+    for document in DOCUMENTS:
+        assert not re.search(r"(?<![\w.])/(?:home|opt|root|tmp|work|Users)/", document.read_text()), document

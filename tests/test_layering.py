@@ -1,0 +1,143 @@
+"""Who may import whom. A rule that has to change here is a change of the design."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "fd_core"
+
+BASE = {"errors", "types", "config"}
+ALLOWED: dict[str, set[str]] = {
+    "__init__": {"engine", "errors", "types"},  # loaded on first use
+    "errors": set(),
+    "types": set(),
+    "config": {"errors"},
+    "signals": {"types"},
+    "hookspecs": set(),
+    "plugins": {"backends", "errors", "hookspecs", "runner", "scheduling"},
+    "kv": BASE,
+    "scheduling": BASE | {"kv", "hookspecs"},
+    "ops": BASE | {"signals"},
+    "models": BASE | {"ops"},
+    "text": BASE | {"models"},
+    "backends": BASE | {"hookspecs", "models", "ops", "runner"},
+    "runner": BASE | {"backends", "hookspecs", "ops"},
+    "engine": BASE | {"backends", "kv", "models", "plugins", "runner", "scheduling", "signals", "text"},
+    "server": BASE | {"engine", "text"},
+    "cli": BASE | {"engine", "hookspecs", "models", "plugins", "server", "text"},
+    "testing": BASE | {"backends", "engine", "kv", "ops", "plugins", "runner", "scheduling", "signals"},
+}
+"""Part of fd_core to the other parts that it may import, anywhere in its files."""
+
+PURE = ("scheduling", "kv", "signals.py", "types.py", "engine/outputs.py")
+IMPURE_MODULES = {
+    *(
+        "asyncio",
+        "concurrent",
+        "ctypes",
+        "datetime",
+        "http",
+        "io",
+        "logging",
+        "mmap",
+        "multiprocessing",
+        "os",
+        "pathlib",
+    ),
+    *("queue", "random", "secrets", "select", "shutil", "signal", "socket", "ssl", "subprocess", "sys", "tempfile"),
+    *("threading", "time", "urllib", "uuid", "zmq", "aiohttp", "fastapi", "uvicorn"),
+}
+IMPURE_CALLS = {"open", "print", "input", "exec", "eval", "__import__"}
+
+FRAMEWORKS = {"jax", "onnx", "onnxruntime", "paddle", "tensorflow", "torch", "torchvision", "transformers"}
+MAY_USE_TORCH = ("ops/torch_", "ops/native/", "backends/cpu.py")
+SERIALIZERS = {"dill", "joblib", "marshal", "pickle", "shelve", "cloudpickle"}
+
+
+def sources(*places: str) -> Iterator[Path]:
+    for place in places:
+        path = ROOT / place
+        yield from sorted(path.rglob("*.py")) if path.is_dir() else [path]
+
+
+def imported(path: Path) -> Iterator[tuple[str, int]]:
+    """Yield every module that a file imports, at whatever depth, with the line."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def breaches(*places: str, forbidden: set[str]) -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in sources(*places)
+        for name, line in imported(path)
+        if name.partition(".")[0] in forbidden
+    ]
+
+
+def test_every_part_has_a_rule() -> None:
+    parts = {part_of(path) for path in sources(".")}
+    assert parts <= set(ALLOWED)
+
+
+@pytest.mark.parametrize("part", ALLOWED)
+def test_a_part_imports_only_what_is_below_it(part: str) -> None:
+    wrong = []
+    for path in sources("."):
+        if part_of(path) != part:
+            continue
+        for name, line in imported(path):
+            package, _, rest = name.partition(".")
+            other = rest.partition(".")[0]
+            if (
+                package == "fd_core"
+                and other
+                and (ROOT / other).exists()
+                and other != part
+                and other not in ALLOWED[part]
+            ):
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+            if package == "fd_core" and (ROOT / f"{other}.py").exists() and other not in {part, *ALLOWED[part]}:
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+    assert wrong == []
+
+
+def test_the_pure_core_has_no_clock_no_randomness_and_no_io() -> None:
+    assert breaches(*PURE, forbidden=IMPURE_MODULES) == []
+    for path in sources(*PURE):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in IMPURE_CALLS, f"{path}:{node.lineno}"
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                assert (node.value.id, node.attr) != ("np", "random"), f"{path}:{node.lineno}"
+
+
+def test_only_the_framework_packs_import_a_framework() -> None:
+    wrong = breaches(".", forbidden=FRAMEWORKS)
+    assert [line for line in wrong if not line.startswith(MAY_USE_TORCH)] == []
+    assert breaches(".", forbidden=FRAMEWORKS - {"torch"}) == []
+
+
+def test_nothing_can_load_a_pickle() -> None:
+    assert breaches(".", forbidden=SERIALIZERS) == []
+
+
+def test_only_signals_knows_the_negative_ids() -> None:
+    """-9 is written nowhere but in its one home."""
+    wrong = []
+    for path in sources("."):
+        for node in ast.walk(ast.parse(path.read_text())):
+            minus = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub)
+            if minus and isinstance(node.operand, ast.Constant) and node.operand.value == 9:
+                wrong.append(str(path.relative_to(ROOT)))
+    assert set(wrong) == {"signals.py"}
