@@ -17,6 +17,7 @@ from fd_core.config import ServerConfig
 from fd_core.engine.client import EngineClient
 from fd_core.errors import ConfigError
 from fd_core.server.app import create_app
+from fd_core.server.bounded_http import BoundedHttp
 from fd_core.server.state import ServerState
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.tokenizer import Tokenizer
@@ -85,7 +86,7 @@ async def serve_http(
         uvicorn.Config(
             app,
             loop="none",
-            http="httptools",
+            http=BoundedHttp,
             ws="none",
             lifespan="off",
             log_config=None,

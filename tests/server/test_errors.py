@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import http.client
 import logging
+import socket
 import threading
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
+from fd_core.errors import EngineDead
 from fd_core.server.errors import to_api_error
+from fd_core.types import RequestSpec
 from tests.server.fakes import FakeClient, LiveServer, live
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -244,3 +248,49 @@ def test_an_unexpected_exception_is_a_500_in_the_same_shape(server: LiveServer) 
         server.client.submit = original
     assert (answer.status, answer.error["type"]) == (500, "server_error")
     assert "x-request-id" in answer.headers
+
+
+def test_a_head_that_does_not_end_is_refused(server: LiveServer) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: ")
+        answer = b""
+        with suppress(ConnectionError):
+            for _ in range(1000):
+                connection.sendall(b"a" * 10_000)
+        with suppress(ConnectionError):
+            answer = connection.recv(65536)
+    assert not answer or answer.startswith(b"HTTP/1.1 431 ")
+    for _ in range(3):
+        assert server.get("/health", x_long="a" * 50_000).status == 200
+
+
+def test_many_requests_on_one_connection_are_counted_one_by_one(server: LiveServer) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    for _ in range(4):
+        connection.request("GET", "/health", headers={"x-long": "a" * 40_000})
+        answer = connection.getresponse()
+        answer.read()
+        assert answer.status == 200
+    connection.close()
+
+
+def test_a_submission_that_fails_half_way_leaves_nothing(server: LiveServer) -> None:
+    client = server.client
+    original, count = client.submit, 0
+
+    def submit(spec: RequestSpec) -> object:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise EngineDead("gone in between")
+        return original(spec)
+
+    client.held = True
+    client.submit = submit
+    try:
+        answer = server.post(TEXT, {"prompt": "a", "n": 4})
+    finally:
+        client.submit = original
+    assert (answer.status, answer.error["code"]) == (503, "engine_dead")
+    assert sorted(client.aborts) == sorted(spec.request_id for spec in client.specs)
+    assert len(client.aborts) == 2

@@ -1,0 +1,47 @@
+"""HTTP/1.1 with a limit on the head of a request; the parser itself keeps whatever is sent."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from fd_core.server.errors import ApiError
+
+__all__ = ["MAX_HEAD_BYTES", "BoundedHttp"]
+
+MAX_HEAD_BYTES: Final = 64 * 1024
+"""Request line and headers may have so many bytes, and at most one read of the socket more."""
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """uvicorn's protocol, which answers 431 and closes when a head does not end."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._in_head = True
+        self._head_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        """Parse, and count what arrived while the head is not complete."""
+        super().data_received(data)
+        if not self._in_head or self.transport.is_closing():
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            error = ApiError(431, f"the request line and headers are larger than the {MAX_HEAD_BYTES:,} bytes allowed")
+            body = error.body()
+            head = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
+            self.transport.write(head + b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body)
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        """Begin to count."""
+        self._in_head = True
+        self._head_bytes = 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """Stop counting: the body has a limit of its own."""
+        self._in_head = False
+        super().on_headers_complete()
