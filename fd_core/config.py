@@ -53,6 +53,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Share of free device memory that model and KV cache may take when neither of the above is given."""
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"
+    victim_policy: str = "cheapest"
     pipeline_depth: int | None = None
     """Steps in flight; None takes what the backend measures best."""
     num_threads: int | None = None

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fd_core.backends.contract import Availability, Backend
     from fd_core.runner.drafting import Drafter
     from fd_core.scheduling.policies import Policy
+    from fd_core.scheduling.victims import VictimPolicy
 
 __all__ = ["KNOWN_PLUGINS", "Choice", "Origin", "Plugins", "Problem", "Registered", "installed_plugins"]
 
@@ -58,7 +59,10 @@ SCHEDULER: Final = Kind(
     "scheduling policy", "fd_register_schedulers", "fd_core.scheduling.policies:Policy", "--scheduling-policy"
 )
 DRAFTER: Final = Kind("drafter", "fd_register_drafters", "fd_core.runner.drafting:Drafter", "--speculative-config")
-KINDS: Final = (BACKEND, SCHEDULER, DRAFTER)
+VICTIMS: Final = Kind(
+    "victim policy", "fd_register_victim_policies", "fd_core.scheduling.victims:VictimPolicy", "--victim-policy"
+)
+KINDS: Final = (BACKEND, SCHEDULER, VICTIMS, DRAFTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +195,14 @@ class Plugins:
     def schedulers(self) -> Mapping[str, Registered]:
         """Return the scheduling policies by name."""
         return self._usable(SCHEDULER)
+
+    def victim_policies(self) -> Mapping[str, Registered]:
+        """Return the victim policies by name."""
+        return self._usable(VICTIMS)
+
+    def victim_policy_class(self, name: str) -> type[VictimPolicy]:
+        """Import the victim policy called `name`. Raises `PluginError` with the distribution and the cause."""
+        return self._find(VICTIMS, name).load()
 
     def drafters(self) -> Mapping[str, Registered]:
         """Return the drafters by name."""

@@ -74,7 +74,9 @@ def site(tmp_path, monkeypatch):
 def test_built_ins_are_registered_like_strangers():
     plugins = Plugins.discover([])
     assert set(plugins.backends()) == {"cpu", "reference", "null"}
-    assert set(plugins.schedulers()) == {"fcfs", "priority"}
+    assert set(plugins.schedulers()) == {"fcfs", "priority", "fair"}
+    assert set(plugins.victim_policies()) == {"cheapest", "youngest"}
+    assert set(plugins.drafters()) == {"ngram", "suffix"}
     assert plugins.problems == ()
     assert {registered.origin.distribution for registered in plugins.backends().values()} == {"fd-core"}
 

@@ -130,6 +130,7 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
     plugins = installed_plugins()
     choice = plugins.choose_backend(config.backend)
     policy = plugins.scheduler_class(config.scheduling_policy)()
+    victims = plugins.victim_policy_class(config.victim_policy)()
     backend: Backend = choice.cls(config)
     ops = backend.make_ops()
     model = backend.load_model(path, ops, lambda done, total: progress("load", done, total))
@@ -171,7 +172,7 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
     drafts = None
     if config.speculative is not None and limits.max_drafts:
         drafts = DraftControl(limits.max_num_seqs, limits.max_drafts, config.speculative.cheap_tokens)
-    scheduler = Scheduler(limits, policy, hasher, drafts, epoch=epoch)
+    scheduler = Scheduler(limits, policy, victims, hasher, drafts, epoch=epoch)
     return Engine(info, scheduler, runner, watchdog_seconds=config.watchdog_seconds)
 
 

@@ -1,4 +1,4 @@
-"""The scheduling policies that come with the core, offered through the same hook as a stranger's."""
+"""The scheduling and victim policies that come with the core, offered through the same hook as a stranger's."""
 
 from __future__ import annotations
 
@@ -9,8 +9,18 @@ FD_CONTRACT = 1
 
 @hookimpl
 def fd_register_schedulers() -> list[Entry]:
-    """Offer `fcfs` and `priority`."""
+    """Offer `fcfs`, `priority` and `fair`."""
     return [
         Entry("fcfs", "fd_core.scheduling.policies:Fcfs", "first come, first served"),
         Entry("priority", "fd_core.scheduling.policies:Priority", "lower `priority` first, then first come"),
+        Entry("fair", "fd_core.scheduling.policies:FairShare", "equal shares for tenants, whoever sends more"),
+    ]
+
+
+@hookimpl
+def fd_register_victim_policies() -> list[Entry]:
+    """Offer `cheapest` and `youngest`."""
+    return [
+        Entry("cheapest", "fd_core.scheduling.victims:Cheapest", "fewest tokens to compute again"),
+        Entry("youngest", "fd_core.scheduling.victims:Youngest", "the request that arrived last"),
     ]

@@ -64,6 +64,7 @@ class Request:
         "generated",
         "limit",
         "preemptions",
+        "rank",
         "root",
         "slot",
         "spec",
@@ -87,6 +88,8 @@ class Request:
         self.ended: FinishReason | None = None
         """Set once the client was told the end, also while the slot still drains."""
         self.preemptions = 0
+        self.rank: tuple[int, ...] | None = None
+        """Place among waiting requests, given by the policy once."""
         self.cached_tokens: int | None = None
         """Prompt tokens found in the prefix cache at first admission."""
 

@@ -25,7 +25,9 @@ from fd_core.scheduling.drafts import DraftControl
 from fd_core.scheduling.plan import PlanBuilder
 from fd_core.scheduling.policies import Policy
 from fd_core.scheduling.requests import Event, Request, State
+from fd_core.scheduling.reserve import UsageForecast, peak_growth
 from fd_core.scheduling.slots import SlotTable
+from fd_core.scheduling.victims import VictimPolicy
 from fd_core.scheduling.waiting import WaitingQueue
 from fd_core.types import FinishReason, IntArray, RequestSpec, StepPlan
 
@@ -52,6 +54,7 @@ class Scheduler:
         self,
         limits: Limits,
         policy: Policy,
+        victims: VictimPolicy,
         hasher: PrefixHasher | None,
         drafts: DraftControl | None = None,
         *,
@@ -59,12 +62,14 @@ class Scheduler:
     ) -> None:
         self.limits = limits
         self.epoch = epoch
-        self.slots = SlotTable(limits.max_num_seqs, limits.max_model_len, limits.blocks_per_seq)
+        self.slots = SlotTable(limits.max_num_seqs, limits.max_model_len, limits.block_size)
         self.pool = BlockPool(limits.num_kv_blocks)
         self.waiting = WaitingQueue(policy)
         self.drafts = drafts
         self.counters = Counters()
         self._policy = policy
+        self._victims = victims
+        self._forecast = UsageForecast()
         self._hasher = hasher
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
@@ -173,7 +178,7 @@ class Scheduler:
                 continue
             blocks = self.pool.allocate(1)
             while blocks is None and short >= self.pool.num_fenced:
-                self._preempt(self._policy.victim(slots, np.flatnonzero(slots.running)), draft)
+                self._preempt(self._choose_victim(), draft)
                 if not slots.running[slot]:
                     break
                 blocks = self.pool.allocate(1)
@@ -276,11 +281,9 @@ class Scheduler:
         draft: PlanBuilder,
     ) -> bool:
         """Admit a request with blocks for all its tokens, or change nothing and return False."""
-        running = self.num_running
         needed = -(-len(tokens) // self.limits.block_size) - len(matched)
         self.pool.acquire(matched)
-        # Each running request may soon need one more block; an admission must not make it run out at once.
-        fits = needed + running <= self.pool.num_free
+        fits = needed + self._growth_with(request, len(tokens)) <= self.pool.num_free
         blocks = self.pool.allocate(needed) if fits else None
         if blocks is None:
             self.pool.release(matched, -1)
@@ -295,6 +298,8 @@ class Scheduler:
         slots.computed[slot] = slots.settled[slot] = cached
         slots.registered[slot] = len(matched)
         request.advance(Event.ADMIT)
+        if request.rank is not None:
+            self._policy.admitted(request, request.rank)
         request.slot = slot
         for key in keys[len(matched) :]:
             self._computing[key] = self._computing.get(key, 0) + 1
@@ -308,6 +313,22 @@ class Scheduler:
             self.counters.prefix_hits += cached
         draft.admit(slot, slots, request, tokens, cached)
         return True
+
+    def _choose_victim(self) -> int:
+        return self._victims.choose(self.slots, self._policy.expendable(self.slots, np.flatnonzero(self.slots.running)))
+
+    def _growth_with(self, request: Request, length: int) -> int:
+        """Return the blocks that running requests and this one are expected to need beyond today's."""
+        slots = self.slots
+        rows = np.flatnonzero(slots.running)
+        if not len(rows):
+            return 0
+        lengths = np.append(slots.length[rows], np.int32(length))
+        blocks = np.append(slots.num_blocks[rows], np.int32(-(-length // self.limits.block_size)))
+        prompts = np.append(slots.prompt_len[rows], np.int32(len(request.spec.prompt)))
+        limits = np.append(slots.limit[rows], np.int32(request.limit))
+        remaining = self._forecast.remaining(lengths - prompts, limits - prompts)
+        return peak_growth(lengths, blocks, remaining, self.limits.block_size)
 
     def _preempt(self, slot: int, draft: PlanBuilder) -> None:
         request = self.slots.requests[slot]
@@ -384,6 +405,8 @@ class Scheduler:
         request = self.slots.requests[slot]
         if request is None or request.ended is not None:
             raise RuntimeError(f"slot {slot} has no request to finish")
+        prompt = len(request.spec.prompt)
+        self._forecast.observe(int(self.slots.known[slot]) - prompt, request.limit - prompt)
         if request.state is State.DRAINING:
             self.slots.ended[slot] = True
             self._forget(request, reason)

@@ -27,8 +27,9 @@ NO_TOKEN = np.iinfo(np.int32).max
 class SlotTable:
     """Columns over `num_slots` slots; mutated by the scheduler and the output side only."""
 
-    def __init__(self, num_slots: int, max_model_len: int, blocks_per_seq: int) -> None:
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
         self.num_slots = num_slots
+        self.block_size = block_size
         self.requests: list[Request | None] = [None] * num_slots
         self.running = np.zeros(num_slots, np.bool_)
         self.draining = np.zeros(num_slots, np.bool_)
@@ -38,6 +39,10 @@ class SlotTable:
         self.arrival = np.zeros(num_slots, np.int64)
         """Order of arrival of the request; the largest is the youngest."""
         self.priority = np.zeros(num_slots, np.int64)
+        self.returned = np.zeros(num_slots, np.bool_)
+        """Whether the request was preempted before."""
+        self.admitted_with = np.zeros(num_slots, np.int32)
+        """Tokens known when the stay began."""
         self.known = np.zeros(num_slots, np.int32)
         """Prompt and delivered tokens."""
         self.length = np.zeros(num_slots, np.int32)
@@ -56,7 +61,7 @@ class SlotTable:
         self.stops = np.full((num_slots, 1), NO_TOKEN, np.int32)
         """Token ids that end the request; widened when a request brings more."""
         self.tokens = np.empty((num_slots, max_model_len), np.int32)
-        self.tables = np.zeros((num_slots, blocks_per_seq), np.int32)
+        self.tables = np.zeros((num_slots, -(-max_model_len // block_size)), np.int32)
 
     def free_slot(self) -> int | None:
         """Return the lowest slot that is neither running nor draining."""
@@ -71,6 +76,8 @@ class SlotTable:
         self.gen[slot] += 1
         self.arrival[slot] = request.arrival
         self.priority[slot] = request.spec.priority
+        self.returned[slot] = request.preemptions > 0
+        self.admitted_with[slot] = n
         self.known[slot] = self.length[slot] = n
         self.computed[slot] = self.settled[slot] = 0
         self.limit[slot] = request.limit

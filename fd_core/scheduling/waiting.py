@@ -24,8 +24,10 @@ class WaitingQueue:
 
     def push(self, request: Request) -> None:
         """Add a request; a preempted one returns to the place that its rank gives it."""
+        if request.rank is None:
+            request.rank = self._policy.rank(request)
         self._members.add(request.arrival)
-        heapq.heappush(self._heap, (self._policy.rank(request), request.arrival, request))
+        heapq.heappush(self._heap, (request.rank, request.arrival, request))
 
     def remove(self, request: Request) -> None:
         """Forget a request."""

@@ -235,6 +235,7 @@ def test_a_settings_file_can_hold_every_setting(file):
         "host": "::1",
         "revision": "r",
         "scheduling-policy": "priority",
+        "victim-policy": "youngest",
         "native-kernels": True,
     }
     whole = [flag.key for flag in (*ENGINE_FLAGS, *SERVER_FLAGS) if flag.key not in values]

@@ -10,6 +10,7 @@ from fd_core.errors import BadRequest
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.scheduling.policies import Fcfs, Policy, Priority
 from fd_core.scheduling.scheduler import Scheduler
+from fd_core.scheduling.victims import Youngest
 from fd_core.types import RequestSpec, SamplingParams, StepPlan
 
 HASHER = PrefixHasher(block_size=4, identity="m")
@@ -24,7 +25,9 @@ def scheduler(policy: Policy | None = None, hasher: PrefixHasher | None = None, 
         "num_kv_blocks": 20,
         "vocab_size": 100,
     }
-    return Scheduler(Limits(**(values | changes)), policy or Fcfs(), hasher)
+    made = Scheduler(Limits(**(values | changes)), policy or Fcfs(), Youngest(), hasher)
+    made._forecast.share = 0.0  # nothing is kept in reserve, so that shortages come soon
+    return made
 
 
 def spec(name: str, length: int = 6, max_tokens: int = 8, priority: int = 0, first: int = 0) -> RequestSpec:
