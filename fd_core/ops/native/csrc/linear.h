@@ -35,6 +35,9 @@ inline int stored_column(const Linear& w, int part, int c) {
     return (c / kLanes * 2 + part) * kLanes + c % kLanes;
 }
 
+/// Cache lines fetched ahead for each k step: more would make the loads of the product itself wait.
+constexpr int kMostAhead = 4;
+
 template <class E>
 struct Panel {
     const E* b;  // first vector asked for
@@ -49,24 +52,33 @@ struct Panel {
             size_t(vec - first) * kLanes * Product<E>::kStep;
     }
     size_t step() const { return size_t(vecs) * kLanes * Product<E>::kStep; }
+    size_t bytes(const Linear& w) const { return size_t(vecs) * kLanes * w.padded_k * sizeof(E); }
 };
+
+/// Columns of a matmul for one thread, in vectors; a gate stays with its up.
+inline Range column_share(const Linear& w, int thread, int threads) {
+    const int unit = w.gated ? 2 : 1;
+    Range r = share(w.vecs / unit, thread, threads);
+    return {r.begin * unit, r.end * unit};
+}
 
 /// y[rows, stored columns of vectors [vecs.begin, vecs.end)] = x * w, block by block.
 ///
 /// `epilogue(row, rows, vec, vecs, c)` takes each block with its first row and vector; c has kVecs * kLanes columns.
 /// Weights are the larger operand, so each panel is read from memory once, for all rows, and while the rows of one
 /// panel are computed the next is fetched: at a few rows the memory is the limit, at many the multipliers are.
+/// `after` is the panel that this thread will read when it is done here, in whatever operation, or null.
 template <class E, class Epilogue>
-void matmul(const Linear& w, const E* x, size_t x_stride, int rows, Range vecs, Epilogue&& epilogue) {
+void matmul(const Linear& w, const E* x, size_t x_stride, int rows, Range vecs, const Panel<E>* after,
+            Epilogue&& epilogue) {
     using S = TileShape<E>;
     constexpr int kColumns = S::kVecs * kLanes;
     alignas(64) float c[(S::kRowSlack ? S::kRowSlack : S::kRows) * kColumns];
     const int steps = w.padded_k / Product<E>::kStep;
     const int blocks = (rows + S::kRows - 1) / S::kRows;
-    constexpr int kLinesPerVec = kLanes * 4 / 32;  // in half cache lines, so that narrow vectors count too
 
     for (int vec = vecs.begin; vec < vecs.end;) {
-        Panel<E> panel(w, vec);
+        const Panel<E> panel(w, vec);
         const int count = std::min(panel.first + panel.vecs, vecs.end) - vec;
         const int next = vec + count;
         TileCall<E> call{};
@@ -76,11 +88,17 @@ void matmul(const Linear& w, const E* x, size_t x_stride, int rows, Range vecs, 
         call.c = c;
         call.c_stride = kColumns;
         const char* ahead = nullptr;
+        size_t lines = 0;
         if (next < vecs.end) {
-            Panel<E> following(w, next);
+            const Panel<E> following(w, next);
             ahead = (const char*)following.b;
-            call.ahead_lines = (following.vecs * kLinesPerVec + 2 * blocks - 1) / (2 * blocks);
+            lines = following.bytes(w) / kCacheLine;
+        } else if (after) {
+            ahead = (const char*)after->b;
+            lines = after->bytes(w) / kCacheLine;
         }
+        const size_t chances = size_t(steps) * blocks;
+        if (ahead) call.ahead_lines = int(std::min<size_t>(kMostAhead, (lines + chances - 1) / chances));
         for (int i = 0; i < blocks; i++) {
             const Range r = share(rows, i, blocks);
             call.a = x + r.begin * x_stride;
@@ -92,13 +110,6 @@ void matmul(const Linear& w, const E* x, size_t x_stride, int rows, Range vecs, 
         }
         vec = next;
     }
-}
-
-/// Columns of a matmul for one thread, in vectors; a gate stays with its up.
-inline Range column_share(const Linear& w, int thread, int threads) {
-    const int unit = w.gated ? 2 : 1;
-    Range r = share(w.vecs / unit, thread, threads);
-    return {r.begin * unit, r.end * unit};
 }
 
 }  // namespace fd

@@ -92,7 +92,7 @@ void MoeResidual<E>::run_experts(const Context& context) const {
     constexpr int kColumns = TileShape<E>::kVecs * kLanes;
     auto gate_and_up = [&](const Linear& w, int in, int hidden, Range rows) {
         matmul<E>(w, context.row<E>(in, rows.begin), context.stride(in), rows.end - rows.begin,
-                  column_share(w, context.thread, context.team.size()),
+                  column_share(w, context.thread, context.team.size()), nullptr,
                   [&](int first, int count, int vec, int vecs, const float* c) {
                       for (int i = 0; i < count; i++)
                           store_gated(w, activation_, vec, vecs, c + i * kColumns,
@@ -101,7 +101,7 @@ void MoeResidual<E>::run_experts(const Context& context) const {
     };
     auto down = [&](const Linear& w, int hidden, int result, Range rows) {
         matmul<E>(w, context.row<E>(hidden, rows.begin), context.stride(hidden), rows.end - rows.begin,
-                  column_share(w, context.thread, context.team.size()),
+                  column_share(w, context.thread, context.team.size()), nullptr,
                   [&](int first, int count, int vec, int vecs, const float* c) {
                       for (int i = 0; i < count; i++)
                           for (int v = 0; v < vecs; v++)

@@ -6,16 +6,28 @@ namespace {
 template <class E>
 constexpr int kBlockColumns = TileShape<E>::kVecs* kLanes;
 
+/// Multiply this thread's columns; see `matmul`.
+template <class E, class Epilogue>
+void multiply(const Context& context, const Linear& w, int in, int rows, Epilogue&& epilogue) {
+    const int thread = context.thread, threads = context.team.size();
+    auto run = [&](const Panel<E>* after) {
+        matmul<E>(w, context.row<E>(in, 0), context.stride(in), rows, column_share(w, thread, threads), after, epilogue);
+    };
+    if (context.upcoming == nullptr) return run(nullptr);
+    const Range next = column_share(*context.upcoming, thread, threads);
+    if (next.begin == next.end) return run(nullptr);
+    const Panel<E> after(*context.upcoming, next.begin);
+    run(&after);
+}
+
 /// Multiply this thread's columns and hand each vector of the result to `take(row, vec, value)`, bias added.
 template <class E, class Take>
 void product(const Context& context, const Linear& w, int in, int rows, Take&& take) {
-    matmul<E>(w, context.row<E>(in, 0), context.stride(in), rows, column_share(w, context.thread, context.team.size()),
-              [&](int first, int count, int vec, int vecs, const float* c) {
-                  for (int i = 0; i < count; i++)
-                      for (int v = 0; v < vecs; v++)
-                          take(first + i, vec + v,
-                               with_bias(w, vec + v, vload(c + i * kBlockColumns<E> + v * kLanes)));
-              });
+    multiply<E>(context, w, in, rows, [&](int first, int count, int vec, int vecs, const float* c) {
+        for (int i = 0; i < count; i++)
+            for (int v = 0; v < vecs; v++)
+                take(first + i, vec + v, with_bias(w, vec + v, vload(c + i * kBlockColumns<E> + v * kLanes)));
+    });
 }
 
 }  // namespace
@@ -121,11 +133,10 @@ void GatedLinear<E>::run(const Context& context) {
         norm.run(context, nullptr, rows);
         in = norm.out;
     }
-    matmul<E>(w, context.row<E>(in, 0), context.stride(in), rows, column_share(w, context.thread, context.team.size()),
-              [&](int first, int count, int vec, int vecs, const float* c) {
-                  for (int i = 0; i < count; i++)
-                      store_gated(w, activation, vec, vecs, c + i * kBlockColumns<E>, context.row<E>(out, first + i));
-              });
+    multiply<E>(context, w, in, rows, [&](int first, int count, int vec, int vecs, const float* c) {
+        for (int i = 0; i < count; i++)
+            store_gated(w, activation, vec, vecs, c + i * kBlockColumns<E>, context.row<E>(out, first + i));
+    });
 }
 
 template <class E>

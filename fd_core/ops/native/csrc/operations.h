@@ -43,6 +43,7 @@ struct LinearOperation : Operation {
     int in, out;
     LinearOperation(const Linear& w, int in, int out) : w(w), in(in), out(out) {}
     const char* name() const override { return "linear"; }
+    const Linear* weights() const override { return &w; }
     void run(const Context& context) override;
 };
 
@@ -60,6 +61,7 @@ struct AttentionInputs : Operation {
                     RopeTables rope, KvLayer<E> layer, int qkv, int q)
         : norm(norm), w(w), shape(shape), q_norm(q_norm), k_norm(k_norm), rope(rope), layer(layer), qkv(qkv), q(q) {}
     const char* name() const override { return "attention_inputs"; }
+    const Linear* weights() const override { return &w; }
     void run(const Context& context) override;
 };
 
@@ -72,6 +74,7 @@ struct ProjectResidual : Operation {
     ProjectResidual(const Linear& w, NormWeights post_norm, int in, int projected, int residual)
         : w(w), post_norm(post_norm), in(in), projected(projected), residual(residual) {}
     const char* name() const override { return "project_residual"; }
+    const Linear* weights() const override { return &w; }
     void run(const Context& context) override;
 };
 
@@ -85,6 +88,7 @@ struct GatedLinear : Operation {
     GatedLinear(NormRows<E> norm, const Linear& w, Activation activation, int out)
         : norm(norm), w(w), activation(activation), out(out) {}
     const char* name() const override { return "mlp_inputs"; }
+    const Linear* weights() const override { return &w; }
     void run(const Context& context) override;
 };
 
@@ -98,6 +102,7 @@ struct Logits : Operation {
     Logits(NormRows<E> norm, const Linear& w, float softcap, int out)
         : norm(norm), w(w), softcap(softcap), out(out) {}
     const char* name() const override { return "logits"; }
+    const Linear* weights() const override { return &w; }
     void run(const Context& context) override;
 };
 

@@ -48,7 +48,8 @@ struct Context {
     Program& program;
     Team& team;
     int thread;
-    size_t operation;  // index of the one that runs
+    size_t operation;         // index of the one that runs
+    const Linear* upcoming;  // weights that the operations after it read first, or null
 
     void wait_for_all() const { team.wait_for_all(); }
     Range share(int total) const { return fd::share(total, thread, team.size()); }
@@ -64,6 +65,8 @@ struct Operation {
     virtual const char* name() const = 0;
     /// Called by every thread; all threads meet after it.
     virtual void run(const Context& context) = 0;
+    /// The weights that it reads first, if any: fetched while the operation before it ends.
+    virtual const Linear* weights() const { return nullptr; }
     double seconds = 0;
 };
 
@@ -84,8 +87,14 @@ class Program {
     void run(const Step& step, Team& team, size_t element_size) {
         reserve(step.tokens > step.logits ? step.tokens : step.logits, element_size);
         if (counters_.size() != operations_.size()) counters_ = std::vector<Counter>(operations_.size());
+        upcoming_.resize(operations_.size());
+        for (size_t i = operations_.size(), next = i; i-- > 0; next = i) {
+            const bool last = next == operations_.size();
+            const Linear* w = last ? nullptr : operations_[next]->weights();
+            upcoming_[i] = w || last ? w : upcoming_[next];
+        }
         for (auto& counter : counters_) counter.value.store(0, std::memory_order_relaxed);
-        team.run([&](int thread) { run_thread({step, *this, team, thread, 0}); });
+        team.run([&](int thread) { run_thread({step, *this, team, thread, 0, nullptr}); });
     }
 
     Buffer& buffer(int index) { return buffers_[index]; }
@@ -107,6 +116,7 @@ class Program {
         auto start = std::chrono::steady_clock::now();
         for (size_t i = 0; i < operations_.size(); i++) {
             context.operation = i;
+            context.upcoming = upcoming_[i];
             operations_[i]->run(context);
             context.wait_for_all();
             if (timed && context.thread == 0) {
@@ -136,6 +146,7 @@ class Program {
     std::vector<Buffer> buffers_;
     std::vector<std::unique_ptr<Operation>> operations_;
     std::vector<Counter> counters_;
+    std::vector<const Linear*> upcoming_;
     int rows_ = 0;
 };
 

@@ -166,18 +166,19 @@ inline float vmaximum(V x) {
 }
 #endif
 
-/// 2^x within 3e-7 of its value for x in [-126, 127]; x is clamped to that range.
+/// 2^x within 3e-7 of its value for x in [-126, 127]; beyond, x may be clamped to that range.
 inline V vexp2(V x) {
+#if !defined(__AVX512F__)  // which scales by any power of two in one instruction
     x = vmin(vmax(x, vset(-126.0f)), vset(127.0f));
+#endif
     V n = vround(x), f = x - n;
     // Interpolation of 2^f at Chebyshev's points of [-1/2, 1/2].
-    V p = vset(1.54614447e-4f);
-    p = vfma(p, f, vset(1.340042818e-3f));
-    p = vfma(p, f, vset(9.618056679e-3f));
-    p = vfma(p, f, vset(5.550327227e-2f));
-    p = vfma(p, f, vset(2.402265092e-1f));
-    p = vfma(p, f, vset(6.931472067e-1f));
-    p = vfma(p, f, vset(1.0f));
+    V p = vset(1.339086336e-3f);
+    p = vfma(p, f, vset(9.676031918e-3f));
+    p = vfma(p, f, vset(5.550357114e-2f));
+    p = vfma(p, f, vset(2.402210749e-1f));
+    p = vfma(p, f, vset(6.93147188e-1f));
+    p = vfma(p, f, vset(1.000000075f));
     return vscale2(p, n);
 }
 

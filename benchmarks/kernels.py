@@ -1,0 +1,220 @@
+"""Time one step of the native kernels on SmolLM2-135M's shape, and say what share of the machine's limit it reaches.
+
+    python -m benchmarks.kernels [--dtype bfloat16] [--threads 2] [--rounds 30] [--only decode32]
+
+Weights are random: a step takes the same time whatever they are. Cases run interleaved, round by round, because the
+machine drifts; the table gives the fastest and the median round. The limit of a step is the larger of the time to read
+its bytes (weights once, keys and values once) and the time for its products, at the rates measured just before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+
+from benchmarks.harness.machine import BandwidthProbe, describe, load_average
+from fd_core.models.decoder import Attention, Decoder, DecoderModel, Layer, Mlp
+from fd_core.ops.contract import Heads, KVCache, Norm, Ops, Rope, StepInput
+from fd_core.ops.native import load_native_ops
+from fd_core.ops.native.pack import CompiledForward, NativeOps
+from fd_core.types import RawTensor
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS, VOCABULARY = 576, 9, 3, 64, 1536, 30, 49152
+BLOCK_SIZE = 32
+MAX_POSITIONS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A step: `rows` requests that each compute `queries` tokens, the last of which sees `context`."""
+
+    name: str
+    rows: int
+    queries: int
+    context: int
+    shared: int = 0
+    """Tokens of prefix whose blocks all rows have in common."""
+
+
+CASES = (
+    Case("decode1", 1, 1, 256),
+    Case("decode8", 8, 1, 256),
+    Case("decode32", 32, 1, 256),
+    Case("decode32 long", 32, 1, 512),
+    Case("decode32 shared", 32, 1, 480, shared=400),
+    Case("prefill128", 1, 128, 128),
+    Case("prefill512", 1, 512, 512),
+    Case("prefill 4 x 512", 4, 512, 512),
+)
+
+
+def random_weight(rng: np.random.Generator, *shape: int) -> RawTensor:
+    values = (rng.standard_normal(shape, np.float32) * 0.02).view(np.uint32)
+    return RawTensor("BF16", (values >> 16).astype(np.uint16))
+
+
+def random_model(ops: Ops) -> DecoderModel:
+    rng = np.random.default_rng(0)
+    norm = Norm(ops.prepare_vector(np.ones(HIDDEN, np.float32)), 1e-5)
+    angles = np.arange(MAX_POSITIONS)[:, None] / 10000.0 ** (np.arange(HEAD_DIM // 2) * 2 / HEAD_DIM)
+    tables = [ops.prepare_vector(f(angles).astype(np.float32)) for f in (np.cos, np.sin)]
+    heads = Heads(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5, Rope(*tables))
+
+    def linear(*shapes: tuple[int, int], gated: bool = False) -> object:
+        return ops.prepare_linear([random_weight(rng, *shape) for shape in shapes], gated=gated)
+
+    kv_width = KV_HEADS * HEAD_DIM
+    layers = tuple(
+        Layer(
+            Attention(
+                norm,
+                linear((HIDDEN, HIDDEN), (kv_width, HIDDEN), (kv_width, HIDDEN)),
+                heads,
+                linear((HIDDEN, HIDDEN)),
+                None,
+            ),
+            Mlp(norm, linear((INNER, HIDDEN), (INNER, HIDDEN), gated=True), linear((HIDDEN, INNER)), None),
+        )
+        for _ in range(LAYERS)
+    )
+    embedding = random_weight(rng, VOCABULARY, HIDDEN)
+    table = ops.prepare_embedding(embedding)
+    head = ops.tied_head(table, embedding)
+    decoder = Decoder(table, 1.0, layers, norm, head, "silu", None)
+    return DecoderModel(
+        ops,
+        decoder,
+        architecture="random",
+        vocab_size=VOCABULARY,
+        max_positions=MAX_POSITIONS,
+        eos_token_ids=(),
+        num_parameters=0,
+    )
+
+
+def step_of(case: Case) -> StepInput:
+    rng = np.random.default_rng(1)
+    width = -(-case.context // BLOCK_SIZE)
+    common = case.shared // BLOCK_SIZE
+    tables = 1 + common + rng.permutation(case.rows * width).reshape(case.rows, width)
+    tables[:, :common] = np.arange(common)
+    positions = np.tile(np.arange(case.context - case.queries, case.context), case.rows)
+    row_of = np.repeat(np.arange(case.rows), case.queries)
+    arrays = {
+        "token_ids": rng.integers(0, VOCABULARY, len(positions)),
+        "positions": positions,
+        "kv_slots": tables[row_of, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
+        "query_start": np.arange(case.rows + 1) * case.queries,
+        "context_len": np.full(case.rows, case.context),
+        "block_tables": tables,
+        "logits_rows": np.arange(1, case.rows + 1) * case.queries - 1,
+    }
+    tensors = {name: torch.from_numpy(np.ascontiguousarray(a, np.int32)) for name, a in arrays.items()}
+    return StepInput(**tensors, max_query=case.queries, max_context=case.context)
+
+
+def limits(case: Case, itemsize: int, bandwidth: float, flops: float) -> tuple[float, float]:
+    """Return the seconds that a step's bytes and its products take at least."""
+    layer = HIDDEN * (HEADS + 2 * KV_HEADS) * HEAD_DIM + HIDDEN * HIDDEN + 3 * HIDDEN * INNER
+    head = VOCABULARY * HIDDEN
+    seen = case.rows * (case.context - case.shared) + case.shared
+    kv_bytes = seen * LAYERS * 2 * KV_HEADS * HEAD_DIM * itemsize
+    tokens = case.rows * case.queries
+    pairs = case.rows * case.queries * (case.context - (case.queries - 1) / 2)
+    products = tokens * LAYERS * layer + case.rows * head + pairs * LAYERS * 2 * HEADS * HEAD_DIM
+    return ((LAYERS * layer + head) * itemsize + kv_bytes) / bandwidth, 2 * products / flops
+
+
+def measured_flops(ops: NativeOps) -> float:
+    """Return the rate of a product whose operands stay in the caches: what the multipliers give."""
+    rng = np.random.default_rng(2)
+    linear = ops.prepare_linear([random_weight(rng, 1024, HIDDEN)])
+    x = torch.ones((240, HIDDEN), dtype=ops.torch_dtype)
+    best = 0.0
+    for _ in range(5):
+        with ops._call(x) as call:
+            source = call.input(x, HIDDEN, ops.runtime.wide)
+            buffer, _ = call.output(x, 1024, ops.runtime.wide)
+            for _ in range(20):
+                call.add("linear", linear.handle, source, buffer)
+            start = time.perf_counter()
+        best = max(best, 20 * 2 * 240 * HIDDEN * 1024 / (time.perf_counter() - start))
+    return best
+
+
+def shares(forward: CompiledForward, step: StepInput, cache: KVCache, repeats: int = 8) -> dict[str, float]:
+    """Return seconds of one step by kind of operation; each operation at its fastest of `repeats` steps."""
+    program = forward.program(cache)
+    fastest: list[tuple[str, float]] = []
+    for _ in range(repeats):
+        program.set_timed(True)
+        forward(step, cache)
+        times = program.times()
+        fastest = [(name, min(a, b)) for (name, a), (_, b) in zip(fastest or times, times, strict=True)]
+    program.set_timed(False)
+    total: dict[str, float] = {}
+    for name, seconds in fastest:
+        total[name] = total.get(name, 0.0) + seconds
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only", help="run cases whose name starts so")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/kernels.json"))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    ops = load_native_ops(arguments.dtype, arguments.threads)
+    if ops is None:
+        raise SystemExit("the native kernels cannot be built here")
+    cases = [case for case in CASES if case.name.startswith(arguments.only or "")]
+    model = random_model(ops)
+    most = max(case.rows * -(-case.context // BLOCK_SIZE) + case.shared // BLOCK_SIZE + 1 for case in cases)
+    cache = ops.allocate_kv(model.kv_shape(BLOCK_SIZE), most)
+    forward = ops.compile(model.forward)
+    assert isinstance(forward, CompiledForward)
+    bandwidth, flops = BandwidthProbe(arguments.threads).measure(), measured_flops(ops)
+    steps = [step_of(case) for case in cases]
+    for step in steps:
+        forward(step, cache)
+    times: list[list[float]] = [[] for _ in cases]
+    load = load_average()
+    for _ in range(arguments.rounds):
+        for step, kept in zip(steps, times, strict=True):
+            start = time.perf_counter()
+            forward(step, cache)
+            kept.append(time.perf_counter() - start)
+
+    print(f"{ops.describe()}, {arguments.threads} threads, load {load:.1f}")
+    print(f"read {bandwidth / 1e9:.1f} GB/s, products {flops / 1e9:.0f} GFLOP/s")
+    print(f"{'case':18}{'fastest':>9}{'median':>9}{'bytes':>8}{'flops':>8}{'share':>7}   of which")
+    results = []
+    for case, step, kept in zip(cases, steps, times, strict=True):
+        read, compute = limits(case, 4 if arguments.dtype == "float32" else 2, bandwidth, flops)
+        share = max(read, compute) / min(kept)
+        parts = shares(forward, step, cache)
+        named = ", ".join(f"{name} {seconds * 1e3:.2f}" for name, seconds in parts.items())
+        columns = f"{min(kept) * 1e3:9.2f}{median(kept) * 1e3:9.2f}{read * 1e3:8.2f}{compute * 1e3:8.2f}{share:7.0%}"
+        print(f"{case.name:18}{columns}   {named}")
+        results.append(
+            asdict(case)
+            | {"seconds": kept, "limit_bytes_s": read, "limit_flops_s": compute, "share": share, "operations_s": parts}
+        )
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    summary = {"machine": describe(), "kernels": ops.describe(), "bandwidth": bandwidth, "flops": flops}
+    summary |= {"threads": arguments.threads, "load_average": load, "cases": results}
+    arguments.output.write_text(json.dumps(summary, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
