@@ -1,52 +1,18 @@
-"""The command line's entrance. Nothing heavy is imported here: each command imports what it needs when it runs."""
+"""The entrance of `fdcore`."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
 
-import typer
+from fd_core.cli.report import interrupts_end_it
 
-import fd_core
-from fd_core.cli import env, models, plugins, serve, talk
-from fd_core.cli.bench import commands as bench
-
-__all__ = ["app", "main"]
-
-app = typer.Typer(
-    name="fdcore",
-    help="Serve language models with plugins for hardware, scheduling and storage. Every command has --help.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command()(serve.serve)
-app.command()(talk.chat)
-app.command()(talk.complete)
-app.add_typer(models.app, name="models")
-app.add_typer(plugins.app, name="plugins")
-app.command()(env.env)
-app.add_typer(bench.app, name="bench")
-app.command()(plugins.install)
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        print(f"fdcore {fd_core.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _common(
-    version: Annotated[bool, typer.Option("--version", help="Show the version.", callback=_show_version)] = False,
-) -> None:
-    """Hold the options that come before a command."""
+__all__ = ["main"]
 
 
 def main() -> None:
     """Run the command line."""
+    with interrupts_end_it():
+        from fd_core.cli.app import app
     try:
         app()
     except BrokenPipeError:

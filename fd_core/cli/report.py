@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import signal
 import sys
-from collections.abc import Callable
-
-import typer
+import threading
+from collections.abc import Callable, Iterator
 
 from fd_core.errors import FdError
 
-__all__ = ["INTERRUPTED", "describe", "reports_errors", "say"]
+__all__ = ["INTERRUPTED", "describe", "interrupts_end_it", "reports_errors", "say"]
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell reports it."""
@@ -18,6 +20,8 @@ INTERRUPTED = 130
 
 def reports_errors(function: Callable[..., None]) -> Callable[..., None]:
     """End a command with the exit code and the one clear line of the error that reached it."""
+
+    import typer
 
     @functools.wraps(function)
     def command(**arguments: object) -> None:
@@ -31,6 +35,28 @@ def reports_errors(function: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(INTERRUPTED) from None
 
     return command
+
+
+@contextlib.contextmanager
+def interrupts_end_it() -> Iterator[None]:
+    """Let Ctrl-C end the process at once while the block imports modules.
+
+    Nothing is held by then, and an exception in the middle of a module would be wrapped or shown as a traceback.
+    """
+
+    def end(*_: object) -> None:
+        os.write(2, b"\nfdcore: interrupted\n")
+        os._exit(INTERRUPTED)
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield  # somebody else decides, or it is ignored
+        return
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def say(error: FdError) -> None:

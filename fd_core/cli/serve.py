@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fd_core.cli.flags import API_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, SERVER_FLAGS, Given, takes_flags
-from fd_core.cli.report import reports_errors
+from fd_core.cli.report import interrupts_end_it, reports_errors
 
 if TYPE_CHECKING:
     import socket
@@ -46,11 +47,15 @@ def serve(
     # The engine's process takes its log level from its environment.
     os.environ["FD_LOG_LEVEL"] = settings.server.log_level
 
-    import logging
+    with interrupts_end_it():
+        import logging
 
-    from rich.console import Console
+        from rich.console import Console
 
-    from fd_core.server.serve import bind_socket
+        from fd_core.server.serve import bind_socket
+
+        importlib.import_module("fd_core.cli.startup")
+        importlib.import_module("fd_core.engine.launch")
 
     logging.basicConfig(
         level=settings.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"

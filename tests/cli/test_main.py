@@ -1,0 +1,152 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+import fd_core
+from fd_core.cli.app import app
+from fd_core.cli.report import describe
+from fd_core.errors import ModelError
+
+COMMANDS = [
+    *(["serve"], ["chat"], ["complete"], ["models"], ["models", "list"], ["models", "pull"], ["plugins"], ["env"]),
+    *(["plugins", "list"], ["install"], ["bench"], ["bench", "latency"], ["bench", "throughput"], ["bench", "serve"]),
+]
+HEAVY = ("torch", "transformers", "fastapi", "starlette", "uvicorn", "aiohttp", "tokenizers", "huggingface_hub", "gguf")
+
+
+def run(*arguments, **more):
+    command = [sys.executable, "-m", "fd_core.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **more)
+
+
+def heavy_after(statement):
+    code = f"import sys\ntry:\n    {statement}\nexcept SystemExit:\n    pass\nprint(*sys.modules, file=sys.stderr)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return [name for name in ended.stderr.split() if name.partition(".")[0] in HEAVY]
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import fd_core",
+        "import fd_core.types, fd_core.config, fd_core.hookspecs, fd_core.signals",
+        "import fd_core.scheduling.scheduler, fd_core.kv.blocks, fd_core.kv.prefix, fd_core.engine.outputs",
+        "from fd_core.plugins import installed_plugins; installed_plugins()",
+        "import fd_core.backends.null, fd_core.backends.reference, fd_core.runner.runner",
+        "sys.argv = ['fdcore', '--help']; from fd_core.cli.main import main; main()",
+        "sys.argv = ['fdcore', 'bench', 'serve', '--help']; from fd_core.cli.main import main; main()",
+        "sys.argv = ['fdcore', 'plugins', 'list']; from fd_core.cli.main import main; main()",
+    ],
+)
+def test_nothing_heavy_is_imported(statement):
+    assert heavy_after(statement) == []
+
+
+def test_help_answers_in_under_half_a_second():
+    def seconds():
+        start = time.perf_counter()
+        assert run("--help").returncode == 0
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(5)) < 0.5
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_command_explains_itself(command):
+    result = CliRunner().invoke(app, [*command, "--help"], terminal_width=200)
+    assert result.exit_code == 0
+    assert result.output.startswith(f"Usage: fdcore {' '.join(command)}")
+
+
+def test_version():
+    assert CliRunner().invoke(app, ["--version"]).output == f"fdcore {fd_core.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments, code, words",
+    [
+        (["serve", "smollm2", "--no-such-flag"], 2, "--no-such-flag"),
+        (["no-such-command"], 2, "no-such-command"),
+        (["serve"], 2, "fdcore: MODEL: no model was named"),
+        (["serve", "smollm2", "--port", "x"], 2, "fdcore: --port: 'x' is not a whole number"),
+        (
+            ["serve", "smollm2", "--num-kv-blocks", "1", "--kv-cache-memory", "1M"],
+            2,
+            "--num-kv-blocks and --kv-cache-memory contradict",
+        ),
+        (["complete", "x", "--url", "127.0.0.1:9", "--dtype", "float32"], 2, "--url and --dtype contradict"),
+        (["complete", "x", "--url", "ftp://host"], 2, "'ftp://host' is not the address of a server"),
+        (["complete", "x", "-m", "no-such-model"], 3, "no such model: 'no-such-model'"),
+        (["complete", "x", "-m", "/nowhere/x.gguf"], 3, "/nowhere/x.gguf"),
+        (["complete", "x", "--backend", "warp"], 4, "there is no backend called 'warp'"),
+        (["complete", "x", "--scheduling-policy", "lifo"], 4, "there is no scheduling policy called 'lifo'"),
+        (["complete", "x", "--url", "127.0.0.1:9"], 1, "cannot talk to the server"),
+        (["install", "--index-url=http://evil"], 2, "--index-url"),
+        (["install", "--", "--index-url=http://evil"], 2, "is not the name of a distribution"),
+        (["bench", "serve", "--goodput", "speed:3"], 2, "--goodput: 'speed:3' is not one of ttft, tpot, e2e"),
+        (["bench", "latency", "--json", "/nowhere/x.json"], 2, "--json: cannot write /nowhere/x.json"),
+    ],
+)
+def test_exit_codes_and_one_clear_line(arguments, code, words):
+    ended = run(*arguments)
+    assert ended.returncode == code
+    assert words in ended.stderr
+    assert "Traceback" not in ended.stderr
+    if ended.stderr.startswith("fdcore: "):
+        assert len(ended.stderr.splitlines()) == 1
+
+
+def test_ctrl_c_while_it_starts_ends_it_with_130_and_no_traceback():
+    slow = "import time, fd_core.cli.report as r\nwith r.interrupts_end_it():\n    print(flush=True); time.sleep(30)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", slow],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (130, "\nfdcore: interrupted\n")
+
+
+def test_ctrl_c_in_a_command_is_130(monkeypatch, capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fd_core.cli.env._machine", interrupted)
+    assert CliRunner().invoke(app, ["env"]).exit_code == 130
+
+
+def test_a_reader_that_leaves_gets_no_traceback():
+    ended = subprocess.run(
+        f"{sys.executable} -m fd_core.cli serve --help | true", shell=True, capture_output=True, text=True, check=False
+    )
+    assert "Traceback" not in ended.stderr
+
+
+def test_an_error_is_one_printable_line():
+    error = ModelError("bad\nname \x1b[31mred", field="model", hint="try\tagain")
+    assert describe(error) == "model: bad name ?[31mred (try again)"
+
+
+def test_env_and_plugins_list_say_what_there_is():
+    wide = {**os.environ, "COLUMNS": "200"}
+    shown = run("env", env=wide).stdout
+    assert "Python" in shown
+    for name in ("cpu", "reference", "null", "numpy is always there"):
+        assert name in shown
+    listed = run("plugins", "list", env=wide).stdout
+    assert "fcfs" in listed
+    assert f"fd-core {fd_core.__version__}" in listed
+
+
+def test_models_list_needs_no_network(tmp_path):
+    listed = run("models", "list", env={**os.environ, "FD_CACHE": str(tmp_path), "COLUMNS": "200"}).stdout
+    assert "smollm2" in listed
