@@ -15,7 +15,6 @@ import shlex
 import sys
 from collections.abc import Collection
 from pathlib import Path
-from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -84,7 +83,9 @@ def _names(parser: argparse.ArgumentParser, flag: str, text: str, known: Collect
 def main(arguments: list[str] | None = None) -> int:
     """Run the comparison; return 1 where not a single engine finished."""
     options = parse(arguments)
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    if (load := machine.load_average()) > 0.5:
+        console.print(f"[yellow]other work is running (load average {load:.1f}): the figures will be noisy[/]")
     source = options.model or checkpoints.fetch_default()
     with console.status("converting weights"):
         checkpoint = checkpoints.prepare(source, options.cache / "models")
@@ -149,7 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
             measured.runs,
             reference=options.reference,
             judge=JUDGES,
-            floor_s=checkpoint.weight_bytes / median(measured.bandwidths),
+            floor_s=checkpoint.weight_bytes / max(measured.bandwidths),
         ),
     )
     report.show(finished, console)

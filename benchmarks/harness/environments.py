@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import venv
@@ -25,24 +26,26 @@ def ensure(environment: Environment, folder: Path) -> Path:
     """Return the interpreter of `environment` under `folder`, made and filled first where it is missing."""
     home = folder / environment.name
     done = home / ".installed"
-    wanted = "\n".join((*environment.install, *(f"-{name}" for name in environment.without)))
+    wanted = repr(environment)
     if done.exists() and done.read_text() == wanted:
         return python_of(home)
     venv.create(home, with_pip=True, clear=True)
     log = folder / f"{environment.name}.log"
-    commands = [
-        [
-            "install",
-            *([] if not environment.editable_repository else ["-e", f"{REPOSITORY}[cpu]"]),
-            *environment.install,
-        ]
-    ]
+    sources = ["-e", f"{REPOSITORY}[cpu]"] if environment.editable_repository else []
+    commands = [["install", *environment.build_tools]] if environment.build_tools else []
+    commands.append(["install", *sources, *environment.install])
     if environment.without:
         commands.append(["uninstall", "--yes", *environment.without])
+    scripts = python_of(home).parent
+    variables = os.environ | environment.build_variables | {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
     with log.open("w") as output:
         for command in commands:
             finished = subprocess.run(
-                [str(python_of(home)), "-m", "pip", *command], stdout=output, stderr=output, check=False
+                [str(python_of(home)), "-m", "pip", *command],
+                stdout=output,
+                stderr=output,
+                env=variables,
+                check=False,
             )
             if finished.returncode != 0:
                 raise EnvironmentFailedError(f"pip {command[0]} failed for {environment.name!r}; see {log}")

@@ -8,6 +8,9 @@ from statistics import median
 
 AGREEMENT_TOKENS = 16
 
+LEAST_AGREEMENT = 0.25
+"""Below this an engine computes another model: its speed is compared with nobody's."""
+
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
@@ -107,12 +110,18 @@ def summarise(
     """Summarise runs into one row for each (workload, engine), in order of first appearance.
 
     `reference` is the engine that ratios are taken to. `judge` lists engines whose tokens are trusted, best first:
-    agreement is with the first of them (other than the engine itself) that ran the same round. `floor_s` is the
-    least time of a decode step: the weights' bytes over the memory bandwidth.
+    agreement is with the first of them (other than the engine itself) that ran the same round; an engine that agrees
+    in less than LEAST_AGREEMENT of all its tokens gets no ratios. `floor_s` is the least time of a decode step: the
+    weights' bytes over the memory bandwidth.
     """
     groups: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
         groups.setdefault((run.workload, run.engine), []).append(run)
+    strangers = {
+        engine
+        for engine in {r.engine for r in runs}
+        if (share := _pooled_agreement(engine, judge, groups)) is not None and share < LEAST_AGREEMENT
+    }
     order = {w: i for i, w in enumerate(dict.fromkeys(r.workload for r in runs))}
     rows = []
     for (workload, engine), mine in sorted(groups.items(), key=lambda item: order[item[0][0]]):
@@ -127,12 +136,24 @@ def summarise(
                 output_tps_range=(min(tps), max(tps)),
                 ttft_s=median(r.ttft_s for r in mine),
                 tpot_s=tpot,
-                ratio=paired_ratio(mine, groups.get((workload, reference), [])),
+                ratio=None if engine in strangers else paired_ratio(mine, groups.get((workload, reference), [])),
                 floor_share=floor_s / tpot if floor_s is not None and tpot > 0 else None,
                 agreement=_agreement_with_judge(mine, workload, judge, groups),
             )
         )
     return rows
+
+
+def _pooled_agreement(
+    engine: str, judge: Sequence[str], groups: Mapping[tuple[str, str], Sequence[Run]]
+) -> float | None:
+    """Return the engine's agreement over all workloads, each weighted by its requests."""
+    shares = []
+    for (workload, name), mine in groups.items():
+        if name == engine and (share := _agreement_with_judge(mine, workload, judge, groups)) is not None:
+            shares.append((share, sum(len(r.requests) for r in mine)))
+    total = sum(weight for _, weight in shares)
+    return sum(share * weight for share, weight in shares) / total if total else None
 
 
 def _agreement_with_judge(

@@ -64,6 +64,12 @@ def test_summary_has_medians_ratio_floor_and_the_first_other_judge():
     assert b.ratio == 1.0
 
 
+def test_an_engine_that_computes_something_else_gets_no_ratio():
+    runs = [run("good", tokens=[(1, 2)] * 4), run("trusted", tokens=[(1, 2)] * 4), run("wrong", tokens=[(9, 9)] * 4)]
+    ratios = {s.engine: s.ratio for s in summarise(runs, reference="good", judge=("trusted", "good"))}
+    assert ratios == {"good": 1.0, "trusted": 1.0, "wrong": None}
+
+
 def test_a_summary_without_reference_floor_or_judge_leaves_them_out():
     (alone,) = summarise([run()], reference="missing")
     assert (alone.ratio, alone.floor_share, alone.agreement) == (None, None, None)

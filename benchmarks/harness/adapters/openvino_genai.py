@@ -24,7 +24,7 @@ class Engine:
         scheduler.enable_prefix_caching = True
         scheduler.dynamic_split_fuse = True
         self._pipe = genai.ContinuousBatchingPipeline(
-            _model_folder(Path(model["gguf_f16"])),
+            Path(model["gguf_f16"]),  # its GGUF loader reads no BF16
             scheduler,
             "CPU",
             {
@@ -59,8 +59,3 @@ class Engine:
                     for output in handle.read().values():
                         tokens[i].extend(output.generated_ids)
         return list(zip(tokens, first, last, strict=True))
-
-
-def _model_folder(path: Path) -> Path:
-    """Return `path` in the form that the pipeline loads."""
-    return path
