@@ -8,6 +8,7 @@ import logging
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import msgspec
@@ -49,6 +50,7 @@ class ProcessClient(StreamingClient):
         self._folder = Path(tempfile.mkdtemp(prefix="fdcore-"))
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
+        self._arrival: asyncio.Future[bytes] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineMessage)
@@ -123,28 +125,46 @@ class ProcessClient(StreamingClient):
         await pipe.drain()
         # The pipe stays open: its end tells the engine that this process is gone.
         while not self._alive:
-            self._handle(await self._receive(), progress)
+            message = await self._receive()
+            if message is not None:
+                self._handle(message, progress)
 
-    async def _receive(self) -> EngineMessage:
-        """Return the next message; raises `EngineDead` if the process ends first."""
+    async def _next(self) -> EngineMessage:
+        """Return the next message; raises `EngineDead` if requests wait for longer than the watchdog allows."""
+        patience = self._config.watchdog_seconds
+        silent = 0.0
+        while True:
+            begun = time.monotonic()
+            message = await self._receive(patience / 4)
+            if message is not None:
+                return message
+            silent = silent + time.monotonic() - begun if self.active_requests else 0.0
+            if silent >= patience:
+                raise EngineDead(f"the engine gave no sign for {silent:.0f} s while requests were running")
+
+    async def _receive(self, timeout: float | None = None) -> EngineMessage | None:
+        """Return the next message, None after `timeout` seconds; raises `EngineDead` if the process ends first."""
         process, socket = self._process, self._socket
         if process is None or socket is None:
             raise EngineDead(self._death)
-        arrival = asyncio.ensure_future(socket.recv())
+        if self._arrival is None:
+            # Kept until it is done, however often the wait for it is given up: a message is never dropped.
+            self._arrival = asyncio.ensure_future(socket.recv())
         death = asyncio.ensure_future(process.wait())
         try:
-            await asyncio.wait({arrival, death}, return_when=asyncio.FIRST_COMPLETED)
-            if not arrival.done():
+            done, _ = await asyncio.wait({self._arrival, death}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if death in done and not self._arrival.done():
                 # What the process sent before its end may still be on its way.
-                await asyncio.wait({arrival}, timeout=0.2)
-            if arrival.done():
-                message: EngineMessage = self._decoder.decode(arrival.result())
-                return message
+                await asyncio.wait({self._arrival}, timeout=0.2)
         finally:
-            for future in (arrival, death):
-                if not future.done():
-                    future.cancel()
-        raise EngineDead(f"the engine's process ended with exit code {process.returncode}")
+            death.cancel()
+        if self._arrival.done():
+            frame, self._arrival = self._arrival.result(), None
+            message: EngineMessage = self._decoder.decode(frame)
+            return message
+        if death in done:
+            raise EngineDead(f"the engine's process ended with exit code {process.returncode}")
+        return None
 
     def _handle(self, message: EngineMessage, progress: StartProgress) -> None:
         match message:
@@ -162,7 +182,7 @@ class ProcessClient(StreamingClient):
         while not self._closing:
             try:
                 while True:
-                    self._handle(await self._receive(), lambda *_: None)
+                    self._handle(await self._next(), lambda *_: None)
             except FdError as error:
                 if self._closing:
                     return
@@ -194,6 +214,9 @@ class ProcessClient(StreamingClient):
         self._close_socket()
 
     def _close_socket(self) -> None:
+        if self._arrival is not None:
+            self._arrival.cancel()
+            self._arrival = None
         if self._socket is not None:
             self._socket.close()
             self._socket = None

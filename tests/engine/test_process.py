@@ -8,6 +8,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
 from fd_core.config import EngineConfig
@@ -115,6 +116,24 @@ def test_a_killed_engine_ends_its_streams_and_comes_back_with_a_new_epoch() -> N
             await until(lambda: client.alive, 20.0)
             assert client.info.epoch == 2
             assert await text(client, 1) == golden(SPECS)["r1"]
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_stands_still_is_noticed_and_replaced() -> None:
+    async def main() -> None:
+        client = await open_client(msgspec.structs.replace(CONFIG, watchdog_seconds=1.0), None)
+        try:
+            assert isinstance(client, ProcessClient)
+            assert client.pid is not None
+            os.kill(client.pid, signal.SIGSTOP)
+            with pytest.raises(EngineDead, match="no sign"):
+                await text(client, 1)
+            await until(lambda: client.alive, 20.0)
+            assert client.info.epoch == 2
+            assert await text(client, 1) == golden(SPECS)["r1"]
+        finally:
+            await client.close()
 
     asyncio.run(main())
 
