@@ -1,0 +1,153 @@
+"""Faults against section 3 of the protocol: who owns a KV block, and when it may be used again."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import mutant
+
+SCHEDULER = "scheduling/scheduler.py"
+OUTPUTS = "engine/outputs.py"
+POOL = "kv/blocks.py"
+PREFIX = "kv/prefix.py"
+
+_RELEASE = "self.pool.release(slots.blocks(slot), int(slots.last_step[slot]))"
+_SETTLED = "upto = np.where(sampled, table.known[slots] - 1, plan.starts[rows] + plan.num_tokens[rows])"
+
+MUTANTS = (
+    mutant(
+        "free-with-a-step-in-flight",
+        "3.2: a block leaves fenced only when the last step that touches it was answered",
+        (SCHEDULER, _RELEASE, "self.pool.release(slots.blocks(slot), -1)"),
+    ),
+    mutant(
+        "the-fence-is-one-step-short",
+        "3.2: a block leaves fenced only when the last step that touches it was answered",
+        (SCHEDULER, _RELEASE, "self.pool.release(slots.blocks(slot), int(slots.last_step[slot]) - 1)"),
+    ),
+    mutant(
+        "the-pool-does-not-fence",
+        "3.2: a block leaves fenced only when the last step that touches it was answered",
+        (POOL, "            if step <= self._answered:\n", "            if step >= 0:\n"),
+    ),
+    mutant(
+        "the-pool-lifts-a-fence-one-step-early",
+        "3.2: a block leaves fenced only when the last step that touches it was answered",
+        (POOL, "self._answered = max(self._answered, step)", "self._answered = max(self._answered, step + 1)"),
+    ),
+    mutant(
+        "a-fence-forgets-the-other-owners",
+        "3.2: the last step scheduled to touch a block counts, whoever scheduled it",
+        (POOL, "self._fence[blocks] = np.maximum(self._fence[blocks], fence)", "self._fence[blocks] = fence"),
+    ),
+    mutant(
+        "free-while-another-owner-holds-it",
+        "3.1: a reference count equals the number of owners; no free block is in any table",
+        (POOL, "orphans = blocks[self._references[blocks] == 0][::-1]", "orphans = blocks[::-1]"),
+    ),
+    mutant(
+        "a-shared-block-has-one-owner",
+        "3.1: a reference count equals the number of owners",
+        (POOL, "            self._references[block] += 1\n", "            self._references[block] = 1\n"),
+    ),
+    mutant(
+        "blocks-are-not-given-up",
+        "3.6: at idle every gauge equals its value at start",
+        (
+            SCHEDULER,
+            "        request.advance(Event.FINISH)\n        self._give_up_blocks(slot, request)\n",
+            "        request.advance(Event.FINISH)\n",
+        ),
+    ),
+    mutant(
+        "matching-evicts-what-it-matched",
+        "3.3: matching a prefix never evicts what it matched",
+        (SCHEDULER, "        self.pool.acquire(matched)\n        fits", "        fits"),
+        (
+            SCHEDULER,
+            "        if blocks is None:\n            self.pool.release(matched, -1)\n            return False\n",
+            "        if blocks is None:\n            return False\n        self.pool.acquire(matched)\n",
+        ),
+    ),
+    mutant(
+        "a-fenced-block-matches",
+        "3.2: a fenced block gets no owner before its fence was answered",
+        (
+            POOL,
+            "if block is None or (self._references[block] == 0 and block not in self._cached):",
+            "if block is None:",
+        ),
+        (POOL, "                del self._cached[block]\n", "                self._cached.pop(block, None)\n"),
+    ),
+    mutant(
+        "fenced-blocks-do-not-count-before-a-victim-is-chosen",
+        "3.4: fenced blocks are counted before another victim is chosen: no cascade",
+        (SCHEDULER, "while blocks is None and short >= self.pool.num_fenced:", "while blocks is None:"),
+    ),
+    mutant(
+        "one-fenced-block-is-promised-to-all",
+        "3.4: fenced blocks are counted, each for one request",
+        (SCHEDULER, "                short += 1\n", ""),
+    ),
+    mutant(
+        "admission-in-a-pass-that-preempted",
+        "3.4: no cascade; who is admitted in a pass that preempted takes what the victim gave",
+        (
+            SCHEDULER,
+            "        if not draft.preempted:\n            self._admit",
+            "        if True:\n            self._admit",
+        ),
+    ),
+    mutant(
+        "drafts-are-registered-before-acceptance",
+        "3.5: rejected drafts are never hashed; only settled positions are",
+        (OUTPUTS, _SETTLED, "upto = plan.starts[rows] + plan.num_tokens[rows]"),
+    ),
+    mutant(
+        "positions-in-flight-are-registered",
+        "3.5: only positions answered by an output are hashed",
+        (OUTPUTS, _SETTLED, "upto = table.computed[slots]"),
+    ),
+    mutant(
+        "a-draining-request-settles-blocks-that-it-gave-up",
+        "3.5: only what a request owns is settled",
+        (
+            OUTPUTS,
+            "        still = table.running[slots]\n",
+            "        still = table.running[slots] | table.draining[slots]\n",
+        ),
+    ),
+    mutant(
+        "a-prefix-keeps-its-second-holder",
+        "3.1: a prefix names one block",
+        (POOL, "if key not in self._block_of and block not in self._key_of:", "if block not in self._key_of:"),
+    ),
+    mutant(
+        "a-reused-block-keeps-its-prefix",
+        "3.5: a block answers for a prefix only while it holds it",
+        (POOL, "            del self._block_of[self._key_of.pop(block)]\n", "            self._key_of.pop(block)\n"),
+    ),
+    mutant(
+        "a-prefill-that-left-still-claims-its-prefix",
+        "1.7: everything a request holds is freed exactly once",
+        (
+            SCHEDULER,
+            "        for key in request.chain[int(slots.registered[slot]) :]:\n"
+            "            self._no_longer_computing(key)\n",
+            "",
+        ),
+    ),
+    mutant(
+        "the-hash-ignores-the-salt",
+        "3 and 5.3: tenants do not share KV",
+        (PREFIX, "self._identity + salt.encode()", "self._identity"),
+    ),
+    mutant(
+        "the-scheduler-ignores-the-salt",
+        "3 and 5.3: tenants do not share KV",
+        (SCHEDULER, "self._hasher.root(spec.cache_salt)", 'self._hasher.root("")'),
+    ),
+    mutant(
+        "the-hash-ignores-the-parent",
+        "5.3: keys chain over the parent hash",
+        (PREFIX, "hashlib.blake2b(parent + block,", "hashlib.blake2b(root + block,"),
+    ),
+)

@@ -1,0 +1,168 @@
+"""Faults against section 4 of the protocol: what runs beside a request must not change its text."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import mutant
+
+SCHEDULER = "scheduling/scheduler.py"
+OUTPUTS = "engine/outputs.py"
+INPUTS = "runner/inputs.py"
+BATCH = "runner/batch.py"
+RUNNER = "runner/runner.py"
+SAMPLING = "runner/sampling.py"
+
+MUTANTS = (
+    mutant(
+        "block-table-off-by-one",
+        "4: the KV of a position is read where it was written",
+        (
+            BATCH,
+            "self.tables[grant.slot, grant.offset : grant.offset + len(grant.blocks)] = grant.blocks",
+            "self.tables[grant.slot, max(grant.offset - 1, 0) :][: len(grant.blocks)] = grant.blocks",
+        ),
+    ),
+    mutant(
+        "kv-slot-off-by-one",
+        "4: the KV of a position is written where it is read",
+        (INPUTS, "* size + positions % size)", "* size + (positions + 1) % size)"),
+    ),
+    mutant(
+        "a-prefix-counts-as-computed-to-the-last-token",
+        "4: the last token is always computed, it yields the next one",
+        (SCHEDULER, "        upto = len(tokens) - 1\n", "        upto = len(tokens)\n"),
+    ),
+    mutant(
+        "a-cached-prefix-is-one-block-too-long",
+        "4: what was not computed is not skipped",
+        (
+            SCHEDULER,
+            "        cached = len(matched) * self.limits.block_size\n",
+            "        cached = min((len(matched) + 1) * self.limits.block_size, len(tokens) - 1)\n",
+        ),
+    ),
+    mutant(
+        "a-new-stay-keeps-stale-drafts",
+        "4: the drafts of one stay are not those of the next",
+        (BATCH, "        self.num_drafts[slot] = 0\n        self.tokens", "        self.tokens"),
+    ),
+    mutant(
+        "the-drafter-keeps-the-stay-before",
+        "4: the drafts of one stay are not those of the next",
+        (RUNNER, "self._drafter.admit(admission.slot, admission.token_ids)", "pass"),
+    ),
+    mutant(
+        "set-back-is-omitted",
+        "4: neither rejected drafts nor their KV exist",
+        (
+            OUTPUTS,
+            "            self._scheduler.set_back(slots, np.where(sampled, plan.num_drafts[rows] - accepted, 0))\n",
+            "",
+        ),
+    ),
+    mutant(
+        "set-back-leaves-the-kv-of-rejected-drafts",
+        "4: neither rejected drafts nor their KV exist",
+        (SCHEDULER, "        self.slots.computed[rows] -= rejected\n", ""),
+    ),
+    mutant(
+        "a-row-begins-where-the-plan-hoped",
+        "4: a row begins behind the tokens that were really kept",
+        (INPUTS, "starts = np.where(plan.samples, batch.length[slots] - own, plan.starts)", "starts = plan.starts"),
+    ),
+    mutant(
+        "a-draft-after-a-wrong-one-is-kept",
+        "4: drafts are verified against the token that would have been sampled",
+        ("ops/numpy_sampling.py", "np.cumprod(right, axis=1).sum(axis=1)", "right.sum(axis=1)"),
+    ),
+    mutant(
+        "every-draft-is-kept",
+        "4: drafts are verified against the token that would have been sampled",
+        ("ops/numpy_sampling.py", "right = (sampled[:, :k] == drafts) & (", "right = (drafts == drafts) & ("),
+    ),
+    mutant(
+        "the-token-after-the-drafts-is-lost",
+        "4: a row with a accepted drafts delivers 1 + a tokens",
+        (BATCH, "live = (column <= accepted) &", "live = (column < np.maximum(accepted, 1)) &"),
+    ),
+    mutant(
+        "sampling-position-ignores-drafts",
+        "4: one uniform number per (seed, position)",
+        (
+            INPUTS,
+            "positions=batch.length[sampled_slots][row_of] + columns,",
+            "positions=batch.length[sampled_slots][row_of],",
+        ),
+    ),
+    mutant(
+        "sampling-position-counts-output-only",
+        "4: one uniform number per (seed, position), whatever was preempted",
+        (SAMPLING, "positions=ops.from_host(positions),", "positions=ops.from_host(positions - positions.min()),"),
+    ),
+    mutant(
+        "penalties-ignore-drafts",
+        "4: penalties see every token before the one that is chosen",
+        (
+            SAMPLING,
+            "logits = self._adjust(ops, logits, slots, positions, tokens)",
+            "logits = self._adjust(ops, logits, slots, positions - columns, tokens)",
+        ),
+    ),
+    mutant(
+        "penalties-take-a-return-for-a-prompt",
+        "4: after a preemption only the client's prompt is the prompt",
+        ("scheduling/plan.py", "prompt_len=len(request.spec.prompt),", "prompt_len=len(tokens),"),
+    ),
+    mutant(
+        "a-new-stay-keeps-stale-penalties",
+        "4: a row's result depends on its own request only",
+        (SAMPLING, "        self._extras.pop(slot, None)\n", ""),
+    ),
+    mutant(
+        "logprobs-of-rejected-drafts-are-delivered",
+        "4: log-probabilities belong to delivered tokens",
+        (OUTPUTS, "reason, given[:count] if given else None)", "reason, given)"),
+    ),
+    mutant(
+        "logprobs-in-reverse-order",
+        "4: log-probabilities belong to their tokens",
+        (OUTPUTS, "np.lexsort((rows.columns, rows.slots))", "np.lexsort((-rows.columns, rows.slots))"),
+    ),
+    mutant(
+        "a-stop-token-inside-accepted-drafts-is-ignored",
+        "4: a text ends at its stop token, in whatever column it comes",
+        (OUTPUTS, "& (columns < counts[:, None])\n", "& (columns == counts[:, None] - 1)\n"),
+    ),
+    mutant(
+        "one-token-above-the-limit",
+        "4: a text has at most max_tokens tokens",
+        (
+            "scheduling/requests.py",
+            "min(len(spec.prompt) + spec.params.max_tokens, max_model_len)",
+            "min(len(spec.prompt) + spec.params.max_tokens + 1, max_model_len)",
+        ),
+    ),
+    mutant(
+        "one-token-below-the-limit",
+        "4: a text has max_tokens tokens unless it stops before",
+        (
+            OUTPUTS,
+            "full = table.known[slots] >= table.limit[slots]",
+            "full = table.known[slots] >= table.limit[slots] - 1",
+        ),
+    ),
+    mutant(
+        "accepted-drafts-pass-the-limit",
+        "4: a text has at most max_tokens tokens, accepted drafts included",
+        (OUTPUTS, "        counts = np.minimum(counts, table.limit[slots] - table.known[slots])\n", ""),
+        (SCHEDULER, "np.minimum(ready, slots.limit[rows] - slots.length[rows] - 1)", "ready"),
+    ),
+    mutant(
+        "the-context-limit-is-ignored",
+        "4: prompt and output fit the context",
+        (
+            "scheduling/requests.py",
+            "min(len(spec.prompt) + spec.params.max_tokens, max_model_len)",
+            "len(spec.prompt) + spec.params.max_tokens",
+        ),
+    ),
+)

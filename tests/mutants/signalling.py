@@ -1,0 +1,270 @@
+"""Faults against section 1 of the protocol: how a slot is taken back, and whose tokens are whose."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import mutant
+
+SIGNALS = "signals.py"
+POSTPROCESS = "ops/numpy_sampling.py"
+SCHEDULER = "scheduling/scheduler.py"
+OUTPUTS = "engine/outputs.py"
+RUNNER = "runner/runner.py"
+ENGINE = "engine/core.py"
+
+_STALE_TAKE_BACK = "            if output.gens[slot] != gen or table.gen[slot] != gen:\n"
+
+MUTANTS = (
+    mutant(
+        "minus-one-is-read-as-the-release",
+        "1.2: -1 never means a release",
+        (SIGNALS, "released = first == PREEMPTED_TOKEN_ID", "released = first == EMPTY_TOKEN_ID"),
+    ),
+    mutant(
+        "minus-one-is-written-as-the-release",
+        "1.2: -1 never means a release",
+        (POSTPROCESS, "matrix[taken_back, 0] = PREEMPTED_TOKEN_ID", "matrix[taken_back, 0] = EMPTY_TOKEN_ID"),
+    ),
+    mutant(
+        "minus-one-is-both-written-and-read-as-the-release",
+        "1.2: -1 never means a release, absence never means it",
+        (POSTPROCESS, "matrix[taken_back, 0] = PREEMPTED_TOKEN_ID", "matrix[taken_back, 0] = EMPTY_TOKEN_ID"),
+        (
+            OUTPUTS,
+            "seen = set(np.flatnonzero(outcomes.kinds == Outcome.RELEASED).tolist())",
+            "seen = set(np.flatnonzero(outcomes.kinds == Outcome.EMPTY).tolist()) & set(expected)",
+        ),
+    ),
+    mutant(
+        "token-zero-is-no-token",
+        "1.9: token id 0 is a token",
+        (SIGNALS, "is_token = tokens >= 0", "is_token = tokens > 0"),
+    ),
+    mutant(
+        "release-sought-in-the-last-column",
+        "1.3: -9 stands in column 0, whatever k is",
+        (SIGNALS, "first = tokens[:, 0]", "first = tokens[:, -1]"),
+    ),
+    mutant(
+        "release-beside-tokens",
+        "1.3: a row that carries -9 carries nothing else",
+        (SIGNALS, "    if not complete.all():", "    complete |= released\n    if not complete.all():"),
+    ),
+    mutant(
+        "requeue-without-waiting",
+        "1.2: a request leaves DRAINING only on the -9 of its own gen",
+        (
+            SCHEDULER,
+            "        draft.take_back(slot, int(self.slots.gen[slot]))\n",
+            "        draft.take_back(slot, int(self.slots.gen[slot]))\n"
+            "        if not request.abort_wanted:\n"
+            "            self.released(slot)\n",
+        ),
+        (
+            OUTPUTS,
+            _STALE_TAKE_BACK,
+            "            if output.gens[slot] != gen or table.gen[slot] != gen or not table.draining[slot]:\n",
+        ),
+    ),
+    mutant(
+        "requeue-on-any-answer",
+        "1.2: a release answers the take-back of its own step",
+        (
+            OUTPUTS,
+            "        self._scheduler.answered(plan.step)\n",
+            "        self._scheduler.answered(plan.step)\n"
+            "        for slot in np.flatnonzero(self._scheduler.slots.draining).tolist():\n"
+            "            request = self._scheduler.slots.requests[slot]\n"
+            "            if request is not None and not request.abort_wanted and request.ended is None:\n"
+            "                self._scheduler.released(slot)\n",
+        ),
+        (
+            OUTPUTS,
+            _STALE_TAKE_BACK,
+            "            if output.gens[slot] != gen or table.gen[slot] != gen or not table.draining[slot]:\n",
+        ),
+    ),
+    mutant(
+        "a-missing-release-is-overlooked",
+        "1.2: exactly one -9 answers a take-back",
+        (OUTPUTS, "if seen != set(expected):", "if not seen <= set(expected):"),
+    ),
+    mutant(
+        "a-release-that-nobody-asked-for-is-overlooked",
+        "1.2: no -9 without a take-back",
+        (OUTPUTS, "if seen != set(expected):", "if not seen >= set(expected):"),
+    ),
+    mutant(
+        "one-output-is-discarded",
+        "1.1: no token is lost",
+        (
+            OUTPUTS,
+            "        outcomes = signals.read(output.tokens, output.errors)\n",
+            "        if plan.step == 7 and not plan.take_backs:\n"
+            "            return []\n"
+            "        outcomes = signals.read(output.tokens, output.errors)\n",
+        ),
+    ),
+    mutant(
+        "tokens-of-a-draining-slot-are-discarded",
+        "1.1: delivered tokens are all that were generated before the -9",
+        (
+            OUTPUTS,
+            "occupied = (table.running[plan.slots] | table.draining[plan.slots]) & ~table.ended[plan.slots]",
+            "occupied = table.running[plan.slots]",
+        ),
+    ),
+    mutant(
+        "no-output-for-an-empty-batch",
+        "1.3: a step whose whole batch was taken back still yields an output",
+        (RUNNER, "for back in plan.take_backs]", "for back in plan.take_backs if len(rows.slots)]"),
+    ),
+    mutant(
+        "no-step-for-an-empty-batch",
+        "1.3: a step whose whole batch was taken back still yields an output",
+        (
+            "scheduling/plan.py",
+            "return not (self._slots or self._take_backs)",
+            "return not self._slots",
+        ),
+    ),
+    mutant(
+        "an-error-swallows-the-other-rows",
+        "1.3: an error in one row never swallows another row",
+        (OUTPUTS, "healthy = kinds != Outcome.ERROR", "healthy = (kinds != Outcome.ERROR) & (not output.errors)"),
+    ),
+    mutant(
+        "a-draining-slot-counts-as-free",
+        "1.4: while DRAINING a request keeps its slot",
+        ("scheduling/slots.py", "free = ~(self.running | self.draining)", "free = ~self.running"),
+    ),
+    mutant(
+        "what-to-prefill-is-fixed-before-the-release",
+        "1.4: what is to prefill on return is computed after the -9",
+        (
+            SCHEDULER,
+            "        draft.take_back(slot, int(self.slots.gen[slot]))\n",
+            "        draft.take_back(slot, int(self.slots.gen[slot]))\n"
+            "        request.generated = self.slots.generated(slot)\n",
+        ),
+        (
+            SCHEDULER,
+            "        request.generated = self.slots.generated(slot)\n        request.slot = None\n",
+            "        request.slot = None\n",
+        ),
+    ),
+    mutant(
+        "no-epoch-check",
+        "1.5: outputs apply only if the epoch matches",
+        (
+            OUTPUTS,
+            "(output.epoch, output.step) != (plan.epoch, plan.step) or plan.step != self._next_step",
+            "output.step != plan.step or plan.step != self._next_step",
+        ),
+    ),
+    mutant(
+        "no-step-check",
+        "1.5: outputs apply only if the step matches",
+        (
+            OUTPUTS,
+            "(output.epoch, output.step) != (plan.epoch, plan.step) or plan.step != self._next_step",
+            "output.epoch != plan.epoch",
+        ),
+    ),
+    mutant(
+        "frames-keyed-by-slot-only",
+        "1.5: outputs apply only if the gen matches",
+        (OUTPUTS, "same_runner = output.gens[plan.slots] == plan.gens", "same_runner = np.full(len(plan.slots), True)"),
+        (OUTPUTS, "same_here = (table.gen[plan.slots] == plan.gens) & occupied", "same_here = occupied"),
+    ),
+    mutant(
+        "no-gen-check-of-rows-here",
+        "1.5: outputs apply only if the gen matches the slot's present stay",
+        (OUTPUTS, "same_here = (table.gen[plan.slots] == plan.gens) & occupied", "same_here = occupied"),
+    ),
+    mutant(
+        "no-gen-check-of-rows-at-the-runner",
+        "1.5: outputs apply only if the gen matches what the runner computed",
+        (OUTPUTS, "same_runner = output.gens[plan.slots] == plan.gens", "same_runner = np.full(len(plan.slots), True)"),
+    ),
+    mutant(
+        "no-gen-check-of-releases",
+        "1.2: a request leaves DRAINING only on the -9 of its own gen",
+        (OUTPUTS, _STALE_TAKE_BACK, "            if table.gen[slot] != gen:\n"),
+    ),
+    mutant(
+        "a-new-stay-keeps-the-gen",
+        "1.5: the gen grows each time a request is admitted to a slot",
+        ("scheduling/slots.py", "        self.gen[slot] += 1\n", "        self.gen[slot] = 1\n"),
+    ),
+    mutant(
+        "eos-in-flight-while-draining-is-requeued",
+        "1.6: a request whose last token was in flight while DRAINING is not requeued",
+        (
+            OUTPUTS,
+            "            if reason is not None:\n",
+            "            if reason is not None and table.running[slot]:\n",
+        ),
+    ),
+    mutant(
+        "ended-while-draining-is-requeued-on-its-release",
+        "1.6: a request whose last token was in flight while DRAINING is not requeued",
+        (
+            SCHEDULER,
+            "        if request.ended is not None:\n            request.advance(Event.RELEASED_ENDED)\n        elif",
+            "        if",
+        ),
+    ),
+    mutant(
+        "abort-while-draining-frees-at-once",
+        "1.7: abort frees everything exactly once, a draining slot on its -9",
+        (
+            SCHEDULER,
+            "        if request.state is State.RUNNING:\n            self._aborting.append(request)\n",
+            "        if request.state is State.DRAINING:\n"
+            "            self.slots.vacate(self._slot_of(request))\n"
+            "            self._forget(request, FinishReason.ABORT)\n"
+            "            return True\n"
+            "        if request.state is State.RUNNING:\n"
+            "            self._aborting.append(request)\n",
+        ),
+        (
+            OUTPUTS,
+            _STALE_TAKE_BACK,
+            "            if output.gens[slot] != gen or table.gen[slot] != gen or not table.draining[slot]:\n",
+        ),
+    ),
+    mutant(
+        "abort-while-draining-is-forgotten",
+        "1.7: abort is prompt in every state",
+        (
+            SCHEDULER,
+            "        elif request.abort_wanted:\n            request.advance(Event.RELEASED_ABORTED)\n",
+            "        elif request.abort_wanted and request.preemptions == 0:\n"
+            "            request.advance(Event.RELEASED_ABORTED)\n",
+        ),
+    ),
+    mutant(
+        "an-aborted-waiting-request-is-prefilled",
+        "1.7: a waiting request leaves at once, never prefilled",
+        (SCHEDULER, "            self.waiting.remove(request)\n", ""),
+    ),
+    mutant(
+        "abort-of-a-running-request-waits-for-its-end",
+        "1.7: abort is prompt in every state",
+        (SCHEDULER, "            self._aborting.append(request)\n", "            pass\n"),
+    ),
+    mutant(
+        "no-watchdog",
+        "1.8: a handshake that is not answered is an engine fault, never a silent hang",
+        (ENGINE, "return answer.result(self._watchdog_seconds)", "return answer.result()"),
+    ),
+    mutant(
+        "a-negative-id-reaches-the-client",
+        "1.9: no negative id reaches a client",
+        (
+            OUTPUTS,
+            "self._delta(request, tuple(block[index, :count].tolist()), reason, given[:count] if given else None)",
+            "self._delta(request, tuple(block[index].tolist()), reason, given[:count] if given else None)",
+        ),
+    ),
+)

@@ -1,0 +1,45 @@
+"""Mutants follow the code: a fault that no longer applies would be a test that no longer tests."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.catalog import MUTANTS
+from tests.mutants.mutant import DoesNotApply, Edit, Mutant
+from tests.mutants.session import LEFT_OUT, ROOT, files_in_order
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_applies_once_and_is_still_a_program(mutant: Mutant, tmp_path: Path) -> None:
+    for edit in mutant.edits:
+        copy = tmp_path / edit.file
+        if not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text((ROOT / "fd_core" / edit.file).read_text())
+    mutant.apply(tmp_path)
+    for edit in mutant.edits:
+        changed = (tmp_path / edit.file).read_text()
+        assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse((ROOT / "fd_core" / edit.file).read_text()))
+
+
+def test_names_are_unique() -> None:
+    assert [name for name, count in Counter(mutant.name for mutant in MUTANTS).items() if count > 1] == []
+
+
+@pytest.mark.parametrize("source", ["x = 1\n", "x = 2\nx = 2\n"])
+def test_a_text_that_does_not_occur_once_is_an_error(source: str, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(source)
+    with pytest.raises(DoesNotApply, match="not one"):
+        Edit("a.py", "x = 2", "x = 3").apply(tmp_path)
+
+
+def test_every_test_file_of_the_core_takes_part() -> None:
+    chosen = files_in_order()
+    for folder in ("engine", "scheduling", "kv", "runner"):
+        for file in (ROOT / "tests" / folder).glob("test_*.py"):
+            name = file.relative_to(ROOT).as_posix()
+            assert (name in chosen) != (name in LEFT_OUT)
