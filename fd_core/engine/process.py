@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -152,7 +153,8 @@ class ProcessClient(StreamingClient):
             self._arrival = asyncio.ensure_future(socket.recv())
         death = asyncio.ensure_future(process.wait())
         try:
-            done, _ = await asyncio.wait({self._arrival, death}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            signs: set[asyncio.Future[Any]] = {self._arrival, death}
+            done, _ = await asyncio.wait(signs, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if death in done and not self._arrival.done():
                 # What the process sent before its end may still be on its way.
                 await asyncio.wait({self._arrival}, timeout=0.2)
