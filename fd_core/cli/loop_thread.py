@@ -13,6 +13,9 @@ __all__ = ["LoopThread"]
 
 T = TypeVar("T")
 
+_WAKE_SECONDS = 0.25
+"""A signal that the system gave to another thread is noticed after this time at the latest."""
+
 
 class LoopThread:
     """Runs coroutines for the thread that owns it; Ctrl-C there cancels what it waits for."""
@@ -34,20 +37,29 @@ class LoopThread:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Return what `work` returns; if the wait is interrupted, cancel it and wait for its end."""
         ended = threading.Event()
+        started: list[asyncio.Task[T]] = []
 
-        async def begin() -> asyncio.Task[T]:
-            task = asyncio.ensure_future(work)
+        def begin() -> None:
+            task = self._loop.create_task(work)
             task.add_done_callback(lambda _: ended.set())
-            return task
+            started.append(task)
 
-        task = asyncio.run_coroutine_threadsafe(begin(), self._loop).result()
+        def cancel() -> None:
+            if started:
+                started[0].cancel()
+            else:
+                work.close()
+                ended.set()
+
         try:
-            ended.wait()
+            self._loop.call_soon_threadsafe(begin)
+            while not ended.wait(_WAKE_SECONDS):
+                pass
         except BaseException:
-            self._loop.call_soon_threadsafe(task.cancel)
+            self._loop.call_soon_threadsafe(cancel)
             ended.wait()
             raise
-        return task.result()
+        return started[0].result()
 
     @contextlib.contextmanager
     def entered(self, manager: AbstractAsyncContextManager[T]) -> Iterator[T]:

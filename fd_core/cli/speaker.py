@@ -91,9 +91,9 @@ class EngineSpeaker:
             if close is not None:
                 stack.push_async_callback(close)
             async for delta in deltas:
+                yield text.push(delta.token_ids).text
                 if delta.error is not None:
                     raise FdError(delta.error)
-                yield text.push(delta.token_ids).text
         yield text.flush().text
 
 

@@ -15,7 +15,7 @@ from fd_core.config import EngineConfig
 from fd_core.engine.core import Engine, load_engine
 from fd_core.engine.messages import Delta, EngineInfo, EngineStats
 from fd_core.errors import BadRequest, ConfigError
-from fd_core.models.catalog import resolve_model
+from fd_core.models.catalog import ProgressSink, resolve_model
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.plugins import installed_plugins
 from fd_core.text.tokenizer import Tokenizer, load_tokenizer
@@ -154,11 +154,11 @@ class LLM:
                 on_delta(index, delta)
 
 
-def checkpoint_path(config: EngineConfig) -> Path | None:
+def checkpoint_path(config: EngineConfig, progress: ProgressSink | None = None) -> Path | None:
     """Find the configured model on disk, fetching it if need be; None for a backend that needs no checkpoint."""
     if config.backend != "auto" and not installed_plugins().backend_class(config.backend).needs_checkpoint:
         return None
-    return resolve_model(config.model, revision=config.revision).path
+    return resolve_model(config.model, revision=config.revision, progress=progress).path
 
 
 def _tokenizer_of(path: Path | None) -> Tokenizer | None:

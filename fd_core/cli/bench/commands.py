@@ -200,12 +200,11 @@ def _load(model: str | None, given: Given, tokens: int, console: Console) -> LLM
 
     from fd_core.cli.settings import merge
     from fd_core.cli.startup import startup_bars
-    from fd_core.engine.llm import LLM
-    from fd_core.models.catalog import resolve_model
+    from fd_core.engine.llm import LLM, checkpoint_path
 
     config = merge(model, given, os.environ, default_model="smollm2").engine
     with startup_bars(Console(stderr=True)) as bars:
-        resolve_model(config.model, revision=config.revision, progress=bars)
+        checkpoint_path(config, bars)
     with console.status(f"Loading {config.model}"):
         llm = LLM(**msgspec.structs.asdict(config))
     if llm.info.max_model_len < tokens:

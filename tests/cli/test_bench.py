@@ -1,0 +1,137 @@
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from fd_core.cli.app import app
+from fd_core.cli.bench.results import Trace, objectives, report
+from fd_core.cli.bench.workload import arrivals, from_file, synthetic, synthetic_ids
+from fd_core.errors import ConfigError
+from tests.server.fakes import FakeClient, live
+
+runner = CliRunner()
+
+
+def bench_serve(server, tmp_path, *flags):
+    path = tmp_path / "figures.json"
+    result = runner.invoke(app, ["bench", "serve", "--url", server.url, "--json", str(path), *flags])
+    return result, json.loads(path.read_text())
+
+
+def test_serve_counts_what_the_server_sent(tmp_path):
+    with live(lambda: FakeClient("x" * 50)) as server:
+        flags = ["--num-prompts", "6", "--input-len", "20", "--output-len", "10", "--max-concurrency", "2"]
+        result, figures = bench_serve(server, tmp_path, *flags, "--goodput", "ttft:60000", "--goodput", "tpot:0.000001")
+        prompts = sum(len(spec.prompt) for spec in server.client.specs)
+        assert all(spec.params.ignore_eos and spec.params.temperature == 0 for spec in server.client.specs)
+    assert result.exit_code == 0, result.output
+    assert (figures["completed"], figures["failed"]) == (6, 0)
+    assert (figures["output_tokens"], figures["prompt_tokens"]) == (60, prompts)
+    assert figures["goodput_requests_per_s"] == 0
+    assert set(figures["latency_ms"]) == {"TTFT", "TPOT", "ITL", "E2E"}
+    assert set(figures["latency_ms"]["TTFT"]) == {"mean", "p50", "p90", "p99"}
+    assert "Output tokens per second" in result.stdout
+
+
+def test_serve_reports_failures_and_exits_nonzero_if_nothing_succeeded(tmp_path):
+    with live() as server:
+        result, figures = bench_serve(server, tmp_path, "--num-prompts", "3", "--input-len", "3000")
+    assert result.exit_code == 1
+    assert (figures["completed"], figures["failed"]) == (0, 3)
+    assert sum(figures["errors"].values()) == 3
+    assert "no request was completed" in result.stderr
+
+
+def test_serve_replays_a_dataset(tmp_path):
+    rows = [{"prompt": "abc", "max_tokens": 3}, {"messages": [{"role": "user", "content": "hi"}]}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    with live(lambda: FakeClient("x" * 50)) as server:
+        _, figures = bench_serve(server, tmp_path, "--dataset", str(path), "--output-len", "5")
+        asked = sorted(bytes(spec.prompt).decode() for spec in server.client.specs)
+    assert asked == ["abc", "user: hi\nassistant: "]
+    assert figures["output_tokens"] == 8
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("", "has no requests"),
+        ("{", "line 1: not JSON"),
+        ('{"prompt": "a"}\n[]', "line 2: it has neither `prompt` nor `messages`"),
+        ('{"prompt": 3}', "line 1: it has neither"),
+        ('{"prompt": "a", "max_tokens": "many"}', "line 1: max_tokens 'many' is not a number above 0"),
+    ],
+)
+def test_bad_datasets_name_the_line(tmp_path, text, words):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        from_file(path, None, 8)
+
+
+def test_a_missing_dataset_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read"):
+        from_file(tmp_path / "nowhere", None, 8)
+
+
+def test_offline_benchmarks_measure_the_engine(tmp_path):
+    """The null backend scripts its tokens, so only the counts can be checked."""
+    path = tmp_path / "figures.json"
+    shape = ["--backend", "null", "--input-len", "16", "--output-len", "8", "--json", str(path)]
+    result = runner.invoke(app, ["bench", "latency", "scripted", "--runs", "3", *shape])
+    assert result.exit_code == 0, result.output
+    figures = json.loads(path.read_text())
+    assert (figures["completed"], figures["prompt_tokens"], figures["output_tokens"]) == (3, 48, 24)
+    result = runner.invoke(app, ["bench", "throughput", "scripted", "--num-prompts", "5", *shape])
+    assert result.exit_code == 0, result.output
+    figures = json.loads(path.read_text())
+    assert (figures["completed"], figures["output_tokens"]) == (5, 40)
+    assert figures["settings"]["backend"] == "null"
+
+
+def test_workloads_repeat_and_share_no_prefix():
+    first, again, other = synthetic(8, 50, 4, 1), synthetic(8, 50, 4, 1), synthetic(8, 50, 4, 2)
+    assert first == again != other
+    assert len({ask.prompt.split()[0] for ask in first}) == 8
+    ids = synthetic_ids(4, 33, 1000, 1)
+    assert ids == synthetic_ids(4, 33, 1000, 1)
+    assert {len(prompt) for prompt in ids} == {33}
+    assert min(map(min, ids)) >= 500
+    assert max(map(max, ids)) < 1000
+
+
+def test_arrivals_follow_the_rate():
+    assert arrivals(3, None, 0) == [0.0, 0.0, 0.0]
+    times = arrivals(2000, 10.0, 0)
+    assert times == sorted(times)
+    assert 150 < times[-1] < 250
+
+
+@pytest.mark.parametrize("text", ["ttft", "ttft:", "ttft:-1", "ttft:nan", "ttft:inf", "itl:3", ":3"])
+def test_bad_objectives(text):
+    with pytest.raises(ConfigError, match="--goodput"):
+        objectives([text])
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=30), st.integers(0, 100))
+def test_figures_of_a_request(gaps, tokens):
+    arrivals = tuple(np.cumsum(gaps).tolist())
+    trace = Trace(sent=0.0, arrivals=arrivals, ended=arrivals[-1], output_tokens=tokens)
+    assert trace.ttft == arrivals[0]
+    assert math.isnan(trace.tpot) == (tokens < 2)
+    assert len(trace.gaps) == len(gaps) - 1
+    if tokens >= 2:
+        assert trace.ttft + trace.tpot * (tokens - 1) == pytest.approx(trace.e2e)
+
+
+def test_a_failed_request_is_never_good_and_counts_nothing():
+    traces = [Trace(0.0, (0.1, 0.2), 0.2, 5, 2), Trace(0.0, (0.1,), 0.2, 5, 1, error="broken")]
+    figures = report(traces, 2.0, objectives(["ttft:1000"]))
+    assert (figures.completed, figures.failed, figures.good, figures.output_tokens) == (1, 1, 1, 2)
+    assert figures.rates()["output_tokens_per_s"] == 1.0
+    assert figures.errors == {"broken": 1}
