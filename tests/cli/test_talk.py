@@ -22,6 +22,14 @@ def prompt_of(spec):
 
 
 @pytest.fixture
+def interruptible():
+    """Ctrl-C raises, even where the tests were started with it ignored, as shells do in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
 def local(monkeypatch):
     """Local models are fakes; yields the clients that were started and whether they were closed."""
     clients = []
@@ -110,7 +118,7 @@ def test_a_text_that_does_not_fit_is_refused_with_the_limit(local):
             speaker.chat([{"role": "user", "content": "x"}], Wishes())
 
 
-def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(local, monkeypatch):
+def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(local, interruptible, monkeypatch):
     """The first answer is interrupted after its first piece; the engine is told, and the next line is answered."""
     written = []
 
@@ -121,7 +129,6 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(local, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr("fd_core.cli.talk._put", put)
-    monkeypatch.setattr(FakeClient, "step_seconds", 0.05, raising=False)
     original = FakeClient.__init__
     monkeypatch.setattr(FakeClient, "__init__", lambda self, reply: original(self, reply, step_seconds=0.05))
     result = runner.invoke(app, ["chat"], input="one\ntwo\n")
@@ -131,7 +138,7 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(local, monkeypatch):
     assert "".join(written).endswith("Bonjour, ça va?\n")
 
 
-def test_the_loop_thread_cancels_what_is_interrupted():
+def test_the_loop_thread_cancels_what_is_interrupted(interruptible):
     ended = []
 
     async def forever():
