@@ -22,30 +22,53 @@ struct Attention<E>::Pass {
     Range rows;
     const int32_t* table;
     int begin, end;
-    int low, high;  // positions that some row sees
-    // The pass after this one, whose first blocks are fetched while the last of this one are computed.
-    const int32_t* next_table = nullptr;
-    int next_begin = 0, next_end = 0, next_head = 0;
+    int high;  // no row sees a position from here on
+};
 
-    void then(const Pass& following, int of_head) {
-        next_table = following.table;
-        next_begin = following.begin;
-        next_end = following.end;
-        next_head = of_head;
-    }
-    /// Block that is needed `distance` blocks after `block`, and the KV head for which.
-    bool ahead(int block, int distance, int head, int* which, int* of_head) const {
-        if (block + distance < end) {
-            *which = table[block + distance];
-            *of_head = head;
-            return true;
+/// A tile and a KV head: first what all queries share, then what each sees beyond.
+template <class E>
+struct Attention<E>::Unit {
+    const QueryTile* tile;
+    int head;
+    std::vector<Pass> passes;
+};
+
+/// Fetches the blocks that a thread will visit, in order and a fixed distance ahead.
+///
+/// Blocks lie scattered, so the processor's own prefetching starts anew in each; and a core can wait for a few dozen
+/// cache lines at a time only. So every product, also those whose operands are in the cache, fetches a few lines.
+template <class E>
+struct Attention<E>::Fetcher {
+    std::vector<const char*> blocks;
+    size_t block_bytes = 0;
+    size_t lead = 0;  // blocks of a chunk
+    size_t visited = 0, fetched = 0;  // blocks
+    size_t offset = 0;                // bytes fetched of block `fetched`
+
+    void attach(TileCall<E>& call) {
+        if (fetched < visited + lead) {  // too late for the blocks before
+            fetched = visited + lead;
+            offset = 0;
         }
-        const int i = next_begin + block + distance - end;
-        if (next_table == nullptr || i >= next_end) return false;
-        *which = next_table[i];
-        *of_head = next_head;
-        return true;
+        call.ahead_lines = 0;
+        if (fetched >= blocks.size() || (fetched - visited) * block_bytes > kDistance) return;
+        call.ahead = blocks[fetched] + offset;
+        call.ahead_lines = ceil_div(kLinesPerCall, call.steps);
+        offset += size_t(call.ahead_lines) * call.steps * kCacheLine;
+        if (offset >= block_bytes) {
+            fetched++;
+            offset = 0;
+        }
     }
+    void forget_visited() {
+        blocks.erase(blocks.begin(), blocks.begin() + visited);
+        fetched -= std::min(fetched, visited);
+        visited = 0;
+    }
+
+   private:
+    static constexpr int kLinesPerCall = 64;
+    static constexpr size_t kDistance = 192 << 10;  // bytes: a fraction of a second-level cache
 };
 
 /// Memory of one thread: `rows` are (query, head of the KV head's group) pairs, queries outermost.
@@ -64,104 +87,105 @@ struct Attention<E>::Scratch {
     float* total;  // [rows, d] of all chunks so far, relative to max
     float* max;
     float* sum;
-    std::vector<Pass> passes;
+    float* before;  // [rows] factor of what came before the chunk
+    float* now;     // [rows] factor of the chunk
+    Unit unit, next;
+    Fetcher fetcher;
     std::vector<char> memory;
 
     Scratch(const AttentionPlan& plan, const KvLayout& layout, int group) {
-        const int rows = plan.tile_queries * group + TileShape<E>::kRowSlack + TileShape<E>::kRows;
+        const int rows = round_up(plan.tile_queries * group, kLanes) + TileShape<E>::kRowSlack + TileShape<E>::kRows;
         columns = plan.chunk_blocks * layout.block_k;
         q_stride = layout.d_k;
         d = layout.d_v;
-        const size_t wide = size_t(rows) * (columns + 2 * d + 4) * sizeof(float);
+        const size_t wide = size_t(rows) * (columns + 2 * d + 6) * sizeof(float);
         const size_t narrow = size_t(rows) * (columns + q_stride) * sizeof(E);
         memory.resize(wide + narrow + 16 * kCacheLine);
-        char* next = (char*)((size_t(memory.data()) + kCacheLine - 1) / kCacheLine * kCacheLine);
-        q = carve<E>(next, rows * q_stride);
-        scores = carve<float>(next, size_t(rows) * columns);
-        weights = carve<E>(next, size_t(rows) * columns);
-        sums = carve<float>(next, size_t(rows) * d);
-        total = carve<float>(next, size_t(rows) * d);
-        chunk_max = carve<float>(next, rows);
-        chunk_sum = carve<float>(next, rows);
-        max = carve<float>(next, rows);
-        sum = carve<float>(next, rows);
+        char* free = (char*)((size_t(memory.data()) + kCacheLine - 1) / kCacheLine * kCacheLine);
+        q = carve<E>(free, rows * q_stride);
+        scores = carve<float>(free, size_t(rows) * columns);
+        weights = carve<E>(free, size_t(rows) * columns);
+        sums = carve<float>(free, size_t(rows) * d);
+        total = carve<float>(free, size_t(rows) * d);
+        for (float** vector : {&chunk_max, &chunk_sum, &max, &sum, &before, &now}) *vector = carve<float>(free, rows);
+        fetcher.block_bytes = layout.head_elements() * sizeof(E);
+        fetcher.lead = plan.chunk_blocks;
     }
 };
 
 template <class E>
 void Attention<E>::run(const Context& context) {
-    thread_local std::unique_ptr<Scratch> scratch;
-    thread_local int made_for[4];
+    thread_local std::unique_ptr<Scratch> kept;
+    thread_local int made_for[5];
     const KvLayout& layout = *layer_.layout;
-    const int wanted[4] = {plan_->tile_queries * shape_.group(), plan_->chunk_blocks, layout.block_k, layout.d_v};
-    if (!scratch || std::memcmp(made_for, wanted, sizeof wanted) != 0) {
-        scratch = std::make_unique<Scratch>(*plan_, layout, shape_.group());
+    const int wanted[5] = {plan_->tile_queries * shape_.group(), plan_->chunk_blocks, layout.block_k, layout.d_k,
+                           layout.d_v};
+    if (!kept || std::memcmp(made_for, wanted, sizeof wanted) != 0) {
+        kept = std::make_unique<Scratch>(*plan_, layout, shape_.group());
         std::memcpy(made_for, wanted, sizeof wanted);
     }
     // Units are drawn one ahead, so that a thread knows what to fetch next.
+    Scratch& s = *kept;
+    s.fetcher.blocks.clear();
+    s.fetcher.visited = s.fetcher.fetched = s.fetcher.offset = 0;
     const int units = int(plan_->tiles.size()) * shape_.kv_heads;
-    auto draw = [&] { return context.counter().fetch_add(1, std::memory_order_relaxed); };
-    for (int unit = draw(), next; unit < units; unit = next) {
-        next = draw();
-        const QueryTile* following = next < units ? &plan_->tiles[next / shape_.kv_heads] : nullptr;
-        run_tile(context, *scratch, plan_->tiles[unit / shape_.kv_heads], unit % shape_.kv_heads, following,
-                 next % shape_.kv_heads);
+    auto draw = [&](Unit& unit) {
+        const int i = context.counter().fetch_add(1, std::memory_order_relaxed);
+        if (i >= units) return false;
+        plan_unit(context, plan_->tiles[i / shape_.kv_heads], i % shape_.kv_heads, unit);
+        for (const Pass& pass : unit.passes)
+            for (int b = pass.begin; b < pass.end; b++)
+                s.fetcher.blocks.push_back((const char*)layer_.keys(pass.table[b], unit.head));
+        return true;
+    };
+    for (bool more = draw(s.unit); more; std::swap(s.unit, s.next)) {
+        more = draw(s.next);
+        run_unit(context, s, s.unit);
+        s.fetcher.forget_visited();
     }
 }
 
 template <class E>
-void Attention<E>::run_tile(const Context& context, Scratch& s, const QueryTile& tile, int head, const QueryTile* next,
-                            int next_head) const {
-    const Step& step = context.step;
-    const KvLayout& layout = *layer_.layout;
-    const int group = shape_.group(), d = shape_.d, block_size = layout.block_size;
-    s.queries = &plan_->queries[tile.first];
-    for (int i = 0; i < tile.count; i++)
-        for (int g = 0; g < group; g++) {
-            const int row = i * group + g;
-            const E* q = context.row<E>(q_, s.queries[i].token) + (head * group + g) * d;
-            std::memcpy((void*)(s.q + row * s.q_stride), q, d * sizeof(E));
-            std::memset((void*)(s.q + row * s.q_stride + d), 0, (s.q_stride - d) * sizeof(E));
-            std::memset(s.total + row * s.d, 0, s.d * sizeof(float));
-            s.max[row] = kHidden;
-            s.sum[row] = 0;
+void Attention<E>::plan_unit(const Context& context, const QueryTile& tile, int head, Unit& unit) const {
+    const Query* queries = &plan_->queries[tile.first];
+    const int group = shape_.group(), block_size = layer_.layout->block_size;
+    // What queries [first, end) see of the positions [from, to).
+    auto add_pass = [&](int first, int end, int from, int to) {
+        int low = to, high = 0;
+        for (int i = first; i < end; i++) {
+            low = std::min(low, shape_.window ? std::max(0, queries[i].position + 1 - shape_.window) : 0);
+            high = std::max(high, queries[i].position + 1);
         }
-
-    auto table = [&](int row) { return step.block_tables + size_t(row) * step.max_blocks; };
-    auto first_seen = [&](int position) { return shape_.window ? std::max(0, position + 1 - shape_.window) : 0; };
-    // The lowest and highest positions that queries [a, b) see, as a range of blocks after `from` tokens.
-    auto pass_of = [&](const Query* queries, int a, int b, int from, int to) {
-        Pass pass{};
-        pass.rows = {a * group, b * group};
-        pass.table = table(queries[a].row);
-        pass.low = first_seen(queries[a].position);
-        pass.high = 0;
-        for (int i = a; i < b; i++) {
-            pass.low = std::min(pass.low, first_seen(queries[i].position));
-            pass.high = std::max(pass.high, queries[i].position + 1);
-        }
-        pass.high = std::min(pass.high, to);
-        pass.begin = std::max(from, pass.low) / block_size;
-        pass.end = ceil_div(pass.high, block_size);
-        return pass;
+        high = std::min(high, to);
+        const int32_t* table = context.step.block_tables + size_t(queries[first].row) * context.step.max_blocks;
+        const int begin = std::max(from, low) / block_size;
+        unit.passes.push_back({{first * group, end * group}, table, begin, ceil_div(high, block_size), high});
     };
-    // First what all queries share, then what each sees beyond.
-    auto shared_pass = [&](const QueryTile& t) { return pass_of(&plan_->queries[t.first], 0, t.count, 0, t.shared); };
-    std::vector<Pass>& passes = s.passes;
-    passes.assign(1, shared_pass(tile));
+    unit.tile = &tile;
+    unit.head = head;
+    unit.passes.clear();
+    add_pass(0, tile.count, 0, tile.shared);
     for (int i = 0; i < tile.count; i++)
-        if (s.queries[i].position >= tile.shared)
-            passes.push_back(pass_of(s.queries, i, i + 1, tile.shared, s.queries[i].position + 1));
-    const size_t last = passes.size() - 1;
-    if (next) passes.push_back(shared_pass(*next));
-    for (size_t i = 0; i <= last; i++) {
-        if (i + 1 < passes.size()) passes[i].then(passes[i + 1], i < last ? head : next_head);
-        run_pass(s, passes[i], head);
-    }
+        if (queries[i].position >= tile.shared) add_pass(i, i + 1, tile.shared, queries[i].position + 1);
+}
 
-    for (int row = 0; row < tile.count * group; row++) {
+template <class E>
+void Attention<E>::run_unit(const Context& context, Scratch& s, const Unit& unit) const {
+    const QueryTile& tile = *unit.tile;
+    const int group = shape_.group(), d = shape_.d, rows = tile.count * group;
+    s.queries = &plan_->queries[tile.first];
+    for (int row = 0; row < rows; row++) {
+        const E* q = context.row<E>(q_, s.queries[row / group].token) + (unit.head * group + row % group) * d;
+        std::memcpy((void*)(s.q + row * s.q_stride), q, d * sizeof(E));
+        std::memset((void*)(s.q + row * s.q_stride + d), 0, (s.q_stride - d) * sizeof(E));
+        std::memset(s.total + row * s.d, 0, s.d * sizeof(float));
+        s.max[row] = kHidden;
+        s.sum[row] = 0;
+    }
+    for (const Pass& pass : unit.passes) run_pass(s, pass, unit.head);
+    for (int row = 0; row < rows; row++) {
         const float* total = s.total + row * s.d;
-        E* out = context.row<E>(out_, s.queries[row / group].token) + (head * group + row % group) * d;
+        E* out = context.row<E>(out_, s.queries[row / group].token) + (unit.head * group + row % group) * d;
         const float inverse = 1.0f / s.sum[row];
         int j = 0;
         for (; j + kLanes <= d; j += kLanes) vstore(out + j, vload(total + j) * vset(inverse));
@@ -181,6 +205,7 @@ void Attention<E>::run_pass(Scratch& s, const Pass& pass, int head) const {
         softmax(s, pass, begin, end);
         for (int b = begin; b < end; b++) weigh(s, pass, head, b, column(b), b == begin);
         merge(s, pass);
+        s.fetcher.visited += end - begin;
         begin = end;
     }
 }
@@ -202,11 +227,6 @@ void Attention<E>::score(Scratch& s, const Pass& pass, int head, int block, int 
     call.steps = layout.d_k / Product<E>::kStep;
     call.a_stride = s.q_stride;
     call.c_stride = s.columns;
-    int later, of_head;
-    if (pass.ahead(block, plan_->chunk_blocks, head, &later, &of_head)) {
-        call.ahead = (const char*)layer_.keys(later, of_head);
-        call.ahead_lines = int(call.b_step * sizeof(E) / kCacheLine);
-    }
     for (int v = 0; v < vecs; v += S::kVecs) {
         const int count = std::min(S::kVecs, vecs - v);
         call.b = layer_.keys(pass.table[block], head) + size_t(v) * kLanes * Product<E>::kStep;
@@ -216,8 +236,8 @@ void Attention<E>::score(Scratch& s, const Pass& pass, int head, int block, int 
             const int first = pass.rows.begin + r.begin;
             call.a = s.q + first * s.q_stride;
             call.c = s.scores + size_t(first) * s.columns + column + v * kLanes;
+            s.fetcher.attach(call);
             tile<E>(r.end - r.begin, count, call);
-            call.ahead_lines = 0;  // once is enough
         }
     }
 }
@@ -281,11 +301,6 @@ void Attention<E>::weigh(Scratch& s, const Pass& pass, int head, int block, int 
     call.a_stride = s.columns;
     call.c_stride = s.d;
     call.accumulate = !first;
-    int later, of_head;
-    if (pass.ahead(block, plan_->chunk_blocks, head, &later, &of_head)) {
-        call.ahead = (const char*)layer_.values(later, of_head);
-        call.ahead_lines = int(call.b_step * sizeof(E) / kCacheLine);
-    }
     for (int v = 0; v < vecs; v += S::kVecs) {
         const int count = std::min(S::kVecs, vecs - v);
         call.b = values + size_t(v) * kLanes * Product<E>::kStep;
@@ -295,8 +310,8 @@ void Attention<E>::weigh(Scratch& s, const Pass& pass, int head, int block, int 
             const int row = pass.rows.begin + r.begin;
             call.a = s.weights + size_t(row) * s.columns + column;
             call.c = s.sums + size_t(row) * s.d + v * kLanes;
+            s.fetcher.attach(call);
             tile<E>(r.end - r.begin, count, call);
-            call.ahead_lines = 0;
         }
     }
 }
@@ -304,16 +319,19 @@ void Attention<E>::weigh(Scratch& s, const Pass& pass, int head, int block, int 
 /// Add the chunk to what came before it, both rescaled to the larger maximum.
 template <class E>
 void Attention<E>::merge(Scratch& s, const Pass& pass) const {
+    for (int row = pass.rows.begin; row < pass.rows.end; row += kLanes) {
+        const V max = vmax(vload(s.max + row), vload(s.chunk_max + row));
+        vstore(s.before + row, vexp2(vload(s.max + row) - max));
+        vstore(s.now + row, vexp2(vload(s.chunk_max + row) - max));
+    }
     for (int row = pass.rows.begin; row < pass.rows.end; row++) {
         if (s.chunk_max[row] == kHidden) continue;  // this row sees nothing of the chunk
-        const float max = std::max(s.max[row], s.chunk_max[row]);
-        const float before = exp2_of(s.max[row] - max), now = exp2_of(s.chunk_max[row] - max);
         float* total = s.total + size_t(row) * s.d;
         const float* sums = s.sums + size_t(row) * s.d;
-        for (int j = 0; j < s.d; j += kLanes)
-            vstore(total + j, vfma(vload(total + j), vset(before), vload(sums + j) * vset(now)));
-        s.sum[row] = s.sum[row] * before + s.chunk_sum[row] * now;
-        s.max[row] = max;
+        const V before = vset(s.before[row]), now = vset(s.now[row]);
+        for (int j = 0; j < s.d; j += kLanes) vstore(total + j, vfma(vload(total + j), before, vload(sums + j) * now));
+        s.sum[row] = s.sum[row] * s.before[row] + s.chunk_sum[row] * s.now[row];
+        s.max[row] = std::max(s.max[row], s.chunk_max[row]);
     }
 }
 

@@ -22,9 +22,12 @@ class Attention : public Operation {
     void run(const Context& context) override;
 
    private:
-    struct Scratch;
     struct Pass;
-    void run_tile(const Context&, Scratch&, const QueryTile&, int head, const QueryTile* next, int next_head) const;
+    struct Unit;
+    struct Fetcher;
+    struct Scratch;
+    void plan_unit(const Context&, const QueryTile&, int head, Unit&) const;
+    void run_unit(const Context&, Scratch&, const Unit&) const;
     void run_pass(Scratch&, const Pass&, int head) const;
     void score(Scratch&, const Pass&, int head, int block, int column) const;
     void weigh(Scratch&, const Pass&, int head, int block, int column, bool first) const;

@@ -16,9 +16,9 @@ void AttentionPlan::build(const Step& step, int block_size, int heads_per_kv, in
         if (count > 1) add_prefill(step, row);
         if (count == 1) decodes.push_back(row);
     }
-    // Sharing must leave every thread several tiles to draw.
+    // Sharing must leave every thread several units to draw.
     const int units = int(decodes.size()) * kv_heads;
-    add_decodes(step, block_size, decodes, std::clamp(units / (4 * threads), 1, tile_queries));
+    add_decodes(step, block_size, decodes, std::clamp(units / (3 * threads), 1, tile_queries));
 
     const int chunk = chunk_blocks * block_size;
     for (QueryTile& tile : tiles) {
@@ -50,24 +50,26 @@ int AttentionPlan::common_blocks(const Step& step, int block_size, int a, int b)
     return same / chunk_blocks * chunk_blocks;
 }
 
-/// Put rows whose tables begin with the same blocks side by side, then cut them into tiles of at most `most`.
+/// Put rows whose tables begin with the same blocks side by side, then cut them into even tiles of at most `most`.
 void AttentionPlan::add_decodes(const Step& step, int block_size, std::vector<int>& rows, int most) {
-    auto table = [&](int row) { return step.block_tables + size_t(row) * step.max_blocks; };
-    std::stable_sort(rows.begin(), rows.end(), [&](int a, int b) { return table(a)[0] < table(b)[0]; });
-    for (size_t i = 0; i < rows.size();) {
-        QueryTile tile{int(queries.size()), 0, 0, 0};
-        int shared = step.context_len[rows[i]] / block_size;
-        size_t end = i;
-        for (; end < rows.size() && int(end - i) < most; end++) {
-            const int common = end == i ? shared : std::min(shared, common_blocks(step, block_size, rows[i], rows[end]));
-            if (common == 0 && end > i) break;
-            if (end > i) shared = common;
-            queries.push_back({step.query_start[rows[end]], rows[end], step.context_len[rows[end]] - 1});
+    auto first_block = [&](int row) { return step.block_tables[size_t(row) * step.max_blocks]; };
+    std::stable_sort(rows.begin(), rows.end(), [&](int a, int b) { return first_block(a) < first_block(b); });
+    for (size_t begin = 0, end; begin < rows.size(); begin = end) {
+        for (end = begin + 1; end < rows.size() && common_blocks(step, block_size, rows[begin], rows[end]) > 0;) end++;
+        const int count = int(end - begin), cuts = (count + most - 1) / most;
+        for (int i = 0; i < cuts; i++) {
+            const Range part = share(count, i, cuts);
+            QueryTile tile{int(queries.size()), part.end - part.begin, 0, 0};
+            const int first = rows[begin + part.begin];
+            int shared = step.context_len[first];
+            for (int j = part.begin; j < part.end; j++) {
+                const int row = rows[begin + j];
+                queries.push_back({step.query_start[row], row, step.context_len[row] - 1});
+                if (j > part.begin) shared = std::min(shared, common_blocks(step, block_size, first, row) * block_size);
+            }
+            tile.shared = shared;
+            tiles.push_back(tile);
         }
-        tile.count = int(end - i);
-        tile.shared = tile.count == 1 ? queries.back().position + 1 : shared * block_size;
-        tiles.push_back(tile);
-        i = end;
     }
 }
 

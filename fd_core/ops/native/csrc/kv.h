@@ -6,6 +6,7 @@
 // so that attention multiplies with blocks in place and never gathers.
 #pragma once
 
+#include "rows.h"
 #include "tile.h"
 
 namespace fd {
@@ -54,12 +55,26 @@ struct KvLayer {
     void clear_block(int block) const {
         std::memset((void*)keys(block, 0), 0, layout->block_elements() * sizeof(E));
     }
-    template <class T>
-    void write(int slot, int head, const T* k, const T* v) const {
-        const int block = slot / layout->block_size, offset = slot % layout->block_size;
-        for (int i = 0; i < layout->d; i++) put(key(block, head, offset, i), to_float(k[i]));
-        for (int i = 0; i < layout->d; i++) put(value(block, head, offset, i), to_float(v[i]));
+    void write(int slot, int head, const float* k, const float* v) const {
+        constexpr int S = Product<E>::kStep;
+        const int block = slot / layout->block_size, offset = slot % layout->block_size, d = layout->d;
+        alignas(64) E rounded[kMostElements];
+        for (int from = 0; from < d; from += kMostElements) {
+            const int count = d - from < kMostElements ? d - from : kMostElements;
+            // A token is a column of the keys: its consecutive elements travel in groups of kStep.
+            convert(k + from, count, rounded);
+            E* column = key(block, head, offset, from);
+            int i = 0;
+            for (; i + S <= count; i += S) std::memcpy((void*)(column + size_t(i) * layout->block_k), rounded + i, S * sizeof(E));
+            for (; i < count; i++) *key(block, head, offset, from + i) = rounded[i];
+            convert(v + from, count, rounded);
+            E* row = value(block, head, offset, from);
+            for (i = 0; i < count; i++) row[size_t(i) * S] = rounded[i];
+        }
     }
+
+   private:
+    static constexpr int kMostElements = 256;  // of a head that are converted at once; even
 };
 
 }  // namespace fd

@@ -37,22 +37,25 @@ inline int stored_column(const Linear& w, int part, int c) {
 
 /// Cache lines fetched ahead for each k step: more would make the loads of the product itself wait.
 constexpr int kMostAhead = 4;
+/// Rows of x that stay in a core's second-level cache while the panels pass by.
+constexpr size_t kGroupBytes = 384 << 10;
 
 template <class E>
 struct Panel {
     const E* b;  // first vector asked for
     int vecs;    // vectors of the panel, which set the step along k
     int first;   // first vector of the panel
+    size_t bytes;
 
     Panel(const Linear& w, int vec) {
         constexpr int N = TileShape<E>::kVecs;
         first = vec / N * N;
         vecs = std::min(N, w.vecs - first);
+        bytes = size_t(vecs) * kLanes * w.padded_k * sizeof(E);
         b = static_cast<const E*>(w.data) + size_t(first) * kLanes * w.padded_k +
             size_t(vec - first) * kLanes * Product<E>::kStep;
     }
     size_t step() const { return size_t(vecs) * kLanes * Product<E>::kStep; }
-    size_t bytes(const Linear& w) const { return size_t(vecs) * kLanes * w.padded_k * sizeof(E); }
 };
 
 /// Columns of a matmul for one thread, in vectors; a gate stays with its up.
@@ -65,8 +68,8 @@ inline Range column_share(const Linear& w, int thread, int threads) {
 /// y[rows, stored columns of vectors [vecs.begin, vecs.end)] = x * w, block by block.
 ///
 /// `epilogue(row, rows, vec, vecs, c)` takes each block with its first row and vector; c has kVecs * kLanes columns.
-/// Weights are the larger operand, so each panel is read from memory once, for all rows, and while the rows of one
-/// panel are computed the next is fetched: at a few rows the memory is the limit, at many the multipliers are.
+/// Each panel is read once for a group of rows, and while it is computed the next one is fetched: at a few rows the
+/// memory is the limit, at many the multipliers are.
 /// `after` is the panel that this thread will read when it is done here, in whatever operation, or null.
 template <class E, class Epilogue>
 void matmul(const Linear& w, const E* x, size_t x_stride, int rows, Range vecs, const Panel<E>* after,
@@ -75,40 +78,40 @@ void matmul(const Linear& w, const E* x, size_t x_stride, int rows, Range vecs, 
     constexpr int kColumns = S::kVecs * kLanes;
     alignas(64) float c[(S::kRowSlack ? S::kRowSlack : S::kRows) * kColumns];
     const int steps = w.padded_k / Product<E>::kStep;
-    const int blocks = (rows + S::kRows - 1) / S::kRows;
+    const int row_bytes = w.padded_k * int(sizeof(E));
+    const int groups = int((size_t(rows) * row_bytes + kGroupBytes - 1) / kGroupBytes);
 
-    for (int vec = vecs.begin; vec < vecs.end;) {
-        const Panel<E> panel(w, vec);
-        const int count = std::min(panel.first + panel.vecs, vecs.end) - vec;
-        const int next = vec + count;
-        TileCall<E> call{};
-        call.b = panel.b;
-        call.b_step = panel.step();
-        call.steps = steps;
-        call.c = c;
-        call.c_stride = kColumns;
-        const char* ahead = nullptr;
-        size_t lines = 0;
-        if (next < vecs.end) {
-            const Panel<E> following(w, next);
-            ahead = (const char*)following.b;
-            lines = following.bytes(w) / kCacheLine;
-        } else if (after) {
-            ahead = (const char*)after->b;
-            lines = after->bytes(w) / kCacheLine;
-        }
-        const size_t chances = size_t(steps) * blocks;
-        if (ahead) call.ahead_lines = int(std::min<size_t>(kMostAhead, (lines + chances - 1) / chances));
-        for (int i = 0; i < blocks; i++) {
-            const Range r = share(rows, i, blocks);
-            call.a = x + r.begin * x_stride;
+    for (int g = 0; g < groups; g++) {
+        const Range group = share(rows, g, groups);
+        const int blocks = (group.end - group.begin + S::kRows - 1) / S::kRows;
+        for (int vec = vecs.begin; vec < vecs.end;) {
+            const Panel<E> panel(w, vec);
+            const int count = std::min(panel.first + panel.vecs, vecs.end) - vec;
+            const int next = vec + count;
+            TileCall<E> call{};
+            call.b = panel.b;
+            call.b_step = panel.step();
+            call.steps = steps;
             call.a_stride = x_stride;
-            call.ahead = ahead;
-            if (ahead) ahead += size_t(call.ahead_lines) * steps * kCacheLine;
-            tile<E>(r.end - r.begin, count, call);
-            epilogue(r.begin, r.end - r.begin, vec, count, c);
+            call.c = c;
+            call.c_stride = kColumns;
+            // What follows is the next panel, the first one again for the next rows, or another operation's.
+            const bool last = next >= vecs.end;
+            const Panel<E> following = last && g + 1 == groups && after ? *after : Panel<E>(w, last ? vecs.begin : next);
+            const size_t chances = size_t(steps) * blocks;
+            const char* ahead = (const char*)following.b;
+            call.ahead_lines = int(std::min<size_t>(kMostAhead, (following.bytes / kCacheLine + chances - 1) / chances));
+            for (int i = 0; i < blocks; i++) {
+                const Range r = share(group.end - group.begin, i, blocks);
+                const int first = group.begin + r.begin;
+                call.a = x + first * x_stride;
+                call.ahead = ahead;
+                ahead += size_t(call.ahead_lines) * steps * kCacheLine;
+                tile<E>(r.end - r.begin, count, call);
+                epilogue(first, r.end - r.begin, vec, count, c);
+            }
+            vec = next;
         }
-        vec = next;
     }
 }
 

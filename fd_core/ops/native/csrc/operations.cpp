@@ -93,8 +93,7 @@ void AttentionInputs<E>::run(const Context& context) {
         };
         for (int h = head * group; h < (head + 1) * group; h++) {
             prepare(values + h * d, q_norm);
-            E* to = context.row<E>(q, t) + h * d;
-            for (int i = 0; i < d; i++) put(to + i, values[h * d + i]);
+            convert(values + h * d, d, context.row<E>(q, t) + h * d);
         }
         float* k = values + (shape.heads + head) * d;
         const float* v = values + (shape.heads + shape.kv_heads + head) * d;

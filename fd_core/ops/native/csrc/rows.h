@@ -27,12 +27,28 @@ void rms_norm(const float* x, const float* weight, int n, float eps, E* y) {
 /// Rotate the first 2 * half elements of one head in place.
 inline void rotate(float* __restrict x, const float* __restrict cos, const float* __restrict sin, int half,
                    bool interleaved) {
-    const int step = interleaved ? 2 : 1, other = interleaved ? 1 : half;
-    for (int i = 0; i < half; i++) {
-        const float a = x[i * step], b = x[i * step + other];
-        x[i * step] = a * cos[i] - b * sin[i];
-        x[i * step + other] = b * cos[i] + a * sin[i];
+    if (interleaved) {
+        for (int i = 0; i < half; i++) {
+            const float a = x[2 * i], b = x[2 * i + 1];
+            x[2 * i] = a * cos[i] - b * sin[i];
+            x[2 * i + 1] = b * cos[i] + a * sin[i];
+        }
+        return;
     }
+    float* __restrict y = x + half;
+    for (int i = 0; i < half; i++) {
+        const float a = x[i], b = y[i];
+        x[i] = a * cos[i] - b * sin[i];
+        y[i] = b * cos[i] + a * sin[i];
+    }
+}
+
+/// Round n floats to the element type.
+template <class E>
+void convert(const float* x, int n, E* y) {
+    int i = 0;
+    for (; i + kLanes <= n; i += kLanes) vstore(y + i, vload(x + i));
+    for (; i < n; i++) put(y + i, x[i]);
 }
 
 enum class Activation : int { silu = 0, gelu_tanh = 1, gelu = 2 };
