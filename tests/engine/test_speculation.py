@@ -2,47 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fd_core.config import SpeculativeConfig
 from fd_core.engine.core import Engine
-from fd_core.runner.drafting import Drafter
-from fd_core.types import IntArray, RequestSpec
 from tests.engine.helpers import golden, null_engine, random_specs, run
+from tests.engine.knowing import KnowingDrafter
 
 SPECS = random_specs(16, seed=5)
-
-
-class KnowingDrafter(Drafter):
-    """Guesses from the golden texts, wrong in a share of its tokens."""
-
-    name = "knowing"
-
-    def __init__(self, num_slots: int, specs: list[RequestSpec], wrong: float, seed: int) -> None:
-        super().__init__(num_slots, {})
-        texts = golden(specs)
-        self._whole = [list(spec.prompt) + texts[spec.request_id] for spec in specs]
-        self._known: list[list[int]] = [[] for _ in range(num_slots)]
-        self._rng = np.random.default_rng(seed)
-        self._wrong = wrong
-
-    def admit(self, slot: int, tokens: IntArray) -> None:
-        self._known[slot] = tokens.tolist()
-
-    def extend(self, slot: int, tokens: IntArray) -> None:
-        self._known[slot] += tokens.tolist()
-
-    def propose(self, slot: int, limit: int) -> IntArray:
-        known = self._known[slot]
-        for text in self._whole:
-            if text[: len(known)] == known:
-                guess = np.array(text[len(known) : len(known) + limit], np.int32)
-                wrong = self._rng.random(len(guess)) < self._wrong
-                return np.where(wrong, (guess + 1) % 256, guess).astype(np.int32)
-        return np.empty(0, np.int32)
 
 
 def speculating(k: int, wrong: float, seed: int = 0, **changes: object) -> Engine:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.mutants.mutant import Mutant
 
-__all__ = ["SessionFault", "Verdict", "run", "files_in_order"]
+__all__ = ["SessionFault", "Verdict", "files_in_order", "run"]
 
 ROOT = Path(__file__).parents[2]
 FIRST = (

@@ -8,10 +8,11 @@ import pytest
 from fd_core.config import Limits
 from fd_core.errors import BadRequest
 from fd_core.kv.prefix import PrefixHasher
+from fd_core.scheduling.drafts import DraftControl
 from fd_core.scheduling.policies import Fcfs, Policy, Priority
 from fd_core.scheduling.scheduler import Scheduler
 from fd_core.scheduling.victims import Youngest
-from fd_core.types import RequestSpec, SamplingParams, StepPlan
+from fd_core.types import FinishReason, RequestSpec, SamplingParams, StepPlan
 
 HASHER = PrefixHasher(block_size=4, identity="m")
 
@@ -193,3 +194,59 @@ def test_a_prompt_that_fills_the_context_is_refused_with_the_numbers() -> None:
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(BadRequest, match="no tokens"):
         scheduler().add(spec("a", length=0))
+
+
+def test_a_new_stay_is_not_charged_for_the_drafts_of_the_one_before() -> None:
+    s = scheduler(max_num_seqs=1, max_drafts=3)
+    s.drafts = DraftControl(1, 3, cheap_tokens=100)
+    s.add(spec("a", length=1, max_tokens=8))
+    first = planned(s)
+    s.drafts_are_ready(np.array([3], np.int32), first.step)
+    s.finish(0, FinishReason.STOP)
+    s.answered(first.step)
+    s.add(spec("b", length=1, max_tokens=8, first=50))
+    s.plan()
+    assert s.slots.drafts_ready.tolist() == [0]
+
+
+def test_blocks_come_free_with_the_answer_to_the_last_step_that_touches_them() -> None:
+    s = scheduler(num_kv_blocks=10, pipeline_depth=2)
+    s.add(spec("a", length=6))
+    steps = [planned(s), planned(s)]
+    s.abort("a")
+    planned(s)
+    free = []
+    for plan in steps:
+        free.append(s.pool.num_free)
+        s.answered(plan.step)
+    assert [*free, s.pool.num_free] == [8, 8, 10]
+
+
+def test_a_prefix_that_matched_is_not_evicted_to_make_room_behind_it() -> None:
+    s = scheduler(hasher=HASHER, num_kv_blocks=10, max_num_batched_tokens=32)
+    s.add(spec("a", length=17, max_tokens=1))
+    answer(s, planned(s))
+    s.finish(0, FinishReason.LENGTH)
+    assert (s.pool.num_cached, s.pool.num_free) == (4, 10)
+    s.add(spec("other", length=23, first=50))
+    s.add(spec("again", length=19))
+    plan = planned(s)
+    assert len(plan.admissions) == 1, "nothing but its own prefix is left for the second one, so it waits"
+    assert s.pool.num_cached == 4
+    s.check_integrity()
+
+
+def test_a_request_waits_for_its_release_before_it_may_return() -> None:
+    s = scheduler(num_kv_blocks=10, max_num_seqs=3, pipeline_depth=2)
+    for index, name in enumerate("abc"):
+        s.add(spec(name, length=4, max_tokens=30, first=10 * index))
+    in_flight: list[StepPlan] = []
+    while not (in_flight and in_flight[-1].take_backs):
+        if len(in_flight) == 2:
+            answer(s, in_flight.pop(0))
+        if (plan := s.plan()) is not None:
+            in_flight.append(plan)
+    assert (s.num_running, s.num_draining, len(s.waiting)) == (2, 1, 0)
+    while in_flight:
+        answer(s, in_flight.pop(0))
+    assert (s.num_draining, len(s.waiting)) == (0, 1)

@@ -1,0 +1,145 @@
+"""The whole engine, driven in hostile orders beside a plain model: the golden texts."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from fd_core.types import FinishReason, RequestSpec
+from tests.engine.helpers import golden, random_specs
+from tests.engine.stepping import SMALL, Stepper, greedy, scripted, small_engine
+
+PREFIX = tuple(range(100, 112))
+
+
+def _specs() -> list[RequestSpec]:
+    """Random requests, some that share a prefix, some that stop inside their text, one under another salt."""
+    plain = random_specs(12, seed=13, max_prompt=24, max_tokens=30)
+    shared = [greedy(f"s{index}", (*PREFIX, index), 20) for index in range(5)]
+    salted = [greedy("t0", (*PREFIX, 0), 20, cache_salt="other")]
+    stops = []
+    for index, spec in enumerate(shared[:3]):
+        whole = greedy(f"e{index}", spec.prompt, 20)
+        stops.append(greedy(f"e{index}", spec.prompt, 20, stop_token_ids=(scripted(whole)[4 * index + 3],)))
+    return [*plain, *shared, *salted, *stops]
+
+
+SPECS = _specs()
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Rules are biased: most steps plan, few requests are aborted, so that pressure builds up."""
+
+    @initialize(
+        depth=st.integers(1, 3),
+        slots=st.integers(1, 5),
+        extra_budget=st.sampled_from([0, 1, 3, 8, 20, 40]),
+        extra_blocks=st.integers(0, 8),
+        k=st.sampled_from([0, 1, 3, 5]),
+        wrong=st.sampled_from([0.0, 0.3, 1.0]),
+        caching=st.booleans(),
+        eager=st.booleans(),
+    )
+    def start(
+        self,
+        depth: int,
+        slots: int,
+        extra_budget: int,
+        extra_blocks: int,
+        k: int,
+        wrong: float,
+        caching: bool,
+        eager: bool,
+    ) -> None:
+        engine = small_engine(
+            SPECS,
+            k,
+            wrong,
+            max_num_seqs=slots,
+            max_num_batched_tokens=1 + k + extra_budget,
+            num_kv_blocks=SMALL["num_kv_blocks"] + extra_blocks,
+            enable_prefix_caching=caching,
+        )
+        self.depth = depth
+        self.stepper = Stepper(engine, eager=eager)
+        self.expected = golden(SPECS)
+        self.unused = list(SPECS)
+        self.aborted: set[str] = set()
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            while len(self.stepper.in_flight) < self.depth and self.stepper.plan() is not None:
+                pass
+            if self.stepper.in_flight:
+                self.stepper.answer()
+
+    @precondition(lambda self: self.unused)
+    @rule(data=st.data(), count=st.integers(1, 5))
+    def submit(self, data: st.DataObject, count: int) -> None:
+        for _ in range(min(count, len(self.unused))):
+            self.stepper.submit(self.unused.pop(data.draw(st.integers(0, len(self.unused) - 1))))
+
+    @rule(times=st.integers(1, 8))
+    def fill_the_pipeline_and_answer(self, times: int) -> None:
+        self.step(times)
+
+    @precondition(lambda self: len(self.stepper.in_flight) < self.depth)
+    @rule()
+    def plan(self) -> None:
+        self.stepper.plan()
+
+    @precondition(lambda self: self.stepper.in_flight)
+    @rule()
+    def answer(self) -> None:
+        self.stepper.answer()
+
+    @precondition(lambda self: self.stepper.scheduler._requests)
+    @rule(data=st.data(), twice=st.booleans())
+    def abort(self, data: st.DataObject, twice: bool) -> None:
+        self._abort(data.draw(st.sampled_from(sorted(self.stepper.scheduler._requests))), twice)
+
+    @precondition(lambda self: self.stepper.scheduler.num_draining)
+    @rule(data=st.data())
+    def abort_who_is_draining(self, data: st.DataObject) -> None:
+        slots = self.stepper.scheduler.slots
+        draining = [self.stepper.request_in(slot) for slot in slots.draining.nonzero()[0].tolist()]
+        self._abort(data.draw(st.sampled_from(draining)), twice=False)
+
+    def _abort(self, request_id: str, twice: bool) -> None:
+        self.aborted.add(request_id)
+        for _ in range(1 + twice):
+            self.stepper.abort(request_id)
+
+    @invariant()
+    def delivered_is_a_prefix_of_golden(self) -> None:
+        for request_id, tokens in getattr(self, "stepper", _NOTHING).texts.tokens.items():
+            whole = self.expected[request_id]
+            assert tokens == whole[: len(tokens)]
+            reason = self.stepper.texts.ends.get(request_id)
+            if reason is FinishReason.ABORT:
+                assert request_id in self.aborted
+            elif reason is not None:
+                assert tokens == whole
+            assert reason is not FinishReason.ERROR
+
+    def teardown(self) -> None:
+        if not hasattr(self, "stepper"):
+            return
+        self.stepper.run(self.depth, max_steps=3000)
+        self.delivered_is_a_prefix_of_golden()
+        submitted = {spec.request_id for spec in SPECS} - {spec.request_id for spec in self.unused}
+        assert set(self.stepper.texts.ends) == submitted, "a request has no end"
+
+
+class _Nothing:
+    class texts:  # noqa: N801 - stands for an attribute
+        tokens: dict[str, list[int]] = {}  # noqa: RUF012 - never changed
+
+
+_NOTHING = _Nothing()
+
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestEngine = pytest.mark.timeout(120)(TestEngine)
