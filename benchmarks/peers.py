@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 import sys
 from collections.abc import Collection
 from pathlib import Path
@@ -83,6 +84,7 @@ def _names(parser: argparse.ArgumentParser, flag: str, text: str, known: Collect
 def main(arguments: list[str] | None = None) -> int:
     """Run the comparison; return 1 where not a single engine finished."""
     options = parse(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that engines are ended then, too
     console = Console() if sys.stdout.isatty() else Console(width=120)
     if (load := machine.load_average()) > 0.5:
         console.print(f"[yellow]other work is running (load average {load:.1f}): the figures will be noisy[/]")
