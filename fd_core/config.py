@@ -64,6 +64,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Drafting of tokens ahead; None computes one token a step."""
     watchdog_seconds: float = 60.0
     """A step not answered within this time is an engine fault."""
+    trace: str | None = None
+    """File that receives what happens in each step, for `fdcore trace`; None writes none."""
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

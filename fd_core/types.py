@@ -114,6 +114,8 @@ class Admission:
     eos_token_ids: tuple[int, ...]
     computed: int
     """Tokens at the front whose KV is already in the granted blocks."""
+    request_id: str = ""
+    """Whose stay it is, for traces; the runner has no use for it."""
 
 
 @dataclass(frozen=True, slots=True)

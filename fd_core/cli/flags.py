@@ -109,6 +109,7 @@ ENGINE_FLAGS: Final = (
         name="--speculative-config",
     ),
     Flag("revision", values.optional_text, "Branch, tag or commit of a Hugging Face model.", "NAME"),
+    Flag("trace", values.optional_text, "Write what happens in each step to FILE, for `fdcore trace`.", "FILE"),
 )
 
 SERVER_FLAGS: Final = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +14,7 @@ from fd_core.config import EngineConfig, Limits, resolve_limits
 from fd_core.engine.client import StartProgress
 from fd_core.engine.messages import Delta, EngineInfo, EngineStats
 from fd_core.engine.outputs import Outputs
+from fd_core.engine.trace import TraceHeader, TraceWriter, require_trace_file
 from fd_core.errors import BadRequest, EngineDead
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.plugins import Plugins, installed_plugins
@@ -30,12 +32,21 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class Engine:
     """Runs requests to their ends, step by step. Used from one thread."""
 
-    def __init__(self, info: EngineInfo, scheduler: Scheduler, runner: Runner, *, watchdog_seconds: float) -> None:
+    def __init__(
+        self,
+        info: EngineInfo,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        watchdog_seconds: float,
+        trace: TraceWriter | None = None,
+    ) -> None:
         self.info = info
         self._scheduler = scheduler
         self._outputs = Outputs(scheduler)
         self._runner = runner
         self._watchdog_seconds = watchdog_seconds
+        self._trace = trace
         self._in_flight: deque[tuple[StepPlan, Future[StepOutput]]] = deque()
         self._device = ThreadPoolExecutor(1, "fdcore-device") if info.pipeline_depth > 1 else None
 
@@ -62,9 +73,11 @@ class Engine:
 
     def step(self) -> list[Delta]:
         """Keep up to `pipeline_depth` plans in flight, then commit the oldest answer."""
+        if self._trace is not None:
+            self._trace.turn_began(time.monotonic_ns())
         if self._device is None:
             plan = self._scheduler.plan()
-            return [] if plan is None else self._outputs.commit(plan, self._runner.execute(plan))
+            return [] if plan is None else self._commit(plan, self._runner.execute(plan))
         while len(self._in_flight) < self.info.pipeline_depth:
             plan = self._scheduler.plan()
             if plan is None:
@@ -73,7 +86,7 @@ class Engine:
         if not self._in_flight:
             return []
         plan, answer = self._in_flight.popleft()
-        return self._outputs.commit(plan, self._wait(answer, plan))
+        return self._commit(plan, self._wait(answer, plan))
 
     def stats(self) -> EngineStats:
         """Return gauges and counters as they are now."""
@@ -111,9 +124,17 @@ class Engine:
         self._scheduler.check_integrity()
 
     def close(self) -> None:
-        """Stop the device thread; what is in flight is computed and dropped."""
+        """Stop the engine's threads; what is in flight is computed and dropped."""
         if self._device is not None:
             self._device.shutdown()
+        if self._trace is not None:
+            self._trace.close(time.monotonic_ns())
+
+    def _commit(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
+        deltas = self._outputs.commit(plan, output)
+        if self._trace is not None:
+            self._trace.step_ended(time.monotonic_ns(), self._scheduler, plan, output, deltas)
+        return deltas
 
     def _wait(self, answer: Future[StepOutput], plan: StepPlan) -> StepOutput:
         try:
@@ -127,6 +148,8 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
 
     `path` is None only for backends that need no checkpoint. Raises `ConfigError`, `ModelError` or `PluginError`.
     """
+    if config.trace is not None:
+        require_trace_file(Path(config.trace))
     plugins = installed_plugins()
     choice = plugins.choose_backend(config.backend)
     policy = plugins.scheduler_class(config.scheduling_policy)()
@@ -173,7 +196,19 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
     if config.speculative is not None and limits.max_drafts:
         drafts = DraftControl(limits.max_num_seqs, limits.max_drafts, config.speculative.cheap_tokens)
     scheduler = Scheduler(limits, policy, victims, hasher, drafts, epoch=epoch)
-    return Engine(info, scheduler, runner, watchdog_seconds=config.watchdog_seconds)
+    trace = None
+    if config.trace is not None:
+        header = TraceHeader(
+            model=info.model,
+            backend=info.backend,
+            device=info.device,
+            epoch=epoch,
+            started=time.time(),
+            speculation=None if config.speculative is None else config.speculative.method,
+            limits=limits,
+        )
+        trace = TraceWriter(Path(config.trace), header, time.monotonic_ns())
+    return Engine(info, scheduler, runner, watchdog_seconds=config.watchdog_seconds, trace=trace)
 
 
 def _make_drafter(config: EngineConfig, limits: Limits, plugins: Plugins) -> Drafter | None:

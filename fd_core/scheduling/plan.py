@@ -53,6 +53,7 @@ class PlanBuilder:
             params=request.spec.params,
             eos_token_ids=request.spec.eos_token_ids,
             computed=computed,
+            request_id=request.spec.request_id,
         )
         self._admissions.append(admission)
         self.grant(slot, 0, frozen(table.blocks(slot)))

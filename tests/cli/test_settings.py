@@ -234,6 +234,7 @@ def test_a_settings_file_can_hold_every_setting(file):
         "backend": "null",
         "host": "::1",
         "revision": "r",
+        "trace": "t.jsonl",
         "scheduling-policy": "priority",
         "victim-policy": "youngest",
         "native-kernels": True,

@@ -1,0 +1,89 @@
+// The trace as arrays, and questions to it. A step is named by its position in the page, 0 to count - 1.
+
+const facts = JSON.parse(document.getElementById("facts").textContent);
+const count = facts.numSteps, numSlots = facts.numSlots;
+let data = {};
+
+async function unpack() {
+  const bytes = Uint8Array.from(atob(document.getElementById("data").textContent), letter => letter.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  const buffer = await new Response(stream).arrayBuffer();
+  const types = { Float64Array, Int32Array, Uint8Array };
+  for (const [name, [type, offset, length]] of Object.entries(facts.sections)) {
+    data[name] = new types[type](buffer, offset, length);
+  }
+  // Neighbouring stays of a slot are told apart by shade: one more kind for the decodes of every other gen.
+  const decode = facts.kinds.indexOf("decode");
+  facts.kinds.push("decode2");
+  for (let stay = 0; stay < data.staySlot.length; stay++) {
+    if (data.stayGen[stay] % 2) continue;
+    const row = data.staySlot[stay] * count;
+    for (let cell = row + data.stayStart[stay]; cell <= row + data.stayEnd[stay]; cell++) {
+      if (data.cells[cell] === decode) data.cells[cell] = facts.kinds.length - 1;
+    }
+  }
+  data.time = Float64Array.from(data.ended, (end, step) => end - data.began[step]);
+  data.used = Float64Array.from(data.prefillTokens, (tokens, step) => tokens + data.decodeTokens[step] + data.drafted[step]);
+  data.free = Float64Array.from(data.blocks, (all, step) => all - data.owned[step] - data.fenced[step] - data.cached[step]);
+  data.chunks = new Map();
+  for (let chunk = 0; chunk < data.chunkStep.length; chunk++) {
+    data.chunks.set(data.chunkSlot[chunk] * count + data.chunkStep[chunk], data.chunkTokens[chunk]);
+  }
+  data.firstStay = new Int32Array(numSlots + 1);  // stays are sorted by slot
+  for (const slot of data.staySlot) data.firstStay[slot + 1]++;
+  for (let slot = 0; slot < numSlots; slot++) data.firstStay[slot + 1] += data.firstStay[slot];
+}
+
+const sum = values => values.reduce((total, value) => total + value, 0);
+
+/** The smallest position in [low, high) for which `holds`, or `high`; `holds` stays true once it is. */
+function firstWhere(low, high, holds) {
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (holds(middle)) high = middle; else low = middle + 1;
+  }
+  return low;
+}
+
+/** The stay in `slot` at `step`, or -1. */
+function stayAt(slot, step) {
+  const begin = data.firstStay[slot], end = data.firstStay[slot + 1];
+  const stay = firstWhere(begin, end, index => data.stayStart[index] > step) - 1;
+  return stay >= begin && data.stayEnd[stay] >= step ? stay : -1;
+}
+
+/** Figures of the whole trace, as [name, text] pairs. */
+function figures() {
+  const busy = sum(data.time), span = count ? data.ended[count - 1] - data.began[0] : 0;
+  const sorted = Float64Array.from(data.time).sort();
+  const share = (part, whole) => whole ? `${(100 * part / whole).toFixed(1)} %` : "–";
+  const drafted = sum(data.drafted);
+  const rows = [
+    ["steps", count.toLocaleString("en")],
+    ["span", duration(span)],
+    ["in steps", share(busy, span)],
+    ["step time, median", count ? duration(sorted[count >> 1]) : "–"],
+    ["99 %", count ? duration(sorted[Math.floor(count * 0.99)]) : "–"],
+    ["tokens delivered", sum(data.delivered).toLocaleString("en")],
+    ["budget used", share(sum(data.used), sum(data.limit))],
+    ["requests finished", sum(data.finished).toLocaleString("en")],
+    ["preemptions", (sum(data.preempted) + sum(data.late)).toLocaleString("en")],
+    ["returns", sum(data.returned).toLocaleString("en")],
+    ["aborted", sum(data.aborted).toLocaleString("en")],
+  ];
+  if (drafted) rows.push(["drafts accepted", `${share(sum(data.accepted), drafted)} of ${drafted.toLocaleString("en")}`]);
+  return rows;
+}
+
+function duration(ms) {
+  if (ms >= 60000) return `${(ms / 60000).toFixed(1)} min`;
+  if (ms >= 1000) return `${(ms / 1000).toFixed(ms >= 10000 ? 1 : 2)} s`;
+  if (ms >= 1) return `${ms.toFixed(ms >= 100 ? 0 : ms >= 10 ? 1 : 2)} ms`;
+  return ms ? `${(ms * 1000).toFixed(0)} µs` : "0";
+}
+
+function compact(value) {
+  if (value >= 1e6) return `${+(value / 1e6).toFixed(1)}M`;
+  if (value >= 1e4) return `${+(value / 1e3).toFixed(1)}k`;
+  return `${+value.toFixed(value < 10 ? 1 : 0)}`;
+}

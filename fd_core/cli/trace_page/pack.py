@@ -1,0 +1,192 @@
+"""Packs a trace into arrays and these into one self-contained HTML page."""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from importlib.resources import files
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.cli.trace_page.reader import EXITS, Position, Trace
+from fd_core.engine.trace import COUNT_LETTERS, DECODE, DRAINING, IDLE, PREFILL
+
+__all__ = ["KINDS", "cells", "columns", "page"]
+
+KINDS: Final = ("idle", "held", "prefill", "decode", "draining", "overrun")
+"""What a step did with a slot. *held*: its request was not scheduled; *overrun*: computed for a request that had ended
+by then, which a pipeline cannot avoid."""
+_HELD, _PREFILL, _DECODE, _OVERRUN = 1, 2, 3, 5
+_EVENTS: Final = ("admitted", "returned", "preempted", "aborted", "late", "finished")
+_SCRIPTS: Final = ("data.js", "panels.js", "view.js")
+
+
+def page(trace: Trace, title: str) -> str:
+    """Return the page as HTML text; `title` is what the browser's tab shows."""
+    sections = columns(trace) | _stays(trace) | _chunks(trace) | cells(trace)
+    blob, places = _joined(sections)
+    facts: dict[str, Any] = {
+        "title": title,
+        "headers": trace.headers,
+        "problems": trace.problems,
+        "numSlots": trace.num_slots,
+        "numSteps": len(trace.positions),
+        "requests": _request_ids(trace),
+        "kinds": KINDS,
+        "exits": EXITS,
+        "sections": places,
+    }
+    here = files(__package__)
+    script = "\n".join(here.joinpath(name).read_text("utf-8") for name in _SCRIPTS)
+    parts = {
+        "/* style */": here.joinpath("page.css").read_text("utf-8"),
+        "/* script */": script,
+        # Text from a trace must not end the element that carries it.
+        "{facts}": msgspec.json.encode(facts).decode().replace("<", "\\u003c"),
+        "{data}": base64.b64encode(zlib.compress(blob, 6)).decode("ascii"),
+    }
+    text = here.joinpath("page.html").read_text("utf-8")
+    for mark, part in parts.items():
+        before, _, after = text.partition(mark)
+        text = before + part + after
+    return text
+
+
+def columns(trace: Trace) -> dict[str, npt.NDArray[Any]]:
+    """Return one float64[steps] for each figure of a step; times are milliseconds from the start of the trace."""
+    offsets = _offsets(trace)
+
+    def row(position: Position) -> tuple[float, ...]:
+        line, limits = position.line, trace.headers[position.epoch].limits
+        drafted, accepted = _total(line.drafted), _total(line.accepted)
+        prefill = sum(tokens for _, tokens in line.chunks)
+        return (
+            line.step,
+            position.epoch,
+            offsets[position.epoch] + line.began / 1000,
+            offsets[position.epoch] + line.ended / 1000,
+            prefill,
+            line.budget - prefill - drafted,
+            drafted,
+            accepted,
+            limits.max_num_batched_tokens,
+            line.delivered,
+            line.waiting,
+            len(line.slots.replace(IDLE, "")),
+            *line.kv,
+            limits.num_kv_blocks,
+            position.missing,
+            *(position.events[name] for name in _EVENTS),
+        )
+
+    names = (
+        *("step", "epoch", "began", "ended", "prefillTokens", "decodeTokens", "drafted", "accepted", "limit"),
+        *("delivered", "waiting", "scheduled", "owned", "fenced", "cached", "blocks", "missing"),
+        *_EVENTS,
+    )
+    table = np.array([row(position) for position in trace.positions], np.float64).reshape(-1, len(names))
+    return {name: np.ascontiguousarray(table[:, index]) for index, name in enumerate(names)}
+
+
+def cells(trace: Trace) -> dict[str, npt.NDArray[np.uint8]]:
+    """Return uint8[slots * steps], slot by slot: `cells` of `KINDS`, and drafts and kept drafts if there were any."""
+    codes = {IDLE: 0, PREFILL: _PREFILL, DECODE: _DECODE, DRAINING: KINDS.index("draining")}
+    kinds = _matrix(trace, [position.line.slots for position in trace.positions], codes)
+    depth = max(header.limits.pipeline_depth for header in trace.headers)
+    starts = {(stay.slot, stay.start) for stay in trace.stays}
+    for stay in trace.stays:
+        begin, end = max(stay.start - trace.first, 0), stay.end - trace.first
+        span = kinds[stay.slot, begin : end + 1]
+        span[span == 0] = _HELD
+        if stay.exit in ("open", "preempted", "unknown", "engine ended"):
+            continue
+        for at in range(end + 1, min(end + depth, kinds.shape[1])):
+            if (stay.slot, at + trace.first) in starts:
+                break
+            if kinds[stay.slot, at] in (_PREFILL, _DECODE):
+                kinds[stay.slot, at] = _OVERRUN
+    sections = {"cells": kinds.reshape(-1)}
+    if any(position.line.drafted for position in trace.positions):
+        numbers = {letter: number for number, letter in enumerate(COUNT_LETTERS)}
+        for name in ("drafted", "accepted"):
+            texts = [getattr(position.line, name) for position in trace.positions]
+            sections[f"{name}Cells"] = _matrix(trace, texts, numbers).reshape(-1)
+    return sections
+
+
+def _matrix(trace: Trace, texts: list[str], codes: dict[str, int]) -> npt.NDArray[np.uint8]:
+    """Return uint8[slots, steps] of the codes of letters; what a text leaves out is 0."""
+    table = np.zeros(256, np.uint8)
+    for letter, code in codes.items():
+        table[ord(letter)] = code
+    by_step = np.zeros((len(texts), trace.num_slots), np.uint8)
+    for index, text in enumerate(texts):
+        by_step[index, : len(text)] = np.frombuffer(text.encode("ascii"), np.uint8)
+    return np.ascontiguousarray(table[by_step].T)
+
+
+def _offsets(trace: Trace) -> list[float]:
+    """Return when each epoch began, in milliseconds; never before the last step of the one before it."""
+    ends = [0.0] * len(trace.headers)
+    for position in trace.positions:
+        ends[position.epoch] = position.line.ended / 1000
+    offsets = [0.0]
+    for before, after, end in zip(trace.headers, trace.headers[1:], ends, strict=False):
+        offsets.append(offsets[-1] + max(1000.0 * (after.started - before.started), end))
+    return offsets
+
+
+def _total(letters: str) -> int:
+    return sum(COUNT_LETTERS.index(letter) * letters.count(letter) for letter in set(letters))
+
+
+def _request_ids(trace: Trace) -> list[str]:
+    return list(dict.fromkeys(stay.request_id for stay in trace.stays))
+
+
+def _stays(trace: Trace) -> dict[str, npt.NDArray[Any]]:
+    number = {request_id: index for index, request_id in enumerate(_request_ids(trace))}
+    rows = [
+        (
+            stay.slot,
+            stay.gen,
+            number[stay.request_id],
+            max(stay.start - trace.first, 0),
+            stay.end - trace.first,
+            stay.returned,
+            EXITS.index(stay.exit),
+            stay.tokens,
+            stay.computed,
+        )
+        for stay in sorted(trace.stays, key=lambda stay: (stay.slot, stay.start))
+    ]
+    names = ("Slot", "Gen", "Request", "Start", "End", "Returned", "Exit", "Tokens", "Computed")
+    table = np.array(rows, np.int32).reshape(-1, len(names))
+    return {f"stay{name}": np.ascontiguousarray(table[:, index]) for index, name in enumerate(names)}
+
+
+def _chunks(trace: Trace) -> dict[str, npt.NDArray[Any]]:
+    """Prefills: int32 step, slot, tokens of each."""
+    rows = [(index, *chunk) for index, position in enumerate(trace.positions) for chunk in position.line.chunks]
+    table = np.array(rows, np.int32).reshape(-1, 3)
+    return {
+        f"chunk{name}": np.ascontiguousarray(table[:, index]) for index, name in enumerate(("Step", "Slot", "Tokens"))
+    }
+
+
+def _joined(sections: dict[str, npt.NDArray[Any]]) -> tuple[bytes, dict[str, tuple[str, int, int]]]:
+    """Return the arrays one behind the other, each at a multiple of 8 bytes, and (type, offset, length) of each."""
+    types = {"float64": "Float64Array", "int32": "Int32Array", "uint8": "Uint8Array"}
+    parts: list[bytes] = []
+    places: dict[str, tuple[str, int, int]] = {}
+    offset = 0
+    for name, array in sections.items():
+        raw = array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+        places[name] = (types[array.dtype.name], offset, array.size)
+        raw += bytes(-len(raw) % 8)
+        parts.append(raw)
+        offset += len(raw)
+    return b"".join(parts), places

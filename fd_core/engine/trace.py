@@ -1,0 +1,338 @@
+"""The trace: what happened in each step, as JSON lines that `fdcore trace` shows as a page.
+
+    engine's loop                      writer's thread                     file
+    step_ended(...) --> bounded queue --> line of the step as JSON --> header, steps, closing line
+
+The loop hands over frozen values and goes on: it does no I/O and waits for no lock. If the writer falls behind, steps
+are dropped and counted; the next step that is written says how many are missing and who holds which slot.
+
+A trace holds request ids, numbers of tokens and times, never prompts or tokens. Gauges are those right after the
+step's commit; with two steps in flight the plan of the following step is in them already. After a restart of the
+engine the trace goes on in the same file behind a header with the next epoch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import IO, Annotated, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from fd_core import signals
+from fd_core.config import Limits
+from fd_core.engine.messages import Delta
+from fd_core.errors import ConfigError
+from fd_core.scheduling.scheduler import Scheduler
+from fd_core.types import FinishReason, StepOutput, StepPlan
+
+__all__ = [
+    "COUNT_LETTERS",
+    "DECODE",
+    "DRAINING",
+    "FORMAT_VERSION",
+    "IDLE",
+    "PREFILL",
+    "Admitted",
+    "Closed",
+    "Ended",
+    "Stay",
+    "StepLine",
+    "StepRecord",
+    "TraceHeader",
+    "TraceWriter",
+    "line_of",
+    "require_trace_file",
+]
+
+_log = logging.getLogger(__name__)
+
+FORMAT_VERSION: Final = 1
+IDLE, PREFILL, DECODE, DRAINING = ".", "p", "d", "x"
+"""Letters of `StepLine.slots`."""
+COUNT_LETTERS: Final = "0123456789abcdefg"
+"""Letters of `StepLine.drafted` and `StepLine.accepted`, by number."""
+
+_MAGIC: Final = b'{"fdcore_trace":'
+_MAX_QUEUED: Final = 4096
+"""Steps that may wait for the writer; more are dropped."""
+_WRITE_SECONDS: Final = 0.05
+"""How long the writer sleeps when nothing is left; what it wrote is flushed before it sleeps."""
+_LETTER_CODES: Final = np.frombuffer(COUNT_LETTERS.encode(), np.uint8)
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Small = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+
+
+class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """First line of a trace, and of every epoch in it."""
+
+    fdcore_trace: int = FORMAT_VERSION
+    model: str
+    backend: str
+    device: str
+    epoch: int
+    started: float
+    """Seconds since 1970 at time 0 of the lines that follow."""
+    speculation: str | None
+    """Name of the drafter."""
+    limits: Limits
+
+
+class Stay(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A request in a slot."""
+
+    slot: Small
+    gen: Small
+    request_id: str
+
+
+class Admitted(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A stay begins."""
+
+    slot: Small
+    gen: Small
+    request_id: str
+    tokens: Small
+    """Prompt and tokens delivered before."""
+    computed: Small
+    """Tokens at the front whose KV was found in the prefix cache."""
+
+
+class Ended(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A request was told its end."""
+
+    request_id: str
+    reason: FinishReason
+
+
+class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One step. Times are microseconds since the header's `started`."""
+
+    step: Count
+    began: Count
+    """When the turn of the loop began that committed this step."""
+    ended: Count
+    """When it was committed; the time between is the step time."""
+    budget: Count = 0
+    """Tokens charged against the step token budget."""
+    delivered: Count = 0
+    """Tokens that clients got."""
+    waiting: Count = 0
+    """Length of the queue."""
+    kv: tuple[Count, Count, Count] = (0, 0, 0)
+    """Blocks owned, fenced, and free but with a cached prefix."""
+    slots: str = ""
+    """One letter for each slot, up to the last that is not idle: what the step did with it."""
+    drafted: str = ""
+    """One letter for each slot: drafts it verified. Empty if there were none."""
+    accepted: str = ""
+    """Likewise: drafts that were kept."""
+    chunks: tuple[tuple[Small, Small], ...] = ()
+    """(slot, tokens) of every prefill."""
+    admitted: tuple[Admitted, ...] = ()
+    taken_back: tuple[tuple[Small, Small], ...] = ()
+    """(slot, gen) of every take-back; the step's output acknowledged it."""
+    finished: tuple[Ended, ...] = ()
+    dropped: Count = 0
+    """Steps before this one that the writer had no room for."""
+    occupants: tuple[Stay, ...] = ()
+    """Who held which slot after the step; only behind dropped steps."""
+
+
+class Closed(msgspec.Struct, frozen=True, kw_only=True):
+    """Last line of a trace whose engine was closed in order."""
+
+    closed: Count
+    """Microseconds since the header's `started`."""
+    dropped: Count
+    """Steps missing at the end."""
+
+
+class StepRecord(msgspec.Struct, frozen=True, gc=False):
+    """What the loop hands to the writer: values that nobody changes any more."""
+
+    began: int
+    ended: int
+    plan: StepPlan
+    output: StepOutput
+    deltas: tuple[Delta, ...]
+    waiting: int
+    kv: tuple[int, int, int]
+    dropped: int
+    occupants: tuple[Stay, ...]
+
+
+def line_of(record: StepRecord) -> StepLine:
+    """Return the line that says what `record` holds, without tokens."""
+    plan, output = record.plan, record.output
+    letters = np.full(len(output.gens), ord(IDLE), np.uint8)
+    prefills = ~plan.samples | (plan.num_tokens - plan.num_drafts > 1)
+    letters[plan.slots] = np.where(prefills, ord(PREFILL), ord(DECODE))
+    for back in plan.take_backs:
+        letters[back.slot] = ord(DRAINING)
+    chunked = plan.slots[prefills]
+    drafted = accepted = ""
+    if plan.num_drafts.any():
+        drafts, kept = np.zeros((2, len(letters)), np.int32)
+        drafts[plan.slots] = plan.num_drafts
+        counts = signals.read(output.tokens, output.errors).counts
+        answered = plan.samples & (output.gens[plan.slots] == plan.gens)
+        kept[plan.slots] = np.where(answered, np.maximum(counts[plan.slots] - 1, 0), 0)
+        drafted, accepted = _text(_LETTER_CODES[drafts], "0"), _text(_LETTER_CODES[kept], "0")
+    return StepLine(
+        step=plan.step,
+        began=record.began,
+        ended=record.ended,
+        budget=plan.total_tokens,
+        delivered=sum(len(delta.token_ids) for delta in record.deltas),
+        waiting=record.waiting,
+        kv=record.kv,
+        slots=_text(letters, IDLE),
+        drafted=drafted,
+        accepted=accepted,
+        chunks=tuple(zip(chunked.tolist(), plan.num_tokens[prefills].tolist(), strict=True)),
+        admitted=tuple(
+            Admitted(entry.slot, entry.gen, entry.request_id, len(entry.token_ids), entry.computed)
+            for entry in plan.admissions
+        ),
+        taken_back=tuple((back.slot, back.gen) for back in plan.take_backs),
+        finished=tuple(
+            Ended(delta.request_id, delta.finish_reason) for delta in record.deltas if delta.finish_reason is not None
+        ),
+        dropped=record.dropped,
+        occupants=record.occupants,
+    )
+
+
+def require_trace_file(path: Path) -> None:
+    """Raise `ConfigError` unless a trace can be written to `path` without destroying anything but a trace."""
+    try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path} is not a file", field="--trace")
+        with path.open("ab"):
+            pass
+        with path.open("rb") as file:
+            head = file.read(len(_MAGIC))
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(f"cannot write {path}: {reason}", field="--trace") from error
+    if head and head != _MAGIC:
+        raise ConfigError(
+            f"{path} exists and is not a trace", field="--trace", hint="name another file or remove this one"
+        )
+
+
+class TraceWriter:
+    """Writes one epoch of a trace from a thread of its own.
+
+    An epoch above 1 is appended. If the file cannot be written any more, tracing ends with a warning and the engine
+    goes on. Raises `ConfigError` if the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, header: TraceHeader, origin: int) -> None:
+        """`origin` is time 0 of the lines, in nanoseconds of the clock that the other calls use."""
+        self._path = path
+        self._origin = self._began = origin
+        self._queue: deque[StepRecord] = deque()
+        self._dropped = 0
+        self._closed: Closed | None = None
+        self._ending = threading.Event()
+        self._failed = False
+        self._encoder = msgspec.json.Encoder()
+        require_trace_file(path)
+        try:
+            self._file: IO[bytes] = path.open("wb" if header.epoch == 1 else "ab")
+            # An engine that was killed may have left half a line.
+            self._file.write((b"\n" if self._file.tell() else b"") + self._encoder.encode(header) + b"\n")
+            self._file.flush()
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise ConfigError(f"cannot write {path}: {reason}", field="--trace") from error
+        self._thread = threading.Thread(target=self._run, name="fdcore-trace", daemon=True)
+        self._thread.start()
+        # What led to a crash is what a reader of the trace wants to see.
+        atexit.register(self._end)
+
+    def turn_began(self, now: int) -> None:
+        """Note when, in nanoseconds, the turn began that commits the next step."""
+        self._began = now
+
+    def step_ended(
+        self, now: int, scheduler: Scheduler, plan: StepPlan, output: StepOutput, deltas: list[Delta]
+    ) -> None:
+        """Hand over a committed step, or count it as dropped if too many wait to be written."""
+        if len(self._queue) >= _MAX_QUEUED or self._failed:
+            self._dropped += 1
+            return
+        pool = scheduler.pool
+        self._queue.append(
+            StepRecord(
+                (self._began - self._origin) // 1000,
+                (now - self._origin) // 1000,
+                plan,
+                output,
+                tuple(deltas),
+                len(scheduler.waiting),
+                (pool.num_owned, pool.num_fenced, pool.num_cached),
+                self._dropped,
+                _occupants(scheduler) if self._dropped else (),
+            )
+        )
+        self._dropped = 0
+
+    def close(self, now: int) -> None:
+        """Write what waits and the closing line; idempotent."""
+        if self._closed is None:
+            self._closed = Closed(closed=(now - self._origin) // 1000, dropped=self._dropped)
+        self._end()
+
+    # Inside -----------------------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        atexit.unregister(self._end)
+        self._ending.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            with self._file:
+                while not self._ending.wait(_WRITE_SECONDS):
+                    self._drain()
+                self._drain()
+                if self._closed is not None:
+                    self._file.write(self._encoder.encode(self._closed) + b"\n")
+        except (OSError, ValueError) as error:
+            self._failed = True
+            self._queue.clear()
+            _log.warning("tracing ends: cannot write %s: %s", self._path, error)
+
+    def _drain(self) -> None:
+        wrote = False
+        while self._queue:
+            self._file.write(self._encoder.encode(line_of(self._queue.popleft())) + b"\n")
+            wrote = True
+            # Lets the engine's thread have the interpreter at once instead of after a switch interval.
+            time.sleep(0)
+        if wrote:
+            self._file.flush()
+
+
+def _occupants(scheduler: Scheduler) -> tuple[Stay, ...]:
+    slots = scheduler.slots
+    return tuple(
+        Stay(slot, int(slots.gen[slot]), request.spec.request_id)
+        for slot, request in enumerate(slots.requests)
+        if request is not None
+    )
+
+
+def _text(letters: npt.NDArray[np.uint8], blank: str) -> str:
+    """Return ASCII `letters` as text without trailing `blank`."""
+    return letters.tobytes().decode("ascii").rstrip(blank)
