@@ -67,6 +67,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         if not equals or name not in ENVIRONMENTS:
             parser.error(f"--env wants NAME=DIR with NAME one of {', '.join(ENVIRONMENTS)}")
     options.env = {name: Path(folder) for name, _, folder in given}
+    if options.model is not None and not options.model.is_file():
+        parser.error(f"--model: no such file: {options.model}")
     for flag in ("rounds", "threads"):
         if getattr(options, flag) < 1:
             parser.error(f"--{flag} must be at least 1")
@@ -184,4 +186,7 @@ def shown(arguments: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -18,6 +18,7 @@ def test_flags_become_lists_and_folders():
         (["--workloads", ","], "nothing is not among"),
         (["--env", "ov"], "NAME=DIR"),
         (["--env", "strange=/x"], "NAME=DIR"),
+        (["--model", "/nowhere/model.gguf"], "no such file"),
         (["--rounds", "0"], "--rounds must be at least 1"),
     ],
 )
