@@ -62,6 +62,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the CPU backend may compile and use its C++ kernels."""
     speculative: SpeculativeConfig | None = None
     """Drafting of tokens ahead; None computes one token a step."""
+    output_transport: str = "memory"
+    """How a step's output travels from the runner: `memory`, or `zmq` (FastDeploy's FD_USE_GET_SAVE_OUTPUT_V1=1)."""
     watchdog_seconds: float = 60.0
     """A step not answered within this time is an engine fault."""
     trace: str | None = None

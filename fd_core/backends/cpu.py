@@ -15,7 +15,7 @@ __all__ = ["CpuBackend"]
 
 
 class CpuBackend(Backend):
-    """torch on the host's processors; bfloat16 by default where the processor computes it, else float32."""
+    """torch on the host's processors; by default bfloat16 with native kernels and float32 without."""
 
     name: ClassVar[str] = "cpu"
     default_pipeline_depth: ClassVar[int] = 1
@@ -38,18 +38,18 @@ class CpuBackend(Backend):
             ) from error
         threads = self.config.num_threads or len(os.sched_getaffinity(0))
         torch.set_num_threads(threads)
-        dtype = self._dtype()
+        wanted = self._dtype()
         if self.config.native_kernels:
             from fd_core.ops.native import load_native_ops
 
-            native = load_native_ops(dtype, threads)
+            native = load_native_ops(wanted or "bfloat16", threads)
             if native is not None:
                 self._kernels = native.describe()
                 return native
         from fd_core.ops.torch_ops import TorchOps
 
         self._kernels = "torch eager"
-        return TorchOps(dtype=dtype)
+        return TorchOps(dtype=wanted or "float32")
 
     def free_memory(self) -> int:
         """Return a quarter of the memory that the system can give without swapping."""
@@ -60,9 +60,14 @@ class CpuBackend(Backend):
         threads = self.config.num_threads or len(os.sched_getaffinity(0))
         return f"CPU, {threads} threads, {getattr(self, '_kernels', 'torch')}"
 
-    def _dtype(self) -> str:
+    def _dtype(self) -> str | None:
+        """Return the dtype asked for; None leaves it to the pack.
+
+        The native pack accumulates in float32 and takes bfloat16; eager torch rounds every intermediate result to the
+        dtype, which can change a text, so it takes float32.
+        """
         if self.config.dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(
                 f"the cpu backend computes in float32 or bfloat16, not {self.config.dtype}", field="--dtype"
             )
-        return "bfloat16" if self.config.dtype == "auto" else self.config.dtype
+        return None if self.config.dtype == "auto" else self.config.dtype

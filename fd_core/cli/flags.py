@@ -98,6 +98,15 @@ ENGINE_FLAGS: Final = (
     Flag("scheduling_policy", values.optional_text, "fcfs, priority, fair or a plugin's.", "NAME"),
     Flag("victim_policy", values.optional_text, "Who is taken back when KV runs out: cheapest or youngest.", "NAME"),
     Flag("pipeline_depth", values.whole(1, 16), "Steps in flight.", "N"),
+    Flag(
+        "output_transport",
+        values.choice("memory", "zmq"),
+        "How step outputs leave the runner: memory or zmq (which FD_USE_GET_SAVE_OUTPUT_V1=1 selects too).",
+        "HOW",
+    ),
+    Flag(
+        "watchdog_seconds", values.number(0, 86400, above=True), "A step unanswered for so long is a fault.", "SECONDS"
+    ),
     Flag("num_threads", values.whole(1, 4096), "Processor threads of the backend.", "N"),
     Flag("native_kernels", values.switch, "Compile and use native kernels if the backend has them."),
     Flag(

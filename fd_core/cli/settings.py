@@ -42,7 +42,8 @@ def merge(
     layers = [
         _file_layer(Path(path)) if path else {},
         _read_layer(
-            {flag: environment[flag.variable] for flag in _FLAGS.values() if environment.get(flag.variable)},
+            {flag: environment[flag.variable] for flag in _FLAGS.values() if environment.get(flag.variable)}
+            | _older_variables(environment),
             lambda flag: flag.variable,
         ),
         _read_layer({flag: given[name] for name, flag in _FLAGS.items() if name in given}, lambda flag: flag.flag),
@@ -60,6 +61,13 @@ def merge(
     server = {name: value for name, value in merged.items() if name in _SERVER_FIELDS}
     engine = {name: value for name, value in merged.items() if name not in _SERVER_FIELDS}
     return Settings(EngineConfig(model=model, **engine), ServerConfig(**server))
+
+
+def _older_variables(environment: Mapping[str, str]) -> dict[Flag, Any]:
+    """Read the variables of FastDeploy that are not named like a flag."""
+    if environment.get("FD_USE_GET_SAVE_OUTPUT_V1") == "1" and not environment.get("FD_OUTPUT_TRANSPORT"):
+        return {_FLAGS["output_transport"]: "zmq"}
+    return {}
 
 
 def _override(merged: dict[str, Any], layer: dict[str, Any]) -> None:

@@ -6,16 +6,16 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from fd_core.backends.contract import Backend
 from fd_core.config import EngineConfig, Limits, resolve_limits
 from fd_core.engine.client import StartProgress
+from fd_core.engine.device import Device, make_device
 from fd_core.engine.messages import Delta, EngineInfo, EngineStats
 from fd_core.engine.outputs import Outputs
 from fd_core.engine.trace import TraceHeader, TraceWriter, require_trace_file
-from fd_core.errors import BadRequest, EngineDead
+from fd_core.errors import BadRequest
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.plugins import Plugins, installed_plugins
 from fd_core.runner.drafting import Drafter
@@ -36,7 +36,7 @@ class Engine:
         self,
         info: EngineInfo,
         scheduler: Scheduler,
-        runner: Runner,
+        device: Device,
         *,
         watchdog_seconds: float,
         trace: TraceWriter | None = None,
@@ -44,11 +44,10 @@ class Engine:
         self.info = info
         self._scheduler = scheduler
         self._outputs = Outputs(scheduler)
-        self._runner = runner
+        self._device = device
         self._watchdog_seconds = watchdog_seconds
         self._trace = trace
-        self._in_flight: deque[tuple[StepPlan, Future[StepOutput]]] = deque()
-        self._device = ThreadPoolExecutor(1, "fdcore-device") if info.pipeline_depth > 1 else None
+        self._in_flight: deque[StepPlan] = deque()
 
     @property
     def has_work(self) -> bool:
@@ -75,18 +74,16 @@ class Engine:
         """Keep up to `pipeline_depth` plans in flight, then commit the oldest answer."""
         if self._trace is not None:
             self._trace.turn_began(time.monotonic_ns())
-        if self._device is None:
-            plan = self._scheduler.plan()
-            return [] if plan is None else self._commit(plan, self._runner.execute(plan))
         while len(self._in_flight) < self.info.pipeline_depth:
             plan = self._scheduler.plan()
             if plan is None:
                 break
-            self._in_flight.append((plan, self._device.submit(self._runner.execute, plan)))
+            self._device.submit(plan)
+            self._in_flight.append(plan)
         if not self._in_flight:
             return []
-        plan, answer = self._in_flight.popleft()
-        return self._commit(plan, self._wait(answer, plan))
+        output = self._device.collect(self._watchdog_seconds)
+        return self._commit(self._in_flight.popleft(), output)
 
     def stats(self) -> EngineStats:
         """Return gauges and counters as they are now."""
@@ -125,8 +122,7 @@ class Engine:
 
     def close(self) -> None:
         """Stop the engine's threads; what is in flight is computed and dropped."""
-        if self._device is not None:
-            self._device.shutdown()
+        self._device.close()
         if self._trace is not None:
             self._trace.close(time.monotonic_ns())
 
@@ -135,12 +131,6 @@ class Engine:
         if self._trace is not None:
             self._trace.step_ended(time.monotonic_ns(), self._scheduler, plan, output, deltas)
         return deltas
-
-    def _wait(self, answer: Future[StepOutput], plan: StepPlan) -> StepOutput:
-        try:
-            return answer.result(self._watchdog_seconds)
-        except TimeoutError:
-            raise EngineDead(f"step {plan.step} was not answered within {self._watchdog_seconds:g} s") from None
 
 
 def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, progress: StartProgress) -> Engine:
@@ -208,7 +198,8 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
             limits=limits,
         )
         trace = TraceWriter(Path(config.trace), header, time.monotonic_ns())
-    return Engine(info, scheduler, runner, watchdog_seconds=config.watchdog_seconds, trace=trace)
+    device = make_device(runner, limits.pipeline_depth, config.output_transport)
+    return Engine(info, scheduler, device, watchdog_seconds=config.watchdog_seconds, trace=trace)
 
 
 def _make_drafter(config: EngineConfig, limits: Limits, plugins: Plugins) -> Drafter | None:

@@ -237,6 +237,7 @@ def test_a_settings_file_can_hold_every_setting(file):
         "trace": "t.jsonl",
         "scheduling-policy": "priority",
         "victim-policy": "youngest",
+        "output-transport": "zmq",
         "native-kernels": True,
     }
     whole = [flag.key for flag in (*ENGINE_FLAGS, *SERVER_FLAGS) if flag.key not in values]
@@ -252,3 +253,10 @@ def _toml(value):
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {json.dumps(item)}" for key, item in value.items()) + "}"
     return json.dumps(value)
+
+
+def test_the_older_variable_selects_the_socket_transport():
+    assert merge("m", {}, {"FD_USE_GET_SAVE_OUTPUT_V1": "1"}).engine.output_transport == "zmq"
+    assert merge("m", {}, {"FD_USE_GET_SAVE_OUTPUT_V1": "0"}).engine.output_transport == "memory"
+    both = {"FD_USE_GET_SAVE_OUTPUT_V1": "1", "FD_OUTPUT_TRANSPORT": "memory"}
+    assert merge("m", {}, both).engine.output_transport == "memory"

@@ -33,7 +33,7 @@ def small_engine(specs: list[RequestSpec], k: int = 0, wrong: float = 0.0, seed:
         values["speculative"] = SpeculativeConfig(method="ngram", num_speculative_tokens=k, cheap_tokens=1000)
     engine = null_engine(**values)
     if k:
-        engine._runner._drafter = KnowingDrafter(values["max_num_seqs"], specs, wrong, seed)
+        engine._device.runner._drafter = KnowingDrafter(values["max_num_seqs"], specs, wrong, seed)
     return engine
 
 
@@ -62,7 +62,7 @@ class Stepper:
     def __init__(self, engine: Engine, *, eager: bool = False) -> None:
         """`eager` admits whoever fits, without looking ahead: much more preemption."""
         self.engine = engine
-        self.scheduler, self.outputs, self.runner = engine._scheduler, engine._outputs, engine._runner
+        self.scheduler, self.outputs, self.runner = engine._scheduler, engine._outputs, engine._device.runner
         self.limits = self.scheduler.limits
         self.in_flight: deque[tuple[StepPlan, StepOutput]] = deque()
         self.texts = Texts()

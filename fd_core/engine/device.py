@@ -1,0 +1,251 @@
+"""Where plans are executed: in line, in a thread, or behind a ZeroMQ socket. All three carry the same outputs.
+
+The engine submits plans and collects outputs in the same order; how they travel changes nothing else.
+"""
+
+from __future__ import annotations
+
+import abc
+import queue
+import shutil
+import tempfile
+import threading
+from collections import deque
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import zmq
+
+from fd_core.errors import ConfigError, EngineDead
+from fd_core.runner.runner import Runner
+from fd_core.types import IntArray, LogprobRows, StepOutput, StepPlan
+
+__all__ = ["Device", "InlineDevice", "SocketDevice", "ThreadDevice", "decode_output", "encode_output", "make_device"]
+
+
+class Device(abc.ABC):
+    """Executes plans in order; owned by one engine."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+
+    @abc.abstractmethod
+    def submit(self, plan: StepPlan) -> None:
+        """Hand over a plan without waiting for what is in flight."""
+
+    @abc.abstractmethod
+    def collect(self, timeout: float) -> StepOutput:
+        """Return the output of the oldest plan that was not collected.
+
+        Raises `EngineDead` if it does not come within `timeout` seconds or if the runner failed.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Stop; plans in flight are computed and dropped."""
+
+
+class InlineDevice(Device):
+    """Computes when asked for the output; nothing overlaps."""
+
+    def __init__(self, runner: Runner) -> None:
+        super().__init__(runner)
+        self._plans: deque[StepPlan] = deque()
+
+    def submit(self, plan: StepPlan) -> None:
+        """Keep the plan for `collect`."""
+        self._plans.append(plan)
+
+    def collect(self, timeout: float) -> StepOutput:
+        """Compute the oldest plan; it cannot be interrupted, so the engine's client keeps the watch."""
+        return self.runner.execute(self._plans.popleft())
+
+    def close(self) -> None:
+        """Forget what was not computed."""
+        self._plans.clear()
+
+
+class _Threaded(Device):
+    """A thread that executes plans and hands their outputs to `_answer`."""
+
+    def __init__(self, runner: Runner) -> None:
+        super().__init__(runner)
+        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="fdcore-device", daemon=True)
+        self._thread.start()
+
+    def submit(self, plan: StepPlan) -> None:
+        """Queue a plan for the thread."""
+        self._plans.put(plan)
+
+    def close(self) -> None:
+        """End the thread once it has computed what was submitted."""
+        self._plans.put(None)
+        self._thread.join()
+
+    @abc.abstractmethod
+    def _answer(self, output: StepOutput | str) -> None:
+        """Carry an output, or the reason why there is none, to whoever collects."""
+
+    def _run(self) -> None:
+        while (plan := self._plans.get()) is not None:
+            try:
+                output = self.runner.execute(plan)
+            except Exception as error:  # noqa: BLE001 - the thread's last frame: whoever collects is told
+                self._answer(f"step {plan.step} failed: {type(error).__name__}: {error}")
+                return
+            self._answer(output)
+
+
+class ThreadDevice(_Threaded):
+    """Hands outputs over in memory."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._outputs: queue.SimpleQueue[StepOutput | str] = queue.SimpleQueue()
+        super().__init__(runner)
+
+    def collect(self, timeout: float) -> StepOutput:
+        """Wait for the next output."""
+        try:
+            return _healthy(self._outputs.get(timeout=timeout))
+        except queue.Empty:
+            raise _stalled(timeout) from None
+
+    def _answer(self, output: StepOutput | str) -> None:
+        self._outputs.put(output)
+
+
+class SocketDevice(_Threaded):
+    """Sends outputs as frames over ZeroMQ, on a Unix socket in a private folder."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="fdcore-outputs-"))
+        self._context = zmq.Context(1)
+        self._receiver: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
+        self._receiver.bind(f"ipc://{self._folder}/outputs")
+        self._sender: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
+        self._sender.connect(f"ipc://{self._folder}/outputs")
+        super().__init__(runner)
+
+    def collect(self, timeout: float) -> StepOutput:
+        """Wait for the next frame."""
+        if not self._receiver.poll(int(timeout * 1000)):
+            raise _stalled(timeout)
+        return _healthy(decode_output(self._receiver.recv()))
+
+    def close(self) -> None:
+        """End the thread and the sockets."""
+        super().close()
+        self._sender.close(linger=0)
+        self._receiver.close(linger=0)
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _answer(self, output: StepOutput | str) -> None:
+        self._sender.send(encode_output(output))
+
+
+def make_device(runner: Runner, pipeline_depth: int, transport: str) -> Device:
+    """Return the device for a transport, `memory` or `zmq`. Raises `ConfigError` for another."""
+    if transport == "zmq":
+        return SocketDevice(runner)
+    if transport != "memory":
+        raise ConfigError(f"outputs travel by `memory` or `zmq`, not by {transport!r}", field="--output-transport")
+    return ThreadDevice(runner) if pipeline_depth > 1 else InlineDevice(runner)
+
+
+def _healthy(output: StepOutput | str) -> StepOutput:
+    if isinstance(output, str):
+        raise EngineDead(output)
+    return output
+
+
+def _stalled(timeout: float) -> EngineDead:
+    return EngineDead(f"a step was not answered within {timeout:g} s")
+
+
+# Frames ---------------------------------------------------------------------------------------------------
+
+
+class _LogprobFrame(msgspec.Struct, frozen=True, array_like=True):
+    slots: bytes
+    columns: bytes
+    chosen: bytes
+    top_ids: bytes
+    top: bytes
+
+
+class _OutputFrame(msgspec.Struct, frozen=True, array_like=True):
+    """A `StepOutput` with its arrays as little-endian bytes; the slot count gives their shapes."""
+
+    epoch: int
+    step: int
+    num_slots: int
+    tokens: bytes
+    gens: bytes
+    drafts_ready: bytes | None
+    logprobs: _LogprobFrame | None
+    errors: tuple[tuple[int, str], ...]
+    failure: str | None = None
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(_OutputFrame)
+
+
+def encode_output(output: StepOutput | str) -> bytes:
+    """Return the frame of an output, or of the reason why there is none."""
+    if isinstance(output, str):
+        return _ENCODER.encode(_OutputFrame(0, 0, 0, b"", b"", None, None, (), output))
+    scores = output.logprobs
+    return _ENCODER.encode(
+        _OutputFrame(
+            epoch=output.epoch,
+            step=output.step,
+            num_slots=len(output.gens),
+            tokens=_ints(output.tokens),
+            gens=_ints(output.gens),
+            drafts_ready=None if output.drafts_ready is None else _ints(output.drafts_ready),
+            logprobs=None
+            if scores is None
+            else _LogprobFrame(
+                slots=_ints(scores.slots),
+                columns=_ints(scores.columns),
+                chosen=np.ascontiguousarray(scores.chosen, "<f4").tobytes(),
+                top_ids=_ints(scores.top_ids),
+                top=np.ascontiguousarray(scores.top, "<f4").tobytes(),
+            ),
+            errors=output.errors,
+        )
+    )
+
+
+def decode_output(frame: bytes) -> StepOutput | str:
+    """Return what `encode_output` was given. Raises `msgspec.DecodeError` or `ValueError` for anything else."""
+    read = _DECODER.decode(frame)
+    if read.failure is not None:
+        return read.failure
+    scores = None
+    if read.logprobs is not None:
+        rows = len(read.logprobs.chosen) // 4
+        scores = LogprobRows(
+            slots=np.frombuffer(read.logprobs.slots, "<i4"),
+            columns=np.frombuffer(read.logprobs.columns, "<i4"),
+            chosen=np.frombuffer(read.logprobs.chosen, "<f4"),
+            top_ids=np.frombuffer(read.logprobs.top_ids, "<i4").reshape(rows, -1),
+            top=np.frombuffer(read.logprobs.top, "<f4").reshape(rows, -1),
+        )
+    return StepOutput(
+        epoch=read.epoch,
+        step=read.step,
+        tokens=np.frombuffer(read.tokens, "<i4").reshape(read.num_slots, -1),
+        gens=np.frombuffer(read.gens, "<i4"),
+        drafts_ready=None if read.drafts_ready is None else np.frombuffer(read.drafts_ready, "<i4"),
+        logprobs=scores,
+        errors=read.errors,
+    )
+
+
+def _ints(array: IntArray) -> bytes:
+    return np.ascontiguousarray(array, "<i4").tobytes()

@@ -1,0 +1,105 @@
+"""Outputs arrive the same whichever way they travel; a runner that fails or stalls is an engine fault."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fd_core.engine.device import Device, SocketDevice, ThreadDevice, decode_output, encode_output
+from fd_core.errors import EngineDead
+from fd_core.types import LogprobRows, StepOutput, StepPlan
+from tests.engine.helpers import golden, null_engine, random_specs, run
+
+SPECS = random_specs(12, seed=23)
+
+
+@pytest.mark.parametrize("transport", ["memory", "zmq"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_texts_with_logprobs_are_the_same_over_each_transport(transport: str, depth: int) -> None:
+    engine = null_engine(num_kv_blocks=30, pipeline_depth=depth, output_transport=transport)
+    assert run(engine, SPECS).tokens == golden(SPECS)
+    assert engine.stats().stale_outputs == 0
+    engine.close()
+
+
+@st.composite
+def outputs(draw: st.DrawFn) -> StepOutput:
+    slots, width = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    scores = None
+    if draw(st.booleans()):
+        rows, top = draw(st.integers(1, 4)), draw(st.integers(0, 3))
+        scores = LogprobRows(
+            slots=rng.integers(0, slots, rows, np.int32),
+            columns=rng.integers(0, width, rows, np.int32),
+            chosen=rng.random(rows, np.float32),
+            top_ids=rng.integers(0, 99, (rows, top), np.int32),
+            top=rng.random((rows, top), np.float32),
+        )
+    return StepOutput(
+        epoch=draw(st.integers(0, 9)),
+        step=draw(st.integers(0, 2**40)),
+        tokens=rng.integers(-9, 99, (slots, width), np.int32),
+        gens=rng.integers(0, 99, slots, np.int32),
+        drafts_ready=draw(st.sampled_from([None, np.arange(slots, dtype=np.int32)])),
+        logprobs=scores,
+        errors=tuple(draw(st.lists(st.tuples(st.integers(0, 4), st.text()), max_size=2))),
+    )
+
+
+@given(outputs())
+def test_a_frame_carries_an_output_bit_for_bit(output: StepOutput) -> None:
+    back = decode_output(encode_output(output))
+    assert isinstance(back, StepOutput)
+    np.testing.assert_equal(_plain(back), _plain(output))
+
+
+@given(st.binary(max_size=60))
+def test_bytes_that_are_no_frame_are_refused(data: bytes) -> None:
+    with pytest.raises((msgspec.MsgspecError, ValueError)):
+        decode_output(data)
+
+
+class _FaultyRunner:
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        if self.fault == "stall":
+            time.sleep(0.3)
+        raise ValueError("the device is on fire")
+
+
+def _empty_plan() -> StepPlan:
+    nothing = np.empty(0, np.int32)
+    return StepPlan(1, 0, nothing, nothing, nothing, nothing, nothing, nothing.astype(np.bool_))
+
+
+@pytest.mark.parametrize("kind", [ThreadDevice, SocketDevice])
+def test_a_runner_that_fails_is_reported_with_its_reason(kind: type[Device]) -> None:
+    device = kind(_FaultyRunner("fail"))  # type: ignore[call-arg]
+    device.submit(_empty_plan())
+    with pytest.raises(EngineDead, match="step 0 failed: ValueError: the device is on fire"):
+        device.collect(5.0)
+    device.close()
+
+
+@pytest.mark.parametrize("kind", [ThreadDevice, SocketDevice])
+def test_a_runner_that_stalls_is_noticed(kind: type[Device]) -> None:
+    device = kind(_FaultyRunner("stall"))  # type: ignore[call-arg]
+    device.submit(_empty_plan())
+    with pytest.raises(EngineDead, match=r"not answered within 0\.05 s"):
+        device.collect(0.05)
+    device.close()
+
+
+def _plain(output: StepOutput) -> dict[str, object]:
+    fields = {name: getattr(output, name) for name in StepOutput.__slots__}
+    if output.logprobs is not None:
+        fields["logprobs"] = {name: getattr(output.logprobs, name) for name in LogprobRows.__slots__}
+    return fields
