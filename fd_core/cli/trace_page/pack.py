@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import zlib
 from importlib.resources import files
 from typing import Any, Final
@@ -21,6 +22,7 @@ KINDS: Final = ("idle", "held", "prefill", "decode", "draining", "overrun")
 by then, which a pipeline cannot avoid."""
 _HELD, _PREFILL, _DECODE, _OVERRUN = 1, 2, 3, 5
 _EVENTS: Final = ("admitted", "returned", "preempted", "aborted", "late", "finished")
+_MARK: Final = re.compile(r"/\* (?:style|script) \*/|\{(?:facts|data)\}")
 _SCRIPTS: Final = ("data.js", "panels.js", "view.js")
 
 
@@ -48,11 +50,9 @@ def page(trace: Trace, title: str) -> str:
         "{facts}": msgspec.json.encode(facts).decode().replace("<", "\\u003c"),
         "{data}": base64.b64encode(zlib.compress(blob, 6)).decode("ascii"),
     }
-    text = here.joinpath("page.html").read_text("utf-8")
-    for mark, part in parts.items():
-        before, _, after = text.partition(mark)
-        text = before + part + after
-    return text
+    template = here.joinpath("page.html").read_text("utf-8")
+    # One pass: what a trace says may look like a mark.
+    return _MARK.sub(lambda mark: parts[mark[0]], template)
 
 
 def columns(trace: Trace) -> dict[str, npt.NDArray[Any]]:

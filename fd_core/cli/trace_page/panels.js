@@ -257,7 +257,8 @@ function drawStay(context, stay, left, right, lane, followed) {
 }
 
 function laneHeight() {
-  return Math.max(0.5, Math.min(20, 480 / numSlots));
+  // A canvas may not be higher than some 16,000 pixels.
+  return Math.max(0.5, Math.min(view.tall ? 16 : 20, (view.tall ? 7000 : 480) / numSlots));
 }
 
 function slotNumbers(context, lane) {

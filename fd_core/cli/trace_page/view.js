@@ -21,7 +21,7 @@ const panels = [
     series: [{ from: "waiting", colour: "held" }], keys: [["held", "mean"], ["max", "largest"]] },
   { title: "Step time", draw: drawTime, height: 72, keys: [["prefill", "mean"], ["cached", "largest"], ["draining", "above the scale"]] },
 ];
-const view = { axis: "steps", from: 0, to: 1 };
+const view = { axis: "steps", from: 0, to: 1, tall: false };
 const byId = id => document.getElementById(id);
 let followed = -1, pinned = -1, cursor = null, frame = 0;
 
@@ -76,6 +76,7 @@ function show(from, to) {
   const span = Math.min(Math.max(to - from, Math.min(least, high - low)), high - low);
   view.from = Math.min(Math.max((from + to - span) / 2, low), high - span);
   view.to = view.from + span;
+  byId("tip").hidden = true;
   redraw();
 }
 
@@ -258,6 +259,12 @@ function listenToPage() {
   for (const button of document.querySelectorAll("[data-zoom]")) button.onclick = zooms[button.dataset.zoom];
   for (const button of document.querySelectorAll("[data-axis]")) button.onclick = () => setAxis(button.dataset.axis);
   for (const button of document.querySelectorAll("[data-jump]")) button.onclick = () => jump(+button.dataset.jump);
+  byId("tall").hidden = laneHeight() >= 14;
+  byId("tall").onclick = event => {
+    view.tall = !view.tall;
+    event.target.setAttribute("aria-pressed", view.tall);
+    redraw();
+  };
   byId("theme").onclick = () => theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
   byId("find").oninput = event => {
     const wanted = event.target.value.trim(), found = facts.requests.indexOf(wanted);

@@ -1,0 +1,273 @@
+"""The trace says what happened, costs the loop no waiting, and harms nothing when it fails."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from fd_core.config import EngineConfig, SpeculativeConfig
+from fd_core.engine import trace
+from fd_core.engine.core import Engine, load_engine
+from fd_core.engine.messages import Delta
+from fd_core.engine.trace import StepLine, StepRecord, line_of
+from fd_core.errors import ConfigError
+from fd_core.types import Admission, FinishReason, SamplingParams, StepOutput, StepPlan, TakeBack
+from tests.engine.helpers import golden, null_engine, random_specs, run
+from tests.engine.test_speculation import SPECS, speculating
+
+
+def lines_of(path: Path) -> tuple[list[dict], list[StepLine], list[dict]]:
+    """Headers, steps and closing lines of a file that has nothing else."""
+    headers, steps, ends = [], [], []
+    for raw in path.read_bytes().splitlines():
+        if raw.startswith(b'{"step"'):
+            steps.append(msgspec.json.decode(raw, type=StepLine))
+        elif raw:
+            value = json.loads(raw)
+            (headers if "fdcore_trace" in value else ends).append(value)
+    return headers, steps, ends
+
+
+def total(letters: str) -> int:
+    return sum(trace.COUNT_LETTERS.index(letter) for letter in letters)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "t.jsonl"
+
+
+@pytest.fixture
+def sleepy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer's thread does nothing until its engine is closed."""
+    monkeypatch.setattr(trace, "_WRITE_SECONDS", 3600.0)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_trace_adds_up_to_the_counters_under_preemption_and_speculation(path: Path, depth: int) -> None:
+    engine = speculating(3, 0.3, num_kv_blocks=30, pipeline_depth=depth, trace=str(path))
+    assert run(engine, SPECS).tokens == golden(SPECS)
+    engine.close()
+    stats = engine.stats()
+    [header], steps, [end] = lines_of(path)
+    assert header["fdcore_trace"] == 1
+    assert (header["model"], header["backend"], header["epoch"]) == ("null", "null", 1)
+    assert header["limits"]["max_num_batched_tokens"] == 64
+    assert abs(header["started"] - time.time()) < 60
+    assert [line.step for line in steps] == list(range(stats.steps))
+    assert sum(line.budget for line in steps) == stats.budget_used
+    assert max(line.budget for line in steps) <= 64
+    assert sum(line.delivered for line in steps) == stats.generated_tokens
+    assert sum(len(line.taken_back) for line in steps) == stats.preemptions > 0
+    assert len(SPECS) < sum(len(line.admitted) for line in steps) <= len(SPECS) + stats.preemptions
+    # With two steps in flight some drafts are computed for a request that has just ended; the counters leave them out.
+    drafted, accepted = (sum(total(getattr(line, name)) for line in steps) for name in ("drafted", "accepted"))
+    assert drafted == stats.drafts_proposed if depth == 1 else drafted >= stats.drafts_proposed
+    assert 0 < stats.drafts_accepted <= accepted < drafted
+    assert sorted(ended.request_id for line in steps for ended in line.finished) == sorted(golden(SPECS))
+    assert all(sum(line.kv) <= 30 for line in steps)
+    assert max(line.kv[0] for line in steps) > 20
+    assert max(line.waiting for line in steps) > 0
+    assert steps[-1].kv[:2] == (0, 0)
+    assert end == {"closed": end["closed"], "dropped": 0}
+    times = [moment for line in steps for moment in (line.began, line.ended)]
+    assert times == sorted(times)
+
+
+def test_every_scheduled_slot_has_its_letter(path: Path) -> None:
+    engine = null_engine(num_kv_blocks=30, trace=str(path))
+    run(engine, random_specs(12, seed=1))
+    engine.close()
+    for line in lines_of(path)[1]:
+        chunks = dict(line.chunks)
+        assert [slot for slot, letter in enumerate(line.slots) if letter == trace.PREFILL] == sorted(chunks)
+        assert line.slots.count(trace.DRAINING) == len(line.taken_back)
+        assert line.budget == sum(chunks.values()) + line.slots.count(trace.DECODE) + total(line.drafted)
+
+
+def test_a_line_carries_no_token() -> None:
+    secret = np.array([1234567, 7654321], np.int32)
+    plan = StepPlan(
+        epoch=1,
+        step=4,
+        slots=np.array([2, 0], np.int32),
+        gens=np.array([3, 1], np.int32),
+        starts=np.array([0, 5], np.int32),
+        num_tokens=np.array([2, 3], np.int32),
+        num_drafts=np.array([0, 2], np.int32),
+        samples=np.array([True, True]),
+        admissions=(Admission(2, 3, secret, 2, SamplingParams(), (1234567,), 0, "a"),),
+        take_backs=(TakeBack(1, 9),),
+    )
+    tokens = np.array([[1234567, 7654321, -1], [-9, -1, -1], [1234567, -1, -1], [-1, -1, -1]], np.int32)
+    output = StepOutput(1, 4, tokens, np.array([1, 9, 3, 0], np.int32))
+    deltas = (Delta("a", (1234567,), FinishReason.STOP), Delta("b", (7654321,)))
+    line = line_of(StepRecord(10, 20, plan, output, deltas, 5, (1, 2, 3), 0, ()))
+    assert line == StepLine(
+        step=4,
+        began=10,
+        ended=20,
+        budget=5,
+        delivered=2,
+        waiting=5,
+        kv=(1, 2, 3),
+        slots="dxp",
+        drafted="2",
+        accepted="1",
+        chunks=((2, 2),),
+        admitted=(trace.Admitted(2, 3, "a", 2, 0),),
+        taken_back=((1, 9),),
+        finished=(trace.Ended("a", FinishReason.STOP),),
+    )
+    encoded = msgspec.json.encode(line)
+    assert b"1234567" not in encoded
+    assert b"7654321" not in encoded
+
+
+def test_without_a_trace_there_is_no_thread_and_no_file(tmp_path: Path) -> None:
+    engine = null_engine()
+    run(engine, SPECS[:2])
+    assert "fdcore-trace" not in [thread.name for thread in threading.enumerate()]
+    engine.close()
+
+
+def test_a_step_is_in_the_file_within_half_a_second(path: Path) -> None:
+    engine = null_engine(trace=str(path))
+    engine.submit(SPECS[1])
+    engine.step()
+    deadline = time.monotonic() + 0.5
+    while not lines_of(path)[1] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [line.step for line in lines_of(path)[1]] == [0]
+    engine.close()
+
+
+class StuckFile:
+    """A file on a disk that does not answer."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def write(self, data: bytes) -> None:
+        assert self.released.wait(60)
+
+    def flush(self) -> None: ...
+
+
+def test_a_stuck_disk_does_not_stop_the_loop(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "_MAX_QUEUED", 5)
+    engine = null_engine(trace=str(path))
+    assert engine._trace is not None
+    header, file = engine._trace._file, StuckFile()
+    engine._trace._file = file  # type: ignore[assignment]
+    assert run(engine, SPECS[:3]).tokens == golden(SPECS[:3])
+    assert engine._trace._dropped > 10
+    file.released.set()
+    engine.close()
+    assert header.closed
+
+
+def test_dropped_steps_are_counted_and_the_next_one_says_who_is_there(
+    path: Path, sleepy: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace, "_MAX_QUEUED", 5)
+    engine = null_engine(trace=str(path))
+    for spec in SPECS[1:5]:
+        engine.submit(spec)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            engine.step()
+
+    steps(12)
+    assert engine._trace is not None
+    engine._trace._drain()
+    there = {request.spec.request_id for request in engine._scheduler.slots.requests if request is not None}
+    steps(9)
+    engine.close()
+    _, lines, [end] = lines_of(path)
+    assert [line.step for line in lines] == [0, 1, 2, 3, 4, 12, 13, 14, 15, 16]
+    assert [line.dropped for line in lines] == [0, 0, 0, 0, 0, 7, 0, 0, 0, 0]
+    assert {stay.request_id for stay in lines[5].occupants} == there
+    assert end["dropped"] == 4
+
+
+def test_a_disk_that_fails_ends_the_trace_and_not_the_engine(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = null_engine(trace=str(path))
+    assert engine._trace is not None
+    engine._trace._file.close()
+    with caplog.at_level(logging.WARNING):
+        assert run(engine, SPECS[:3]).tokens == golden(SPECS[:3])
+        engine.close()
+    assert "tracing ends: cannot write" in caplog.text
+    assert len(engine._trace._queue) == 0
+
+
+def test_what_is_not_a_trace_is_never_replaced(tmp_path: Path) -> None:
+    precious = tmp_path / "model.gguf"
+    precious.write_bytes(b"GGUF and more")
+    with pytest.raises(ConfigError, match="exists and is not a trace"):
+        null_engine(trace=str(precious))
+    assert precious.read_bytes() == b"GGUF and more"
+    with pytest.raises(ConfigError, match="is not a file"):
+        null_engine(trace=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"cannot write .*: no such file or directory") as caught:
+        null_engine(trace=str(tmp_path / "nowhere" / "t.jsonl"))
+    assert (caught.value.field, caught.value.exit_code) == ("--trace", 2)
+
+
+def traced(path: Path, epoch: int) -> Engine:
+    config = EngineConfig(model="null", backend="null", max_model_len=400, num_kv_blocks=40, trace=str(path))
+    return load_engine(config, None, epoch=epoch, progress=lambda *_: None)
+
+
+def test_a_restarted_engine_goes_on_in_the_same_file_and_a_fresh_one_begins_anew(path: Path) -> None:
+    engine = traced(path, 1)
+    run(engine, SPECS[:2])
+    engine.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    engine = traced(path, 2)
+    run(engine, SPECS[2:4])
+    engine.close()
+    assert path.read_bytes().startswith(whole[: len(whole) // 2] + b'\n{"fdcore_trace"')
+    traced(path, 1).close()
+    headers, steps, _ = lines_of(path)
+    assert ([header["epoch"] for header in headers], steps) == ([1], [])
+
+
+def test_closing_twice_is_closing_once(path: Path) -> None:
+    engine = null_engine(trace=str(path))
+    engine.close()
+    engine.close()
+    assert len(lines_of(path)[2]) == 1
+
+
+def test_what_led_to_a_crash_is_in_the_file(path: Path) -> None:
+    script = f"""
+from tests.engine.helpers import null_engine, random_specs
+engine = null_engine(trace={str(path)!r})
+engine.submit(random_specs(2, seed=5)[1])
+for _ in range(7):
+    engine.step()
+raise SystemExit("crashed")
+"""
+    root = Path(__file__).parents[2]
+    ended = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, timeout=60, check=False)
+    assert b"crashed" in ended.stderr
+    _, steps, ends = lines_of(path)
+    assert (len(steps), ends) == (7, [])
+
+
+def test_the_drafter_is_named(path: Path) -> None:
+    null_engine(trace=str(path), speculative=SpeculativeConfig(method="ngram")).close()
+    assert lines_of(path)[0][0]["speculation"] == "ngram"
