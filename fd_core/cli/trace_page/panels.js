@@ -91,12 +91,12 @@ function drawStack(panel, columns) {
   const limit = panel.limit ? reduce(data[panel.limit], columns).most : null;
   let top = 0;
   for (let x = 0; x < width; x++) {
-    const total = layers.reduce((all, layer) => all + (layer[x] || 0), 0);
-    top = Math.max(top, total, peak?.[x] || 0, panel.toLimit === false ? 0 : limit?.[x] || 0);
+    top = Math.max(top, layers.reduce((all, layer) => all + (layer[x] || 0), 0), peak?.[x] || 0);
   }
-  top = niceCeiling(top);
-  if (panel.exactTop && limit) top = Math.max(...limit.filter(value => value === value), 1);
-  scaleLines(context, width, height, top, panel.show || compact);
+  // A limit far above what was used would flatten everything: it is named instead of drawn.
+  const allowed = limit ? Math.max(1, ...limit.filter(value => value === value)) : 0, far = allowed > 4 * top;
+  top = panel.exactTop ? allowed : niceCeiling(far ? top : Math.max(top, allowed));
+  scaleLines(context, width, height, top, compact);
   const yOf = value => yIn(height, value / top);
   for (let x = 0; x < width; x++) {
     let base = 0;
@@ -112,7 +112,11 @@ function drawStack(panel, columns) {
       base += layer[x];
     });
   }
-  if (limit && panel.limitLine !== false) drawLine(context, limit, yOf, colours.limit, [5, 4]);
+  if (!limit || panel.exactTop) return;
+  if (!far) return drawLine(context, limit, yOf, colours.limit, [5, 4]);
+  context.fillStyle = colours.limit;
+  context.textAlign = "right";
+  context.fillText(`↑ limit ${allowed.toLocaleString("en")}`, GUTTER + width - 4, TOP + 8);
 }
 
 function drawLine(context, values, yOf, colour, dash = []) {

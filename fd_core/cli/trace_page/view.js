@@ -11,7 +11,7 @@ const panels = [
   { title: "Budget, tokens per step", draw: drawStack, height: 96, peak: "used", limit: "limit",
     series: [{ from: "decodeTokens", colour: "decode" }, { from: "drafted", colour: "drafts" }, { from: "prefillTokens", colour: "prefill" }],
     keys: [["decode", "decode"], ["drafts", "drafts"], ["prefill", "prefill"], ["max", "largest"], ["limit", "limit"]] },
-  { title: "KV blocks", draw: drawStack, height: 96, limit: "blocks", exactTop: true, limitLine: false,
+  { title: "KV blocks", draw: drawStack, height: 96, limit: "blocks", exactTop: true,
     series: [{ from: "owned", colour: "decode" }, { from: "fenced", colour: "draining" }, { from: "cached", colour: "cached" }, { from: "free", colour: "soft" }],
     keys: [["decode", "owned"], ["draining", "fenced"], ["cached", "free, holds a prefix"], ["soft", "free"]] },
   { title: "Speculation, drafts per step", draw: drawStack, height: 72, peak: "drafted", needs: "drafted",
