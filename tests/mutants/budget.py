@@ -12,11 +12,14 @@ BUDGET = "scheduling/budget.py"
 
 _LIMIT = "        budget = Budget(self.limits.max_num_batched_tokens)\n"
 _DECODES = "        self._decode(rows, budget, draft)\n        self._continue_prefills(rows, budget, draft)\n"
-_DRAFTS_ARE_FREE = (
-    BUDGET,
-    "    granted = deal(drafts, budget.left)\n    budget.take(int(granted.sum()))\n    return rows, granted\n",
-    "    return rows, drafts\n",
+_RESERVED_BEFORE = (
+    SCHEDULER,
+    "        chosen, granted = allot_decodes(budget, drafts, slots.last_step[decoding])\n",
+    "        chosen = np.arange(min(len(decoding), budget.left))\n"
+    "        granted = drafts[chosen]\n"
+    "        budget.take(len(chosen))\n",
 )
+"""Decodes are charged one token each: their drafts were paid for by the reserve."""
 _SMALLEST = "    if config.max_num_batched_tokens < 1 + max_drafts:\n"
 
 MUTANTS = (
@@ -28,7 +31,11 @@ MUTANTS = (
     mutant(
         "one-token-a-decode-and-drafts-as-they-like",
         "2: a decode is charged 1 + its drafts",
-        _DRAFTS_ARE_FREE,
+        (
+            BUDGET,
+            "    granted = deal(drafts, budget.left)\n    budget.take(int(granted.sum()))\n    return rows, granted\n",
+            "    return rows, drafts\n",
+        ),
     ),
     mutant(
         "reserve-for-every-slot-with-a-floor",
@@ -39,7 +46,7 @@ MUTANTS = (
             "        whole, width = self.limits.max_num_batched_tokens, 1 + self.limits.max_drafts\n"
             "        budget = Budget(max(whole - self.limits.max_num_seqs * width, min(whole, 512)))\n",
         ),
-        _DRAFTS_ARE_FREE,
+        _RESERVED_BEFORE,
     ),
     mutant(
         "reserve-for-every-slot-without-a-floor",
@@ -50,7 +57,7 @@ MUTANTS = (
             "        whole, width = self.limits.max_num_batched_tokens, 1 + self.limits.max_drafts\n"
             "        budget = Budget(max(whole - self.limits.max_num_seqs * width, 0))\n",
         ),
-        _DRAFTS_ARE_FREE,
+        _RESERVED_BEFORE,
     ),
     mutant(
         "reserve-for-every-decode",
@@ -62,7 +69,7 @@ MUTANTS = (
             "        decoding = int((table.running & (table.length - table.computed == 1)).sum())\n"
             "        budget = Budget(max(self.limits.max_num_batched_tokens - decoding * width, 0))\n",
         ),
-        _DRAFTS_ARE_FREE,
+        _RESERVED_BEFORE,
     ),
     mutant(
         "refuse-a-budget-below-the-largest-decode-demand",
