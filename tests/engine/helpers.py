@@ -7,7 +7,7 @@ import numpy as np
 
 from fd_core.config import EngineConfig
 from fd_core.engine.core import Engine, load_engine
-from fd_core.types import FinishReason, RequestSpec, SamplingParams
+from fd_core.types import FinishReason, RequestSpec, SamplingParams, TokenLogprobs
 
 EOS = (256,)
 
@@ -52,6 +52,7 @@ class Texts:
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, FinishReason] = {}
+        self.scores: dict[str, list[TokenLogprobs]] = {}
 
     def take(self, deltas: list) -> None:
         for delta in deltas:
@@ -59,6 +60,7 @@ class Texts:
             assert all(token >= 0 for token in delta.token_ids)
             assert delta.logprobs is None or len(delta.logprobs) == len(delta.token_ids)
             self.tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+            self.scores.setdefault(delta.request_id, []).extend(delta.logprobs or ())
             if delta.finish_reason is not None:
                 self.ends[delta.request_id] = delta.finish_reason
 

@@ -38,6 +38,15 @@ def test_texts_are_the_golden_ones_under_pressure(k: int, depth: int, wrong: flo
     engine.close()
 
 
+@pytest.mark.parametrize("k", [1, 3, 5])
+def test_log_probabilities_are_those_of_a_run_without_drafts(k: int) -> None:
+    asking = [spec for spec in SPECS if spec.params.logprobs is not None]
+    plain = run(null_engine(num_kv_blocks=200), asking)
+    drafted = run(speculating(k, 0.3, num_kv_blocks=25), asking)
+    assert drafted.scores == plain.scores
+    assert all(len(drafted.scores[spec.request_id]) == len(drafted.tokens[spec.request_id]) > 0 for spec in asking)
+
+
 def test_good_drafts_save_steps() -> None:
     alone = SPECS[1:2]
     plain, drafted = null_engine(), speculating(3, 0.0)

@@ -50,7 +50,7 @@ def _session(chosen: list[Mutant], jobs: int) -> int:
     return 1 if failed else 0
 
 
-def _report(mutant: Mutant) -> tuple[bool, str]:
+def _report(mutant: Mutant | None) -> tuple[bool, str]:
     try:
         killer = run(mutant).killer
     except DoesNotApply as error:

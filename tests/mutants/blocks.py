@@ -83,11 +83,6 @@ MUTANTS = (
         (SCHEDULER, "while blocks is None and short >= self.pool.num_fenced:", "while blocks is None:"),
     ),
     mutant(
-        "one-fenced-block-is-promised-to-all",
-        "3.4: fenced blocks are counted, each for one request",
-        (SCHEDULER, "                short += 1\n", ""),
-    ),
-    mutant(
         "admission-in-a-pass-that-preempted",
         "3.4: no cascade; who is admitted in a pass that preempted takes what the victim gave",
         (
@@ -105,15 +100,6 @@ MUTANTS = (
         "positions-in-flight-are-registered",
         "3.5: only positions answered by an output are hashed",
         (OUTPUTS, _SETTLED, "upto = table.computed[slots]"),
-    ),
-    mutant(
-        "a-draining-request-settles-blocks-that-it-gave-up",
-        "3.5: only what a request owns is settled",
-        (
-            OUTPUTS,
-            "        still = table.running[slots]\n",
-            "        still = table.running[slots] | table.draining[slots]\n",
-        ),
     ),
     mutant(
         "a-prefix-keeps-its-second-holder",

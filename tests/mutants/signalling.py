@@ -10,6 +10,7 @@ SCHEDULER = "scheduling/scheduler.py"
 OUTPUTS = "engine/outputs.py"
 RUNNER = "runner/runner.py"
 ENGINE = "engine/core.py"
+DEVICE = "engine/device.py"
 
 _STALE_TAKE_BACK = "            if output.gens[slot] != gen or table.gen[slot] != gen:\n"
 
@@ -256,7 +257,17 @@ MUTANTS = (
     mutant(
         "no-watchdog",
         "1.8: a handshake that is not answered is an engine fault, never a silent hang",
-        (ENGINE, "return answer.result(self._watchdog_seconds)", "return answer.result()"),
+        (ENGINE, "self._device.collect(self._watchdog_seconds)", "self._device.collect(1e6)"),
+    ),
+    mutant(
+        "a-frame-loses-the-gens",
+        "1.5: outputs apply only if the gen matches, whichever way they travel",
+        (DEVICE, "            gens=_ints(output.gens),\n", "            gens=_ints(np.zeros_like(output.gens)),\n"),
+    ),
+    mutant(
+        "a-frame-loses-the-errors",
+        "1.3: an error in one row reaches its request, whichever way it travels",
+        (DEVICE, "            errors=output.errors,\n", "            errors=(),\n"),
     ),
     mutant(
         "a-negative-id-reaches-the-client",
