@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -16,13 +18,13 @@ PREFIX = tuple(range(100, 112))
 
 def _specs() -> list[RequestSpec]:
     """Random requests, some that share a prefix, some that stop inside their text, one under another salt."""
-    plain = random_specs(12, seed=13, max_prompt=24, max_tokens=30)
-    shared = [greedy(f"s{index}", (*PREFIX, index), 20) for index in range(5)]
-    salted = [greedy("t0", (*PREFIX, 0), 20, cache_salt="other")]
+    plain = random_specs(12, seed=13, max_prompt=20, max_tokens=42)
+    shared = [greedy(f"s{index}", (*PREFIX, index), 40) for index in range(5)]
+    salted = [greedy("t0", (*PREFIX, 0), 40, cache_salt="other")]
     stops = []
     for index, spec in enumerate(shared[:3]):
-        whole = greedy(f"e{index}", spec.prompt, 20)
-        stops.append(greedy(f"e{index}", spec.prompt, 20, stop_token_ids=(scripted(whole)[4 * index + 3],)))
+        whole = greedy(f"e{index}", spec.prompt, 40)
+        stops.append(greedy(f"e{index}", spec.prompt, 40, stop_token_ids=(scripted(whole)[6 * index + 5],)))
     return [*plain, *shared, *salted, *stops]
 
 
@@ -30,17 +32,17 @@ SPECS = _specs()
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Rules are biased: most steps plan, few requests are aborted, so that pressure builds up."""
+    """Rules are biased to pressure: requests come in bunches, are mostly admitted at once, and are aborted in mid-work."""
 
     @initialize(
         depth=st.integers(1, 3),
-        slots=st.integers(1, 5),
-        extra_budget=st.sampled_from([0, 1, 3, 8, 20, 40]),
-        extra_blocks=st.integers(0, 8),
+        slots=st.integers(2, 6),
+        extra_budget=st.sampled_from([40, 20, 8, 3, 1, 0]),
+        extra_blocks=st.sampled_from([0, 0, 1, 4, 12]),
         k=st.sampled_from([0, 1, 3, 5]),
         wrong=st.sampled_from([0.0, 0.3, 1.0]),
         caching=st.booleans(),
-        eager=st.booleans(),
+        eager=st.sampled_from([True, True, True, False]),
     )
     def start(
         self,
@@ -76,12 +78,12 @@ class EngineMachine(RuleBasedStateMachine):
                 self.stepper.answer()
 
     @precondition(lambda self: self.unused)
-    @rule(data=st.data(), count=st.integers(1, 5))
+    @rule(data=st.data(), count=st.integers(3, 7))
     def submit(self, data: st.DataObject, count: int) -> None:
         for _ in range(min(count, len(self.unused))):
             self.stepper.submit(self.unused.pop(data.draw(st.integers(0, len(self.unused) - 1))))
 
-    @rule(times=st.integers(1, 8))
+    @rule(times=st.integers(3, 16))
     def fill_the_pipeline_and_answer(self, times: int) -> None:
         self.step(times)
 
@@ -95,21 +97,28 @@ class EngineMachine(RuleBasedStateMachine):
     def answer(self) -> None:
         self.stepper.answer()
 
-    @precondition(lambda self: self.stepper.scheduler._requests)
-    @rule(data=st.data(), twice=st.booleans())
-    def abort(self, data: st.DataObject, twice: bool) -> None:
-        self._abort(data.draw(st.sampled_from(sorted(self.stepper.scheduler._requests))), twice)
+    @precondition(lambda self: len(self.stepper.scheduler.waiting) > 4)
+    @rule(data=st.data())
+    def abort_who_waits(self, data: st.DataObject) -> None:
+        self._abort(data, [request.spec.request_id for request in self.stepper.scheduler.waiting])
+
+    @precondition(lambda self: self.stepper.scheduler.num_running > 2 and self.stepper.in_flight)
+    @rule(data=st.data())
+    def abort_who_runs(self, data: st.DataObject) -> None:
+        self._abort(data, self._in_slots(self.stepper.scheduler.slots.running))
 
     @precondition(lambda self: self.stepper.scheduler.num_draining)
     @rule(data=st.data())
-    def abort_who_is_draining(self, data: st.DataObject) -> None:
-        slots = self.stepper.scheduler.slots
-        draining = [self.stepper.request_in(slot) for slot in slots.draining.nonzero()[0].tolist()]
-        self._abort(data.draw(st.sampled_from(draining)), twice=False)
+    def abort_who_drains(self, data: st.DataObject) -> None:
+        self._abort(data, self._in_slots(self.stepper.scheduler.slots.draining))
 
-    def _abort(self, request_id: str, twice: bool) -> None:
+    def _in_slots(self, which: npt.NDArray[np.bool_]) -> list[str]:
+        return [self.stepper.request_in(slot) for slot in np.flatnonzero(which).tolist()]
+
+    def _abort(self, data: st.DataObject, names: list[str]) -> None:
+        request_id = data.draw(st.sampled_from(sorted(names)))
         self.aborted.add(request_id)
-        for _ in range(1 + twice):
+        for _ in range(data.draw(st.integers(1, 2))):
             self.stepper.abort(request_id)
 
     @invariant()
@@ -141,5 +150,5 @@ class _Nothing:
 _NOTHING = _Nothing()
 
 TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestEngine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestEngine = pytest.mark.timeout(120)(TestEngine)
