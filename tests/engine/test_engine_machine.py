@@ -32,7 +32,7 @@ SPECS = _specs()
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Rules are biased to pressure: requests come in bunches, are mostly admitted at once, and are aborted in mid-work."""
+    """Rules are biased to pressure: requests come in bunches, mostly admitted at once, and are aborted in mid-work."""
 
     @initialize(
         depth=st.integers(1, 3),
