@@ -25,7 +25,8 @@ __all__ = ["BuildError", "cache_folder", "library_path", "load"]
 logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "csrc"
-_COMMON_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-pthread")
+# Hidden, so that libraries of several instruction sets in one process keep their symbols apart.
+_COMMON_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-pthread")
 _ISA_FLAGS = {
     "native": ("-march=native",),
     "native_without_amx": ("-march=native", "-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8"),
@@ -50,12 +51,12 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "fd_core" / "native"
 
 
-def load() -> ctypes.CDLL:
+def load(isa: str | None = None) -> ctypes.CDLL:
     """Return the library for this processor, compiling it if it is not in the cache.
 
-    FD_NATIVE_ISA chooses another instruction set than the processor's own. Raises `BuildError`.
+    `isa`, or FD_NATIVE_ISA, chooses another instruction set than the processor's own. Raises `BuildError`.
     """
-    isa = os.environ.get("FD_NATIVE_ISA", "native")
+    isa = isa or os.environ.get("FD_NATIVE_ISA") or "native"
     if isa not in _ISA_FLAGS:
         raise BuildError(f"FD_NATIVE_ISA is {isa!r}; known: {', '.join(_ISA_FLAGS)}")
     library = _load(isa)

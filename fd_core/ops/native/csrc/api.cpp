@@ -59,6 +59,8 @@ void* with_type(int type, F&& body) {
 
 using namespace fd;
 
+// Nothing else is visible outside the library.
+#pragma GCC visibility push(default)
 extern "C" {
 
 struct LayerGeometry {
@@ -426,3 +428,4 @@ int fd_sample(const SampleRows* rows, void* team) {
 }
 
 }  // extern "C"
+#pragma GCC visibility pop

@@ -232,7 +232,7 @@ void Attention<E>::score(Scratch& s, const Pass& pass, int head, int block, int 
         call.b = layer_.keys(pass.table[block], head) + size_t(v) * kLanes * Product<E>::kStep;
         const int row_blocks = ceil_div(pass.rows.end - pass.rows.begin, S::kRows);
         for (int i = 0; i < row_blocks; i++) {
-            const Range r = share(pass.rows.end - pass.rows.begin, i, row_blocks);
+            const Range r = row_block<E>(pass.rows.end - pass.rows.begin, i, row_blocks);
             const int first = pass.rows.begin + r.begin;
             call.a = s.q + first * s.q_stride;
             call.c = s.scores + size_t(first) * s.columns + column + v * kLanes;
@@ -306,7 +306,7 @@ void Attention<E>::weigh(Scratch& s, const Pass& pass, int head, int block, int 
         call.b = values + size_t(v) * kLanes * Product<E>::kStep;
         const int row_blocks = ceil_div(pass.rows.end - pass.rows.begin, S::kRows);
         for (int i = 0; i < row_blocks; i++) {
-            const Range r = share(pass.rows.end - pass.rows.begin, i, row_blocks);
+            const Range r = row_block<E>(pass.rows.end - pass.rows.begin, i, row_blocks);
             const int row = pass.rows.begin + r.begin;
             call.a = s.weights + size_t(row) * s.columns + column;
             call.c = s.sums + size_t(row) * s.d + v * kLanes;

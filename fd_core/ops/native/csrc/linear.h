@@ -35,6 +35,15 @@ inline int stored_column(const Linear& w, int part, int c) {
     return (c / kLanes * 2 + part) * kLanes + c % kLanes;
 }
 
+/// Rows of block `i` of `blocks` that one tile computes. Whole tiles write rows beyond theirs, so they must come in
+/// order and not overlap; others are cut evenly.
+template <class E>
+Range row_block(int rows, int i, int blocks) {
+    constexpr int R = TileShape<E>::kRows;
+    if (TileShape<E>::kRowSlack) return {i * R, std::min(rows, (i + 1) * R)};
+    return share(rows, i, blocks);
+}
+
 /// Cache lines fetched ahead for each k step: more would make the loads of the product itself wait.
 constexpr int kMostAhead = 4;
 /// Rows of x that stay in a core's second-level cache while the panels pass by.
@@ -102,7 +111,7 @@ void matmul(const Linear& w, const E* x, size_t x_stride, int rows, Range vecs, 
             const char* ahead = (const char*)following.b;
             call.ahead_lines = int(std::min<size_t>(kMostAhead, (following.bytes / kCacheLine + chances - 1) / chances));
             for (int i = 0; i < blocks; i++) {
-                const Range r = share(group.end - group.begin, i, blocks);
+                const Range r = row_block<E>(group.end - group.begin, i, blocks);
                 const int first = group.begin + r.begin;
                 call.a = x + first * x_stride;
                 call.ahead = ahead;

@@ -13,7 +13,7 @@ namespace fd {
 class Mapping {
    public:
     explicit Mapping(size_t bytes) : bytes_((bytes + kPage - 1) / kPage * kPage + kPage) {
-        void* p = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        void* p = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (p == MAP_FAILED) throw std::bad_alloc();
         base_ = static_cast<char*>(p);
 #if defined(MADV_HUGEPAGE)

@@ -1,0 +1,44 @@
+import logging
+
+import pytest
+
+from fd_core.ops.native import build, load_native_ops
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.delenv("FD_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert build.cache_folder() == tmp_path / "xdg" / "fd_core" / "native"
+    monkeypatch.setenv("FD_CACHE", str(tmp_path / "own"))
+    assert build.cache_folder() == tmp_path / "own" / "native"
+
+
+def test_the_library_is_named_by_its_flags():
+    assert build.library_path("avx2") != build.library_path("avx512")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "reason"),
+    [
+        ("FD_NATIVE_ISA", "abacus", "FD_NATIVE_ISA is 'abacus'; known: native"),
+        ("CXX", "/nowhere/c++", "no C++ compiler"),
+        ("CXX", "false", "did not compile"),
+    ],
+)
+def test_without_a_library_one_line_says_why_and_there_is_no_pack(
+    monkeypatch, tmp_path, caplog, variable, value, reason
+):
+    monkeypatch.setenv("FD_CACHE", str(tmp_path))
+    monkeypatch.setenv(variable, value)
+    with caplog.at_level(logging.WARNING):
+        assert load_native_ops("float32", 1) is None
+    messages = [record.message for record in caplog.records if record.name.startswith("fd_core")]
+    assert len(messages) == 1
+    assert reason in messages[0]
+    assert "\n" not in messages[0]
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):
+    (tmp_path / "native").write_text("a file where the folder should be")
+    monkeypatch.setenv("FD_CACHE", str(tmp_path))
+    assert load_native_ops("float32", 1) is None

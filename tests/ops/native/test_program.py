@@ -1,0 +1,76 @@
+import gc
+import logging
+import weakref
+
+import numpy as np
+import pytest
+
+from fd_core.ops.contract import KVShape
+from tests.ops.native.layers import Geometry, LayerOn
+from tests.ops.packs import raw
+
+
+def model_on(layer):
+    """A forward of two layers with the same weights, and logits."""
+    ops = layer.ops
+    rng = np.random.default_rng(0)
+    table = ops.prepare_embedding(raw(rng.standard_normal((4, layer.g.hidden)).astype(np.float32)))
+    head = ops.prepare_linear([raw(rng.standard_normal((200, layer.g.hidden)).astype(np.float32))])
+
+    def forward(step, cache):
+        x = ops.embedding(table, step.token_ids)
+        for index in range(2):
+            q = ops.attention_inputs(x, layer.norm, layer.qkv, layer.heads, cache.layer(index), step)
+            a = ops.attention(q, layer.heads, cache.layer(index), step)
+            x = ops.project_residual(a, layer.output, x, layer.post_norm)
+            inner = ops.mlp_inputs(x, layer.norm, layer.gate_up, "silu")
+            x = ops.project_residual(inner, layer.down, x)
+        return ops.logits(x, layer.norm, head, step.logits_rows, 30.0)
+
+    return forward
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_recorded_forward_equals_its_operations(native, dtype, threads):
+    layer = LayerOn(native(dtype, threads), Geometry(post_norm=True))
+    forward = model_on(layer)
+    once = layer.ops.to_host(forward(layer.step, layer.cache))
+    compiled = layer.ops.compile(forward)
+    for _ in range(2):
+        replayed = layer.ops.to_host(compiled(layer.step, layer.cache))
+        # The softcap's tanh is torch's in one and the kernels' in the other.
+        np.testing.assert_allclose(replayed, once, rtol=0, atol=1e-5)
+
+
+def test_a_forward_that_cannot_be_recorded_runs_eagerly_and_says_so(native, caplog):
+    layer = LayerOn(native(), Geometry())
+    ops = layer.ops
+    x = ops.from_host(layer.x)
+
+    def forward(step, cache):
+        return ops.linear(x * (1 + 0 * step.positions[0]), layer.qkv)
+
+    compiled = ops.compile(forward)
+    with caplog.at_level(logging.WARNING):
+        results = [ops.to_host(compiled(layer.step, layer.cache)) for _ in range(2)]
+    np.testing.assert_array_equal(*results)
+    assert [record.message for record in caplog.records] == [
+        "this model runs operation by operation, which is slower: "
+        "the forward uses elements of an array, which only an eager pack can compute"
+    ]
+
+
+def test_a_cache_is_freed_though_a_program_was_recorded_for_it(native):
+    layer = LayerOn(native(), Geometry())
+    compiled = layer.ops.compile(model_on(layer))
+    compiled(layer.step, layer.cache)
+    gone = weakref.ref(layer.cache)
+    del layer.cache, layer.kv
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_cache_that_does_not_fit_is_a_memory_error(native):
+    with pytest.raises(MemoryError, match="KV cache of 1000000000 blocks"):
+        native().allocate_kv(KVShape(30, 8, 128, 32), 10**9)

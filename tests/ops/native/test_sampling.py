@@ -1,0 +1,42 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from fd_core.ops.numpy_ops import NumpyOps
+from tests.ops.packs import on_device, sample_input
+from tests.ops.test_sampling import situations
+
+
+def sample(ops, logits, parameters):
+    return ops.to_host(ops.sample(ops.from_host(logits.copy()), on_device(ops, parameters)))
+
+
+@given(situations())
+@settings(max_examples=200, deadline=None)
+def test_chooses_what_the_oracle_chooses(native, situation):
+    logits, parameters = situation
+    np.testing.assert_array_equal(sample(native(), logits, parameters), sample(NumpyOps(), logits, parameters))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_real_vocabulary_with_every_filter(native, threads):
+    rng = np.random.default_rng(0)
+    rows = 48
+    logits = (rng.standard_normal((rows, 5003)) * rng.choice([0.1, 1.0, 4.0], (rows, 1))).astype(np.float32)
+    parameters = sample_input(
+        rows,
+        temperature=rng.choice([0.0, 0.3, 1.0, 2.5], rows),
+        top_k=rng.choice([0, 1, 40, 4000], rows),
+        top_p=rng.choice([0.1, 0.9, 0.999, 1.0], rows),
+        min_p=rng.choice([0.0, 0.01, 0.3], rows),
+        seeds=rng.integers(0, 2**63, rows),
+        positions=rng.integers(0, 4000, rows),
+    )
+    expected = sample(NumpyOps(), logits, parameters)
+    np.testing.assert_array_equal(sample(native(threads=threads), logits, parameters), expected)
+
+
+def test_greedy_takes_the_lowest_id_on_a_tie(native):
+    logits = np.full((2, 70), -1.0, np.float32)
+    logits[0, [40, 69]] = 5.0
+    assert sample(native(), logits, sample_input(2, temperature=0.0)).tolist() == [40, 0]
