@@ -150,5 +150,5 @@ class _Nothing:
 _NOTHING = _Nothing()
 
 TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestEngine.settings = settings(max_examples=35, stateful_step_count=40, deadline=None)
 TestEngine = pytest.mark.timeout(120)(TestEngine)
