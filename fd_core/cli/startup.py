@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from fd_core.config import EngineConfig
-from fd_core.plugins import installed_plugins
+from fd_core.engine.assets import find_assets
 from fd_core.text.chat_template import ChatTemplate
-from fd_core.text.tokenizer import Tokenizer, load_tokenizer
+from fd_core.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from fd_core.engine.client import EngineClient
@@ -32,7 +32,8 @@ class LocalModel:
 
     config: EngineConfig
     """The settings, with the model's name for people in place of what was typed."""
-    path: Path
+    path: Path | None
+    """None for a backend that needs no checkpoint."""
     tokenizer: Tokenizer
     template: ChatTemplate | None
     """None if the model cannot chat."""
@@ -92,24 +93,12 @@ def startup_bars(console: Console) -> Iterator[StartupBars]:
 
 
 def find_model(config: EngineConfig, chat_template: str | None, bars: StartupBars) -> LocalModel:
-    """Fetch the model if need be and read its tokenizer, once the plugins named in `config` are known to be there.
+    """Fetch the model if need be, read its tokenizer and check its chat template.
 
     Raises `ModelError` or `PluginError`.
     """
-    from fd_core.models.catalog import resolve_model
-    from fd_core.models.loading.checkpoint import open_checkpoint
-
-    if config.backend != "auto":
-        installed_plugins().choose_backend(config.backend)
-    installed_plugins().scheduler_class(config.scheduling_policy)
-    if config.speculative is not None:
-        installed_plugins().drafter_class(config.speculative.method)
-    found = resolve_model(config.model, revision=config.revision, progress=bars)
-    checkpoint = open_checkpoint(found.path)
-    try:
-        tokenizer = load_tokenizer(checkpoint)
-    finally:
-        checkpoint.close()
+    found = find_assets(config, bars)
+    tokenizer = found.tokenizer
     if chat_template is not None:
         template: ChatTemplate | None = ChatTemplate(chat_template, tokenizer.bos_token, tokenizer.eos_token)
     else:

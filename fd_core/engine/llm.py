@@ -6,19 +6,15 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from fd_core.config import EngineConfig
+from fd_core.engine.assets import find_assets
 from fd_core.engine.core import Engine, load_engine
 from fd_core.engine.messages import Delta, EngineInfo, EngineStats
 from fd_core.errors import BadRequest, ConfigError
-from fd_core.models.catalog import ProgressSink, resolve_model
-from fd_core.models.loading.checkpoint import open_checkpoint
-from fd_core.plugins import installed_plugins
-from fd_core.text.tokenizer import Tokenizer, load_tokenizer
 from fd_core.types import FinishReason, RequestSpec, SamplingParams, TokenLogprobs
 
 __all__ = ["LLM", "Completion"]
@@ -62,9 +58,10 @@ class LLM:
         unknown = sorted(set(settings) - set(EngineConfig.__struct_fields__))
         if unknown:
             raise ConfigError(f"unknown settings: {', '.join(unknown)}", field=unknown[0])
-        path = checkpoint_path(config)
-        self._tokenizer = _tokenizer_of(path)
-        self._engine: Engine = load_engine(config, path, progress=lambda *_: None)
+        assets = find_assets(config)
+        self.tokenizer = assets.tokenizer
+        """The model's tokenizer."""
+        self._engine: Engine = load_engine(config, assets.path, progress=lambda *_: None)
         self._requests = 0
 
     @property
@@ -76,13 +73,6 @@ class LLM:
     def stats(self) -> EngineStats:
         """Gauges and counters of the engine."""
         return self._engine.stats()
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises `ConfigError` for a scripted model, which has none."""
-        if self._tokenizer is None:
-            raise ConfigError("this model has no tokenizer; give prompts as token ids", field="prompt")
-        return self._tokenizer
 
     def generate(
         self,
@@ -118,9 +108,8 @@ class LLM:
         except BaseException:
             self._engine.abort_all()
             raise
-        if self._tokenizer is not None:
-            for result in results:
-                result.text = self._tokenizer.decode(result.token_ids)
+        for result in results:
+            result.text = self.tokenizer.decode(result.token_ids)
         return results
 
     def close(self) -> None:
@@ -152,23 +141,6 @@ class LLM:
                 result.logprobs = (result.logprobs or []) + list(delta.logprobs)
             if on_delta is not None:
                 on_delta(index, delta)
-
-
-def checkpoint_path(config: EngineConfig, progress: ProgressSink | None = None) -> Path | None:
-    """Find the configured model on disk, fetching it if need be; None for a backend that needs no checkpoint."""
-    if config.backend != "auto" and not installed_plugins().backend_class(config.backend).needs_checkpoint:
-        return None
-    return resolve_model(config.model, revision=config.revision, progress=progress).path
-
-
-def _tokenizer_of(path: Path | None) -> Tokenizer | None:
-    if path is None:
-        return None
-    checkpoint = open_checkpoint(path)
-    try:
-        return load_tokenizer(checkpoint)
-    finally:
-        checkpoint.close()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

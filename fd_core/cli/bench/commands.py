@@ -200,11 +200,12 @@ def _load(model: str | None, given: Given, tokens: int, console: Console) -> LLM
 
     from fd_core.cli.settings import merge
     from fd_core.cli.startup import startup_bars
-    from fd_core.engine.llm import LLM, checkpoint_path
+    from fd_core.engine.assets import find_assets
+    from fd_core.engine.llm import LLM
 
     config = merge(model, given, os.environ, default_model="smollm2").engine
     with startup_bars(Console(stderr=True)) as bars:
-        checkpoint_path(config, bars)
+        find_assets(config, bars)
     with console.status(f"Loading {config.model}"):
         llm = LLM(**msgspec.structs.asdict(config))
     if llm.info.max_model_len < tokens:

@@ -1,0 +1,48 @@
+"""What an engine needs from disk before it starts: the checkpoint and its tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fd_core.config import EngineConfig
+from fd_core.models.catalog import resolve_model
+from fd_core.models.fetching.progress import ProgressSink
+from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.plugins import installed_plugins
+from fd_core.text.byte_tokenizer import byte_tokenizer
+from fd_core.text.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["Assets", "find_assets"]
+
+
+@dataclass(frozen=True, slots=True)
+class Assets:
+    """A model on this machine."""
+
+    name: str
+    """What people call it."""
+    path: Path | None
+    """The checkpoint; None for a backend that needs none."""
+    tokenizer: Tokenizer
+
+
+def find_assets(config: EngineConfig, progress: ProgressSink | None = None) -> Assets:
+    """Find the configured model, fetching it if need be, and read its tokenizer.
+
+    A backend that needs no checkpoint takes any model name, and its tokens are bytes. The plugins that `config` names
+    are looked up first, so that nothing is fetched in vain. Raises `ModelError` or `PluginError`.
+    """
+    plugins = installed_plugins()
+    plugins.scheduler_class(config.scheduling_policy)
+    plugins.victim_policy_class(config.victim_policy)
+    if config.speculative is not None:
+        plugins.drafter_class(config.speculative.method)
+    if config.backend != "auto" and not plugins.choose_backend(config.backend).cls.needs_checkpoint:
+        return Assets(config.model, None, byte_tokenizer())
+    found = resolve_model(config.model, revision=config.revision, progress=progress)
+    checkpoint = open_checkpoint(found.path)
+    try:
+        return Assets(found.name, found.path, load_tokenizer(checkpoint))
+    finally:
+        checkpoint.close()
