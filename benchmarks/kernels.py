@@ -132,20 +132,19 @@ def limits(case: Case, itemsize: int, bandwidth: float, flops: float) -> tuple[f
     return ((LAYERS * layer + head) * itemsize + kv_bytes) / bandwidth, 2 * products / flops
 
 
-def measured_flops(ops: NativeOps) -> float:
-    """Return the rate of a product whose operands stay in the caches: what the multipliers give."""
-    rng = np.random.default_rng(2)
-    linear = ops.prepare_linear([random_weight(rng, 1024, HIDDEN)])
-    x = torch.ones((240, HIDDEN), dtype=ops.torch_dtype)
+def measured_rate(ops: NativeOps, rows: int, width: int, repeats: int) -> float:
+    """Return multiply-adds per second of a product with `rows` rows and `width` columns, the best of five."""
+    linear = ops.prepare_linear([random_weight(np.random.default_rng(2), width, HIDDEN)])
+    x = torch.ones((rows, HIDDEN), dtype=ops.torch_dtype)
     best = 0.0
     for _ in range(5):
         with ops._call(x) as call:
             source = call.input(x, HIDDEN, ops.runtime.wide)
-            buffer, _ = call.output(x, 1024, ops.runtime.wide)
-            for _ in range(20):
+            buffer, _ = call.output(x, width, ops.runtime.wide)
+            for _ in range(repeats):
                 call.add("linear", linear.handle, source, buffer)
             start = time.perf_counter()
-        best = max(best, 20 * 2 * 240 * HIDDEN * 1024 / (time.perf_counter() - start))
+        best = max(best, repeats * rows * HIDDEN * width / (time.perf_counter() - start))
     return best
 
 
@@ -183,7 +182,10 @@ def main() -> None:
     cache = ops.allocate_kv(model.kv_shape(BLOCK_SIZE), most)
     forward = ops.compile(model.forward)
     assert isinstance(forward, CompiledForward)
-    bandwidth, flops = BandwidthProbe(arguments.threads).measure(), measured_flops(ops)
+    itemsize = 4 if arguments.dtype == "float32" else 2
+    # Reading: a weight of 256 MiB or more for one row. Products: operands that stay in the caches.
+    bandwidth = max(BandwidthProbe(arguments.threads).measure(), itemsize * measured_rate(ops, 1, 5 * VOCABULARY, 3))
+    flops = 2 * measured_rate(ops, 240, 1024, 20)
     steps = [step_of(case) for case in cases]
     for step in steps:
         forward(step, cache)
@@ -200,7 +202,7 @@ def main() -> None:
     print(f"{'case':18}{'fastest':>9}{'median':>9}{'bytes':>8}{'flops':>8}{'share':>7}   of which")
     results = []
     for case, step, kept in zip(cases, steps, times, strict=True):
-        read, compute = limits(case, 4 if arguments.dtype == "float32" else 2, bandwidth, flops)
+        read, compute = limits(case, itemsize, bandwidth, flops)
         share = max(read, compute) / min(kept)
         parts = shares(forward, step, cache)
         named = ", ".join(f"{name} {seconds * 1e3:.2f}" for name, seconds in parts.items())
