@@ -3,7 +3,8 @@
 //   keys    [padded d / kStep][padded block][kStep]   a matrix with one column for each token
 //   values  [padded block / kStep][padded d][kStep]   a matrix with one row for each token
 //
-// so that attention multiplies with blocks in place and never gathers.
+// so that attention multiplies with blocks in place and never gathers. The blocks of one head lie side by side: a request
+// whose blocks have consecutive numbers, as they mostly have, is read in one run.
 #pragma once
 
 #include "rows.h"
@@ -38,7 +39,7 @@ struct KvLayer {
         : layout(&l), data((E*)l.data + size_t(layer) * l.blocks * l.block_elements()) {}
 
     E* keys(int block, int head) const {
-        return data + (size_t(block) * layout->heads + head) * layout->head_elements();
+        return data + (size_t(head) * layout->blocks + block) * layout->head_elements();
     }
     E* values(int block, int head) const { return keys(block, head) + size_t(layout->d_k) * layout->block_k; }
 
@@ -53,7 +54,8 @@ struct KvLayer {
     /// Called before the first token of a block is written. Attention multiplies values it must not see by zero, which
     /// would not hide a NaN that the block's previous owner left.
     void clear_block(int block) const {
-        std::memset((void*)keys(block, 0), 0, layout->block_elements() * sizeof(E));
+        for (int head = 0; head < layout->heads; head++)
+            std::memset((void*)keys(block, head), 0, layout->head_elements() * sizeof(E));
     }
     void write(int slot, int head, const float* k, const float* v) const {
         constexpr int S = Product<E>::kStep;
