@@ -82,7 +82,6 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fd_linear_bias": (None, (c_void_p, c_int, c_int, c_void_p, c_int, c_int)),
     "fd_kv_new": (c_void_p, (c_int,) * 6),
     "fd_kv_free": (None, (c_void_p,)),
-    "fd_kv_bytes_per_block": (c_size_t, (c_void_p,)),
     "fd_kv_transfer": (None, (c_void_p, c_void_p, c_int, c_void_p, c_int)),
     "fd_kv_write": (None, (c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_int)),
     "fd_program_new": (c_void_p, (c_int,)),

@@ -176,11 +176,6 @@ void* fd_kv_new(int layers, int blocks, int block_size, int heads, int d, int ty
 }
 void fd_kv_free(void* cache) { delete static_cast<Cache*>(cache); }
 
-size_t fd_kv_bytes_per_block(void* cache) {
-    const Cache& c = *static_cast<Cache*>(cache);
-    return c.layout.block_elements() * c.layout.layers * (Type(c.type) == Type::f32 ? 4 : 2);
-}
-
 }  // extern "C"
 
 namespace {
