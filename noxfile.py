@@ -41,6 +41,14 @@ def mutants(session: nox.Session) -> None:
 
 
 @nox.session
+def soak(session: nox.Session) -> None:
+    """The real model under memory pressure, drafts and aborts, for minutes; FD_SOAK_SEED chooses another run."""
+    session.install("-e", ".[cpu]")
+    session.install("-e", ".[cpu,test]")
+    session.run("pytest", "tests/soak", "-m", "soak", "--timeout=900", *session.posargs)
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Speed against other engines; see `benchmarks/`. Not part of the default run."""
     session.install("-e", ".[cpu]")

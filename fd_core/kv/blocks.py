@@ -85,7 +85,8 @@ class BlockPool:
             return None
         from_blank = min(count, self._num_blank)
         self._num_blank -= from_blank
-        taken = self._blank[self._num_blank : self._num_blank + from_blank].copy()
+        # Ascending, so that a request's blocks are neighbours in memory as long as the pool is fresh.
+        taken = self._blank[self._num_blank : self._num_blank + from_blank][::-1].copy()
         if from_blank < count:
             taken = np.concatenate([taken, self._evict(count - from_blank)])
         self._references[taken] = 1

