@@ -10,11 +10,11 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
-import importlib.util
 import logging
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -117,41 +117,20 @@ def _locked(path: Path) -> Iterator[None]:
 def _compile(isa: str, path: Path) -> None:
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         raise BuildError("no C++ compiler (c++) was found")
-    from torch.utils import cpp_extension
-
     logger.info("compiling native kernels for %s; this happens once", isa)
-    with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder, _ninja_on_path():
+    sources = [str(source) for source in sorted(_SOURCES.glob("*.cpp"))]
+    with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:
+        command = [sys.executable, "-m", "fd_core.ops.native.compiler", folder, *_COMMON_FLAGS, *_ISA_FLAGS[isa], "--"]
         try:
-            built = cpp_extension.load(
-                name="fd_native",
-                sources=[str(source) for source in sorted(_SOURCES.glob("*.cpp"))],
-                extra_cflags=[*_COMMON_FLAGS, *_ISA_FLAGS[isa]],
-                extra_ldflags=["-pthread"],
-                build_directory=folder,
-                is_python_module=False,
-            )
-        except (RuntimeError, ImportError, subprocess.SubprocessError) as error:
-            raise BuildError(f"the C++ sources did not compile: {_first_error(str(error))}") from error
-        (Path(built) if built else Path(folder) / "fd_native.so").replace(path)
+            done = subprocess.run([*command, *sources], capture_output=True, text=True, timeout=_LOCK_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise BuildError(f"the C++ sources did not compile within {_LOCK_SECONDS:.0f} s") from None
+        if done.returncode != 0:
+            raise BuildError(f"the C++ sources did not compile: {_first_error(done.stdout + done.stderr)}")
+        Path(done.stdout.splitlines()[-1]).replace(path)
 
 
 def _first_error(text: str) -> str:
     """Return the line of a compiler's output that says what went wrong."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return next((line for line in lines if "error" in line.lower()), lines[0] if lines else "no message")
-
-
-@contextmanager
-def _ninja_on_path() -> Iterator[None]:
-    """Let torch find the ninja of this environment, also where the environment was not activated."""
-    if shutil.which("ninja") is not None or (spec := importlib.util.find_spec("ninja")) is None or not spec.origin:
-        yield
-        return
-    import ninja
-
-    before = os.environ.get("PATH", "")
-    os.environ["PATH"] = os.pathsep.join((ninja.BIN_DIR, before))
-    try:
-        yield
-    finally:
-        os.environ["PATH"] = before
+    return next((line for line in lines if "error:" in line), lines[-1] if lines else "no message")
