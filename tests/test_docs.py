@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
+from benchmarks import readme_speed
 from fd_core.cli.app import app
 from fd_core.cli.flags import API_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, SERVER_FLAGS
 from fd_core.config import EngineConfig, ServerConfig
@@ -80,6 +81,10 @@ def test_flags_named_in_documents_exist():
 def test_the_readme_says_of_every_flag_what_its_help_says(flag):
     name = f"`{flag.flag} {flag.metavar}`" if flag.metavar else f"`{flag.flag}`, `--no-{flag.key}`"
     assert f"| {name} | {flag.described} |\n" in README
+
+
+def test_the_speed_in_the_readme_is_what_was_measured():
+    assert readme_speed.filled(README, ROOT / "benchmarks" / "results") == README
 
 
 def test_every_setting_has_a_flag_or_a_reason():

@@ -27,8 +27,8 @@ def main() -> None:
     """Serve requests from standard input until it ends or says quit."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    # The script's own folder would let adapters named like their engines shadow them.
-    sys.path[0] = str(PACKAGE.parent)
+    # Behind everything installed: a module here must not shadow one that an engine looks for.
+    sys.path[:] = [*sys.path[1:], str(PACKAGE.parent)]
     engine: Any = None
     for line in sys.stdin:
         message = json.loads(line)

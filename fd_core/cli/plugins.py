@@ -58,7 +58,10 @@ def _requirement(name: str) -> str:
 
     if name in KNOWN_PLUGINS:
         folder = Path(__file__).parents[2] / "plugins" / name
-        return str(folder) if (folder / "pyproject.toml").is_file() else KNOWN_PLUGINS[name]
+        if not (folder / "pyproject.toml").is_file():
+            # Falling back to the index would install whatever a stranger publishes under the name.
+            raise ConfigError(f"the plugin {name} is not part of this version", field="NAME")
+        return str(folder)
     if not _DISTRIBUTION.fullmatch(name):
         raise ConfigError(
             f"{name!r} is not the name of a distribution",
@@ -77,7 +80,7 @@ def _show() -> None:
     plugins = installed_plugins()
     console = Console()
     table = Table("Kind", "Name", "From", "About")
-    for offers in (plugins.backends(), plugins.schedulers(), plugins.drafters()):
+    for offers in (plugins.backends(), plugins.schedulers(), plugins.victim_policies(), plugins.drafters()):
         for registered in offers.values():
             table.add_row(registered.kind.word, registered.name, str(registered.origin), registered.summary)
     console.print(table)

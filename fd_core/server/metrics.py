@@ -50,6 +50,8 @@ _COUNTERS: Final[Sequence[tuple[str, str, Callable[[EngineStats], int]]]] = (
     ("recomputed_tokens", "Tokens computed again after a preemption", lambda s: s.recomputed_tokens),
     ("prefix_queries_tokens", "Prompt tokens looked up in the prefix cache", lambda s: s.prefix_queries),
     ("prefix_hits_tokens", "Prompt tokens found in the prefix cache", lambda s: s.prefix_hits),
+    ("drafts_proposed_tokens", "Draft tokens verified", lambda s: s.drafts_proposed),
+    ("drafts_accepted_tokens", "Draft tokens kept", lambda s: s.drafts_accepted),
     ("stale_outputs", "Outputs dropped because epoch, step or generation did not match", lambda s: s.stale_outputs),
 )
 

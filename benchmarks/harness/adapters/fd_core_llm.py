@@ -23,7 +23,8 @@ class Engine:
             max_model_len=max_length,
             kv_cache_memory=2**30,
         )
-        self.notes: dict[str, Any] = {"dtype": "bfloat16", "info": str(self._llm.info)}
+        info = self._llm.info
+        self.notes: dict[str, Any] = {"dtype": info.dtype, "device": info.device, "kv_cache_bytes": info.kv_cache_bytes}
 
     def run(self, prompts: list[list[int]], max_tokens: int) -> list[tuple[list[int], float, float]]:
         """Generate for all prompts; the engine notes when it delivered each token."""

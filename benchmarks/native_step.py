@@ -1,6 +1,6 @@
 """Time one step of the native kernels on SmolLM2-135M's shape, and say what share of the machine's limit it reaches.
 
-    python -m benchmarks.kernels [--dtype bfloat16] [--threads 2] [--rounds 30] [--only decode32]
+    python -m benchmarks.native_step [--dtype bfloat16] [--threads 2] [--rounds 30] [--only decode32]
 
 Weights are random: a step takes the same time whatever they are. Cases run interleaved, round by round, because the
 machine drifts; the table gives the fastest and the median round. The limit of a step is the larger of the time to read
@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", help="run cases whose name starts so")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/kernels.json"))
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/native_step.json"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     ops = load_native_ops(arguments.dtype, arguments.threads)
