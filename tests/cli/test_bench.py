@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from fd_core.cli.app import app
 from fd_core.cli.bench.results import Trace, objectives, report
+from fd_core.cli.bench.scheduler import StepTimes, prompts
 from fd_core.cli.bench.workload import arrivals, from_file, synthetic, synthetic_ids
 from fd_core.errors import ConfigError
 from tests.server.fakes import FakeClient, live
@@ -92,6 +93,39 @@ def test_offline_benchmarks_measure_the_engine(tmp_path):
     figures = json.loads(path.read_text())
     assert (figures["completed"], figures["output_tokens"]) == (5, 40)
     assert figures["settings"]["backend"] == "null"
+
+
+def test_scheduler_measures_every_case(tmp_path):
+    path = tmp_path / "figures.json"
+    flags = ["--running", "3", "--running", "8", "--drafts", "0", "--drafts", "2", "--steps", "6", "--block-size", "4"]
+    result = runner.invoke(app, ["bench", "scheduler", *flags, "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    figures = json.loads(path.read_text())
+    cases = [(case["running"], case["drafts"], case["steps"]) for case in figures["cases"]]
+    assert cases == [(3, 0, 6), (8, 0, 6), (3, 2, 6), (8, 2, 6)]
+    for case in figures["cases"]:
+        assert list(case["us"]) == ["plan", "commit", "step"]
+        assert all(0 < row["median"] <= row["p99"] for row in case["us"].values())
+    assert "commit" in result.stdout
+
+
+def test_scheduler_refuses_a_result_file_that_cannot_be_written(tmp_path):
+    result = runner.invoke(app, ["bench", "scheduler", "--json", str(tmp_path / "nowhere" / "figures.json")])
+    assert result.exit_code == 2
+    assert "cannot write" in result.stderr
+
+
+def test_a_step_costs_its_plan_and_its_commit():
+    times = StepTimes((1e-6,), (3e-6,)) + StepTimes((3e-6,), (5e-6,))
+    figures = times.figures(running=4, drafts=0)
+    assert {part: round(row["median"], 6) for part, row in figures["us"].items()} == {"plan": 2, "commit": 4, "step": 6}
+    assert figures["per_request_us"] == pytest.approx(1.5)
+
+
+def test_prompts_end_at_every_place_of_a_block():
+    asked = prompts(16, 8, 0)
+    assert sorted(len(ids) % 8 for ids in asked) == sorted([*range(8)] * 2)
+    assert len({tuple(ids[:4]) for ids in asked}) == 16
 
 
 def test_workloads_repeat_and_share_no_prefix():

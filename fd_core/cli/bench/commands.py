@@ -1,4 +1,4 @@
-"""The three benchmarks as commands."""
+"""The benchmarks as commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-app = typer.Typer(no_args_is_help=True, help="Measure latency, throughput, or a running server.")
+app = typer.Typer(no_args_is_help=True, help="Measure latency, throughput, a running server, or planning.")
 
 Model = Annotated[str | None, typer.Argument(metavar="[MODEL]", show_default=False, help="smollm2 if none is named.")]
 InputLen = Annotated[int, typer.Option(min=1, help="Tokens in each prompt.", metavar="TOKENS")]
@@ -185,6 +185,53 @@ def serve(
         raise FdError("no request was completed")
 
 
+@app.command()
+@reports_errors
+def scheduler(
+    running: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            max=16384,
+            help="Requests that run at once; may be repeated. [default: 16, 256, 1024, 4096]",
+            metavar="N",
+            show_default=False,
+        ),
+    ] = None,
+    drafts: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=0,
+            max=16,
+            help="Drafts that each request verifies in a step; may be repeated. [default: 0, 3]",
+            metavar="N",
+            show_default=False,
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps measured in each case.", metavar="N")] = 200,
+    block_size: Annotated[int, typer.Option(min=1, max=1024, help="Tokens in a KV block.", metavar="TOKENS")] = 32,
+    seed: Seed = 0,
+    json: Json = None,
+) -> None:
+    """Without a model: time to plan a step of steady decode and to take in its answer."""
+    from fd_core.cli.bench.scheduler import DRAFTS, RUNNING, measure, prompts, rehearse
+    from fd_core.cli.bench.tables import show_steps, write
+
+    console = _prepare(json)
+    cases = [(count, k) for k in drafts or DRAFTS for count in running or RUNNING]
+    figures = []
+    with _bar(console) as bar:
+        task = bar.add_task("Measuring", total=len(cases))
+        for count, k in cases:
+            asked = prompts(count, block_size, seed)
+            rehearsal = rehearse(asked, steps=steps, drafts=k, block_size=block_size, seed=seed)
+            figures.append(measure(rehearsal, steps).figures(count, k))
+            bar.advance(task)
+    settings = {"benchmark": "scheduler", "steps": steps, "block_size": block_size, "seed": seed}
+    show_steps(console, figures, "bench scheduler: steady decode")
+    write(json, {"settings": settings, "cases": figures})
+
+
 def _prepare(json: Path | None) -> Console:
     from rich.console import Console
 
@@ -234,4 +281,4 @@ def _close(console: Console, json: Path | None, result: Report, settings: dict[s
     from fd_core.cli.bench.tables import show, write
 
     show(console, result, f"bench {settings['benchmark']}: {settings['model']}")
-    write(json, result, settings)
+    write(json, result.as_json(settings))

@@ -1,8 +1,8 @@
-"""Show a benchmark's report as a table and keep it as JSON."""
+"""Show a benchmark's figures as tables and keep them as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from fd_core.cli.bench.results import Report
 from fd_core.errors import ConfigError
 
-__all__ = ["check_writable", "show", "write"]
+__all__ = ["check_writable", "show", "show_steps", "write"]
 
 
 def show(console: Console, report: Report, title: str) -> None:
@@ -48,17 +48,32 @@ def show(console: Console, report: Report, title: str) -> None:
         console.print(f"{times} x {message}", style="red", markup=False, highlight=False)
 
 
+def show_steps(console: Console, cases: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Print what steps cost, one row for each of the `cases` that `StepTimes.figures` returns."""
+    table = Table(title=f"{title}, microseconds a step", title_justify="left")
+    for name in ("running", "drafts", "", "median", "p99", "mean", "a request"):
+        table.add_column(name, justify="left" if name == "" else "right")
+    for case in cases:
+        heads = (f"{case['running']:,}", str(case["drafts"]))
+        for part, row in case["us"].items():
+            share = f"{row['median'] / case['running']:.2f}"
+            table.add_row(*heads, part, *(f"{value:,.0f}" for value in row.values()), share)
+            heads = ("", "")
+        table.add_section()
+    console.print(table)
+
+
 def check_writable(path: Path | None) -> None:
     """Refuse a result file that cannot be written before the measuring starts. Raises `ConfigError`."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise ConfigError(f"--json: cannot write {path}: no such folder or not a file", field="--json")
 
 
-def write(path: Path | None, report: Report, settings: Mapping[str, Any]) -> None:
-    """Write the report as JSON if a file was named."""
+def write(path: Path | None, figures: Mapping[str, Any]) -> None:
+    """Write figures, plain values, as JSON if a file was named."""
     if path is None:
         return
-    text = msgspec.json.format(msgspec.json.encode(report.as_json(settings)), indent=2)
+    text = msgspec.json.format(msgspec.json.encode(figures), indent=2)
     try:
         path.write_bytes(text + b"\n")
     except OSError as error:

@@ -1,0 +1,107 @@
+"""Scheduler and output side on their own: requests that decode steadily, answered with made-up tokens.
+
+There is no device and no model, so what remains of a step is what planning it and taking in its answer cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from fd_core.config import Limits
+from fd_core.engine.messages import Delta
+from fd_core.engine.outputs import Outputs
+from fd_core.kv.prefix import PrefixHasher
+from fd_core.scheduling.drafts import DraftControl
+from fd_core.scheduling.policies import Fcfs
+from fd_core.scheduling.scheduler import Scheduler
+from fd_core.scheduling.victims import Cheapest
+from fd_core.signals import EMPTY_TOKEN_ID
+from fd_core.types import RequestSpec, SamplingParams, StepOutput, StepPlan
+
+__all__ = ["EOS", "REJECT_EVERY", "Rehearsal"]
+
+EOS: Final = 2
+"""Ends a request; no answer holds it, but every token is compared with it."""
+REJECT_EVERY: Final = 8
+"""Every request loses its last draft in one of so many steps, another request in each."""
+
+
+class Rehearsal:
+    """All requests run from the first step on and none ends; blocks are plenty, so nothing is taken back."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        steps: int,
+        num_drafts: int = 0,
+        block_size: int = 32,
+        vocab_size: int = 32000,
+        draw: np.random.Generator,
+    ) -> None:
+        """Compute the prompts in one step, then leave room for `steps` more; `draw` makes up the tokens."""
+        count, per_step = len(prompts), 1 + num_drafts
+        # One more step than asked for: the last may not be cut short by the length limit.
+        self.max_tokens = (steps + 2) * per_step
+        """Tokens that each request may generate."""
+        max_model_len = max(map(len, prompts)) + self.max_tokens
+        self.limits = Limits(
+            max_num_seqs=count,
+            max_num_batched_tokens=max(sum(map(len, prompts)), count * per_step),
+            max_model_len=max_model_len,
+            block_size=block_size,
+            num_kv_blocks=count * (-(-max_model_len // block_size) + 2),
+            vocab_size=vocab_size,
+            max_drafts=num_drafts,
+        )
+        # Drafts of the whole batch count as cheap, so that each request verifies as many as it may.
+        drafts = DraftControl(count, num_drafts, count * per_step) if num_drafts else None
+        hasher = PrefixHasher(block_size=block_size, identity="rehearsal", secret=draw.bytes(32))
+        self._scheduler = Scheduler(self.limits, Fcfs(), Cheapest(), hasher, drafts)
+        self._outputs = Outputs(self._scheduler)
+        self._gens = np.zeros(count, np.int32)
+        self._draw = draw
+        params = SamplingParams(max_tokens=self.max_tokens, temperature=0.0)
+        for index, prompt in enumerate(prompts):
+            self._scheduler.add(
+                RequestSpec(request_id=str(index), prompt=tuple(prompt), params=params, eos_token_ids=(EOS,))
+            )
+        first = self.plan()
+        self.commit(first, self.answer(first))
+        if self._scheduler.num_running != count:
+            raise RuntimeError(f"{self._scheduler.num_running} of {count} requests run after the first step")
+
+    def plan(self) -> StepPlan:
+        """Plan the next step."""
+        plan = self._scheduler.plan()
+        if plan is None:
+            raise RuntimeError("nothing is left to plan: the rehearsal has run longer than it was made for")
+        return plan
+
+    def answer(self, plan: StepPlan) -> StepOutput:
+        """Play the device: every row that samples delivers its token and, but for a rejected one now and then, its
+        drafts; every slot holds new drafts."""
+        count, width = self.limits.max_num_seqs, 1 + self.limits.max_drafts
+        self._gens[plan.slots] = plan.gens
+        rejected = ((plan.slots + plan.step) % REJECT_EVERY == 0) & (plan.num_drafts > 0)
+        delivered = np.zeros(count, np.int32)
+        delivered[plan.slots] = np.where(plan.samples, 1 + plan.num_drafts - rejected, 0)
+        drawn = self._draw.integers(self.limits.vocab_size // 2, self.limits.vocab_size, (count, width), np.int32)
+        return StepOutput(
+            epoch=plan.epoch,
+            step=plan.step,
+            tokens=np.where(np.arange(width) < delivered[:, None], drawn, np.int32(EMPTY_TOKEN_ID)),
+            gens=self._gens.copy(),
+            drafts_ready=np.full(count, self.limits.max_drafts, np.int32) if self.limits.max_drafts else None,
+        )
+
+    def commit(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
+        """Take in the answer; returns what the clients would be told."""
+        return self._outputs.commit(plan, output)
+
+    def check_integrity(self) -> None:
+        """Audit slots and blocks; raises `RuntimeError` if they contradict each other."""
+        self._scheduler.check_integrity()
