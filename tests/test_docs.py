@@ -16,7 +16,7 @@ README = (ROOT / "README.md").read_text()
 TOUR = (ROOT / "docs" / "tour.md").read_text()
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
 FLAGS = (*ENGINE_FLAGS, *SERVER_FLAGS, API_KEY_FILE, CONFIG_FILE)
-ELSEWHERE = {"--index-url"}
+ELSEWHERE = {"--index-url", "--engines", "--http", "--out", "--rounds"}
 """Flags of other programs that the documents name."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -61,6 +62,9 @@ def main() -> int:
             epoch=start.epoch,
             progress=lambda phase, done, total: send(Progress(phase, done, total)),
         )
+        # What is loaded stays: the collector need not look at it again in the middle of a step.
+        gc.collect()
+        gc.freeze()
         send(Ready(engine.info))
         serve_engine(engine, _SocketInbox(socket), send)
     except FdError as error:
