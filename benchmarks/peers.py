@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness import checkpoint as checkpoints
-from harness import environments, machine, report, rounds, sessions
+from harness import environments, machine, processes, report, rounds, sessions
 from harness.engines import ENGINES, ENVIRONMENTS, JUDGES, Limits
 from harness.stats import Run, summarise
 from harness.workloads import SHAPES
@@ -113,7 +113,7 @@ def main(arguments: list[str] | None = None) -> int:
                     session = sessions.start(
                         engine, python, checkpoint, limits, logs / f"{name}.log", http=options.http
                     )
-            except (sessions.EngineFailedError, environments.EnvironmentFailedError) as error:
+            except (processes.EngineFailedError, environments.EnvironmentFailedError) as error:
                 failures[name] = str(error)
                 console.print(f"{name}: not started: {error}", highlight=False)
                 continue

@@ -1,19 +1,25 @@
-"""A process in a peer's environment that is no engine: spoken to in JSON lines, ended with all its children."""
+"""A process in a peer's environment, spoken to in JSON lines, ended with all its children."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .sessions import ANSWER_SECONDS, EngineFailedError
-from .sessions import _end as end
+__all__ = ["ANSWER_SECONDS", "EngineFailedError", "Worker", "end"]
 
-__all__ = ["EngineFailedError", "Worker"]
+ANSWER_SECONDS = 900
+"""How long an engine may take to load or to finish one run; then it is ended and left out."""
+
+
+class EngineFailedError(Exception):
+    """An engine could not be started or broke during a run; the message says how."""
 
 
 class Worker:
@@ -56,3 +62,18 @@ class Worker:
     def close(self) -> None:
         """End the process and its children."""
         end(self._process)
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """End the process and the children that it started (they share its process group)."""
+    for how, seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
+        if process.poll() is not None:
+            break
+        try:
+            os.killpg(process.pid, how)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            print(f"process {process.pid} did not end within {seconds} s", file=sys.stderr)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from .machine import BandwidthProbe, load_average
-from .sessions import EngineFailedError, Session
+from .processes import EngineFailedError
+from .sessions import Session
 from .stats import Run, wrong_counts
 from .workloads import build
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import signal
 import socket
 import subprocess
-import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -21,15 +17,9 @@ import aiohttp
 from .checkpoint import Checkpoint
 from .engines import Engine, Limits, Server, environment_variables
 from .openai_stream import send_all
+from .processes import ANSWER_SECONDS, EngineFailedError, Worker, end
 from .stats import RequestResult, Run
 from .workloads import Workload
-
-ANSWER_SECONDS = 900
-"""How long an engine may take to load or to finish one run; then it is ended and left out."""
-
-
-class EngineFailedError(Exception):
-    """An engine could not be started or broke during a run; the message says how."""
 
 
 class Session(Protocol):
@@ -52,19 +42,13 @@ class WorkerSession:
 
     def __init__(self, engine: Engine, python: Path, checkpoint: Checkpoint, limits: Limits, log: Path) -> None:
         self.engine = engine
-        self._log = log
-        with log.open("w") as stderr:
-            self._process = subprocess.Popen(
-                [str(python), str(Path(__file__).with_name("worker.py"))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                env=os.environ | environment_variables(engine, python, limits),
-                start_new_session=True,
-            )
+        self._worker = Worker(
+            [str(python), str(Path(__file__).with_name("worker.py"))],
+            environment_variables(engine, python, limits),
+            log,
+        )
         try:
-            reply = self._ask(
+            reply = self._worker.ask(
                 op="load",
                 engine=engine.adapter,
                 model={
@@ -82,33 +66,13 @@ class WorkerSession:
         self.load_s: float = reply["load_s"]
         self.notes: dict[str, Any] = reply["notes"]
 
-    def _ask(self, **message: object) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        deadline = threading.Timer(ANSWER_SECONDS, _end, (self._process,))
-        deadline.start()
-        try:
-            self._process.stdin.write(json.dumps(message) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        finally:
-            deadline.cancel()
-        if not line:
-            raise EngineFailedError(f"its process ended with status {self._process.wait()}; see {self._log}")
-        reply: dict[str, Any] = json.loads(line)
-        if not reply["ok"]:
-            raise EngineFailedError(f"{reply['error']}; see {self._log}")
-        return reply
-
     def run(self, workload: Workload, round_number: int) -> Run:
-        reply = self._ask(op="run", prompts=workload.prompts, max_tokens=workload.max_tokens)
+        reply = self._worker.ask(op="run", prompts=workload.prompts, max_tokens=workload.max_tokens)
         requests = tuple(RequestResult(tuple(r["token_ids"]), r["ttft_s"], r["end_s"]) for r in reply["requests"])
         return Run(self.engine.name, workload.name, round_number, reply["wall_s"], requests)
 
     def close(self) -> None:
-        _end(self._process)
+        self._worker.close()
 
 
 class ServerSession:
@@ -165,7 +129,7 @@ class ServerSession:
         return Run(self.engine.name, workload.name, round_number, wall_s, tuple(results))
 
     def close(self) -> None:
-        _end(self._process)
+        end(self._process)
 
 
 def start(engine: Engine, python: Path, checkpoint: Checkpoint, limits: Limits, log: Path, *, http: bool) -> Session:
@@ -189,18 +153,3 @@ def _installed_version(python: Path, engine: Engine) -> str:
     code = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
     answer = subprocess.run([str(python), "-c", code, package], capture_output=True, text=True, check=False)
     return f"{package} {answer.stdout.strip() or 'unknown'}"
-
-
-def _end(process: subprocess.Popen[Any]) -> None:
-    """End the process and the children that it started (they share its process group)."""
-    for how, seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
-        if process.poll() is not None:
-            break
-        try:
-            os.killpg(process.pid, how)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            print(f"process {process.pid} did not end within {seconds} s", file=sys.stderr)

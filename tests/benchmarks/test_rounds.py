@@ -1,7 +1,7 @@
 import pytest
 from harness import rounds
+from harness.processes import EngineFailedError
 from harness.rounds import measure, order_of
-from harness.sessions import EngineFailedError
 from harness.stats import RequestResult, Run
 
 
