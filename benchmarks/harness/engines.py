@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from .checkpoint import Checkpoint
 from .openai_stream import Dialect, LlamaServer, OpenAICompletions
@@ -13,11 +14,15 @@ from .openai_stream import Dialect, LlamaServer, OpenAICompletions
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a run may use: threads, requests at once, tokens of the longest sequence."""
+    """What a run may use: threads, requests at once, tokens of the longest sequence.
+
+    `settings` are passed to the engine's own constructor by the adapters that take any; servers ignore them.
+    """
 
     threads: int
     max_requests: int
     max_length: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ class LlamaServer:
 
 
 async def send_all(
-    base_url: str, model: str, dialect: Dialect, prompts: Sequence[Sequence[int]], max_tokens: int
+    base_url: str, model: str, dialect: Dialect, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]
 ) -> tuple[float, list[RequestResult]]:
     """Send every prompt at once; return the wall seconds and the results in order of the prompts.
 
@@ -79,7 +79,10 @@ async def send_all(
     async with aiohttp.ClientSession(base_url, connector=connector, timeout=timeout) as session:
         start = time.perf_counter()
         results = await asyncio.gather(
-            *(_send(session, dialect, dialect.request(model, p, max_tokens), start) for p in prompts)
+            *(
+                _send(session, dialect, dialect.request(model, prompt, tokens), start)
+                for prompt, tokens in zip(prompts, max_tokens, strict=True)
+            )
         )
         return time.perf_counter() - start, results
 

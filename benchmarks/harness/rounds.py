@@ -40,24 +40,26 @@ def measure(
     seed: int,
     probe: BandwidthProbe,
     tell: Callable[[str, str, int, Run | str], None],
+    warm_up: Sequence[str] | None = None,
 ) -> Measurements:
     """Run all rounds after one unmeasured warm-up; an engine that breaks or miscounts is left out from then on.
 
-    `tell(engine, workload, round, run or reason)` is called as results come; round 0 is the warm-up.
+    `tell(engine, workload, round, run or reason)` is called as results come; round 0 is the warm-up, which takes the
+    same workloads unless `warm_up` names others.
     """
     alive = list(sessions)
     result = Measurements()
     for number in range(rounds + 1):
         result.bandwidths.append(probe.measure())
         result.loads.append(load_average())
-        for at, name in enumerate(workloads):
+        for at, name in enumerate(workloads if number or warm_up is None else warm_up):
             workload = build(name, corpus, seed * 1000 + number)
             for session in order_of(alive, number + at) if alive else ():
                 engine = session.engine.name
                 time.sleep(SETTLE_SECONDS)
                 try:
                     run = session.run(workload, number)
-                    problems = wrong_counts(run, len(workload.prompts), workload.max_tokens)
+                    problems = wrong_counts(run, workload.max_tokens)
                     if problems:
                         raise EngineFailedError("; ".join(problems))
                 except EngineFailedError as error:

@@ -58,6 +58,7 @@ class WorkerSession:
                 threads=limits.threads,
                 max_requests=limits.max_requests,
                 max_length=limits.max_length,
+                settings=limits.settings,
             )
         except BaseException:
             self.close()
@@ -69,7 +70,7 @@ class WorkerSession:
     def run(self, workload: Workload, round_number: int) -> Run:
         reply = self._worker.ask(op="run", prompts=workload.prompts, max_tokens=workload.max_tokens)
         requests = tuple(RequestResult(tuple(r["token_ids"]), r["ttft_s"], r["end_s"]) for r in reply["requests"])
-        return Run(self.engine.name, workload.name, round_number, reply["wall_s"], requests)
+        return Run(self.engine.name, workload.name, round_number, reply["wall_s"], requests, reply["counters"])
 
     def close(self) -> None:
         self._worker.close()

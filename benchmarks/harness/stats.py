@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
 AGREEMENT_TOKENS = 16
@@ -36,6 +36,8 @@ class Run:
     round: int
     wall_s: float
     requests: tuple[RequestResult, ...]
+    counters: Mapping[str, int] = field(default_factory=dict)
+    """What the engine counted during the run, where its adapter says so."""
 
     @property
     def output_tps(self) -> float:
@@ -70,14 +72,14 @@ class Summary:
     agreement: float | None
 
 
-def wrong_counts(run: Run, requests: int, max_tokens: int) -> list[str]:
-    """Say where a run did not return exactly what was asked; an empty list means that the run counts."""
+def wrong_counts(run: Run, asked: Sequence[int]) -> list[str]:
+    """Say where a run did not return exactly the tokens `asked` of each request; an empty list: the run counts."""
     problems = []
-    if len(run.requests) != requests:
-        problems.append(f"{len(run.requests)} of {requests} requests came back")
-    lengths = sorted({len(r.token_ids) for r in run.requests} - {max_tokens})
-    if lengths:
-        problems.append(f"requests returned {', '.join(map(str, lengths))} tokens instead of {max_tokens}")
+    if len(run.requests) != len(asked):
+        problems.append(f"{len(run.requests)} of {len(asked)} requests came back")
+    lengths = [(len(r.token_ids), count) for r, count in zip(run.requests, asked, strict=False)]
+    for got, count in sorted({(got, count) for got, count in lengths if got != count}):
+        problems.append(f"requests returned {got} tokens instead of {count}")
     return problems
 
 

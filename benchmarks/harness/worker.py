@@ -5,8 +5,10 @@ library and the engine are imported here, so the harness asks nothing of a peer'
 
     -> {"op": "load", "engine": "vllm", "model": {...}, "threads": 2, "max_requests": 32, "max_length": 640}
     <- {"ok": true, "version": "...", "load_s": 12.3, "notes": {...}}
-    -> {"op": "run", "prompts": [[1, 2, 3]], "max_tokens": 128}
-    <- {"ok": true, "wall_s": 1.5, "requests": [{"token_ids": [...], "ttft_s": 0.1, "end_s": 1.5}]}
+    -> {"op": "run", "prompts": [[1, 2, 3]], "max_tokens": [128]}
+    <- {"ok": true, "wall_s": 1.5, "counters": {}, "requests": [{"token_ids": [...], "ttft_s": 0.1, "end_s": 1.5}]}
+
+`settings` of a load message are further keyword arguments of the adapter's `Engine`.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ def _load(message: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         threads=message["threads"],
         max_requests=message["max_requests"],
         max_length=message["max_length"],
+        **message.get("settings", {}),
     )
     load_s = time.perf_counter() - start
     return engine, {"ok": True, "version": engine.version, "load_s": load_s, "notes": engine.notes}
@@ -64,7 +67,7 @@ def _run(engine: Any, message: dict[str, Any]) -> dict[str, Any]:
     finished = engine.run(message["prompts"], message["max_tokens"])
     wall_s = time.perf_counter() - start
     requests = [{"token_ids": tokens, "ttft_s": first - start, "end_s": end - start} for tokens, first, end in finished]
-    return {"ok": True, "wall_s": wall_s, "requests": requests}
+    return {"ok": True, "wall_s": wall_s, "counters": getattr(engine, "counters", {}), "requests": requests}
 
 
 if __name__ == "__main__":

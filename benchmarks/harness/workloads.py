@@ -16,21 +16,33 @@ SALT_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Prompts that arrive at once; each must return exactly `max_tokens` tokens."""
+    """Prompts that arrive at once; each must return exactly as many tokens as its entry of `max_tokens`."""
 
     name: str
     prompts: tuple[tuple[int, ...], ...]
-    max_tokens: int
+    max_tokens: tuple[int, ...]
 
     @property
     def output_tokens(self) -> int:
         """Tokens that the whole workload must return."""
-        return len(self.prompts) * self.max_tokens
+        return sum(self.max_tokens)
+
+    def peak_blocks(self, block_size: int) -> int:
+        """Return the KV blocks in use in the fullest step if all requests start together and none ever waits."""
+        pairs = [(len(prompt), tokens) for prompt, tokens in zip(self.prompts, self.max_tokens, strict=True)]
+        return max(
+            sum(-(-(length + step) // block_size) for length, tokens in pairs if step < tokens)
+            for step in range(max(self.max_tokens))
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a workload looks like, in tokens. `shared` tokens of prefix are the same for all its requests."""
+    """What a workload looks like, in tokens. `shared` tokens of prefix are the same for all its requests.
+
+    Each request returns `max_tokens`, or a number from `min_tokens` to it. With `steady_lengths` all seeds give the
+    same lengths, so that the KV demand is known before anything runs.
+    """
 
     title: str
     requests: int
@@ -38,6 +50,8 @@ class Shape:
     max_input: int
     max_tokens: int
     shared: int = 0
+    min_tokens: int | None = None
+    steady_lengths: bool = False
 
     @property
     def longest(self) -> int:
@@ -49,6 +63,9 @@ SHAPES = {
     "w1": Shape("one stream, 128 in, 128 out", 1, 128, 128, 128),
     "w2": Shape("32 requests at once, 64 to 512 in, 128 out", 32, 64, 512, 128),
     "w3": Shape("32 requests sharing 400 tokens of prefix, 50 own, 64 out", 32, 50, 50, 64, shared=400),
+    "pressure": Shape(
+        "32 requests at once, 64 to 512 in, 128 to 384 out", 32, 64, 512, 384, min_tokens=128, steady_lengths=True
+    ),
     "smoke": Shape("2 requests, 8 to 16 in, 4 out", 2, 8, 16, 4),
 }
 
@@ -61,12 +78,15 @@ def build(name: str, corpus: Sequence[int], seed: int) -> Workload:
         raise ValueError("the corpus holds no tokens")
     shape = SHAPES[name]
     rng = random.Random(f"{name}/{seed}")
+    lengths = random.Random(name) if shape.steady_lengths else rng
     shared = _passage(rng, corpus, shape.shared)
-    prompts = []
+    prompts, max_tokens = [], []
     for _ in range(shape.requests):
-        length = rng.randint(shape.min_input, shape.max_input)
+        length = lengths.randint(shape.min_input, shape.max_input)
         prompts.append(shared + _passage(rng, corpus, length))
-    return Workload(name, tuple(prompts), shape.max_tokens)
+        least = shape.max_tokens if shape.min_tokens is None else shape.min_tokens
+        max_tokens.append(shape.max_tokens if least == shape.max_tokens else lengths.randint(least, shape.max_tokens))
+    return Workload(name, tuple(prompts), tuple(max_tokens))
 
 
 def _passage(rng: random.Random, corpus: Sequence[int], length: int) -> tuple[int, ...]:

@@ -21,13 +21,12 @@ class FakeSession:
 
     def run(self, workload, number):
         self._journal.append((number, workload.name, self.engine.name))
-        tokens = (7,) * (workload.max_tokens + self._behave(number))
         return Run(
             self.engine.name,
             workload.name,
             number,
             1.0,
-            tuple(RequestResult(tokens, 0.1, 1.0) for _ in workload.prompts),
+            tuple(RequestResult((7,) * (count + self._behave(number)), 0.1, 1.0) for count in workload.max_tokens),
         )
 
     def close(self):
@@ -84,3 +83,9 @@ def test_all_engines_broken_leaves_no_runs():
 
 def test_order_rotates():
     assert order_of("abc", 4) == ["b", "c", "a"]
+
+
+def test_the_warm_up_may_be_another_workload():
+    journal = []
+    measure([FakeSession("a", journal)], ["w1"], 1, list(range(500)), 0, FakeProbe(), lambda *_: None, ["smoke"])
+    assert journal == [(0, "smoke", "a"), (1, "w1", "a")]

@@ -39,8 +39,8 @@ def test_an_engine_that_is_always_k_times_as_fast_has_ratio_k(walls, k):
 
 
 def test_wrong_counts_tell_missing_requests_and_tokens():
-    assert wrong_counts(run(tokens=[(1, 2, 3)] * 2), requests=2, max_tokens=3) == []
-    problems = " / ".join(wrong_counts(run(tokens=[(1, 2), (1, 2, 3)]), requests=3, max_tokens=3))
+    assert wrong_counts(run(tokens=[(1, 2, 3), (1, 2)]), [3, 2]) == []
+    problems = " / ".join(wrong_counts(run(tokens=[(1, 2), (1, 2, 3)]), [3, 3, 3]))
     assert "2 of 3 requests" in problems
     assert "returned 2 tokens instead of 3" in problems
 

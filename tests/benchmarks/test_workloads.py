@@ -1,5 +1,5 @@
 import pytest
-from harness.workloads import SHAPES, build
+from harness.workloads import SHAPES, Workload, build
 
 CORPUS = list(range(1000, 3000))
 
@@ -12,8 +12,11 @@ def test_prompts_have_the_number_and_lengths_of_the_shape(name):
     lengths = [len(p) for p in workload.prompts]
     assert min(lengths) >= shape.shared + shape.min_input
     assert max(lengths) <= shape.shared + shape.max_input
-    assert max(lengths) + workload.max_tokens <= shape.longest
-    assert workload.output_tokens == shape.requests * shape.max_tokens
+    assert max(lengths) + max(workload.max_tokens) <= shape.longest
+    assert len(workload.max_tokens) == shape.requests
+    assert max(workload.max_tokens) <= shape.max_tokens
+    assert min(workload.max_tokens) >= (shape.min_tokens or shape.max_tokens)
+    assert workload.output_tokens == sum(workload.max_tokens)
 
 
 def test_the_same_seed_gives_the_same_prompts_and_another_seed_others():
@@ -40,3 +43,25 @@ def test_an_unknown_name_and_an_empty_corpus_are_refused():
         build("w9", CORPUS, 0)
     with pytest.raises(ValueError, match="corpus"):
         build("w1", [], 0)
+
+
+def test_steady_lengths_are_those_of_every_seed_and_prompts_are_not():
+    first, second = (build("pressure", CORPUS, seed) for seed in (1, 2))
+    assert [len(p) for p in first.prompts] == [len(p) for p in second.prompts]
+    assert first.max_tokens == second.max_tokens
+    assert len(set(first.max_tokens)) > 1
+    assert set(first.prompts).isdisjoint(second.prompts)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "max_tokens", "blocks"),
+    [
+        ((4,), (1,), 1),
+        ((4,), (2,), 2),
+        ((3, 3), (1, 2), 2),
+        ((4, 4), (5, 1), 2),
+        ((4, 8, 1), (1, 5, 20), 5),
+    ],
+)
+def test_the_peak_counts_the_blocks_of_the_fullest_step(lengths, max_tokens, blocks):
+    assert Workload("x", tuple((1,) * n for n in lengths), max_tokens).peak_blocks(4) == blocks

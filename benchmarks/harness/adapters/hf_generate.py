@@ -32,8 +32,9 @@ class Engine:
             model["folder"], dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True
         ).eval()
 
-    def run(self, prompts: list[list[int]], max_tokens: int) -> list[tuple[list[int], float, float]]:
+    def run(self, prompts: list[list[int]], max_tokens: list[int]) -> list[tuple[list[int], float, float]]:
         """Generate for the left-padded batch; every sequence ends with the last step."""
+        [count] = set(max_tokens)  # the library takes one number for the whole batch
         longest = max(map(len, prompts))
         ids = torch.zeros(len(prompts), longest, dtype=torch.long)
         mask = torch.zeros_like(ids)
@@ -45,8 +46,8 @@ class Engine:
             output = self._model.generate(
                 input_ids=ids,
                 attention_mask=mask,
-                max_new_tokens=max_tokens,
-                min_new_tokens=max_tokens,
+                max_new_tokens=count,
+                min_new_tokens=count,
                 do_sample=False,
                 eos_token_id=None,
                 pad_token_id=0,

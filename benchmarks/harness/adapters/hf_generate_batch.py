@@ -23,13 +23,12 @@ class Engine:
         blocks = max_requests * -(-max_length // 32)
         self._batching = ContinuousBatchingConfig(page_size=32, num_blocks=blocks, max_batch_tokens=2048)
 
-    def run(self, prompts: list[list[int]], max_tokens: int) -> list[tuple[list[int], float, float]]:
+    def run(self, prompts: list[list[int]], max_tokens: list[int]) -> list[tuple[list[int], float, float]]:
         """Generate for all prompts; the library notes when each token was ready."""
+        [count] = set(max_tokens)  # the library takes one number for the whole batch
         results = self._model.generate_batch(
             inputs=prompts,
-            generation_config=GenerationConfig(
-                max_new_tokens=max_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
-            ),
+            generation_config=GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=-1, pad_token_id=0),
             continuous_batching_config=self._batching,
             record_timestamps=True,
             warmup=False,

@@ -35,14 +35,14 @@ class Engine:
         )
         self._next_id = 0
 
-    def run(self, prompts: list[list[int]], max_tokens: int) -> list[tuple[list[int], float, float]]:
+    def run(self, prompts: list[list[int]], max_tokens: list[int]) -> list[tuple[list[int], float, float]]:
         """Send all prompts, step until the pipeline is idle."""
-        config = genai.GenerationConfig()
-        config.max_new_tokens = config.min_new_tokens = max_tokens
-        config.ignore_eos = True
-        config.do_sample = False
         handles = []
-        for prompt in prompts:
+        for prompt, count in zip(prompts, max_tokens, strict=True):
+            config = genai.GenerationConfig()
+            config.max_new_tokens = config.min_new_tokens = count
+            config.ignore_eos = True
+            config.do_sample = False
             ids = ov.Tensor(np.array([prompt], dtype=np.int64))
             handles.append(self._pipe.add_request(self._next_id, ids, config))
             self._next_id += 1

