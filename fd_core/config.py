@@ -20,7 +20,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How next tokens are guessed, the content of `--speculative-config`."""
 
     method: str
-    """A drafter: `ngram`, `suffix`, or one that a plugin offers."""
+    """A drafter: `ngram`, `suffix`, `draft_model`, or one that a plugin offers."""
+    model: str | None = None
+    """The draft model, named like the model itself, for a drafter that uses one."""
     num_speculative_tokens: int = 3
     """k: largest number of drafts per request and step."""
     cheap_tokens: int = 64

@@ -51,8 +51,9 @@ def fd_register_drafters() -> Sequence[Entry]:
     """Offer drafters for speculative decoding.
 
     Called once at discovery; the results of all plugins are joined. Each target is a subclass of
-    `fd_core.runner.drafting.Drafter`; its name is the `method` of `--speculative-config`. A drafter may guess anything:
-    a draft is kept only if it is the token that would have been sampled anyway.
+    `fd_core.runner.drafting.Drafter`, or of `PerSlotDrafter` there if it looks at one request at a time; it is made
+    from a `DraftContext`, which can load a model of its own. Its name is the `method` of `--speculative-config`. A
+    drafter may guess anything: a draft is kept only if it is the token that would have been sampled anyway.
     """
     raise AssertionError("hook specification")
 

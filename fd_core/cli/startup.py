@@ -95,7 +95,7 @@ def startup_bars(console: Console) -> Iterator[StartupBars]:
 def find_model(config: EngineConfig, chat_template: str | None, bars: StartupBars) -> LocalModel:
     """Fetch the model if need be, read its tokenizer and check its chat template.
 
-    Raises `ModelError` or `PluginError`.
+    Raises `ConfigError`, `ModelError` or `PluginError`.
     """
     found = find_assets(config, bars)
     tokenizer = found.tokenizer
@@ -105,7 +105,7 @@ def find_model(config: EngineConfig, chat_template: str | None, bars: StartupBar
         template = ChatTemplate.of(tokenizer) if tokenizer.chat_template is not None else None
     if template is not None:
         template.check()
-    return LocalModel(msgspec.structs.replace(config, model=found.name), found.path, tokenizer, template)
+    return LocalModel(msgspec.structs.replace(found.config, model=found.name), found.path, tokenizer, template)
 
 
 @contextlib.asynccontextmanager

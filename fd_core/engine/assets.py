@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fd_core.config import EngineConfig
+import msgspec
+
+from fd_core.config import EngineConfig, SpeculativeConfig
+from fd_core.errors import ModelError
 from fd_core.models.catalog import resolve_model
 from fd_core.models.fetching.progress import ProgressSink
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.plugins import installed_plugins
+from fd_core.runner.drafting import FLAG, check_drafter
 from fd_core.text.byte_tokenizer import byte_tokenizer
 from fd_core.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -25,24 +29,39 @@ class Assets:
     path: Path | None
     """The checkpoint; None for a backend that needs none."""
     tokenizer: Tokenizer
+    config: EngineConfig
+    """The settings with what else they name on disk, the draft model, as a path: what the engine is started with."""
 
 
 def find_assets(config: EngineConfig, progress: ProgressSink | None = None) -> Assets:
     """Find the configured model, fetching it if need be, and read its tokenizer.
 
     A backend that needs no checkpoint takes any model name, and its tokens are bytes. The plugins that `config` names
-    are looked up first, so that nothing is fetched in vain. Raises `ModelError` or `PluginError`.
+    are looked up first, so that nothing is fetched in vain. Raises `ConfigError`, `ModelError` or `PluginError`.
     """
     plugins = installed_plugins()
     plugins.scheduler_class(config.scheduling_policy)
     plugins.victim_policy_class(config.victim_policy)
     if config.speculative is not None:
-        plugins.drafter_class(config.speculative.method)
+        check_drafter(plugins.drafter_class(config.speculative.method), config.speculative)
     if config.backend != "auto" and not plugins.choose_backend(config.backend).cls.needs_checkpoint:
-        return Assets(config.model, None, byte_tokenizer())
+        return Assets(config.model, None, byte_tokenizer(), config)
     found = resolve_model(config.model, revision=config.revision, progress=progress)
+    if config.speculative is not None:
+        config = msgspec.structs.replace(config, speculative=_with_draft_model(config.speculative, progress))
     checkpoint = open_checkpoint(found.path)
     try:
-        return Assets(found.name, found.path, load_tokenizer(checkpoint))
+        return Assets(found.name, found.path, load_tokenizer(checkpoint), config)
     finally:
         checkpoint.close()
+
+
+def _with_draft_model(speculative: SpeculativeConfig, progress: ProgressSink | None) -> SpeculativeConfig:
+    """Find the draft model, fetching it if need be, and name it by its path."""
+    if speculative.model is None:
+        return speculative
+    try:
+        found = resolve_model(speculative.model, progress=progress)
+    except ModelError as error:
+        raise ModelError(f"draft model: {error.message}", field=FLAG, hint=error.hint) from error
+    return msgspec.structs.replace(speculative, model=str(found.path))

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fd_core.backends.contract import Backend
-from fd_core.config import EngineConfig, Limits, resolve_limits
+from fd_core.config import EngineConfig, resolve_limits
 from fd_core.engine.client import StartProgress
 from fd_core.engine.device import Device, make_device
 from fd_core.engine.messages import Delta, EngineInfo, EngineStats
@@ -17,8 +17,8 @@ from fd_core.engine.outputs import Outputs
 from fd_core.engine.trace import TraceHeader, TraceWriter, require_trace_file
 from fd_core.errors import BadRequest
 from fd_core.kv.prefix import PrefixHasher
-from fd_core.plugins import Plugins, installed_plugins
-from fd_core.runner.drafting import Drafter
+from fd_core.plugins import installed_plugins
+from fd_core.runner.drafting import make_drafter
 from fd_core.runner.runner import Runner
 from fd_core.scheduling.drafts import DraftControl
 from fd_core.scheduling.scheduler import Scheduler
@@ -147,8 +147,13 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
     backend: Backend = choice.cls(config)
     ops = backend.make_ops()
     model = backend.load_model(path, ops, lambda done, total: progress("load", done, total))
-    shape = model.kv_shape(config.block_size)
-    bytes_per_block = shape.bytes_per_block(_ITEM_BYTES[ops.dtype])
+    drafter = None
+    if config.speculative is not None:
+        chosen = plugins.drafter_class(config.speculative.method)
+        drafter = make_drafter(chosen, config, backend, ops, model, lambda *parts: progress("load", *parts))
+    bytes_per_block = model.kv_shape(config.block_size).bytes_per_block(_ITEM_BYTES[ops.dtype])
+    if drafter is not None and drafter.kv_shape is not None:
+        bytes_per_block += drafter.kv_shape.bytes_per_block(_ITEM_BYTES[ops.dtype])
     limits = resolve_limits(
         config,
         model_max_len=model.max_positions,
@@ -157,7 +162,7 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
         free_bytes=backend.free_memory(),
         default_pipeline_depth=backend.default_pipeline_depth,
     )
-    runner = Runner(ops, model, limits, _make_drafter(config, limits, plugins))
+    runner = Runner(ops, model, limits, drafter)
     runner.warm_up(lambda done, total: progress("warmup", done, total))
     hasher = None
     if config.enable_prefix_caching:
@@ -200,10 +205,3 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
         trace = TraceWriter(Path(config.trace), header, time.monotonic_ns())
     device = make_device(runner, limits.pipeline_depth, config.output_transport)
     return Engine(info, scheduler, device, watchdog_seconds=config.watchdog_seconds, trace=trace)
-
-
-def _make_drafter(config: EngineConfig, limits: Limits, plugins: Plugins) -> Drafter | None:
-    if config.speculative is None or not limits.max_drafts:
-        return None
-    drafter = plugins.drafter_class(config.speculative.method)
-    return drafter(limits.max_num_seqs, config.speculative.options)

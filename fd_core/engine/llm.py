@@ -61,7 +61,7 @@ class LLM:
         assets = find_assets(config)
         self.tokenizer = assets.tokenizer
         """The model's tokenizer."""
-        self._engine: Engine = load_engine(config, assets.path, progress=lambda *_: None)
+        self._engine: Engine = load_engine(assets.config, assets.path, progress=lambda *_: None)
         self._requests = 0
 
     @property

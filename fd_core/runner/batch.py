@@ -15,7 +15,6 @@ class PersistentBatch:
 
     def __init__(self, limits: Limits) -> None:
         slots = limits.max_num_seqs
-        self.block_size = limits.block_size
         self.gen = np.zeros(slots, np.int32)
         self.length = np.zeros(slots, np.int32)
         """Tokens known: those admitted and those sampled here."""
@@ -46,9 +45,11 @@ class PersistentBatch:
             self.length[slots[live]] += 1
         self.num_drafts[slots] = 0
 
-    def guess(self, slot: int, drafts: IntArray) -> None:
-        """Place drafts behind the known tokens of a slot."""
-        begin = int(self.length[slot])
-        drafts = drafts[: self.tokens.shape[1] - begin]
-        self.tokens[slot, begin : begin + len(drafts)] = drafts
-        self.num_drafts[slot] = len(drafts)
+    def guess(self, slots: IntArray, drafts: IntArray, counts: IntArray) -> None:
+        """Place drafts behind the known tokens: the first counts[i] of drafts[i] in slots[i], as far as they fit."""
+        begin = self.length[slots]
+        counts = np.minimum(counts, self.tokens.shape[1] - begin)
+        for column in range(drafts.shape[1]):
+            some = column < counts
+            self.tokens[slots[some], begin[some] + column] = drafts[some, column]
+        self.num_drafts[slots] = counts

@@ -6,11 +6,14 @@ from fd_core.hookspecs import Entry, hookimpl
 
 FD_CONTRACT = 1
 
+_HERE = "fd_core.runner.drafting"
+
 
 @hookimpl
 def fd_register_drafters() -> list[Entry]:
-    """Offer `ngram` and `suffix`."""
+    """Offer `ngram`, `suffix` and `draft_model`."""
     return [
-        Entry("ngram", "fd_core.runner.drafting:NgramDrafter", "what followed the same n tokens last time"),
-        Entry("suffix", "fd_core.runner.drafting:SuffixDrafter", "what followed the longest suffix seen before"),
+        Entry("ngram", f"{_HERE}.ngram:NgramDrafter", "what followed the same n tokens last time"),
+        Entry("suffix", f"{_HERE}.suffix:SuffixDrafter", "what followed the longest suffix seen before"),
+        Entry("draft_model", f"{_HERE}.draft_model:DraftModelDrafter", "what a smaller model would say"),
     ]

@@ -11,7 +11,7 @@ from fd_core.ops.contract import Ops, StepInput
 from fd_core.runner.batch import PersistentBatch
 from fd_core.types import IntArray, StepPlan
 
-__all__ = ["BudgetExceeded", "Rows", "build_inputs", "resolve_rows"]
+__all__ = ["BudgetExceeded", "Rows", "Spans", "build_inputs", "resolve_rows"]
 
 
 class BudgetExceeded(RuntimeError):
@@ -19,25 +19,33 @@ class BudgetExceeded(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """The rows of a plan as the runner computes them: real positions, real drafts.
-
-    flattened:   | row 0: chunk . . . | row 1: last token, draft, draft | row 2: last token |
-    logits of:                      ^                  ^      ^      ^               ^
-    """
+class Spans:
+    """Which tokens of which slots a forward computes, and where it yields logits."""
 
     slots: IntArray
     """int32[n]"""
     starts: IntArray
     """int32[n]"""
     counts: IntArray
-    """int32[n], tokens computed."""
+    """int32[n], tokens computed, at least 1."""
+    logits_rows: IntArray
+    """int32[R], indices into the flattened batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows(Spans):
+    """The rows of a plan as the runner computes them: real positions, real drafts.
+
+    flattened:   | row 0: chunk . . . | row 1: last token, draft, draft | row 2: last token |
+    logits of:                      ^                  ^      ^      ^               ^
+
+    There are 1 + drafts rows of logits for each sampling row, in order.
+    """
+
     sampling: IntArray
     """int32[N], indices of the rows that sample."""
     drafts: IntArray
     """int32[N], drafts that each of them verifies."""
-    logits_rows: IntArray
-    """int32[R], indices into the flattened batch, 1 + drafts for each sampling row, in order."""
     logits_slots: IntArray
     """int32[R]"""
     positions: IntArray
@@ -85,26 +93,29 @@ def resolve_rows(plan: StepPlan, batch: PersistentBatch, limits: Limits) -> Rows
     )
 
 
-def build_inputs(rows: Rows, batch: PersistentBatch, ops: Ops) -> StepInput:
-    """Gather tokens, positions, cache slots and block tables of the rows, at least one."""
-    slots, counts = rows.slots, rows.counts
+def build_inputs(spans: Spans, tokens: IntArray, tables: IntArray, size: int, ops: Ops) -> StepInput:
+    """Gather tokens, positions, cache slots and block tables of the spans, at least one.
+
+    `tokens` int32[num_slots, *] and `tables` int32[num_slots, blocks] hold what is known of every slot; `size` is
+    the number of tokens in a block.
+    """
+    slots, counts = spans.slots, spans.counts
     total = int(counts.sum())
     query_start = np.zeros(len(slots) + 1, np.int32)
     np.cumsum(counts, out=query_start[1:])
     row_of = np.repeat(np.arange(len(slots), dtype=np.int32), counts)
-    positions = np.arange(total, dtype=np.int32) - query_start[row_of] + rows.starts[row_of]
+    positions = np.arange(total, dtype=np.int32) - query_start[row_of] + spans.starts[row_of]
     slot_of = slots[row_of]
-    size = batch.block_size
-    context = rows.starts + counts
+    context = spans.starts + counts
     max_context = int(context.max())
     return StepInput(
-        token_ids=ops.from_host(batch.tokens[slot_of, positions]),
+        token_ids=ops.from_host(tokens[slot_of, positions]),
         positions=ops.from_host(positions),
-        kv_slots=ops.from_host(batch.tables[slot_of, positions // size] * size + positions % size),
+        kv_slots=ops.from_host(tables[slot_of, positions // size] * size + positions % size),
         query_start=ops.from_host(query_start),
         context_len=ops.from_host(context),
-        block_tables=ops.from_host(batch.tables[slots, : -(-max_context // size)]),
-        logits_rows=ops.from_host(rows.logits_rows),
+        block_tables=ops.from_host(tables[slots, : -(-max_context // size)]),
+        logits_rows=ops.from_host(spans.logits_rows),
         max_query=int(counts.max()),
         max_context=max_context,
     )

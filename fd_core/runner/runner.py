@@ -29,6 +29,8 @@ class Runner:
         self._drafter = drafter
         self._ops = ops
         self._cache = ops.allocate_kv(model.kv_shape(limits.block_size), limits.num_kv_blocks)
+        if drafter is not None:
+            drafter.allocate(limits)
         self._forward = ops.compile(model.forward)
         self._batch = PersistentBatch(limits)
         self._sampler = Sampler(limits.max_num_seqs, model.vocab_size)
@@ -72,11 +74,13 @@ class Runner:
         empty = ops.from_host(np.empty((0, width), np.int32))
         if not len(rows.slots):
             return empty, None
-        logits = self._forward(build_inputs(rows, self._batch, ops), self._cache)
+        batch = self._batch
+        inputs = build_inputs(rows, batch.tokens, batch.tables, self.limits.block_size, ops)
+        logits = self._forward(inputs, self._cache)
         if not len(rows.sampling):
             return empty, None
         tokens, logprobs = self._sampler.sample(
-            ops, logits, rows.logits_slots, rows.positions, rows.columns, self._batch.tokens
+            ops, logits, rows.logits_slots, rows.positions, rows.columns, batch.tokens
         )
         if width == 1:
             return tokens.reshape(-1, 1), logprobs
@@ -107,8 +111,7 @@ class Runner:
         """Append what was delivered, and guess what comes next."""
         slots = rows.slots[rows.sampling]
         self._batch.append(slots, tokens[slots], accepted)
-        if self._drafter is None:
+        if self._drafter is None or not len(slots):
             return
-        for slot, count in zip(slots.tolist(), (accepted + 1).tolist(), strict=True):
-            self._drafter.extend(slot, tokens[slot, :count])
-            self._batch.guess(slot, self._drafter.propose(slot, self.limits.max_drafts))
+        self._drafter.extend(slots, tokens[slots], accepted + 1)
+        self._batch.guess(slots, *self._drafter.propose(slots, self.limits.max_drafts))

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from fd_core.runner.drafting import Drafter
+from fd_core.runner.drafting import PerSlotDrafter
 from fd_core.types import IntArray, RequestSpec
 from tests.engine.helpers import golden
 
 
-class KnowingDrafter(Drafter):
+class KnowingDrafter(PerSlotDrafter):
     """Guesses from the golden texts, wrong in a share of its tokens."""
 
     name = "knowing"
 
     def __init__(self, num_slots: int, specs: list[RequestSpec], wrong: float, seed: int) -> None:
-        super().__init__(num_slots, {})
         texts = golden(specs)
         self._whole = [list(spec.prompt) + texts[spec.request_id] for spec in specs]
         self._known: list[list[int]] = [[] for _ in range(num_slots)]
@@ -25,10 +24,10 @@ class KnowingDrafter(Drafter):
     def admit(self, slot: int, tokens: IntArray) -> None:
         self._known[slot] = tokens.tolist()
 
-    def extend(self, slot: int, tokens: IntArray) -> None:
+    def grow(self, slot: int, tokens: IntArray) -> None:
         self._known[slot] += tokens.tolist()
 
-    def propose(self, slot: int, limit: int) -> IntArray:
+    def guess(self, slot: int, limit: int) -> IntArray:
         known = self._known[slot]
         for text in self._whole:
             if text[: len(known)] == known:

@@ -1,18 +1,15 @@
-"""Drafters find what followed before, however the text arrived."""
+"""Drafters that look into the text find what followed before."""
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fd_core.runner.drafting import Drafter, NgramDrafter, SuffixDrafter
+from fd_core.runner.drafting.ngram import NgramDrafter
+from fd_core.runner.drafting.suffix import SuffixDrafter
+from tests.runner.drafters import ids, make, propose
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
-
-
-def ids(tokens: list[int]) -> np.ndarray:
-    return np.array(tokens, np.int32)
 
 
 def longest_earlier_suffix(text: list[int]) -> tuple[int, int]:
@@ -26,16 +23,16 @@ def longest_earlier_suffix(text: list[int]) -> tuple[int, int]:
 
 @given(TEXTS, st.integers(1, 5))
 def test_suffix_finds_the_longest_one(text: list[int], limit: int) -> None:
-    drafter = SuffixDrafter(1, {"min_match": 1})
+    drafter = make(SuffixDrafter, min_match=1)
     drafter.admit(0, ids(text))
     length, place = longest_earlier_suffix(text)
     expected = text[place : place + limit] if length else []
-    assert drafter.propose(0, limit).tolist() == expected
+    assert propose(drafter, [0], limit) == [expected]
 
 
 @given(TEXTS, st.integers(1, 5))
 def test_ngram_takes_the_latest_occurrence_of_the_longest_gram(text: list[int], limit: int) -> None:
-    drafter = NgramDrafter(1, {"prompt_lookup_max": 3, "prompt_lookup_min": 1})
+    drafter = make(NgramDrafter, prompt_lookup_max=3, prompt_lookup_min=1)
     drafter.admit(0, ids(text))
     expected: list[int] = []
     for size in (3, 2, 1):
@@ -43,24 +40,12 @@ def test_ngram_takes_the_latest_occurrence_of_the_longest_gram(text: list[int], 
         if ends and len(text) >= size:
             expected = text[ends[-1] : ends[-1] + limit]
             break
-    assert drafter.propose(0, limit).tolist() == expected
-
-
-@given(TEXTS, st.integers(0, 60))
-def test_growing_equals_admitting_at_once(text: list[int], split: int) -> None:
-    split = min(split, len(text) - 1)
-    for kind in (NgramDrafter, SuffixDrafter):
-        whole: Drafter = kind(1, {})
-        grown: Drafter = kind(1, {})
-        whole.admit(0, ids(text))
-        grown.admit(0, ids(text[:split]))
-        grown.extend(0, ids(text[split:]))
-        assert whole.propose(0, 4).tolist() == grown.propose(0, 4).tolist()
+    assert propose(drafter, [0], limit) == [expected]
 
 
 def test_a_new_stay_forgets_the_one_before() -> None:
     for kind in (NgramDrafter, SuffixDrafter):
-        drafter: Drafter = kind(2, {})
+        drafter = make(kind)
         drafter.admit(0, ids([1, 2, 3, 1, 2]))
         drafter.admit(0, ids([7, 8, 9]))
-        assert drafter.propose(0, 4).tolist() == []
+        assert propose(drafter, [0], 4) == [[]]

@@ -40,9 +40,10 @@ def admission(slot: int, length: int) -> Admission:
 def batch(*drafts: int, length: int = 5) -> PersistentBatch:
     """Slots with `length` tokens each, followed by that many guesses."""
     result = PersistentBatch(LIMITS)
-    for slot, count in enumerate(drafts):
+    for slot in range(len(drafts)):
         result.admit(admission(slot, length))
-        result.guess(slot, np.full(count, 9, np.int32))
+    slots = np.arange(len(drafts), dtype=np.int32)
+    result.guess(slots, np.full((len(drafts), LIMITS.max_drafts), 9, np.int32), ids(*drafts))
     return result
 
 

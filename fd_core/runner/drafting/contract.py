@@ -1,0 +1,117 @@
+"""What a drafter must provide, and what it is given."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Final
+
+import numpy as np
+
+from fd_core.backends.contract import Model
+from fd_core.config import Limits
+from fd_core.errors import ConfigError
+from fd_core.ops.contract import KVShape, Ops
+from fd_core.types import IntArray
+
+__all__ = ["FLAG", "DraftContext", "Drafter", "PerSlotDrafter"]
+
+FLAG: Final = "--speculative-config"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftContext:
+    """What a drafter is made from, before limits are fixed."""
+
+    num_slots: int
+    vocab_size: int
+    """Of the target, the model whose tokens are guessed."""
+    block_size: int
+    """Tokens in a KV block."""
+    cheap_tokens: int
+    """Drafts are verified only as far as a step stays below this many tokens; more would be made in vain."""
+    ops: Ops
+    """The target's pack: arrays, models and KV caches of a drafter live on the same device."""
+    model_path: Path
+    """The draft model's checkpoint, for drafters that use one; backends without checkpoints do not look at it."""
+    load_model: Callable[[Path], Model]
+    """Load a checkpoint onto the target's device. Raises `ConfigError` or `ModelError`."""
+    options: Mapping[str, int | float | str] = field(default_factory=dict)
+    """The fields of `--speculative-config` that the engine does not read itself."""
+
+    def whole(self, name: str, default: int) -> int:
+        """Return an option that is a whole number of at least 1. Raises `ConfigError` for anything else."""
+        value = self.options.get(name, default)
+        if type(value) is not int or value < 1:
+            raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1", field=FLAG)
+        return value
+
+
+class Drafter(abc.ABC):
+    """Guesses for all slots of one runner; made and used by one thread at a time.
+
+    For each slot the runner calls `admit` once at the beginning of a stay, then, for each step that yields tokens,
+    `extend` with those and `propose`. A stay may end without notice; the next `admit` of the slot says so.
+    """
+
+    name: ClassVar[str]
+    options: ClassVar[tuple[str, ...]] = ()
+    """Options that it reads; others are refused."""
+    uses_model: ClassVar[bool] = False
+    """Whether it reads `DraftContext.model_path`; then the user must name a model."""
+    kv_shape: KVShape | None = None
+    """Set at construction by a drafter with a KV cache of its own. Memory for as many blocks of this shape as the
+    target has is kept free for it, which it takes in `allocate`."""
+
+    @abc.abstractmethod
+    def __init__(self, context: DraftContext) -> None:
+        """Read the options and load what is needed. Raises `ConfigError` naming `--speculative-config`."""
+
+    def allocate(self, limits: Limits) -> None:  # noqa: B027 - most drafters need no memory of the device
+        """Take the memory that `kv_shape` announced; called once, before anything below."""
+
+    @abc.abstractmethod
+    def admit(self, slot: int, tokens: IntArray) -> None:
+        """A stay begins with the known `tokens` int32[n]; forget the one before."""
+
+    @abc.abstractmethod
+    def extend(self, slots: IntArray, tokens: IntArray, counts: IntArray) -> None:
+        """The requests in `slots` int32[n], each once, went on: row i of `tokens` int32[n, w] by its first counts[i].
+
+        `counts` is int32[n], at least 1; what is behind it means nothing.
+        """
+
+    @abc.abstractmethod
+    def propose(self, slots: IntArray, limit: int) -> tuple[IntArray, IntArray]:
+        """Return (tokens int32[n, limit], counts int32[n]): what may come next in `slots` int32[n], each once.
+
+        The first counts[i] of row i are guesses, ids below the target's `vocab_size`; 0 where there is no good one.
+        """
+
+
+class PerSlotDrafter(Drafter):
+    """A drafter that looks at one slot at a time: it has `admit`, `grow` and `guess`."""
+
+    @abc.abstractmethod
+    def grow(self, slot: int, tokens: IntArray) -> None:
+        """The request went on with `tokens` int32[n]."""
+
+    @abc.abstractmethod
+    def guess(self, slot: int, limit: int) -> IntArray:
+        """Return up to `limit` tokens, int32, that may come next."""
+
+    def extend(self, slots: IntArray, tokens: IntArray, counts: IntArray) -> None:
+        """Grow one slot after the other."""
+        for slot, row, count in zip(slots.tolist(), tokens, counts.tolist(), strict=True):
+            self.grow(slot, row[:count])
+
+    def propose(self, slots: IntArray, limit: int) -> tuple[IntArray, IntArray]:
+        """Guess for one slot after the other."""
+        tokens, counts = np.zeros((len(slots), limit), np.int32), np.zeros(len(slots), np.int32)
+        for row, slot in enumerate(slots.tolist()):
+            guess = self.guess(slot, limit)
+            counts[row] = len(guess)
+            tokens[row, : len(guess)] = guess
+        return tokens, counts

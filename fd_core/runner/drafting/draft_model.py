@@ -1,0 +1,174 @@
+"""Drafts from a smaller model of the same vocabulary (Leviathan et al., 2023; Chen et al., 2023)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.config import Limits
+from fd_core.errors import ConfigError
+from fd_core.ops.contract import Array, Ops, SampleInput
+from fd_core.runner.drafting.contract import FLAG, DraftContext, Drafter
+from fd_core.runner.drafting.slot_blocks import SlotBlocks
+from fd_core.runner.inputs import Spans, build_inputs
+from fd_core.types import IntArray
+
+__all__ = ["DraftModelDrafter"]
+
+
+class DraftModelDrafter(Drafter):
+    """The greedy continuation of a model, for all slots at once: one forward for each draft token.
+
+    The first forward of a turn also computes what the model has not seen: tokens that were delivered since, and
+    prompts, in chunks of at most the step token budget. A slot proposes once it has caught up. Keys and values of
+    rejected drafts are overwritten by the next tokens, because a slot counts as computed only up to the first token
+    that is not the one computed there.
+    """
+
+    name = "draft_model"
+    uses_model = True
+
+    def __init__(self, context: DraftContext) -> None:
+        model = context.load_model(context.model_path)
+        if model.vocab_size != context.vocab_size:
+            raise ConfigError(
+                f"the draft model has a vocabulary of {model.vocab_size} tokens, the model one of {context.vocab_size}",
+                field=FLAG,
+                hint="a draft model must share the model's tokenizer",
+            )
+        self.kv_shape = model.kv_shape(context.block_size)
+        self._model = model
+        self._ops = context.ops
+        self._cheap_tokens = context.cheap_tokens
+
+    def allocate(self, limits: Limits) -> None:
+        """Take a KV cache of as many blocks as the target's, and tables over all slots."""
+        assert self.kv_shape is not None  # noqa: S101 - set at construction
+        self._budget = limits.max_num_batched_tokens
+        self._longest = min(limits.max_model_len, self._model.max_positions)
+        self._cache = self._ops.allocate_kv(self.kv_shape, limits.num_kv_blocks)
+        self._forward = self._ops.compile(self._model.forward)
+        self._tokens = np.zeros((limits.max_num_seqs, limits.max_model_len), np.int32)
+        """Known tokens, and behind them the drafts of the last turn."""
+        self._length = np.zeros(limits.max_num_seqs, np.int32)
+        self._blocks = SlotBlocks(limits.max_num_seqs, limits.num_kv_blocks, limits.block_size, limits.max_model_len)
+
+    def admit(self, slot: int, tokens: IntArray) -> None:
+        """Forget the stay before; the model sees the tokens when drafts are first wanted."""
+        self._blocks.release(slot)
+        self._length[slot] = len(tokens)
+        self._tokens[slot, : len(tokens)] = tokens
+
+    def extend(self, slots: IntArray, tokens: IntArray, counts: IntArray) -> None:
+        """Append the tokens; what was computed stays as far as it was computed from these."""
+        begin, columns = self._length[slots], np.arange(tokens.shape[1])
+        places = begin[:, None] + columns
+        given = (columns < counts[:, None]) & (places < self._tokens.shape[1])
+        rows, taken = np.nonzero(given)
+        slot_of, place_of = slots[rows], places[given]
+        same = np.zeros(given.shape, np.bool_)
+        same[given] = self._tokens[slot_of, place_of] == tokens[rows, taken]
+        agreed = begin + np.cumprod(same, axis=1).sum(axis=1)
+        computed = self._blocks.computed
+        computed[slots] = np.minimum(computed[slots], agreed)
+        self._tokens[slot_of, place_of] = tokens[rows, taken]
+        self._length[slots] += given.sum(axis=1).astype(np.int32)
+
+    def propose(self, slots: IntArray, limit: int) -> tuple[IntArray, IntArray]:
+        """Catch up, then draft token by token for every slot that has."""
+        tokens, counts = np.zeros((len(slots), limit), np.int32), np.zeros(len(slots), np.int32)
+        length, computed = self._length[slots], self._blocks.computed
+        # The last token is always computed: its logits yield the first draft.
+        computed[slots] = np.minimum(computed[slots], length - 1)
+        wanted = np.minimum(self._useful(len(slots), limit), self._longest - length)
+        rows, chunks = self._choose(slots, wanted)
+        if not len(rows):
+            return tokens, counts
+        slots, wanted = slots[rows], wanted[rows]
+        ready, logits = self._catch_up(slots, chunks)
+        if len(ready):
+            rows, slots, wanted = rows[ready], slots[ready], wanted[ready]
+            counts[rows] = wanted
+            tokens[rows] = self._draft(slots, wanted, logits, limit)
+        return tokens, counts
+
+    def _useful(self, num_slots: int, limit: int) -> int:
+        """Return how many drafts each of so many slots can have verified when they share what a step has for them."""
+        return min(limit, -(-max(self._cheap_tokens - num_slots, 0) // max(num_slots, 1)))
+
+    def _choose(self, slots: IntArray, wanted: IntArray) -> tuple[npt.NDArray[np.intp], IntArray]:
+        """Return the rows that compute something, and how many tokens each: those with the least to catch up first.
+
+        Slots that keep up miss at most as many tokens as the step just delivered, which the same budget allowed, so
+        a prompt never makes them wait.
+        """
+        blocks, left = self._blocks, self._budget
+        blocks.begin_turn(slots)
+        rows: list[int] = []
+        chunks: list[int] = []
+        missing = self._length[slots] - blocks.computed[slots]
+        for row in np.argsort(missing, kind="stable").tolist():
+            slot = int(slots[row])
+            if wanted[row] < 1 or left < 1 or not blocks.reserve(slot, int(self._length[slot] + wanted[row]) - 1):
+                continue
+            rows.append(row)
+            chunks.append(min(int(missing[row]), left))
+            left -= chunks[-1]
+        return np.array(rows, np.intp), np.array(chunks, np.int32)
+
+    def _catch_up(self, slots: IntArray, chunks: IntArray) -> tuple[npt.NDArray[np.intp], Array]:
+        """Compute the next `chunks` int32[n] tokens; return the rows that are up to date, and their logits."""
+        starts = self._blocks.computed[slots]
+        ready = np.flatnonzero(starts + chunks == self._length[slots])
+        last = (np.cumsum(chunks)[ready] - 1).astype(np.int32)
+        inputs = build_inputs(Spans(slots, starts, chunks, last), *self._known, self._ops)
+        logits = self._forward(inputs, self._cache)
+        self._blocks.computed[slots] = starts + chunks
+        return ready, logits
+
+    def _draft(self, slots: IntArray, wanted: IntArray, logits: Array, limit: int) -> IntArray:
+        """Return drafts int32[n, limit], of which row i has wanted[i], behind texts whose last logits are given.
+
+        Each forward is fed what the one before chose without a look at it, so the host waits for the device once.
+        """
+        ops, length = self._ops, self._length[slots]
+        live: npt.NDArray[np.intp] = np.arange(len(slots))
+        chosen = ops.sample(logits, _greedy(ops, len(live)))
+        parts = [(live, chosen)]
+        for step in range(1, int(wanted.max())):
+            stay = np.flatnonzero(wanted[live] > step)
+            if len(stay) < len(live):
+                live, chosen = live[stay], ops.gather_rows(chosen, ops.from_host(stay.astype(np.int32)))
+            one = np.ones(len(live), np.int32)
+            spans = Spans(slots[live], length[live] + (step - 1), one, np.arange(len(live), dtype=np.int32))
+            inputs = dataclasses.replace(build_inputs(spans, *self._known, ops), token_ids=chosen)
+            chosen = ops.sample(self._forward(inputs, self._cache), _greedy(ops, len(live)))
+            parts.append((live, chosen))
+        drafts = np.zeros((len(slots), limit), np.int32)
+        for column, (rows, picked) in enumerate(parts):
+            drafts[rows, column] = ops.to_host(picked)
+            self._tokens[slots[rows], length[rows] + column] = drafts[rows, column]
+        self._blocks.computed[slots] = length + wanted - 1
+        return drafts
+
+    @property
+    def _known(self) -> tuple[IntArray, IntArray, int]:
+        """Tokens, block tables and block size, as `build_inputs` takes them."""
+        return self._tokens, self._blocks.tables, self._cache.shape.block_size
+
+
+def _greedy(ops: Ops, rows: int) -> SampleInput:
+    zeros = ops.from_host(np.zeros(rows, np.int32))
+    floats = ops.from_host(np.zeros(rows, np.float32))
+    return SampleInput(
+        temperature=floats,
+        top_k=zeros,
+        top_p=floats,
+        min_p=floats,
+        seeds=ops.from_host(np.zeros(rows, np.uint64)),
+        positions=zeros,
+        all_greedy=True,
+        any_filter=False,
+    )
