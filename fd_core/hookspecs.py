@@ -76,3 +76,14 @@ def fd_register_victim_policies() -> Sequence[Entry]:
     `fd_core.scheduling.victims.VictimPolicy`, without I/O, clock or randomness of its own.
     """
     raise AssertionError("hook specification")
+
+
+@hookspec
+def fd_register_stores() -> Sequence[Entry]:
+    """Offer KV stores: where the KV of preempted and finished requests is kept outside the engine.
+
+    Called once at discovery; the results of all plugins are joined. Each target is a subclass of
+    `fd_core.kv.stores.contract.KVStore`; its name is the scheme before the colon of `--kv-store`. A store moves opaque
+    bytes and is best effort: whatever it answers, the core checks it, and recomputes what is missing or damaged.
+    """
+    raise AssertionError("hook specification")

@@ -24,6 +24,7 @@ from fd_core.hookspecs import CONTRACT_VERSION, ENTRY_POINT_GROUP, Entry
 
 if TYPE_CHECKING:
     from fd_core.backends.contract import Availability, Backend
+    from fd_core.kv.stores.contract import KVStore
     from fd_core.runner.drafting import Drafter
     from fd_core.scheduling.policies import Policy
     from fd_core.scheduling.victims import VictimPolicy
@@ -38,7 +39,12 @@ KNOWN_PLUGINS: Final[Mapping[str, str]] = {
 }
 """Short names of the project's own plugins and their distributions."""
 
-_BUILTIN_MODULES: Final = ("fd_core.backends.builtin", "fd_core.scheduling.builtin", "fd_core.runner.builtin")
+_BUILTIN_MODULES: Final = (
+    "fd_core.backends.builtin",
+    "fd_core.scheduling.builtin",
+    "fd_core.runner.builtin",
+    "fd_core.kv.stores.builtin",
+)
 _HOOK_PREFIX: Final = "fd_"
 _NAME: Final = re.compile(r"[a-z0-9_+]+")
 _TARGET: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -62,7 +68,8 @@ DRAFTER: Final = Kind("drafter", "fd_register_drafters", "fd_core.runner.draftin
 VICTIMS: Final = Kind(
     "victim policy", "fd_register_victim_policies", "fd_core.scheduling.victims:VictimPolicy", "--victim-policy"
 )
-KINDS: Final = (BACKEND, SCHEDULER, VICTIMS, DRAFTER)
+STORE: Final = Kind("KV store", "fd_register_stores", "fd_core.kv.stores.contract:KVStore", "--kv-store")
+KINDS: Final = (BACKEND, SCHEDULER, VICTIMS, DRAFTER, STORE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +218,14 @@ class Plugins:
     def drafter_class(self, name: str) -> type[Drafter]:
         """Import the drafter called `name`. Raises `PluginError` with the distribution and the cause."""
         return self._find(DRAFTER, name).load()
+
+    def stores(self) -> Mapping[str, Registered]:
+        """Return the KV stores by scheme."""
+        return self._usable(STORE)
+
+    def store_class(self, name: str) -> type[KVStore]:
+        """Import the KV store called `name`. Raises `PluginError` with the distribution and the cause."""
+        return self._find(STORE, name).load()
 
     def backend_class(self, name: str) -> type[Backend]:
         """Import the backend called `name`. Raises `PluginError` with the distribution and the cause."""

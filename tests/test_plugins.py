@@ -77,6 +77,7 @@ def test_built_ins_are_registered_like_strangers():
     assert set(plugins.schedulers()) == {"fcfs", "priority", "fair"}
     assert set(plugins.victim_policies()) == {"cheapest", "youngest"}
     assert set(plugins.drafters()) == {"ngram", "suffix", "draft_model"}
+    assert set(plugins.stores()) == {"disk", "memory"}
     assert plugins.problems == ()
     assert {registered.origin.distribution for registered in plugins.backends().values()} == {"fd-core"}
 

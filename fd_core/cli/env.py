@@ -65,7 +65,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 def _caches() -> Iterator[tuple[str, str]]:
     from fd_core.models.catalog import list_models
-    from fd_core.models.fetching.cache import cache_folder
+    from fd_core.places import cache_folder
 
     folder = cache_folder()
     yield "Folder", str(folder)

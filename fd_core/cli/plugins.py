@@ -80,8 +80,15 @@ def _show() -> None:
     plugins = installed_plugins()
     console = Console()
     table = Table("Kind", "Name", "From", "About")
-    for offers in (plugins.backends(), plugins.schedulers(), plugins.victim_policies(), plugins.drafters()):
-        for registered in offers.values():
+    offers = (
+        plugins.backends(),
+        plugins.schedulers(),
+        plugins.victim_policies(),
+        plugins.drafters(),
+        plugins.stores(),
+    )
+    for kind in offers:
+        for registered in kind.values():
             table.add_row(registered.kind.word, registered.name, str(registered.origin), registered.summary)
     console.print(table)
     for problem in plugins.problems:

@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from fd_core.config import SpeculativeConfig
+from fd_core.sizes import parse_size
 
 __all__ = [
     "Parser",
@@ -33,9 +34,6 @@ __all__ = [
 
 Parser = Callable[[Any], Any]
 
-_UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY_UNITS: Final = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_SIZE: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
 _YES: Final = ("1", "true", "yes", "on")
 _NO: Final = ("0", "false", "no", "off")
 _SPECULATION: Final = '{"method": "ngram", "num_speculative_tokens": 3}'
@@ -109,14 +107,9 @@ def size(value: Any) -> int:
     """Return bytes: a number, with K, M, G, T for powers of 1000 or Ki, Mi, Gi, Ti for powers of 1024."""
     if type(value) is int:
         value = str(value)
-    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match is None:
+    if not isinstance(value, str):
         raise ValueError(f"{value!r} is not a size such as 256M, 1.5G or 512Mi")
-    unit = (match[2] or "").lower()
-    wanted = float(match[1]) * (_UNITS | _BINARY_UNITS)[unit]
-    if not 1 <= wanted < 2**63:
-        raise ValueError(f"{value!r} is not a size above 0 that a machine can have")
-    return int(wanted)
+    return parse_size(value)
 
 
 def names(value: Any) -> tuple[str, ...]:

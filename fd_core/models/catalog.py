@@ -14,9 +14,9 @@ from typing import Literal
 
 from fd_core.errors import ModelError
 from fd_core.models.fetching import hub, packaged
-from fd_core.models.fetching.cache import cache_folder
 from fd_core.models.fetching.packaged import PackagedModel
 from fd_core.models.fetching.progress import NoProgress, ProgressSink
+from fd_core.places import cache_folder
 
 __all__ = ["KNOWN", "ListedModel", "ProgressSink", "ResolvedModel", "list_models", "pull", "resolve_model"]
 

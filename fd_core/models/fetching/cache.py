@@ -1,9 +1,8 @@
-"""The cache folder: where it is, and how two processes share it."""
+"""The cache folder: how two processes share it."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import tempfile
 import time
@@ -13,20 +12,9 @@ from pathlib import Path
 
 from fd_core.errors import ModelError
 
-__all__ = ["cache_folder", "exclusive", "scratch", "sha256_of"]
+__all__ = ["exclusive", "scratch", "sha256_of"]
 
 _PARTIAL = ".partial-"
-
-
-def cache_folder(chosen: Path | None = None) -> Path:
-    """Return the cache folder: the one chosen, else $FD_CACHE, $XDG_CACHE_HOME/fd_core or ~/.cache/fd_core."""
-    if chosen is not None:
-        return chosen.expanduser()
-    if os.environ.get("FD_CACHE"):
-        return Path(os.environ["FD_CACHE"]).expanduser()
-    if os.environ.get("XDG_CACHE_HOME"):
-        return Path(os.environ["XDG_CACHE_HOME"]).expanduser() / "fd_core"
-    return Path("~/.cache/fd_core").expanduser()
 
 
 @contextmanager

@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fd_core import places
+
 __all__ = ["BuildError", "cache_folder", "library_path", "load"]
 
 logger = logging.getLogger(__name__)
@@ -46,11 +48,8 @@ class BuildError(Exception):
 
 
 def cache_folder() -> Path:
-    """Return the folder of compiled libraries: under FD_CACHE, XDG_CACHE_HOME or ~/.cache/fd_core."""
-    if root := os.environ.get("FD_CACHE"):
-        return Path(root) / "native"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "fd_core" / "native"
+    """Return the folder of compiled libraries, in the cache folder."""
+    return places.cache_folder() / "native"
 
 
 def load(isa: str | None = None) -> ctypes.CDLL:

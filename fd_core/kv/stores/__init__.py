@@ -1,0 +1,1 @@
+"""Where KV outlives the device: the store contract, the envelope of stored values, and the embedded stores."""

@@ -1,0 +1,111 @@
+"""The store contract: what keeps named values outside the engine, for as long as it likes.
+
+A store moves opaque bytes. What they mean, whether they are whole and whose they are is the envelope's business
+(`fd_core.kv.stores.envelope`), the same for every store. A store is best effort: it may forget, refuse and fail, and it
+may be full of values that others wrote; it may not hang.
+
+The core calls a store from threads of its own, never from planning, and from at most two at once: one that reads
+(`longest_prefix`, `get`), one that writes (`put`, `delete`). Every call is told how long it may take.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fd_core.errors import FdError
+from fd_core.kv.stores.location import StoreLocation
+
+__all__ = ["Bytes", "KVStore", "StoreError", "StoreStats", "Trouble"]
+
+Bytes = bytes | bytearray | memoryview
+"""A contiguous buffer of bytes; never written to once it was handed over."""
+
+
+class Trouble(enum.StrEnum):
+    """Why a store could not do what it was asked; the label of the failure metric."""
+
+    TIMEOUT = "timeout"
+    UNREACHABLE = "unreachable"
+    """No connection, or it broke."""
+    DENIED = "denied"
+    """Credentials or permissions."""
+    FULL = "full"
+    READ_ONLY = "read_only"
+    MALFORMED = "malformed"
+    """What lies under a key is not a value at all, such as another type."""
+    OTHER = "other"
+
+
+class StoreError(FdError):
+    """A store could not do what it was asked. Never carries a value, a prompt or a secret."""
+
+    def __init__(self, trouble: Trouble, message: str) -> None:
+        super().__init__(message)
+        self.trouble = trouble
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """How full a store is; None where it cannot tell cheaply."""
+
+    values: int | None = None
+    bytes: int | None = None
+    limit_bytes: int | None = None
+
+
+class KVStore(abc.ABC):
+    """Named values. Keys are short digests; values are at most a few megabytes each and never change under a key.
+
+    Methods raise `StoreError` and nothing else. `timeout` is in seconds; a call that cannot be answered in time raises
+    `StoreError(Trouble.TIMEOUT, ...)` and leaves the store usable. After `close` every call raises.
+    """
+
+    name: str
+    """The scheme that users write before the colon of `--kv-store`."""
+
+    def __init__(self, location: StoreLocation) -> None:
+        """Read the location; connect to nothing and create nothing yet.
+
+        Raises `ConfigError` for a parameter that is unknown or out of range.
+        """
+        self.location = location
+
+    @abc.abstractmethod
+    def open(self, timeout: float) -> str:
+        """Reach the store once and return a line about it for the start-up summary, without secrets.
+
+        Raises `StoreError` if it cannot be used at the moment; the other methods may be called all the same.
+        """
+
+    @abc.abstractmethod
+    def get(self, keys: Sequence[bytes], limit: int, timeout: float) -> list[Bytes | None]:
+        """Return one value for each key, None for one that is absent or longer than `limit` bytes.
+
+        A value over the limit is not brought into memory. Values may be torn or foreign; the caller checks.
+        """
+
+    @abc.abstractmethod
+    def put(self, values: Sequence[tuple[bytes, Sequence[Bytes]]], timeout: float) -> int:
+        """Store each value, the concatenation of its parts, under its key; return how many were stored.
+
+        A reader sees a value whole or not at all. One that is already there may be kept or replaced by the same one.
+        """
+
+    @abc.abstractmethod
+    def longest_prefix(self, keys: Sequence[bytes], limit: int, timeout: float) -> int:
+        """Return how many leading keys have a value of at most `limit` bytes; cheaper than getting them."""
+
+    @abc.abstractmethod
+    def delete(self, keys: Sequence[bytes], timeout: float) -> int:
+        """Forget values; return how many there were."""
+
+    @abc.abstractmethod
+    def stats(self, timeout: float) -> StoreStats:
+        """Return how full the store is."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Give up connections and handles; idempotent."""

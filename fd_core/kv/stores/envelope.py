@@ -1,0 +1,146 @@
+"""The envelope of every stored value: what proves that it is whole, ours and under its own key.
+
+A stored value is a header of 64 bytes and the payload behind it. Stores are best effort and may be written to by
+others, so nothing about a value is believed before its digest was checked, and nothing of a damaged value is used.
+"""
+
+from __future__ import annotations
+
+import enum
+import hmac
+import struct
+import zlib
+from typing import Final, Literal
+
+from blake3 import blake3
+
+from fd_core.kv.stores.contract import Bytes
+
+__all__ = ["COMPRESSIONS", "HEADER_BYTES", "MAX_KEY_BYTES", "Compression", "Damage", "Damaged", "Envelope"]
+
+Compression = Literal["none", "zlib"]
+COMPRESSIONS: Final[tuple[Compression, ...]] = ("none", "zlib")
+"""Their places in this tuple are their codes in the header."""
+
+_MAGIC: Final = b"FDKV"
+_FORMAT_VERSION: Final = 1
+_FIELDS: Final = struct.Struct("<4sBBBxII32s")
+"""Magic, format version, compression, key length, zero, raw and payload length in bytes, key padded with zeros."""
+_DIGEST_BYTES: Final = 16
+_ZLIB_LEVEL: Final = 1
+
+HEADER_BYTES: Final = _FIELDS.size + _DIGEST_BYTES
+"""64, so that a payload is as aligned as the value it lies in."""
+MAX_KEY_BYTES: Final = 32
+_MAX_PAYLOAD_BYTES: Final = 2**32 - 1
+
+
+class Damage(enum.StrEnum):
+    """What is wrong with a stored value; the label of the damage metric."""
+
+    SHORT = "short"
+    """Not even a header."""
+    FOREIGN = "foreign"
+    """Not an envelope: another magic number."""
+    VERSION = "version"
+    """Written by a version with another format."""
+    COMPRESSION = "compression"
+    """Compressed in an unknown way, or not as it says."""
+    LENGTH = "length"
+    """Cut off, with something behind it, or not of the length that the caller expects."""
+    KEY = "key"
+    """Belongs to another key."""
+    DIGEST = "digest"
+    """Altered, or written with another secret."""
+
+
+class Damaged(Exception):
+    """A stored value must not be used. Holds the kind of damage and nothing of the value."""
+
+    def __init__(self, reason: Damage) -> None:
+        super().__init__(f"a stored value is damaged: {reason}")
+        self.reason = reason
+
+
+class Envelope:
+    """Seals payloads and opens stored values. Safe to use from several threads at once.
+
+    The digest is keyed BLAKE3 with 16 bytes of output (github.com/BLAKE3-team/BLAKE3-specs) over the header's fields,
+    which include the key, and the payload as stored. Whoever lacks the secret cannot make a value that opens, nor move
+    one to another key.
+    """
+
+    def __init__(self, secret: bytes, compression: Compression = "none") -> None:
+        """`secret`: 32 bytes, see `fd_core.kv.stores.secret.derive`; `compression` of what is sealed from here on."""
+        if len(secret) != blake3.key_size:
+            raise ValueError(f"the secret has {len(secret)} bytes instead of {blake3.key_size}")
+        self._secret = secret
+        self.compression = compression
+
+    def seal(self, key: bytes, payload: Bytes) -> tuple[Bytes, Bytes]:
+        """Return header and payload, to be stored behind one another under `key` of at most 32 bytes.
+
+        The payload is the very buffer that was given, unless compression made it smaller. The two together are never
+        longer than `HEADER_BYTES` and the payload.
+        """
+        raw = _flat(payload)
+        if not 1 <= len(key) <= MAX_KEY_BYTES or len(raw) > _MAX_PAYLOAD_BYTES:
+            raise ValueError(f"a key of {len(key)} bytes or a payload of {len(raw)} bytes does not fit an envelope")
+        stored, compression = raw, "none"
+        if self.compression == "zlib":
+            packed = zlib.compress(raw, _ZLIB_LEVEL)
+            if len(packed) < len(raw):
+                stored, compression = memoryview(packed), "zlib"
+        fields = _FIELDS.pack(
+            _MAGIC, _FORMAT_VERSION, COMPRESSIONS.index(compression), len(key), len(raw), len(stored), key
+        )
+        return fields + self._digest(fields, stored), stored
+
+    def open(self, key: bytes, value: Bytes, payload_bytes: int) -> memoryview:
+        """Return the payload that was sealed under `key`, uint8[payload_bytes], usually a view into `value`.
+
+        `payload_bytes` is what the caller expects; no other length is accepted and no more memory than that is taken.
+        Raises `Damaged` for anything that is wrong.
+        """
+        whole = _flat(value)
+        if len(whole) < HEADER_BYTES:
+            raise Damaged(Damage.SHORT)
+        fields, digest, stored = whole[: _FIELDS.size], whole[_FIELDS.size : HEADER_BYTES], whole[HEADER_BYTES:]
+        magic, version, compression, key_length, raw_length, stored_length, padded_key = _FIELDS.unpack(fields)
+        if magic != _MAGIC:
+            raise Damaged(Damage.FOREIGN)
+        if version != _FORMAT_VERSION:
+            raise Damaged(Damage.VERSION)
+        if compression >= len(COMPRESSIONS):
+            raise Damaged(Damage.COMPRESSION)
+        if raw_length != payload_bytes or stored_length != len(stored):
+            raise Damaged(Damage.LENGTH)
+        if (key_length, padded_key) != (len(key), key.ljust(MAX_KEY_BYTES, b"\0")):
+            raise Damaged(Damage.KEY)
+        if not hmac.compare_digest(self._digest(fields, stored), digest):
+            raise Damaged(Damage.DIGEST)
+        if COMPRESSIONS[compression] == "none":
+            if len(stored) != payload_bytes:
+                raise Damaged(Damage.LENGTH)
+            return stored
+        return _unpack(stored, payload_bytes)
+
+    def _digest(self, fields: Bytes, stored: memoryview) -> bytes:
+        return blake3(fields, key=self._secret).update(stored).digest(length=_DIGEST_BYTES)
+
+
+def _flat(buffer: Bytes) -> memoryview:
+    view = memoryview(buffer)
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def _unpack(stored: memoryview, payload_bytes: int) -> memoryview:
+    unpacker = zlib.decompressobj()
+    try:
+        # One byte more than expected shows that there is more, without producing all of it.
+        raw = unpacker.decompress(stored, payload_bytes + 1)
+    except zlib.error as error:
+        raise Damaged(Damage.COMPRESSION) from error
+    if len(raw) != payload_bytes or not unpacker.eof or unpacker.unused_data:
+        raise Damaged(Damage.COMPRESSION)
+    return memoryview(raw)

@@ -1,0 +1,92 @@
+"""The secret behind stored values: read from a file, made once for each user, and never used directly."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import Final
+
+from blake3 import blake3
+
+from fd_core.errors import ConfigError
+from fd_core.places import cache_folder
+
+__all__ = ["derive", "load_secret"]
+
+_NAME: Final = "kv-store-secret"
+_FIELD: Final = "--kv-store-secret-file"
+_NEW_BYTES: Final = 32
+_MIN_BYTES: Final = 16
+_MAX_BYTES: Final = 4096
+_OPEN_TO_OTHERS: Final = 0o037
+"""Whatever it permits to others, and writing to the group. A group may read: that is how clusters hand out secrets."""
+
+
+def derive(secret: bytes, purpose: str) -> bytes:
+    """Return 32 bytes for one purpose; those of different purposes tell nothing about each other or `secret`.
+
+    BLAKE3 in its key derivation mode, with the purpose as the context.
+    """
+    return blake3(secret, derive_key_context=f"fd_core KV store {purpose}").digest()
+
+
+def load_secret(file: Path | None = None) -> bytes:
+    """Return the secret in `file`, or this user's own from the cache folder, which is made at the first call.
+
+    A line end after it does not count. Engines that share a store must have the same one. Raises `ConfigError` if it
+    cannot be read or made, is open to others, or is shorter than 16 or longer than 4096 bytes.
+    """
+    if file is not None:
+        return _read(file.expanduser())
+    own = cache_folder() / _NAME
+    if not own.is_file():
+        _create(own)
+    return _read(own)
+
+
+def _read(file: Path) -> bytes:
+    try:
+        # Without O_NONBLOCK a pipe of that name would keep us waiting for its writer.
+        with os.fdopen(os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as opened:
+            mode = os.fstat(opened.fileno()).st_mode
+            data = opened.read(_MAX_BYTES + 2) if stat.S_ISREG(mode) else None
+    except OSError as error:
+        raise ConfigError(f"cannot read the secret {file}: {error.strerror or error}", field=_FIELD) from error
+    if data is None:
+        raise ConfigError(f"the secret {file} is not a file", field=_FIELD)
+    if os.name == "posix" and mode & _OPEN_TO_OTHERS:
+        raise ConfigError(f"others may read or change the secret {file}", field=_FIELD, hint=f"chmod 600 {file}")
+    data = data.removesuffix(b"\n").removesuffix(b"\r")
+    if not _MIN_BYTES <= len(data) <= _MAX_BYTES:
+        raise ConfigError(
+            f"the secret {file} must have {_MIN_BYTES} to {_MAX_BYTES} bytes",
+            field=_FIELD,
+            hint="write random bytes into it; values stored with another secret will not be read",
+        )
+    return data
+
+
+def _create(file: Path) -> None:
+    """Make the file whole or not at all; of several processes that try at once, the first one's stays."""
+    draft = file.with_name(f"{_NAME}.{secrets.token_hex(8)}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(descriptor, "wb") as opened:
+                opened.write(secrets.token_hex(_NEW_BYTES).encode() + b"\n")
+                opened.flush()
+                os.fsync(opened.fileno())
+            with contextlib.suppress(FileExistsError):
+                file.hardlink_to(draft)
+        finally:
+            draft.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the secret {file}: {error.strerror or error}",
+            field=_FIELD,
+            hint="name a file of yours with at least 16 random bytes",
+        ) from error
