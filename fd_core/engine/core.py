@@ -90,6 +90,9 @@ class Engine:
         scheduler, pool = self._scheduler, self._scheduler.pool
         counters, delivered = scheduler.counters, self._outputs.counters
         ended = delivered.finished
+        drafts = scheduler.drafts
+        proposed = () if drafts is None else tuple(drafts.drafted.tolist())
+        accepted = () if drafts is None else tuple(drafts.accepted.tolist())
         return EngineStats(
             running=scheduler.num_running,
             waiting=len(scheduler.waiting),
@@ -107,8 +110,10 @@ class Engine:
             recomputed_tokens=counters.recomputed_tokens,
             prefix_queries=counters.prefix_queries,
             prefix_hits=counters.prefix_hits,
-            drafts_proposed=0 if scheduler.drafts is None else int(scheduler.drafts.drafted.sum()),
-            drafts_accepted=0 if scheduler.drafts is None else int(scheduler.drafts.accepted.sum()),
+            drafts_proposed=sum(proposed),
+            drafts_accepted=sum(accepted),
+            drafts_proposed_per_position=proposed,
+            drafts_accepted_per_position=accepted,
             stale_outputs=delivered.stale_outputs,
             finished_stop=ended[FinishReason.STOP],
             finished_length=ended[FinishReason.LENGTH],

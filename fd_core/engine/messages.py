@@ -84,6 +84,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens found there."""
     drafts_proposed: int = 0
     drafts_accepted: int = 0
+    drafts_proposed_per_position: tuple[int, ...] = ()
+    """Of the drafts verified, those at each place behind the last token; empty without speculation."""
+    drafts_accepted_per_position: tuple[int, ...] = ()
+    """Likewise of those kept."""
     stale_outputs: int = 0
     """Outputs dropped because epoch, step or gen did not match."""
     finished_stop: int = 0

@@ -55,6 +55,20 @@ _COUNTERS: Final[Sequence[tuple[str, str, Callable[[EngineStats], int]]]] = (
     ("stale_outputs", "Outputs dropped because epoch, step or generation did not match", lambda s: s.stale_outputs),
 )
 
+_BY_POSITION: Final[Sequence[tuple[str, str, Callable[[EngineStats], Sequence[int]]]]] = (
+    (
+        "drafts_proposed_per_position_tokens",
+        "Draft tokens verified, by position; 0 is right behind the last token",
+        lambda s: s.drafts_proposed_per_position,
+    ),
+    (
+        "drafts_accepted_per_position_tokens",
+        "Draft tokens kept, by position; 0 is right behind the last token",
+        lambda s: s.drafts_accepted_per_position,
+    ),
+)
+"""Without samples where nothing is drafted."""
+
 
 class Histogram:
     """Counts of durations in seconds, cheap to feed."""
@@ -123,6 +137,11 @@ class ServerMetrics(Collector):
             yield GaugeMetricFamily(f"fdcore_{name}", text, gauge(stats))
         for name, text, counter in _COUNTERS:
             yield CounterMetricFamily(f"fdcore_{name}", text, counter(stats))
+        for name, text, counts in _BY_POSITION:
+            family = CounterMetricFamily(f"fdcore_{name}", text, labels=["position"])
+            for position, count in enumerate(counts(stats)):
+                family.add_metric([str(position)], count)
+            yield family
         finished = CounterMetricFamily("fdcore_engine_finished", "Requests that the engine ended", labels=["reason"])
         for reason in ("stop", "length", "abort", "error"):
             finished.add_metric([reason], getattr(stats, f"finished_{reason}"))

@@ -31,6 +31,13 @@ def test_texts_are_the_golden_ones_under_pressure(k: int, depth: int, wrong: flo
     stats = engine.stats()
     assert stats.preemptions > 0
     assert (stats.kv_blocks_used, stats.kv_blocks_fenced, stats.stale_outputs) == (0, 0, 0)
+    for all_drafts, per_position in (
+        (stats.drafts_proposed, stats.drafts_proposed_per_position),
+        (stats.drafts_accepted, stats.drafts_accepted_per_position),
+    ):
+        assert len(per_position) == k
+        assert sum(per_position) == all_drafts
+        assert list(per_position) == sorted(per_position, reverse=True)
     if wrong == 0.0:
         assert stats.drafts_accepted > 0.8 * stats.drafts_proposed / depth
     if wrong == 1.0:
@@ -45,6 +52,11 @@ def test_log_probabilities_are_those_of_a_run_without_drafts(k: int) -> None:
     drafted = run(speculating(k, 0.3, num_kv_blocks=25), asking)
     assert drafted.scores == plain.scores
     assert all(len(drafted.scores[spec.request_id]) == len(drafted.tokens[spec.request_id]) > 0 for spec in asking)
+
+
+def test_without_speculation_there_are_no_positions() -> None:
+    stats = null_engine().stats()
+    assert stats.drafts_proposed_per_position == stats.drafts_accepted_per_position == ()
 
 
 def test_good_drafts_save_steps() -> None:

@@ -151,7 +151,14 @@ class FakeClient(StreamingClient):
         return Delta(spec.request_id, ids, reason, scores, self.cached_tokens if done == 0 else None, error)
 
     def _statistics(self) -> EngineStats:
-        return EngineStats(running=len(self.live), kv_blocks_total=40, kv_blocks_used=len(self.live), preemptions=3)
+        return EngineStats(
+            running=len(self.live),
+            kv_blocks_total=40,
+            kv_blocks_used=len(self.live),
+            preemptions=3,
+            drafts_proposed_per_position=(9, 7),
+            drafts_accepted_per_position=(6, 2),
+        )
 
 
 class Answer(NamedTuple):

@@ -56,6 +56,9 @@ def test_metrics_follow_engine_and_streams(server: LiveServer) -> None:
     assert grown("fdcore_end_to_end_seconds_count") == 1
     assert grown("fdcore_http_answers_total[/v1/completions][200]") == 1
     assert after["fdcore_preemptions_total"] == 3
+    for position, (proposed, accepted) in enumerate([(9, 6), (7, 2)]):
+        assert after[f"fdcore_drafts_proposed_per_position_tokens_total[{position}]"] == proposed
+        assert after[f"fdcore_drafts_accepted_per_position_tokens_total[{position}]"] == accepted
     assert after["fdcore_kv_blocks"] == 40
     assert after["fdcore_engine_up"] == 1
     assert after["fdcore_active_requests"] == 0
