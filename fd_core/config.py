@@ -70,6 +70,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A step not answered within this time is an engine fault."""
     trace: str | None = None
     """File that receives what happens in each step, for `fdcore trace`; None writes none."""
+    trace_limit: int = 256 * 2**20
+    """Bytes after which nothing more is written to `trace`."""
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

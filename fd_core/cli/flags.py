@@ -16,6 +16,7 @@ import typer
 from fd_core.cli import values
 from fd_core.cli.values import Parser
 from fd_core.config import EngineConfig, ServerConfig
+from fd_core.sizes import format_size
 
 __all__ = ["API_KEY_FILE", "CONFIG_FILE", "ENGINE_FLAGS", "SERVER_FLAGS", "TALK_FLAGS", "Flag", "Given", "takes_flags"]
 
@@ -64,7 +65,9 @@ class Flag:
     def described(self) -> str:
         """The help text with the default."""
         default = _DEFAULTS.get(self.field)
-        return self.help if default in (None, ()) else f"{self.help} [default: {_shown(default)}]"
+        if default in (None, ()):
+            return self.help
+        return f"{self.help} [default: {format_size(default) if self.parse is values.size else _shown(default)}]"
 
     @property
     def annotation(self) -> Any:
@@ -119,6 +122,7 @@ ENGINE_FLAGS: Final = (
     ),
     Flag("revision", values.optional_text, "Branch, tag or commit of a Hugging Face model.", "NAME"),
     Flag("trace", values.optional_text, "Write what happens in each step to FILE, for `fdcore trace`.", "FILE"),
+    Flag("trace_limit", values.size, "Largest size of that file; what happens later is not in it.", "SIZE"),
 )
 
 SERVER_FLAGS: Final = (

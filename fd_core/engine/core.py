@@ -207,6 +207,6 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
             speculation=None if config.speculative is None else config.speculative.method,
             limits=limits,
         )
-        trace = TraceWriter(Path(config.trace), header, time.monotonic_ns())
+        trace = TraceWriter(Path(config.trace), header, time.monotonic_ns(), config.trace_limit)
     device = make_device(runner, limits.pipeline_depth, config.output_transport)
     return Engine(info, scheduler, device, watchdog_seconds=config.watchdog_seconds, trace=trace)

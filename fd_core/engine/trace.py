@@ -8,7 +8,8 @@ are dropped and counted; the next step that is written says how many are missing
 
 A trace holds request ids, numbers of tokens and times, never prompts or tokens. Gauges are those right after the
 step's commit; with two steps in flight the plan of the following step is in them already. After a restart of the
-engine the trace goes on in the same file behind a header with the next epoch.
+engine the trace goes on in the same file behind a header with the next epoch. A file that has reached its limit gets a
+line that says so; later steps are counted and left out, so that a long run cannot fill the disk.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from fd_core.config import Limits
 from fd_core.engine.messages import Delta
 from fd_core.errors import ConfigError
 from fd_core.scheduling.scheduler import Scheduler
+from fd_core.sizes import format_size
 from fd_core.types import FinishReason, StepOutput, StepPlan
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "Admitted",
     "Closed",
     "Ended",
+    "Full",
     "Stay",
     "StepLine",
     "StepRecord",
@@ -64,6 +67,8 @@ _MAX_QUEUED: Final = 4096
 """Steps that may wait for the writer; more are dropped."""
 _WRITE_SECONDS: Final = 0.05
 """How long the writer sleeps when nothing is left; what it wrote is flushed before it sleeps."""
+_LAST_BYTES: Final = 256
+"""Room that is kept for the lines `Full` and `Closed`."""
 _LETTER_CODES: Final = np.frombuffer(COUNT_LETTERS.encode(), np.uint8)
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -146,13 +151,20 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Who held which slot after the step; only behind dropped steps."""
 
 
+class Full(msgspec.Struct, frozen=True, kw_only=True):
+    """The file has reached its limit: no further step of this epoch follows."""
+
+    full: Count
+    """The limit in bytes."""
+
+
 class Closed(msgspec.Struct, frozen=True, kw_only=True):
     """Last line of a trace whose engine was closed in order."""
 
     closed: Count
     """Microseconds since the header's `started`."""
     dropped: Count
-    """Steps missing at the end."""
+    """Steps missing at the end, for want of time or of room in the file."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, gc=False):
@@ -232,26 +244,36 @@ def require_trace_file(path: Path) -> None:
 class TraceWriter:
     """Writes one epoch of a trace from a thread of its own.
 
-    An epoch above 1 is appended. If the file cannot be written any more, tracing ends with a warning and the engine
-    goes on. Raises `ConfigError` if the file cannot be opened.
+    An epoch above 1 is appended. The file stays within `limit` bytes, unless its first header alone is larger. If the
+    file cannot be written any more, tracing ends with a warning and the engine goes on. Raises `ConfigError` if the file
+    cannot be opened.
     """
 
-    def __init__(self, path: Path, header: TraceHeader, origin: int) -> None:
+    def __init__(self, path: Path, header: TraceHeader, origin: int, limit: int) -> None:
         """`origin` is time 0 of the lines, in nanoseconds of the clock that the other calls use."""
         self._path = path
+        self._limit = limit
         self._origin = self._began = origin
         self._queue: deque[StepRecord] = deque()
         self._dropped = 0
         self._closed: Closed | None = None
         self._ending = threading.Event()
-        self._failed = False
+        self._failed = self._full = False
+        self._left_out = 0
+        """Steps that were queued when the file was full; the writer's own."""
         self._encoder = msgspec.json.Encoder()
         require_trace_file(path)
         try:
             self._file: IO[bytes] = path.open("wb" if header.epoch == 1 else "ab")
+            self._written = self._file.tell()
             # An engine that was killed may have left half a line.
-            self._file.write((b"\n" if self._file.tell() else b"") + self._encoder.encode(header) + b"\n")
-            self._file.flush()
+            first = (b"\n" if self._written else b"") + self._encoder.encode(header)
+            self._begun = not self._written or self._has_room(len(first))
+            if self._begun:
+                self._write(first)
+                self._file.flush()
+            else:
+                self._full = True
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             raise ConfigError(f"cannot write {path}: {reason}", field="--trace") from error
@@ -268,7 +290,7 @@ class TraceWriter:
         self, now: int, scheduler: Scheduler, plan: StepPlan, output: StepOutput, deltas: list[Delta]
     ) -> None:
         """Hand over a committed step, or count it as dropped if too many wait to be written."""
-        if len(self._queue) >= _MAX_QUEUED or self._failed:
+        if len(self._queue) >= _MAX_QUEUED or self._failed or self._full:
             self._dropped += 1
             return
         pool = scheduler.pool
@@ -306,8 +328,9 @@ class TraceWriter:
                 while not self._ending.wait(_WRITE_SECONDS):
                     self._drain()
                 self._drain()
-                if self._closed is not None:
-                    self._file.write(self._encoder.encode(self._closed) + b"\n")
+                if self._closed is not None and self._begun:
+                    dropped = self._closed.dropped + self._left_out
+                    self._write(self._encoder.encode(msgspec.structs.replace(self._closed, dropped=dropped)))
         except (OSError, ValueError) as error:
             self._failed = True
             self._queue.clear()
@@ -316,12 +339,33 @@ class TraceWriter:
     def _drain(self) -> None:
         wrote = False
         while self._queue:
-            self._file.write(self._encoder.encode(line_of(self._queue.popleft())) + b"\n")
+            record = self._queue.popleft()
+            if self._full:
+                self._left_out += 1 + record.dropped
+                continue
+            line = self._encoder.encode(line_of(record))
+            if self._has_room(len(line)):
+                self._write(line)
+            else:
+                self._end_for_want_of_room()
+                self._left_out += 1 + record.dropped
             wrote = True
             # Lets the engine's thread have the interpreter at once instead of after a switch interval.
             time.sleep(0)
         if wrote:
             self._file.flush()
+
+    def _has_room(self, count: int) -> bool:
+        return self._written + count + 1 + _LAST_BYTES <= self._limit
+
+    def _write(self, line: bytes) -> None:
+        self._file.write(line + b"\n")
+        self._written += len(line) + 1
+
+    def _end_for_want_of_room(self) -> None:
+        self._full = True
+        self._write(self._encoder.encode(Full(full=self._limit)))
+        _log.warning("tracing ends: %s has reached its limit of %s", self._path, format_size(self._limit))
 
 
 def _occupants(scheduler: Scheduler) -> tuple[Stay, ...]:

@@ -284,3 +284,23 @@ def test_any_damage_is_shown_or_refused(data: st.DataObject, run: tuple[Path, En
     facts, arrays = unpacked(page(read, "damaged"))
     assert facts["exits"] == list(EXITS)
     assert len(arrays["cells"]) == facts["numSteps"] * facts["numSlots"]
+
+
+def test_a_full_trace_says_so_on_the_page_and_in_the_terminal(tmp_path: Path) -> None:
+    path = tmp_path / "full.jsonl"
+    engine = null_engine(trace=str(path), trace_limit=5000)
+    for spec in SPECS:
+        engine.submit(spec)
+    while engine.has_work:
+        engine.step()
+    engine.close()
+    code, output = fdcore(path)
+    assert code == 0
+    facts, _ = unpacked(path.with_suffix(".html").read_text())
+    missing = engine.stats().steps - facts["numSteps"]
+    problem = f"The file reached its limit of 4.9 KiB: {missing:,} later steps cannot be shown."
+    assert facts["problems"] == [problem]
+    assert problem in output
+    whole = path.read_bytes()
+    path.write_bytes(whole[: whole.index(b'{"closed"')])
+    assert read_trace(path, ALL).problems == [problem.replace(f"{missing:,} later steps", "what came later")]

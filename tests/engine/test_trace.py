@@ -225,8 +225,10 @@ def test_what_is_not_a_trace_is_never_replaced(tmp_path: Path) -> None:
     assert (caught.value.field, caught.value.exit_code) == ("--trace", 2)
 
 
-def traced(path: Path, epoch: int) -> Engine:
-    config = EngineConfig(model="null", backend="null", max_model_len=400, num_kv_blocks=40, trace=str(path))
+def traced(path: Path, epoch: int, **settings: int) -> Engine:
+    config = EngineConfig(
+        model="null", backend="null", max_model_len=400, num_kv_blocks=40, trace=str(path), **settings
+    )
     return load_engine(config, None, epoch=epoch, progress=lambda *_: None)
 
 
@@ -271,3 +273,40 @@ raise SystemExit("crashed")
 def test_the_drafter_is_named(path: Path) -> None:
     null_engine(trace=str(path), speculative=SpeculativeConfig(method="ngram")).close()
     assert lines_of(path)[0][0]["speculation"] == "ngram"
+
+
+def test_a_trace_stays_below_its_limit_and_says_what_it_left_out(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = null_engine(trace=str(path), trace_limit=4000)
+    with caplog.at_level(logging.WARNING):
+        assert run(engine, SPECS).tokens == golden(SPECS)
+        engine.close()
+    assert 3000 < path.stat().st_size <= 4000
+    [_], steps, [full, end] = lines_of(path)
+    assert full == {"full": 4000}
+    assert [line.step for line in steps] == list(range(len(steps)))
+    assert len(steps) > 2
+    assert end["dropped"] == engine.stats().steps - len(steps)
+    assert path.read_bytes().splitlines()[-2] == b'{"full":4000}'
+    assert caplog.text.count("has reached its limit of 3.9 KiB") == 1
+
+
+def test_an_engine_that_starts_again_and_again_does_not_fill_the_disk(path: Path) -> None:
+    for epoch in range(1, 30):
+        engine = traced(path, epoch, trace_limit=4000)
+        run(engine, SPECS[:2])
+        engine.close()
+    assert path.stat().st_size <= 4000
+    headers, _, _ = lines_of(path)
+    assert [header["epoch"] for header in headers] == list(range(1, len(headers) + 1))
+    assert len(headers) < 10
+
+
+@pytest.mark.parametrize("limit", [1, 700, 1000, 1300])
+def test_any_limit_leaves_a_header_and_whole_lines(path: Path, limit: int) -> None:
+    engine = null_engine(trace=str(path), trace_limit=limit)
+    run(engine, SPECS[:2])
+    engine.close()
+    [header], steps, ends = lines_of(path)
+    assert header["epoch"] == 1
+    assert len(ends) == 2
+    assert len(steps) + ends[1]["dropped"] == engine.stats().steps

@@ -18,10 +18,12 @@ from fd_core.engine.trace import (
     IDLE,
     PREFILL,
     Closed,
+    Full,
     StepLine,
     TraceHeader,
 )
 from fd_core.errors import ConfigError
+from fd_core.sizes import format_size
 from fd_core.types import FinishReason
 
 __all__ = ["EXITS", "StaySpan", "Trace", "read_trace"]
@@ -135,6 +137,11 @@ class _Reader:
         self._expected = 0
         self._dropped = self._missing = self._damaged = 0
         self._closed = False
+        self._limit: int | None = None
+        """Bytes that the file reached, if it did."""
+        self._full = False
+        """Whether this epoch met the limit."""
+        self._later = 0
         self._cut = False
 
     def feed(self, raw: bytes) -> None:
@@ -145,8 +152,15 @@ class _Reader:
         try:
             if raw.startswith(b'{"fdcore_trace"'):
                 self._begin_epoch(_header(raw, "the trace"))
+            elif raw.startswith(b'{"full"'):
+                self._limit = msgspec.json.decode(raw, type=Full).full
+                self._full = True
             elif raw.startswith(b'{"closed"'):
-                self._dropped += msgspec.json.decode(raw, type=Closed).dropped
+                dropped = msgspec.json.decode(raw, type=Closed).dropped
+                if self._full:
+                    self._later += dropped
+                else:
+                    self._dropped += dropped
                 self._closed = True
             else:
                 line = self._decoder.decode(raw)
@@ -184,7 +198,7 @@ class _Reader:
         self._trace.headers.append(header)
         self._stays.close_all(self._count - 1, "engine ended")
         self._stays.seen.clear()
-        self._expected, self._closed = 0, False
+        self._expected, self._closed, self._full = 0, False, False
 
     def _take(self, line: StepLine) -> None:
         if line.step < self._expected:
@@ -202,6 +216,9 @@ class _Reader:
         left_out = self._count - len(self._trace.positions)
         if left_out:
             yield f"This page shows the last {len(self._trace.positions):,} of {self._count:,} steps."
+        if self._limit is not None:
+            later = f"{self._later:,} later steps" if self._later else "what came later"
+            yield f"The file reached its limit of {format_size(self._limit)}: {later} cannot be shown."
         if self._dropped:
             yield f"{self._dropped:,} steps are missing because the engine was faster than the writer of the trace."
         if self._damaged and not (self._cut and self._damaged == 1):
@@ -210,7 +227,7 @@ class _Reader:
             yield f"{self._missing:,} steps are missing in the file."
         if self._cut:
             yield "The file is cut off in the middle of a line."
-        if not self._closed:
+        if not self._closed and not self._full:
             yield "The trace has no closing line: the engine still runs or was killed, or the end of the file is lost."
 
 
