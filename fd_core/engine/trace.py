@@ -244,9 +244,9 @@ def require_trace_file(path: Path) -> None:
 class TraceWriter:
     """Writes one epoch of a trace from a thread of its own.
 
-    An epoch above 1 is appended. The file stays within `limit` bytes, unless its first header alone is larger. If the
-    file cannot be written any more, tracing ends with a warning and the engine goes on. Raises `ConfigError` if the file
-    cannot be opened.
+    An epoch above 1 is appended. The file stays within `limit` bytes, unless its first header alone is larger. If it
+    cannot be written any more, tracing ends with a warning and the engine goes on. Raises `ConfigError` if it cannot be
+    opened.
     """
 
     def __init__(self, path: Path, header: TraceHeader, origin: int, limit: int) -> None:
