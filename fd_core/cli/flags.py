@@ -115,8 +115,8 @@ ENGINE_FLAGS: Final = (
     Flag(
         "speculative",
         values.speculation,
-        'Draft tokens ahead, such as \'{"method": "ngram", "num_speculative_tokens": 3}\'; methods are ngram, suffix '
-        "or a plugin's.",
+        'Draft tokens ahead, such as \'{"method": "ngram", "num_speculative_tokens": 3}\'; methods are ngram, suffix, '
+        "draft_model or a plugin's.",
         "JSON",
         name="--speculative-config",
     ),
