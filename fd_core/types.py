@@ -89,6 +89,9 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     tenant: str = ""
     cache_salt: str = ""
     """Requests share cached prefixes only with requests of the same salt."""
+    delivered: tuple[int, ...] = ()
+    """Tokens of the text that earlier epochs of the engine delivered; this one goes on behind them. Limits, penalties
+    and random numbers count from the prompt, as if the engine had never died."""
 
 
 class FinishReason(enum.StrEnum):

@@ -17,7 +17,8 @@ StartProgress = Callable[[str, int, int], None]
 class EngineClient(abc.ABC):
     """A connection to one engine, used from one asyncio event loop.
 
-    Opened by `fd_core.engine.open_client`. Every method is safe after the engine has died: they raise `EngineDead`.
+    Opened by `fd_core.engine.open_client`. Every method is safe after the engine has died. Requests that it had go on,
+    with the same text, in the engine that takes its place; until then no request is taken.
     """
 
     info: EngineInfo
@@ -34,13 +35,17 @@ class EngineClient(abc.ABC):
 
         The request starts at once, not at the first `anext`. Closing the iterator before its end (`aclose`) aborts
         the request. Deltas that are not fetched pile up; nothing else waits for a slow reader. Raises `BadRequest` if
-        a request with this id runs already and `EngineDead` if there is no engine; if the engine dies later, the
-        iterator raises `EngineDead`.
+        a request with this id runs already and `EngineDead` if there is no engine. If the engine dies later, the
+        iterator pauses until another has taken the request up; it ends with finish reason `error` if engines keep dying
+        with this request (see `fd_core.engine.ledger`) and raises `EngineDead` if none can be started.
         """
 
     @abc.abstractmethod
     def abort(self, request_ids: Sequence[str]) -> list[str]:
-        """Abort the named requests and return those that were running or waiting. Idempotent."""
+        """Abort the named requests and return those that were running or waiting. Idempotent.
+
+        Those of an engine that died end at once. Raises `EngineDead` if no engine will take its place.
+        """
 
     @abc.abstractmethod
     def abort_all(self) -> list[str]:
@@ -50,6 +55,11 @@ class EngineClient(abc.ABC):
     @abc.abstractmethod
     def active_requests(self) -> int:
         """Requests submitted by this client that have not ended."""
+
+    @property
+    @abc.abstractmethod
+    def requests_requeued(self) -> int:
+        """Requests given to a new epoch because the one before died with them; only grows."""
 
     @property
     @abc.abstractmethod

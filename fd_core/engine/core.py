@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from fd_core.backends.contract import Backend
@@ -48,6 +48,8 @@ class Engine:
         self._watchdog_seconds = watchdog_seconds
         self._trace = trace
         self._in_flight: deque[StepPlan] = deque()
+        self.on_admission: Callable[[tuple[str, ...]], None] = lambda _: None
+        """Told which requests enter a slot, before a step computes them."""
 
     @property
     def has_work(self) -> bool:
@@ -78,6 +80,8 @@ class Engine:
             plan = self._scheduler.plan()
             if plan is None:
                 break
+            if plan.admissions:
+                self.on_admission(tuple(admission.request_id for admission in plan.admissions))
             self._device.submit(plan)
             self._in_flight.append(plan)
         if not self._in_flight:

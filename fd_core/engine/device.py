@@ -21,7 +21,20 @@ from fd_core.errors import ConfigError, EngineDead
 from fd_core.runner.runner import Runner
 from fd_core.types import IntArray, LogprobRows, StepOutput, StepPlan
 
-__all__ = ["Device", "InlineDevice", "SocketDevice", "ThreadDevice", "decode_output", "encode_output", "make_device"]
+__all__ = [
+    "Device",
+    "DeviceStalled",
+    "InlineDevice",
+    "SocketDevice",
+    "ThreadDevice",
+    "decode_output",
+    "encode_output",
+    "make_device",
+]
+
+
+class DeviceStalled(EngineDead):
+    """A step was not answered in time; the thread that computes it may be stuck for ever."""
 
 
 class Device(abc.ABC):
@@ -38,7 +51,7 @@ class Device(abc.ABC):
     def collect(self, timeout: float) -> StepOutput:
         """Return the output of the oldest plan that was not collected.
 
-        Raises `EngineDead` if it does not come within `timeout` seconds or if the runner failed.
+        Raises `DeviceStalled` if it does not come within `timeout` seconds, `EngineDead` if the runner failed.
         """
 
     @abc.abstractmethod
@@ -161,8 +174,8 @@ def _healthy(output: StepOutput | str) -> StepOutput:
     return output
 
 
-def _stalled(timeout: float) -> EngineDead:
-    return EngineDead(f"a step was not answered within {timeout:g} s")
+def _stalled(timeout: float) -> DeviceStalled:
+    return DeviceStalled(f"a step was not answered within {timeout:g} s")
 
 
 # Frames ---------------------------------------------------------------------------------------------------

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import queue
 import threading
+import time
+from collections.abc import Coroutine
 from pathlib import Path
 
 from fd_core.config import EngineConfig
 from fd_core.engine.client import StartProgress
 from fd_core.engine.core import Engine, load_engine
+from fd_core.engine.device import DeviceStalled
 from fd_core.engine.messages import ClientMessage, EngineMessage, Shutdown, StepEvents
+from fd_core.engine.restarting import GAVE_UP, start_again
 from fd_core.engine.service import serve_engine
 from fd_core.engine.streams import StreamingClient
+from fd_core.errors import EngineDead
 
 __all__ = ["InprocClient"]
 
@@ -36,53 +42,131 @@ class _QueueInbox:
 
 
 class InprocClient(StreamingClient):
-    """Speaks to an engine that runs in a thread."""
+    """Speaks to an engine that runs in a thread.
 
-    def __init__(self) -> None:
+    A step that fails ends that engine; another is loaded in its place and takes up its requests. A step that stalls
+    ends all requests for good: a thread cannot be ended from outside and keeps the model's memory, so only a process of
+    its own (`fd_core.engine.process`) lets an engine be replaced then.
+    """
+
+    def __init__(self, config: EngineConfig, path: Path | None) -> None:
         super().__init__()
+        self._config = config
+        self._path = path
+        self._epoch = 0
         self._inbox = _QueueInbox()
         self._loop = asyncio.get_running_loop()
         self._thread: threading.Thread | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._last_sign = time.monotonic()
+        self._closing = False
 
     @classmethod
     async def open(cls, config: EngineConfig, path: Path | None, progress: StartProgress) -> InprocClient:
         """Load the engine in a thread and start it."""
-        client = cls()
-        engine = await asyncio.to_thread(load_engine, config, path, progress=progress)
-        client.start(engine)
+        client = cls(config, path)
+        await client._start(progress)
+        client._begin(client._watch())
         return client
-
-    def start(self, engine: Engine) -> None:
-        """Run a loaded engine in a thread."""
-        self._came_up(engine.info)
-        self._thread = threading.Thread(target=self._run, args=(engine,), name="fdcore-engine", daemon=True)
-        self._thread.start()
 
     async def close(self, drain_seconds: float = 0.0) -> None:
         """Let requests finish for up to `drain_seconds`, abort the rest and end the thread."""
-        if self._thread is None:
-            return
-        if drain_seconds > 0:
-            self._send(Shutdown(drain=True))
-            await asyncio.to_thread(self._thread.join, drain_seconds)
-        self._send(Shutdown(drain=False))
-        await asyncio.to_thread(self._thread.join)
+        self._closing = True
+        if self._alive and self._thread is not None:
+            if drain_seconds > 0:
+                self._send(Shutdown(drain=True))
+                await asyncio.to_thread(self._thread.join, drain_seconds)
+            self._send(Shutdown(drain=False))
+            # One that is stuck in a step is left behind; it is a daemon.
+            await asyncio.to_thread(self._thread.join, max(self._config.watchdog_seconds, 1.0))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._went_down("the engine was closed")
         self._thread = None
+
+    # Inside -----------------------------------------------------------------------------------------------
 
     def _send(self, message: ClientMessage) -> None:
         self._inbox.queue.put(message)
 
-    def _run(self, engine: Engine) -> None:
-        reason = "the engine was closed"
+    async def _start(self, progress: StartProgress) -> None:
+        """Load an engine for the next epoch and run it in a thread of its own."""
+        self._epoch += 1
+        engine = await asyncio.to_thread(self._load, progress)
+        self._inbox = _QueueInbox()
+        self._last_sign = time.monotonic()
+        self._thread = threading.Thread(target=self._run, args=(engine, self._inbox), name="fdcore-engine", daemon=True)
+        self._came_up(engine.info)
+        self._thread.start()
+
+    def _load(self, progress: StartProgress) -> Engine:
+        engine = load_engine(self._config, self._path, epoch=self._epoch, progress=progress)
+        if self._closing:
+            engine.close()
+            raise EngineDead("the engine was closed")
+        return engine
+
+    def _run(self, engine: Engine, inbox: _QueueInbox) -> None:
+        failure, stalled = None, False
         try:
-            serve_engine(engine, self._inbox, self._deliver)
+            serve_engine(engine, inbox, self._deliver)
         except Exception as error:  # noqa: BLE001 - the last frame of the thread: tell the readers, then end
             _log.exception("the engine failed")
-            reason = f"the engine failed: {error}"
+            failure, stalled = f"the engine failed: {error}", isinstance(error, DeviceStalled)
+            if not stalled:
+                engine.close()
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._went_down, reason)
+            self._loop.call_soon_threadsafe(self._ended, failure, stalled)
 
     def _deliver(self, message: EngineMessage) -> None:
+        self._last_sign = time.monotonic()
         if isinstance(message, StepEvents):
             self._loop.call_soon_threadsafe(self._dispatch, message)
+
+    def _ended(self, failure: str | None, stalled: bool) -> None:
+        """The engine's thread is at its end."""
+        if failure is None or self._closing:
+            self._went_down(failure or "the engine was closed")
+        elif stalled:
+            self._give_up(failure)
+        else:
+            self._went_away(failure)
+            self._begin(self._restart())
+
+    def _give_up(self, failure: str) -> None:
+        self._went_down(f"{failure}; a thread cannot be replaced, so restart the server")
+
+    async def _restart(self) -> None:
+        if await start_again(self._start_another):
+            _log.warning("engine restarted as epoch %d", self._epoch)
+        else:
+            self._went_down(GAVE_UP)
+
+    async def _start_another(self) -> None:
+        gc.collect()  # the model and KV cache of the engine that failed
+        try:
+            await self._start(lambda *_: None)
+        except Exception as error:
+            raise EngineDead(f"{type(error).__name__}: {error}") from error
+
+    async def _watch(self) -> None:
+        """Give up when requests wait and the thread gives no sign for longer than the watchdog allows."""
+        patience = self._config.watchdog_seconds
+        busy_since: float | None = None
+        while True:
+            await asyncio.sleep(patience / 4)
+            now = time.monotonic()
+            if not (self._alive and self.active_requests):
+                busy_since = None
+                continue
+            busy_since = now if busy_since is None else busy_since
+            silent = now - max(busy_since, self._last_sign)
+            # The engine's own watch over its device comes first: it knows more.
+            if silent >= 1.5 * patience:
+                self._give_up(f"the engine gave no sign for {silent:.0f} s while requests were running")
+
+    def _begin(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

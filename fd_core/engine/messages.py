@@ -101,6 +101,9 @@ class StepEvents(msgspec.Struct, frozen=True, tag="step"):
 
     deltas: list[Delta]
     stats: EngineStats | None = None
+    epoch: int = 1
+    admitted: tuple[str, ...] = ()
+    """Requests that entered a slot; told before the step that computes them, which may be the engine's last."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

@@ -19,6 +19,7 @@ import zmq.asyncio
 from fd_core.config import EngineConfig
 from fd_core.engine.client import StartProgress
 from fd_core.engine.messages import ClientMessage, EngineMessage, Fault, Progress, Ready, Shutdown, StepEvents
+from fd_core.engine.restarting import GAVE_UP, start_again
 from fd_core.engine.streams import StreamingClient
 from fd_core.errors import ConfigError, EngineDead, FdError, ModelError, PluginError
 
@@ -26,9 +27,8 @@ __all__ = ["ProcessClient", "Start"]
 
 _log = logging.getLogger(__name__)
 _ERRORS: dict[int, type[FdError]] = {error.exit_code: error for error in (ConfigError, ModelError, PluginError)}
-_MAX_RESTARTS = 5
-"""Engines that die this often in a row without ever becoming ready are not started again."""
-_RESTART_SECONDS = 1.0
+_START_SECONDS = 600.0
+"""An engine that gives no sign for so long while it starts in a dead one's place is taken for stuck."""
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -41,7 +41,7 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class ProcessClient(StreamingClient):
-    """Speaks to an engine in a child process; starts another with a new epoch if it dies."""
+    """Speaks to an engine in a child process; if it dies, starts another that takes up its requests in a new epoch."""
 
     def __init__(self, config: EngineConfig, path: Path | None) -> None:
         super().__init__()
@@ -86,16 +86,13 @@ class ProcessClient(StreamingClient):
             if process.returncode is None:
                 self._send(Shutdown(drain=False))
                 await _wait(process, 5.0)
-        if process is not None and process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
         if self._keeper is not None:
+            # Before the process is killed: it may be starting another.
             self._keeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._keeper
+        await self._reap()
         self._went_down("the engine was closed")
-        self._close_socket()
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -107,28 +104,37 @@ class ProcessClient(StreamingClient):
         # The high-water mark is off, so a send only queues; its future is done at once.
         self._socket.send(self._encoder.encode(message))
 
-    async def _start(self, progress: StartProgress) -> None:
-        """Start a process for the next epoch and read its messages until it is ready."""
+    async def _start(self, progress: StartProgress, patience: float | None = None) -> None:
+        """Start a process for the next epoch and read its messages until it is ready.
+
+        Raises `EngineDead` if it ends or gives no sign for `patience` seconds, and what loading raises.
+        """
         self._epoch += 1
         address = f"ipc://{self._folder}/engine-{self._epoch}"
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._socket.linger = 0
         self._socket.bind(address)
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "fd_core.engine.child", stdin=asyncio.subprocess.PIPE, start_new_session=True
-        )
-        start = Start(address, self._config, str(self._path) if self._path else None, self._epoch)
-        pipe = self._process.stdin
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "fd_core.engine.child", stdin=asyncio.subprocess.PIPE, start_new_session=True
+            )
+            await self._tell(Start(address, self._config, str(self._path) if self._path else None, self._epoch))
+        except OSError as error:
+            raise EngineDead(f"the engine's process could not be started: {error}") from error
+        while not self._alive:
+            message = await self._receive(patience)
+            if message is None:
+                raise EngineDead(f"the engine gave no sign for {patience:g} s while it started")
+            self._handle(message, progress)
+
+    async def _tell(self, start: Start) -> None:
+        pipe = self._process.stdin if self._process is not None else None
         if pipe is None:
             raise EngineDead("the engine's process has no standard input")
         pipe.write(msgspec.json.encode(start) + b"\n")
         await pipe.drain()
         # The pipe stays open: its end tells the engine that this process is gone.
-        while not self._alive:
-            message = await self._receive()
-            if message is not None:
-                self._handle(message, progress)
 
     async def _next(self) -> EngineMessage:
         """Return the next message; raises `EngineDead` if requests wait for longer than the watchdog allows."""
@@ -180,32 +186,33 @@ class ProcessClient(StreamingClient):
                 raise _ERRORS.get(code, EngineDead)(text, field=field, hint=hint)
 
     async def _keep(self) -> None:
-        """Pass messages on; when the engine dies, end its requests and start another."""
-        while not self._closing:
-            try:
-                while True:
-                    self._handle(await self._next(), lambda *_: None)
-            except FdError as error:
+        """Pass messages on; when the engine dies, start another, which takes up its requests."""
+        try:
+            while True:
+                reason = await self._serve()
                 if self._closing:
                     return
-                _log.error("engine of epoch %d is gone: %s", self._epoch, error)
-                self._went_down(f"the engine failed: {error}")
-            if not await self._restart():
-                return
-
-    async def _restart(self) -> bool:
-        for attempt in range(_MAX_RESTARTS):
-            await self._reap()
-            try:
-                await self._start(lambda *_: None)
-            except FdError as error:
-                _log.error("engine of epoch %d did not start: %s", self._epoch, error)
-                await asyncio.sleep(_RESTART_SECONDS * 2**attempt)
-            else:
+                _log.error("engine of epoch %d is gone: %s", self._epoch, reason)
+                self._went_away(f"the engine failed: {reason}")
+                if not await start_again(self._start_another):
+                    return
                 _log.warning("engine restarted as epoch %d", self._epoch)
-                return True
-        self._death = f"the engine failed {_MAX_RESTARTS} times to start again; restart the server"
-        return False
+        finally:
+            # Whatever ended this watch: no request may wait for an engine that nobody starts.
+            if not self._closing:
+                self._went_down(GAVE_UP)
+
+    async def _serve(self) -> FdError:
+        """Pass messages on until the engine dies; return of what."""
+        try:
+            while True:
+                self._handle(await self._next(), lambda *_: None)
+        except FdError as error:
+            return error
+
+    async def _start_another(self) -> None:
+        await self._reap()
+        await self._start(lambda *_: None, _START_SECONDS)
 
     async def _reap(self) -> None:
         if self._process is not None:

@@ -27,6 +27,7 @@ class Inbox(Protocol):
 
 def serve_engine(engine: Engine, inbox: Inbox, send: Callable[[EngineMessage], None]) -> None:
     """Serve until told to shut down. Errors of a step end the loop: the client sees a dead engine."""
+    engine.on_admission = lambda admitted: send(StepEvents([], None, engine.info.epoch, admitted))
     last_stats = 0.0
     was_busy = True
     stopping = False
@@ -47,10 +48,10 @@ def serve_engine(engine: Engine, inbox: Inbox, send: Callable[[EngineMessage], N
         due = now - last_stats >= _STATS_SECONDS and (busy or was_busy)
         # The turn to idle is told at once, so that gauges are exact whenever nothing runs.
         if due or (was_busy and not busy):
-            send(StepEvents(deltas, engine.stats()))
+            send(StepEvents(deltas, engine.stats(), engine.info.epoch))
             last_stats, was_busy = now, busy
         elif deltas:
-            send(StepEvents(deltas))
+            send(StepEvents(deltas, None, engine.info.epoch))
             was_busy = busy
         else:
             was_busy = busy

@@ -7,9 +7,10 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from fd_core.engine.client import EngineClient
+from fd_core.engine.ledger import Ledger
 from fd_core.engine.messages import Abort, ClientMessage, Delta, EngineInfo, EngineStats, StepEvents, Submit
 from fd_core.errors import BadRequest, EngineDead
-from fd_core.types import RequestSpec
+from fd_core.types import FinishReason, RequestSpec
 
 __all__ = ["StreamingClient"]
 
@@ -62,15 +63,24 @@ class _Stream(AsyncIterator[Delta]):
 
 
 class StreamingClient(EngineClient):
-    """Keeps the streams; subclasses carry messages."""
+    """Keeps the streams and what was delivered to them; subclasses carry messages and start engines.
+
+    An engine that dies while another will be started interrupts its streams: they stay, and the new epoch is asked to
+    go on with each. One that will not come back ends them.
+    """
 
     def __init__(self) -> None:
+        self._ledger = Ledger()
         self._streams: dict[str, _Stream] = {}
+        """For each request of the ledger, where its deltas go."""
         self._left: set[str] = set()
         """Requests whose reader left before the engine reported their end."""
         self._stats = EngineStats()
         self._alive = False
+        self._interrupted = False
+        """Whether the engine is gone and another will take its requests."""
         self._death = "the engine is not running"
+        self._requeued = 0
 
     @property
     def alive(self) -> bool:
@@ -81,6 +91,11 @@ class StreamingClient(EngineClient):
     def stats(self) -> EngineStats:
         """The latest statistics."""
         return self._stats
+
+    @property
+    def requests_requeued(self) -> int:
+        """Requests given to a new epoch because the one before died with them; only grows."""
+        return self._requeued
 
     @property
     def active_requests(self) -> int:
@@ -94,22 +109,28 @@ class StreamingClient(EngineClient):
         if spec.request_id in self._streams or spec.request_id in self._left:
             raise BadRequest(f"a request with id {spec.request_id!r} is already running", field="request_id")
         stream = _Stream(self, spec.request_id)
+        self._ledger.begin(spec)
         self._streams[spec.request_id] = stream
         self._send(Submit(spec))
         return stream
 
     def abort(self, request_ids: Sequence[str]) -> list[str]:
         """Abort the named requests that are running; their streams end with finish reason `abort`."""
-        if not self._alive:
+        if not self._alive and not self._interrupted:
             raise EngineDead(self._death)
-        known = [request_id for request_id in dict.fromkeys(request_ids) if request_id in self._streams]
-        if known:
+        known = [request_id for request_id in dict.fromkeys(request_ids) if request_id in self._ledger]
+        if not self._alive:
+            # No engine has them, so they end here.
+            for request_id in known:
+                self._hand_on(Delta(request_id, finish_reason=FinishReason.ABORT))
+        elif known:
+            self._ledger.aborting(known)
             self._send(Abort(tuple(known)))
         return known
 
     def abort_all(self) -> list[str]:
         """Abort everything."""
-        return self.abort(list(self._streams))
+        return self.abort(list(self._ledger))
 
     # For subclasses ---------------------------------------------------------------------------------------
 
@@ -118,31 +139,53 @@ class StreamingClient(EngineClient):
         """Carry a message to the engine without waiting."""
 
     def _came_up(self, info: EngineInfo) -> None:
+        """An engine is ready: it takes up what its predecessor left."""
         self.info = info
         self._stats = EngineStats(kv_blocks_total=info.num_kv_blocks)
-        self._alive = True
+        self._alive, self._interrupted = True, False
+        left_over = self._ledger.resubmissions()
+        self._requeued += len(left_over)
+        for spec in left_over:
+            self._send(Submit(spec))
+
+    def _went_away(self, reason: str) -> None:
+        """The engine died and another will be started: its requests wait, except those that are over or given up."""
+        self._alive, self._interrupted = False, True
+        self._death = reason
+        self._left.clear()
+        for end in self._ledger.died(reason):
+            self._streams.pop(end.request_id).push(end)
 
     def _went_down(self, reason: str) -> None:
-        self._alive = False
+        """The engine is gone for good, and every request with it."""
+        self._alive = self._interrupted = False
         self._death = reason
         streams, self._streams = self._streams, {}
+        self._ledger = Ledger()
         self._left.clear()
         for stream in streams.values():
             stream.fail(reason)
 
     def _dispatch(self, events: StepEvents) -> None:
+        if not self._alive or events.epoch != self.info.epoch:
+            return  # of an epoch that is over: what it says is delivered by its successor
         if events.stats is not None:
             self._stats = events.stats
+        self._ledger.admitted(events.admitted)
         for delta in events.deltas:
-            if delta.finish_reason is None:
-                stream = self._streams.get(delta.request_id)
-            else:
-                stream = self._streams.pop(delta.request_id, None)
+            if delta.finish_reason is not None:
                 self._left.discard(delta.request_id)
-            if stream is not None:
-                stream.push(delta)
+            self._hand_on(delta)
+
+    def _hand_on(self, delta: Delta) -> None:
+        seen = self._ledger.deliver(delta)
+        if seen is None:
+            return
+        streams, name = self._streams, delta.request_id
+        (streams[name] if seen.finish_reason is None else streams.pop(name)).push(seen)
 
     def _leave(self, request_id: str) -> None:
+        self._ledger.drop(request_id)
         if self._streams.pop(request_id, None) is not None and self._alive:
             self._left.add(request_id)
             self._send(Abort((request_id,)))

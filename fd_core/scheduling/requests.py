@@ -78,8 +78,9 @@ class Request:
         self.state = State.WAITING
         self.limit = min(len(spec.prompt) + spec.params.max_tokens, max_model_len)
         """Tokens at which the request ends for its length."""
-        self.generated: IntArray = np.empty(0, np.int32)
-        """int32[g]: tokens delivered before the request last left a slot; the slot table holds them all meanwhile."""
+        self.generated: IntArray = np.array(spec.delivered, np.int32)
+        """int32[g]: tokens delivered before the request last left a slot, or by epochs before this one; the slot table
+        holds them all meanwhile."""
         self.root = root
         self.chain: list[bytes] = []
         """Keys of the full blocks of settled tokens."""
@@ -91,7 +92,7 @@ class Request:
         self.rank: tuple[int, ...] | None = None
         """Place among waiting requests, given by the policy once."""
         self.cached_tokens: int | None = None
-        """Prompt tokens found in the prefix cache at first admission."""
+        """Tokens found in the prefix cache at first admission."""
 
     def known_tokens(self) -> IntArray:
         """Return int32[n]: the prompt and the tokens delivered before the request last left a slot."""

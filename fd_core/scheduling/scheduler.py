@@ -96,6 +96,12 @@ class Scheduler:
             )
         root = self._hasher.root(spec.cache_salt) if self._hasher else b""
         request = Request(spec, self._arrivals, self.limits.max_model_len, root)
+        if len(spec.prompt) + len(spec.delivered) >= request.limit:
+            raise BadRequest(
+                f"{len(spec.delivered)} tokens were delivered already, so none of at most "
+                f"{request.limit - len(spec.prompt)} is left to generate",
+                field="delivered",
+            )
         self._arrivals += 1
         self._requests[spec.request_id] = request
         self.waiting.push(request)
@@ -303,11 +309,12 @@ class Scheduler:
         request.slot = slot
         for key in keys[len(matched) :]:
             self._computing[key] = self._computing.get(key, 0) + 1
-        if request.cached_tokens is None:
-            request.cached_tokens = cached
+        if request.cached_tokens is None and not request.spec.delivered:
             self.counters.prompt_tokens += len(tokens)
         else:
             self.counters.recomputed_tokens += len(tokens) - cached
+        if request.cached_tokens is None:
+            request.cached_tokens = cached
         if self._hasher is not None:
             self.counters.prefix_queries += len(tokens)
             self.counters.prefix_hits += cached

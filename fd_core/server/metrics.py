@@ -148,6 +148,8 @@ class ServerMetrics(Collector):
         yield finished
         yield GaugeMetricFamily("fdcore_engine_up", "1 while the engine answers", float(client.alive))
         yield GaugeMetricFamily("fdcore_engine_epoch", "Grows with each start of the engine", client.info.epoch)
+        requeued = client.requests_requeued
+        yield CounterMetricFamily("fdcore_requests_requeued", "Requests that a new epoch took up", requeued)
         yield GaugeMetricFamily("fdcore_active_requests", "Generations of this server", client.active_requests)
         info = InfoMetricFamily("fdcore", "What is served")
         facts = {key: str(getattr(client.info, key)) for key in ("model", "architecture", "backend", "device", "dtype")}

@@ -15,7 +15,7 @@ import uvicorn
 
 from fd_core.config import ServerConfig
 from fd_core.engine.client import EngineClient
-from fd_core.errors import ConfigError
+from fd_core.errors import ConfigError, EngineDead
 from fd_core.server.app import create_app
 from fd_core.server.bounded_http import BoundedHttp
 from fd_core.server.state import ServerState
@@ -159,7 +159,7 @@ async def _drain(state: ServerState, seconds: float, stop: asyncio.Event, hurry:
                     await asyncio.wait_for(hurry.wait(), 0.05)
     if len(state.active):
         log.warning("aborting %d requests that still run", len(state.active))
-        if state.client.alive:
+        with contextlib.suppress(EngineDead):
             state.client.abort_all()
 
 

@@ -1,21 +1,17 @@
-"""The engine as a process of its own: streams, aborts, death and restart."""
+"""The engine as a process of its own: streams, aborts and errors of loading; `test_restarts` has its deaths."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-import msgspec
 import pytest
 
 from fd_core.config import EngineConfig
 from fd_core.engine.client import EngineClient
 from fd_core.engine.launch import open_client
-from fd_core.engine.process import ProcessClient
-from fd_core.errors import BadRequest, ConfigError, EngineDead, PluginError
+from fd_core.errors import BadRequest, ConfigError, PluginError
 from fd_core.types import FinishReason
 from tests.engine.helpers import golden, random_specs
 
@@ -98,44 +94,6 @@ def test_an_id_in_use_is_refused() -> None:
         await stream.aclose()  # type: ignore[attr-defined]
 
     in_each_place(check)
-
-
-def test_a_killed_engine_ends_its_streams_and_comes_back_with_a_new_epoch() -> None:
-    async def main() -> None:
-        async with opened("process") as client:
-            assert isinstance(client, ProcessClient)
-            stream = client.submit(SPECS[1])
-            assert client.pid is not None
-            os.kill(client.pid, signal.SIGKILL)
-            with pytest.raises(EngineDead, match="failed"):
-                async for _ in stream:
-                    pass
-            assert not client.alive
-            with pytest.raises(EngineDead):
-                client.submit(SPECS[2])
-            await until(lambda: client.alive, 20.0)
-            assert client.info.epoch == 2
-            assert await text(client, 1) == golden(SPECS)["r1"]
-
-    asyncio.run(main())
-
-
-def test_an_engine_that_stands_still_is_noticed_and_replaced() -> None:
-    async def main() -> None:
-        client = await open_client(msgspec.structs.replace(CONFIG, watchdog_seconds=1.0), None)
-        try:
-            assert isinstance(client, ProcessClient)
-            assert client.pid is not None
-            os.kill(client.pid, signal.SIGSTOP)
-            with pytest.raises(EngineDead, match="no sign"):
-                await text(client, 1)
-            await until(lambda: client.alive, 20.0)
-            assert client.info.epoch == 2
-            assert await text(client, 1) == golden(SPECS)["r1"]
-        finally:
-            await client.close()
-
-    asyncio.run(main())
 
 
 @pytest.mark.parametrize("where", ["inproc", "process"])

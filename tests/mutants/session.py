@@ -29,8 +29,8 @@ FIRST = (
     "tests/engine",
 )
 """Cheapest first, so that most mutants die within seconds."""
-LEFT_OUT = ("tests/engine/test_process.py",)
-"""Waits for processes and the clock; what it adds to the others is not about the protocol's core."""
+LEFT_OUT = ("tests/engine/test_process.py", "tests/engine/test_restarts.py")
+"""Wait for processes and the clock; what they add to the others is not about the protocol's core."""
 SECONDS_PER_TEST = 60
 SECONDS_PER_MUTANT = 180
 _CULPRIT = re.compile(r"^(?:FAILED|ERROR) (\S+)(.*)", re.MULTILINE)

@@ -6,15 +6,18 @@ import asyncio
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import openai
 import pytest
 
 from fd_core.config import EngineConfig
 from fd_core.engine.client import EngineClient
 from fd_core.engine.launch import open_client
+from fd_core.engine.process import ProcessClient
 from tests.server.fakes import LiveServer, live, samples
 from tests.server.test_disconnect import eventually, leave
 
@@ -130,19 +133,38 @@ def test_an_abort_by_id_reaches_the_engine(null: LiveServer) -> None:
     rests(null, 2)
 
 
-def test_an_engine_that_is_killed_is_told_and_comes_back() -> None:
-    """A stream ends with an error event, requests in between get 503, and the next epoch serves."""
-    request = {**body(2), "max_tokens": 360, "ignore_eos": True, "stream": True, "n": 4}
-    with live(lambda: null_client("process")) as server, ThreadPoolExecutor(1) as pool:
-        before = server.post(PATH, body(1)).json["choices"]
-        running = pool.submit(server.post, PATH, request)
-        eventually(lambda: server.call(lambda: server.client.active_requests) == 4, 5)
+def test_a_stream_goes_on_across_the_death_of_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The official client sees one text and one usage; in between the server is not ready and takes nothing new."""
+    may_restart = threading.Event()
+    start_another = ProcessClient._start_another
+
+    async def held(client: ProcessClient) -> None:
+        await asyncio.to_thread(may_restart.wait, 10)
+        await start_another(client)
+
+    monkeypatch.setattr(ProcessClient, "_start_another", held)
+    length = 360
+    request = {"model": "null", "prompt": "prompt", "max_tokens": length, "seed": 3, "logprobs": 1, "n": 2}
+    request["logit_bias"] = {str(each): -100 for each in range(128, 257)}
+    with live(lambda: null_client("process")) as server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="k") as api:
+        whole = api.completions.create(**request)
+        stream = api.completions.create(**request, stream=True, stream_options={"include_usage": True})
+        pieces = [next(stream)]
         os.kill(server.client.pid, signal.SIGKILL)
-        broken = running.result(10)
-        if broken.status == 200:
-            assert broken.events[-1]["error"]["code"] == "engine_dead"
-            assert b"[DONE]" not in broken.body
-        else:
-            assert (broken.status, broken.error["code"]) == (503, "engine_dead")
-        eventually(lambda: server.get("/ready").status == 200 and server.client.info.epoch == 2, 20)
-        assert server.post(PATH, body(1)).json["choices"] == before
+        eventually(lambda: not server.call(lambda: server.client.alive), 5)
+        refused = [server.get("/ready"), server.post(PATH, body(1))]
+        may_restart.set()
+        pieces += stream
+        texts, scores = ["", ""], [[], []]
+        for choice in (choice for piece in pieces for choice in piece.choices):
+            texts[choice.index] += choice.text
+            scores[choice.index] += choice.logprobs.token_logprobs if choice.logprobs else []
+        assert texts == [choice.text for choice in whole.choices]
+        assert scores == [choice.logprobs.token_logprobs for choice in whole.choices]
+        assert pieces[-1].usage.completion_tokens == whole.usage.completion_tokens == 2 * length
+        assert pieces[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+        assert [answer.status for answer in refused] == [503, 503]
+        assert (refused[1].error["code"], refused[1].headers["retry-after"]) == ("engine_dead", "5")
+        found = samples(server)
+        assert (found["fdcore_requests_requeued_total"], found["fdcore_engine_epoch"]) == (2, 2)
+        rests(server, 2)

@@ -1,0 +1,351 @@
+"""An engine that dies or stalls is replaced, and its requests go on: same text, nothing twice, nothing lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fd_core.config import EngineConfig, SpeculativeConfig
+from fd_core.engine import process, restarting
+from fd_core.engine.client import EngineClient
+from fd_core.engine.inproc import InprocClient
+from fd_core.engine.launch import open_client
+from fd_core.engine.process import ProcessClient
+from fd_core.errors import EngineDead
+from fd_core.plugins import installed_plugins
+from fd_core.types import FinishReason, RequestSpec, TokenLogprobs
+from tests.engine.faults import Faults
+from tests.engine.helpers import Texts, golden, null_engine, random_specs, run
+from tests.engine.stepping import greedy
+from tests.engine.test_process import until
+
+SPECS = random_specs(10, seed=29, max_prompt=30, max_tokens=110)
+"""More than there are slots, and texts that pass the places of the faults; some want log-probabilities or penalties."""
+LONG = greedy("long", range(20), 370)
+POISON = 255
+NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+
+
+@pytest.fixture
+def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    yield Faults(tmp_path, monkeypatch)
+    installed_plugins.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Texts:
+    return run(null_engine(num_kv_blocks=200), SPECS)
+
+
+@asynccontextmanager
+async def opened(where: str = "process", path: Path | None = None, **settings: Any) -> AsyncIterator[EngineClient]:
+    values: dict[str, Any] = {
+        "model": "null",
+        "backend": "faulty",
+        "max_num_seqs": 4,
+        "num_kv_blocks": 40,
+        "block_size": 16,
+        "max_model_len": 400,
+        "max_num_batched_tokens": 64,
+    }
+    client = await open_client(EngineConfig(**(values | settings)), path, where=where)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+@dataclass(slots=True)
+class Told:
+    """What the reader of one stream saw."""
+
+    tokens: list[int] = field(default_factory=list)
+    scores: list[TokenLogprobs] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
+    end: FinishReason | None = None
+    error: str | None = None
+
+
+async def read(client: EngineClient, spec: RequestSpec, during: Callable[[int], None] = lambda _: None) -> Told:
+    """Read a stream to its end; `during` is told how many tokens there are."""
+    told = Told()
+    async for delta in client.submit(spec):
+        assert told.end is None
+        told.tokens += delta.token_ids
+        told.scores += delta.logprobs or ()
+        told.cached += [] if delta.cached_tokens is None else [delta.cached_tokens]
+        told.end, told.error = delta.finish_reason, delta.error
+        during(len(told.tokens))
+    return told
+
+
+async def all_texts_are(client: EngineClient, expected: Texts) -> None:
+    everything = await asyncio.gather(*(read(client, spec) for spec in SPECS))
+    for spec, told in zip(SPECS, everything, strict=True):
+        name = spec.request_id
+        assert (told.tokens, told.scores, told.end) == (
+            expected.tokens[name],
+            expected.scores[name],
+            expected.ends[name],
+        )
+        assert len(told.cached) == 1, "how much was cached is told once"
+    assert client.active_requests == 0
+    await until(lambda: client.stats.kv_blocks_used == 0 and client.stats.running == 0)
+
+
+def signal_to(client: EngineClient, number: int) -> None:
+    assert isinstance(client, ProcessClient)
+    assert client.pid is not None
+    os.kill(client.pid, number)
+
+
+def run_test(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(15):
+            await test()
+
+    asyncio.run(bounded())
+
+
+# Every way to die ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("transport", ["memory", "zmq"])
+@pytest.mark.parametrize("hows", [("kill", "exit"), ("raise", "stall")])
+def test_texts_survive_an_engine_that_dies_twice(
+    faults: Faults, undisturbed: Texts, hows: tuple[str, str], transport: str, depth: int
+) -> None:
+    """In the middle of the texts, with requests that run and others that wait; the second death is a later one."""
+    faults.arm(*hows, position=50, every=40)
+
+    async def main() -> None:
+        watchdog = 0.5 if "stall" in hows else 60.0
+        async with opened(output_transport=transport, pipeline_depth=depth, watchdog_seconds=watchdog) as client:
+            await all_texts_are(client, undisturbed)
+            assert (faults.count, client.info.epoch) == (2, 3)
+            assert client.requests_requeued > len(SPECS)
+
+    run_test(main)
+
+
+def test_texts_survive_with_drafts(faults: Faults, undisturbed: Texts) -> None:
+    faults.arm("kill", position=70)
+
+    async def main() -> None:
+        async with opened(speculative=NGRAM, pipeline_depth=2) as client:
+            await all_texts_are(client, undisturbed)
+            assert client.info.epoch == 2
+
+    run_test(main)
+
+
+def test_an_engine_that_stands_still_is_replaced_and_its_late_words_are_not_heard() -> None:
+    """Stopped in mid-stream, it is killed by the watch over it."""
+
+    async def main() -> None:
+        async with opened(backend="null", watchdog_seconds=0.6) as client:
+            stopped: list[int] = []
+
+            def stop(count: int) -> None:
+                if not stopped:
+                    stopped.append(count)
+                    signal_to(client, signal.SIGSTOP)
+
+            told = await read(client, LONG, stop)
+            assert told.tokens == golden([LONG])["long"]
+            assert (client.info.epoch, client.requests_requeued) == (2, 1)
+            assert 0 < stopped[0] < 370
+
+    run_test(main)
+
+
+def test_a_real_model_goes_on_after_a_kill(tmp_path: Path) -> None:
+    from tests.models.tiny import write_tiny
+
+    path = write_tiny("llama", tmp_path).folder
+    settings: dict[str, Any] = {"backend": "reference", "max_model_len": 128, "num_threads": 1}
+    specs = [greedy("a", range(9), 90, logprobs=2), greedy("b", range(5, 15), 90, temperature=1.0, seed=7)]
+
+    async def main() -> None:
+        async with opened("inproc", path, **settings) as client:
+            expected = [await read(client, spec) for spec in specs]
+        async with opened("process", path, **settings) as client:
+            dead: list[int] = []
+
+            def kill(count: int) -> None:
+                if count > 20 and not dead:
+                    dead.append(count)
+                    signal_to(client, signal.SIGKILL)
+
+            told = await asyncio.gather(read(client, specs[0], kill), read(client, specs[1]))
+            assert client.info.epoch == 2 and dead[0] < 90
+            for mine, whole in zip(told, expected, strict=True):
+                assert (mine.tokens, mine.end) == (whole.tokens, whole.end)
+                assert [score.top_ids for score in mine.scores] == [score.top_ids for score in whole.scores]
+                assert [score.logprob for score in mine.scores] == pytest.approx(
+                    [s.logprob for s in whole.scores], abs=1e-4
+                )
+
+    run_test(main)
+
+
+# Not for ever -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["process", "inproc"])
+def test_a_request_that_kills_engines_is_given_up_and_others_go_on(faults: Faults, where: str) -> None:
+    faults.arm(*["kill" if where == "process" else "raise"] * 9, token=POISON, position=2)
+    poison = greedy("poison", [1, 2, POISON], 5)
+
+    async def main() -> None:
+        async with opened(where) as client:
+            feast: asyncio.Task[Told] | None = None
+
+            def invite(count: int) -> None:
+                nonlocal feast
+                if feast is None:
+                    feast = asyncio.create_task(read(client, poison))
+
+            told = await read(client, LONG, invite)
+            assert told.tokens == golden([LONG])["long"]
+            assert feast is not None
+            victim = await feast
+            assert (victim.tokens, victim.end) == ([], FinishReason.ERROR)
+            assert victim.error is not None and "died 2 times with this request" in victim.error
+            assert client.info.epoch == 3
+
+    run_test(main)
+
+
+def test_requests_end_when_no_engine_can_be_started(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults.arm("load")
+    monkeypatch.setattr(restarting, "_RESTART_SECONDS", 0.01)
+    monkeypatch.setattr(restarting, "_MAX_RESTARTS", 2)
+
+    async def main() -> None:
+        async with opened() as client:
+            stream = client.submit(LONG)
+            signal_to(client, signal.SIGKILL)
+            with pytest.raises(EngineDead, match="to start again; restart the server"):
+                async for _ in stream:
+                    pass
+            assert not client.alive
+            for use in (client.abort_all, lambda: client.submit(SPECS[0])):
+                with pytest.raises(EngineDead, match="restart the server"):
+                    use()
+
+    run_test(main)
+
+
+def test_an_engine_that_is_stuck_in_its_start_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_START_SECONDS", 0.01)
+    monkeypatch.setattr(restarting, "_RESTART_SECONDS", 0.01)
+
+    async def main() -> None:
+        async with opened(backend="null") as client:
+            stream = client.submit(LONG)
+            signal_to(client, signal.SIGKILL)
+            with pytest.raises(EngineDead, match="to start again"):
+                async for _ in stream:
+                    pass
+
+    run_test(main)
+
+
+# Aborts, departures and the time in between -------------------------------------------------------------------
+
+
+def test_an_abort_is_not_undone_by_a_death(faults: Faults) -> None:
+    """Waiting or running, the request that was to be aborted ends so; its neighbour goes on."""
+    faults.arm()
+
+    async def main() -> None:
+        async with opened(max_num_seqs=1) as client:
+            running, waiting = client.submit(LONG), client.submit(greedy("w", [1], 370))
+            third = asyncio.create_task(read(client, SPECS[2]))
+            await anext(running)
+            signal_to(client, signal.SIGSTOP)
+            assert client.abort(["long", "w"]) == ["long", "w"]
+            signal_to(client, signal.SIGKILL)
+            for stream in (running, waiting):
+                assert [delta.finish_reason async for delta in stream][-1] is FinishReason.ABORT
+            assert (await third).tokens == golden(SPECS)["r2"]
+            assert client.requests_requeued == 1
+
+    run_test(main)
+
+
+def test_what_is_aborted_or_left_between_two_epochs_is_not_requeued() -> None:
+    async def main() -> None:
+        async with opened(backend="null") as client:
+            aborted, left = client.submit(LONG), client.submit(greedy("left", [1], 370))
+            kept = asyncio.create_task(read(client, SPECS[4]))
+            await asyncio.gather(anext(aborted), anext(left))
+            signal_to(client, signal.SIGKILL)
+            await until(lambda: not client.alive)
+            with pytest.raises(EngineDead, match="the engine failed"):
+                client.submit(SPECS[5])
+            assert client.abort(["long", "nobody"]) == ["long"]
+            assert [delta.finish_reason async for delta in aborted][-1] is FinishReason.ABORT
+            await left.aclose()  # type: ignore[attr-defined]
+            assert (await kept).tokens == golden(SPECS)["r4"]
+            assert client.requests_requeued <= 1
+            assert client.active_requests == 0
+
+    run_test(main)
+
+
+def test_closing_while_another_engine_starts_ends_streams_and_leaves_no_process() -> None:
+    async def main() -> None:
+        async with opened(backend="null") as client:
+            assert isinstance(client, ProcessClient)
+            stream = client.submit(LONG)
+            signal_to(client, signal.SIGKILL)
+            await until(lambda: not client.alive)
+            await asyncio.sleep(0.05)
+            await client.close()
+            with pytest.raises(EngineDead, match="closed"):
+                async for _ in stream:
+                    pass
+            child = client._process
+            assert child is not None and child.returncode is not None
+
+    run_test(main)
+
+
+# An engine in a thread -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_thread_whose_step_fails_is_replaced(faults: Faults, undisturbed: Texts, depth: int) -> None:
+    faults.arm("raise", "raise", position=50, every=40)
+
+    async def main() -> None:
+        async with opened("inproc", pipeline_depth=depth) as client:
+            await all_texts_are(client, undisturbed)
+            assert (faults.count, client.info.epoch) == (2, 3)
+
+    run_test(main)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_thread_that_stalls_ends_its_requests_and_says_why_it_stays_dead(faults: Faults, depth: int) -> None:
+    faults.arm("stall", position=60)
+
+    async def main() -> None:
+        async with opened("inproc", pipeline_depth=depth, watchdog_seconds=0.3) as client:
+            assert isinstance(client, InprocClient)
+            with pytest.raises(EngineDead, match="a thread cannot be replaced, so restart the server"):
+                await read(client, LONG)
+            assert not client.alive
+
+    run_test(main)
