@@ -19,7 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "signals": {"types"},
     "hookspecs": set(),
     "plugins": {"backends", "errors", "hookspecs", "kv", "runner", "scheduling"},
-    "kv": BASE | {"hookspecs"},
+    "kv": BASE | {"hookspecs", "ops"},  # the tiers copy from and to `ops.contract.KVCache`
     "scheduling": BASE | {"kv", "hookspecs"},
     "ops": BASE | {"signals"},
     "models": BASE | {"ops"},
@@ -38,6 +38,9 @@ PURE = (
     "kv/blocks.py",
     "kv/effects.py",
     "kv/prefix.py",
+    "kv/tiers/breaker.py",
+    "kv/tiers/host.py",
+    "kv/tiers/rates.py",
     "sizes.py",
     "signals.py",
     "types.py",

@@ -57,7 +57,12 @@ class KVShape:
 
 
 class KVCache(abc.ABC):
-    """Paged keys and values of all layers. The memory layout belongs to the pack."""
+    """Paged keys and values of all layers. The memory layout belongs to the pack.
+
+    `export_blocks` and `import_blocks` may be called from another thread, one call at a time, while steps are computed:
+    no step reads or writes the blocks that are being copied, and a copy must not touch any other. They should let other
+    threads run meanwhile. What they raise ends that copy only.
+    """
 
     shape: KVShape
     num_blocks: int
@@ -70,12 +75,13 @@ class KVCache(abc.ABC):
     def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:
         """Copy blocks to the host in canonical order [len(blocks), layers, 2, block_size, nkv, d].
 
-        float32, or uint16 holding bfloat16 bits. Index 0 of axis 2 holds keys after rope, 1 values.
+        float32, or uint16 holding bfloat16 bits. Index 0 of axis 2 holds keys after rope, 1 values. The array is the
+        caller's: it shares no memory with the cache.
         """
 
     @abc.abstractmethod
     def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
-        """Write what `export_blocks` returned into other blocks, bit for bit."""
+        """Write what `export_blocks` returned into other blocks, bit for bit; `data` may be read-only."""
 
 
 @dataclass(frozen=True, slots=True)

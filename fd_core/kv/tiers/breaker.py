@@ -1,0 +1,62 @@
+"""A circuit breaker: after a failure the store is left alone for a while, then one call tries it again."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+__all__ = ["Breaker", "BreakerState"]
+
+BreakerState = Literal["closed", "open", "half_open"]
+
+
+class Breaker:
+    """Decides whether a call may be made. Pure: the clock's reading, in seconds, is passed in.
+
+    It opens at the first severe failure or after `patience` others in a row, for `first` seconds, and twice as long,
+    up to `longest`, each time the one call that is let through afterwards fails again.
+    """
+
+    def __init__(self, *, first: float = 1.0, longest: float = 30.0, patience: int = 3) -> None:
+        self.state: BreakerState = "closed"
+        self._first = first
+        self._longest = longest
+        self._patience = patience
+        self._pause = first
+        self._until = 0.0
+        self._failures = 0
+
+    def ready(self, now: float) -> bool:
+        """Whether `admit` would let a call through."""
+        return self.state == "closed" or (self.state == "open" and now >= self._until)
+
+    def admit(self, now: float) -> bool:
+        """Ask for a call. Whoever is let through reports `success` or `failure` once."""
+        if not self.ready(now):
+            return False
+        if self.state == "open":
+            self.state = "half_open"
+        return True
+
+    def success(self) -> None:
+        """Report a call that went well; one that was let through before the breaker opened proves nothing."""
+        if self.state != "open":
+            self.state = "closed"
+            self._failures = 0
+            self._pause = self._first
+
+    def failure(self, now: float, *, severe: bool) -> bool:
+        """Report a call that failed; return whether that opened the breaker."""
+        if self.state == "open":
+            return False
+        self._failures += 1
+        if self.state == "half_open":
+            self._pause = min(2 * self._pause, self._longest)
+        elif not severe and self._failures < self._patience:
+            return False
+        self.state = "open"
+        self._until = now + self._pause
+        return True
+
+    def remaining(self, now: float) -> float:
+        """Seconds until the next call may be made."""
+        return max(0.0, self._until - now) if self.state == "open" else 0.0

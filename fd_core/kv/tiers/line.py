@@ -1,0 +1,100 @@
+"""One thread's way to the store: what fails is counted and given up on, and nothing it raises gets further."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from fd_core.kv.stores.contract import StoreError, Trouble
+from fd_core.kv.tiers.breaker import Breaker, BreakerState
+from fd_core.kv.tiers.stats import Counters
+
+__all__ = ["StoreLine"]
+
+log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+_SEVERE = (Trouble.TIMEOUT, Trouble.UNREACHABLE)
+_GRACE_SECONDS = 0.1
+"""How late a call may return before it is taken to hang."""
+
+
+class StoreLine:
+    """Calls the store for one thread; any thread may ask whether that is worth while.
+
+    Nothing that is logged holds a key, a value or the text of an error, which a stranger's store wrote.
+    """
+
+    def __init__(self, store: str, counters: Counters, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._counters = counters
+        self._clock = clock
+        self._breaker = Breaker()
+        self._lock = threading.Lock()
+        self._due: float | None = None
+        """When the call in progress should be back."""
+        self._hung = False
+        """It was not, which is counted already."""
+        self._logged: set[str] = set()
+
+    @property
+    def state(self) -> BreakerState:
+        """State of the breaker."""
+        return self._breaker.state
+
+    def ready(self) -> bool:
+        """Whether a call would be made at once: the breaker lets it, and no call hangs. Any thread."""
+        now = self._clock()
+        due = self._due
+        if due is not None and now > due + _GRACE_SECONDS:
+            self._hangs(due, now)
+            return False
+        with self._lock:
+            return self._breaker.ready(now)
+
+    def call(self, what: str, timeout: float, do: Callable[[float], _Result]) -> _Result | None:
+        """Return what `do(timeout)` returns, or None if it failed or the breaker does not let it through."""
+        with self._lock:
+            now = self._clock()
+            if not self._breaker.admit(now):
+                return None
+            self._due = now + timeout
+        try:
+            result = do(timeout)
+        except StoreError as error:
+            self._fails(error.trouble if isinstance(error.trouble, Trouble) else Trouble.OTHER)
+        except Exception as error:  # noqa: BLE001 - a stranger's store: whatever it raises is a failed call
+            kind = f"{what}: {type(error).__name__}"
+            if kind not in self._logged:
+                self._logged.add(kind)
+                log.warning("KV store %s broke its contract in %s; counted as a failure", self._store, kind)
+            self._fails(Trouble.OTHER)
+        else:
+            with self._lock:
+                self._due = None
+                self._hung = False
+                self._breaker.success()
+            return result
+        return None
+
+    def _hangs(self, due: float, now: float) -> None:
+        with self._lock:
+            if self._hung or self._due != due:
+                return
+            self._hung = True
+            self._trouble(Trouble.TIMEOUT, now)
+
+    def _fails(self, trouble: Trouble) -> None:
+        with self._lock:
+            known, self._hung = self._hung, False
+            self._due = None
+            if not known:
+                self._trouble(trouble, self._clock())
+
+    def _trouble(self, trouble: Trouble, now: float) -> None:
+        self._counters.add_trouble(trouble)
+        if self._breaker.failure(now, severe=trouble in _SEVERE):
+            pause = self._breaker.remaining(now)
+            log.warning("KV store %s: %s; left alone for %.0f s", self._store, trouble, pause)

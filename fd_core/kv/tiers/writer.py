@@ -1,0 +1,132 @@
+"""Write-behind: saved blocks reach the store later, or not at all."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from fd_core.kv.stores.contract import Bytes, KVStore
+from fd_core.kv.stores.envelope import Envelope
+from fd_core.kv.tiers.host import HostArray
+from fd_core.kv.tiers.line import StoreLine
+from fd_core.kv.tiers.stats import Counters
+from fd_core.kv.tiers.worker import Worker
+
+__all__ = ["WriteBehind"]
+
+_GRACE_SECONDS = 0.3
+"""For a call that takes a little longer than it was told."""
+_MAX_FORGOTTEN = 1024
+"""Keys that wait to be deleted; more are left to be found again."""
+
+
+class WriteBehind:
+    """Blocks on their way to the store, at most `limit_bytes` of them, and the thread that puts and deletes.
+
+    What does not fit, and what cannot be written, is dropped and counted; nobody is told.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        envelope: Envelope,
+        line: StoreLine,
+        counters: Counters,
+        *,
+        limit_bytes: int,
+        batch: int,
+        put_seconds: float,
+    ) -> None:
+        self.worker = Worker("fdcore-kv-writer")
+        self.pending_bytes = 0
+        """Bytes of blocks that were accepted and neither written nor dropped."""
+        self._store = store
+        self._envelope = envelope
+        self._line = line
+        self._counters = counters
+        self._limit_bytes = limit_bytes
+        self._batch = batch
+        self._put_seconds = put_seconds
+        self._lock = threading.Lock()
+        self._queue: deque[tuple[bytes, HostArray]] = deque()
+        self._queued: set[bytes] = set()
+        self._forgotten = 0
+        self._give_up_at = float("inf")
+
+    def accepts(self, size: int) -> bool:
+        """Whether `offer` would take a block of `size` bytes; certain for the only thread that offers."""
+        return self.pending_bytes + size <= self._limit_bytes and self._line.ready()
+
+    def offer(self, key: bytes, array: HostArray) -> bool:
+        """Take a block, unless it would be dropped; return whether the store is to get it. Never blocks."""
+        if key in self._queued:
+            return True
+        if not self.accepts(array.nbytes):
+            return False
+        with self._lock:
+            self._queue.append((key, array))
+            self._queued.add(key)
+            self.pending_bytes += array.nbytes
+        self.worker.post(self._write)
+        return True
+
+    def forget(self, key: bytes) -> None:
+        """Have a key deleted from the store, if nothing more important prevents it."""
+        with self._lock:
+            if self._forgotten >= _MAX_FORGOTTEN:
+                return
+            self._forgotten += 1
+        self.worker.post(lambda: self._delete(key))
+
+    def close(self, seconds: float) -> bool:
+        """Write what is pending for at most `seconds`, drop the rest; return whether the thread ended."""
+        self._give_up_at = time.monotonic() + seconds
+        self.worker.finish()
+        ended = self.worker.join(seconds + _GRACE_SECONDS)
+        while batch := self._take():
+            self._settle(batch, 0)
+        return ended
+
+    def _write(self) -> None:
+        if batch := self._take():
+            stored = 0
+            try:
+                stored = self._put(batch)
+            finally:
+                self._settle(batch, stored)
+
+    def _put(self, batch: Sequence[tuple[bytes, HostArray]]) -> int:
+        left = self._give_up_at - time.monotonic()
+        if left <= 0 or not self._line.ready():
+            return 0
+        values = [(key, self._envelope.seal(key, array.data.cast("B"))) for key, array in batch]
+        stored = self._line.call(
+            "put", min(self._put_seconds, left), lambda timeout: self._checked_put(values, timeout)
+        )
+        return stored or 0
+
+    def _checked_put(self, values: Sequence[tuple[bytes, Sequence[Bytes]]], timeout: float) -> int:
+        stored = self._store.put(values, timeout)
+        if not isinstance(stored, int) or not 0 <= stored <= len(values):
+            raise ValueError("put returned no number of values")
+        return stored
+
+    def _delete(self, key: bytes) -> None:
+        with self._lock:
+            self._forgotten -= 1
+        if time.monotonic() < self._give_up_at:
+            self._line.call("delete", self._put_seconds, lambda timeout: self._store.delete([key], timeout))
+
+    def _take(self) -> list[tuple[bytes, HostArray]]:
+        with self._lock:
+            return [self._queue.popleft() for _ in range(min(self._batch, len(self._queue)))]
+
+    def _settle(self, batch: Sequence[tuple[bytes, HostArray]], stored: int) -> None:
+        with self._lock:
+            for key, array in batch:
+                self._queued.discard(key)
+                self.pending_bytes -= array.nbytes
+        self._counters.add("written_blocks", stored)
+        self._counters.add("dropped_blocks", len(batch) - stored)

@@ -1,0 +1,34 @@
+"""Rates follow what was measured and are forgotten when nothing was."""
+
+from __future__ import annotations
+
+import pytest
+
+from fd_core.kv.tiers.rates import LoadRates, Rate
+
+
+def test_a_rate_is_unknown_then_the_first_sample_then_between_the_two() -> None:
+    rate = Rate()
+    assert rate.value(0.0) is None
+    rate.add(8.0, 4, 0.0)
+    assert rate.value(0.0) == 2.0
+    rate.add(6.0, 1, 1.0)
+    assert rate.value(1.0) == pytest.approx(3.0)
+    rate.add(5.0, 0, 1.0)
+    assert rate.value(1.0) == pytest.approx(3.0)
+
+
+def test_a_bad_spell_is_forgotten_after_a_minute() -> None:
+    rate = Rate()
+    rate.add(100.0, 1, 0.0)
+    assert rate.value(60.0) == 100.0
+    assert rate.value(60.1) is None
+    rate.add(1.0, 1, 61.0)
+    assert rate.value(61.0) == 1.0
+
+
+def test_the_unknown_is_free() -> None:
+    assert LoadRates(None, None, None).seconds(10, 10) == 0.0
+    assert LoadRates(1.0, 2.0, 5.0).seconds(3, 0) == 3.0
+    assert LoadRates(1.0, 2.0, 5.0).seconds(3, 2) == 3.0 + 5.0 + 4.0
+    assert LoadRates(1.0, None, None).seconds(0, 2) == 2.0

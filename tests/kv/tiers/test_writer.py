@@ -1,0 +1,116 @@
+"""Write-behind is bounded, and what it drops it counts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fd_core.kv.stores.contract import Trouble
+from fd_core.kv.stores.envelope import Envelope
+from fd_core.kv.tiers.line import StoreLine
+from fd_core.kv.tiers.stats import Counters
+from fd_core.kv.tiers.writer import WriteBehind
+
+from .scripted import BLOCK_BYTES, SECRET, Clock, ScriptedStore, chain, content
+
+KEYS = chain("w", 8)
+
+
+@pytest.fixture
+def store() -> ScriptedStore:
+    return ScriptedStore()
+
+
+@pytest.fixture
+def counters() -> Counters:
+    return Counters()
+
+
+@pytest.fixture
+def writer(store, counters) -> WriteBehind:
+    """Its thread is not started."""
+    return WriteBehind(
+        store,
+        Envelope(SECRET),
+        StoreLine("scripted", counters, Clock()),
+        counters,
+        limit_bytes=4 * BLOCK_BYTES,
+        batch=3,
+        put_seconds=1.0,
+    )
+
+
+def test_blocks_are_put_in_batches_and_open_again(writer, store, counters) -> None:
+    for key in KEYS[:4]:
+        assert writer.offer(key, content(key))
+    assert writer.pending_bytes == 4 * BLOCK_BYTES
+    while writer.worker.run_one():
+        pass
+    assert store.calls == ["put", "put"]
+    for key in KEYS[:4]:
+        opened = Envelope(SECRET).open(key, store.values[key], BLOCK_BYTES)
+        assert np.array_equal(np.frombuffer(opened, np.float32), content(key).ravel())
+    assert writer.pending_bytes == 0 and counters.snapshot().written_blocks == 4
+
+
+def test_the_very_array_is_written(writer, store) -> None:
+    array, seen = content(KEYS[0]), []
+    store.put = lambda values, timeout: seen.append(values[0][1][1]) or 1
+    writer.offer(KEYS[0], array)
+    writer.worker.run_one()
+    assert seen[0].obj is array
+
+
+def test_a_full_queue_refuses_and_a_queued_key_is_not_queued_again(writer) -> None:
+    assert [writer.offer(key, content(key)) for key in KEYS[:5]] == [True] * 4 + [False]
+    assert writer.offer(KEYS[0], content(KEYS[0]))
+    assert writer.pending_bytes == 4 * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("fault", [Trouble.FULL, Trouble.TIMEOUT, ValueError, "huge number"])
+def test_what_cannot_be_written_is_dropped_and_counted(writer, store, counters, fault) -> None:
+    store.fault = lambda method: fault
+    writer.offer(KEYS[0], content(KEYS[0]))
+    writer.worker.run_one()
+    assert writer.pending_bytes == 0
+    assert counters.snapshot().dropped_blocks == 1
+    assert sum(counters.snapshot().store_errors.values()) == 1
+
+
+def test_while_the_breaker_is_open_nothing_is_accepted_and_what_waits_is_dropped(writer, store, counters) -> None:
+    store.fault = lambda method: Trouble.UNREACHABLE
+    for key in KEYS[:4]:
+        writer.offer(key, content(key))
+    while writer.worker.run_one():
+        pass
+    assert store.calls == ["put"]
+    assert counters.snapshot().dropped_blocks == 4
+    assert not writer.offer(KEYS[5], content(KEYS[5])) and not writer.accepts(1)
+
+
+def test_closing_writes_what_it_can_in_time(writer, store, counters) -> None:
+    for key in KEYS[:4]:
+        writer.offer(key, content(key))
+    writer.worker.start()
+    assert writer.close(5.0)
+    assert counters.snapshot().written_blocks == 4 and len(store.values) == 4
+
+
+def test_closing_without_time_drops(writer, store, counters) -> None:
+    for key in KEYS[:4]:
+        writer.offer(key, content(key))
+    writer.forget(KEYS[0])
+    writer._give_up_at = 0.0
+    writer.worker.start()
+    assert writer.close(0.0)
+    assert store.values == {} and writer.pending_bytes == 0
+    assert counters.snapshot().dropped_blocks == 4
+
+
+def test_damaged_values_are_deleted_but_not_hoarded(writer, store) -> None:
+    store.values[KEYS[0]] = b"damaged"
+    for _ in range(2000):
+        writer.forget(KEYS[0])
+    while writer.worker.run_one():
+        pass
+    assert store.values == {} and len(store.calls) == 1024
