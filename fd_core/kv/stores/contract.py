@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import abc
 import enum
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from fd_core.errors import FdError
 from fd_core.kv.stores.location import StoreLocation
 
-__all__ = ["Bytes", "KVStore", "StoreError", "StoreStats", "Trouble"]
+__all__ = ["MAX_KEY_BYTES", "Bytes", "Deadline", "KVStore", "StoreError", "StoreStats", "Trouble"]
+
+MAX_KEY_BYTES: Final = 32
 
 Bytes = bytes | bytearray | memoryview
 """A contiguous buffer of bytes; never written to once it was handed over."""
@@ -56,9 +60,27 @@ class StoreStats:
     limit_bytes: int | None = None
 
 
-class KVStore(abc.ABC):
-    """Named values. Keys are short digests; values are at most a few megabytes each and never change under a key.
+class Deadline:
+    """When a call has to be over; for stores whose waits take no timeout of their own."""
 
+    def __init__(self, timeout: float) -> None:
+        self._end = time.monotonic() + timeout
+
+    @property
+    def left(self) -> float:
+        """Seconds until then, at least 0."""
+        return max(0.0, self._end - time.monotonic())
+
+    def check(self) -> None:
+        """Raise `StoreError(Trouble.TIMEOUT, ...)` if it has passed."""
+        if time.monotonic() >= self._end:
+            raise StoreError(Trouble.TIMEOUT, "the KV store did not answer in time")
+
+
+class KVStore(abc.ABC):
+    """Named values. Keys are digests of 1 to `MAX_KEY_BYTES` bytes; values are at most a few megabytes each.
+
+    A value never changes under its key, except by damage.
     Methods raise `StoreError` and nothing else. `timeout` is in seconds; a call that cannot be answered in time raises
     `StoreError(Trouble.TIMEOUT, ...)` and leaves the store usable. After `close` every call raises.
     """
@@ -84,23 +106,29 @@ class KVStore(abc.ABC):
     def get(self, keys: Sequence[bytes], limit: int, timeout: float) -> list[Bytes | None]:
         """Return one value for each key, None for one that is absent or longer than `limit` bytes.
 
-        A value over the limit is not brought into memory. Values may be torn or foreign; the caller checks.
+        A value over the limit is not brought into memory. Values may be torn or foreign; the caller checks. What lies
+        under a key and is no value at all may count as absent or raise `StoreError(Trouble.MALFORMED, ...)`.
         """
 
     @abc.abstractmethod
     def put(self, values: Sequence[tuple[bytes, Sequence[Bytes]]], timeout: float) -> int:
         """Store each value, the concatenation of its parts, under its key; return how many were stored.
 
-        A reader sees a value whole or not at all. One that is already there may be kept or replaced by the same one.
+        A reader sees a value whole or not at all. One that is already there is replaced, so that a damaged one heals. A
+        value that alone is larger than the store's own limit is left out; if there is no room for one otherwise, the
+        call raises `StoreError(Trouble.FULL, ...)`.
         """
 
     @abc.abstractmethod
     def longest_prefix(self, keys: Sequence[bytes], limit: int, timeout: float) -> int:
-        """Return how many leading keys have a value of at most `limit` bytes; cheaper than getting them."""
+        """Return how many leading keys have a value of at most `limit` bytes; cheaper than getting them.
+
+        Ends at the first key that is absent, longer, or not a value.
+        """
 
     @abc.abstractmethod
     def delete(self, keys: Sequence[bytes], timeout: float) -> int:
-        """Forget values; return how many there were."""
+        """Forget values, also such as are damaged; return how many there were."""
 
     @abc.abstractmethod
     def stats(self, timeout: float) -> StoreStats:

@@ -14,9 +14,9 @@ from typing import Final, Literal
 
 from blake3 import blake3
 
-from fd_core.kv.stores.contract import Bytes
+from fd_core.kv.stores.contract import MAX_KEY_BYTES, Bytes
 
-__all__ = ["COMPRESSIONS", "HEADER_BYTES", "MAX_KEY_BYTES", "Compression", "Damage", "Damaged", "Envelope"]
+__all__ = ["COMPRESSIONS", "HEADER_BYTES", "Compression", "Damage", "Damaged", "Envelope"]
 
 Compression = Literal["none", "zlib"]
 COMPRESSIONS: Final[tuple[Compression, ...]] = ("none", "zlib")
@@ -31,7 +31,6 @@ _ZLIB_LEVEL: Final = 1
 
 HEADER_BYTES: Final = _FIELDS.size + _DIGEST_BYTES
 """64, so that a payload is as aligned as the value it lies in."""
-MAX_KEY_BYTES: Final = 32
 _MAX_PAYLOAD_BYTES: Final = 2**32 - 1
 
 

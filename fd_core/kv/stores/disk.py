@@ -1,0 +1,221 @@
+"""A store in a folder: survives restarts and kills, keeps to a limit, shared by the engines of one machine.
+
+A value appears in one step, by a rename. Nothing is forced to the disk: after a power cut a file may be torn, and the
+envelope finds that. The deadline is looked at between values; a call into the kernel that hangs, such as on a network
+file system that went away, cannot be interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from fd_core.errors import ConfigError
+from fd_core.kv.stores.contract import MAX_KEY_BYTES, Bytes, Deadline, KVStore, StoreError, StoreStats, Trouble
+from fd_core.kv.stores.disk_folder import PARTIAL, inside, opened, size_of_value, value_name
+from fd_core.kv.stores.disk_room import Room
+from fd_core.kv.stores.location import StoreLocation
+from fd_core.sizes import format_size
+
+__all__ = ["DiskStore"]
+
+_MAX_PARTS: Final = 1024
+"""Buffers that the system takes in one call."""
+
+_TROUBLES: Final = {
+    errno.ENOSPC: Trouble.FULL,
+    errno.EDQUOT: Trouble.FULL,
+    errno.EFBIG: Trouble.FULL,
+    errno.EROFS: Trouble.READ_ONLY,
+    errno.EACCES: Trouble.DENIED,
+    errno.EPERM: Trouble.DENIED,
+    errno.ENOENT: Trouble.UNREACHABLE,
+    errno.ENODEV: Trouble.UNREACHABLE,
+    errno.ENXIO: Trouble.UNREACHABLE,
+    errno.EIO: Trouble.UNREACHABLE,
+    errno.ESTALE: Trouble.UNREACHABLE,
+    errno.ENOTCONN: Trouble.UNREACHABLE,
+    errno.EHOSTDOWN: Trouble.UNREACHABLE,
+    errno.ETIMEDOUT: Trouble.TIMEOUT,
+    errno.ELOOP: Trouble.MALFORMED,
+    errno.ENOTDIR: Trouble.MALFORMED,
+    errno.EISDIR: Trouble.MALFORMED,
+}
+
+
+class DiskStore(KVStore):
+    """`disk:FOLDER` with `max_bytes`; what was not used for longest is deleted first.
+
+    Without `max_bytes` it is 10 GiB, but at most half of what the disk has free or the store already uses. The folder
+    and the files in it are for their owner only, so engines that share it run as one user.
+    """
+
+    name = "disk"
+
+    def __init__(self, location: StoreLocation) -> None:
+        super().__init__(location)
+        location.require_known("max_bytes")
+        if not location.rest or "\0" in location.rest:
+            raise ConfigError(f"{location.shown} names no folder", field="--kv-store", hint="write disk:FOLDER")
+        self.path = Path(location.rest).expanduser()
+        self._room = Room(self.path, location.size("max_bytes"))
+        self._closed = False
+
+    def open(self, timeout: float) -> str:
+        """Make the folder, reserve a file in it, and say how full it is."""
+        deadline = Deadline(timeout)
+        with self._reported(), opened(self.path, create=True) as root:
+            self._abandon(root, self._room.reserve(root, 0, deadline))
+            full = self._room.stats(root, deadline)
+        return (
+            f"disk {self.path}, {format_size(full.bytes or 0)} of at most {format_size(full.limit_bytes or 0)} in "
+            f"{full.values:,} values"
+        )
+
+    def get(self, keys: Sequence[bytes], limit: int, timeout: float) -> list[Bytes | None]:
+        """Read each file into memory of its own, exactly as large."""
+        deadline = Deadline(timeout)
+        found: list[Bytes | None] = [None] * len(keys)
+        with self._reported(), contextlib.suppress(FileNotFoundError), opened(self.path) as root:
+            for index, key in enumerate(keys):
+                deadline.check()
+                with contextlib.suppress(FileNotFoundError):
+                    found[index] = _read(root, key, limit)
+        return found
+
+    def put(self, values: Sequence[tuple[bytes, Sequence[Bytes]]], timeout: float) -> int:
+        """Write each value's parts into a new file and move it to its place."""
+        deadline = Deadline(timeout)
+        stored = 0
+        with self._reported(), opened(self.path, create=True) as root:
+            for key, parts in values:
+                deadline.check()
+                stored += self._put(root, key, [memoryview(part).cast("B") for part in parts], deadline)
+        return stored
+
+    def longest_prefix(self, keys: Sequence[bytes], limit: int, timeout: float) -> int:
+        """Look at the sizes of the files only."""
+        deadline = Deadline(timeout)
+        with self._reported(), contextlib.suppress(FileNotFoundError), opened(self.path) as root:
+            for index, key in enumerate(keys):
+                deadline.check()
+                size = _size(root, key)
+                if size is None or size > limit:
+                    return index
+            return len(keys)
+        return 0
+
+    def delete(self, keys: Sequence[bytes], timeout: float) -> int:
+        """Delete the files."""
+        deadline = Deadline(timeout)
+        count = freed = 0
+        with self._reported(), contextlib.suppress(FileNotFoundError), opened(self.path) as root:
+            for key in keys:
+                deadline.check()
+                folder, name = _named(key)
+                with contextlib.suppress(FileNotFoundError), inside(root, folder) as shard:
+                    size = size_of_value(shard, name) or 0
+                    os.unlink(name, dir_fd=shard)
+                    freed += size
+                    count += 1
+            self._room.give_back(root, freed, deadline)
+        return count
+
+    def stats(self, timeout: float) -> StoreStats:
+        """Count the files of all engines."""
+        with self._reported(), contextlib.suppress(FileNotFoundError), opened(self.path) as root:
+            return self._room.stats(root, Deadline(timeout))
+        return StoreStats(0, 0, None)
+
+    def close(self) -> None:
+        """Refuse further calls; nothing stays open between calls."""
+        self._closed = True
+
+    def _put(self, root: int, key: bytes, parts: list[memoryview], deadline: Deadline) -> bool:
+        size = sum(map(len, parts))
+        folder, name = _named(key)
+        partial_name = self._room.reserve(root, size, deadline)
+        if partial_name is None:
+            return False
+        try:
+            with inside(root, PARTIAL) as partial, inside(root, folder, create=True) as shard:
+                _write(partial, partial_name, parts)
+                replaced = size_of_value(shard, name) or 0
+                os.rename(partial_name, name, src_dir_fd=partial, dst_dir_fd=shard)
+        except OSError:
+            self._abandon(root, partial_name)
+            with contextlib.suppress(OSError):
+                self._room.give_back(root, size, deadline)
+            raise
+        self._room.give_back(root, replaced, deadline)
+        return True
+
+    def _abandon(self, root: int, partial_name: str | None) -> None:
+        if partial_name is not None:
+            with contextlib.suppress(OSError), inside(root, PARTIAL) as partial:
+                os.unlink(partial_name, dir_fd=partial)
+
+    @contextlib.contextmanager
+    def _reported(self) -> Iterator[None]:
+        if self._closed:
+            raise StoreError(Trouble.OTHER, "the KV store is closed")
+        try:
+            yield
+        except OSError as error:
+            trouble = _TROUBLES.get(error.errno or 0, Trouble.OTHER)
+            raise StoreError(trouble, f"the KV store in {self.path}: {error.strerror or 'it failed'}") from error
+
+
+def _named(key: bytes) -> tuple[str, str]:
+    if not 1 <= len(key) <= MAX_KEY_BYTES:
+        raise StoreError(Trouble.OTHER, f"a key of {len(key)} bytes is not between 1 and {MAX_KEY_BYTES}")
+    return value_name(key)
+
+
+def _size(root: int, key: bytes) -> int | None:
+    folder, name = _named(key)
+    try:
+        with inside(root, folder) as shard:
+            return size_of_value(shard, name)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _read(root: int, key: bytes, limit: int) -> bytes | None:
+    folder, name = _named(key)
+    with inside(root, folder) as shard:
+        # Without O_NONBLOCK a pipe of that name would keep us waiting for its writer.
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=shard)
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise StoreError(Trouble.MALFORMED, "what lies under a key of the KV store is not a file")
+        if found.st_size > limit:
+            return None
+        value = os.read(file, found.st_size)
+        if len(value) != found.st_size:
+            return None  # somebody cut it off meanwhile
+        with contextlib.suppress(OSError):  # a folder may be read-only
+            os.utime(file)
+        return value
+    finally:
+        os.close(file)
+
+
+def _write(partial: int, name: str, parts: list[memoryview]) -> None:
+    file = os.open(name, os.O_WRONLY | os.O_NOFOLLOW, dir_fd=partial)
+    try:
+        waiting = [part for part in parts if len(part)]
+        while waiting:
+            written = os.writev(file, waiting[:_MAX_PARTS])
+            while waiting and written >= len(waiting[0]):
+                written -= len(waiting.pop(0))
+            if written:
+                waiting[0] = waiting[0][written:]
+    finally:
+        os.close(file)

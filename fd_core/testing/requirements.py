@@ -1,0 +1,36 @@
+"""What a suite asks of the thing under test, and why a thing may lack it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+import pytest
+
+__all__ = ["OPEN", "Requirement", "closed", "lacks"]
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """An ability: open, or closed for a reason."""
+
+    reason: str | None = None
+    """Why it is closed; None if it is open."""
+
+    def require(self) -> None:
+        """Skip the test that asks, with the reason, if it is closed."""
+        if self.reason is not None:
+            lacks(self.reason)
+
+
+OPEN = Requirement()
+
+
+def closed(reason: str) -> Requirement:
+    """Return a requirement that is not met; `reason` completes "not tested: ..."."""
+    return Requirement(reason)
+
+
+def lacks(reason: str) -> NoReturn:
+    """Skip the running test; `reason` completes "not tested: ..."."""
+    raise pytest.skip.Exception(f"not tested: {reason}")

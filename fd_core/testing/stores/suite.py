@@ -1,0 +1,404 @@
+"""The cases that every KV store has to pass.
+
+Each puts through one side and looks through the other: the store or its back door. What a store cannot do by its
+nature it closes with a reason, which the report shows.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from fd_core.errors import ConfigError
+from fd_core.kv.stores.contract import Bytes, KVStore, StoreError, Trouble
+from fd_core.kv.stores.location import parse_location
+from fd_core.testing.requirements import OPEN, Requirement, lacks
+from fd_core.testing.stores.back_door import BackDoor
+from fd_core.testing.stores.calls import LIMIT, SLACK, TIMEOUT, as_bytes, key_of, usable_again, value_of
+from fd_core.testing.stores.machine import run_beside_a_dict
+
+__all__ = ["StoreSuite"]
+
+MakeStore = Callable[..., KVStore]
+
+A, B, C = key_of(1), key_of(2), key_of(3)
+
+
+class StoreSuite:
+    """Derive a class `Test...` from it and override the fixtures `location` and `back_door`."""
+
+    persistence: Requirement = OPEN
+    """Values outlive the store object that put them."""
+    survives_restart: Requirement = OPEN
+    """Values outlive a restart of whatever holds them."""
+    sharing: Requirement = OPEN
+    """Two store objects of one location see each other's values."""
+    size_cap: Requirement = OPEN
+    """The parameter `max_bytes` of a location is a limit, and what was not used for longest goes first."""
+    secrets: tuple[str, ...] = ()
+    """Texts in the location that nobody may see."""
+    examples: int = 15
+    """Random runs beside a dict."""
+
+    @pytest.fixture
+    def location(self) -> str:
+        """The text after `--kv-store` of an empty place that is this test's own."""
+        raise AssertionError(f"{type(self).__name__} must override the fixture `location`")
+
+    @pytest.fixture
+    def back_door(self) -> BackDoor:
+        """The back door of the same place; it may ask for the fixture `store`."""
+        raise AssertionError(f"{type(self).__name__} must override the fixture `back_door`")
+
+    @pytest.fixture
+    def make_store(self, location: str) -> Iterator[MakeStore]:
+        """Return a function that makes a store of the location, or of another one, and closes it in the end."""
+        from fd_core.plugins import installed_plugins
+
+        made: list[KVStore] = []
+
+        def make(text: str = location) -> KVStore:
+            place = parse_location(text)
+            made.append(installed_plugins().store_class(place.scheme)(place))
+            return made[-1]
+
+        yield make
+        for store in made:
+            store.close()
+
+    @pytest.fixture
+    def store(self, make_store: MakeStore) -> KVStore:
+        """A store that was opened."""
+        store = make_store()
+        store.open(TIMEOUT)
+        return store
+
+    # Values
+
+    def test_what_was_never_put_is_absent(self, store: KVStore, back_door: BackDoor) -> None:
+        assert store.get([A, B], LIMIT, TIMEOUT) == [None, None]
+        assert store.longest_prefix([A, B], LIMIT, TIMEOUT) == 0
+        assert store.delete([A, B], TIMEOUT) == 0
+        assert back_door.read(A) is None
+
+    @pytest.mark.parametrize("length", [0, 1, 63, 720 * 1024, LIMIT])
+    def test_a_value_comes_back_byte_for_byte(self, store: KVStore, back_door: BackDoor, length: int) -> None:
+        value = value_of(A, length)
+        assert store.put([(A, [value[: length // 3], value[length // 3 :]])], TIMEOUT) == 1
+        assert back_door.read(A) == value
+        assert as_bytes(store.get([A], LIMIT, TIMEOUT)) == [value]
+        assert store.longest_prefix([A], LIMIT, TIMEOUT) == 1
+
+    @pytest.mark.parametrize("length", [0, 1, 720 * 1024, LIMIT])
+    def test_what_others_wrote_is_read(self, store: KVStore, back_door: BackDoor, length: int) -> None:
+        back_door.write(A, value_of(A, length))
+        assert as_bytes(store.get([A], LIMIT, TIMEOUT)) == [value_of(A, length)]
+        assert store.longest_prefix([A], LIMIT, TIMEOUT) == 1
+
+    def test_a_value_over_the_limit_is_absent(self, store: KVStore, back_door: BackDoor) -> None:
+        back_door.write(A, value_of(A, 1001))
+        back_door.write(B, value_of(B, 1000))
+        assert as_bytes(store.get([A, B], 1000, TIMEOUT)) == [None, value_of(B, 1000)]
+        assert store.longest_prefix([B, A], 1000, TIMEOUT) == 1
+        assert as_bytes(store.get([A], 1001, TIMEOUT)) == [value_of(A, 1001)]
+
+    def test_parts_of_every_kind_are_joined_in_order(self, store: KVStore, back_door: BackDoor) -> None:
+        block = np.arange(256, dtype=np.uint8)
+        kinds: list[Bytes] = [
+            b"bytes",
+            bytearray(b"array"),
+            memoryview(b"a view")[2:],
+            block.data,
+            b"",
+            block.data[9:],
+        ]
+        many: list[Bytes] = [bytes([number % 251]) * (number % 3) for number in range(3000)]
+        assert store.put([(A, kinds), (B, many), (C, [])], TIMEOUT) == 3
+        for key, parts in ((A, kinds), (B, many), (C, [])):
+            assert back_door.read(key) == b"".join(parts)
+
+    def test_keys_of_all_bytes_and_lengths_stay_apart(self, store: KVStore, back_door: BackDoor) -> None:
+        keys = [bytes([number]) * 16 for number in range(256)]
+        keys += [b"\0", b"\0\0", b"/", b".", b"..", b"../../../escape", b"a\nb", b"{a}b", b"%s", b"*", bytes(range(32))]
+        assert store.put([(key, [value_of(key)]) for key in keys], TIMEOUT) == len(keys)
+        assert as_bytes(store.get(keys, LIMIT, TIMEOUT)) == [value_of(key) for key in keys]
+        assert [back_door.read(key) for key in keys] == [value_of(key) for key in keys]
+        assert store.longest_prefix(keys, LIMIT, TIMEOUT) == len(keys)
+
+    def test_answers_keep_the_order_of_the_keys_with_holes_and_repeats(self, store: KVStore) -> None:
+        store.put([(key, [value_of(key)]) for key in (C, A)], TIMEOUT)
+        assert as_bytes(store.get([A, B, C, A, B], LIMIT, TIMEOUT)) == [
+            value_of(A),
+            None,
+            value_of(C),
+            value_of(A),
+            None,
+        ]
+
+    def test_an_empty_batch_is_fine(self, store: KVStore) -> None:
+        assert store.get([], LIMIT, TIMEOUT) == []
+        assert store.put([], TIMEOUT) == 0
+        assert store.longest_prefix([], LIMIT, TIMEOUT) == 0
+        assert store.delete([], TIMEOUT) == 0
+
+    def test_a_prefix_ends_at_the_first_hole(self, store: KVStore, back_door: BackDoor) -> None:
+        keys = [key_of(number) for number in range(70)]
+        store.put([(key, [value_of(key)]) for key in keys], TIMEOUT)
+        for hole in (69, 40, 1, 0):
+            back_door.delete(keys[hole])
+            assert store.longest_prefix(keys, LIMIT, TIMEOUT) == hole
+
+    def test_a_value_that_is_put_again_heals(self, store: KVStore, back_door: BackDoor) -> None:
+        for damaged in (b"torn", value_of(B), value_of(A, 2000)):
+            back_door.write(A, damaged)
+            assert store.put([(A, [value_of(A)])], TIMEOUT) == 1
+            assert back_door.read(A) == value_of(A)
+        assert store.put([(A, [value_of(A)]), (A, [value_of(A)])], TIMEOUT) == 2
+        assert back_door.read(A) == value_of(A)
+
+    def test_deleting_counts_what_there_was(self, store: KVStore, back_door: BackDoor) -> None:
+        store.put([(key, [value_of(key)]) for key in (A, B, C)], TIMEOUT)
+        assert store.delete([A, C, A, key_of(9)], TIMEOUT) == 2
+        assert [back_door.read(key) for key in (A, B, C)] == [None, value_of(B), None]
+        assert as_bytes(store.get([A, B, C], LIMIT, TIMEOUT)) == [None, value_of(B), None]
+
+    def test_a_value_in_hand_does_not_change(self, store: KVStore, back_door: BackDoor) -> None:
+        store.put([(A, [value_of(A, LIMIT)])], TIMEOUT)
+        [held] = store.get([A], LIMIT, TIMEOUT)
+        back_door.write(A, value_of(B, LIMIT))
+        store.put([(A, [value_of(C, LIMIT)])], TIMEOUT)
+        store.get([A], LIMIT, TIMEOUT)
+        store.delete([A], TIMEOUT)
+        assert held is not None
+        assert bytes(held) == value_of(A, LIMIT)
+
+    def test_what_is_no_value_harms_nobody_else(self, store: KVStore, back_door: BackDoor) -> None:
+        store.put([(B, [value_of(B)])], TIMEOUT)
+        back_door.spoil(A)
+        try:
+            assert as_bytes(store.get([A, B], LIMIT, TIMEOUT)) == [None, value_of(B)]
+        except StoreError as error:
+            assert error.trouble is Trouble.MALFORMED
+        assert store.longest_prefix([B, A], LIMIT, TIMEOUT) == 1
+        try:
+            store.put([(A, [value_of(A)])], TIMEOUT)
+            assert back_door.read(A) == value_of(A)
+        except StoreError as error:
+            assert error.trouble is Trouble.MALFORMED
+        assert as_bytes(store.get([B], LIMIT, TIMEOUT)) == [value_of(B)]
+
+    def test_stats_count_what_is_there(self, store: KVStore) -> None:
+        store.put([(key, [value_of(key)]) for key in (A, B)], TIMEOUT)
+        found = store.stats(TIMEOUT)
+        assert found.values in (None, 2)
+        assert found.bytes is None or found.bytes >= 2000
+        assert found.limit_bytes is None or found.limit_bytes >= 2000
+
+    # Together
+
+    def test_a_reader_sees_whole_values_while_a_writer_replaces_them(self, store: KVStore) -> None:
+        keys = [key_of(number) for number in range(4)]
+        problems: list[BaseException] = []
+        enough = threading.Event()
+
+        def write() -> None:
+            try:
+                while not enough.is_set():
+                    store.put([(key, [value_of(key, LIMIT)]) for key in keys], TIMEOUT)
+                    store.delete(keys[::2], TIMEOUT)
+            except BaseException as error:  # noqa: BLE001 -- the test raises it again
+                problems.append(error)
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            for _ in range(40):
+                found = as_bytes(store.get(keys, LIMIT, TIMEOUT))
+                assert all(value in (None, value_of(key, LIMIT)) for key, value in zip(keys, found, strict=True))
+                assert 0 <= store.longest_prefix(keys, LIMIT, TIMEOUT) <= len(keys)
+        finally:
+            enough.set()
+            writer.join()
+        for problem in problems:
+            raise problem
+
+    def test_two_stores_on_one_place_share_it(self, store: KVStore, make_store: MakeStore) -> None:
+        self.sharing.require()
+        other = make_store()
+        store.put([(A, [value_of(A)])], TIMEOUT)
+        assert as_bytes(other.get([A], LIMIT, TIMEOUT)) == [value_of(A)]
+        other.put([(B, [value_of(B)])], TIMEOUT)
+        assert store.longest_prefix([A, B], LIMIT, TIMEOUT) == 2
+        assert store.delete([B], TIMEOUT) == 1
+        assert other.get([B], LIMIT, TIMEOUT) == [None]
+
+    def test_values_outlive_the_store_that_put_them(self, store: KVStore, make_store: MakeStore) -> None:
+        self.persistence.require()
+        store.put([(A, [value_of(A, LIMIT)])], TIMEOUT)
+        store.close()
+        assert as_bytes(make_store().get([A], LIMIT, TIMEOUT)) == [value_of(A, LIMIT)]
+
+    def test_a_store_goes_on_after_a_restart(self, store: KVStore, back_door: BackDoor) -> None:
+        store.put([(A, [value_of(A)])], TIMEOUT)
+        back_door.restart()
+        usable_again(store)
+        kept = as_bytes(store.get([A], LIMIT, TIMEOUT))
+        assert kept in ([value_of(A)], [None])
+        assert store.put([(B, [value_of(B)])], TIMEOUT) == 1
+        assert as_bytes(store.get([B], LIMIT, TIMEOUT)) == [value_of(B)]
+        self.survives_restart.require()
+        assert kept == [value_of(A)]
+
+    def test_it_answers_like_a_dict(self, store: KVStore, make_store: MakeStore, back_door: BackDoor) -> None:
+        run_beside_a_dict(
+            store,
+            make_store if self.persistence.reason is None else None,
+            back_door,
+            survives_restart=self.survives_restart.reason is None,
+            examples=self.examples,
+        )
+
+    # Limits
+
+    def with_cap(self, location: str, max_bytes: int) -> str:
+        """Return the location with a limit of `max_bytes`."""
+        return f"{location}{'&' if '?' in location else '?'}max_bytes={max_bytes}"
+
+    def test_the_cap_holds_and_what_was_used_stays(self, location: str, make_store: MakeStore) -> None:
+        self.size_cap.require()
+        store = make_store(self.with_cap(location, 100_000))
+        first = key_of(0)
+        for number in range(40):
+            key = key_of(number)
+            assert store.put([(key, [value_of(key, 9000)])], TIMEOUT) == 1
+            found = store.stats(TIMEOUT)
+            assert found.limit_bytes == 100_000
+            assert found.bytes is not None
+            assert found.bytes <= 100_000
+            assert as_bytes(store.get([first, key], LIMIT, TIMEOUT)) == [value_of(first, 9000), value_of(key, 9000)]
+            time.sleep(0.005)  # file systems do not tell shorter times apart
+        assert store.get([key_of(1), key_of(10)], LIMIT, TIMEOUT) == [None, None]
+
+    def test_a_value_over_the_cap_is_left_out_and_costs_no_other(self, location: str, make_store: MakeStore) -> None:
+        self.size_cap.require()
+        store = make_store(self.with_cap(location, 10_000))
+        store.put([(A, [value_of(A)])], TIMEOUT)
+        assert store.put([(B, [value_of(B, 10_001)]), (C, [value_of(C)])], TIMEOUT) == 1
+        assert as_bytes(store.get([A, B, C], LIMIT, TIMEOUT)) == [value_of(A), None, value_of(C)]
+
+    @pytest.mark.parametrize("timeout", [0.0, 0.001, 0.02])
+    def test_no_call_takes_longer_than_it_may(self, store: KVStore, back_door: BackDoor, timeout: float) -> None:
+        keys = [key_of(number) for number in range(40)]
+        values = [(key, [value_of(key, LIMIT)]) for key in keys]
+        calls: list[Callable[[], object]] = [
+            lambda: store.put(values, timeout),
+            lambda: store.get(keys, LIMIT, timeout),
+            lambda: store.longest_prefix(keys, LIMIT, timeout),
+            lambda: store.stats(timeout),
+            lambda: store.delete(keys, timeout),
+        ]
+        for call in calls:
+            start = time.monotonic()
+            try:
+                call()
+            except StoreError as error:
+                assert error.trouble is Trouble.TIMEOUT
+            assert time.monotonic() - start < timeout + SLACK
+        assert store.put(values[:1], TIMEOUT) == 1
+        assert as_bytes(store.get(keys[:1], LIMIT, TIMEOUT)) == [value_of(keys[0], LIMIT)]
+        assert all(back_door.read(key) in (None, value_of(key, LIMIT)) for key in keys)
+
+    # Faults
+
+    @pytest.mark.parametrize("trouble", [Trouble.FULL, Trouble.READ_ONLY])
+    def test_a_store_that_cannot_write_says_so_and_still_reads(
+        self, store: KVStore, back_door: BackDoor, trouble: Trouble
+    ) -> None:
+        store.put([(A, [value_of(A)])], TIMEOUT)
+        with back_door.fault(trouble):
+            for _ in range(2):
+                with pytest.raises(StoreError) as caught:
+                    store.put([(B, [value_of(B, LIMIT)])], TIMEOUT)
+                assert caught.value.trouble is trouble
+                assert as_bytes(store.get([A, B], LIMIT, TIMEOUT)) == [value_of(A), None]
+        self._recovers(store, back_door)
+
+    @pytest.mark.parametrize("trouble", [Trouble.UNREACHABLE, Trouble.DENIED, Trouble.TIMEOUT])
+    def test_a_store_out_of_reach_says_why_in_time(
+        self, store: KVStore, back_door: BackDoor, make_store: MakeStore, trouble: Trouble
+    ) -> None:
+        store.put([(A, [value_of(A)])], TIMEOUT)
+        calls: list[Callable[[KVStore], object]] = [
+            lambda store: store.open(0.4),
+            lambda store: store.get([A], LIMIT, 0.4),
+            lambda store: store.put([(B, [value_of(B, LIMIT)])], 0.4),
+            lambda store: store.longest_prefix([A], LIMIT, 0.4),
+            lambda store: store.delete([C], 0.4),
+        ]
+        with back_door.fault(trouble):
+            for call in calls:
+                for each in (store, make_store()):
+                    start = time.monotonic()
+                    with pytest.raises(StoreError) as caught:
+                        call(each)
+                    assert caught.value.trouble is trouble
+                    assert time.monotonic() - start < 0.4 + SLACK
+                    self._hides_secrets(str(caught.value), repr(caught.value))
+        self._recovers(store, back_door)
+
+    def _recovers(self, store: KVStore, back_door: BackDoor) -> None:
+        usable_again(store)
+        assert back_door.read(B) in (None, value_of(B, LIMIT))
+        assert store.put([(B, [value_of(B, LIMIT)]), (C, [value_of(C)])], TIMEOUT) == 2
+        assert as_bytes(store.get([B, C], LIMIT, TIMEOUT)) == [value_of(B, LIMIT), value_of(C)]
+
+    # Manners
+
+    def test_a_closed_store_refuses_everything(self, store: KVStore) -> None:
+        store.close()
+        store.close()
+        calls: list[Callable[[], object]] = [
+            lambda: store.open(TIMEOUT),
+            lambda: store.get([A], LIMIT, TIMEOUT),
+            lambda: store.put([(A, [b"value"])], TIMEOUT),
+            lambda: store.longest_prefix([A], LIMIT, TIMEOUT),
+            lambda: store.delete([A], TIMEOUT),
+            lambda: store.stats(TIMEOUT),
+        ]
+        for call in calls:
+            with pytest.raises(StoreError):
+                call()
+
+    def test_a_store_works_without_being_opened(self, make_store: MakeStore) -> None:
+        store = make_store()
+        assert store.get([A], LIMIT, TIMEOUT) == [None]
+        assert store.put([(A, [value_of(A)])], TIMEOUT) == 1
+
+    def test_opening_says_one_line_and_may_be_done_again(self, store: KVStore) -> None:
+        for _ in range(2):
+            line = store.open(TIMEOUT)
+            assert line.strip() == line
+            assert len(line.splitlines()) == 1
+
+    def test_an_unknown_parameter_is_named(self, location: str, make_store: MakeStore) -> None:
+        with pytest.raises(ConfigError, match="no_such_thing"):
+            make_store(f"{location}{'&' if '?' in location else '?'}no_such_thing=1")
+
+    def test_secrets_are_never_shown(self, location: str, store: KVStore) -> None:
+        if not self.secrets:
+            lacks("the location holds no secret")
+        assert all(secret in location for secret in self.secrets)
+        self._hides_secrets(store.open(TIMEOUT), str(store), repr(store), repr(store.location), store.location.shown)
+        with pytest.raises(ConfigError) as caught:
+            type(store)(parse_location(f"{location}{'&' if '?' in location else '?'}no_such_thing=1"))
+        store.close()
+        with pytest.raises(StoreError) as refused:
+            store.open(TIMEOUT)
+        self._hides_secrets(str(caught.value), str(refused.value))
+
+    def _hides_secrets(self, *texts: str) -> None:
+        assert [text for text in texts for secret in self.secrets if secret in text] == []

@@ -1,0 +1,344 @@
+import contextlib
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from fd_core.errors import ConfigError
+from fd_core.kv.stores.contract import StoreError, Trouble
+from fd_core.kv.stores.disk import DiskStore
+from fd_core.kv.stores.location import parse_location
+from fd_core.testing.stores import BackDoor, StoreSuite, lacks
+
+KEY = b"k" * 16
+OTHER = b"o" * 16
+
+
+class DiskDoor(BackDoor):
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def path(self, key: bytes) -> Path:
+        return self._folder / key.hex()[:2] / f"{key.hex()}.kv"
+
+    def read(self, key):
+        return self.path(key).read_bytes() if self.path(key).is_file() else None
+
+    def write(self, key, value):
+        self.path(key).parent.mkdir(parents=True, exist_ok=True)
+        self.path(key).write_bytes(value)
+
+    def delete(self, key):
+        self.path(key).unlink(missing_ok=True)
+
+    def spoil(self, key):
+        self.path(key).mkdir(parents=True)
+
+    @contextlib.contextmanager
+    def fault(self, trouble):
+        if trouble is Trouble.FULL:
+            with mounted(self._folder, "size=512k"):
+                yield
+        elif trouble is Trouble.READ_ONLY:
+            with mounted(self._folder, "ro"):
+                yield
+        elif trouble is Trouble.DENIED:
+            with not_root(self._folder):
+                yield
+        else:
+            lacks("a local disk is never out of reach, and a call that hangs in the kernel cannot be interrupted")
+
+
+@contextlib.contextmanager
+def mounted(folder: Path, options: str):
+    """Put a small file system with the same files over the folder, with `options`."""
+    copy = folder.with_name("copy")
+    if folder.exists():
+        shutil.copytree(folder, copy)
+    folder.mkdir(exist_ok=True)
+    size = "" if "size" in options else ",size=64m"
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"mode=700{size},{options.replace('ro', 'rw')}", "tmpfs", folder],
+        capture_output=True,
+        check=False,
+    )
+    if made.returncode != 0:
+        lacks(f"this user may not mount a file system: {made.stderr.decode().strip()}")
+    try:
+        if copy.exists():
+            shutil.copytree(copy, folder, dirs_exist_ok=True)
+        if options == "ro":
+            subprocess.run(["mount", "-o", "remount,ro", folder], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@contextlib.contextmanager
+def not_root(folder: Path):
+    """Take away the folder's permissions, and this process's power to pass over them."""
+    folder.chmod(0)
+    user = os.geteuid()
+    try:
+        if user == 0:
+            os.seteuid(65534)
+        yield
+    finally:
+        os.seteuid(user)
+        folder.chmod(0o700)
+
+
+class TestDiskStore(StoreSuite):
+    @pytest.fixture
+    def location(self, tmp_path):
+        return f"disk:{tmp_path / 'kv'}"
+
+    @pytest.fixture
+    def back_door(self, tmp_path):
+        return DiskDoor(tmp_path / "kv")
+
+
+def store_in(folder: Path, **parameters) -> DiskStore:
+    text = "&".join(f"{name}={value}" for name, value in parameters.items())
+    return DiskStore(parse_location(f"disk:{folder}" + (f"?{text}" if text else "")))
+
+
+def files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and path.name != "usage"]
+
+
+def bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in files(folder))
+
+
+@pytest.mark.parametrize("text", ["disk:", "disk:a\0b"])
+def test_a_disk_store_needs_a_folder(text):
+    with pytest.raises(ConfigError, match="names no folder"):
+        DiskStore(parse_location(text))
+
+
+def test_the_folder_is_for_its_owner_only(tmp_path):
+    store_in(tmp_path / "a" / "kv").put([(KEY, [b"value"])], 5)
+    for path in (tmp_path / "a" / "kv").rglob("*"):
+        assert path.stat().st_mode & 0o077 == 0, path
+    assert (tmp_path / "a" / "kv").stat().st_mode & 0o777 == 0o700
+
+
+def test_making_a_store_and_reading_from_it_creates_nothing(tmp_path):
+    store = store_in(tmp_path / "kv")
+    store.get([KEY], 10, 5), store.longest_prefix([KEY], 10, 5), store.delete([KEY], 5), store.stats(5)
+    assert not (tmp_path / "kv").exists()
+
+
+def test_a_folder_that_vanishes_is_made_again(tmp_path):
+    store = store_in(tmp_path / "kv")
+    store.put([(KEY, [b"value"])], 5)
+    shutil.rmtree(tmp_path / "kv")
+    assert store.get([KEY], 10, 5) == [None]
+    assert store.put([(KEY, [b"value"])], 5) == 1
+    assert store.get([KEY], 10, 5) == [b"value"]
+
+
+@pytest.mark.parametrize("link", ["value", "shard", "partial", "usage"])
+def test_no_link_is_followed_out_of_the_folder(tmp_path, link):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / f"{KEY.hex()}.kv").write_bytes(b"secret")
+    folder = tmp_path / "kv"
+    folder.mkdir()
+    shard = folder / KEY.hex()[:2]
+    if link == "value":
+        shard.mkdir()
+        (shard / f"{KEY.hex()}.kv").symlink_to(outside / f"{KEY.hex()}.kv")
+    elif link == "shard":
+        shard.symlink_to(outside)
+    else:
+        (folder / link).symlink_to(outside / "made", target_is_directory=link == "partial")
+    store = store_in(folder, max_bytes=100)
+    calls = [
+        lambda: store.get([KEY], 100, 5),
+        lambda: store.put([(KEY, [b"mine"])], 5),
+        lambda: store.put([(bytes([number]) * 4, [b"x" * 40]) for number in range(9)], 5),
+        lambda: store.delete([KEY], 5),
+    ]
+    for call in calls:
+        try:
+            assert call() != [b"secret"]
+        except StoreError as error:
+            assert error.trouble is Trouble.MALFORMED
+    assert store.longest_prefix([KEY], 100, 5) == 0
+    assert [path.name for path in outside.iterdir()] == [f"{KEY.hex()}.kv"]
+    assert (outside / f"{KEY.hex()}.kv").read_bytes() == b"secret"
+
+
+def test_a_pipe_in_place_of_a_value_keeps_nobody_waiting(tmp_path):
+    folder = tmp_path / "kv" / KEY.hex()[:2]
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / f"{KEY.hex()}.kv")
+    with pytest.raises(StoreError, match="not a file"):
+        store_in(tmp_path / "kv").get([KEY], 10, 5)
+
+
+def test_files_of_others_in_the_folder_are_left_alone(tmp_path):
+    folder = tmp_path / "kv"
+    for name in ("notes.txt", "ab/notes.txt", "ab/abcd", "objects/ab/abcd.kv", "partial/keep.txt", "AB/ab.kv"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"x" * 500)
+    store = store_in(folder, max_bytes=100)
+    for number in range(20):
+        assert store.put([(bytes([number]) * 16, [b"x" * 30])], 5) == 1
+    assert sum(path.stat().st_size == 500 for path in files(folder)) == 6
+    assert store.stats(5).bytes <= 100
+
+
+def test_without_a_limit_it_takes_at_most_half_of_what_is_free(tmp_path, monkeypatch):
+    free = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    store = store_in(tmp_path / "kv")
+    assert store.put([(KEY, [b"x" * 501])], 5) == 0
+    assert store.put([(KEY, [b"x" * 500])], 5) == 1
+    assert store_in(tmp_path / "kv").stats(5).limit_bytes == 750  # its own files count as free
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free._replace(free=1 << 50))
+    assert "of at most 10.0 GiB in 1 values" in store_in(tmp_path / "kv").open(5)
+
+
+@pytest.mark.parametrize("usage", [b"", b"nonsense", b"99999999999999999999", b"-5", b"00000000000000000000"])
+def test_a_wrong_count_is_put_right(tmp_path, usage):
+    first = store_in(tmp_path / "kv", max_bytes=1000)
+    first.put([(bytes([number]) * 4, [b"x" * 90]) for number in range(10)], 5)
+    (tmp_path / "kv" / "usage").write_bytes(usage)
+    store = store_in(tmp_path / "kv", max_bytes=1000)
+    assert store.put([(KEY, [b"y" * 90])], 5) == 1
+    assert 900 <= bytes_in(tmp_path / "kv") <= 1000
+    assert store.get([KEY], 100, 5) == [b"y" * 90]
+
+
+def test_what_dead_writers_left_goes_by_age(tmp_path):
+    partial = tmp_path / "kv" / "partial"
+    partial.mkdir(parents=True)
+    for name, age in (("50-" + "a" * 32, 3600), ("50-" + "b" * 32, 1)):
+        (partial / name).write_bytes(b"torn")
+        os.utime(partial / name, (time.time() - age, time.time() - age))
+    assert store_in(tmp_path / "kv").put([(KEY, [b"value"])], 5) == 1
+    assert [path.name for path in partial.iterdir()] == ["50-" + "b" * 32]
+
+
+def test_room_is_kept_for_what_another_engine_is_writing(tmp_path):
+    partial = tmp_path / "kv" / "partial"
+    partial.mkdir(parents=True)
+    (partial / ("80-" + "a" * 32)).write_bytes(b"")
+    store = store_in(tmp_path / "kv", max_bytes=100)
+    with pytest.raises(StoreError) as caught:
+        store.put([(KEY, [b"x" * 40])], 5)
+    assert caught.value.trouble is Trouble.FULL
+    assert store.put([(KEY, [b"x" * 20])], 5) == 1
+
+
+def test_a_failed_write_leaves_nothing_behind_and_no_wrong_count(tmp_path):
+    store = store_in(tmp_path / "kv", max_bytes=1000)
+    store.put([(KEY, [b"value"])], 5)
+    with mounted(tmp_path / "kv", "size=512k"):
+        roomy = store_in(tmp_path / "kv", max_bytes=10_000_000)
+        for _ in range(3):
+            with pytest.raises(StoreError, match="No space left"):
+                roomy.put([(OTHER, [bytes(800_000)])], 5)
+        assert list((tmp_path / "kv" / "partial").iterdir()) == []
+        assert int((tmp_path / "kv" / "usage").read_bytes()) == 5
+        assert roomy.put([(OTHER, [bytes(1000)])], 5) == 1
+
+
+def test_an_engine_that_stands_still_with_the_lock_delays_others_no_longer_than_their_deadline(tmp_path):
+    store = store_in(tmp_path / "kv")
+    store.put([(KEY, [b"value"])], 5)
+    with (tmp_path / "kv" / "usage").open("rb") as usage:
+        fcntl.flock(usage, fcntl.LOCK_EX)
+        start = time.monotonic()
+        with pytest.raises(StoreError) as caught:
+            store.put([(OTHER, [b"value"])], 0.2)
+        assert caught.value.trouble is Trouble.TIMEOUT
+        assert time.monotonic() - start < 1.5
+        assert store.get([KEY], 10, 1) == [b"value"]
+    assert store.put([(OTHER, [b"value"])], 5) == 1
+
+
+WRITER = textwrap.dedent(
+    """
+    import sys, itertools
+    from fd_core.kv.stores.disk import DiskStore
+    from fd_core.kv.stores.location import parse_location
+    name, location = sys.argv[1:]
+    store = DiskStore(parse_location(location))
+    print("ready", flush=True)
+    for number in itertools.count():
+        key = f"{name}{number % 40}".encode().ljust(16, b".")
+        store.put([(key, [key * 500] * 8)], 30)
+        found = store.get([key], 1 << 20, 30)[0]
+        assert found in (None, key * 4000), number
+        if number == 40:
+            print("busy", flush=True)
+    """
+)
+
+
+def writer(name: str, location: str) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", WRITER, name, location], stdout=subprocess.PIPE, text=True)
+
+
+def wait_for(process: subprocess.Popen, word: str) -> None:
+    for line in process.stdout:
+        if line.strip() == word:
+            return
+    raise AssertionError(f"the writer ended before it was {word}")
+
+
+def test_writers_killed_at_any_moment_leave_whole_values_and_a_folder_that_works(tmp_path):
+    location = f"disk:{tmp_path / 'kv'}?max_bytes=1000000"
+    for _ in range(4):
+        processes = [writer(name, location) for name in "ab"]
+        for process in processes:
+            wait_for(process, "busy")
+        for process in processes:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+    store = DiskStore(parse_location(location))
+    values = [path for path in files(tmp_path / "kv") if path.suffix == ".kv"]
+    assert values
+    for path in values:
+        key = bytes.fromhex(path.stem)
+        assert path.read_bytes() == key * 4000
+        assert store.get([key], 1 << 20, 5) == [key * 4000]
+    assert store.put([(KEY, [b"value"])], 5) == 1
+    assert store.get([KEY], 10, 5) == [b"value"]
+
+
+def test_the_cap_holds_while_several_engines_write(tmp_path):
+    location = f"disk:{tmp_path / 'kv'}?max_bytes=1000000"
+    processes = [writer(name, location) for name in "abc"]
+    try:
+        for process in processes:
+            wait_for(process, "busy")
+        most = 0
+        for _ in range(150):
+            most = max(most, on_disk(tmp_path / "kv"))
+            time.sleep(0.005)
+        assert all(process.poll() is None for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+    assert 500_000 < most <= 1_000_000
+
+
+def on_disk(folder: Path) -> int:
+    """Bytes in values. The lock keeps room from being given away and values from being deleted meanwhile."""
+    with (folder / "usage").open("rb") as usage:
+        fcntl.flock(usage, fcntl.LOCK_EX)
+        return sum(path.stat().st_size for path in folder.glob("??/*.kv"))
