@@ -45,10 +45,9 @@ class DraftModelDrafter(Drafter):
 
     def allocate(self, limits: Limits) -> None:
         """Take a KV cache of as many blocks as the target's, and tables over all slots."""
-        assert self.kv_shape is not None  # noqa: S101 - set at construction
         self._budget = limits.max_num_batched_tokens
         self._longest = min(limits.max_model_len, self._model.max_positions)
-        self._cache = self._ops.allocate_kv(self.kv_shape, limits.num_kv_blocks)
+        self._cache = self._ops.allocate_kv(self._model.kv_shape(limits.block_size), limits.num_kv_blocks)
         self._forward = self._ops.compile(self._model.forward)
         self._tokens = np.zeros((limits.max_num_seqs, limits.max_model_len), np.int32)
         """Known tokens, and behind them the drafts of the last turn."""
