@@ -85,7 +85,7 @@ class LLM:
 
         A prompt is text or token ids. `params` applies to every prompt or is one for each; without a seed of its own
         a prompt's index decides. `on_delta(index, delta)` is called as tokens arrive. Raises `BadRequest` for a
-        prompt that can never run.
+        prompt that can never run. A step that fails raises: there is no second engine here that could go on.
         """
         items = _as_list(prompts)
         given = [params or SamplingParams()] * len(items) if not isinstance(params, Sequence) else list(params)

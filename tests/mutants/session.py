@@ -25,6 +25,8 @@ FIRST = (
     "tests/scheduling",
     "tests/runner",
     "tests/engine/test_outputs.py",
+    "tests/engine/test_streams.py",
+    "tests/engine/test_ledger.py",
     "tests/engine/test_incidents.py",
     "tests/engine",
 )

@@ -1,0 +1,123 @@
+"""The client's side of an engine that goes and comes back, without engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import pytest
+
+from fd_core.engine.messages import Abort, ClientMessage, Delta, StepEvents, Submit
+from fd_core.engine.streams import StreamingClient
+from fd_core.errors import EngineDead
+from fd_core.types import FinishReason
+from tests.engine.helpers import null_engine
+from tests.engine.stepping import greedy
+
+A, B = greedy("a", [1], 9), greedy("b", [2], 9)
+
+
+class Client(StreamingClient):
+    """Keeps what it is asked to send; a test plays the engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[ClientMessage] = []
+        self.come_up(1)
+
+    def come_up(self, epoch: int) -> None:
+        engine = null_engine()
+        engine.close()
+        self._came_up(msgspec.structs.replace(engine.info, epoch=epoch))
+
+    def hear(self, epoch: int, *deltas: Delta) -> None:
+        self._dispatch(StepEvents(list(deltas), epoch=epoch))
+
+    def die(self) -> None:
+        self._went_away("it died")
+
+    async def close(self, drain_seconds: float = 0.0) -> None:
+        self._went_down("closed")
+
+    def _send(self, message: ClientMessage) -> None:
+        self.sent.append(message)
+
+
+def in_a_loop(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+    def run() -> None:
+        asyncio.run(asyncio.wait_for(test(), 5))
+
+    run.__name__ = test.__name__
+    return run
+
+
+@in_a_loop
+async def test_words_of_a_dead_epoch_are_not_heard() -> None:
+    client = Client()
+    stream = client.submit(A)
+    client.hear(1, Delta("a", (1, 2)))
+    client.die()
+    client.hear(1, Delta("a", (3,)))
+    client.come_up(2)
+    client.hear(1, Delta("a", (3,), FinishReason.STOP))
+    client.hear(2, Delta("a", (3, 4), FinishReason.LENGTH))
+    assert [(delta.token_ids, delta.finish_reason) async for delta in stream] == [((1, 2, 3, 4), FinishReason.LENGTH)]
+    assert client.active_requests == 0
+
+
+@in_a_loop
+async def test_a_new_epoch_is_asked_for_what_is_left_and_it_is_counted() -> None:
+    client = Client()
+    client.submit(A)
+    client.submit(B)
+    client.hear(1, Delta("b", (7,)))
+    client.sent.clear()
+    client.die()
+    assert client.active_requests == 2
+    client.come_up(2)
+    asked = [message.spec for message in client.sent if isinstance(message, Submit)]
+    assert [(spec.request_id, spec.delivered) for spec in asked] == [("a", ()), ("b", (7,))]
+    assert client.requests_requeued == 2
+    client.die()
+    client.come_up(3)
+    assert client.requests_requeued == 4
+
+
+@in_a_loop
+async def test_between_epochs_an_abort_ends_at_once_and_who_leaves_is_forgotten() -> None:
+    client = Client()
+    stream, left = client.submit(A), client.submit(B)
+    client.die()
+    with pytest.raises(EngineDead, match="it died"):
+        client.submit(greedy("c", [3], 9))
+    await left.aclose()  # type: ignore[attr-defined]
+    assert client.abort(["a", "b", "c"]) == ["a"]
+    assert [delta.finish_reason async for delta in stream] == [FinishReason.ABORT]
+    client.sent.clear()
+    client.come_up(2)
+    assert (client.sent, client.active_requests, client.requests_requeued) == ([], 0, 0)
+
+
+@in_a_loop
+async def test_who_left_before_the_death_is_not_asked_for_again() -> None:
+    client = Client()
+    stream = client.submit(A)
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert client.sent[-1] == Abort(("a",))
+    client.die()
+    client.come_up(2)
+    assert not [message for message in client.sent[2:] if isinstance(message, Submit)]
+    assert client.active_requests == 0
+
+
+@in_a_loop
+async def test_an_engine_that_is_gone_for_good_ends_every_stream() -> None:
+    client = Client()
+    stream = client.submit(A)
+    client.die()
+    await client.close()
+    with pytest.raises(EngineDead, match="closed"):
+        await anext(stream)
+    with pytest.raises(EngineDead, match="closed"):
+        client.abort_all()
