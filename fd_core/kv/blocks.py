@@ -6,8 +6,9 @@
                               release, when the fence was answered already
 
 A block is *owned* while its reference count, the number of its owners, is above zero. It is *fenced* when nobody owns
-it any more but a step that may still touch it has not been answered. Everything else is *free*; a free block may
-keep the content of a known prefix until it is needed for something else, least recently used first.
+it any more but a step that may still touch it has not been answered, or an operation outside steps has it *pinned*: a
+copy to the host, a load. Everything else is *free*; a free block may keep the content of a known prefix until it is
+needed for something else, least recently used first.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ class BlockPool:
         """Free blocks with reusable content, least recently used first."""
         self._fenced: deque[tuple[int, IntArray]] = deque()
         self._num_fenced = 0
+        self._pins = np.zeros(num_blocks, np.int32)
+        self._pinned: dict[int, None] = {}
+        """Blocks that would be free but for their pins, in the order of their release."""
         self._answered = -1
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
@@ -51,8 +55,8 @@ class BlockPool:
 
     @property
     def num_fenced(self) -> int:
-        """Blocks that come free when steps in flight are answered."""
-        return self._num_fenced
+        """Blocks that come free when steps and operations in flight are answered."""
+        return self._num_fenced + len(self._pinned)
 
     @property
     def num_cached(self) -> int:
@@ -62,7 +66,7 @@ class BlockPool:
     @property
     def num_owned(self) -> int:
         """Blocks with at least one owner."""
-        return self.num_blocks - self.num_free - self._num_fenced
+        return self.num_blocks - self.num_free - self.num_fenced
 
     def match(self, keys: Iterable[bytes]) -> IntArray:
         """Return the blocks that hold the longest known prefix of the chain `keys`; takes and evicts nothing.
@@ -134,6 +138,23 @@ class BlockPool:
                 waiting.append((fence, blocks))
         self._fenced = waiting
 
+    def pin(self, blocks: IntArray) -> None:
+        """An operation outside steps begins to read or write owned `blocks`, each at most once."""
+        if (self._references[blocks] <= 0).any():
+            raise RuntimeError(f"blocks that nobody owns cannot be pinned: {blocks.tolist()}")
+        self._pins[blocks] += 1
+
+    def unpin(self, blocks: IntArray) -> None:
+        """The operation is over; blocks that waited only for it come free."""
+        if (self._pins[blocks] <= 0).any():
+            raise RuntimeError(f"blocks without pin: {blocks.tolist()}")
+        self._pins[blocks] -= 1
+        waited = [block for block in blocks.tolist() if block in self._pinned and not self._pins[block]]
+        for block in waited:
+            del self._pinned[block]
+        # The order of a sequence, tail first, as `release` gives it.
+        self._set_free(np.array(waited[::-1], np.int32))
+
     # Known prefixes ---------------------------------------------------------------------------------------
 
     def register(self, block: int, key: bytes) -> None:
@@ -157,7 +178,7 @@ class BlockPool:
         for table in owners:
             np.add.at(expected, table, 1)
         blank = self._blank[: self._num_blank].tolist()
-        fenced = [block for _, blocks in self._fenced for block in blocks.tolist()]
+        fenced = [block for _, blocks in self._fenced for block in blocks.tolist()] + list(self._pinned)
         free = blank + list(self._cached) + fenced
         if len(set(free)) != len(free):
             raise RuntimeError("a block is free or fenced twice")
@@ -166,8 +187,10 @@ class BlockPool:
             raise RuntimeError(f"reference counts differ from owners for blocks {wrong.tolist()}")
         if set(free) != set(np.flatnonzero(expected == 0).tolist()):
             raise RuntimeError("free and fenced blocks are not the blocks without owner")
-        if len(fenced) != self._num_fenced:
+        if len(fenced) != self.num_fenced:
             raise RuntimeError("the number of fenced blocks is wrong")
+        if any(not self._pins[block] for block in self._pinned):
+            raise RuntimeError("a block without pin is held back for one")
 
     # Inside -----------------------------------------------------------------------------------------------
 
@@ -179,6 +202,9 @@ class BlockPool:
 
     def _set_free(self, blocks: IntArray) -> None:
         self._fence[blocks] = -1
+        if self._pins[blocks].any():
+            self._pinned.update(dict.fromkeys(blocks[self._pins[blocks] > 0].tolist()))
+            blocks = blocks[self._pins[blocks] == 0]
         if not self._key_of:
             self._push_blank(blocks)
             return

@@ -29,8 +29,8 @@ class PlanBuilder:
 
     @property
     def empty(self) -> bool:
-        """Whether the step would do nothing; a plan that only takes slots back is not empty."""
-        return not (self._slots or self._take_backs)
+        """Whether the step would do nothing; a plan that only admits or only takes slots back is not empty."""
+        return not (self._slots or self._take_backs or self._admissions)
 
     def add_rows(self, slots: npt.NDArray[np.intp], num_tokens: IntArray, num_drafts: IntArray) -> None:
         """Schedule several slots."""

@@ -1,11 +1,12 @@
 """The life of a request, as a table of transitions.
 
     WAITING --admit--> RUNNING --take back--> DRAINING --released--> WAITING (preempted) or FINISHED (aborted)
-                          |                       |
-                          +------ finish ---------+--> FINISHED (end of text, length, error)
+       |                 ^  |                       |
+       +-load-> LOADING -+  +------ finish ---------+--> FINISHED (end of text, length, error)
 
-A request leaves DRAINING only on the release of its own gen; if its last token arrives while it drains, it is
-finished for its client at once and its slot follows on the release.
+LOADING is an admission whose KV is still on its way from outside the device; the runner hears of it afterwards. A
+request leaves DRAINING only on the release of its own gen; if its last token arrives while it drains, it is finished
+for its client at once and its slot follows on the release.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class State(enum.IntEnum):
     RUNNING = 1
     DRAINING = 2
     FINISHED = 3
+    LOADING = 4
 
 
 class Event(enum.Enum):
@@ -39,11 +41,17 @@ class Event(enum.Enum):
     RELEASED_ENDED = enum.auto()
     FINISH = enum.auto()
     ABORT_WAITING = enum.auto()
+    LOAD = enum.auto()
+    LOADED = enum.auto()
+    ABORT_LOADING = enum.auto()
 
 
 TRANSITIONS: Final = {
     (State.WAITING, Event.ADMIT): State.RUNNING,
     (State.WAITING, Event.ABORT_WAITING): State.FINISHED,
+    (State.WAITING, Event.LOAD): State.LOADING,
+    (State.LOADING, Event.LOADED): State.RUNNING,
+    (State.LOADING, Event.ABORT_LOADING): State.FINISHED,
     (State.RUNNING, Event.TAKE_BACK): State.DRAINING,
     (State.RUNNING, Event.FINISH): State.FINISHED,
     (State.DRAINING, Event.RELEASED_PREEMPTED): State.WAITING,
@@ -62,7 +70,11 @@ class Request:
         "chain",
         "ended",
         "generated",
+        "held",
+        "held_on_host",
         "limit",
+        "load",
+        "lookup",
         "preemptions",
         "rank",
         "root",
@@ -93,6 +105,15 @@ class Request:
         """Place among waiting requests, given by the policy once."""
         self.cached_tokens: int | None = None
         """Tokens found in the prefix cache at first admission."""
+
+        self.lookup: int | None = None
+        """Operation that looks for the prefix outside the device; the request waits for it."""
+        self.held = 0
+        """Leading blocks that were found outside the device."""
+        self.held_on_host = 0
+        """How many of them in the host tier."""
+        self.load: int | None = None
+        """Operation that brings KV back while the request is LOADING."""
 
     def known_tokens(self) -> IntArray:
         """Return int32[n]: the prompt and the tokens delivered before the request last left a slot."""

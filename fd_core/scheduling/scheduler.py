@@ -3,9 +3,11 @@
 Pure: no I/O, no clock, no randomness. `plan` is called once for each step; the output side
 (`fd_core.engine.outputs`) tells what became of it through `settle`, `finish` and `released`.
 
-Ownership: the scheduler owns requests, slots and blocks. A running slot owns the blocks in its table. A slot that is
-taken back or finished gives its blocks to the pool, fenced by the last step that touches them; a draining slot owns
-nothing but its place.
+Ownership: the scheduler owns requests, slots and blocks. A running or loading slot owns the blocks in its table. A slot
+that is taken back or finished gives its blocks to the pool, fenced by the last step that touches them and pinned while
+they are copied; a draining slot owns nothing but its place.
+
+What is to happen to KV outside a step leaves through `take_effects` and comes back through `completed`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import numpy.typing as npt
 from fd_core.config import Limits
 from fd_core.errors import BadRequest
 from fd_core.kv.blocks import BlockPool
+from fd_core.kv.effects import Completion, Effect, Found, Loaded, Saved
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.scheduling.budget import Budget, allot_decodes
 from fd_core.scheduling.drafts import DraftControl
@@ -27,6 +30,7 @@ from fd_core.scheduling.policies import Policy
 from fd_core.scheduling.requests import Event, Request, State
 from fd_core.scheduling.reserve import UsageForecast, peak_growth
 from fd_core.scheduling.slots import SlotTable
+from fd_core.scheduling.storage import Arrival, KeepKV, Storage
 from fd_core.scheduling.victims import VictimPolicy
 from fd_core.scheduling.waiting import WaitingQueue
 from fd_core.types import FinishReason, IntArray, RequestSpec, StepPlan
@@ -58,8 +62,10 @@ class Scheduler:
         hasher: PrefixHasher | None,
         drafts: DraftControl | None = None,
         *,
+        keep_kv: KeepKV | None = None,
         epoch: int = 1,
     ) -> None:
+        """`hasher` None turns prefix caching off; `keep_kv` None keeps no KV outside the device and needs a hasher."""
         self.limits = limits
         self.epoch = epoch
         self.slots = SlotTable(limits.max_num_seqs, limits.max_model_len, limits.block_size)
@@ -67,6 +73,7 @@ class Scheduler:
         self.waiting = WaitingQueue(policy)
         self.drafts = drafts
         self.counters = Counters()
+        self.storage = None if keep_kv is None else Storage(self.pool, limits.block_size, keep_kv)
         self._policy = policy
         self._victims = victims
         self._forecast = UsageForecast()
@@ -76,6 +83,8 @@ class Scheduler:
         self._step = 0
         self._aborting: list[Request] = []
         """Running requests to take back in the next plan."""
+        self._arrived: list[int] = []
+        """Slots whose load is over; the next plan tells the runner of them."""
         self._computing: dict[bytes, int] = {}
         """Block keys that running prefills are about to compute, with how many of them."""
 
@@ -104,11 +113,11 @@ class Scheduler:
             )
         self._arrivals += 1
         self._requests[spec.request_id] = request
-        self.waiting.push(request)
+        self._wait(request)
         return request
 
     def abort(self, request_id: str) -> bool:
-        """Ask for a request's end; return whether it ended at once, which it does while it waits.
+        """Ask for a request's end; return whether it ended at once, which it does while it waits or loads.
 
         Unknown ids and repeated aborts are ignored.
         """
@@ -118,8 +127,13 @@ class Scheduler:
         request.abort_wanted = True
         if request.state is State.WAITING:
             self.waiting.remove(request)
+            if self.storage is not None:
+                self.storage.forget(request)
             request.advance(Event.ABORT_WAITING)
             self._forget(request, FinishReason.ABORT)
+            return True
+        if request.state is State.LOADING:
+            self._abort_loading(request)
             return True
         if request.state is State.RUNNING:
             self._aborting.append(request)
@@ -132,7 +146,8 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether any request has not ended or any slot is still draining."""
-        return bool(self._requests) or bool(self.slots.draining.any())
+        busy = bool(self._requests) or bool(self.slots.draining.any())
+        return busy or (self.storage is not None and self.storage.busy)
 
     @property
     def num_running(self) -> int:
@@ -144,12 +159,18 @@ class Scheduler:
         """Slots whose take-back is not answered."""
         return int(self.slots.draining.sum())
 
+    @property
+    def num_loading(self) -> int:
+        """Slots whose KV is on its way from outside the device."""
+        return int(self.slots.loading.sum())
+
     # Planning ---------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
         """Decide the next step, or return None if there is nothing that a step could do now."""
         draft = PlanBuilder(self.epoch, self._step)
         budget = Budget(self.limits.max_num_batched_tokens)
+        self._announce_arrivals(draft)
         self._take_back_aborted(draft)
         rows = self._make_room(self.slots.ready(), draft)
         self._decode(rows, budget, draft)
@@ -159,6 +180,15 @@ class Scheduler:
         if draft.empty:
             return None
         return self._seal(draft, budget)
+
+    def _announce_arrivals(self, draft: PlanBuilder) -> None:
+        slots = self.slots
+        for slot in self._arrived:
+            request = slots.requests[slot]
+            if request is not None:
+                tokens = slots.tokens[slot, : slots.known[slot]].copy()
+                draft.admit(slot, slots, request, tokens, int(slots.computed[slot]))
+        self._arrived.clear()
 
     def _take_back_aborted(self, draft: PlanBuilder) -> None:
         for request in self._aborting:
@@ -254,6 +284,9 @@ class Scheduler:
             request = self.waiting.pop()
             if request is None:
                 break
+            if request.lookup is not None:
+                passed_over.append(request)
+                continue
             tokens = request.known_tokens()
             keys = self._prefix_keys(request, tokens)
             matched = self.pool.match(keys)
@@ -261,10 +294,14 @@ class Scheduler:
                 # A running prefill is about to compute the next block of this very prefix.
                 passed_over.append(request)
                 continue
-            if not self._occupy(slot, request, tokens, keys, matched, draft):
+            if not self._occupy(slot, request, tokens, keys, matched):
                 passed_over.append(request)
                 break
-            self._prefill(slot, budget, draft)
+            if not self._load(slot, request, keys, matched):
+                request.advance(Event.ADMIT)
+                self._begin(slot, request, len(matched))
+                draft.admit(slot, self.slots, request, tokens, int(self.slots.computed[slot]))
+                self._prefill(slot, budget, draft)
             slot = self.slots.free_slot()
         for request in passed_over:
             self.waiting.push(request)
@@ -277,16 +314,8 @@ class Scheduler:
         self._hasher.extend(request.chain, request.root, tokens, upto)
         return request.chain[: upto // self.limits.block_size]
 
-    def _occupy(
-        self,
-        slot: int,
-        request: Request,
-        tokens: IntArray,
-        keys: list[bytes],
-        matched: IntArray,
-        draft: PlanBuilder,
-    ) -> bool:
-        """Admit a request with blocks for all its tokens, or change nothing and return False."""
+    def _occupy(self, slot: int, request: Request, tokens: IntArray, keys: list[bytes], matched: IntArray) -> bool:
+        """Give a request a slot and blocks for all its tokens, or change nothing and return False."""
         needed = -(-len(tokens) // self.limits.block_size) - len(matched)
         self.pool.acquire(matched)
         fits = needed + self._growth_with(request, len(tokens)) <= self.pool.num_free
@@ -296,30 +325,47 @@ class Scheduler:
             return False
         slots = self.slots
         slots.occupy(slot, request, tokens)
-        if self.drafts is not None:
-            self.drafts.admit(slot)
         slots.append_blocks(slot, matched)
         slots.append_blocks(slot, blocks)
-        cached = len(matched) * self.limits.block_size
-        slots.computed[slot] = slots.settled[slot] = cached
         slots.registered[slot] = len(matched)
-        request.advance(Event.ADMIT)
         if request.rank is not None:
             self._policy.admitted(request, request.rank)
         request.slot = slot
         for key in keys[len(matched) :]:
             self._computing[key] = self._computing.get(key, 0) + 1
+        return True
+
+    def _load(self, slot: int, request: Request, keys: list[bytes], matched: IntArray) -> bool:
+        """Bring further blocks of the prefix from outside the device if that pays; the slot waits for them."""
+        if self.storage is None:
+            return False
+        first = len(matched)
+        count = self.storage.worth_loading(request, first, len(keys))
+        if not count:
+            return False
+        request.advance(Event.LOAD)
+        self.slots.running[slot], self.slots.loading[slot] = False, True
+        blocks = self.slots.tables[slot, first : first + count]
+        self.storage.load(request, slot, keys[first : first + count], blocks, first)
+        return True
+
+    def _begin(self, slot: int, request: Request, cached_blocks: int) -> None:
+        """A request begins to run with the KV of its leading `cached_blocks` in place."""
+        slots = self.slots
+        cached = cached_blocks * self.limits.block_size
+        slots.computed[slot] = slots.settled[slot] = cached
+        if self.drafts is not None:
+            self.drafts.admit(slot)
+        known = int(slots.known[slot])
         if request.cached_tokens is None and not request.spec.delivered:
-            self.counters.prompt_tokens += len(tokens)
+            self.counters.prompt_tokens += known
         else:
-            self.counters.recomputed_tokens += len(tokens) - cached
+            self.counters.recomputed_tokens += known - cached
         if request.cached_tokens is None:
             request.cached_tokens = cached
         if self._hasher is not None:
-            self.counters.prefix_queries += len(tokens)
+            self.counters.prefix_queries += known
             self.counters.prefix_hits += cached
-        draft.admit(slot, slots, request, tokens, cached)
-        return True
 
     def _choose_victim(self) -> int:
         return self._victims.choose(self.slots, self._policy.expendable(self.slots, np.flatnonzero(self.slots.running)))
@@ -327,7 +373,7 @@ class Scheduler:
     def _growth_with(self, request: Request, length: int) -> int:
         """Return the blocks that running requests and this one are expected to need beyond today's."""
         slots = self.slots
-        rows = np.flatnonzero(slots.running)
+        rows = np.flatnonzero(slots.running | slots.loading)
         if not len(rows):
             return 0
         lengths = np.append(slots.length[rows], np.int32(length))
@@ -344,6 +390,8 @@ class Scheduler:
         request.preemptions += 1
         self.counters.preemptions += 1
         draft.preempted = True
+        if self.storage is not None and self.storage.keep.preempted:
+            self._save(slot, request)
         self._take_back(request, draft)
 
     def _take_back(self, request: Request, draft: PlanBuilder) -> None:
@@ -419,6 +467,8 @@ class Scheduler:
             self._forget(request, reason)
             return
         request.advance(Event.FINISH)
+        if self.storage is not None and self.storage.keep.finished:
+            self._save(slot, request)
         self._give_up_blocks(slot, request)
         self.slots.vacate(slot)
         self._forget(request, reason)
@@ -441,14 +491,69 @@ class Scheduler:
             self._forget(request, FinishReason.ABORT)
         else:
             request.advance(Event.RELEASED_PREEMPTED)
-            self.waiting.push(request)
+            self._wait(request)
         return request
 
     def answered(self, step: int) -> None:
         """The output of `step` arrived; blocks fenced by it come free."""
         self.pool.answered(step)
 
+    # KV outside the device ----------------------------------------------------------------------------------
+
+    def take_effects(self) -> list[Effect]:
+        """Return what is to be done with KV outside steps since the last call, in order."""
+        return [] if self.storage is None else self.storage.take_effects()
+
+    def completed(self, completion: Completion) -> None:
+        """An effect was performed."""
+        if self.storage is None:
+            raise RuntimeError("no KV is kept outside the device, but an operation completed")
+        match completion:
+            case Found():
+                self.storage.found(completion)
+            case Saved():
+                self.storage.saved(completion)
+            case Loaded():
+                arrival = self.storage.loaded(completion)
+                if arrival is not None:
+                    self._arrive(arrival)
+
+    def _arrive(self, arrival: Arrival) -> None:
+        """A slot's load is over: what came is settled, the rest is computed."""
+        slot, request, slots = arrival.slot, arrival.request, self.slots
+        request.advance(Event.LOADED)
+        slots.loading[slot], slots.running[slot] = False, True
+        upto = arrival.first + arrival.loaded
+        for index, key in zip(range(arrival.first, upto), arrival.keys, strict=False):
+            self.pool.register(int(slots.tables[slot, index]), key)
+            self._no_longer_computing(key)
+        slots.registered[slot] = upto
+        self._begin(slot, request, upto)
+        self._arrived.append(slot)
+
+    def _abort_loading(self, request: Request) -> None:
+        """The runner never heard of this stay: slot and request are free at once, the blocks when the load is over."""
+        slot = self._slot_of(request)
+        if self.storage is not None:
+            self.storage.abandon(request)
+        request.advance(Event.ABORT_LOADING)
+        self._give_up_blocks(slot, request)
+        self.slots.vacate(slot)
+        self._forget(request, FinishReason.ABORT)
+
+    def _save(self, slot: int, request: Request) -> None:
+        """Have the settled blocks of a request that leaves its slot copied while they still have an owner."""
+        complete = int(self.slots.registered[slot])
+        if self.storage is not None and complete:
+            self.storage.save(request.chain[:complete], self.slots.blocks(slot)[:complete])
+
     # Inside -----------------------------------------------------------------------------------------------
+
+    def _wait(self, request: Request) -> None:
+        """Queue a request, and ask what of its prefix is held outside the device."""
+        self.waiting.push(request)
+        if self.storage is not None:
+            self.storage.ask(request, self._prefix_keys(request, request.known_tokens()))
 
     def _slot_of(self, request: Request) -> int:
         if request.slot is None:
@@ -476,12 +581,10 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise `RuntimeError` if slots, requests and blocks contradict each other."""
         slots = self.slots
-        if (slots.running & slots.draining).any():
-            raise RuntimeError("a slot is running and draining")
-        occupied = np.array([request is not None for request in slots.requests])
-        if (occupied != (slots.running | slots.draining)).any():
-            raise RuntimeError("a slot without request is running or draining, or the reverse")
+        states = slots.running.astype(np.int8) + slots.loading + slots.draining
+        if (states != np.array([request is not None for request in slots.requests])).any():
+            raise RuntimeError("a slot without request is running, loading or draining, or one with is not exactly one")
         self.pool.check_integrity(self._owners())
 
     def _owners(self) -> Iterable[IntArray]:
-        return (self.slots.blocks(int(slot)) for slot in np.flatnonzero(self.slots.running))
+        return (self.slots.blocks(int(slot)) for slot in np.flatnonzero(self.slots.running | self.slots.loading))

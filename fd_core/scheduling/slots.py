@@ -32,6 +32,8 @@ class SlotTable:
         self.block_size = block_size
         self.requests: list[Request | None] = [None] * num_slots
         self.running = np.zeros(num_slots, np.bool_)
+        self.loading = np.zeros(num_slots, np.bool_)
+        """Slots whose KV is on its way from outside the device; the runner does not know of them yet."""
         self.draining = np.zeros(num_slots, np.bool_)
         self.ended = np.zeros(num_slots, np.bool_)
         """Draining slots whose client was already told the end; what they still deliver is dropped."""
@@ -64,9 +66,14 @@ class SlotTable:
         self.tables = np.zeros((num_slots, -(-max_model_len // block_size)), np.int32)
 
     def free_slot(self) -> int | None:
-        """Return the lowest slot that is neither running nor draining."""
-        free = ~(self.running | self.draining)
+        """Return the lowest slot that nobody is in."""
+        free = ~self.occupied
         return int(free.argmax()) if free.any() else None
+
+    @property
+    def occupied(self) -> npt.NDArray[np.bool_]:
+        """bool[num_slots]: whether a request is in the slot, in whatever state."""
+        return self.running | self.loading | self.draining
 
     def occupy(self, slot: int, request: Request, tokens: IntArray) -> None:
         """Begin a stay: a new gen, no blocks yet, everything still to compute."""
@@ -90,7 +97,7 @@ class SlotTable:
     def vacate(self, slot: int) -> None:
         """End a stay; the gen stays so that late outputs are recognised."""
         self.requests[slot] = None
-        self.running[slot] = self.draining[slot] = self.ended[slot] = False
+        self.running[slot] = self.loading[slot] = self.draining[slot] = self.ended[slot] = False
 
     def append_blocks(self, slot: int, blocks: IntArray) -> int:
         """Extend the block table and return the entry at which `blocks` begin."""

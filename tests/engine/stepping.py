@@ -7,20 +7,26 @@ that was not answered keeps its slot.
 
 from __future__ import annotations
 
+import enum
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fd_core.backends.null import NullModel, _chain
 from fd_core.config import SpeculativeConfig
 from fd_core.engine.core import Engine
+from fd_core.kv.effects import Load
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.scheduling.requests import State
 from fd_core.types import RequestSpec, SamplingParams, StepOutput, StepPlan
 from tests.engine.helpers import Texts, null_engine
 from tests.engine.knowing import KnowingDrafter
+
+if TYPE_CHECKING:
+    from tests.engine.stored import ScriptedTiers
 
 SMALL = {"max_num_seqs": 4, "num_kv_blocks": 16, "block_size": 4, "max_model_len": 64, "max_num_batched_tokens": 24}
 """Room for one request of the largest size."""
@@ -56,6 +62,14 @@ def scripted(spec: RequestSpec) -> list[int]:
     return text
 
 
+class How(enum.Enum):
+    """How an operation ends."""
+
+    WELL = enum.auto()
+    IN_PART = enum.auto()
+    BADLY = enum.auto()
+
+
 class Stepper:
     """Plans, executes and answers one step at a time, with an audit after each."""
 
@@ -66,10 +80,12 @@ class Stepper:
         self.limits = self.scheduler.limits
         self.in_flight: deque[tuple[StepPlan, StepOutput]] = deque()
         self.texts = Texts()
+        self.tiers: ScriptedTiers | None = None
         self.computed: list[int] = []
         """Tokens that the model computed, step by step."""
         self._touched: dict[int, set[int]] = {}
         """Blocks that each step in flight reads or writes."""
+        self._ways = itertools.cycle(How)
         self.runner._forward = self._counting(self.runner._forward)
         if eager:
             self.scheduler._growth_with = lambda *_: 0  # type: ignore[method-assign]  # a back door
@@ -86,7 +102,9 @@ class Stepper:
         """Plan a step and execute it; its answer stays in flight."""
         plan = self.scheduler.plan()
         if plan is None:
+            self.perform()
             return None
+        self.perform()
         self._check_grants(plan)
         before = len(self.computed)
         self.in_flight.append((plan, self.runner.execute(plan)))
@@ -103,8 +121,21 @@ class Stepper:
         """Commit the oldest answer."""
         plan, output = self.receive()
         self.texts.take(self.outputs.commit(plan, output))
+        self.perform()
         self.audit()
         return plan
+
+    def perform(self) -> None:
+        """Hand the scheduler's effects to whoever plays the tiers."""
+        effects = self.scheduler.take_effects()
+        if self.tiers is not None:
+            self.tiers.perform(effects)
+
+    def complete(self, index: int, how: How) -> None:
+        """End an operation outside steps."""
+        assert self.tiers is not None
+        self.scheduler.completed(self.tiers.complete(index, how))
+        self.audit()
 
     def receive(self) -> tuple[StepPlan, StepOutput]:
         """Take the oldest answer out of flight without committing it."""
@@ -117,9 +148,12 @@ class Stepper:
         for _ in range(max_steps):
             while len(self.in_flight) < depth and (plan := self.plan()) is not None:
                 watch(plan)
-            if not self.in_flight:
+            if self.in_flight:
+                self.answer()
+            elif self.tiers is None or not self.tiers.pending:
                 break
-            self.answer()
+            if self.tiers is not None and self.tiers.pending:
+                self.complete(0, next(self._ways))
         assert not self.engine.has_work, "the engine did not come to rest"
         self.check_idle()
         return self.texts
@@ -139,13 +173,14 @@ class Stepper:
         assert gauges == (0, 0, 0)
         assert (stats.kv_blocks_used, stats.kv_blocks_fenced, stats.stale_outputs) == (0, 0, 0)
         assert not self.scheduler._computing
+        assert self.scheduler.storage is None or not self.scheduler.storage.busy
 
     # Audits -----------------------------------------------------------------------------------------------
 
     def audit(self) -> None:
         self.engine.check_integrity()
         slots = self.scheduler.slots
-        assert self.scheduler.num_running + self.scheduler.num_draining <= self.limits.max_num_seqs
+        assert int(slots.occupied.sum()) <= self.limits.max_num_seqs
         for plan, _ in self.in_flight:
             for back in plan.take_backs:
                 assert slots.draining[back.slot] and slots.gen[back.slot] == back.gen, "left before its -9"
@@ -153,8 +188,19 @@ class Stepper:
         free |= set(self.scheduler.pool._cached)
         for step, blocks in self._touched.items():
             assert not blocks & free, f"step {step} in flight touches blocks that are free"
+        if self.tiers is not None:
+            self._check_operations(free)
         for slot in np.flatnonzero(slots.running).tolist():
             self._check_settled(slot)
+
+    def _check_operations(self, free: set[int]) -> None:
+        """Blocks of an operation belong to it, and what is being loaded is touched by no step."""
+        assert self.tiers is not None
+        for operation in self.tiers.pending:
+            blocks = set(getattr(operation, "blocks", np.empty(0)).tolist())
+            assert not blocks & free, "a block is free while an operation reads or writes it"
+            if isinstance(operation, Load):
+                assert not any(blocks & touched for touched in self._touched.values())
 
     def _check_settled(self, slot: int) -> None:
         """What a slot registered is known, hashed from the known tokens, and held by the cache."""

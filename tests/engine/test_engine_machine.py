@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from fd_core.types import FinishReason, RequestSpec
 from tests.engine.helpers import golden, random_specs
-from tests.engine.stepping import SMALL, Stepper, greedy, scripted, small_engine
+from tests.engine.stepping import SMALL, How, Stepper, greedy, scripted, small_engine
+from tests.engine.stored import keep_kv
 
 PREFIX = tuple(range(100, 112))
 
@@ -43,6 +44,7 @@ class EngineMachine(RuleBasedStateMachine):
         wrong=st.sampled_from([0.0, 0.3, 1.0]),
         caching=st.booleans(),
         eager=st.sampled_from([True, True, True, False]),
+        kept=st.sampled_from([None, (True, False, False), (True, True, True), (False, True, True)]),
     )
     def start(
         self,
@@ -54,6 +56,7 @@ class EngineMachine(RuleBasedStateMachine):
         wrong: float,
         caching: bool,
         eager: bool,
+        kept: tuple[bool, bool, bool] | None,
     ) -> None:
         engine = small_engine(
             SPECS,
@@ -66,6 +69,9 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.depth = depth
         self.stepper = Stepper(engine, eager=eager)
+        if kept is not None and caching:
+            preempted, finished, persist = kept
+            keep_kv(self.stepper, preempted=preempted, finished=finished, persist=persist)
         self.expected = golden(SPECS)
         self.unused = list(SPECS)
         self.aborted: set[str] = set()
@@ -76,6 +82,8 @@ class EngineMachine(RuleBasedStateMachine):
                 pass
             if self.stepper.in_flight:
                 self.stepper.answer()
+            if self.stepper.tiers is not None and self.stepper.tiers.pending:
+                self.stepper.complete(0, How.WELL)
 
     @precondition(lambda self: self.unused)
     @rule(data=st.data(), count=st.integers(3, 7))
@@ -111,6 +119,17 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort_who_drains(self, data: st.DataObject) -> None:
         self._abort(data, self._in_slots(self.stepper.scheduler.slots.draining))
+
+    @precondition(lambda self: self.stepper.tiers is not None and self.stepper.tiers.pending)
+    @rule(data=st.data(), how=st.sampled_from([How.WELL, How.WELL, How.IN_PART, How.BADLY]))
+    def end_an_operation(self, data: st.DataObject, how: How) -> None:
+        assert self.stepper.tiers is not None
+        self.stepper.complete(data.draw(st.integers(0, len(self.stepper.tiers.pending) - 1)), how)
+
+    @precondition(lambda self: self.stepper.scheduler.num_loading)
+    @rule(data=st.data())
+    def abort_who_loads(self, data: st.DataObject) -> None:
+        self._abort(data, self._in_slots(self.stepper.scheduler.slots.loading))
 
     def _in_slots(self, which: npt.NDArray[np.bool_]) -> list[str]:
         return [self.stepper.request_in(slot) for slot in np.flatnonzero(which).tolist()]

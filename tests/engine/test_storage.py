@@ -1,0 +1,205 @@
+"""KV kept outside the device: who loads, who recomputes, and that no block is touched by two."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from fd_core.kv.effects import Found, Load, Lookup, Save
+from fd_core.scheduling.requests import State
+from fd_core.scheduling.tradeoff import Pace
+from fd_core.types import FinishReason, RequestSpec
+from tests.engine.helpers import golden
+from tests.engine.stepping import How, Stepper, greedy, small_engine
+from tests.engine.stored import ScriptedTiers, keep_kv
+
+LONG = greedy("long", range(40), 20)
+OTHER = greedy("other", range(60, 100), 20)
+
+
+def stepper_with_tiers(*specs: RequestSpec, blocks: int = 16, **keep: bool) -> tuple[Stepper, ScriptedTiers]:
+    stepper = Stepper(small_engine(list(specs), num_kv_blocks=blocks), eager=True)
+    return stepper, keep_kv(stepper, **keep)
+
+
+def preempt(stepper: Stepper, name: str) -> None:
+    """Take a running request back as if blocks had run out, and answer until it waits again."""
+    scheduler = stepper.scheduler
+    slot = scheduler._requests[name].slot
+    assert slot is not None
+    scheduler._choose_victim = lambda: slot  # type: ignore[method-assign]  # a back door
+    hostage = scheduler.pool.allocate(scheduler.pool.num_free)
+    assert hostage is not None
+    while stepper.state_of(name) is State.RUNNING:
+        stepper_audit, stepper.audit = stepper.audit, lambda: None  # type: ignore[method-assign]  # a foreign owner
+        try:
+            stepper.plan()
+            stepper.answer()
+        finally:
+            stepper.audit = stepper_audit  # type: ignore[method-assign]
+    scheduler.pool.release(hostage, -1)
+    assert stepper.state_of(name) is State.WAITING
+
+
+def start(stepper: Stepper, tiers: ScriptedTiers, spec: RequestSpec, steps: int = 6) -> None:
+    stepper.submit(spec)
+    finish_all(stepper, tiers)
+    for _ in range(steps):
+        stepper.plan()
+        finish_all(stepper, tiers)
+        if stepper.in_flight:
+            stepper.answer()
+
+
+def finish_all(stepper: Stepper, tiers: ScriptedTiers, how: How = How.WELL) -> None:
+    stepper.perform()
+    while tiers.pending:
+        stepper.complete(0, how)
+
+
+@pytest.mark.parametrize(("how", "loads_something"), [(How.WELL, True), (How.IN_PART, True), (How.BADLY, False)])
+def test_a_preempted_request_comes_back_with_what_could_be_loaded(how: How, loads_something: bool) -> None:
+    stepper, tiers = stepper_with_tiers(LONG)
+    start(stepper, tiers, LONG)
+    preempt(stepper, "long")
+    assert any(isinstance(operation, Save) for operation in tiers.pending)
+    stepper.scheduler.pool.forget_prefixes()
+    finish_all(stepper, tiers)
+    stepper.scheduler.pool.forget_prefixes()
+    stepper.plan()
+    assert stepper.state_of("long") is State.LOADING
+    assert stepper.scheduler.num_loading == 1
+    finish_all(stepper, tiers, how)
+    assert stepper.state_of("long") is State.RUNNING
+    counters = stepper.scheduler.storage.counters  # type: ignore[union-attr]
+    assert (counters.loaded_tokens > 0) == loads_something
+    assert stepper.run(1).tokens == golden([LONG])
+    assert stepper.scheduler.counters.recomputed_tokens < 60 - counters.loaded_tokens
+
+
+def test_blocks_of_a_victim_stay_fenced_until_they_are_copied() -> None:
+    stepper, tiers = stepper_with_tiers(LONG)
+    start(stepper, tiers, LONG)
+    preempt(stepper, "long")
+    save = next(operation for operation in tiers.pending if isinstance(operation, Save))
+    pool = stepper.scheduler.pool
+    assert pool.num_fenced == len(save.blocks)
+    assert not len(pool.match(save.keys)), "a fenced block does not match a prefix"
+    stepper.complete(tiers.pending.index(save), How.WELL)
+    assert pool.num_fenced == 0
+    assert len(pool.match(save.keys)) == len(save.keys)
+
+
+def test_an_abort_while_loading_ends_the_request_at_once_and_keeps_its_blocks_fenced() -> None:
+    stepper, tiers = stepper_with_tiers(LONG, OTHER)
+    start(stepper, tiers, LONG)
+    preempt(stepper, "long")
+    finish_all(stepper, tiers)
+    stepper.scheduler.pool.forget_prefixes()
+    stepper.plan()
+    assert stepper.state_of("long") is State.LOADING
+    stepper.abort("long")
+    stepper.perform()
+    assert stepper.texts.ends["long"] is FinishReason.ABORT
+    (load,) = tiers.pending
+    assert isinstance(load, Load)
+    assert load.operation in tiers.cancelled
+    assert stepper.scheduler.pool.num_fenced == len(load.blocks)
+    stepper.submit(OTHER)
+    stepper.perform()
+    lookup = next(operation for operation in tiers.pending if isinstance(operation, Lookup))
+    stepper.complete(tiers.pending.index(lookup), How.WELL)
+    for _ in range(4):
+        stepper.plan()
+        if stepper.in_flight:
+            stepper.answer()
+    # The load writes its blocks only now; whoever got them meanwhile would be damaged.
+    stepper.complete(tiers.pending.index(load), How.IN_PART)
+    assert stepper.run(1).tokens["other"] == golden([OTHER])["other"]
+
+
+def test_a_request_waits_for_its_lookup_and_others_pass() -> None:
+    stepper, tiers = stepper_with_tiers(LONG, OTHER)
+    stepper.submit(LONG, greedy("short", [1, 2], 3))
+    stepper.plan()
+    assert stepper.state_of("long") is State.WAITING
+    assert stepper.state_of("short") is State.RUNNING, "a prompt without a full block has nothing to look up"
+    (lookup,) = tiers.pending
+    stepper.scheduler.completed(Found(lookup.operation, 0, 0))
+    tiers.pending.clear()
+    stepper.plan()
+    assert stepper.state_of("long") is State.RUNNING
+
+
+def test_what_is_sooner_computed_is_not_loaded_but_tried_again_in_the_end() -> None:
+    stepper, tiers = stepper_with_tiers(LONG)
+    storage = stepper.scheduler.storage
+    assert storage is not None
+    storage.tradeoff.pace = Pace(prefill_token=1e-6, host_block=1e-3, store_block=1e-3)
+    start(stepper, tiers, LONG)
+    request = stepper.scheduler._requests["long"]
+    request.held, request.held_on_host = 9, 3
+    declined = 0
+    while not storage.worth_loading(request, 0, 9):
+        declined += 1
+        assert declined < 200
+    assert declined > 1
+    choices = storage.take_choices()
+    assert choices[0].load_seconds == pytest.approx(9e-3)
+    assert choices[0].recompute_seconds == pytest.approx(36e-6)
+    assert [choice.load for choice in choices] == [False] * declined + [True]
+    assert storage.counters.declined == declined
+
+
+def test_a_finished_prompt_is_loaded_by_another_engine() -> None:
+    first, tiers = stepper_with_tiers(LONG, finished=True, persist=True)
+    start(first, tiers, LONG)
+    first.run(1)
+    assert tiers.values
+    second, other_tiers = stepper_with_tiers(LONG, finished=True, persist=True)
+    second.scheduler._hasher = first.scheduler._hasher
+    other_tiers.values = tiers.values
+    start(second, other_tiers, LONG)
+    assert second.scheduler._requests["long"].cached_tokens == 36
+    assert second.run(1).tokens == golden([LONG])
+
+
+def test_blocks_already_stored_are_not_stored_again_until_a_lookup_misses_them() -> None:
+    stepper, _ = stepper_with_tiers(LONG, finished=True, persist=True)
+    storage = stepper.scheduler.storage
+    assert storage is not None
+    blocks = stepper.scheduler.pool.allocate(3)
+    assert blocks is not None
+    keys = [b"a", b"b", b"c"]
+    storage.save(keys, blocks)
+    storage.save(keys, blocks)
+    assert [len(effect.keys) for effect in storage.take_effects() if isinstance(effect, Save)] == [3]
+    request = stepper.scheduler.add(LONG)
+    storage.ask(request, keys)
+    asked = storage.take_effects()[-1]
+    storage.found(Found(asked.operation, 0, 1))
+    storage.save(keys, blocks)
+    (again,) = storage.take_effects()
+    assert isinstance(again, Save)
+    assert again.keys == (b"b", b"c")
+    assert np.array_equal(again.blocks, blocks[1:])
+
+
+def test_loading_slots_count_against_the_number_of_requests_at_a_time() -> None:
+    specs = [greedy(f"r{index}", range(index, index + 9), 6) for index in range(6)]
+    stepper, tiers = stepper_with_tiers(*specs, blocks=40, finished=True)
+    stepper._ways = itertools.cycle([How.WELL])
+    for spec in specs:
+        start(stepper, tiers, spec, steps=0)
+    stepper.run(1)
+    stepper.scheduler.pool.forget_prefixes()
+    again = [greedy(f"a{index}", spec.prompt, 6) for index, spec in enumerate(specs)]
+    stepper.submit(*again)
+    stepper.perform()
+    for _ in range(len(again)):
+        stepper.complete(0, How.WELL)
+    stepper.plan()
+    assert stepper.scheduler.num_loading == 4
+    assert stepper.run(1).tokens == golden([*specs, *again])
