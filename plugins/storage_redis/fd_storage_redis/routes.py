@@ -1,0 +1,201 @@
+"""Which server holds a key: one, the primary that Sentinels name, or a node of a cluster."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+from redis import Redis
+from redis.backoff import NoBackoff
+from redis.cluster import ClusterNode, RedisCluster
+from redis.connection import ConnectionPool
+from redis.credentials import CredentialProvider
+from redis.exceptions import AuthenticationError
+from redis.retry import Retry
+from redis.sentinel import Sentinel, SentinelConnectionPool
+
+from fd_storage_redis import deadline
+from fd_storage_redis.settings import Address, Credentials, Settings, Topology
+
+__all__ = ["Routes", "routes_for"]
+
+_READ_SIZE = 128 << 10
+
+
+class Routes(abc.ABC):
+    """Finds the pool of connections for each key."""
+
+    @abc.abstractmethod
+    def groups(self, keys: Sequence[bytes]) -> list[tuple[ConnectionPool, list[int]]]:
+        """Return the pools with the places of the keys that each is to be asked about."""
+
+    @abc.abstractmethod
+    def pools(self) -> list[ConnectionPool]:
+        """Return the pool of every server that takes writes."""
+
+    @abc.abstractmethod
+    def refresh(self) -> None:
+        """Forget where keys are, because a server has failed or said that it no longer holds them."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close the connections that are not in use."""
+
+
+def routes_for(settings: Settings) -> Routes:
+    """Return the routes that the settings ask for; connects to nothing."""
+    if settings.topology is Topology.CLUSTER:
+        return _ClusterRoutes(settings)
+    if settings.topology is Topology.SENTINEL:
+        return _SentinelRoutes(settings)
+    return _SingleRoutes(_server_pool(settings))
+
+
+class _Login(CredentialProvider):
+    """Reads the credentials whenever a connection is made."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        try:
+            read = self._credentials.read()
+        except (OSError, ValueError) as error:
+            raise AuthenticationError(f"{self._credentials.file} cannot be read: {type(error).__name__}") from error
+        if read is None:
+            raise AuthenticationError("there is no password")
+        return read
+
+
+def _login(credentials: Credentials) -> dict[str, Any]:
+    some = credentials.password is not None or credentials.file is not None
+    return {"credential_provider": _Login(credentials)} if some else {}
+
+
+def _tls(settings: Settings) -> dict[str, Any]:
+    if not settings.tls:
+        return {}
+    return {
+        "ssl_cert_reqs": "required",
+        "ssl_check_hostname": True,
+        "ssl_ca_certs": settings.tls_ca,
+        "ssl_certfile": settings.tls_cert,
+        "ssl_keyfile": settings.tls_key,
+    }
+
+
+def _common(settings: Settings) -> dict[str, Any]:
+    # The older protocol says all that is needed and saves a round trip for each connection.
+    return {
+        "protocol": 2,
+        "socket_read_size": _READ_SIZE,
+        "encoding_errors": "replace",
+        "max_connections": settings.max_connections,
+    }
+
+
+def _server_pool(settings: Settings) -> ConnectionPool:
+    shared = {**_common(settings), **_login(settings.credentials), "db": settings.database}
+    if settings.topology is Topology.SOCKET:
+        return ConnectionPool(connection_class=deadline.BoundedUnixConnection, path=settings.socket, **shared)
+    return _tcp_pool(settings.addresses[0], settings, shared)
+
+
+def _tcp_pool(address: Address, settings: Settings, shared: dict[str, Any]) -> ConnectionPool:
+    cls = deadline.BoundedSSLConnection if settings.tls else deadline.BoundedConnection
+    return ConnectionPool(connection_class=cls, host=address.host, port=address.port, **shared, **_tls(settings))
+
+
+class _SingleRoutes(Routes):
+    def __init__(self, pool: ConnectionPool) -> None:
+        self._pool = pool
+
+    def groups(self, keys: Sequence[bytes]) -> list[tuple[ConnectionPool, list[int]]]:
+        return [(self._pool, list(range(len(keys))))]
+
+    def pools(self) -> list[ConnectionPool]:
+        return [self._pool]
+
+    def refresh(self) -> None:
+        """Nothing is remembered: each new connection goes to the one address or asks the Sentinels."""
+
+    def close(self) -> None:
+        self._pool.disconnect(inuse_connections=False)
+
+
+class _SentinelRoutes(_SingleRoutes):
+    def __init__(self, settings: Settings) -> None:
+        self._sentinel = Sentinel([])
+        shared = {**_common(settings), **_login(settings.sentinel_credentials)}
+        self._sentinel.sentinels = [
+            Redis(connection_pool=_tcp_pool(address, settings, shared)) for address in settings.addresses
+        ]
+        super().__init__(
+            SentinelConnectionPool(
+                settings.master,
+                self._sentinel,
+                connection_class=(
+                    deadline.BoundedSentinelSSLConnection if settings.tls else deadline.BoundedSentinelConnection
+                ),
+                db=settings.database,
+                **_common(settings),
+                **_login(settings.credentials),
+                **_tls(settings),
+            )
+        )
+
+    def close(self) -> None:
+        super().close()
+        for sentinel in self._sentinel.sentinels:
+            sentinel.connection_pool.disconnect(inuse_connections=False)
+
+
+class _ClusterRoutes(Routes):
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._cluster: RedisCluster | None = None
+
+    def groups(self, keys: Sequence[bytes]) -> list[tuple[ConnectionPool, list[int]]]:
+        cluster = self._reached()
+        found: dict[str, tuple[ConnectionPool, list[int]]] = {}
+        for place, key in enumerate(keys):
+            node = cluster.get_node_from_key(key)
+            found.setdefault(node.name, (_pool_of(cluster, node), []))[1].append(place)
+        return list(found.values())
+
+    def pools(self) -> list[ConnectionPool]:
+        cluster = self._reached()
+        return [_pool_of(cluster, node) for node in cluster.get_primaries()]
+
+    def refresh(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        cluster, self._cluster = self._cluster, None
+        if cluster is not None:
+            for node in cluster.get_nodes():
+                if node.redis_connection is not None:
+                    node.redis_connection.connection_pool.disconnect(inuse_connections=False)
+
+    def _reached(self) -> RedisCluster:
+        """Return the client, having discovered the nodes if that was not done yet."""
+        if self._cluster is None:
+            settings = self._settings
+            first = settings.addresses[0]
+            self._cluster = RedisCluster(
+                # Only clients made from a URL let their pools be chosen.
+                url=f"{'rediss' if settings.tls else 'redis'}://{first}",
+                startup_nodes=[ClusterNode(address.host, address.port) for address in settings.addresses[1:]],
+                retry=Retry(NoBackoff(), 0),
+                require_full_coverage=False,
+                connection_pool_class=deadline.BoundedPool,
+                **_common(settings),
+                **_login(settings.credentials),
+                **_tls(settings),
+            )
+        return self._cluster
+
+
+def _pool_of(cluster: RedisCluster, node: ClusterNode) -> ConnectionPool:
+    return cluster.get_redis_connection(node).connection_pool

@@ -1,0 +1,208 @@
+"""The store: values under `NAMESPACE:KEY` in hexadecimal, moved in pipelined batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, TypeVar
+
+from fd_core.kv.stores.contract import Bytes, KVStore, StoreError, StoreStats, Trouble
+from fd_core.kv.stores.location import StoreLocation
+from redis.exceptions import AskError, RedisClusterException, RedisError, ResponseError
+
+from fd_storage_redis.deadline import within
+from fd_storage_redis.report import Report, report_of
+from fd_storage_redis.routes import Routes, routes_for
+from fd_storage_redis.settings import Settings
+from fd_storage_redis.troubles import passes_over, store_error
+from fd_storage_redis.wire import Command, exchange
+
+__all__ = ["RedisStore"]
+
+_WINDOW: Final = 32 << 20
+"""Bytes of values asked for at once: what the server may have to hold for this reader."""
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class RedisStore(KVStore):
+    """Values in a Redis or Valkey server, a replicated pair behind Sentinels, or a cluster."""
+
+    def __init__(self, location: StoreLocation) -> None:
+        super().__init__(location)
+        self.name = location.scheme
+        self._settings = Settings.of(location)
+        self._prefix = f"{self._settings.namespace}:".encode()
+        self._expiry = [] if self._settings.ttl is None else [b"EX", b"%d" % self._settings.ttl]
+        self._routes: Routes = routes_for(self._settings)
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"RedisStore({self._settings.shown})"
+
+    def open(self, timeout: float) -> str:
+        """Greet every server that takes writes and say what it is."""
+        return self._within(timeout, self._describe)
+
+    def get(self, keys: Sequence[bytes], limit: int, timeout: float) -> list[Bytes | None]:
+        """Ask for the lengths first, then for the values that are short enough."""
+        return self._within(timeout, lambda: self._get(keys, limit))
+
+    def put(self, values: Sequence[tuple[bytes, Sequence[Bytes]]], timeout: float) -> int:
+        """Replace whatever is under the keys; if the server refuses some, the others are stored all the same."""
+        return self._within(timeout, lambda: self._put(values))
+
+    def longest_prefix(self, keys: Sequence[bytes], limit: int, timeout: float) -> int:
+        """Ask for the lengths of all values in one round trip."""
+        return self._within(timeout, lambda: self._longest_prefix(keys, limit))
+
+    def delete(self, keys: Sequence[bytes], timeout: float) -> int:
+        """Let the server forget the values and free their memory in its own time."""
+        return self._within(timeout, lambda: self._delete(keys))
+
+    def stats(self, timeout: float) -> StoreStats:
+        """Return what the servers say of the whole database, values of others included."""
+        return self._within(timeout, self._stats)
+
+    def close(self) -> None:
+        """Close the connections; one that another thread uses is closed when it is done."""
+        self._closed = True
+        self._routes.close()
+
+    def _within(self, timeout: float, action: Callable[[], T]) -> T:
+        if self._closed:
+            raise StoreError(Trouble.OTHER, f"{self._settings.shown} is closed")
+        try:
+            with within(timeout):
+                return action()
+        except (RedisError, RedisClusterException, OSError) as failure:
+            self._routes.refresh()
+            # The cause is left out: what the client keeps in its errors and frames is not ours to vouch for.
+            raise self._error(failure) from None
+        finally:
+            if self._closed:
+                self._routes.close()
+
+    def _error(self, failure: Exception) -> StoreError:
+        password = self._settings.credentials.password
+        return store_error(failure, self._settings.shown, (password,) if password else ())
+
+    def _get(self, keys: Sequence[bytes], limit: int) -> list[Bytes | None]:
+        lengths = self._lengths(keys)
+        values: list[Bytes | None] = [None] * len(keys)
+        wanted = [place for place, length in enumerate(lengths) if 0 <= length <= limit]
+        # A range is bounded even if somebody replaces a value by a longer one meanwhile. Where there was nothing, only
+        # GET can tell an empty value from none.
+        bounded: Command = (b"GETRANGE", b"0", b"%d" % (limit - 1))
+        for window in _windows(wanted, lengths):
+            commands = [bounded if lengths[place] else (b"GET",) for place in window]
+            answers = self._ask([keys[place] for place in window], commands)
+            for place, value in zip(window, self._usable(answers, bytes, None, nothing=None), strict=True):
+                # A range of what was deleted meanwhile is empty.
+                gone = value is None or len(value) > limit or (lengths[place] > 0 and not value)
+                values[place] = None if gone else value
+        return values
+
+    def _put(self, values: Sequence[tuple[bytes, Sequence[Bytes]]]) -> int:
+        answers = self._ask([key for key, _ in values], [(b"SET", parts, *self._expiry) for _, parts in values])
+        stored: int = sum(answer == b"OK" for answer in answers)
+        if values and not stored:
+            # Some stored and some refused is an answer; none stored is a trouble.
+            self._usable(answers, bytes, b"")
+        return stored
+
+    def _delete(self, keys: Sequence[bytes]) -> int:
+        return sum(self._usable(self._ask(keys, [(b"UNLINK",)] * len(keys)), int, 0))
+
+    def _longest_prefix(self, keys: Sequence[bytes], limit: int) -> int:
+        for place, length in enumerate(self._lengths(keys)):
+            if not 0 <= length <= limit or (length == 0 and not self._exists(keys[place])):
+                return place
+        return len(keys)
+
+    def _exists(self, key: bytes) -> bool:
+        return self._usable(self._ask([key], [(b"EXISTS",)]), int, 0) == [1]
+
+    def _lengths(self, keys: Sequence[bytes]) -> list[int]:
+        """Return the length of each value, 0 for one that is absent or empty, -1 for one of another type."""
+        return self._usable(self._ask(keys, [(b"STRLEN",)] * len(keys)), int, -1)
+
+    def _usable(self, answers: list[Any], kind: type[T], absent: S, nothing: object = ...) -> list[T | S]:
+        """Return the answers, `absent` for one that concerns its key alone or is `nothing`; raises for a refusal."""
+        usable: list[T | S] = []
+        for answer in answers:
+            if isinstance(answer, kind):
+                usable.append(answer)
+            elif answer is nothing or passes_over(answer):
+                usable.append(absent)
+            elif isinstance(answer, ResponseError):
+                raise self._error(answer)
+            else:
+                raise StoreError(Trouble.MALFORMED, f"{self._settings.shown}: the server answers something else")
+        return usable
+
+    def _ask(self, keys: Sequence[bytes], commands: Sequence[Command]) -> list[Any]:
+        """Return the answers to commands, each given without its key, which goes after the command's name."""
+        names = [self._prefix + key.hex().encode() for key in keys]
+        answers: list[Any] = [None] * len(keys)
+        places = list(range(len(keys)))
+        for attempt in range(2):
+            for pool, group in self._routes.groups([names[place] for place in places]) if places else ():
+                asked = [places[index] for index in group]
+                said = exchange(pool, [(commands[p][0], names[p], *commands[p][1:]) for p in asked])
+                for place, answer in zip(asked, said, strict=True):
+                    answers[place] = answer
+            places = [place for place in places if isinstance(answers[place], AskError)]
+            if places and not attempt:
+                self._routes.refresh()
+        return answers
+
+    def _describe(self) -> str:
+        # Reads as every later call does: a server that is down, loading or forbids it says so here.
+        self._lengths([b""])
+        servers = self._reports()
+        first = servers[0]
+        many = f"{len(servers)} servers, " if len(servers) > 1 else ""
+        return f"{many}{first.product} at {self._settings.shown}, {self._keeping(first)}"
+
+    def _keeping(self, report: Report) -> str:
+        """Say how long values are kept."""
+        if self._settings.ttl is not None:
+            return f"values kept for {self._settings.ttl} s"
+        if report.limit_bytes is None or report.policy is None:
+            return "values kept until it forgets them"
+        if not report.limit_bytes:
+            return "without a memory limit: it grows until ttl=SECONDS or its maxmemory is set"
+        if report.policy == "noeviction" or report.policy.startswith("volatile-"):
+            return f"refuses values once full ({report.policy}); allkeys-lru makes room instead"
+        return f"makes room by {report.policy}"
+
+    def _stats(self) -> StoreStats:
+        servers = self._reports()
+        return StoreStats(
+            values=_total(report.values for report in servers),
+            bytes=_total(report.used_bytes for report in servers),
+            limit_bytes=_total(report.limit_bytes for report in servers) or None,
+        )
+
+    def _reports(self) -> list[Report]:
+        return [report_of(pool) for pool in self._routes.pools()]
+
+
+def _total(figures: Iterable[int | None]) -> int | None:
+    known = list(figures)
+    return None if None in known else sum(figure for figure in known if figure is not None)
+
+
+def _windows(places: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Cut places into runs whose values have at most about `_WINDOW` bytes together."""
+    window: list[int] = []
+    size = 0
+    for place in places:
+        if window and size + lengths[place] > _WINDOW:
+            yield window
+            window, size = [], 0
+        window.append(place)
+        size += lengths[place]
+    if window:
+        yield window
