@@ -17,8 +17,8 @@ from typing import Final
 
 from fd_core.errors import ConfigError
 from fd_core.kv.stores.contract import MAX_KEY_BYTES, Bytes, Deadline, KVStore, StoreError, StoreStats, Trouble
-from fd_core.kv.stores.disk_folder import PARTIAL, inside, opened, size_of_value, value_name
-from fd_core.kv.stores.disk_room import Room
+from fd_core.kv.stores.disk_folder import inside, opened, size_of_value, value_name
+from fd_core.kv.stores.disk_room import Ledger, Room
 from fd_core.kv.stores.location import StoreLocation
 from fd_core.sizes import format_size
 
@@ -70,7 +70,10 @@ class DiskStore(KVStore):
         """Make the folder, reserve a file in it, and say how full it is."""
         deadline = Deadline(timeout)
         with self._reported(), opened(self.path, create=True) as root:
-            self._abandon(root, self._room.reserve(root, 0, deadline))
+            with self._room.entered(root, deadline) as ledger:
+                reserved = ledger.reserve(0)
+                if reserved:
+                    _abandon(ledger, *reserved)
             full = self._room.stats(root, deadline)
         return (
             f"disk {self.path}, {format_size(full.bytes or 0)} of at most {format_size(full.limit_bytes or 0)} in "
@@ -92,10 +95,14 @@ class DiskStore(KVStore):
         """Write each value's parts into a new file and move it to its place."""
         deadline = Deadline(timeout)
         stored = 0
-        with self._reported(), opened(self.path, create=True) as root:
+        with (
+            self._reported(),
+            opened(self.path, create=True) as root,
+            self._room.entered(root, deadline) as ledger,
+        ):
             for key, parts in values:
                 deadline.check()
-                stored += self._put(root, key, [memoryview(part).cast("B") for part in parts], deadline)
+                stored += _put(ledger, key, [memoryview(part).cast("B") for part in parts])
         return stored
 
     def longest_prefix(self, keys: Sequence[bytes], limit: int, timeout: float) -> int:
@@ -123,7 +130,9 @@ class DiskStore(KVStore):
                     os.unlink(name, dir_fd=shard)
                     freed += size
                     count += 1
-            self._room.give_back(root, freed, deadline)
+            if freed:
+                with self._room.entered(root, deadline) as ledger:
+                    ledger.give_back(freed)
         return count
 
     def stats(self, timeout: float) -> StoreStats:
@@ -135,30 +144,6 @@ class DiskStore(KVStore):
     def close(self) -> None:
         """Refuse further calls; nothing stays open between calls."""
         self._closed = True
-
-    def _put(self, root: int, key: bytes, parts: list[memoryview], deadline: Deadline) -> bool:
-        size = sum(map(len, parts))
-        folder, name = _named(key)
-        partial_name = self._room.reserve(root, size, deadline)
-        if partial_name is None:
-            return False
-        try:
-            with inside(root, PARTIAL) as partial, inside(root, folder, create=True) as shard:
-                _write(partial, partial_name, parts)
-                replaced = size_of_value(shard, name) or 0
-                os.rename(partial_name, name, src_dir_fd=partial, dst_dir_fd=shard)
-        except OSError:
-            self._abandon(root, partial_name)
-            with contextlib.suppress(OSError):
-                self._room.give_back(root, size, deadline)
-            raise
-        self._room.give_back(root, replaced, deadline)
-        return True
-
-    def _abandon(self, root: int, partial_name: str | None) -> None:
-        if partial_name is not None:
-            with contextlib.suppress(OSError), inside(root, PARTIAL) as partial:
-                os.unlink(partial_name, dir_fd=partial)
 
     @contextlib.contextmanager
     def _reported(self) -> Iterator[None]:
@@ -207,15 +192,39 @@ def _read(root: int, key: bytes, limit: int) -> bytes | None:
         os.close(file)
 
 
-def _write(partial: int, name: str, parts: list[memoryview]) -> None:
-    file = os.open(name, os.O_WRONLY | os.O_NOFOLLOW, dir_fd=partial)
+def _put(ledger: Ledger, key: bytes, parts: list[memoryview]) -> bool:
+    size = sum(map(len, parts))
+    folder, name = _named(key)
+    reserved = ledger.reserve(size)
+    if reserved is None:
+        return False
+    partial_name, file = reserved
     try:
-        waiting = [part for part in parts if len(part)]
-        while waiting:
-            written = os.writev(file, waiting[:_MAX_PARTS])
-            while waiting and written >= len(waiting[0]):
-                written -= len(waiting.pop(0))
-            if written:
-                waiting[0] = waiting[0][written:]
-    finally:
-        os.close(file)
+        _write(file, parts)
+        with inside(ledger.root, folder, create=True) as shard:
+            replaced = size_of_value(shard, name) or 0
+            os.rename(partial_name, name, src_dir_fd=ledger.partial, dst_dir_fd=shard)
+    except OSError:
+        _abandon(ledger, *reserved)
+        with contextlib.suppress(OSError):
+            ledger.give_back(size)
+        raise
+    os.close(file)
+    ledger.give_back(replaced)
+    return True
+
+
+def _abandon(ledger: Ledger, name: str, file: int) -> None:
+    os.close(file)
+    with contextlib.suppress(OSError):
+        os.unlink(name, dir_fd=ledger.partial)
+
+
+def _write(file: int, parts: list[memoryview]) -> None:
+    waiting = [part for part in parts if len(part)]
+    while waiting:
+        written = os.writev(file, waiting[:_MAX_PARTS])
+        while waiting and written >= len(waiting[0]):
+            written -= len(waiting.pop(0))
+        if written:
+            waiting[0] = waiting[0][written:]

@@ -22,7 +22,7 @@ from typing import Final
 from fd_core.kv.stores.contract import Deadline, StoreError, StoreStats, Trouble
 from fd_core.kv.stores.disk_folder import PARTIAL, FoundFile, found_partials, found_values, inside
 
-__all__ = ["DEFAULT_BYTES", "SHARE_OF_FREE", "Room"]
+__all__ = ["DEFAULT_BYTES", "SHARE_OF_FREE", "Ledger", "Room"]
 
 DEFAULT_BYTES: Final = 10 << 30
 SHARE_OF_FREE: Final = 0.5
@@ -41,82 +41,116 @@ class Room:
 
     def __init__(self, path: Path, limit_bytes: int | None) -> None:
         self._path = path
-        self._chosen = limit_bytes
-        self._limit: int | None = limit_bytes
+        self._limit = limit_bytes
         self._counted = False
 
-    def reserve(self, root: int, size: int, deadline: Deadline) -> str | None:
-        """Make the file in `partial` for a value of `size` bytes and return its name; None if it can never fit.
-
-        Raises `StoreError(Trouble.FULL, ...)` if it does not fit beside what is being written.
-        """
-        with self._locked(root, deadline) as usage:
-            limit = self._limit_bytes(root, deadline)
-            if size > limit:
-                return None
-            used = _read(usage)
-            if used is None or not self._counted or used + size > limit:
-                used = self._make_room(root, size, limit, deadline)
-                self._counted = True
-            if used + size > limit:
-                raise StoreError(Trouble.FULL, f"other engines fill the KV store in {self._path}")
-            name = f"{size}-{secrets.token_hex(16)}"
-            with inside(root, PARTIAL, create=True) as partial:
-                os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=partial))
-            _write(usage, used + size)
-            return name
-
-    def give_back(self, root: int, size: int, deadline: Deadline) -> None:
-        """Say that `size` bytes are gone. If there is no time for it, it is left to the next count."""
-        if not size:
-            return
-        with contextlib.suppress(StoreError), self._locked(root, deadline) as usage:
-            used = _read(usage)
-            if used is not None:
-                _write(usage, max(0, used - size))
+    @contextlib.contextmanager
+    def entered(self, root: int, deadline: Deadline) -> Iterator[Ledger]:
+        """Give what a batch of changes to the opened folder `root` needs."""
+        with contextlib.ExitStack() as stack:
+            usage = os.open(_USAGE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=root)
+            stack.callback(os.close, usage)
+            yield Ledger(self, root, stack.enter_context(inside(root, PARTIAL, create=True)), usage, deadline)
 
     def stats(self, root: int, deadline: Deadline) -> StoreStats:
         """Count everything."""
         values = list(_checked(root, deadline))
-        return StoreStats(len(values), sum(value.size for value in values), self._limit_bytes(root, deadline))
+        return StoreStats(len(values), sum(value.size for value in values), self.limit_bytes(root, deadline))
 
-    def _limit_bytes(self, root: int, deadline: Deadline) -> int:
+    def limit_bytes(self, root: int, deadline: Deadline) -> int:
+        """Return the limit, from the free space if the user gave none."""
         if self._limit is None:
             free = shutil.disk_usage(root).free + sum(value.size for value in _checked(root, deadline))
             self._limit = min(DEFAULT_BYTES, int(free * SHARE_OF_FREE))
         return self._limit
 
-    def _make_room(self, root: int, size: int, limit: int, deadline: Deadline) -> int:
-        """Delete old values until `size` more bytes fit; return how many bytes are used."""
-        # First what is being written: what moves to its place meanwhile is counted twice rather than not at all.
-        writing = [found for found in found_partials(root) if not _removed_stale(root, found)]
-        values = sorted(_checked(root, deadline))
-        used = sum(found.size for found in (*writing, *values))
-        if used + size <= limit:
-            return used
-        for value in values:
-            if used + size <= limit * _KEPT_SHARE or (not deadline.left and used + size <= limit):
-                break
-            deadline.check()
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError), inside(root, value.folder) as folder:
-                os.unlink(value.name, dir_fd=folder)
-            used -= value.size
+    def used_after_making(self, ledger: Ledger, size: int, limit: int) -> int:
+        """Count, if there is need to, and delete old values until `size` more bytes fit; return the bytes in use."""
+        used = ledger.recorded()
+        if used is None or not self._counted or used + size > limit:
+            used = _make_room(ledger, size, limit)
+            self._counted = True
+        if used + size > limit:
+            raise StoreError(Trouble.FULL, f"other engines fill the KV store in {self._path}")
         return used
 
+
+class Ledger:
+    """One batch of reservations."""
+
+    def __init__(self, room: Room, root: int, partial: int, usage: int, deadline: Deadline) -> None:
+        self.root = root
+        self.partial = partial
+        """Descriptor of the folder of reservations."""
+        self.deadline = deadline
+        self._room = room
+        self._usage = usage
+
+    def reserve(self, size: int) -> tuple[str, int] | None:
+        """Make the file in `partial` for a value of `size` bytes; return its name and an open descriptor of it.
+
+        None if it could never fit. Raises `StoreError(Trouble.FULL, ...)` if it does not fit beside what others are
+        writing.
+        """
+        with self._locked():
+            limit = self._room.limit_bytes(self.root, self.deadline)
+            if size > limit:
+                return None
+            used = self._room.used_after_making(self, size, limit)
+            name = f"{size}-{secrets.token_hex(16)}"
+            file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self.partial)
+            self._record(used + size)
+            return name, file
+
+    def give_back(self, size: int) -> None:
+        """Say that `size` bytes are gone. If there is no time for it, it is left to the next count."""
+        if not size:
+            return
+        with contextlib.suppress(StoreError), self._locked():
+            used = self.recorded()
+            if used is not None:
+                self._record(max(0, used - size))
+
+    def recorded(self) -> int | None:
+        """Return the bytes in use as last written down, None if that is not legible."""
+        text = os.pread(self._usage, 32, 0)
+        return int(text) if text.isdigit() else None
+
+    def _record(self, used: int) -> None:
+        # Always as long, so that no rest of a longer number stays.
+        os.pwrite(self._usage, b"%020d" % used, 0)
+
     @contextlib.contextmanager
-    def _locked(self, root: int, deadline: Deadline) -> Iterator[int]:
-        usage = os.open(_USAGE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=root)
+    def _locked(self) -> Iterator[None]:
+        while True:
+            try:
+                fcntl.flock(self._usage, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                self.deadline.check()
+                time.sleep(_NEXT_TRY_SECONDS)
         try:
-            while True:
-                try:
-                    fcntl.flock(usage, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    deadline.check()
-                    time.sleep(_NEXT_TRY_SECONDS)
-            yield usage
+            yield
         finally:
-            os.close(usage)  # which ends the lock
+            fcntl.flock(self._usage, fcntl.LOCK_UN)
+
+
+def _make_room(ledger: Ledger, size: int, limit: int) -> int:
+    """Delete old values until `size` more bytes fit; return how many bytes are used."""
+    # First what is being written: what moves to its place meanwhile is counted twice rather than not at all.
+    writing = [found for found in found_partials(ledger.root) if not _removed_stale(ledger.partial, found)]
+    values = sorted(_checked(ledger.root, ledger.deadline))
+    used = sum(found.size for found in (*writing, *values))
+    if used + size <= limit:
+        return used
+    for value in values:
+        if used + size <= limit * _KEPT_SHARE or (not ledger.deadline.left and used + size <= limit):
+            break
+        ledger.deadline.check()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), inside(ledger.root, value.folder) as folder:
+            os.unlink(value.name, dir_fd=folder)
+        used -= value.size
+    return used
 
 
 def _checked(root: int, deadline: Deadline) -> Iterator[FoundFile]:
@@ -127,19 +161,9 @@ def _checked(root: int, deadline: Deadline) -> Iterator[FoundFile]:
             yield value
 
 
-def _removed_stale(root: int, partial: FoundFile) -> bool:
-    if time.time() - partial.used_ns / 1e9 < _STALE_SECONDS:
+def _removed_stale(partial: int, found: FoundFile) -> bool:
+    if time.time() - found.used_ns / 1e9 < _STALE_SECONDS:
         return False
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), inside(root, PARTIAL) as folder:
-        os.unlink(partial.name, dir_fd=folder)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(found.name, dir_fd=partial)
     return True
-
-
-def _read(usage: int) -> int | None:
-    text = os.pread(usage, 32, 0)
-    return int(text) if text.isdigit() else None
-
-
-def _write(usage: int, used: int) -> None:
-    # Always as long, so that no rest of a longer number stays.
-    os.pwrite(usage, b"%020d" % used, 0)
