@@ -1,12 +1,16 @@
 """Checks of fd_core. `nox` alone runs lint, types and tests, each in an environment of its own."""
 
+from pathlib import Path
+
 import nox
 
-nox.options.sessions = ["lint", "types", "tests"]
+nox.options.sessions = ["lint", "types", "tests", "plugins"]
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = True
 
-CHECKED = ("fd_core", "tests", "benchmarks", "noxfile.py")
+CHECKED = ("fd_core", "tests", "benchmarks", "plugins", "noxfile.py")
+PLUGINS = tuple(sorted(str(found.parent) for found in Path("plugins").glob("*/pyproject.toml")))
+"""Each a distribution of its own, with its own settings for mypy and pytest."""
 
 
 @nox.session
@@ -20,8 +24,11 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Static types, strictly, with the libraries that the core imports and without a framework."""
-    session.install("-e", ".", "mypy>=1.13")
+    session.install("-e", ".", "mypy>=1.13", *(word for plugin in PLUGINS for word in ("-e", plugin)))
     session.run("mypy")
+    for plugin in PLUGINS:
+        with session.chdir(plugin):
+            session.run("mypy")
 
 
 @nox.session
@@ -29,8 +36,17 @@ def tests(session: nox.Session) -> None:
     """The test suite; arguments after `--` go to pytest."""
     # torch comes first and by itself, so that no other package chooses its build.
     session.install("-e", ".[cpu]")
-    session.install("-e", ".[cpu,test]")
+    session.install("-e", ".[cpu,test]", *(word for plugin in PLUGINS for word in ("-e", f"{plugin}[test]")))
     session.run("pytest", *session.posargs)
+
+
+@nox.session
+def plugins(session: nox.Session) -> None:
+    """The suites of the plugins, with the core and without a framework; arguments after `--` go to pytest."""
+    session.install("-e", ".", *(word for plugin in PLUGINS for word in ("-e", f"{plugin}[test]")))
+    for plugin in PLUGINS:
+        with session.chdir(plugin):
+            session.run("pytest", *session.posargs)
 
 
 @nox.session

@@ -39,6 +39,9 @@ KNOWN_PLUGINS: Final[Mapping[str, str]] = {
 }
 """Short names of the project's own plugins and their distributions."""
 
+_PLUGIN_OF: Final[Mapping[str, str]] = dict.fromkeys(("redis", "rediss", "unix", "valkey", "valkeys"), "storage_redis")
+"""Names, up to a `+`, that plugins of other names offer."""
+
 _BUILTIN_MODULES: Final = (
     "fd_core.backends.builtin",
     "fd_core.scheduling.builtin",
@@ -102,7 +105,7 @@ class Problem:
         """Whether it stands in the way of a user who asks for `name`."""
         if self.kind is not None:
             return (kind, name) == (self.kind, self.name)
-        return self.origin.entry_point in (name, name.partition("+")[0])
+        return self.origin.entry_point in (name, _plugin_of(name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,8 +290,8 @@ class Plugins:
             if problem.concerns(kind, name):
                 raise PluginError(f"{kind.word} {name} cannot be used: {problem}", field=kind.flag)
         hint = f"there are: {', '.join(sorted(usable)) or 'none'}"
-        if name.partition("+")[0] in KNOWN_PLUGINS:
-            hint += f"; `fdcore install {name.partition('+')[0]}` installs the plugin"
+        if _plugin_of(name) in KNOWN_PLUGINS:
+            hint += f"; `fdcore install {_plugin_of(name)}` installs the plugin"
         raise PluginError(f"there is no {kind.word} called {name!r}", field=kind.flag, hint=hint)
 
     def _admit(self, origin: Origin, load: Callable[[], Any]) -> None:
@@ -340,6 +343,12 @@ def _shielded(action: Callable[[], Any]) -> Any:
     except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())
         raise _StrangerError(f"{type(error).__name__}: {text}" if text else type(error).__name__) from error
+
+
+def _plugin_of(name: str) -> str:
+    """Return the short name of the plugin that would offer `name` if it is one of the project's."""
+    base = name.partition("+")[0]
+    return _PLUGIN_OF.get(base, base)
 
 
 def _origin(point: importlib.metadata.EntryPoint) -> Origin:

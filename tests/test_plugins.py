@@ -192,6 +192,19 @@ def test_a_known_plugin_that_is_missing_says_how_to_install_it():
         Plugins.discover([]).backend_class("gpu_cuda+paddle")
 
 
+@pytest.mark.parametrize("scheme", ["redis", "rediss", "unix", "valkey", "redis+sentinel", "rediss+cluster"])
+def test_a_scheme_whose_plugin_is_missing_says_how_to_install_it(scheme):
+    with pytest.raises(PluginError, match="`fdcore install storage_redis`") as caught:
+        Plugins.discover([]).store_class(scheme)
+    assert caught.value.exit_code == 4
+
+
+def test_a_scheme_whose_plugin_is_broken_says_what_is_wrong_with_it(site):
+    site.install("fd-storage-redis", "FD_CONTRACT = 99")
+    with pytest.raises(PluginError, match="contract 99"):
+        site.discover().store_class("redis+unix")
+
+
 def test_a_target_of_the_wrong_kind_is_refused(site):
     site.install("fd-mychip", GOOD.format(name="mychip", module="fd_mychip"), parts="class Chip: ...")
     with pytest.raises(PluginError, match=r"fd_mychip_parts:Chip is not a subclass of .*Backend"):
