@@ -154,7 +154,7 @@ class Copier:
             operation.arrays[index] = array
             operation.fetched.add(index)
         if end is not None:
-            operation.end = min(operation.end, end)
+            operation.end = end
         elif self._reader is not None:
             self._reader.fetch(operation, self._deliver)
         self._advance(operation)

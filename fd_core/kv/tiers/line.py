@@ -95,6 +95,8 @@ class StoreLine:
 
     def _trouble(self, trouble: Trouble, now: float) -> None:
         self._counters.add_trouble(trouble)
-        if self._breaker.failure(now, severe=trouble in _SEVERE):
+        if trouble is Trouble.MALFORMED:
+            self._breaker.success()  # the store answered; one bad key must not shut out all others
+        elif self._breaker.failure(now, severe=trouble in _SEVERE):
             pause = self._breaker.remaining(now)
             log.warning("KV store %s: %s; left alone for %.0f s", self._store, trouble, pause)

@@ -58,6 +58,12 @@ def test_other_troubles_are_tolerated_twice(line, counters) -> None:
     assert counters.snapshot().store_errors == {"full": 3}
 
 
+def test_a_bad_key_does_not_shut_the_store(line, counters) -> None:
+    for _ in range(5):
+        line.call("get", 0.5, failing(StoreError(Trouble.MALFORMED, "a list")))
+    assert line.state == "closed" and counters.snapshot().store_errors == {"malformed": 5}
+
+
 def test_whatever_a_strange_store_raises_is_a_failure_logged_once_without_its_words(line, counters, caplog) -> None:
     with caplog.at_level(logging.WARNING):
         line.call("get", 0.5, failing(KeyError("secret words")))

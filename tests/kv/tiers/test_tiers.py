@@ -149,6 +149,22 @@ def test_long_loads_come_in_batches_and_enter_the_host_tier() -> None:
     assert look_up(rig, KEYS[:20]) == [Found(3, 20, 20)]
 
 
+def test_nothing_is_fetched_behind_the_end_of_a_prefix() -> None:
+    rig = Rig(host_blocks=0)
+    rig.store.seed(KEYS[:3], rig.envelope)
+    assert load(rig, 40).blocks == 3
+    assert rig.store.calls == ["get"]
+
+
+def test_a_load_that_nobody_waits_for_is_not_fetched() -> None:
+    rig = Rig()
+    rig.tiers.perform([Load(1, KEYS[:2], ids(0, 1))])
+    rig.tiers._copier.worker.run_one()
+    rig.tiers.perform([Cancel(1)])
+    rig.run()
+    assert rig.tiers.completed() == [Loaded(1, 0)] and rig.store.calls == []
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_a_store_at_fault_yields_a_shorter_prefix_or_none_and_stays_counted(fault) -> None:
     rig = Rig(host_blocks=0)

@@ -65,6 +65,9 @@ def test_a_full_queue_refuses_and_a_queued_key_is_not_queued_again(writer) -> No
     assert [writer.offer(key, content(key)) for key in KEYS[:5]] == [True] * 4 + [False]
     assert writer.offer(KEYS[0], content(KEYS[0]))
     assert writer.pending_bytes == 4 * BLOCK_BYTES
+    while writer.worker.run_one():
+        pass
+    assert writer.offer(KEYS[0], content(KEYS[0])) and writer.pending_bytes == BLOCK_BYTES
 
 
 @pytest.mark.parametrize("fault", [Trouble.FULL, Trouble.TIMEOUT, ValueError, "huge number"])
