@@ -17,6 +17,7 @@ from redis.sentinel import Sentinel, SentinelConnectionPool
 
 from fd_storage_redis import deadline
 from fd_storage_redis.settings import Address, Credentials, Settings, Topology
+from fd_storage_redis.troubles import discovering
 
 __all__ = ["Routes", "routes_for"]
 
@@ -183,17 +184,18 @@ class _ClusterRoutes(Routes):
         if self._cluster is None:
             settings = self._settings
             first = settings.addresses[0]
-            self._cluster = RedisCluster(
-                # Only clients made from a URL let their pools be chosen.
-                url=f"{'rediss' if settings.tls else 'redis'}://{first}",
-                startup_nodes=[ClusterNode(address.host, address.port) for address in settings.addresses[1:]],
-                retry=Retry(NoBackoff(), 0),
-                require_full_coverage=False,
-                connection_pool_class=deadline.BoundedPool,
-                **_common(settings),
-                **_login(settings.credentials),
-                **_tls(settings),
-            )
+            with discovering():
+                self._cluster = RedisCluster(
+                    # Only clients made from a URL let their pools be chosen.
+                    url=f"{'rediss' if settings.tls else 'redis'}://{first}",
+                    startup_nodes=[ClusterNode(address.host, address.port) for address in settings.addresses[1:]],
+                    retry=Retry(NoBackoff(), 0),
+                    require_full_coverage=False,
+                    connection_pool_class=deadline.BoundedPool,
+                    **_common(settings),
+                    **_login(settings.credentials),
+                    **_tls(settings),
+                )
         return self._cluster
 
 

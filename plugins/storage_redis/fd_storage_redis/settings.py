@@ -23,6 +23,8 @@ _DEFAULT_NAMESPACE: Final = "fd"
 _MAX_CONNECTIONS: Final = 4
 _MOST_DATABASES: Final = 1 << 16
 _LONGEST_TTL: Final = 10 * 365 * 24 * 3600
+_NAME: Final = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
+_ADDRESS: Final = re.compile(r"[0-9A-Fa-f:.]+(%\w+)?")
 _NAMESPACE: Final = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _TLS: Final = ("tls_ca", "tls_cert", "tls_key")
 _COMMON: Final = ("namespace", "ttl", "max_connections", "password_file")
@@ -246,8 +248,8 @@ def _address(text: str, topology: Topology) -> Address:
     bracket = text.startswith("[")
     host, separator, port = text[1:].partition("]") if bracket else text.partition(":")
     port = port.removeprefix(":") if bracket else port
-    if not host or (bracket and not separator):
-        raise ConfigError("there is an address without a host", field=_FLAG, hint=_example(topology))
+    if not (_ADDRESS.fullmatch(host) and separator if bracket else _NAME.fullmatch(host)):
+        raise ConfigError("there is an address without the name of a host", field=_FLAG, hint=_example(topology))
     if not port:
         return Address(host, _DEFAULT_PORTS[topology is Topology.SENTINEL])
     if not port.isascii() or not port.isdigit() or not 1 <= int(port[:8]) <= 65535:

@@ -7,13 +7,13 @@ from typing import Any, Final, TypeVar
 
 from fd_core.kv.stores.contract import Bytes, KVStore, StoreError, StoreStats, Trouble
 from fd_core.kv.stores.location import StoreLocation
-from redis.exceptions import AskError, RedisClusterException, RedisError, ResponseError
+from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
 from fd_storage_redis.deadline import within
 from fd_storage_redis.report import Report, report_of
 from fd_storage_redis.routes import Routes, routes_for
-from fd_storage_redis.settings import Settings
-from fd_storage_redis.troubles import passes_over, store_error
+from fd_storage_redis.settings import Settings, Topology
+from fd_storage_redis.troubles import is_elsewhere, passes_over, store_error
 from fd_storage_redis.wire import Command, exchange
 
 __all__ = ["RedisStore"]
@@ -35,6 +35,7 @@ class RedisStore(KVStore):
         self._prefix = f"{self._settings.namespace}:".encode()
         self._expiry = [] if self._settings.ttl is None else [b"EX", b"%d" % self._settings.ttl]
         self._routes: Routes = routes_for(self._settings)
+        self._clustered = self._settings.topology is Topology.CLUSTER
         self._closed = False
 
     def __repr__(self) -> str:
@@ -133,8 +134,10 @@ class RedisStore(KVStore):
         for answer in answers:
             if isinstance(answer, kind):
                 usable.append(answer)
-            elif answer is nothing or passes_over(answer):
+            elif answer is nothing or passes_over(answer) or (self._clustered and is_elsewhere(answer)):
                 usable.append(absent)
+            elif is_elsewhere(answer):
+                raise StoreError(Trouble.OTHER, f"{self._settings.shown} is a node of a cluster: use redis+cluster://")
             elif isinstance(answer, ResponseError):
                 raise self._error(answer)
             else:
@@ -152,7 +155,7 @@ class RedisStore(KVStore):
                 said = exchange(pool, [(commands[p][0], names[p], *commands[p][1:]) for p in asked])
                 for place, answer in zip(asked, said, strict=True):
                     answers[place] = answer
-            places = [place for place in places if isinstance(answers[place], AskError)]
+            places = [place for place in places if is_elsewhere(answers[place])]
             if places and not attempt:
                 self._routes.refresh()
         return answers

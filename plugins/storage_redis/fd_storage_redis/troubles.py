@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import redis.exceptions as failures
 from fd_core.kv.stores.contract import StoreError, Trouble
 
-__all__ = ["passes_over", "store_error"]
+__all__ = ["discovering", "is_elsewhere", "passes_over", "store_error"]
 
 _LONGEST_TEXT: Final = 200
+_SHORTEST_SECRET: Final = 4
+"""A shorter one would be given away by the letters that are missing."""
 
 _CLASSES: Final[tuple[tuple[type[Exception], Trouble], ...]] = (
     (failures.AuthenticationError, Trouble.DENIED),
@@ -19,8 +23,6 @@ _CLASSES: Final[tuple[tuple[type[Exception], Trouble], ...]] = (
     (failures.OutOfMemoryError, Trouble.FULL),
     (failures.ReadOnlyError, Trouble.READ_ONLY),
     (failures.ClusterDownError, Trouble.UNREACHABLE),
-    (failures.AskError, Trouble.UNREACHABLE),
-    (failures.TryAgainError, Trouble.UNREACHABLE),
     (failures.SlotNotCoveredError, Trouble.UNREACHABLE),
     (failures.ConnectionError, Trouble.UNREACHABLE),
     (failures.TimeoutError, Trouble.TIMEOUT),
@@ -29,8 +31,12 @@ _CLASSES: Final[tuple[tuple[type[Exception], Trouble], ...]] = (
 )
 """The first that fits counts; `LOADING` is one of redis-py's connection errors."""
 
+# Only the client for clusters has classes for them in all versions.
+_ELSEWHERE: Final = ("MOVED", "ASK", "TRYAGAIN")
+
 _CODES: Final = {
-    "WRONGTYPE": Trouble.MALFORMED,
+    "CLUSTERDOWN": Trouble.UNREACHABLE,
+    "MASTERDOWN": Trouble.UNREACHABLE,
     # Snapshots cannot be written, most often for a full disk: reads go on, writes are refused.
     "MISCONF": Trouble.READ_ONLY,
     "NOREPLICAS": Trouble.READ_ONLY,
@@ -49,22 +55,36 @@ def store_error(failure: Exception, where: str, secrets: tuple[str, ...] = ()) -
         cause = cause.__cause__  # what stopped the discovery of a cluster
     text = " ".join(str(cause).split())[:_LONGEST_TEXT] or type(cause).__name__
     for secret in secrets:
-        if secret:
+        if len(secret) >= _SHORTEST_SECRET:
             text = text.replace(secret, "***")
     return StoreError(_trouble(cause), f"{where}: {text}")
 
 
+@contextmanager
+def discovering() -> Iterator[None]:
+    """Turn what redis-py raises over a Sentinel's or a cluster's nonsense, or a host's name, into one of its errors."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise failures.InvalidResponse(f"the answer names no server: {type(error).__name__}") from error
+
+
 def passes_over(answer: object) -> bool:
     """Whether an answer concerns one key alone: the key is as good as absent and others are not touched by it."""
-    if isinstance(answer, (failures.AskError, failures.TryAgainError)):
-        return True
-    return isinstance(answer, failures.ResponseError) and str(answer).startswith("WRONGTYPE")
+    return _code(answer) == "WRONGTYPE"
+
+
+def is_elsewhere(answer: object) -> bool:
+    """Whether a node of a cluster answers that it does not hold the key, or not yet."""
+    return isinstance(answer, (failures.AskError, failures.TryAgainError)) or _code(answer) in _ELSEWHERE
+
+
+def _code(answer: object) -> str:
+    return str(answer).partition(" ")[0] if isinstance(answer, failures.ResponseError) else ""
 
 
 def _trouble(cause: BaseException) -> Trouble:
     for cls, trouble in _CLASSES:
         if isinstance(cause, cls):
             return trouble
-    if isinstance(cause, failures.ResponseError):
-        return _CODES.get(str(cause).partition(" ")[0], Trouble.OTHER)
-    return Trouble.OTHER
+    return _CODES.get(_code(cause), Trouble.OTHER)

@@ -10,6 +10,7 @@ from redis.connection import ConnectionPool
 from redis.exceptions import AuthenticationError, AuthorizationError, BusyLoadingError, ConnectionError, ResponseError
 
 from fd_storage_redis.deadline import remaining
+from fd_storage_redis.troubles import discovering
 
 __all__ = ["Argument", "Command", "exchange", "packed"]
 
@@ -57,7 +58,9 @@ def exchange(pool: ConnectionPool, commands: Sequence[Command]) -> list[Any]:
 
 def _attempt(pool: ConnectionPool, commands: Sequence[Command]) -> list[Any]:
     # Taking a connection from the pool checks it and replaces it if the server has closed it meanwhile.
-    connection = pool.get_connection()
+    # Where Sentinels are asked, it is here.
+    with discovering():
+        connection = pool.get_connection()
     try:
         connection.send_packed_command(packed(commands))
         return [_answer(connection) for _ in commands]

@@ -151,6 +151,9 @@ def test_a_cluster_spreads_values_and_may_move_them(nodes: list[Server], store: 
     assert kept.longest_prefix([*values, b"none"], LIMIT, 5.0) == 32
     assert kept.stats(5.0).values == 32
 
+    with pytest.raises(StoreError, match=r"redis\+cluster"):
+        store(first.url).put([(key, [value]) for key, value in values.items() if slot_of(first, key) > 8191], 5.0)
+
     # An empty slot changes hands: the client is told where it went and follows.
     key = next(name for n in range(1000) if slot_of(first, name := b"moved%d" % n) < 8192)
     slot = slot_of(first, key)
