@@ -60,7 +60,7 @@ def test_a_block_goes_to_the_store_and_comes_back() -> None:
 
 def test_a_stalled_store_costs_the_first_request_its_deadline_and_the_others_nothing() -> None:
     """What SIGSTOP does to a server: every call takes as long as it may."""
-    rig = running(host_blocks=0)
+    rig = running(host_blocks=0, load_seconds=2.0)
 
     def stall(method, timeout):
         time.sleep(timeout)
@@ -78,8 +78,8 @@ def test_a_stalled_store_costs_the_first_request_its_deadline_and_the_others_not
         waited.append(time.monotonic() - began)
         while rig.tiers.stats().breaker != "open":
             time.sleep(0.001)
-    assert 0.09 < waited[0] < 0.1 + SLACK
-    assert sum(waited[1:]) < 0.05 and max(engine) < 0.05
+    assert 0.49 < waited[0] < 0.5 + SLACK
+    assert max(waited[1:]) < 0.3 and max(engine) < 0.3
     assert rig.tiers.stats().lookups_expired <= 1
     rig.tiers.close(0.0)
 
@@ -130,6 +130,19 @@ def test_closing_does_not_wait_for_a_slow_copy_longer_than_told() -> None:
     assert saved.blocks < 10 and alive(rig) == set()
     stats = rig.tiers.stats()
     assert (stats.host_bytes, stats.pending_write_bytes, stats.open_operations) == (0, 0, 0)
+
+
+def test_closing_has_no_time_for_loads() -> None:
+    rig = running(host_blocks=30, load_seconds=60.0)
+    rig.cache.readable = set(range(30))
+    rig.tiers.perform([Save(1, KEYS, ids(*range(30)), False)])
+    assert answers(rig, 1) == [Saved(1, 30)]
+    rig.cache.writable = set(range(30, 60))
+    rig.cache.between = lambda: time.sleep(0.02)
+    rig.tiers.perform([Load(2, KEYS, ids(*range(30, 60)))])
+    rig.tiers.close(5.0)
+    (loaded,) = answers(rig, 1)
+    assert loaded.blocks < 30 and alive(rig) == set()
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

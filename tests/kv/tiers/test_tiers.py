@@ -152,8 +152,16 @@ def test_long_loads_come_in_batches_and_enter_the_host_tier() -> None:
 def test_nothing_is_fetched_behind_the_end_of_a_prefix() -> None:
     rig = Rig(host_blocks=0)
     rig.store.seed(KEYS[:3], rig.envelope)
-    assert load(rig, 40).blocks == 3
+    copier, reader, _ = rig.workers
+    rig.cache.writable = {0, 1, 2}
+    rig.tiers.perform([Load(1, KEYS, ids(*range(40)))])
+    copier.run_one()
+    while reader.run_one():
+        pass
     assert rig.store.calls == ["get"]
+    rig.run()
+    (loaded,) = rig.tiers.completed()
+    assert loaded.blocks == 3 and rig.store.calls == ["get"]
 
 
 def test_a_load_that_nobody_waits_for_is_not_fetched() -> None:
@@ -163,6 +171,21 @@ def test_a_load_that_nobody_waits_for_is_not_fetched() -> None:
     rig.tiers.perform([Cancel(1)])
     rig.run()
     assert rig.tiers.completed() == [Loaded(1, 0)] and rig.store.calls == []
+
+
+def test_a_batch_that_arrives_after_the_end_is_kept_on_the_host_only() -> None:
+    rig = Rig(host_blocks=40)
+    rig.store.seed(KEYS, rig.envelope)
+    copier, reader, _ = rig.workers
+    rig.cache.writable = {0}
+    rig.tiers.perform([Load(1, KEYS, ids(*range(40)))])
+    copier.run_one()
+    assert reader.run_one() and reader.run_one()
+    rig.cache.between = lambda: rig.tiers.perform([Cancel(1)])
+    rig.run()
+    assert [loaded.blocks for loaded in rig.tiers.completed()] == [1]
+    assert rig.store.calls == ["get", "get"] and rig.cache.broken_rules == []
+    assert look_up(rig, KEYS[:32]) == [Found(3, 32, 32)]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
