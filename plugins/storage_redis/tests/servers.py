@@ -64,7 +64,11 @@ class Server:
         self.options = list(options)
         self._process: subprocess.Popen[bytes] | None = None
         self.back_door = redis.Redis(unix_socket_path=str(self.socket), password=password, socket_timeout=10)
-        self.start()
+        try:
+            self.start()
+        except AssertionError:
+            self.close()
+            raise
 
     @property
     def url(self) -> str:
