@@ -68,6 +68,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How a step's output travels from the runner: `memory`, or `zmq` (FastDeploy's FD_USE_GET_SAVE_OUTPUT_V1=1)."""
     watchdog_seconds: float = 60.0
     """A step not answered within this time is an engine fault."""
+    save_preempted_kv: bool = True
+    """Whether the KV of preempted requests is kept outside the device, so that they come back without recomputing."""
+    host_kv_memory: int = 512 * 2**20
+    """Bytes of host memory for KV outside the device."""
+    kv_store: str | None = None
+    """Where KV is kept beyond this process, such as `disk:FOLDER` or `redis://HOST:PORT/DB`; None keeps none."""
+    kv_store_timeout: float = 1.0
+    """Seconds that a request may wait for its KV before it computes it."""
+    kv_store_secret_file: str | None = None
+    """File with the secret of stored values; None takes the user's own."""
+    kv_store_compression: str = "none"
+    """`none` or `zlib`."""
     trace: str | None = None
     """File that receives what happens in each step, for `fdcore trace`; None writes none."""
     trace_limit: int = 256 * 2**20

@@ -110,6 +110,31 @@ ENGINE_FLAGS: Final = (
     Flag(
         "watchdog_seconds", values.number(0, 86400, above=True), "A step unanswered for so long is a fault.", "SECONDS"
     ),
+    Flag(
+        "save_preempted_kv",
+        values.switch,
+        "Keep the KV of preempted requests outside the device (FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST too).",
+    ),
+    Flag("host_kv_memory", values.size, "Host memory for KV outside the device, such as 512M or 4Gi.", "SIZE"),
+    Flag(
+        "kv_store",
+        values.optional_text,
+        "Keep KV beyond this process: disk:FOLDER, redis://HOST:PORT/DB or another store's location.",
+        "LOCATION",
+    ),
+    Flag(
+        "kv_store_timeout",
+        values.number(0, 3600, above=True),
+        "How long a request may wait for stored KV before it computes it.",
+        "SECONDS",
+    ),
+    Flag(
+        "kv_store_secret_file",
+        values.optional_text,
+        "File with the secret that stored KV is bound to; every engine on one store needs the same.",
+        "FILE",
+    ),
+    Flag("kv_store_compression", values.choice("none", "zlib"), "Compression of stored KV: none or zlib.", "HOW"),
     Flag("num_threads", values.whole(1, 4096), "Processor threads of the backend.", "N"),
     Flag("native_kernels", values.switch, "Compile and use native kernels if the backend has them."),
     Flag(

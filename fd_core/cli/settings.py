@@ -65,9 +65,13 @@ def merge(
 
 def _older_variables(environment: Mapping[str, str]) -> dict[Flag, Any]:
     """Read the variables of FastDeploy that are not named like a flag."""
+    older: dict[Flag, Any] = {}
     if environment.get("FD_USE_GET_SAVE_OUTPUT_V1") == "1" and not environment.get("FD_OUTPUT_TRANSPORT"):
-        return {_FLAGS["output_transport"]: "zmq"}
-    return {}
+        older[_FLAGS["output_transport"]] = "zmq"
+    kept = environment.get("FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST")
+    if kept and not environment.get("FD_SAVE_PREEMPTED_KV"):
+        older[_FLAGS["save_preempted_kv"]] = kept
+    return older
 
 
 def _override(merged: dict[str, Any], layer: dict[str, Any]) -> None:

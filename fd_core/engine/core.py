@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -12,11 +11,11 @@ from fd_core.backends.contract import Backend
 from fd_core.config import EngineConfig, resolve_limits
 from fd_core.engine.client import StartProgress
 from fd_core.engine.device import Device, make_device
+from fd_core.engine.kept_kv import KeptKV, open_kv_storage
 from fd_core.engine.messages import Delta, EngineInfo, EngineStats
 from fd_core.engine.outputs import Outputs
 from fd_core.engine.trace import TraceHeader, TraceWriter, require_trace_file
 from fd_core.errors import BadRequest
-from fd_core.kv.prefix import PrefixHasher
 from fd_core.plugins import installed_plugins
 from fd_core.runner.drafting import make_drafter
 from fd_core.runner.runner import Runner
@@ -39,6 +38,7 @@ class Engine:
         device: Device,
         *,
         watchdog_seconds: float,
+        kept_kv: KeptKV | None = None,
         trace: TraceWriter | None = None,
     ) -> None:
         self.info = info
@@ -46,8 +46,10 @@ class Engine:
         self._outputs = Outputs(scheduler)
         self._device = device
         self._watchdog_seconds = watchdog_seconds
+        self._kept_kv = kept_kv
         self._trace = trace
-        self._in_flight: deque[StepPlan] = deque()
+        self._in_flight: deque[tuple[StepPlan, float]] = deque()
+        """Plans that were not answered, with when they were submitted."""
         self.on_admission: Callable[[tuple[str, ...]], None] = lambda _: None
         """Told which requests enter a slot, before a step computes them."""
 
@@ -76,6 +78,7 @@ class Engine:
         """Keep up to `pipeline_depth` plans in flight, then commit the oldest answer."""
         if self._trace is not None:
             self._trace.turn_began(time.monotonic_ns())
+        self._exchange_kv()
         while len(self._in_flight) < self.info.pipeline_depth:
             plan = self._scheduler.plan()
             if plan is None:
@@ -83,11 +86,17 @@ class Engine:
             if plan.admissions:
                 self.on_admission(tuple(admission.request_id for admission in plan.admissions))
             self._device.submit(plan)
-            self._in_flight.append(plan)
+            self._in_flight.append((plan, time.monotonic()))
+        self._exchange_kv()
         if not self._in_flight:
+            if self._kept_kv is not None:
+                self._kept_kv.wait()
             return []
         output = self._device.collect(self._watchdog_seconds)
-        return self._commit(self._in_flight.popleft(), output)
+        plan, submitted = self._in_flight.popleft()
+        if self._kept_kv is not None:
+            self._kept_kv.observe(plan, submitted, time.monotonic())
+        return self._commit(plan, output)
 
     def stats(self) -> EngineStats:
         """Return gauges and counters as they are now."""
@@ -130,10 +139,17 @@ class Engine:
         self._scheduler.check_integrity()
 
     def close(self) -> None:
-        """Stop the engine's threads; what is in flight is computed and dropped."""
+        """Stop the engine's threads; what is in flight is computed and dropped, what waits for a store written."""
+        if self._kept_kv is not None:
+            self._kept_kv.close()
         self._device.close()
         if self._trace is not None:
             self._trace.close(time.monotonic_ns())
+
+    def _exchange_kv(self) -> None:
+        """Begin what was decided about KV outside the device, and learn what became of it."""
+        if self._kept_kv is not None:
+            self._kept_kv.exchange()
 
     def _commit(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
         deltas = self._outputs.commit(plan, output)
@@ -160,7 +176,9 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
     if config.speculative is not None:
         chosen = plugins.drafter_class(config.speculative.method)
         drafter = make_drafter(chosen, config, backend, ops, model, lambda *parts: progress("load", *parts))
-    bytes_per_block = model.kv_shape(config.block_size).bytes_per_block(_ITEM_BYTES[ops.dtype])
+    shape = model.kv_shape(config.block_size)
+    bytes_per_block = shape.bytes_per_block(_ITEM_BYTES[ops.dtype])
+    storage = open_kv_storage(config, plugins, path, f"{ops.name}/{ops.dtype}/{shape}")
     if drafter is not None and drafter.kv_shape is not None:
         bytes_per_block += drafter.kv_shape.bytes_per_block(_ITEM_BYTES[ops.dtype])
     limits = resolve_limits(
@@ -173,10 +191,6 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
     )
     runner = Runner(ops, model, limits, drafter)
     runner.warm_up(lambda done, total: progress("warmup", done, total))
-    hasher = None
-    if config.enable_prefix_caching:
-        identity = f"{model.architecture}/{ops.name}/{ops.dtype}"
-        hasher = PrefixHasher(block_size=limits.block_size, identity=identity, secret=os.urandom(32))
     info = EngineInfo(
         model=config.model,
         architecture=model.architecture,
@@ -194,12 +208,17 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
         num_kv_blocks=limits.num_kv_blocks,
         kv_cache_bytes=limits.num_kv_blocks * bytes_per_block,
         pipeline_depth=limits.pipeline_depth,
+        host_kv_bytes=0 if storage.keep is None else config.host_kv_memory,
+        kv_store=storage.about,
         epoch=epoch,
     )
     drafts = None
     if config.speculative is not None and limits.max_drafts:
         drafts = DraftControl(limits.max_num_seqs, limits.max_drafts, config.speculative.cheap_tokens)
-    scheduler = Scheduler(limits, policy, victims, hasher, drafts, epoch=epoch)
+    scheduler = Scheduler(limits, policy, victims, storage.hasher, drafts, keep_kv=storage.keep, epoch=epoch)
+    kept_kv = None
+    if storage.keep is not None:
+        kept_kv = KeptKV.join(storage, scheduler, runner, ops.dtype, config)
     trace = None
     if config.trace is not None:
         header = TraceHeader(
@@ -213,4 +232,4 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
         )
         trace = TraceWriter(Path(config.trace), header, time.monotonic_ns(), config.trace_limit)
     device = make_device(runner, limits.pipeline_depth, config.output_transport)
-    return Engine(info, scheduler, device, watchdog_seconds=config.watchdog_seconds, trace=trace)
+    return Engine(info, scheduler, device, watchdog_seconds=config.watchdog_seconds, kept_kv=kept_kv, trace=trace)

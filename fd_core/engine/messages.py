@@ -55,6 +55,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_blocks: int
     kv_cache_bytes: int
     pipeline_depth: int
+    host_kv_bytes: int = 0
+    """Host memory for KV outside the device."""
+    kv_store: str | None = None
+    """A line about the KV store, without secrets."""
     epoch: int = 1
 
 

@@ -28,7 +28,7 @@ class Runner:
         self.limits = limits
         self._drafter = drafter
         self._ops = ops
-        self._cache = ops.allocate_kv(model.kv_shape(limits.block_size), limits.num_kv_blocks)
+        self.cache = ops.allocate_kv(model.kv_shape(limits.block_size), limits.num_kv_blocks)
         if drafter is not None:
             drafter.allocate(limits)
         self._forward = ops.compile(model.forward)
@@ -76,7 +76,7 @@ class Runner:
             return empty, None
         batch = self._batch
         inputs = build_inputs(rows, batch.tokens, batch.tables, self.limits.block_size, ops)
-        logits = self._forward(inputs, self._cache)
+        logits = self._forward(inputs, self.cache)
         if not len(rows.sampling):
             return empty, None
         tokens, logprobs = self._sampler.sample(

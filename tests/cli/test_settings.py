@@ -239,6 +239,10 @@ def test_a_settings_file_can_hold_every_setting(file):
         "victim-policy": "youngest",
         "output-transport": "zmq",
         "native-kernels": True,
+        "save-preempted-kv": False,
+        "kv-store": "disk:kv",
+        "kv-store-secret-file": "secret",
+        "kv-store-compression": "zlib",
     }
     whole = [flag.key for flag in (*ENGINE_FLAGS, *SERVER_FLAGS) if flag.key not in values]
     values |= {key: 16 for key in whole if key not in ("num-kv-blocks", "gpu-memory-utilization")}

@@ -78,6 +78,8 @@ class Stepper:
         self.engine = engine
         self.scheduler, self.outputs, self.runner = engine._scheduler, engine._outputs, engine._device.runner
         self.limits = self.scheduler.limits
+        # A test plays the tiers itself, or there are none.
+        self.scheduler.storage = None
         self.in_flight: deque[tuple[StepPlan, StepOutput]] = deque()
         self.texts = Texts()
         self.tiers: ScriptedTiers | None = None
@@ -213,7 +215,7 @@ class Stepper:
         tokens = slots.tokens[slot, :known]
         assert request.chain[: known // size] == _keys(hasher, request.root, tokens)[: len(request.chain)]
         hashes = _chain(np.uint64(0), tokens)[size - 1 :: size]
-        held = self.runner._cache.layer(0)[slots.tables[slot, : slots.registered[slot]], size - 1]
+        held = self.runner.cache.layer(0)[slots.tables[slot, : slots.registered[slot]], size - 1]
         assert held.tolist() == hashes[: slots.registered[slot]].tolist(), "a known prefix is not in its blocks"
 
     def _check_grants(self, plan: StepPlan) -> None:

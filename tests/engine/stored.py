@@ -76,5 +76,5 @@ def keep_kv(
     """Let the stepper's scheduler keep KV outside the device, in tiers that the test plays."""
     scheduler = stepper.scheduler
     scheduler.storage = Storage(scheduler.pool, scheduler.limits.block_size, KeepKV(preempted, finished, persist))
-    stepper.tiers = ScriptedTiers(stepper.runner._cache)
+    stepper.tiers = ScriptedTiers(stepper.runner.cache)
     return stepper.tiers

@@ -53,8 +53,8 @@ MUTANTS = (
         "3.6: at idle every gauge equals its value at start",
         (
             SCHEDULER,
-            "        request.advance(Event.FINISH)\n        self._give_up_blocks(slot, request)\n",
-            "        request.advance(Event.FINISH)\n",
+            "self._save(slot, request)\n        self._give_up_blocks(slot, request)\n        self.slots.vacate(slot)\n",
+            "self._save(slot, request)\n        self.slots.vacate(slot)\n",
         ),
     ),
     mutant(

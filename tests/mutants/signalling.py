@@ -124,8 +124,8 @@ MUTANTS = (
         "1.3: a step whose whole batch was taken back still yields an output",
         (
             "scheduling/plan.py",
-            "return not (self._slots or self._take_backs)",
-            "return not self._slots",
+            "return not (self._slots or self._take_backs or self._admissions)",
+            "return not (self._slots or self._admissions)",
         ),
     ),
     mutant(
@@ -136,7 +136,7 @@ MUTANTS = (
     mutant(
         "a-draining-slot-counts-as-free",
         "1.4: while DRAINING a request keeps its slot",
-        ("scheduling/slots.py", "free = ~(self.running | self.draining)", "free = ~self.running"),
+        ("scheduling/slots.py", "free = ~self.occupied", "free = ~(self.running | self.loading)"),
     ),
     mutant(
         "what-to-prefill-is-fixed-before-the-release",

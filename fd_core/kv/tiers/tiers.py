@@ -50,7 +50,6 @@ class KVTiers:
         self,
         cache: KVCache,
         *,
-        block_bytes: int,
         dtype: str,
         host_bytes: int,
         store: KVStore | None = None,
@@ -61,16 +60,15 @@ class KVTiers:
     ) -> None:
         """Start the threads.
 
-        `dtype` is that of the cache, `float32` or `bfloat16`, and `block_bytes` what one of its blocks takes;
-        `host_bytes` may be 0; `pending_bytes` bounds what waits to be written. The store stays the caller's: it was
-        opened before and is closed after these tiers.
+        `dtype` is that of the cache, `float32` or `bfloat16`; `host_bytes` may be 0; `pending_bytes` bounds what waits
+        to be written. The store stays the caller's: it was opened before and is closed after these tiers.
         """
         shape = cache.shape
         block = BlockFormat(
             _HOST_DTYPES[dtype], (shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
         )
-        if block.bytes != block_bytes or (store is None) != (envelope is None):
-            raise ValueError(f"blocks of {block.bytes} bytes, not {block_bytes}; store and envelope go together")
+        if (store is None) != (envelope is None):
+            raise ValueError("store and envelope go together")
         self._clock = clock
         self._lookup_seconds = _LOOKUP_SHARE * load_seconds
         self._load_seconds = load_seconds

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from fd_core.errors import ModelError
+from fd_core.models.loading.digest import digest_of_tokenizer
 from fd_core.types import RawTensor
 
 __all__ = [
@@ -110,6 +111,12 @@ class Checkpoint(ABC):
     @abstractmethod
     def tokenizer(self) -> TokenizerSource:
         """What `fd_core.text.load_tokenizer` builds the tokenizer from; `ModelError` if there is none."""
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """Hex SHA-256 that identifies what token ids stand for; `ModelError` if there is no tokenizer."""
+        source = self.tokenizer
+        return digest_of_tokenizer(source.content if isinstance(source, JsonTokenizerSource) else source.metadata)
 
     @property
     @abstractmethod

@@ -13,7 +13,7 @@ from typing import Any
 
 from fd_core.models.loading.mapped_file import MappedFile
 
-__all__ = ["digest_of"]
+__all__ = ["digest_of", "digest_of_tokenizer"]
 
 _WHOLE = 32 << 20
 _PAGE = 4096
@@ -38,3 +38,10 @@ def digest_of(config: Mapping[str, Any], files: Iterable[tuple[MappedFile, Itera
         for offset in sorted({0, *tensor_offsets, *spread}):
             total.update(file.buffer(offset, min(_PAGE, file.size - offset), "a page"))
     return total.hexdigest()
+
+
+def digest_of_tokenizer(source: bytes | Mapping[str, Any]) -> str:
+    """Return the hex SHA-256 of a tokenizer: the bytes of its file, or its settings where it has none."""
+    if isinstance(source, bytes):
+        return hashlib.sha256(source).hexdigest()
+    return hashlib.sha256(json.dumps(source, sort_keys=True, default=list).encode()).hexdigest()

@@ -203,7 +203,6 @@ class Rig:
     def _tiers(self, host_blocks: int, options) -> KVTiers:
         return KVTiers(
             self.cache,
-            block_bytes=BLOCK_BYTES,
             dtype="float32",
             host_bytes=host_blocks * BLOCK_BYTES,
             store=self.store,
