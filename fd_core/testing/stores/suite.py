@@ -15,7 +15,7 @@ import pytest
 
 from fd_core.errors import ConfigError
 from fd_core.kv.stores.contract import Bytes, KVStore, StoreError, Trouble
-from fd_core.kv.stores.location import parse_location
+from fd_core.kv.stores.location import StoreLocation, parse_location
 from fd_core.testing.requirements import OPEN, Requirement, lacks
 from fd_core.testing.stores.back_door import BackDoor
 from fd_core.testing.stores.calls import LIMIT, SLACK, TIMEOUT, as_bytes, key_of, usable_again, value_of
@@ -54,16 +54,19 @@ class StoreSuite:
         """The back door of the same place; it may ask for the fixture `store`."""
         raise AssertionError(f"{type(self).__name__} must override the fixture `back_door`")
 
+    def new_store(self, location: StoreLocation) -> KVStore:
+        """Return the store that a user would get; override it for a class that no plugin offers."""
+        from fd_core.plugins import installed_plugins
+
+        return installed_plugins().store_class(location.scheme)(location)
+
     @pytest.fixture
     def make_store(self, location: str) -> Iterator[MakeStore]:
         """Return a function that makes a store of the location, or of another one, and closes it in the end."""
-        from fd_core.plugins import installed_plugins
-
         made: list[KVStore] = []
 
         def make(text: str = location) -> KVStore:
-            place = parse_location(text)
-            made.append(installed_plugins().store_class(place.scheme)(place))
+            made.append(self.new_store(parse_location(text)))
             return made[-1]
 
         yield make
@@ -394,7 +397,7 @@ class StoreSuite:
         assert all(secret in location for secret in self.secrets)
         self._hides_secrets(store.open(TIMEOUT), str(store), repr(store), repr(store.location), store.location.shown)
         with pytest.raises(ConfigError) as caught:
-            type(store)(parse_location(f"{location}{'&' if '?' in location else '?'}no_such_thing=1"))
+            self.new_store(parse_location(f"{location}{'&' if '?' in location else '?'}no_such_thing=1"))
         store.close()
         with pytest.raises(StoreError) as refused:
             store.open(TIMEOUT)
