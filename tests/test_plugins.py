@@ -199,7 +199,8 @@ def test_a_scheme_whose_plugin_is_missing_says_how_to_install_it(scheme):
     assert caught.value.exit_code == 4
 
 
-def test_a_scheme_whose_plugin_is_broken_says_what_is_wrong_with_it(site):
+def test_a_scheme_whose_plugin_is_broken_says_what_is_wrong_with_it(site, monkeypatch):
+    monkeypatch.delitem(sys.modules, "fd_storage_redis", raising=False)  # the real one, where it is installed
     site.install("fd-storage-redis", "FD_CONTRACT = 99")
     with pytest.raises(PluginError, match="contract 99"):
         site.discover().store_class("redis+unix")
