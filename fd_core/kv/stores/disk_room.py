@@ -10,6 +10,7 @@ used for longest is deleted, whoever wrote it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -34,6 +35,7 @@ _KEPT_SHARE: Final = 7 / 8
 _STALE_SECONDS: Final = 900.0
 """A value that has been written for so long is one whose writer died."""
 _NEXT_TRY_SECONDS: Final = 0.001
+_NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class Room:
@@ -122,6 +124,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
+        """Hold the lock. On a file system without locks nothing is held: there the limit is one of each engine."""
         while True:
             try:
                 fcntl.flock(self._usage, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -129,6 +132,11 @@ class Ledger:
             except BlockingIOError:
                 self.deadline.check()
                 time.sleep(_NEXT_TRY_SECONDS)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                yield
+                return
         try:
             yield
         finally:

@@ -42,8 +42,9 @@ def load_secret(file: Path | None = None) -> bytes:
     if file is not None:
         return _read(file.expanduser())
     own = cache_folder() / _NAME
-    if not own.is_file():
-        _create(own)
+    with contextlib.suppress(OSError):  # reading it says what is wrong
+        if not own.is_file():
+            _create(own)
     return _read(own)
 
 

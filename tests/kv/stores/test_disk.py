@@ -1,4 +1,5 @@
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -265,6 +266,17 @@ def test_an_engine_that_stands_still_with_the_lock_delays_others_no_longer_than_
         assert time.monotonic() - start < 1.5
         assert store.get([KEY], 10, 1) == [b"value"]
     assert store.put([(OTHER, [b"value"])], 5) == 1
+
+
+def test_a_file_system_without_locks_still_keeps_to_the_limit(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    store = store_in(tmp_path / "kv", max_bytes=1000)
+    for number in range(30):
+        assert store.put([(bytes([number]) * 4, [b"x" * 90])], 5) == 1
+        assert bytes_in(tmp_path / "kv") <= 1000
 
 
 WRITER = textwrap.dedent(

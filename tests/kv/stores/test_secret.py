@@ -90,3 +90,12 @@ def test_a_cache_that_cannot_be_made_is_a_clear_error(monkeypatch, tmp_path):
     with pytest.raises(ConfigError, match="cannot make the secret") as caught:
         load_secret()
     assert "at least 16 random bytes" in str(caught.value)
+
+
+def test_a_cache_that_may_not_be_looked_into_is_a_clear_error(monkeypatch, cache):
+    def refuse(self):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(ConfigError, match="cannot read the secret"):
+        load_secret()
