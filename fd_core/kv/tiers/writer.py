@@ -18,6 +18,7 @@ __all__ = ["WriteBehind"]
 
 _GRACE_SECONDS = 0.3
 """For a call that takes a little longer than it was told."""
+_NEVER = float("inf")
 _MAX_FORGOTTEN = 1024
 """Keys that wait to be deleted; more are left to be found again."""
 
@@ -53,7 +54,7 @@ class WriteBehind:
         self._queue: deque[tuple[bytes, HostArray]] = deque()
         self._queued: set[bytes] = set()
         self._forgotten = 0
-        self._give_up_at = float("inf")
+        self._give_up_at = _NEVER
 
     def accepts(self, size: int) -> bool:
         """Whether `offer` would take a block of `size` bytes; certain for the only thread that offers."""
@@ -116,7 +117,7 @@ class WriteBehind:
     def _delete(self, key: bytes) -> None:
         with self._lock:
             self._forgotten -= 1
-        if time.monotonic() < self._give_up_at:
+        if self._give_up_at == _NEVER:  # a shutdown has no time for it
             self._line.call("delete", self._put_seconds, lambda timeout: self._store.delete([key], timeout))
 
     def _take(self) -> list[tuple[bytes, HostArray]]:
