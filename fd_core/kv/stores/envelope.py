@@ -1,6 +1,6 @@
 """The envelope of every stored value: what proves that it is whole, ours and under its own key.
 
-A stored value is a header of 64 bytes and the payload behind it. Stores are best effort and may be written to by
+A stored value is a header of 80 bytes and the payload behind it. Stores are best effort and may be written to by
 others, so nothing about a value is believed before its digest was checked, and nothing of a damaged value is used.
 """
 
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import enum
 import hmac
+import os
 import struct
 import zlib
 from typing import Final, Literal
 
-from blake3 import blake3
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from fd_core.kv.stores.contract import MAX_KEY_BYTES, Bytes
 
@@ -24,13 +25,16 @@ COMPRESSIONS: Final[tuple[Compression, ...]] = ("none", "zlib")
 
 _MAGIC: Final = b"FDKV"
 _FORMAT_VERSION: Final = 1
-_FIELDS: Final = struct.Struct("<4sBBBxII32s")
-"""Magic, format version, compression, key length, zero, raw and payload length in bytes, key padded with zeros."""
+_FIELDS: Final = struct.Struct("<4sBBBxII32s12s4x")
+"""Magic, format version, compression, key length, zero, raw and payload length in bytes, key padded with zeros, nonce,
+zeros."""
+_NONCE_BYTES: Final = 12
+_SECRET_BYTES: Final = 32
 _DIGEST_BYTES: Final = 16
 _ZLIB_LEVEL: Final = 1
 
 HEADER_BYTES: Final = _FIELDS.size + _DIGEST_BYTES
-"""64, so that a payload is as aligned as the value it lies in."""
+"""80, so that a payload is aligned to 16 bytes where its value is."""
 _MAX_PAYLOAD_BYTES: Final = 2**32 - 1
 
 
@@ -64,16 +68,16 @@ class Damaged(Exception):
 class Envelope:
     """Seals payloads and opens stored values. Safe to use from several threads at once.
 
-    The digest is keyed BLAKE3 with 16 bytes of output (github.com/BLAKE3-team/BLAKE3-specs) over the header's fields,
-    which include the key, and the payload as stored. Whoever lacks the secret cannot make a value that opens, nor move
-    one to another key.
+    The digest is AES-256-GMAC (NIST SP 800-38D) with a random nonce for each value, over the header's fields, which
+    include key and nonce, and the payload as stored. Whoever lacks the secret cannot make a value that opens, nor move
+    one to another key. It is the fastest keyed digest where processors have instructions for AES.
     """
 
     def __init__(self, secret: bytes, compression: Compression = "none") -> None:
         """`secret`: 32 bytes, see `fd_core.kv.stores.secret.derive`; `compression` of what is sealed from here on."""
-        if len(secret) != blake3.key_size:
-            raise ValueError(f"the secret has {len(secret)} bytes instead of {blake3.key_size}")
-        self._secret = secret
+        if len(secret) != _SECRET_BYTES:
+            raise ValueError(f"the secret has {len(secret)} bytes instead of {_SECRET_BYTES}")
+        self._secret = algorithms.AES(secret)
         self.compression = compression
 
     def seal(self, key: bytes, payload: Bytes) -> tuple[Bytes, Bytes]:
@@ -90,10 +94,11 @@ class Envelope:
             packed = zlib.compress(raw, _ZLIB_LEVEL)
             if len(packed) < len(raw):
                 stored, compression = memoryview(packed), "zlib"
+        nonce = os.urandom(_NONCE_BYTES)
         fields = _FIELDS.pack(
-            _MAGIC, _FORMAT_VERSION, COMPRESSIONS.index(compression), len(key), len(raw), len(stored), key
+            _MAGIC, _FORMAT_VERSION, COMPRESSIONS.index(compression), len(key), len(raw), len(stored), key, nonce
         )
-        return fields + self._digest(fields, stored), stored
+        return fields + self._digest(fields, stored, nonce), stored
 
     def open(self, key: bytes, value: Bytes, payload_bytes: int) -> memoryview:
         """Return the payload that was sealed under `key`, uint8[payload_bytes], usually a view into `value`.
@@ -105,7 +110,7 @@ class Envelope:
         if len(whole) < HEADER_BYTES:
             raise Damaged(Damage.SHORT)
         fields, digest, stored = whole[: _FIELDS.size], whole[_FIELDS.size : HEADER_BYTES], whole[HEADER_BYTES:]
-        magic, version, compression, key_length, raw_length, stored_length, padded_key = _FIELDS.unpack(fields)
+        magic, version, compression, key_length, raw_length, stored_length, padded_key, nonce = _FIELDS.unpack(fields)
         if magic != _MAGIC:
             raise Damaged(Damage.FOREIGN)
         if version != _FORMAT_VERSION:
@@ -116,7 +121,7 @@ class Envelope:
             raise Damaged(Damage.LENGTH)
         if (key_length, padded_key) != (len(key), key.ljust(MAX_KEY_BYTES, b"\0")):
             raise Damaged(Damage.KEY)
-        if not hmac.compare_digest(self._digest(fields, stored), digest):
+        if not hmac.compare_digest(self._digest(fields, stored, nonce), digest):
             raise Damaged(Damage.DIGEST)
         if COMPRESSIONS[compression] == "none":
             if len(stored) != payload_bytes:
@@ -124,8 +129,13 @@ class Envelope:
             return stored
         return _unpack(stored, payload_bytes)
 
-    def _digest(self, fields: Bytes, stored: memoryview) -> bytes:
-        return blake3(fields, key=self._secret).update(stored).digest(length=_DIGEST_BYTES)
+    def _digest(self, fields: Bytes, stored: memoryview, nonce: bytes) -> bytes:
+        # GMAC is GCM that encrypts nothing and authenticates everything.
+        mac = Cipher(self._secret, modes.GCM(nonce)).encryptor()
+        mac.authenticate_additional_data(fields)
+        mac.authenticate_additional_data(stored)
+        mac.finalize()
+        return mac.tag
 
 
 def _flat(buffer: Bytes) -> memoryview:

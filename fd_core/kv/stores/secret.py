@@ -9,7 +9,8 @@ import stat
 from pathlib import Path
 from typing import Final
 
-from blake3 import blake3
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fd_core.errors import ConfigError
 from fd_core.places import cache_folder
@@ -28,9 +29,9 @@ _OPEN_TO_OTHERS: Final = 0o037
 def derive(secret: bytes, purpose: str) -> bytes:
     """Return 32 bytes for one purpose; those of different purposes tell nothing about each other or `secret`.
 
-    BLAKE3 in its key derivation mode, with the purpose as the context.
+    HKDF with SHA-256 (RFC 5869), with the purpose as its info.
     """
-    return blake3(secret, derive_key_context=f"fd_core KV store {purpose}").digest()
+    return HKDF(SHA256(), length=32, salt=None, info=f"fd_core KV store {purpose}".encode()).derive(secret)
 
 
 def load_secret(file: Path | None = None) -> bytes:
