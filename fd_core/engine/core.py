@@ -21,6 +21,8 @@ from fd_core.runner.drafting import make_drafter
 from fd_core.runner.runner import Runner
 from fd_core.scheduling.drafts import DraftControl
 from fd_core.scheduling.scheduler import Scheduler
+from fd_core.scheduling.storage import StorageCounters
+from fd_core.scheduling.tradeoff import Pace
 from fd_core.types import FinishReason, RequestSpec, StepOutput, StepPlan
 
 __all__ = ["Engine", "load_engine"]
@@ -106,8 +108,11 @@ class Engine:
         drafts = scheduler.drafts
         proposed = () if drafts is None else tuple(drafts.drafted.tolist())
         accepted = () if drafts is None else tuple(drafts.accepted.tolist())
+        storage = scheduler.storage
+        kept = StorageCounters() if storage is None else storage.counters
         return EngineStats(
             running=scheduler.num_running,
+            loading=scheduler.num_loading,
             waiting=len(scheduler.waiting),
             take_backs_in_flight=scheduler.num_draining,
             kv_blocks_used=pool.num_owned,
@@ -127,6 +132,14 @@ class Engine:
             drafts_accepted=sum(accepted),
             drafts_proposed_per_position=proposed,
             drafts_accepted_per_position=accepted,
+            loads=kept.loads,
+            loaded_tokens=kept.loaded_tokens,
+            lost_tokens=kept.lost_tokens,
+            declined=kept.declined,
+            declined_tokens=kept.declined_tokens,
+            saved_tokens=kept.saved_tokens,
+            pace=Pace() if storage is None else storage.tradeoff.pace,
+            kv=None if self._kept_kv is None else self._kept_kv.stats(),
             stale_outputs=delivered.stale_outputs,
             finished_stop=ended[FinishReason.STOP],
             finished_length=ended[FinishReason.LENGTH],
@@ -210,6 +223,7 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
         pipeline_depth=limits.pipeline_depth,
         host_kv_bytes=0 if storage.keep is None else config.host_kv_memory,
         kv_store=storage.about,
+        kv_store_answers=storage.answers,
         epoch=epoch,
     )
     drafts = None

@@ -59,6 +59,8 @@ class KVStorage:
     envelope: Envelope | None = None
     about: str | None = None
     """A line about the store for the start-up summary."""
+    answers: bool = True
+    """Whether the store could be used at the first try."""
 
 
 class KeptKV:
@@ -152,9 +154,11 @@ def open_kv_storage(config: EngineConfig, plugins: Plugins, path: Path | None, n
     store = plugins.store_class(location.scheme)(location)
     secret = load_secret(Path(config.kv_store_secret_file) if config.kv_store_secret_file else None)
     compression: Compression = "zlib" if config.kv_store_compression == "zlib" else "none"
+    answers = True
     try:
         about = store.open(_OPEN_SECONDS)
     except StoreError as error:
+        answers = False
         about = f"{location.shown} cannot be used at the moment, so KV is computed meanwhile: {error}"
         _log.warning("KV store %s", about)
     return KVStorage(
@@ -163,6 +167,7 @@ def open_kv_storage(config: EngineConfig, plugins: Plugins, path: Path | None, n
         store,
         Envelope(derive(secret, "envelope"), compression),
         about,
+        answers,
     )
 
 

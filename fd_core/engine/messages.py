@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Final, get_args
+
 import msgspec
 
+from fd_core.kv.stores.contract import Trouble
+from fd_core.kv.tiers.breaker import BreakerState
+from fd_core.kv.tiers.stats import TierStats
+from fd_core.scheduling.tradeoff import Pace
 from fd_core.types import FinishReason, RequestSpec, TokenLogprobs
 
 __all__ = [
+    "BREAKER_STATES",
+    "STORE_TROUBLES",
     "Abort",
     "ClientMessage",
     "Delta",
@@ -17,7 +25,13 @@ __all__ = [
     "Shutdown",
     "StepEvents",
     "Submit",
+    "TierStats",
 ]
+
+BREAKER_STATES: Final[tuple[str, ...]] = get_args(BreakerState)
+"""Values of `TierStats.breaker` and `TierStats.write_breaker`."""
+STORE_TROUBLES: Final = tuple(trouble.value for trouble in Trouble)
+"""Keys of `TierStats.store_errors`."""
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -59,6 +73,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Host memory for KV outside the device."""
     kv_store: str | None = None
     """A line about the KV store, without secrets."""
+    kv_store_answers: bool = True
+    """Whether it could be used when the engine started."""
     epoch: int = 1
 
 
@@ -66,6 +82,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges and counters of an engine; counters only grow within an epoch."""
 
     running: int = 0
+    loading: int = 0
+    """Requests in a slot whose KV is on its way from outside the device."""
     waiting: int = 0
     take_backs_in_flight: int = 0
     kv_blocks_used: int = 0
@@ -92,6 +110,21 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Of the drafts verified, those at each place behind the last token; empty without speculation."""
     drafts_accepted_per_position: tuple[int, ...] = ()
     """Likewise of those kept."""
+    loads: int = 0
+    """Requests that waited for KV from outside the device."""
+    loaded_tokens: int = 0
+    """Tokens that they did not have to compute."""
+    lost_tokens: int = 0
+    """Tokens that were to be loaded and had to be computed after all."""
+    declined: int = 0
+    """Requests that computed what could have been loaded, because that was sooner."""
+    declined_tokens: int = 0
+    saved_tokens: int = 0
+    """Tokens whose KV was copied from the device."""
+    pace: Pace = Pace()
+    """What computing and loading were measured to cost."""
+    kv: TierStats | None = None
+    """Of KV outside the device; None if none is kept there."""
     stale_outputs: int = 0
     """Outputs dropped because epoch, step or gen did not match."""
     finished_stop: int = 0

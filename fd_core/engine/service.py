@@ -10,7 +10,16 @@ from collections.abc import Callable
 from typing import Protocol
 
 from fd_core.engine.core import Engine
-from fd_core.engine.messages import Abort, ClientMessage, Delta, EngineMessage, Shutdown, StepEvents, Submit
+from fd_core.engine.messages import (
+    Abort,
+    ClientMessage,
+    Delta,
+    EngineMessage,
+    EngineStats,
+    Shutdown,
+    StepEvents,
+    Submit,
+)
 
 __all__ = ["Inbox", "serve_engine"]
 
@@ -29,6 +38,7 @@ def serve_engine(engine: Engine, inbox: Inbox, send: Callable[[EngineMessage], N
     """Serve until told to shut down. Errors of a step end the loop: the client sees a dead engine."""
     engine.on_admission = lambda admitted: send(StepEvents([], None, engine.info.epoch, admitted))
     last_stats = 0.0
+    told: EngineStats | None = None
     was_busy = True
     stopping = False
     while not (stopping and not engine.has_work):
@@ -45,14 +55,14 @@ def serve_engine(engine: Engine, inbox: Inbox, send: Callable[[EngineMessage], N
         deltas += engine.step()
         now = time.monotonic()
         busy = engine.has_work
-        due = now - last_stats >= _STATS_SECONDS and (busy or was_busy)
-        # The turn to idle is told at once, so that gauges are exact whenever nothing runs.
-        if due or (was_busy and not busy):
-            send(StepEvents(deltas, engine.stats(), engine.info.epoch))
-            last_stats, was_busy = now, busy
-        elif deltas:
-            send(StepEvents(deltas, None, engine.info.epoch))
-            was_busy = busy
-        else:
-            was_busy = busy
+        news: EngineStats | None = None
+        # The turn to idle is told at once, so that gauges are exact whenever nothing runs. Writes to a KV store go on
+        # behind it, so an idle engine tells what changed.
+        if now - last_stats >= _STATS_SECONDS or (was_busy and not busy):
+            stats, last_stats = engine.stats(), now
+            if stats != told:
+                news = told = stats
+        if deltas or news is not None:
+            send(StepEvents(deltas, news, engine.info.epoch))
+        was_busy = busy
     engine.close()

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 import fd_core
 from fd_core.engine.client import EngineClient
 from fd_core.engine.messages import EngineStats
+from fd_core.server.kv_metrics import kv_metrics
 
 __all__ = ["Histogram", "ServerMetrics"]
 
@@ -28,6 +29,7 @@ _END_TO_END: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0
 
 _GAUGES: Final[Sequence[tuple[str, str, Callable[[EngineStats], float]]]] = (
     ("requests_running", "Requests in a slot", lambda s: s.running),
+    ("requests_loading", "Requests in a slot whose KV is being loaded", lambda s: s.loading),
     ("requests_waiting", "Requests waiting for a slot", lambda s: s.waiting),
     ("take_backs_in_flight", "Slots taken back whose acknowledgement is awaited", lambda s: s.take_backs_in_flight),
     ("kv_blocks_used", "KV blocks owned by requests", lambda s: s.kv_blocks_used),
@@ -52,6 +54,12 @@ _COUNTERS: Final[Sequence[tuple[str, str, Callable[[EngineStats], int]]]] = (
     ("prefix_hits_tokens", "Prompt tokens found in the prefix cache", lambda s: s.prefix_hits),
     ("drafts_proposed_tokens", "Draft tokens verified", lambda s: s.drafts_proposed),
     ("drafts_accepted_tokens", "Draft tokens kept", lambda s: s.drafts_accepted),
+    ("kv_loads", "Requests that waited for KV from outside the device", lambda s: s.loads),
+    ("kv_restored_tokens", "Tokens not computed because their KV was loaded", lambda s: s.loaded_tokens),
+    ("kv_lost_tokens", "Tokens that were to be loaded and had to be computed after all", lambda s: s.lost_tokens),
+    ("kv_declined_loads", "Loads left undone because computing was estimated to be sooner", lambda s: s.declined),
+    ("kv_declined_tokens", "Tokens that were computed instead", lambda s: s.declined_tokens),
+    ("kv_saved_tokens", "Tokens whose KV was copied from the device", lambda s: s.saved_tokens),
     ("stale_outputs", "Outputs dropped because epoch, step or generation did not match", lambda s: s.stale_outputs),
 )
 
@@ -142,6 +150,7 @@ class ServerMetrics(Collector):
             for position, count in enumerate(counts(stats)):
                 family.add_metric([str(position)], count)
             yield family
+        yield from kv_metrics(stats, client.info.block_size)
         finished = CounterMetricFamily("fdcore_engine_finished", "Requests that the engine ended", labels=["reason"])
         for reason in ("stop", "length", "abort", "error"):
             finished.add_metric([reason], getattr(stats, f"finished_{reason}"))

@@ -1,0 +1,80 @@
+"""What the metrics say about KV outside the device: nothing where there is none, all of it where there is."""
+
+from __future__ import annotations
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from fd_core.engine.messages import EngineStats, TierStats
+from fd_core.scheduling.tradeoff import Pace
+from fd_core.server.kv_metrics import kv_metrics
+
+KV = TierStats(
+    host_blocks=3,
+    host_bytes=300,
+    host_limit_bytes=1000,
+    pending_write_bytes=77,
+    loaded_blocks_host=2,
+    loaded_blocks_store=5,
+    host_hit_blocks=4,
+    store_hit_blocks=6,
+    written_blocks=8,
+    dropped_blocks=1,
+    damaged={"digest": 2},
+    store_errors={"timeout": 3},
+    breaker="open",
+    store="disk:kv",
+)
+
+
+def metrics(stats: EngineStats) -> dict[str, float]:
+    class Kept(Collector):
+        def collect(self):
+            return kv_metrics(stats, 16)
+
+    registry = CollectorRegistry()
+    registry.register(Kept())
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    return {
+        sample.name + "".join(f"[{value}]" for _, value in sorted(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_without_kv_outside_the_device_there_are_no_metrics_of_it() -> None:
+    assert metrics(EngineStats()) == {}
+
+
+def test_what_the_tiers_know_is_told() -> None:
+    told = metrics(EngineStats(kv=KV, pace=Pace(prefill_token=0.002, store_block=0.5)))
+    assert told["fdcore_kv_host_bytes"] == 300
+    assert told["fdcore_kv_host_limit_bytes"] == 1000
+    assert told["fdcore_kv_store_pending_bytes"] == 77
+    assert (told["fdcore_kv_loaded_tokens_total[host]"], told["fdcore_kv_loaded_tokens_total[store]"]) == (32, 80)
+    assert (told["fdcore_kv_found_blocks_total[host]"], told["fdcore_kv_found_blocks_total[store]"]) == (4, 6)
+    assert (told["fdcore_kv_store_written_blocks_total"], told["fdcore_kv_store_dropped_blocks_total"]) == (8, 1)
+    assert told["fdcore_kv_store_damaged_total[digest]"] == 2
+    assert told["fdcore_kv_store_failures_total[timeout]"] == 3
+    assert told["fdcore_kv_store_failures_total[full]"] == 0, "a failure that comes later must be seen as growth"
+    states = {name: value for name, value in told.items() if name.startswith("fdcore_kv_store_breaker")}
+    assert len(states) == 6
+    assert {name for name, value in states.items() if value} == {
+        "fdcore_kv_store_breaker[open][read]",
+        "fdcore_kv_store_breaker[closed][write]",
+    }
+    assert (told["fdcore_kv_pace_prefill_token_seconds"], told["fdcore_kv_pace_store_block_seconds"]) == (0.002, 0.5)
+    assert "fdcore_kv_pace_host_block_seconds" not in told, "nothing was measured"
+
+
+def test_without_a_store_nothing_is_said_of_one() -> None:
+    told = metrics(EngineStats(kv=msgspec.structs.replace(KV, store=None)))
+    assert "fdcore_kv_host_bytes" in told
+    assert not [name for name in told if name.startswith("fdcore_kv_store")]
+
+
+def test_statistics_survive_the_way_to_the_server() -> None:
+    stats = EngineStats(kv=KV, pace=Pace(host_block=0.25), loads=2)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(stats), type=EngineStats) == stats
