@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from rich.console import Console
 from rich.table import Table
 
 from fd_core.config import ServerConfig
 from fd_core.engine.messages import EngineInfo
+from fd_core.sizes import format_size
 
 __all__ = ["show_summary", "summary"]
+
+_LOUD: Final = "WARNING: "
+"""Begins a value that people should not overlook."""
 
 
 def summary(info: EngineInfo, server: ServerConfig, url: str) -> list[tuple[str, str]]:
@@ -27,6 +33,8 @@ def summary(info: EngineInfo, server: ServerConfig, url: str) -> list[tuple[str,
             f"{info.num_kv_blocks:,} blocks of {info.block_size} tokens hold {tokens:,} tokens "
             f"({info.kv_cache_bytes / 1e6:,.0f} MB)",
         ),
+        ("KV on the host", format_size(info.host_kv_bytes) if info.host_kv_bytes else "none"),
+        ("KV store", _store(info)),
         ("max_num_seqs", f"{info.max_num_seqs:,}"),
         ("max_num_batched_tokens", f"{info.max_num_batched_tokens:,}"),
         ("max_model_len", f"{info.max_model_len:,}"),
@@ -40,9 +48,15 @@ def show_summary(console: Console, rows: list[tuple[str, str]]) -> None:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for label, value in rows:
-        table.add_row(label, value)
+        table.add_row(label, value, style="bold red" if value.startswith(_LOUD) else None)
     console.print(table, markup=False, highlight=False)
     console.print("Ctrl-C stops it after running requests have ended.")
+
+
+def _store(info: EngineInfo) -> str:
+    if info.kv_store is None:
+        return "none: KV ends with the engine"
+    return info.kv_store if info.kv_store_answers else _LOUD + info.kv_store
 
 
 def _clients(server: ServerConfig) -> str:

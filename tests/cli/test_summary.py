@@ -1,0 +1,47 @@
+"""What people read when the server is ready."""
+
+from __future__ import annotations
+
+import io
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from fd_core.cli.summary import show_summary, summary
+from fd_core.config import ServerConfig
+from fd_core.engine.messages import EngineInfo
+from tests.engine.helpers import null_engine
+
+
+@pytest.fixture(scope="module")
+def info() -> EngineInfo:
+    engine = null_engine()
+    engine.close()
+    return engine.info
+
+
+def said(info: EngineInfo) -> dict[str, str]:
+    return dict(summary(info, ServerConfig(), "http://127.0.0.1:8000"))
+
+
+def test_host_memory_and_no_store(info: EngineInfo) -> None:
+    rows = said(info)
+    assert rows["KV on the host"] == "512.0 MiB"
+    assert rows["KV store"].startswith("none")
+    assert said(msgspec.structs.replace(info, host_kv_bytes=0))["KV on the host"] == "none"
+
+
+def test_a_store_is_described_and_one_that_cannot_be_used_stands_out(info: EngineInfo) -> None:
+    well = msgspec.structs.replace(info, kv_store="redis://host:6379/0: redis 7")
+    assert said(well)["KV store"] == "redis://host:6379/0: redis 7"
+    about = "redis://host:6379/0 cannot be used at the moment, so KV is computed meanwhile: refused"
+    badly = msgspec.structs.replace(info, kv_store=about, kv_store_answers=False)
+    assert said(badly)["KV store"] == f"WARNING: {about}"
+    loud = {}
+    for name, each in (("well", well), ("badly", badly)):
+        out = io.StringIO()
+        show_summary(Console(file=out, force_terminal=True, width=200), list(said(each).items()))
+        loud[name] = [line for line in out.getvalue().splitlines() if "\x1b[1;31m" in line]
+    assert loud["well"] == []
+    assert "cannot be used at the moment" in "".join(loud["badly"])
