@@ -239,7 +239,7 @@ class Plugins:
         return self._find(SCHEDULER, name).load()
 
     def choose_backend(self, name: str = "auto") -> Choice:
-        """Return the backend called `name`, or for `auto` the available one of the highest rank.
+        """Return the backend called `name`, or for `auto` the available one of the highest rank, none that is emulated.
 
         Raises `PluginError` if the named one is missing or cannot run here, or if none can.
         """
@@ -260,13 +260,14 @@ class Plugins:
         passed_over = [str(problem) for problem in self._problems if problem.kind in (None, BACKEND)]
         for name, registered in sorted(self.backends().items()):
             try:
-                backend, availability = registered.load(), registered.probe()
+                backend = registered.load()
+                if backend.auto_rank < 0:
+                    continue
+                availability = registered.probe()
             except PluginError as error:
                 passed_over.append(f"{name}: {error.message}")
                 continue
-            if backend.auto_rank < 0:
-                continue
-            if availability.available:
+            if availability.available and not availability.emulated:
                 available.append((backend.auto_rank, name, backend, availability.reason))
             else:
                 passed_over.append(f"{name}: {availability.reason}")

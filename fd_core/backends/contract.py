@@ -28,6 +28,8 @@ class Availability:
     available: bool
     reason: str
     """One line a user understands, in either case."""
+    emulated: bool = False
+    """It would run on another device than the one it is for. Such a backend runs only when asked for by name."""
 
 
 class Model(Protocol):
@@ -70,6 +72,10 @@ class Backend(abc.ABC):
     auto_rank: ClassVar[int] = 0
     """`--backend auto` takes the available backend of the highest rank; below 0 it is never taken by itself."""
 
+    emulated: bool = False
+    """Whether this instance computes on another device than the one it is for. Set by the constructor; whoever shows a
+    result shows this with it, for it says nothing about the device."""
+
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
 
@@ -87,7 +93,7 @@ class Backend(abc.ABC):
         """Return bytes that weights and KV cache may still take on the device."""
 
     def describe(self) -> str:
-        """Return one line about the device and the kernels in use."""
+        """Return one line about the device and the kernels in use; it has the word "emulated" where that is true."""
         return self.name
 
     def load_model(self, path: Path | None, ops: Ops, progress: LoadProgress) -> Model:

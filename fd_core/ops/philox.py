@@ -2,8 +2,8 @@
 3", SC 2011).
 
 A number is a function of a key and a counter, so a request draws the same one for the same position whatever batch it
-runs in. The key is the request's seed, the counter the token's position. The generator is written once for numpy and
-for torch: a 32-bit word travels in a signed 64-bit integer, whose products wrap to the right bits.
+runs in. The key is the request's seed, the counter the token's position. The generator is written once for all
+frameworks: a 32-bit word travels in a signed 64-bit integer, whose products wrap to the right bits.
 """
 
 from __future__ import annotations
@@ -24,31 +24,38 @@ _MANTISSA_BITS = 24
 
 
 def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tuple[Any, Any, Any, Any]:
-    """Encrypt counters with keys; every argument is an int64 array (numpy or torch) of values below 2^32.
+    """Encrypt counters with keys; every argument is an int64 array of any framework, of values below 2^32.
 
     All arrays share one shape; returns four arrays of that shape with values below 2^32.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
+    word = _word(c0)
     for _ in range(_ROUNDS):
         product0 = c0 * _MULTIPLIERS[0]
         product1 = c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
-            ((product1 >> 32) & _WORD) ^ c1 ^ k0,
-            product1 & _WORD,
-            ((product0 >> 32) & _WORD) ^ c3 ^ k1,
-            product0 & _WORD,
+            ((product1 >> 32) & word) ^ c1 ^ k0,
+            product1 & word,
+            ((product0 >> 32) & word) ^ c3 ^ k1,
+            product0 & word,
         )
-        k0 = (k0 + _WEYL[0]) & _WORD
-        k1 = (k1 + _WEYL[1]) & _WORD
+        k0 = (k0 + _WEYL[0]) & word
+        k1 = (k1 + _WEYL[1]) & word
     return c0, c1, c2, c3
 
 
 def random_bits(seeds: Any, positions: Any) -> Any:
     """Return int64[R], 24 random bits for each row; `seeds` is int64[R] (bits), `positions` int64[R], not negative."""
     zero = positions * 0
-    words = philox4x32((positions, zero, zero, zero), (seeds & _WORD, (seeds >> 32) & _WORD))
+    word = _word(positions)
+    words = philox4x32((positions, zero, zero, zero), (seeds & word, (seeds >> 32) & word))
     return words[0] >> (32 - _MANTISSA_BITS)
+
+
+def _word(like: Any) -> Any:
+    """Return 2^32 - 1 in the shape of an array; Paddle has no bitwise operation of an array and a number."""
+    return like * 0 + _WORD
 
 
 def uniform(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int32]) -> npt.NDArray[np.float32]:
