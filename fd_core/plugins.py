@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from types import ModuleType
@@ -20,7 +19,8 @@ import pluggy
 
 from fd_core import hookspecs
 from fd_core.errors import PluginError
-from fd_core.hookspecs import CONTRACT_VERSION, ENTRY_POINT_GROUP, Entry
+from fd_core.hookspecs import ENTRY_POINT_GROUP, Entry
+from fd_core.plugin_rules import StrangerError, check_module, checked_entries, described, shielded
 
 if TYPE_CHECKING:
     from fd_core.backends.contract import Availability, Backend
@@ -48,9 +48,6 @@ _BUILTIN_MODULES: Final = (
     "fd_core.runner.builtin",
     "fd_core.kv.stores.builtin",
 )
-_HOOK_PREFIX: Final = "fd_"
-_NAME: Final = re.compile(r"[a-z0-9_+]+")
-_TARGET: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +91,8 @@ class Problem:
 
     origin: Origin
     cause: str
+    hint: str
+    """What to do about it."""
     kind: Kind | None = None
     """Set with `name` if one name is refused; otherwise the whole plugin is."""
     name: str | None = None
@@ -131,7 +130,8 @@ class Registered:
         cls = self._attempt(lambda: _import_target(self.entry.target))
         base = _import_target(self.kind.base)
         if not (isinstance(cls, type) and issubclass(cls, base)):
-            raise self._error(f"{self.entry.target} is not a subclass of {self.kind.base}")
+            hint = "derive it from that class, or correct the target of the Entry"
+            raise self._error(f"{self.entry.target} is not a subclass of {self.kind.base}", hint)
         return cls
 
     def probe(self) -> Availability:
@@ -140,19 +140,19 @@ class Registered:
 
         answer = self._attempt(self.load().probe)
         if not isinstance(answer, Availability):
-            raise self._error(f"{self.entry.target}.probe returned {_described(answer)} instead of an Availability")
+            cause = f"{self.entry.target}.probe returned {described(answer)} instead of an Availability"
+            raise self._error(cause, "return Availability(True or False, the reason in one line)")
         return answer
 
     def _attempt(self, action: Callable[[], Any]) -> Any:
         try:
-            return _shielded(action)
-        except _StrangerError as error:
-            raise self._error(str(error)) from error
+            return shielded(action)
+        except StrangerError as error:
+            raise self._error(str(error), error.hint) from error
 
-    def _error(self, cause: str) -> PluginError:
-        return PluginError(
-            f"{self.kind.word} {self.name} of plugin {self.origin} cannot be used: {cause}", field=self.kind.flag
-        )
+    def _error(self, cause: str, hint: str) -> PluginError:
+        message = f"{self.kind.word} {self.name} of plugin {self.origin} cannot be used: {cause}"
+        return PluginError(message, field=self.kind.flag, hint=hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +197,11 @@ class Plugins:
     def origins(self) -> tuple[Origin, ...]:
         """Plugins that were registered."""
         return tuple(self._origins)
+
+    def offers(self, origin: Origin) -> tuple[Registered, ...]:
+        """Everything that one plugin offers, names that others offer as well included."""
+        offers = (offer for by_name in self._offers.values() for same in by_name.values() for offer in same)
+        return tuple(offer for offer in offers if offer.origin == origin)
 
     def backends(self) -> Mapping[str, Registered]:
         """Return the backends by name."""
@@ -289,7 +294,7 @@ class Plugins:
             return usable[name]
         for problem in self._problems:
             if problem.concerns(kind, name):
-                raise PluginError(f"{kind.word} {name} cannot be used: {problem}", field=kind.flag)
+                raise PluginError(f"{kind.word} {name} cannot be used: {problem}", field=kind.flag, hint=problem.hint)
         hint = f"there are: {', '.join(sorted(usable)) or 'none'}"
         if _plugin_of(name) in KNOWN_PLUGINS:
             hint += f"; `fdcore install {_plugin_of(name)}` installs the plugin"
@@ -298,15 +303,16 @@ class Plugins:
     def _admit(self, origin: Origin, load: Callable[[], Any]) -> None:
         """Register one plugin whole, or keep why it cannot be."""
         try:
-            module = _shielded(load)
-            _check_module(module)
+            module = shielded(load)
+            check_module(module)
             self._manager.register(module, name=f"{origin.distribution}:{origin.entry_point}")
             offers = [offer for kind in KINDS for offer in self._ask(kind, module, origin)]
-        except _StrangerError as error:
-            self._problems.append(Problem(origin, str(error)))
+        except StrangerError as error:
+            self._problems.append(Problem(origin, str(error), error.hint))
             return
         except (pluggy.PluginValidationError, ValueError) as error:
-            self._problems.append(Problem(origin, " ".join(str(error).split())))
+            hint = "give the hook the arguments that it has in fd_core/hookspecs.py, and each module one entry point"
+            self._problems.append(Problem(origin, " ".join(str(error).split()), hint))
             return
         self._origins.append(origin)
         for offer in offers:
@@ -315,35 +321,23 @@ class Plugins:
     def _ask(self, kind: Kind, module: ModuleType, origin: Origin) -> list[Registered]:
         others = [plugin for plugin in self._manager.get_plugins() if plugin is not module]
         hook = self._manager.subset_hook_caller(kind.hook, others)
-        answers: list[object] = _shielded(hook)
-        return [Registered(kind, entry, origin) for answer in answers for entry in _checked_entries(kind.hook, answer)]
+        answers: list[object] = shielded(hook)
+        return [Registered(kind, entry, origin) for answer in answers for entry in checked_entries(kind.hook, answer)]
 
     def _refuse_contested_names(self) -> None:
         for kind in KINDS:
             for name, offers in self._offers[kind].items():
                 if len(offers) > 1:
                     givers = " and ".join(offer.origin.distribution for offer in offers)
-                    cause = f"the {kind.word} name {name!r} is offered by {givers}; uninstall one of them"
-                    self._problems.append(Problem(offers[-1].origin, cause, kind, name))
+                    cause = f"the {kind.word} name {name!r} is offered by {givers}"
+                    hint = "uninstall one of them, or give your own another name"
+                    self._problems.append(Problem(offers[-1].origin, cause, hint, kind, name))
 
 
 @cache
 def installed_plugins() -> Plugins:
     """Discover the plugins of this environment, once in a process."""
     return Plugins.discover()
-
-
-class _StrangerError(Exception):
-    """Code or data of a plugin broke a rule; the text is the cause."""
-
-
-def _shielded(action: Callable[[], Any]) -> Any:
-    """Run code of a plugin; whatever it raises becomes that plugin's problem."""
-    try:
-        return action()
-    except (Exception, SystemExit) as error:
-        text = " ".join(str(error).split())
-        raise _StrangerError(f"{type(error).__name__}: {text}" if text else type(error).__name__) from error
 
 
 def _plugin_of(name: str) -> str:
@@ -358,50 +352,6 @@ def _origin(point: importlib.metadata.EntryPoint) -> Origin:
     return Origin(point.dist.name, point.dist.version, point.name)
 
 
-def _check_module(module: object) -> None:
-    """Refuse a plugin that was built for another contract or has a hook that there is not."""
-    if not isinstance(module, ModuleType):
-        raise _StrangerError(f"the entry point names {_described(module)}; it must name a module")
-    version = getattr(module, "FD_CONTRACT", None)
-    if version is None:
-        raise _StrangerError(f"{module.__name__} declares no FD_CONTRACT; this fd_core speaks {CONTRACT_VERSION}")
-    if type(version) is not int or version != CONTRACT_VERSION:
-        raise _StrangerError(f"it was built for contract {version!r}; this fd_core speaks {CONTRACT_VERSION}")
-    known = {name for name in vars(hookspecs) if name.startswith(_HOOK_PREFIX)}
-    for name, value in vars(module).items():
-        if not callable(value):
-            continue
-        marker = getattr(value, "fd_core_impl", None)
-        if marker is None and not name.startswith(_HOOK_PREFIX):
-            continue
-        hook = (marker or {}).get("specname") or name
-        if hook not in known:
-            raise _StrangerError(f"{hook} is not a hook; there are {', '.join(sorted(known))}")
-        if marker is None:
-            raise _StrangerError(f"{name} is not marked with fd_core.hookspecs.hookimpl")
-
-
-def _checked_entries(hook: str, answer: object) -> list[Entry]:
-    if not isinstance(answer, Sequence) or isinstance(answer, str):
-        raise _StrangerError(f"{hook} returned {_described(answer)} instead of a sequence of Entry")
-    entries: list[Entry] = []
-    for item in answer:
-        if not isinstance(item, Entry):
-            raise _StrangerError(f"{hook} returned a sequence with {_described(item)} instead of an Entry")
-        if not isinstance(item.name, str) or not _NAME.fullmatch(item.name):
-            raise _StrangerError(f"{hook}: name {item.name!r} may have lower case, digits, _ and + only")
-        if not isinstance(item.target, str) or not _TARGET.fullmatch(item.target):
-            raise _StrangerError(f"{hook}: target {item.target!r} of {item.name} is not package.module:Class")
-        if not isinstance(item.summary, str):
-            raise _StrangerError(f"{hook}: summary of {item.name} is {_described(item.summary)} instead of a line")
-        entries.append(item)
-    return entries
-
-
 def _import_target(target: str) -> Any:
     module, _, attribute = target.partition(":")
     return getattr(importlib.import_module(module), attribute)
-
-
-def _described(value: object) -> str:
-    return f"{type(value).__name__} {value!r:.60}"

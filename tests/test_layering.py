@@ -18,7 +18,8 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"errors"},
     "signals": {"types"},
     "hookspecs": set(),
-    "plugins": {"backends", "errors", "hookspecs", "kv", "runner", "scheduling"},
+    "plugin_rules": {"hookspecs"},
+    "plugins": {"backends", "errors", "hookspecs", "kv", "plugin_rules", "runner", "scheduling"},
     "kv": BASE | {"hookspecs", "ops"},  # the tiers copy from and to `ops.contract.KVCache`
     "scheduling": BASE | {"kv", "hookspecs"},
     "ops": BASE | {"signals"},
