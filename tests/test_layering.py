@@ -29,8 +29,8 @@ ALLOWED: dict[str, set[str]] = {
     "runner": BASE | {"backends", "hookspecs", "ops"},
     "engine": BASE | {"backends", "kv", "models", "plugins", "runner", "scheduling", "signals", "text"},
     "server": BASE | {"engine", "text"},
-    "cli": BASE | {"engine", "hookspecs", "models", "plugins", "server", "text"},
-    "testing": BASE | {"backends", "engine", "kv", "ops", "plugins", "runner", "scheduling", "signals"},
+    "cli": BASE | {"engine", "hookspecs", "models", "plugins", "server", "testing", "text"},
+    "testing": BASE | {"backends", "engine", "kv", "models", "ops", "plugins", "runner", "scheduling", "signals"},
 }
 """Part of fd_core to the other parts that it may import, anywhere in its files."""
 

@@ -7,7 +7,10 @@ import numpy as np
 
 from fd_core.config import EngineConfig
 from fd_core.engine.core import Engine, load_engine
-from fd_core.types import FinishReason, RequestSpec, SamplingParams, TokenLogprobs
+from fd_core.testing.texts import Texts, run
+from fd_core.types import RequestSpec, SamplingParams
+
+__all__ = ["EOS", "Texts", "golden", "null_engine", "random_specs", "run"]
 
 EOS = (256,)
 
@@ -44,38 +47,6 @@ def random_specs(count: int, seed: int, *, max_prompt: int = 120, max_tokens: in
         )
         for index in range(count)
     ]
-
-
-class Texts:
-    """Collects what an engine delivers, and checks the shape of every stream."""
-
-    def __init__(self) -> None:
-        self.tokens: dict[str, list[int]] = {}
-        self.ends: dict[str, FinishReason] = {}
-        self.scores: dict[str, list[TokenLogprobs]] = {}
-
-    def take(self, deltas: list) -> None:
-        for delta in deltas:
-            assert delta.request_id not in self.ends, "a delta after the end"
-            assert all(token >= 0 for token in delta.token_ids)
-            assert delta.logprobs is None or len(delta.logprobs) == len(delta.token_ids)
-            self.tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
-            self.scores.setdefault(delta.request_id, []).extend(delta.logprobs or ())
-            if delta.finish_reason is not None:
-                self.ends[delta.request_id] = delta.finish_reason
-
-
-def run(engine: Engine, specs: list[RequestSpec], max_steps: int = 20_000) -> Texts:
-    texts = Texts()
-    for spec in specs:
-        texts.take(engine.submit(spec))
-    for _ in range(max_steps):
-        if not engine.has_work:
-            break
-        texts.take(engine.step())
-        engine.check_integrity()
-    assert not engine.has_work, "the engine did not come to rest"
-    return texts
 
 
 _GOLDEN: dict[bytes, list[int]] = {}

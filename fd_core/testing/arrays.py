@@ -1,0 +1,106 @@
+"""Arrays for packs: random values that every dtype holds, metadata of steps, and what counts as equal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.ops.contract import Array, Ops, SampleInput, StepInput
+from fd_core.types import IntArray, RawTensor
+
+__all__ = ["TOLERANCE", "Values", "activations", "assert_near", "on_device", "raw", "sample_input", "step_input"]
+
+Floats = npt.NDArray[np.float32]
+
+TOLERANCE: Final[Mapping[str, float]] = {"float32": 2e-5, "bfloat16": 4e-2}
+"""Largest error of one operation by dtype, as a share of its largest result; the mean may be an eighth of it.
+
+float32 sums in another order than the oracle; bfloat16 keeps 8 bits and rounds inputs, weights and results.
+"""
+
+
+class Values:
+    """Random numbers in the order asked for: two packs that ask in the same order get the same."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._rng = np.random.default_rng(seed)
+
+    def __call__(self, *shape: int, scale: float = 1.0) -> Floats:
+        """Return float32 numbers that bfloat16 holds as well, so that packs of both dtypes compute from the same."""
+        values = self._rng.standard_normal(shape, np.float32) * np.float32(scale)
+        rounded: Floats = (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+        return rounded
+
+
+def assert_near(ops: Ops, found: Array, expected: npt.NDArray[Any]) -> None:
+    """Compare what a pack computed with what is right, as exactly as its dtype allows."""
+    tolerance = TOLERANCE[ops.dtype]
+    values = np.asarray(ops.to_host(found), np.float64).reshape(expected.shape)
+    scale = max(float(np.abs(expected).max()), 1e-3)
+    error = np.abs(values - expected)
+    assert np.isfinite(values).all()
+    assert error.max() < tolerance * scale, f"off by {error.max():.3g} where the largest value is {scale:.3g}"
+    assert error.mean() < tolerance / 8 * scale, f"off by {error.mean():.3g} on average"
+
+
+def raw(values: npt.NDArray[Any]) -> RawTensor:
+    """Return a weight as a checkpoint holds it, float32."""
+    return RawTensor("F32", values.astype(np.float32))
+
+
+def activations(ops: Ops, values: Floats) -> Array:
+    """Return [T, H] values as activations of the pack, whatever their dtype there; a fresh array each time."""
+    rows = ops.from_host(np.arange(len(values), dtype=np.int32))
+    return ops.embedding(ops.prepare_embedding(raw(values)), rows)
+
+
+def on_device(ops: Ops, value: Any) -> Any:
+    """Return a StepInput or SampleInput of numpy arrays with its arrays on the pack's device."""
+    arrays = {
+        each.name: ops.from_host(getattr(value, each.name))
+        for each in fields(value)
+        if isinstance(getattr(value, each.name), np.ndarray)
+    }
+    return replace(value, **arrays)
+
+
+def sample_input(rows: int, **columns: Any) -> SampleInput:
+    """Return parameters of `rows` rows; a column is a value for all or one for each."""
+    defaults: dict[str, tuple[float, type[np.generic]]] = {
+        "temperature": (1.0, np.float32),
+        "top_k": (0, np.int32),
+        "top_p": (1.0, np.float32),
+        "min_p": (0.0, np.float32),
+        "seeds": (0, np.uint64),
+        "positions": (0, np.int32),
+    }
+    arrays = {
+        name: np.broadcast_to(np.asarray(columns.get(name, default), dtype), (rows,)).copy()
+        for name, (default, dtype) in defaults.items()
+    }
+    filters = (arrays["top_k"] > 0) | (arrays["top_p"] < 1) | (arrays["min_p"] > 0)
+    return SampleInput(**arrays, all_greedy=bool((arrays["temperature"] == 0).all()), any_filter=bool(filters.any()))
+
+
+def step_input(rows: Sequence[tuple[int, int]], block_size: int, tables: IntArray) -> StepInput:
+    """Return the metadata of (tokens, context) rows over the given block tables."""
+    counts, contexts = (np.array(column, np.int32) for column in zip(*rows, strict=True))
+    query_start = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
+    row_of = np.repeat(np.arange(len(rows)), counts)
+    positions = np.concatenate([np.arange(context - count, context) for count, context in rows]).astype(np.int32)
+    slots = tables[row_of, positions // block_size] * block_size + positions % block_size
+    return StepInput(
+        token_ids=np.zeros(len(positions), np.int32),
+        positions=positions,
+        kv_slots=slots.astype(np.int32),
+        query_start=query_start,
+        context_len=contexts,
+        block_tables=tables,
+        logits_rows=query_start[1:] - 1,
+        max_query=int(counts.max()),
+        max_context=int(contexts.max()),
+    )

@@ -1,0 +1,50 @@
+"""A drafter that knows the texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fd_core.config import SpeculativeConfig
+from fd_core.runner.drafting import PerSlotDrafter
+from fd_core.types import IntArray
+
+__all__ = ["KnowingDrafter", "speculation"]
+
+
+def speculation(k: int) -> SpeculativeConfig | None:
+    """Return settings for up to `k` drafts in every step, to be guessed by a drafter that a test puts in."""
+    if k == 0:
+        return None
+    return SpeculativeConfig(method="ngram", num_speculative_tokens=k, cheap_tokens=1000)
+
+
+class KnowingDrafter(PerSlotDrafter):
+    """Guesses from whole texts (prompt and what follows), wrong in a share of its tokens."""
+
+    name = "knowing"
+
+    def __init__(self, num_slots: int, whole: Sequence[Sequence[int]], wrong: float, seed: int) -> None:
+        self._whole = [list(text) for text in whole]
+        self._known: list[list[int]] = [[] for _ in range(num_slots)]
+        self._rng = np.random.default_rng(seed)
+        self._wrong = wrong
+
+    def admit(self, slot: int, tokens: IntArray) -> None:
+        """Begin with the tokens of an admission."""
+        self._known[slot] = tokens.tolist()
+
+    def grow(self, slot: int, tokens: IntArray) -> None:
+        """Append what was delivered."""
+        self._known[slot] += tokens.tolist()
+
+    def guess(self, slot: int, limit: int) -> IntArray:
+        """Return what the text that begins so goes on with; a wrong token is the id beside the right one."""
+        known = self._known[slot]
+        for text in self._whole:
+            if text[: len(known)] == known:
+                guess = np.array(text[len(known) : len(known) + limit], np.int32)
+                wrong = self._rng.random(len(guess)) < self._wrong
+                return np.where(wrong, np.where(guess > 0, guess - 1, 1), guess).astype(np.int32)
+        return np.empty(0, np.int32)

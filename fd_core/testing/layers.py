@@ -1,0 +1,132 @@
+"""One layer with random weights, built on any pack from the same values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.ops.contract import Activation, Experts, Heads, KVShape, Norm, Ops, Rope
+from fd_core.testing.arrays import Values, activations, on_device, raw, step_input
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What can differ between layers of models."""
+
+    heads: int = 4
+    kv_heads: int = 2
+    d: int = 16
+    hidden: int = 48
+    inner: int = 72
+    block_size: int = 8
+    rotary: int | None = None
+    interleaved: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    head_norms: bool = False
+    post_norm: bool = False
+    biases: bool = False
+    activation: Activation = "silu"
+    experts: int = 0
+    shared_expert: bool = False
+    correction_bias: bool = False
+
+
+ROWS: Final = [(1, 150), (40, 40), (1, 9), (3, 137), (1, 1), (20, 33)]
+"""(tokens, context): decodes, prefills from the start and chunks in the middle, across the 128-token chunks."""
+
+
+class LayerOn:
+    """A layer's weights and a cache on one pack, and a step over `rows`."""
+
+    def __init__(
+        self, ops: Ops, g: Geometry, rows: list[tuple[int, int]] | None = None, shared_blocks: int = 0
+    ) -> None:
+        rows = ROWS if rows is None else rows
+        self.ops, self.g, self.rows = ops, g, rows
+        make = Values()
+
+        def linear(*shapes: tuple[int, int], gated: bool = False) -> Any:
+            parts = [raw(make(*shape, scale=shape[1] ** -0.5)) for shape in shapes]
+            biases = [raw(make(shape[0])) for shape in shapes] if g.biases else None
+            return ops.prepare_linear(parts, biases, gated=gated)
+
+        def norm(width: int) -> Norm:
+            return Norm(ops.prepare_vector(1 + make(width, scale=0.1)), 1e-5)
+
+        half = (g.rotary or g.d) // 2
+        angles = np.arange(256)[:, None] / 100.0 ** (np.arange(half) / half)
+        rope = Rope(
+            ops.prepare_vector(np.cos(angles).astype(np.float32)),
+            ops.prepare_vector(np.sin(angles).astype(np.float32)),
+            g.interleaved,
+        )
+        self.norm = norm(g.hidden)
+        self.qkv = linear(*[(n * g.d, g.hidden) for n in (g.heads, g.kv_heads, g.kv_heads)])
+        q_norm, k_norm = (norm(g.d) if g.head_norms else None for _ in range(2))
+        self.heads = Heads(g.heads, g.kv_heads, g.d, g.d**-0.5, rope, q_norm, k_norm, g.window, g.softcap)
+        self.output = linear((g.hidden, g.heads * g.d))
+        self.post_norm = norm(g.hidden) if g.post_norm else None
+        self.gate_up = linear((g.inner, g.hidden), (g.inner, g.hidden), gated=True)
+        self.down = linear((g.hidden, g.inner))
+        self.experts = self._experts(make) if g.experts else None
+        width = -(-max(context for _, context in rows) // g.block_size)
+        tables = np.random.default_rng(7).permutation(len(rows) * width).reshape(len(rows), width).astype(np.int32)
+        tables[:, :shared_blocks] = tables[0, :shared_blocks]
+        self.blocks = tables
+        self.cache = ops.allocate_kv(KVShape(2, g.kv_heads, g.d, g.block_size), len(rows) * width)
+        history = make(len(rows) * width, 2, 2, g.block_size, g.kv_heads, g.d)
+        if ops.dtype == "bfloat16":
+            history = (history.view(np.uint32) >> 16).astype(np.uint16)
+        self.cache.import_blocks(np.arange(len(rows) * width, dtype=np.int32), history)
+        self.kv = self.cache.layer(1)
+        self.step = on_device(ops, step_input(rows, g.block_size, tables))
+        self.tokens = sum(count for count, _ in rows)
+        self.x = make(self.tokens, g.hidden)
+
+    def _experts(self, make: Values) -> Experts:
+        ops, g = self.ops, self.g
+
+        def parts(*shapes: tuple[int, int]) -> list[Any]:
+            return [raw(make(*shape, scale=shape[1] ** -0.5)) for shape in shapes]
+
+        up, down = (g.inner, g.hidden), (g.hidden, g.inner)
+        return Experts(
+            router=ops.prepare_vector(make(g.experts, g.hidden)),
+            gate_up=ops.prepare_experts([parts(up, up) for _ in range(g.experts)], gated=True),
+            down=ops.prepare_experts([parts(down) for _ in range(g.experts)], gated=False),
+            top_k=2,
+            normalize=True,
+            correction_bias=ops.prepare_vector(make(g.experts, scale=0.1)) if g.correction_bias else None,
+            norm_floor=1e-12,
+            shared_gate_up=ops.prepare_linear(parts(up, up), gated=True) if g.shared_expert else None,
+            shared_down=ops.prepare_linear(parts(down)) if g.shared_expert else None,
+        )
+
+    def run(self, fusions: type[Ops] | Ops) -> list[npt.NDArray[np.float32]]:
+        """Run the layer with the fusions of a pack, or of a class (`Ops` composes them); return what each computed.
+
+        The queries, the attention's output, the residual behind it, and what the feed-forward block computes: float32.
+        """
+        ops = self.ops
+
+        def call(name: str, *arguments: Any) -> Any:
+            if isinstance(fusions, Ops):
+                return getattr(fusions, name)(*arguments)
+            return getattr(fusions, name)(ops, *arguments)
+
+        x = activations(ops, self.x)
+        q = call("attention_inputs", x, self.norm, self.qkv, self.heads, self.kv, self.step)
+        a = call("attention", q, self.heads, self.kv, self.step)
+        y = call("project_residual", a, self.output, x, self.post_norm)
+        # What follows may write into `y`.
+        results = [np.array(ops.to_host(result), np.float32) for result in (q, a, y)]
+        if self.experts is not None:
+            more = [call("moe_residual", y, self.norm, self.experts, self.g.activation)]
+        else:
+            inner = call("mlp_inputs", y, self.norm, self.gate_up, self.g.activation)
+            more = [inner, call("project_residual", inner, self.down, y, self.post_norm)]
+        return results + [np.array(ops.to_host(result), np.float32) for result in more]

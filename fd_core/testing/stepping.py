@@ -1,0 +1,176 @@
+"""An engine whose planning and answering are apart, so that a test decides what is in flight.
+
+Every plan and every answer is audited through back doors: the budget is counted where the forward pass gets its input,
+a block is never granted while a step in flight touches it, and a take-back that was not answered keeps its slot.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fd_core.engine.core import Engine
+from fd_core.scheduling.requests import State
+from fd_core.testing.texts import Texts
+from fd_core.types import RequestSpec, StepOutput, StepPlan
+
+__all__ = ["Stepper"]
+
+
+class Stepper:
+    """Plans, executes and answers one step at a time, with an audit after each."""
+
+    def __init__(self, engine: Engine, *, eager: bool = False) -> None:
+        """`eager` admits whoever fits, without looking ahead: much more preemption."""
+        self.engine = engine
+        self.scheduler, self.outputs, self.runner = engine._scheduler, engine._outputs, engine._device.runner
+        self.limits = self.scheduler.limits
+        # Nothing is kept outside the device unless a test plays the tiers itself.
+        self.scheduler.storage = None
+        self.in_flight: deque[tuple[StepPlan, StepOutput]] = deque()
+        self.texts = Texts()
+        self.computed: list[int] = []
+        """Tokens that the forward pass got, step by step."""
+        self._touched: dict[int, set[int]] = {}
+        """Blocks that each step in flight reads or writes."""
+        self.runner._forward = self._counting(self.runner._forward)
+        if eager:
+            self.scheduler._growth_with = lambda *_: 0  # type: ignore[method-assign]  # a back door
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Compute a step at once; override it to send it another way."""
+        return self.runner.execute(plan)
+
+    def submit(self, *specs: RequestSpec) -> None:
+        """Queue requests."""
+        for spec in specs:
+            self.texts.take(self.engine.submit(spec))
+
+    def abort(self, request_id: str) -> None:
+        """Abort a request."""
+        self.texts.take(self.engine.abort([request_id]))
+        self.audit()
+
+    def plan(self) -> StepPlan | None:
+        """Plan a step and execute it; its answer stays in flight."""
+        plan = self.scheduler.plan()
+        self.perform()
+        if plan is None:
+            return None
+        self._check_grants(plan)
+        before = len(self.computed)
+        self.in_flight.append((plan, self.execute(plan)))
+        allowed = min(plan.total_tokens, self.limits.max_num_batched_tokens)
+        computed = sum(self.computed[before:])
+        assert computed <= allowed, f"step {plan.step} computes {computed} tokens where {allowed} were charged"
+        self._touched[plan.step] = {
+            block
+            for slot, start, count in zip(plan.slots, plan.starts, plan.num_tokens, strict=True)
+            for block in self.runner._batch.tables[slot, : -(-(start + count) // self.limits.block_size)].tolist()
+        }
+        self.audit()
+        return plan
+
+    def answer(self) -> StepPlan:
+        """Commit the oldest answer."""
+        plan, output = self.receive()
+        self.texts.take(self.outputs.commit(plan, output))
+        self.perform()
+        self.audit()
+        return plan
+
+    def perform(self) -> None:
+        """Take the scheduler's effects; nobody performs them here."""
+        self.scheduler.take_effects()
+
+    def receive(self) -> tuple[StepPlan, StepOutput]:
+        """Take the oldest answer out of flight without committing it."""
+        plan, output = self.in_flight.popleft()
+        del self._touched[plan.step]
+        return plan, output
+
+    def run(self, depth: int, max_steps: int = 20_000, watch: Callable[[StepPlan], None] = lambda _: None) -> Texts:
+        """Keep `depth` steps in flight until nothing is left to do; `watch` sees each plan."""
+        for _ in range(max_steps):
+            while len(self.in_flight) < depth and (plan := self.plan()) is not None:
+                watch(plan)
+            answered = bool(self.in_flight)
+            if answered:
+                self.answer()
+            if not self.meanwhile() and not answered:
+                break
+        assert not self.engine.has_work, "the engine did not come to rest"
+        self.check_idle()
+        return self.texts
+
+    def meanwhile(self) -> bool:
+        """Let something outside steps happen between two of them; returns whether anything did."""
+        return False
+
+    def plan_until(self, depth: int, state: State, request_id: str) -> bool:
+        """Step until a request is in `state`, the plan that took it there and those before it in flight."""
+        for _ in range(500):
+            if self.state_of(request_id) is state:
+                return True
+            if len(self.in_flight) >= depth or self.plan() is None:
+                if not self.in_flight:
+                    return False
+                self.answer()
+        return False
+
+    def state_of(self, request_id: str) -> State | None:
+        """Return where a request is in its life, None if it left."""
+        request = self.scheduler._requests.get(request_id)
+        return None if request is None else request.state
+
+    def request_in(self, slot: int) -> str:
+        """Return who holds a slot."""
+        request = self.scheduler.slots.requests[slot]
+        assert request is not None
+        return request.spec.request_id
+
+    def check_idle(self) -> None:
+        """Every gauge is back at its start."""
+        stats = self.engine.stats()
+        gauges = (stats.running, stats.waiting, stats.take_backs_in_flight)
+        assert gauges == (0, 0, 0)
+        assert (stats.kv_blocks_used, stats.kv_blocks_fenced, stats.stale_outputs) == (0, 0, 0)
+        assert not self.scheduler._computing
+        assert self.scheduler.storage is None or not self.scheduler.storage.busy
+
+    # Audits -----------------------------------------------------------------------------------------------
+
+    def audit(self) -> None:
+        """Check slots and blocks against each other and against what is in flight."""
+        self.engine.check_integrity()
+        slots = self.scheduler.slots
+        assert int(slots.occupied.sum()) <= self.limits.max_num_seqs
+        for plan, _ in self.in_flight:
+            for back in plan.take_backs:
+                assert slots.draining[back.slot] and slots.gen[back.slot] == back.gen, "left before its release"
+        free = self.free_blocks()
+        for step, blocks in self._touched.items():
+            assert not blocks & free, f"step {step} in flight touches blocks that are free"
+
+    def free_blocks(self) -> set[int]:
+        """Return the blocks that may be granted to anybody."""
+        pool = self.scheduler.pool
+        return set(pool._blank[: pool._num_blank].tolist()) | set(pool._cached)
+
+    def _check_grants(self, plan: StepPlan) -> None:
+        busy = set().union(*self._touched.values())
+        matched = {admission.slot: admission.computed // self.limits.block_size for admission in plan.admissions}
+        for grant in plan.grants:
+            shared = matched.get(grant.slot, 0) if grant.offset == 0 else 0
+            fresh = set(grant.blocks[shared:].tolist())
+            assert not fresh & busy, "a block was granted while a step in flight touches it"
+
+    def _counting(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(step: Any, cache: Any) -> Any:
+            self.computed.append(int(np.shape(step.token_ids)[0]))
+            return forward(step, cache)
+
+        return counted

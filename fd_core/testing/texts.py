@@ -1,0 +1,60 @@
+"""What an engine delivers, collected and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from fd_core.engine.core import Engine
+from fd_core.engine.messages import Delta
+from fd_core.types import FinishReason, RequestSpec, SamplingParams, TokenLogprobs
+
+__all__ = ["Texts", "greedy", "run"]
+
+
+class Texts:
+    """Collects what an engine delivers, and checks the shape of every stream."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, FinishReason] = {}
+        self.scores: dict[str, list[TokenLogprobs]] = {}
+
+    def take(self, deltas: Iterable[Delta]) -> None:
+        """Append deltas; none may follow an end, and no negative id may be in any."""
+        for delta in deltas:
+            assert delta.request_id not in self.ends, "a delta after the end"
+            assert all(token >= 0 for token in delta.token_ids)
+            assert delta.logprobs is None or len(delta.logprobs) == len(delta.token_ids)
+            assert all(token >= 0 for score in delta.logprobs or () for token in score.top_ids), (
+                "a negative id reached the log-probabilities"
+            )
+            self.tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+            self.scores.setdefault(delta.request_id, []).extend(delta.logprobs or ())
+            if delta.finish_reason is not None:
+                self.ends[delta.request_id] = delta.finish_reason
+
+
+def run(engine: Engine, specs: Sequence[RequestSpec], max_steps: int = 20_000) -> Texts:
+    """Submit requests together and step until all have ended."""
+    texts = Texts()
+    for spec in specs:
+        texts.take(engine.submit(spec))
+    for _ in range(max_steps):
+        if not engine.has_work:
+            break
+        texts.take(engine.step())
+        engine.check_integrity()
+    assert not engine.has_work, "the engine did not come to rest"
+    return texts
+
+
+def greedy(name: str, prompt: Iterable[int], max_tokens: int, **changes: object) -> RequestSpec:
+    """A request whose text goes on for exactly `max_tokens`, unless `stop_token_ids` end it."""
+    params: dict[str, object] = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True}
+    spec = {field: changes.pop(field) for field in ("cache_salt", "priority", "tenant") if field in changes}
+    return RequestSpec(
+        request_id=name,
+        prompt=tuple(prompt),
+        params=SamplingParams(**(params | changes)),  # type: ignore[arg-type]  # fields by name
+        **spec,  # type: ignore[arg-type]  # fields by name
+    )
