@@ -91,18 +91,21 @@ class Outputs:
         unasked = (counts > 0) & ~plan.samples[rows]
         if unasked.any():
             raise signals.MalformedOutput(f"slot {slots[unasked][0]} carries tokens that no row of the step samples")
-        deltas += self._append(slots[with_tokens], counts[with_tokens], outcomes.tokens, output.logprobs)
+        told, ended = self._append(slots[with_tokens], counts[with_tokens], outcomes.tokens, output.logprobs)
+        # First what is settled, then who is done: the blocks that a last step completes are named like any other.
         self._settle(plan, rows, slots, counts)
-        return deltas
+        for slot, reason in ended:
+            self._finish(slot, _occupant(self._scheduler.slots.requests, slot), reason)
+        return deltas + told
 
     def _append(
         self, slots: npt.NDArray[np.intp], counts: IntArray, tokens: IntArray, logprobs: LogprobRows | None
-    ) -> list[Delta]:
-        """Append delivered tokens, at most up to a stop token or the length limit, and finish who is done."""
+    ) -> tuple[list[Delta], list[tuple[int, FinishReason]]]:
+        """Append delivered tokens, at most up to a stop token or the length limit; return also the slots that end."""
         table = self._scheduler.slots
         width = int(counts.max(initial=0))
         if width == 0:
-            return []
+            return [], []
         block = tokens[slots, :width]
         columns = np.arange(width, dtype=np.int32)
         counts = np.minimum(counts, table.limit[slots] - table.known[slots])
@@ -116,7 +119,8 @@ class Outputs:
         self.counters.generated_tokens += int(counts.sum())
         full = table.known[slots] >= table.limit[slots]
         scores = _logprobs_by_slot(logprobs, table.requests)
-        deltas = []
+        deltas: list[Delta] = []
+        ended: list[tuple[int, FinishReason]] = []
         for index, (slot, count) in enumerate(zip(slots.tolist(), counts.tolist(), strict=True)):
             request = _occupant(table.requests, slot)
             reason = None
@@ -129,8 +133,8 @@ class Outputs:
                 self._delta(request, tuple(block[index, :count].tolist()), reason, given[:count] if given else None)
             )
             if reason is not None:
-                self._finish(slot, request, reason)
-        return deltas
+                ended.append((slot, reason))
+        return deltas, ended
 
     def _settle(
         self, plan: StepPlan, rows: npt.NDArray[np.intp], slots: npt.NDArray[np.intp], counts: IntArray

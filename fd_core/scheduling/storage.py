@@ -114,14 +114,25 @@ class Storage:
     # Lookups ----------------------------------------------------------------------------------------------
 
     def ask(self, request: Request, keys: list[bytes]) -> None:
-        """Ask how much of a waiting request's prefix is held outside the device; it waits for the answer."""
+        """Ask how much of a waiting request's prefix is held outside the device; it waits for the answer.
+
+        Nothing is asked while the device holds it all: see `ask_after_all`.
+        """
         request.held = request.held_on_host = 0
-        if len(self._pool.match(keys)) == len(keys):
-            return
+        request.asked = False
+        if len(self._pool.match(keys)) < len(keys):
+            self.ask_after_all(request, keys)
+
+    def ask_after_all(self, request: Request, keys: list[bytes]) -> bool:
+        """Ask for a waiting request whose prefix is not on the device; False if it was asked since it waits."""
+        if request.asked:
+            return False
+        request.asked = True
         request.lookup = self._next()
         named = tuple(keys)
         self._lookups[request.lookup] = (request, named)
         self._effects.append(Lookup(request.lookup, named))
+        return True
 
     def found(self, answer: Found) -> None:
         """A lookup was answered."""
@@ -181,6 +192,8 @@ class Storage:
         count = min(answer.blocks, len(loading.keys))
         self.counters.loaded_tokens += count * self._block_size
         self.counters.lost_tokens += (len(loading.keys) - count) * self._block_size
+        for key in loading.keys[count:]:
+            self._stored.pop(key, None)  # damaged or gone, perhaps: whoever computes it stores it again
         return Arrival(loading.slot, request, loading.keys, loading.first, count)
 
     # Saves ------------------------------------------------------------------------------------------------

@@ -68,3 +68,12 @@ def test_requests_of_two_salts_share_no_prefix() -> None:
         stepper.submit(greedy(name, PROMPT, 2, cache_salt=salt))
         stepper.run(1)
         assert stepper.engine.stats().prefix_hits == (4 if name == "c" else 0)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_prompt_whose_request_ends_with_its_first_token_is_still_there_for_the_next(depth: int) -> None:
+    stepper = Stepper(small_engine([]))
+    for name in "ab":
+        stepper.submit(greedy(name, range(10), 1))
+        stepper.run(depth)
+    assert stepper.engine.stats().prefix_hits == 8
