@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from fd_core.config import Limits
 from fd_core.types import IntArray, RawTensor
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Experts",
     "Forward",
     "Heads",
+    "HostStep",
     "KVCache",
     "KVShape",
     "Norm",
@@ -66,6 +68,8 @@ class KVCache(abc.ABC):
 
     shape: KVShape
     num_blocks: int
+    spare_block: int | None = None
+    """A block beyond those that requests may hold, for the rows that pad a step; None where no step is padded."""
 
     @abc.abstractmethod
     def layer(self, index: int) -> Any:
@@ -144,6 +148,18 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class HostStep:
+    """What a pack that plans its kernels on the host would otherwise have to wait for; as in `StepInput`."""
+
+    query_start: IntArray
+    """int32[N + 1]"""
+    context_len: IntArray
+    """int32[N]"""
+    block_tables: IntArray
+    """int32[N, max_blocks]"""
+
+
+@dataclass(frozen=True, slots=True)
 class StepInput:
     """The flattened batch of one forward pass, in the pack's own integer arrays (int32).
 
@@ -168,6 +184,8 @@ class StepInput:
     max_query: int
     """Largest number of tokens of one row; 1 means pure decode."""
     max_context: int
+    host: HostStep | None = None
+    """The same metadata as it left the host; None where the step was not built there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +221,9 @@ class Ops(abc.ABC):
     dtype: str
     """`float32` or `bfloat16`: weights, activations and KV."""
 
+    def configure(self, limits: Limits) -> None:  # noqa: B027 - most packs have nothing to do here
+        """Learn the limits that the engine settled on; called before the first KV cache is allocated."""
+
     # Arrays -----------------------------------------------------------------------------------------------
 
     @abc.abstractmethod
@@ -215,6 +236,10 @@ class Ops(abc.ABC):
     @abc.abstractmethod
     def to_host(self, array: Array) -> npt.NDArray[Any]:
         """Copy or share a device array to numpy; bfloat16 becomes float32."""
+
+    def fetch(self, arrays: Sequence[Array]) -> list[npt.NDArray[Any]]:
+        """Bring arrays over as `to_host` does, waiting for the device once for all of them."""
+        return [self.to_host(array) for array in arrays]
 
     # Weights ----------------------------------------------------------------------------------------------
 
@@ -399,6 +424,15 @@ class Ops(abc.ABC):
         return self.logits_of(self.rms_norm(self.gather_rows(x, rows), norm), head, softcap)
 
     # Whole steps ------------------------------------------------------------------------------------------
+
+    def padded_rows(self, rows: int) -> int:
+        """Return how many rows a decode of `rows` rows, each of one token, is computed as; by default no more.
+
+        The alignment of a pack that replays graphs of fixed sizes. The runner adds the rows, which touch nothing but
+        the cache's `spare_block`, and charges them to the step token budget. So a pack must never ask for more rows
+        than `max_num_batched_tokens`: a decode that fits the budget then fits it padded.
+        """
+        return rows
 
     def compile(self, forward: Forward) -> Forward:
         """Return a faster equivalent of a model's forward, such as a captured graph; by default itself."""

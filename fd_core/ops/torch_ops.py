@@ -114,7 +114,7 @@ class TorchOps(TorchSampling, Ops):
     def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
         """Look up rows. Like the models that have one, rounds the scale to the pack's dtype."""
         x = functional.embedding(token_ids, table)
-        return x if scale == 1.0 else x * torch.tensor(scale, dtype=self.torch_dtype, device=self.device)
+        return x if scale == 1.0 else x * float(torch.tensor(scale, dtype=self.torch_dtype))
 
     def rms_norm(self, x: Array, norm: Norm) -> Array:
         """Divide the last axis by its root mean square, in float32."""

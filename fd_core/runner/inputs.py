@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from fd_core.config import Limits
-from fd_core.ops.contract import Ops, StepInput
+from fd_core.ops.contract import HostStep, Ops, StepInput
 from fd_core.runner.batch import PersistentBatch
 from fd_core.types import IntArray, StepPlan
 
@@ -30,6 +31,8 @@ class Spans:
     """int32[n], tokens computed, at least 1."""
     logits_rows: IntArray
     """int32[R], indices into the flattened batch."""
+    padding: int = field(default=0, kw_only=True)
+    """Rows of one token that are computed for nothing, behind the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +57,25 @@ class Rows(Spans):
     """int32[R], column of the token matrix."""
 
 
-def resolve_rows(plan: StepPlan, batch: PersistentBatch, limits: Limits) -> Rows:
+def resolve_rows(
+    plan: StepPlan, batch: PersistentBatch, limits: Limits, padded_rows: Callable[[int], int] | None = None
+) -> Rows:
     """Fix what the plan leaves to the runner: how many drafts there are, and where a row begins.
 
     A row that samples ends with the last token known, which may lie before the plan's place when drafts of an earlier
-    step were rejected. Raises `BudgetExceeded` if the step is larger than the budget, and `RuntimeError` if it reaches
-    beyond the tokens that the runner knows.
+    step were rejected. A step of single tokens is padded to as many rows as `padded_rows` says, and charged for them.
+    Raises `BudgetExceeded` if the step is larger than the budget, and `RuntimeError` if it reaches beyond the tokens
+    that the runner knows.
     """
     slots = plan.slots
     drafts = np.minimum(plan.num_drafts, batch.num_drafts[slots])
     own = plan.num_tokens - plan.num_drafts
     starts = np.where(plan.samples, batch.length[slots] - own, plan.starts)
     counts = own + drafts
-    total = int(counts.sum())
+    padding = 0
+    if padded_rows is not None and len(counts) and (counts == 1).all():
+        padding = padded_rows(len(counts)) - len(counts)
+    total = int(counts.sum()) + padding
     if total > limits.max_num_batched_tokens:
         raise BudgetExceeded(f"step {plan.step} computes {total} tokens; the budget is {limits.max_num_batched_tokens}")
     astray = (starts > plan.starts) | (starts + own > batch.length[slots]) | (starts < 0)
@@ -90,14 +99,17 @@ def resolve_rows(plan: StepPlan, batch: PersistentBatch, limits: Limits) -> Rows
         logits_slots=sampled_slots[row_of],
         positions=batch.length[sampled_slots][row_of] + columns,
         columns=columns,
+        padding=padding,
     )
 
 
-def build_inputs(spans: Spans, tokens: IntArray, tables: IntArray, size: int, ops: Ops) -> StepInput:
+def build_inputs(
+    spans: Spans, tokens: IntArray, tables: IntArray, size: int, ops: Ops, spare_block: int | None = None
+) -> StepInput:
     """Gather tokens, positions, cache slots and block tables of the spans, at least one.
 
     `tokens` int32[num_slots, *] and `tables` int32[num_slots, blocks] hold what is known of every slot; `size` is
-    the number of tokens in a block.
+    the number of tokens in a block; `spare_block` is where the padding, if there is any, reads and writes.
     """
     slots, counts = spans.slots, spans.counts
     total = int(counts.sum())
@@ -108,14 +120,29 @@ def build_inputs(spans: Spans, tokens: IntArray, tables: IntArray, size: int, op
     slot_of = slots[row_of]
     context = spans.starts + counts
     max_context = int(context.max())
+    more, spare = spans.padding, 0 if spare_block is None else spare_block
+    if more and spare_block is None:
+        raise RuntimeError(f"the pack {ops.name} pads steps, but its KV cache has no spare block")
+    kv_slots = tables[slot_of, positions // size] * size + positions % size
+    host = HostStep(
+        query_start=np.concatenate([query_start, np.arange(total + 1, total + more + 1, dtype=np.int32)]),
+        context_len=_padded(context, more, 1),
+        block_tables=_padded(tables[slots, : -(-max_context // size)], more, spare),
+    )
     return StepInput(
-        token_ids=ops.from_host(tokens[slot_of, positions]),
-        positions=ops.from_host(positions),
-        kv_slots=ops.from_host(tables[slot_of, positions // size] * size + positions % size),
-        query_start=ops.from_host(query_start),
-        context_len=ops.from_host(context),
-        block_tables=ops.from_host(tables[slots, : -(-max_context // size)]),
+        token_ids=ops.from_host(_padded(tokens[slot_of, positions], more, 0)),
+        positions=ops.from_host(_padded(positions, more, 0)),
+        kv_slots=ops.from_host(_padded(kv_slots, more, spare * size)),
+        query_start=ops.from_host(host.query_start),
+        context_len=ops.from_host(host.context_len),
+        block_tables=ops.from_host(host.block_tables),
         logits_rows=ops.from_host(spans.logits_rows),
         max_query=int(counts.max()),
         max_context=max_context,
+        host=host,
     )
+
+
+def _padded(array: IntArray, more: int, value: int) -> IntArray:
+    """Return the array with `more` rows of `value` behind it."""
+    return np.concatenate([array, np.full((more, *array.shape[1:]), value, array.dtype)]) if more else array

@@ -10,7 +10,7 @@ from fd_core.ops.contract import Array, Ops
 from fd_core.runner.batch import PersistentBatch
 from fd_core.runner.drafting import Drafter
 from fd_core.runner.inputs import Rows, build_inputs, resolve_rows
-from fd_core.runner.sampling import Sampler
+from fd_core.runner.sampling import Sampler, Scores
 from fd_core.runner.warmup import warm_up_plans
 from fd_core.types import IntArray, LogprobRows, StepOutput, StepPlan
 
@@ -28,6 +28,7 @@ class Runner:
         self.limits = limits
         self._drafter = drafter
         self._ops = ops
+        ops.configure(limits)
         self.cache = ops.allocate_kv(model.kv_shape(limits.block_size), limits.num_kv_blocks)
         if drafter is not None:
             drafter.allocate(limits)
@@ -41,11 +42,11 @@ class Runner:
         A plan whose whole batch was taken back computes nothing and still yields an output.
         """
         self._apply(plan)
-        rows = resolve_rows(plan, self._batch, self.limits)
-        sampled, logprobs = self._sample(rows)
+        rows = resolve_rows(plan, self._batch, self.limits, self._ops.padded_rows)
+        sampled, scores = self._sample(rows)
         accepted = self._verify(rows, sampled)
-        tokens = self._to_host(plan, rows, sampled, accepted)
-        self._remember(rows, tokens, self._ops.to_host(accepted))
+        tokens, kept, logprobs = self._to_host(plan, rows, sampled, accepted, scores)
+        self._remember(rows, tokens, kept)
         ready = None if self._drafter is None else self._batch.num_drafts.copy()
         return StepOutput(plan.epoch, plan.step, tokens, self._batch.gen.copy(), ready, logprobs)
 
@@ -68,26 +69,27 @@ class Runner:
                 self._drafter.admit(admission.slot, admission.token_ids)
         self._batch.grant(plan)
 
-    def _sample(self, rows: Rows) -> tuple[Array, LogprobRows | None]:
+    def _sample(self, rows: Rows) -> tuple[Array, Scores | None]:
         """Run the model and choose tokens int32[N, 1 + k] for the N rows that sample; unused cells mean nothing."""
         ops, width = self._ops, self.limits.max_drafts + 1
         empty = ops.from_host(np.empty((0, width), np.int32))
         if not len(rows.slots):
             return empty, None
         batch = self._batch
-        inputs = build_inputs(rows, batch.tokens, batch.tables, self.limits.block_size, ops)
+        size, spare = self.limits.block_size, self.cache.spare_block
+        inputs = build_inputs(rows, batch.tokens, batch.tables, size, ops, spare)
         logits = self._forward(inputs, self.cache)
         if not len(rows.sampling):
             return empty, None
-        tokens, logprobs = self._sampler.sample(
+        tokens, scores = self._sampler.sample(
             ops, logits, rows.logits_slots, rows.positions, rows.columns, batch.tokens
         )
         if width == 1:
-            return tokens.reshape(-1, 1), logprobs
+            return tokens.reshape(-1, 1), scores
         firsts = np.cumsum(rows.drafts + 1) - (rows.drafts + 1)
         cells = firsts[:, None] + np.minimum(np.arange(width), rows.drafts[:, None])
         grid = ops.gather_rows(tokens, ops.from_host(cells.reshape(-1).astype(np.int32)))
-        return grid.reshape(-1, width), logprobs
+        return grid.reshape(-1, width), scores
 
     def _verify(self, rows: Rows, sampled: Array) -> Array:
         """Count the drafts int32[N] that each sampling row keeps."""
@@ -99,13 +101,17 @@ class Runner:
         drafts = batch.tokens[slots[:, None], places]
         return ops.verify(sampled, ops.from_host(drafts), ops.from_host(rows.drafts))
 
-    def _to_host(self, plan: StepPlan, rows: Rows, sampled: Array, accepted: Array) -> IntArray:
-        """Build the token matrix int32[max_num_seqs, 1 + k] on the device and bring it over."""
+    def _to_host(
+        self, plan: StepPlan, rows: Rows, sampled: Array, accepted: Array, scores: Scores | None
+    ) -> tuple[IntArray, IntArray, LogprobRows | None]:
+        """Build the token matrix int32[max_num_seqs, 1 + k] on the device and bring everything over: the one place
+        of a step that waits for the device. Returns it, the drafts kept int32[N], and log-probabilities."""
         ops = self._ops
         slots = ops.from_host(rows.slots[rows.sampling])
         taken_back = ops.from_host(np.array([back.slot for back in plan.take_backs], np.int32))
-        tokens: IntArray = ops.to_host(ops.postprocess(sampled, accepted, slots, taken_back, self.limits.max_num_seqs))
-        return tokens
+        matrix = ops.postprocess(sampled, accepted, slots, taken_back, self.limits.max_num_seqs)
+        tokens, kept, *logprobs = ops.fetch([matrix, accepted, *(() if scores is None else scores.arrays)])
+        return tokens, kept, None if scores is None else scores.on_host(*logprobs)
 
     def _remember(self, rows: Rows, tokens: IntArray, accepted: IntArray) -> None:
         """Append what was delivered, and guess what comes next."""

@@ -10,9 +10,23 @@ import numpy.typing as npt
 from fd_core.ops.contract import Array, Ops, SampleInput
 from fd_core.types import Admission, IntArray, LogprobRows, SamplingParams
 
-__all__ = ["Sampler"]
+__all__ = ["Sampler", "Scores"]
 
 _FORBIDDEN = np.float32(-np.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Log-probabilities that are still on the device; the host knows only whose they are."""
+
+    slots: IntArray
+    columns: IntArray
+    arrays: tuple[Array, Array, Array]
+    """What `Ops.logprobs` returned."""
+
+    def on_host(self, chosen: npt.NDArray[np.float32], top_ids: IntArray, top: npt.NDArray[np.float32]) -> LogprobRows:
+        """Return them with the arrays brought over."""
+        return LogprobRows(self.slots, self.columns, chosen, top_ids, top)
 
 
 @dataclass(slots=True)
@@ -63,7 +77,7 @@ class Sampler:
 
     def sample(
         self, ops: Ops, logits: Array, slots: IntArray, positions: IntArray, columns: IntArray, tokens: IntArray
-    ) -> tuple[Array, LogprobRows | None]:
+    ) -> tuple[Array, Scores | None]:
         """Choose a token for each row.
 
         `logits` float32[R, V] of the pack may be overwritten; `slots` int32[R]; `positions` int32[R] is the position
@@ -80,14 +94,7 @@ class Sampler:
             return chosen, None
         rows = ops.gather_rows(chosen, ops.from_host(wanted.astype(np.int32)))
         top_n = int(self._logprobs[slots[wanted]].max())
-        score, top_ids, top = ops.logprobs(raw, rows, top_n)
-        return chosen, LogprobRows(
-            slots=slots[wanted],
-            columns=columns[wanted],
-            chosen=ops.to_host(score),
-            top_ids=ops.to_host(top_ids),
-            top=ops.to_host(top),
-        )
+        return chosen, Scores(slots[wanted], columns[wanted], ops.logprobs(raw, rows, top_n))
 
     def _rows(self, ops: Ops, slots: IntArray, positions: IntArray) -> SampleInput:
         temperature, top_k = self._temperature[slots], self._top_k[slots]

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from fd_core.backends.null import NullModel
 from fd_core.config import Limits
+from fd_core.ops.contract import Array, KVCache, StepInput
+from fd_core.ops.numpy_ops import NumpyOps
 from fd_core.runner.batch import PersistentBatch
-from fd_core.runner.inputs import BudgetExceeded, resolve_rows
-from fd_core.types import Admission, SamplingParams, StepPlan
+from fd_core.runner.inputs import BudgetExceeded, build_inputs, resolve_rows
+from fd_core.runner.runner import Runner
+from fd_core.types import Admission, BlockGrant, SamplingParams, StepPlan, TakeBack
 
 LIMITS = Limits(
     max_num_seqs=3,
@@ -91,3 +98,63 @@ def test_a_new_stay_has_no_drafts() -> None:
     slots.admit(admission(0, 2))
     assert slots.num_drafts.tolist() == [0, 0, 0]
     assert resolve_rows(plan([1], [3], [2]), slots, LIMITS).drafts.tolist() == [0]
+
+
+def single(count: int) -> StepPlan:
+    return plan([4] * count, [1] * count, [0] * count)
+
+
+def test_padding_is_charged() -> None:
+    assert resolve_rows(single(2), batch(0, 0), LIMITS, lambda rows: 6).padding == 4
+    with pytest.raises(BudgetExceeded, match="computes 7 tokens; the budget is 6"):
+        resolve_rows(single(2), batch(0, 0), LIMITS, lambda rows: 7)
+
+
+def test_a_step_with_more_than_a_token_in_a_row_is_not_padded() -> None:
+    mixed = plan([4, 4], [2, 1], [1, 0])
+    assert resolve_rows(mixed, batch(1, 0), LIMITS, lambda rows: 6).padding == 0
+
+
+def test_padding_reads_and_writes_the_spare_block_only() -> None:
+    slots, ops = batch(0, 0), NumpyOps()
+    slots.tables[:2, :2] = [[3, 5], [7, 8]]
+    rows = resolve_rows(single(2), slots, LIMITS, lambda rows: 4)
+    step = build_inputs(rows, slots.tokens, slots.tables, 4, ops, spare_block=24)
+    assert step.kv_slots.tolist() == [20, 32, 96, 96]
+    assert step.block_tables.tolist() == [[3, 5], [7, 8], [24, 24], [24, 24]]
+    assert step.query_start.tolist() == [0, 1, 2, 3, 4]
+    assert step.context_len.tolist() == [5, 5, 1, 1]
+    assert (step.token_ids.tolist(), step.positions.tolist()) == ([4, 4, 0, 0], [4, 4, 0, 0])
+    assert step.logits_rows.tolist() == [0, 1]
+    with pytest.raises(RuntimeError, match="no spare block"):
+        build_inputs(rows, slots.tokens, slots.tables, 4, ops)
+
+
+class Counting(NumpyOps):
+    """Counts how often the host waits for the device."""
+
+    waits = 0
+
+    def fetch(self, arrays: Sequence[Array]) -> list[np.ndarray]:
+        self.waits += 1
+        return [np.asarray(array) for array in arrays]
+
+    def to_host(self, array: Array) -> np.ndarray:
+        raise AssertionError("a step waits for the device apart from `fetch`")
+
+
+def test_a_step_waits_for_the_device_once_with_penalties_and_logprobs() -> None:
+    ops = Counting()
+
+    class Model(NullModel):
+        def forward(self, step: StepInput, cache: KVCache) -> Array:
+            return np.zeros((len(step.logits_rows), 50), np.float32)
+
+    runner = Runner(ops, Model(vocab_size=50), LIMITS)
+    params = SamplingParams(temperature=0.7, top_p=0.9, logprobs=2, presence_penalty=0.5, repetition_penalty=1.1)
+    stay = replace(admission(0, 3), params=params)
+    grant = BlockGrant(0, 0, ids(0, 1))
+    runner.execute(replace(plan([0], [3], [0]), admissions=(stay,), grants=(grant,)))
+    output = runner.execute(replace(plan([3], [1], [0]), step=1, take_backs=(TakeBack(1, 1),)))
+    assert output.logprobs is not None
+    assert ops.waits == 2
