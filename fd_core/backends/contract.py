@@ -7,9 +7,10 @@ and knows how much memory its device has left.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import ClassVar, Protocol
 
 from fd_core.config import EngineConfig
@@ -75,6 +76,10 @@ class Backend(abc.ABC):
     emulated: bool = False
     """Whether this instance computes on another device than the one it is for. Set by the constructor; whoever shows a
     result shows this with it, for it says nothing about the device."""
+
+    limits: Mapping[str, str] = MappingProxyType({})
+    """What it cannot do by its nature: an ability of `fd_core.testing.limits` to the reason, which the support table
+    shows. Nothing of preempted-slot signalling and of the step token budget may be in it."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config

@@ -8,6 +8,7 @@ stale slot changes the text.
 from __future__ import annotations
 
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -106,6 +107,13 @@ class NullBackend(Backend):
     default_pipeline_depth: ClassVar[int] = 2
     auto_rank: ClassVar[int] = -1
     needs_checkpoint: ClassVar[bool] = False
+    limits = MappingProxyType(
+        {
+            "bfloat16": "it has no weights",
+            "checkpoints": "it plays a script and reads no checkpoint",
+            "primitives": "its script needs none; sampling is the oracle's own",
+        }
+    )
 
     @classmethod
     def probe(cls) -> Availability:

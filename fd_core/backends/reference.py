@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import ClassVar
 
 from fd_core.backends.contract import Availability, Backend
@@ -18,6 +19,7 @@ class ReferenceBackend(Backend):
     name: ClassVar[str] = "reference"
     default_pipeline_depth: ClassVar[int] = 1
     auto_rank: ClassVar[int] = 0
+    limits = MappingProxyType({"bfloat16": "the oracle computes in float32"})
 
     @classmethod
     def probe(cls) -> Availability:
