@@ -66,6 +66,7 @@ class Request:
     __slots__ = (
         "abort_wanted",
         "arrival",
+        "asked",
         "cached_tokens",
         "chain",
         "ended",
@@ -106,6 +107,8 @@ class Request:
         self.cached_tokens: int | None = None
         """Tokens found in the prefix cache at first admission."""
 
+        self.asked = False
+        """Whether it was asked, since it waits, what of its prefix is held outside the device."""
         self.lookup: int | None = None
         """Operation that looks for the prefix outside the device; the request waits for it."""
         self.held = 0

@@ -28,7 +28,7 @@ from fd_core.scheduling.drafts import DraftControl
 from fd_core.scheduling.plan import PlanBuilder
 from fd_core.scheduling.policies import Policy
 from fd_core.scheduling.requests import Event, Request, State
-from fd_core.scheduling.reserve import UsageForecast, peak_growth
+from fd_core.scheduling.reserve import ReturnCost, UsageForecast, peak_growth
 from fd_core.scheduling.slots import SlotTable
 from fd_core.scheduling.storage import Arrival, KeepKV, Storage
 from fd_core.scheduling.victims import VictimPolicy
@@ -77,6 +77,7 @@ class Scheduler:
         self._policy = policy
         self._victims = victims
         self._forecast = UsageForecast()
+        self._return_cost = ReturnCost(0.0 if keep_kv is not None and keep_kv.preempted else 1.0)
         self._hasher = hasher
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
@@ -294,6 +295,10 @@ class Scheduler:
                 # A running prefill is about to compute the next block of this very prefix.
                 passed_over.append(request)
                 continue
+            if len(matched) < len(keys) and self.storage is not None and self.storage.ask_after_all(request, keys):
+                # The device held all of it when the request began to wait; others have taken those blocks since.
+                passed_over.append(request)
+                continue
             if not self._occupy(slot, request, tokens, keys, matched):
                 passed_over.append(request)
                 break
@@ -361,6 +366,8 @@ class Scheduler:
             self.counters.prompt_tokens += known
         else:
             self.counters.recomputed_tokens += known - cached
+            if request.preemptions:
+                self._return_cost.observe(known - cached, known)
         if request.cached_tokens is None:
             request.cached_tokens = cached
         if self._hasher is not None:
@@ -371,7 +378,7 @@ class Scheduler:
         return self._victims.choose(self.slots, self._policy.expendable(self.slots, np.flatnonzero(self.slots.running)))
 
     def _growth_with(self, request: Request, length: int) -> int:
-        """Return the blocks that running requests and this one are expected to need beyond today's."""
+        """Return the blocks that running requests and this one will soon need beyond today's."""
         slots = self.slots
         rows = np.flatnonzero(slots.running | slots.loading)
         if not len(rows):
@@ -381,7 +388,8 @@ class Scheduler:
         prompts = np.append(slots.prompt_len[rows], np.int32(len(request.spec.prompt)))
         limits = np.append(slots.limit[rows], np.int32(request.limit))
         remaining = self._forecast.remaining(lengths - prompts, limits - prompts)
-        return peak_growth(lengths, blocks, remaining, self.limits.block_size)
+        horizon = self._return_cost.horizon(length, self.limits.block_size)
+        return peak_growth(lengths, blocks, np.minimum(remaining, horizon), self.limits.block_size)
 
     def _preempt(self, slot: int, draft: PlanBuilder) -> None:
         request = self.slots.requests[slot]

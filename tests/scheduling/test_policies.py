@@ -1,4 +1,4 @@
-"""Who comes first, who is taken back, and what is kept in reserve."""
+"""Who comes first, and who is taken back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from fd_core.scheduling.policies import FairShare, Priority
 from fd_core.scheduling.requests import Request
-from fd_core.scheduling.reserve import UsageForecast, peak_growth
 from fd_core.scheduling.slots import SlotTable
 from fd_core.scheduling.victims import Cheapest, Youngest
 from fd_core.scheduling.waiting import WaitingQueue
@@ -110,29 +109,3 @@ def test_a_request_that_just_came_back_is_spared() -> None:
 
 def test_lifo_takes_the_latest_arrival() -> None:
     assert Youngest().choose(table([9, 4, 7]), np.arange(3)) == 2
-
-
-def test_the_forecast_learns_the_share_that_requests_use() -> None:
-    forecast = UsageForecast()
-    for _ in range(200):
-        forecast.observe(10, 100)
-    assert abs(forecast.share - 0.1) < 0.01
-    remaining = forecast.remaining(np.array([0, 50], np.int32), np.array([100, 100], np.int32))
-    assert remaining.tolist() == [10, 25]
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=8),
-    st.integers(1, 16),
-)
-def test_the_peak_covers_a_simulation_step_by_step(requests: list[tuple[int, int]], block_size: int) -> None:
-    length = np.array([tokens for tokens, _ in requests], np.int32)
-    remaining = np.array([left for _, left in requests], np.int64)
-    blocks = -(-length // block_size)
-    peak = 0
-    for moment in range(1, int(remaining.max()) + 1):
-        live = remaining >= moment
-        held = (-(-(length[live] + moment) // block_size)).sum()
-        peak = max(peak, int(held) - int(blocks.sum()))
-    predicted = peak_growth(length, blocks.astype(np.int32), remaining, block_size)
-    assert abs(predicted - max(peak, 0)) <= len(requests), "each request is at most one block off"
