@@ -1,64 +1,11 @@
-import importlib.metadata
 import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 
 from fd_core.errors import PluginError
 from fd_core.hookspecs import ENTRY_POINT_GROUP
 from fd_core.plugins import Plugins
-
-GOOD = """
-from fd_core.hookspecs import Entry, hookimpl
-FD_CONTRACT = 1
-
-@hookimpl
-def fd_register_backends():
-    return [Entry({name!r}, "{module}_parts:Chip", "a chip")]
-"""
-
-PARTS = """
-from fd_core.backends.contract import Availability, Backend
-
-class Chip(Backend):
-    name = "chip"
-    auto_rank = {rank}
-
-    @classmethod
-    def probe(cls):
-        return {answer}
-
-    def make_ops(self): ...
-    def free_memory(self): ...
-"""
-
-
-class Site:
-    """A folder of distributions with entry points, as pip would leave them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def install(self, distribution: str, source: str, *, entry_point: str | None = None, **more: str) -> None:
-        module = distribution.replace("-", "_")
-        entry_point = entry_point or module.removeprefix("fd_")
-        for name, text in {module: source, **{f"{module}_{key}": text for key, text in more.items()}}.items():
-            (self.folder / f"{name}.py").write_text(textwrap.dedent(text))
-        info = self.folder / f"{module}-2.5.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 2.5\n")
-        (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\n{entry_point} = {module}\n")
-
-    def chip(self, distribution: str, *, offers: str, rank: int = 0, answer: str = "Availability(True, 'it is here')"):
-        module = distribution.replace("-", "_")
-        self.install(
-            distribution, GOOD.format(name=offers, module=module), parts=PARTS.format(rank=rank, answer=answer)
-        )
-
-    def discover(self) -> Plugins:
-        found = importlib.metadata.distributions(path=[str(self.folder)])
-        return Plugins.discover([point for dist in found for point in dist.entry_points])
+from tests.plugin_sites import GOOD, Site
 
 
 @pytest.fixture
@@ -73,7 +20,7 @@ def site(tmp_path, monkeypatch):
 
 def test_built_ins_are_registered_like_strangers():
     plugins = Plugins.discover([])
-    assert set(plugins.backends()) == {"cpu", "reference", "null"}
+    assert set(plugins.backends()) == {"cpu", "cpu+paddle", "reference", "null"}
     assert set(plugins.schedulers()) == {"fcfs", "priority", "fair"}
     assert set(plugins.victim_policies()) == {"cheapest", "youngest"}
     assert set(plugins.drafters()) == {"ngram", "suffix", "draft_model"}
@@ -181,7 +128,7 @@ def test_a_plugin_cannot_replace_a_built_in(site):
 
 
 def test_an_unknown_name_lists_what_there_is():
-    with pytest.raises(PluginError, match=r"no backend called 'gpu' \(there are: cpu, null, reference\)"):
+    with pytest.raises(PluginError, match=r"no backend called 'gpu' \(there are: cpu, cpu\+paddle, null, reference\)"):
         Plugins.discover([]).backend_class("gpu")
     with pytest.raises(PluginError, match="no scheduling policy called 'lifo'"):
         Plugins.discover([]).scheduler_class("lifo")
@@ -240,11 +187,21 @@ def test_auto_passes_over_a_backend_that_cannot_answer(site):
 def test_auto_never_takes_a_negative_rank(site):
     site.chip("fd-shy", offers="shy", rank=-1)
     plugins = site.discover()
-    for name in ("cpu", "reference", "null"):
+    for name in ("cpu", "cpu+paddle", "reference", "null"):
         del plugins._offers[plugins.backends()[name].kind][name]
     with pytest.raises(PluginError, match="no backend can run here"):
         plugins.choose_backend("auto")
     assert plugins.choose_backend("shy").name == "shy"
+
+
+def test_auto_never_takes_what_would_be_emulated(site):
+    site.chip("fd-fast", offers="fast", rank=900, answer="Availability(True, 'emulated: no such device', emulated=True)")
+    site.chip("fd-slow", offers="slow", rank=800)
+    plugins = site.discover()
+    choice = plugins.choose_backend("auto")
+    assert choice.name == "slow"
+    assert "not fast: emulated: no such device" in choice.reason
+    assert plugins.choose_backend("fast").reason == "asked for by name; emulated: no such device"
 
 
 def test_a_named_backend_that_cannot_run_is_an_error_with_the_reason(site):

@@ -5,13 +5,12 @@ import pytest
 
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import load_model
-from fd_core.ops.numpy_ops import NumpyOps
 from fd_core.ops.torch_ops import TorchOps
 from tests.models.paged import PagedDriver
 from tests.models.tiny import CASES
+from tests.ops.packs import PACKS
 
 GENERATED = 64
-PACKS = {"numpy": NumpyOps, "torch": TorchOps}
 
 
 def prompts_of_several_lengths(vocab: int) -> list[list[int]]:

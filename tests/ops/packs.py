@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+
+import pytest
+
+from fd_core.ops.contract import Ops
 from fd_core.ops.numpy_ops import NumpyOps
 from fd_core.ops.torch_ops import TorchOps
 from fd_core.testing.arrays import on_device, raw, sample_input, step_input
 
-__all__ = ["PACKS", "on_device", "raw", "sample_input", "step_input"]
+__all__ = ["FORMS", "INSTALLED", "PACKS", "on_device", "raw", "sample_input", "step_input"]
 
-PACKS = {"numpy": NumpyOps, "torch": TorchOps}
+
+def _paddle() -> Ops:
+    if find_spec("paddle") is None:
+        pytest.skip("Paddle is not installed; `nox -s paddle` tests its pack")
+    from fd_core.ops.paddle_ops import PaddleOps
+
+    return PaddleOps()
+
+
+PACKS: dict[str, Callable[[], Ops]] = {"numpy": NumpyOps, "torch": TorchOps, "paddle": _paddle}
+"""In float32. Making one skips the test where its framework is not installed."""
+FORMS: dict[str, Callable[[], Ops]] = {**PACKS, "bf16": partial(TorchOps, "bfloat16")}
+INSTALLED = tuple(name for name in PACKS if name in ("numpy", "torch") or find_spec(name) is not None)

@@ -1,4 +1,4 @@
-"""The torch pack against the numpy oracle, and the oracle against the words of the contract."""
+"""The packs against the numpy oracle, and the oracle against the words of the contract."""
 
 import math
 from dataclasses import replace
@@ -11,7 +11,7 @@ from fd_core.ops.contract import Experts, Heads, KVShape, Norm, Rope
 from fd_core.ops.numpy_ops import NumpyOps
 from fd_core.ops.torch_ops import TorchOps
 from fd_core.types import RawTensor
-from tests.ops.packs import PACKS, on_device, raw, step_input
+from tests.ops.packs import FORMS, INSTALLED, PACKS, on_device, raw, step_input
 
 RNG_SEED = 11
 
@@ -25,8 +25,9 @@ def everywhere(compute):
     """Compute on every pack and return what the oracle says, after checking that the others agree."""
     oracle = NumpyOps()
     expected = np.asarray(oracle.to_host(compute(oracle)))
-    ops = TorchOps()
-    np.testing.assert_allclose(ops.to_host(compute(ops)), expected, rtol=1e-5, atol=1e-5)
+    for pack in INSTALLED[1:]:
+        ops = PACKS[pack]()
+        np.testing.assert_allclose(ops.to_host(compute(ops)), expected, rtol=1e-5, atol=1e-5, err_msg=pack)
     return expected
 
 
@@ -207,8 +208,9 @@ def test_gathers_rows_of_any_array(pack):
         (RawTensor("BF16", np.array([[0x3FC0, 0xC000]], np.uint16)), [[1.5, -2.0]]),
     ],
 )
-@pytest.mark.parametrize("ops", [NumpyOps(), TorchOps(), TorchOps("bfloat16")], ids=["numpy", "torch", "bf16"])
-def test_weights_of_every_type_keep_their_values(ops, tensor, expected):
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_of_every_type_keep_their_values(form, tensor, expected):
+    ops = FORMS[form]()
     tensor.data.flags.writeable = False  # as from a mapped file
     table = ops.prepare_embedding(tensor)
     row = ops.embedding(table, ops.from_host(np.zeros(1, np.int32)))
@@ -218,8 +220,9 @@ def test_weights_of_every_type_keep_their_values(ops, tensor, expected):
     assert ops.to_host(ops.linear(row, ops.tied_head(table, tensor))).tolist() == [[6.25]]
 
 
-@pytest.mark.parametrize("ops", [NumpyOps(), TorchOps(), TorchOps("bfloat16")], ids=["numpy", "torch", "bf16"])
-def test_blocks_move_bit_for_bit(ops, rng):
+@pytest.mark.parametrize("form", FORMS)
+def test_blocks_move_bit_for_bit(form, rng):
+    ops = FORMS[form]()
     shape = KVShape(num_layers=2, num_kv_heads=3, head_dim=4, block_size=2)
     source, target = ops.allocate_kv(shape, 5), ops.allocate_kv(shape, 7)
     exported = rng.integers(0, 2**14, (3, 2, 2, 2, 3, 4))
@@ -235,7 +238,8 @@ def test_blocks_move_bit_for_bit(ops, rng):
 
 def test_exported_blocks_are_keys_then_values_by_position(rng):
     k, v = rng.normal(size=(2, 3, 2, 4)).astype(np.float32)
-    for ops in (NumpyOps(), TorchOps()):
+    for pack in INSTALLED:
+        ops = PACKS[pack]()
         cache = ops.allocate_kv(KVShape(1, 2, 4, 2), 3)
         slots = np.array([4, 5, 0], np.int32)  # block 2, then the first place of block 0
         ops.write_kv(cache.layer(0), *map(ops.from_host, (k, v, slots)))
@@ -258,19 +262,20 @@ def test_a_cache_that_does_not_fit_says_so(pack):
         PACKS[pack]().allocate_kv(KVShape(64, 64, 256, 64), 2**24)
 
 
-def test_later_steps_with_other_shapes_are_planned_anew(rng):
-    """The torch pack keeps a plan for each step; two steps in a row must not share it."""
-    ops, oracle = TorchOps(), NumpyOps()
+@pytest.mark.parametrize("pack", PACKS)
+def test_later_steps_with_other_shapes_are_planned_anew(pack, rng):
+    """A pack that keeps a plan for each step must not share it between two steps in a row."""
+    ops, oracle = PACKS[pack](), NumpyOps()
     heads = Heads(2, 1, 4, 0.5, Rope(None, None))
     tables = np.array([[1, 0]], np.int32)
-    caches = [pack.allocate_kv(KVShape(1, 1, 4, 2), 2) for pack in (ops, oracle)]
+    caches = [each.allocate_kv(KVShape(1, 1, 4, 2), 2) for each in (ops, oracle)]
     steps = [step_input([(after - before, after)], 2, tables) for before, after in pairwise([0, 2, 3, 4])]
     for step in steps:
         count = len(step.positions)
         q, k, v = (rng.normal(size=(count, heads_, 4)).astype(np.float32) for heads_ in (2, 1, 1))
         found = []
-        for pack, cache in zip((ops, oracle), caches, strict=True):
-            shown = on_device(pack, step)
-            pack.write_kv(cache.layer(0), pack.from_host(k), pack.from_host(v), shown.kv_slots)
-            found.append(pack.to_host(pack.paged_attention(pack.from_host(q), cache.layer(0), heads, shown)))
+        for each, cache in zip((ops, oracle), caches, strict=True):
+            shown = on_device(each, step)
+            each.write_kv(cache.layer(0), each.from_host(k), each.from_host(v), shown.kv_slots)
+            found.append(each.to_host(each.paged_attention(each.from_host(q), cache.layer(0), heads, shown)))
         np.testing.assert_allclose(found[0], found[1], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,170 @@
+"""Backends on Paddle: the processor, and the base of every vendor whose devices Paddle drives."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar, Final
+
+from fd_core.backends.contract import Availability, Backend
+from fd_core.backends.memory import available_memory
+from fd_core.config import EngineConfig
+from fd_core.errors import ConfigError, PluginError
+from fd_core.ops.contract import Ops
+
+__all__ = ["CpuPaddleBackend", "PaddleBackend", "PaddleDevices", "paddle_devices"]
+
+_MARK: Final = "fd_core paddle devices:"
+_QUESTION: Final = f"""
+import json, paddle
+print({_MARK!r}, json.dumps([paddle.__version__, list(paddle.device.get_available_device())]))
+"""
+_PATIENCE: Final = 60.0
+"""Seconds; the import alone takes one to ten of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class PaddleDevices:
+    """What a Paddle says about itself."""
+
+    version: str
+    names: tuple[str, ...] = ()
+    """Devices beside the processor, such as `xpu:0` and `metax_gpu:1`."""
+    problem: str = ""
+    """Why there is no answer; empty if there is one."""
+
+    def count(self, device: str) -> int:
+        """Return how many of them are of a kind, such as `xpu`."""
+        return sum(name.partition(":")[0] == device for name in self.names)
+
+
+@cache
+def paddle_devices() -> PaddleDevices:
+    """Ask the installed Paddle for its devices, once, in a process of its own.
+
+    Looking for them initialises drivers, and a driver that is broken can end the process that looks.
+    """
+    # -P: a file `paddle.py` in the working folder is not Paddle.
+    command = [sys.executable, "-P", "-W", "ignore", "-c", _QUESTION]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PATIENCE)
+    except subprocess.TimeoutExpired:
+        return PaddleDevices("", problem=f"Paddle did not say within {_PATIENCE:.0f} s which devices there are")
+    for line in answer.stdout.splitlines():
+        if line.startswith(_MARK):
+            version, names = json.loads(line.removeprefix(_MARK))
+            return PaddleDevices(version, tuple(names))
+    errors = answer.stderr.strip().splitlines()
+    cause = errors[-1] if errors else f"exit status {answer.returncode}"
+    return PaddleDevices("", problem=f"Paddle failed when asked for its devices: {cause}")
+
+
+class PaddleBackend(Backend):
+    """A kind of device that Paddle drives.
+
+    A vendor sets the class variables, and overrides `device_ops` where the hardware has kernels of its own.
+    """
+
+    device: ClassVar[str]
+    """Paddle's name of the device, such as `xpu`; for a custom device the name it is registered under."""
+    title: ClassVar[str]
+    """What people call it."""
+    paddle_hint: ClassVar[str]
+    """How to get a Paddle that drives it."""
+    can_be_emulated: ClassVar[bool] = False
+    """Without the device, compute on the processor with Paddle's CPU kernels in float32, when asked for by name."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.emulated = self.probe().emulated
+
+    @classmethod
+    def probe(cls) -> Availability:
+        """Available where the device is, or where it may be emulated; another process looks for it."""
+        if importlib.util.find_spec("paddle") is None:
+            return Availability(False, f"Paddle is not installed; {cls.paddle_hint}")
+        found = paddle_devices()
+        if found.problem:
+            return Availability(False, found.problem)
+        if count := found.count(cls.device):
+            return Availability(True, f"Paddle {found.version} drives {count} {cls.title}")
+        missing = f"Paddle {found.version} sees no {cls.title} here"
+        if cls.can_be_emulated:
+            return Availability(True, f"emulated on the processor: {missing}", emulated=True)
+        return Availability(False, f"{missing}; {cls.paddle_hint}")
+
+    @property
+    def place(self) -> str:
+        """Paddle's name of the device that computes: `cpu` where this one is emulated."""
+        return "cpu" if self.emulated else self.device
+
+    def make_ops(self) -> Ops:
+        """The pack for the device; Paddle is imported, and the device initialised, here."""
+        dtype = self._dtype()
+        try:
+            from fd_core.ops.paddle_library import set_threads
+        except ImportError as error:
+            raise PluginError(
+                f"the {self.name} backend needs Paddle: {error}", field="--backend", hint=self.paddle_hint
+            ) from error
+        set_threads(self._threads())
+        return self.device_ops(dtype, self.place)
+
+    def device_ops(self, dtype: str, place: str) -> Ops:
+        """Create the pack of a dtype on `place`; a vendor's own kernels must not be used where `self.emulated`."""
+        from fd_core.ops.paddle_ops import PaddleOps
+
+        return PaddleOps(dtype, place)
+
+    def free_memory(self) -> int:
+        """Return a quarter of the host's free memory where the processor computes, else what the device has left."""
+        if self.place == "cpu":
+            return available_memory() // 4
+        from fd_core.ops.paddle_library import free_device_memory
+
+        return free_device_memory(self.place)
+
+    def describe(self) -> str:
+        """Name the device that computes."""
+        cpu = f"CPU, {self._threads()} threads, Paddle eager"
+        if self.emulated:
+            return f"{self.title} emulated on the {cpu}: says nothing about the hardware"
+        return cpu if self.place == "cpu" else f"{self.title}, Paddle eager"
+
+    def _threads(self) -> int:
+        return self.config.num_threads or len(os.sched_getaffinity(0))
+
+    def _dtype(self) -> str:
+        wanted = self.config.dtype
+        offered = ("float32",) if self.place == "cpu" else ("bfloat16", "float32")
+        if wanted == "auto":
+            return offered[0]
+        if wanted not in offered:
+            where = "where it is emulated " if self.emulated else ""
+            raise ConfigError(
+                f"the {self.name} backend {where}computes in {' or '.join(offered)}, not {wanted}", field="--dtype"
+            )
+        return wanted
+
+
+class CpuPaddleBackend(PaddleBackend):
+    """Paddle on the host's processors, float32."""
+
+    name: ClassVar[str] = "cpu+paddle"
+    device: ClassVar[str] = "cpu"
+    title: ClassVar[str] = "processor"
+    paddle_hint: ClassVar[str] = "pip install 'fd-core[paddle]'"
+    default_pipeline_depth: ClassVar[int] = 1
+    auto_rank: ClassVar[int] = 5
+
+    @classmethod
+    def probe(cls) -> Availability:
+        """Available where any distribution provides Paddle; it is not imported for the answer."""
+        if importlib.util.find_spec("paddle") is None:
+            return Availability(False, f"Paddle is not installed; {cls.paddle_hint}")
+        return Availability(True, "Paddle is installed")

@@ -1,0 +1,46 @@
+"""Paddle, imported without what that does to a process: warnings of its tools, and signal handlers of its own."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import warnings
+from typing import Final
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import paddle
+
+__all__ = ["free_device_memory", "paddle", "set_threads"]
+
+_TAKEN_SIGNALS: Final = (
+    *(signal.SIGTERM, signal.SIGSEGV, signal.SIGILL),
+    *(signal.SIGFPE, signal.SIGABRT, signal.SIGBUS),
+)
+
+
+def _give_signals_back() -> None:
+    """Let Paddle handle no signal, and Python again those that it handled before.
+
+    Only the main thread can do the latter; elsewhere the signals are the system's until someone sets a handler.
+    """
+    paddle.disable_signal_handler()
+    if threading.current_thread() is threading.main_thread():
+        for number in _TAKEN_SIGNALS:
+            handler = signal.getsignal(number)
+            if callable(handler) or handler is signal.SIG_IGN:
+                signal.signal(number, handler)
+
+
+def free_device_memory(device: str) -> int:
+    """Return the bytes of a device, not the processor, that this process has not taken; others are not seen."""
+    total = paddle.device.get_device_properties(device).total_memory
+    return max(int(total) - int(paddle.device.get_device_module(device).memory_reserved()), 0)
+
+
+def set_threads(count: int) -> None:
+    """Let products on the processor use `count` threads."""
+    paddle.base.core.set_num_threads(count)
+
+
+_give_signals_back()
