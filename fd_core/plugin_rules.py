@@ -29,6 +29,8 @@ def shielded(action: Callable[[], Any]) -> Any:
     """Run code of a plugin. Whatever it raises becomes a `StrangerError`, the plugin's problem."""
     try:
         return action()
+    except StrangerError:
+        raise
     except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())
         raise StrangerError(f"{type(error).__name__}: {text}".removesuffix(": "), _hint_for(error)) from error

@@ -121,38 +121,48 @@ class Registered:
         return self.entry.name
 
     @property
+    def label(self) -> str:
+        """Kind and name, such as `backend cpu`."""
+        return f"{self.kind.word} {self.name}"
+
+    @property
     def summary(self) -> str:
         """One line for lists."""
         return self.entry.summary
 
     def load(self) -> type[Any]:
         """Import the class. Raises `PluginError` if that fails or if it is not of the right kind."""
-        cls = self._attempt(lambda: _import_target(self.entry.target))
-        base = _import_target(self.kind.base)
-        if not (isinstance(cls, type) and issubclass(cls, base)):
-            hint = "derive it from that class, or correct the target of the Entry"
-            raise self._error(f"{self.entry.target} is not a subclass of {self.kind.base}", hint)
+        cls: type[Any] = self._attempt(self._import)
         return cls
 
     def probe(self) -> Availability:
         """Ask a backend whether it can run here. Raises `PluginError` if it cannot even answer."""
+        answer: Availability = self._attempt(self._ask)
+        return answer
+
+    def _import(self) -> type[Any]:
+        cls, base = _import_target(self.entry.target), _import_target(self.kind.base)
+        if not (isinstance(cls, type) and issubclass(cls, base)):
+            hint = "derive it from that class, or correct the target of the Entry"
+            raise StrangerError(f"{self.entry.target} is not a subclass of {self.kind.base}", hint)
+        return cls
+
+    def _ask(self) -> Availability:
         from fd_core.backends.contract import Availability
 
-        answer = self._attempt(self.load().probe)
+        answer = self._import().probe()
         if not isinstance(answer, Availability):
             cause = f"{self.entry.target}.probe returned {described(answer)} instead of an Availability"
-            raise self._error(cause, "return Availability(True or False, the reason in one line)")
+            raise StrangerError(cause, "return Availability(True or False, the reason in one line)")
         return answer
 
     def _attempt(self, action: Callable[[], Any]) -> Any:
+        """Run code of the plugin; the cause of what it raises is the `StrangerError`."""
         try:
             return shielded(action)
         except StrangerError as error:
-            raise self._error(str(error), error.hint) from error
-
-    def _error(self, cause: str, hint: str) -> PluginError:
-        message = f"{self.kind.word} {self.name} of plugin {self.origin} cannot be used: {cause}"
-        return PluginError(message, field=self.kind.flag, hint=hint)
+            message = f"{self.label} of plugin {self.origin} cannot be used: {error}"
+            raise PluginError(message, field=self.kind.flag, hint=error.hint) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`fdcore plugins` and `fdcore install`: what plugins there are, and how another one gets here."""
+"""`fdcore plugins` and `fdcore install`: what plugins there are, what is wrong with them, how another one gets here."""
 
 from __future__ import annotations
 
@@ -11,14 +11,22 @@ from typing import Annotated, Final
 
 import typer
 
-from fd_core.cli.report import reports_errors
+from fd_core.cli.report import plain, reports_errors
 from fd_core.errors import ConfigError, PluginError
 
 __all__ = ["app", "install"]
 
-app = typer.Typer(no_args_is_help=True, help="Show what plugins offer.")
+app = typer.Typer(invoke_without_command=True)
 
 _DISTRIBUTION: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?(?:==[A-Za-z0-9.!+]+)?")
+
+
+@app.callback()
+@reports_errors
+def plugins(context: typer.Context) -> None:
+    """Show what plugins offer, find out what is wrong with one, or begin one."""
+    if context.invoked_subcommand is None:
+        _show()
 
 
 @app.command("list")
@@ -26,6 +34,32 @@ _DISTRIBUTION: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?(?
 def list_() -> None:
     """Show what every plugin offers, and the plugins that cannot be used."""
     _show()
+
+
+@app.command()
+@reports_errors
+def check(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="An entry point, a distribution or a backend. [default: all]")
+    ] = None,
+) -> None:
+    """Explain what is wrong with installed plugins.
+
+    Each is imported and asked in a process of its own. Ends with code 4 if something is wrong.
+    """
+    from fd_core.cli.plugin_check import check_plugins
+
+    checked = check_plugins(name)
+    wrong = [paragraph for each in checked for paragraph in each.paragraphs()]
+    for paragraph in wrong:
+        print(f"{plain(paragraph)}\n")
+    if wrong:
+        raise typer.Exit(PluginError.exit_code)
+    for each in checked:
+        print(plain(f"{each.distribution} {each.version}: {', '.join(each.seen.names)}"))
+        for answer in each.seen.answers:
+            print(f"  {plain(answer)}")
+    print(f"{len(checked)} plugin{'' if len(checked) == 1 else 's'} checked, nothing is wrong")
 
 
 @reports_errors

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from fd_core.errors import FdError
 
-__all__ = ["INTERRUPTED", "describe", "interrupts_end_it", "reports_errors", "say"]
+__all__ = ["INTERRUPTED", "describe", "interrupts_end_it", "plain", "reports_errors", "say"]
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell reports it."""
@@ -67,5 +67,9 @@ def say(error: FdError) -> None:
 def describe(error: FdError) -> str:
     """Return the error as one line without control characters, which file names and servers may contain."""
     field = f"{error.field}: " if error.field and error.field not in error.message else ""
-    line = " ".join(f"{field}{error}".split())
-    return "".join(letter if letter.isprintable() else "?" for letter in line)
+    return plain(f"{field}{error}")
+
+
+def plain(text: str) -> str:
+    """Return a text of unknown origin as one line that cannot command a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
