@@ -21,7 +21,7 @@ __all__ = ["ReturnCost", "UsageForecast", "peak_growth"]
 
 _MEMORY: Final = 20
 """Requests that the share of `max_tokens` is averaged over, as the weight of the past; the first ones teach more."""
-_MOMENTS: Final = 16
+_MOMENTS: Final = 8
 """Moments at which the demand is added up."""
 _LEARN: Final = 0.1
 """Weight of one return in the average cost of returns."""
@@ -80,13 +80,13 @@ def peak_growth(length: IntArray, blocks: IntArray, remaining: npt.NDArray[np.in
 
     `length`, `blocks` int32[n] are tokens and blocks of each request, `remaining` int64[n] its predicted further
     tokens; all grow by a token a step and give their blocks back when they end. The demand is greatest when somebody
-    is about to end; if there are many such moments, 16 of them are looked at, the first and the last included.
+    is about to end; if there are many such moments, 8 of them are looked at, the first and the last included.
     """
     if not len(length):
         return 0
-    moments = np.unique(remaining)
+    moments, left = np.unique(remaining).astype(np.int32), remaining.astype(np.int32)
     if len(moments) > _MOMENTS:
         moments = moments[np.linspace(0, len(moments) - 1, _MOMENTS).astype(np.intp)]
     grown = -(-(length + moments[:, None]) // block_size)
-    demand = np.where(remaining >= moments[:, None], grown, 0).sum(axis=1)
+    demand = np.where(left >= moments[:, None], grown, 0).sum(axis=1)
     return max(int(demand.max()) - int(blocks.sum()), 0)
