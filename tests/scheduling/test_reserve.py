@@ -83,7 +83,7 @@ def test_a_few_moments_are_enough_for_many_requests() -> None:
         length = draw.integers(10, 600, 200).astype(np.int32)
         remaining = draw.integers(1, 400, 200)
         peak = _demand_step_by_step(length, remaining, 32)
-        assert abs(peak_growth(length, -(-length // 32), remaining, 32) - peak) < 0.01 * (-(-length // 32)).sum()
+        assert abs(peak_growth(length, -(-length // 32), remaining, 32) - peak) < 0.05 * (-(-length // 32)).sum()
 
 
 class Simulation:
