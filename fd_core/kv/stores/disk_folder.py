@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from fd_core.kv.stores.contract import StoreError, Trouble
+
 __all__ = ["PARTIAL", "FoundFile", "found_partials", "found_values", "inside", "opened", "size_of_value", "value_name"]
 
 PARTIAL: Final = "partial"
@@ -37,11 +39,18 @@ def value_name(key: bytes) -> tuple[str, str]:
 
 @contextmanager
 def opened(path: Path, *, create: bool = False) -> Iterator[int]:
-    """Give a descriptor of the folder itself, which the user may have named by a link."""
-    if create:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=0o700, exist_ok=True)
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    """Give a descriptor of the folder itself, which the user may have named by a link.
+
+    Raises `StoreError(Trouble.UNREACHABLE, ...)` if something else is there.
+    """
+    try:
+        if create:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    except (FileExistsError, NotADirectoryError) as error:
+        # What is wrong inside the folder concerns a key or two; this is the whole store.
+        raise StoreError(Trouble.UNREACHABLE, f"the KV store in {path}: that is not a folder") from error
     try:
         yield descriptor
     finally:

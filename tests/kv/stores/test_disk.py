@@ -354,3 +354,12 @@ def on_disk(folder: Path) -> int:
     with (folder / "usage").open("rb") as usage:
         fcntl.flock(usage, fcntl.LOCK_EX)
         return sum(path.stat().st_size for path in folder.glob("??/*.kv"))
+
+
+def test_a_file_where_the_folder_should_be_makes_the_store_unreachable(tmp_path):
+    (tmp_path / "kv").write_bytes(b"not a folder")
+    store = store_in(tmp_path / "kv")
+    for call in (lambda: store.get([KEY], 10, 1), lambda: store.put([(KEY, [b"value"])], 1)):
+        with pytest.raises(StoreError, match="not a folder") as caught:
+            call()
+        assert caught.value.trouble is Trouble.UNREACHABLE

@@ -1,0 +1,174 @@
+"""An engine in want of blocks with a KV store that may be in any trouble, and what must hold whatever the store does.
+
+The null backend's text depends on every block of KV being right, so a golden text proves that nothing wrong was used.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from fd_core.kv.effects import Effect, Load, Lookup, Save
+from fd_core.kv.tiers.stats import TierStats
+from fd_core.types import FinishReason, RequestSpec
+from tests.engine.helpers import Texts, golden, null_engine, random_specs
+
+__all__ = ["SPECS", "WAIT_SECONDS", "Pressed", "nothing_left_behind", "until"]
+
+SPECS = random_specs(10, seed=7, max_prompt=120, max_tokens=40)
+WAIT_SECONDS = 0.4
+"""`kv_store_timeout` of these engines."""
+BLOCK_BYTES = 128
+HOST_BLOCKS = 8
+"""So few that most of what is loaded comes from the store."""
+_BOUNDS: dict[type[Effect], float] = {Lookup: WAIT_SECONDS / 4, Load: WAIT_SECONDS, Save: WAIT_SECONDS}
+_LATE_SECONDS = 0.75
+"""What a busy machine may add to a wait: its threads get no processor for a while."""
+_START_SECONDS = 3.0
+_CLOSE_SECONDS = 5.0
+_CALM_SECONDS = 5.0
+
+
+class Pressed:
+    """One engine and its watch: each step is short, and no operation holds a request or blocks beyond its bound."""
+
+    def __init__(self, location: str, secret: Path, *, always_loads: bool = True, **settings: object) -> None:
+        self.golden: Callable[[list[RequestSpec]], dict[str, list[int]]] = golden
+        values: dict[str, object] = {
+            "num_kv_blocks": 26,
+            "host_kv_memory": HOST_BLOCKS * BLOCK_BYTES,
+            "kv_store": location,
+            "kv_store_secret_file": str(secret),
+            "kv_store_timeout": WAIT_SECONDS,
+        }
+        began = time.monotonic()
+        self.engine = null_engine(**(values | settings))
+        assert time.monotonic() - began < _START_SECONDS, "the engine waited for its store to start"
+        scheduler, kept_kv = self.engine._scheduler, self.engine._kept_kv
+        assert kept_kv is not None and scheduler.storage is not None
+        self.storage, self._scheduler, self._kept_kv = scheduler.storage, scheduler, kept_kv
+        # Back doors: whoever fits is admitted, so that blocks run out; and what computing costs is not learnt, so that
+        # whatever can be loaded is.
+        scheduler._growth_with = lambda *_: 0  # type: ignore[method-assign]
+        if always_loads:
+            kept_kv.observe = lambda *_: None  # type: ignore[method-assign]
+        self._since: dict[int, tuple[type[Effect], float]] = {}
+        self._rounds = 0
+        self._wants_blocks = False
+        perform = kept_kv._tiers.perform
+        kept_kv._tiers.perform = lambda effects: (self._began(effects), perform(effects))[1]  # type: ignore[assignment]
+
+    @property
+    def tiers(self) -> TierStats:
+        return self._kept_kv.stats()
+
+    def round(
+        self, salt: str = "", specs: Sequence[RequestSpec] = SPECS, busy: Callable[[], object] | None = None
+    ) -> None:
+        """Run `specs` to their golden ends; `busy` is called when some of them run.
+
+        Prompts of one `salt` have the same keys; what the device still held of them is forgotten first.
+        """
+        self._rounds += 1
+        self._scheduler.pool.forget_prefixes()
+        name = f"{self._rounds}-"
+        texts = Texts()
+        for spec in specs:
+            renamed = msgspec.structs.replace(spec, request_id=name + spec.request_id, cache_salt=salt)
+            texts.take(self.engine.submit(renamed))
+        while self.engine.has_work:
+            self._step(texts)
+            if busy is not None and texts.tokens:
+                busy()
+                busy = None
+        assert {key.removeprefix(name): tokens for key, tokens in texts.tokens.items()} == self.golden(list(specs))
+        assert not {FinishReason.ERROR, FinishReason.ABORT} & set(texts.ends.values())
+        self._wants_blocks |= specs is SPECS
+
+    def calm(self) -> TierStats:
+        """Wait until nothing is on its way to the store; return the numbers, all gauges being as at first."""
+        writer = self._kept_kv._tiers._writer
+        assert writer is not None
+        until(lambda: not self.tiers.pending_write_bytes and not writer._forgotten, _CALM_SECONDS)
+        stats, tiers = self.engine.stats(), self.tiers
+        assert (stats.running, stats.waiting, stats.take_backs_in_flight) == (0, 0, 0)
+        assert (stats.kv_blocks_used, stats.kv_blocks_fenced, stats.stale_outputs) == (0, 0, 0)
+        assert tiers.host_bytes <= tiers.host_limit_bytes
+        assert (tiers.copy_errors, tiers.open_operations) == (0, 0)
+        assert not self.storage.busy
+        return tiers
+
+    def warm(self, salt: str = "") -> TierStats:
+        """Run and have everything written."""
+        before = self.tiers.written_blocks
+        self.round(salt)
+        tiers = self.calm()
+        assert tiers.written_blocks > before
+        return tiers
+
+    def recover(self, seconds: float = 12.0) -> None:
+        """Run until blocks are both written to the store and loaded from it again."""
+        ends = time.monotonic() + seconds
+        while True:
+            before = self.tiers
+            salt = f"again {self._rounds}"
+            self.round(salt)
+            written = self.calm()
+            self.round(salt)
+            after = self.calm()
+            if (
+                written.written_blocks > before.written_blocks
+                and after.loaded_blocks_store > written.loaded_blocks_store
+            ):
+                assert (after.breaker, after.write_breaker) == ("closed", "closed")
+                return
+            assert time.monotonic() < ends, f"the store is not used again: {after}"
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        began = time.monotonic()
+        self.engine.close()
+        assert time.monotonic() - began < _CLOSE_SECONDS
+        assert not self.tiers.pending_write_bytes
+        assert not self._wants_blocks or self.engine.stats().preemptions, "there was no pressure"
+
+    def _step(self, texts: Texts) -> None:
+        began = time.monotonic()
+        texts.take(self.engine.step())
+        ended = time.monotonic()
+        assert ended - began < _LATE_SECONDS, "a step waited for something"
+        self.engine.check_integrity()
+        still = {*self.storage._lookups, *self.storage._loads, *self.storage._saves}
+        self._since = {number: since for number, since in self._since.items() if number in still}
+        for kind, since in self._since.values():
+            assert ended - since < _BOUNDS[kind] + _LATE_SECONDS, f"a {kind.__name__} holds on beyond its bound"
+
+    def _began(self, effects: Sequence[Effect]) -> None:
+        now = time.monotonic()
+        self._since |= {effect.operation: (type(effect), now) for effect in effects if type(effect) in _BOUNDS}
+
+
+def until(true: Callable[[], object], seconds: float) -> None:
+    """Wait until it is so."""
+    ends = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < ends, "it did not become so in time"
+        time.sleep(0.01)
+
+
+@contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    """Neither threads of the tiers nor open files."""
+    files, threads = _open_files(), set(threading.enumerate())
+    yield
+    until(lambda: not [one for one in set(threading.enumerate()) - threads if one.name.startswith("fdcore")], 3.0)
+    until(lambda: _open_files() <= files, 3.0)
+
+
+def _open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))

@@ -1,0 +1,185 @@
+"""A folder in every trouble under an engine in want of blocks: golden texts, bounded waits, a number that tells, and a
+store that is used again afterwards."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from fd_core.kv.stores.contract import Trouble
+from fd_core.kv.stores.disk import DiskStore
+from fd_core.kv.stores.location import parse_location
+from tests.faults.places import in_folder
+from tests.faults.pressed import Pressed, nothing_left_behind, until
+from tests.kv.stores.test_disk import mounted
+
+Fault = Callable[[Path], AbstractContextManager[object]]
+
+
+@contextmanager
+def full(folder: Path) -> Iterator[None]:
+    """A small file system with the values of the store, and somebody else's file that takes what is left of it."""
+    with mounted(folder, "size=2m"):
+        with (folder / "of-somebody-else").open("wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(4096))
+            except OSError:
+                pass
+        yield
+
+
+@contextmanager
+def replaced_by_a_file(folder: Path) -> Iterator[None]:
+    aside = folder.rename(folder.with_name("aside"))
+    folder.write_bytes(b"not a folder")
+    try:
+        yield
+    finally:
+        folder.unlink()
+        aside.rename(folder)
+
+
+@contextmanager
+def shards_replaced_by_links(folder: Path) -> Iterator[None]:
+    """Links to a folder of somebody else where the store's own folders were."""
+    precious = folder.with_name("precious")
+    precious.mkdir()
+    shutil.rmtree(folder)
+    folder.mkdir(mode=0o700)
+    for name in ("partial", *(f"{number:02x}" for number in range(256))):
+        (folder / name).symlink_to(precious)
+    try:
+        yield
+    finally:
+        assert list(precious.iterdir()) == [], "something was written where a planted link leads"
+        for link in folder.iterdir():
+            if link.is_symlink():
+                link.unlink()
+
+
+@pytest.mark.parametrize(
+    ("fault", "trouble", "still_loads"),
+    [
+        (full, Trouble.FULL, True),
+        (lambda folder: mounted(folder, "ro"), Trouble.READ_ONLY, True),
+        (replaced_by_a_file, Trouble.UNREACHABLE, False),
+        (shards_replaced_by_links, Trouble.MALFORMED, False),
+    ],
+    ids=["full", "read-only", "a file instead", "planted links"],
+)
+def test_a_folder_in_trouble(tmp_path: Path, secret: Path, fault: Fault, trouble: Trouble, still_loads: bool) -> None:
+    folder = tmp_path / "kv"
+    location = f"disk:{folder}?max_bytes=1000000"
+    with nothing_left_behind():
+        earlier = Pressed(location, secret)
+        earlier.warm()
+        earlier.close()
+        engine = Pressed(location, secret)
+        engine.round()
+        assert engine.calm().loaded_blocks_store > 0
+        assert not engine.tiers.store_errors
+        with ExitStack() as stack:
+            ends = time.monotonic() + 10
+            number = 0
+            while number < 2 or trouble not in engine.tiers.store_errors:
+                assert time.monotonic() < ends, f"nothing tells what happened: {engine.tiers}"
+                before = engine.tiers.loaded_blocks_store
+                engine.round("in trouble", busy=None if number else lambda: stack.enter_context(fault(folder)))
+                engine.round()
+                assert not still_loads or engine.tiers.loaded_blocks_store > before
+                engine.calm()
+                number += 1
+            assert set(engine.tiers.store_errors) == {trouble}
+            assert engine.tiers.dropped_blocks > 0
+            newcomer = Pressed(location, secret)
+            newcomer.round("newcomer")
+            newcomer.close()
+            assert newcomer.tiers.dropped_blocks > 0
+        engine.recover()
+        engine.close()
+
+
+def test_a_folder_that_is_deleted_while_requests_run_is_made_again(tmp_path: Path, secret: Path) -> None:
+    folder = tmp_path / "kv"
+    with nothing_left_behind():
+        engine = Pressed(f"disk:{folder}", secret)
+        engine.warm()
+        for number in range(2):
+            engine.round(f"{number}", busy=lambda: shutil.rmtree(folder, ignore_errors=True))
+        engine.recover()
+        assert set(engine.calm().store_errors) <= {Trouble.UNREACHABLE, Trouble.MALFORMED, Trouble.OTHER}
+        engine.close()
+
+
+def test_another_engine_that_evicts_and_deletes_at_the_same_time(tmp_path: Path, secret: Path) -> None:
+    """What a lookup found may be gone when it is loaded; the folder holds a third of what is written."""
+    folder = tmp_path / "kv"
+    location = f"disk:{folder}?max_bytes=10000"
+    other = DiskStore(parse_location(location))
+    ended = threading.Event()
+
+    def evict() -> None:
+        number = 0
+        while not ended.is_set():
+            number += 1
+            other.put([(number.to_bytes(16, "big"), [bytes(300)])], 5)
+            other.delete(in_folder(folder).keys()[:3], 5)
+            time.sleep(0.002)
+
+    with nothing_left_behind():
+        engine = Pressed(location, secret)
+        thread = threading.Thread(target=evict)
+        thread.start()
+        try:
+            for number in range(4):
+                engine.round(f"{number // 2}")
+        finally:
+            ended.set()
+            thread.join()
+        assert not engine.calm().damaged
+        assert sum(path.stat().st_size for path in folder.glob("??/*.kv")) <= 10000
+        engine.close()
+    roomy = Pressed(f"disk:{folder}", secret)
+    roomy.recover()
+    roomy.close()
+
+
+WRITING = """
+import itertools, sys
+from pathlib import Path
+from tests.faults.pressed import Pressed
+engine = Pressed(sys.argv[1], Path(sys.argv[2]), host_kv_memory=0)
+for number in itertools.count():
+    engine.round(f"killed {number}")
+    print(number, flush=True)
+"""
+
+
+def test_an_engine_killed_while_it_writes_leaves_a_folder_for_the_next_one(tmp_path: Path, secret: Path) -> None:
+    folder = tmp_path / "kv"
+    location = f"disk:{folder}?max_bytes=1000000"
+    for moment in (0.0, 0.031):
+        process = subprocess.Popen([sys.executable, "-c", WRITING, location, str(secret)], stdout=subprocess.PIPE)
+        assert process.stdout is not None and process.stdout.readline()
+        time.sleep(moment)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        until(lambda: in_folder(folder).keys(), 1.0)
+        engine = Pressed(location, secret)
+        engine.round("killed 0")
+        tiers = engine.calm()
+        assert tiers.loaded_blocks_store > 0
+        assert not tiers.damaged and not tiers.store_errors
+        engine.recover()
+        engine.close()
