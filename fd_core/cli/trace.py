@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fd_core.cli.report import reports_errors
+
+if TYPE_CHECKING:
+    from fd_core.cli.trace_page.reader import Trace
 
 __all__ = ["trace"]
 
@@ -23,8 +26,8 @@ def trace(
 ) -> None:
     """Render a trace as one HTML page that needs no network.
 
-    It shows slots over time, budget, KV blocks, preemptions and returns, speculation, queue and step time. A trace that
-    is cut off or damaged is shown as far as it can be read.
+    It shows slots over time, budget, KV blocks, preemptions and returns, KV loaded and computed again, speculation,
+    queue and step time. A trace that is cut off or damaged is shown as far as it can be read.
     """
     from fd_core.cli.trace_page.pack import page
     from fd_core.cli.trace_page.reader import read_trace
@@ -41,4 +44,24 @@ def trace(
         raise ConfigError(f"cannot write {target}: {reason}", field="--output") from error
     for problem in read.problems:
         print(f"note: {problem}")
+    if kept := _kept(read):
+        print(kept)
     print(f"{target}: {len(read.positions):,} steps, {target.stat().st_size / 1e6:.1f} MB")
+
+
+def _kept(read: Trace) -> str:
+    """Return a line about KV outside the device; nothing if the trace says nothing of it."""
+    lines = [position.line for position in read.positions]
+    loads = [load for line in lines for load in line.loads]
+    saves = [save for line in lines for save in line.saves]
+    declined = sum(not choice.load for line in lines for choice in line.chosen)
+    if not (loads or saves or declined):
+        return ""
+    loaded, wanted = sum(load.loaded for load in loads), sum(load.blocks for load in loads)
+    host = sum(load.from_host for load in loads)
+    took = sum(load.ended - load.began for load in loads) / 1e6
+    saved = sum(save.saved for save in saves)
+    return (
+        f"KV outside the device: {len(loads):,} loads brought {loaded:,} of {wanted:,} blocks, {host:,} of them from "
+        f"the host, in {took:.3f} s; {declined:,} times computing was sooner; {saved:,} blocks were saved"
+    )

@@ -14,7 +14,8 @@ from fd_core.engine.device import Device, make_device
 from fd_core.engine.kept_kv import KeptKV, open_kv_storage
 from fd_core.engine.messages import Delta, EngineInfo, EngineStats
 from fd_core.engine.outputs import Outputs
-from fd_core.engine.trace import TraceHeader, TraceWriter, require_trace_file
+from fd_core.engine.trace import TraceWriter, require_trace_file
+from fd_core.engine.trace_format import TraceHeader
 from fd_core.errors import BadRequest
 from fd_core.plugins import installed_plugins
 from fd_core.runner.drafting import make_drafter
@@ -230,9 +231,6 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
     if config.speculative is not None and limits.max_drafts:
         drafts = DraftControl(limits.max_num_seqs, limits.max_drafts, config.speculative.cheap_tokens)
     scheduler = Scheduler(limits, policy, victims, storage.hasher, drafts, keep_kv=storage.keep, epoch=epoch)
-    kept_kv = None
-    if storage.keep is not None:
-        kept_kv = KeptKV.join(storage, scheduler, runner, ops.dtype, config)
     trace = None
     if config.trace is not None:
         header = TraceHeader(
@@ -245,5 +243,8 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
             limits=limits,
         )
         trace = TraceWriter(Path(config.trace), header, time.monotonic_ns(), config.trace_limit)
+    kept_kv = None
+    if storage.keep is not None:
+        kept_kv = KeptKV.join(storage, scheduler, runner, ops.dtype, config, trace)
     device = make_device(runner, limits.pipeline_depth, config.output_transport)
     return Engine(info, scheduler, device, watchdog_seconds=config.watchdog_seconds, kept_kv=kept_kv, trace=trace)

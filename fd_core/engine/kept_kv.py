@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Final
 
 from fd_core.config import EngineConfig
+from fd_core.engine.kv_trace import KVTrace
+from fd_core.engine.trace import TraceWriter
 from fd_core.errors import ConfigError, ModelError
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.kv.stores.contract import KVStore, StoreError
@@ -66,22 +68,32 @@ class KVStorage:
 class KeptKV:
     """Performs the effects of one scheduler. Used from the engine's thread."""
 
-    def __init__(self, scheduler: Scheduler, tiers: KVTiers, store: KVStore | None) -> None:
+    def __init__(
+        self, scheduler: Scheduler, tiers: KVTiers, store: KVStore | None, trace: KVTrace | None = None
+    ) -> None:
         self._scheduler = scheduler
         self._tiers = tiers
         self._store = store
+        self._trace = trace
         self._prefill_token: float | None = None
         self._answered = 0.0
 
     def exchange(self) -> None:
         """Begin what the scheduler wants done, and tell it what is over."""
-        effects = self._scheduler.take_effects()
+        storage = self._scheduler.storage
+        if storage is None:
+            return
+        effects, choices = self._scheduler.take_effects(), storage.take_choices()
+        if self._trace is not None:
+            self._trace.decided(choices)
+            self._trace.began(effects, self._scheduler.slots)
         if effects:
             self._tiers.perform(effects)
-        storage = self._scheduler.storage
-        if storage is None or not storage.busy:
+        if not storage.busy:
             return
         for completion in self._tiers.completed():
+            if self._trace is not None:
+                self._trace.ended(completion)
             self._scheduler.completed(completion)
         rates = self._tiers.rates()
         storage.tradeoff.pace = Pace(
@@ -117,7 +129,15 @@ class KeptKV:
             self._store.close()
 
     @classmethod
-    def join(cls, storage: KVStorage, scheduler: Scheduler, runner: Runner, dtype: str, config: EngineConfig) -> KeptKV:
+    def join(
+        cls,
+        storage: KVStorage,
+        scheduler: Scheduler,
+        runner: Runner,
+        dtype: str,
+        config: EngineConfig,
+        trace: TraceWriter | None,
+    ) -> KeptKV:
         """Start the tiers for an engine's scheduler and cache."""
         tiers = KVTiers(
             runner.cache,
@@ -127,7 +147,7 @@ class KeptKV:
             envelope=storage.envelope,
             load_seconds=config.kv_store_timeout,
         )
-        return cls(scheduler, tiers, storage.store)
+        return cls(scheduler, tiers, storage.store, None if trace is None else KVTrace(trace))
 
 
 def open_kv_storage(config: EngineConfig, plugins: Plugins, path: Path | None, numerics: str) -> KVStorage:

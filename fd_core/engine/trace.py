@@ -20,47 +20,40 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import IO, Annotated, Final
+from typing import IO, Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from fd_core import signals
-from fd_core.config import Limits
 from fd_core.engine.messages import Delta
+from fd_core.engine.trace_format import (
+    COUNT_LETTERS,
+    DECODE,
+    DRAINING,
+    IDLE,
+    LOADING,
+    PREFILL,
+    Admitted,
+    Chosen,
+    Closed,
+    Ended,
+    Full,
+    LoadEnded,
+    SaveEnded,
+    Stay,
+    StepLine,
+    TraceHeader,
+)
 from fd_core.errors import ConfigError
 from fd_core.scheduling.scheduler import Scheduler
 from fd_core.sizes import format_size
-from fd_core.types import FinishReason, StepOutput, StepPlan
+from fd_core.types import StepOutput, StepPlan
 
-__all__ = [
-    "COUNT_LETTERS",
-    "DECODE",
-    "DRAINING",
-    "FORMAT_VERSION",
-    "IDLE",
-    "PREFILL",
-    "Admitted",
-    "Closed",
-    "Ended",
-    "Full",
-    "Stay",
-    "StepLine",
-    "StepRecord",
-    "TraceHeader",
-    "TraceWriter",
-    "line_of",
-    "require_trace_file",
-]
+__all__ = ["StepRecord", "TraceWriter", "line_of", "require_trace_file"]
 
 _log = logging.getLogger(__name__)
-
-FORMAT_VERSION: Final = 1
-IDLE, PREFILL, DECODE, DRAINING = ".", "p", "d", "x"
-"""Letters of `StepLine.slots`."""
-COUNT_LETTERS: Final = "0123456789abcdefg"
-"""Letters of `StepLine.drafted` and `StepLine.accepted`, by number."""
 
 _MAGIC: Final = b'{"fdcore_trace":'
 _MAX_QUEUED: Final = 4096
@@ -70,101 +63,6 @@ _WRITE_SECONDS: Final = 0.05
 _LAST_BYTES: Final = 256
 """Room that is kept for the lines `Full` and `Closed`."""
 _LETTER_CODES: Final = np.frombuffer(COUNT_LETTERS.encode(), np.uint8)
-
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-Small = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-
-
-class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """First line of a trace, and of every epoch in it."""
-
-    fdcore_trace: int = FORMAT_VERSION
-    model: str
-    backend: str
-    device: str
-    epoch: int
-    started: float
-    """Seconds since 1970 at time 0 of the lines that follow."""
-    speculation: str | None
-    """Name of the drafter."""
-    limits: Limits
-
-
-class Stay(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request in a slot."""
-
-    slot: Small
-    gen: Small
-    request_id: str
-
-
-class Admitted(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A stay begins."""
-
-    slot: Small
-    gen: Small
-    request_id: str
-    tokens: Small
-    """Prompt and tokens delivered before."""
-    computed: Small
-    """Tokens at the front whose KV was found in the prefix cache."""
-
-
-class Ended(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request was told its end."""
-
-    request_id: str
-    reason: FinishReason
-
-
-class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One step. Times are microseconds since the header's `started`."""
-
-    step: Count
-    began: Count
-    """When the turn of the loop began that committed this step."""
-    ended: Count
-    """When it was committed; the time between is the step time."""
-    budget: Count = 0
-    """Tokens charged against the step token budget."""
-    delivered: Count = 0
-    """Tokens that clients got."""
-    waiting: Count = 0
-    """Length of the queue."""
-    kv: tuple[Count, Count, Count] = (0, 0, 0)
-    """Blocks owned, fenced, and free but with a cached prefix."""
-    slots: str = ""
-    """One letter for each slot, up to the last that is not idle: what the step did with it."""
-    drafted: str = ""
-    """One letter for each slot: drafts it verified. Empty if there were none."""
-    accepted: str = ""
-    """Likewise: drafts that were kept."""
-    chunks: tuple[tuple[Small, Small], ...] = ()
-    """(slot, tokens) of every prefill."""
-    admitted: tuple[Admitted, ...] = ()
-    taken_back: tuple[tuple[Small, Small], ...] = ()
-    """(slot, gen) of every take-back; the step's output acknowledged it."""
-    finished: tuple[Ended, ...] = ()
-    dropped: Count = 0
-    """Steps before this one that the writer had no room for."""
-    occupants: tuple[Stay, ...] = ()
-    """Who held which slot after the step; only behind dropped steps."""
-
-
-class Full(msgspec.Struct, frozen=True, kw_only=True):
-    """The file has reached its limit: no further step of this epoch follows."""
-
-    full: Count
-    """The limit in bytes."""
-
-
-class Closed(msgspec.Struct, frozen=True, kw_only=True):
-    """Last line of a trace whose engine was closed in order."""
-
-    closed: Count
-    """Microseconds since the header's `started`."""
-    dropped: Count
-    """Steps missing at the end, for want of time or of room in the file."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, gc=False):
@@ -179,12 +77,17 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     kv: tuple[int, int, int]
     dropped: int
     occupants: tuple[Stay, ...]
+    loading: npt.NDArray[np.bool_] | None = None
+    """bool[num_slots]: whose KV is on its way, None if nobody's."""
+    kept: tuple[Chosen | LoadEnded | SaveEnded, ...] = ()
 
 
 def line_of(record: StepRecord) -> StepLine:
     """Return the line that says what `record` holds, without tokens."""
     plan, output = record.plan, record.output
     letters = np.full(len(output.gens), ord(IDLE), np.uint8)
+    if record.loading is not None:
+        letters[record.loading] = ord(LOADING)
     prefills = ~plan.samples | (plan.num_tokens - plan.num_drafts > 1)
     letters[plan.slots] = np.where(prefills, ord(PREFILL), ord(DECODE))
     for back in plan.take_backs:
@@ -218,6 +121,9 @@ def line_of(record: StepRecord) -> StepLine:
         finished=tuple(
             Ended(delta.request_id, delta.finish_reason) for delta in record.deltas if delta.finish_reason is not None
         ),
+        chosen=tuple(entry for entry in record.kept if isinstance(entry, Chosen)),
+        loads=tuple(entry for entry in record.kept if isinstance(entry, LoadEnded)),
+        saves=tuple(entry for entry in record.kept if isinstance(entry, SaveEnded)),
         dropped=record.dropped,
         occupants=record.occupants,
     )
@@ -256,6 +162,8 @@ class TraceWriter:
         self._origin = self._began = origin
         self._queue: deque[StepRecord] = deque()
         self._dropped = 0
+        self._kept: list[Chosen | LoadEnded | SaveEnded] = []
+        """What the next line will say of KV outside the device."""
         self._closed: Closed | None = None
         self._ending = threading.Event()
         self._failed = self._full = False
@@ -286,18 +194,28 @@ class TraceWriter:
         """Note when, in nanoseconds, the turn began that commits the next step."""
         self._began = now
 
+    def clock(self, now: int) -> int:
+        """Return a time in nanoseconds as lines have it."""
+        return (now - self._origin) // 1000
+
+    def kept(self, entry: Chosen | LoadEnded | SaveEnded) -> None:
+        """Note what happened to KV outside the device; it is told with the next step."""
+        if not (self._failed or self._full):
+            self._kept.append(entry)
+
     def step_ended(
         self, now: int, scheduler: Scheduler, plan: StepPlan, output: StepOutput, deltas: list[Delta]
     ) -> None:
         """Hand over a committed step, or count it as dropped if too many wait to be written."""
         if len(self._queue) >= _MAX_QUEUED or self._failed or self._full:
             self._dropped += 1
+            self._kept.clear()
             return
-        pool = scheduler.pool
+        pool, loading = scheduler.pool, scheduler.slots.loading
         self._queue.append(
             StepRecord(
-                (self._began - self._origin) // 1000,
-                (now - self._origin) // 1000,
+                self.clock(self._began),
+                self.clock(now),
                 plan,
                 output,
                 tuple(deltas),
@@ -305,14 +223,17 @@ class TraceWriter:
                 (pool.num_owned, pool.num_fenced, pool.num_cached),
                 self._dropped,
                 _occupants(scheduler) if self._dropped else (),
+                loading.copy() if loading.any() else None,
+                tuple(self._kept),
             )
         )
+        self._kept.clear()
         self._dropped = 0
 
     def close(self, now: int) -> None:
         """Write what waits and the closing line; idempotent."""
         if self._closed is None:
-            self._closed = Closed(closed=(now - self._origin) // 1000, dropped=self._dropped)
+            self._closed = Closed(closed=self.clock(now), dropped=self._dropped)
         self._end()
 
     # Inside -----------------------------------------------------------------------------------------------
@@ -373,7 +294,8 @@ def _occupants(scheduler: Scheduler) -> tuple[Stay, ...]:
     return tuple(
         Stay(slot, int(slots.gen[slot]), request.spec.request_id)
         for slot, request in enumerate(slots.requests)
-        if request is not None
+        # Who is being loaded was not admitted yet.
+        if request is not None and not slots.loading[slot]
     )
 
 

@@ -22,7 +22,9 @@ from fd_core.cli.trace_page.reader import EXITS, Trace, read_trace
 from fd_core.engine.messages import EngineStats
 from fd_core.errors import ConfigError
 from tests.engine.helpers import null_engine, random_specs
+from tests.engine.stepping import greedy
 from tests.engine.test_speculation import SPECS, speculating
+from tests.engine.test_trace import stored
 
 ALL = 10**6
 
@@ -115,7 +117,7 @@ def test_stays_and_cells_agree(tmp_path: Path, depth: int) -> None:
         assert (span == KINDS.index("draining")).sum() == (stay.exit == "preempted")
         assert span[0] in (KINDS.index("prefill"), KINDS.index("decode"))
     left = {KINDS[kind] for kind in np.unique(kinds[outside])}
-    assert left <= ({"idle"} if depth == 1 else {"idle", "overrun", "draining"})
+    assert left <= {"idle", "loading"} | (set() if depth == 1 else {"overrun", "draining"})
     assert {stay.exit for stay in read.stays} == {"stop", "length", "preempted"}
 
 
@@ -124,6 +126,52 @@ def test_an_abort_is_not_a_preemption(tmp_path: Path) -> None:
     read = read_trace(tmp_path / "t", ALL)
     assert [stay.exit for stay in read.stays if stay.request_id == "r1"] == ["abort"]
     assert sum(position.events["aborted"] for position in read.positions) == 1
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, EngineStats]:
+    """The trace of an engine that finds in a store what another one computed."""
+    folder = tmp_path_factory.mktemp("kept")
+    specs = [greedy(f"r{index}", range(index, index + 100), 30) for index in range(4)]
+    for name in ("first", "second"):
+        engine = stored(folder, trace=str(folder / f"{name}.jsonl"), num_kv_blocks=12, max_model_len=160)
+        for spec in specs:
+            engine.submit(spec)
+        while engine.has_work:
+            engine.step()
+        engine.close()
+    return folder / "second.jsonl", engine.stats()
+
+
+def test_what_was_loaded_and_why_is_on_the_page_and_in_the_terminal(kept: tuple[Path, EngineStats]) -> None:
+    path, stats = kept
+    code, output = fdcore(path)
+    assert code == 0
+    assert re.search(rf"KV outside the device: {stats.loads} loads brought \d+ of \d+ blocks", output)
+    facts, arrays = unpacked(path.with_suffix(".html").read_text())
+    assert facts["problems"] == []
+    assert arrays["loadedTokens"].sum() == 16 * arrays["loadLoaded"].sum() == stats.loaded_tokens > 0
+    assert arrays["choiceLoad"].sum() == len(arrays["loadStep"]) == arrays["loadsEnded"].sum() == stats.loads
+    assert arrays["declined"].sum() == stats.declined
+    assert (arrays["loadBegan"] <= arrays["loadEnded"]).all()
+    assert np.isnan(arrays["choiceLoadTime"][0])
+    assert facts["requests"][arrays["choiceRequest"][0]] == "r0"
+    assert arrays["recomputedTokens"].sum() <= stats.recomputed_tokens
+
+
+def test_a_trace_of_the_version_before_is_read(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
+    old = tmp_path / "old.jsonl"
+    lines = [json.loads(raw) for raw in run[0].read_bytes().splitlines()]
+    lines[0]["fdcore_trace"] = 1
+    for line in lines[1:]:
+        for name in ("chosen", "loads", "saves"):
+            line.pop(name, None)
+        line["slots"] = line.get("slots", "").replace("l", ".")
+    old.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    code, output = fdcore(old)
+    assert code == 0
+    assert "KV outside" not in output
+    assert unpacked(old.with_suffix(".html").read_text())[0]["numSteps"] == run[1].steps
 
 
 def test_text_of_a_trace_cannot_leave_its_place(tmp_path: Path) -> None:
@@ -211,7 +259,9 @@ def test_dropped_steps_are_told_and_nobody_is_left_in_a_slot_by_mistake(tmp_path
 
 def test_epochs_follow_each_other(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
     first = run[0].read_bytes()
-    first = first[: first.index(b'{"step":60,')]
+    longest = max(read_trace(run[0], ALL).stays, key=lambda stay: stay.end - stay.start)
+    cut = longest.start + 1
+    first = first[: first.index(b'{"step":%d,' % cut)]
     second = run[0].read_bytes().replace(b'"epoch":1', b'"epoch":2', 1)
     both = tmp_path / "both.jsonl"
     both.write_bytes(first + second)
@@ -222,7 +272,7 @@ def test_epochs_follow_each_other(run: tuple[Path, EngineStats], tmp_path: Path)
     assert len(facts["headers"]) == 2
     assert np.unique(arrays["epoch"]).tolist() == [0, 1]
     assert (np.diff(arrays["ended"]) >= 0).all()
-    assert arrays["began"][60] >= arrays["ended"][59]
+    assert arrays["began"][cut] >= arrays["ended"][cut - 1]
 
 
 @pytest.mark.parametrize(
@@ -232,7 +282,7 @@ def test_epochs_follow_each_other(run: tuple[Path, EngineStats], tmp_path: Path)
         (b"GGUF\x03\x00\x00\x00" + bytes(100), "is not a trace"),
         (b'{"a": 1}\n', "is not a trace"),
         (b'{"step":0,"began":1,"ended":2}\n', "is not a trace"),
-        (b'{"fdcore_trace":2}\n', "format version 2; this fdcore reads version 1"),
+        (b'{"fdcore_trace":3}\n', "format version 3; this fdcore reads versions 1 to 2"),
         (b"[" * 100_000, "is not a trace"),
         (None, "cannot read"),
     ],

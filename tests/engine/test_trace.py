@@ -15,13 +15,15 @@ import numpy as np
 import pytest
 
 from fd_core.config import EngineConfig, SpeculativeConfig
-from fd_core.engine import trace
+from fd_core.engine import trace, trace_format
 from fd_core.engine.core import Engine, load_engine
 from fd_core.engine.messages import Delta
-from fd_core.engine.trace import StepLine, StepRecord, line_of
+from fd_core.engine.trace import StepRecord, line_of
+from fd_core.engine.trace_format import StepLine
 from fd_core.errors import ConfigError
 from fd_core.types import Admission, FinishReason, SamplingParams, StepOutput, StepPlan, TakeBack
 from tests.engine.helpers import golden, null_engine, random_specs, run
+from tests.engine.stepping import greedy
 from tests.engine.test_speculation import SPECS, speculating
 
 
@@ -38,7 +40,7 @@ def lines_of(path: Path) -> tuple[list[dict], list[StepLine], list[dict]]:
 
 
 def total(letters: str) -> int:
-    return sum(trace.COUNT_LETTERS.index(letter) for letter in letters)
+    return sum(trace_format.COUNT_LETTERS.index(letter) for letter in letters)
 
 
 @pytest.fixture
@@ -59,7 +61,7 @@ def test_the_trace_adds_up_to_the_counters_under_preemption_and_speculation(path
     engine.close()
     stats = engine.stats()
     [header], steps, [end] = lines_of(path)
-    assert header["fdcore_trace"] == 1
+    assert header["fdcore_trace"] == 2
     assert (header["model"], header["backend"], header["epoch"]) == ("null", "null", 1)
     assert header["limits"]["max_num_batched_tokens"] == 64
     assert abs(header["started"] - time.time()) < 60
@@ -89,9 +91,9 @@ def test_every_scheduled_slot_has_its_letter(path: Path) -> None:
     engine.close()
     for line in lines_of(path)[1]:
         chunks = dict(line.chunks)
-        assert [slot for slot, letter in enumerate(line.slots) if letter == trace.PREFILL] == sorted(chunks)
-        assert line.slots.count(trace.DRAINING) == len(line.taken_back)
-        assert line.budget == sum(chunks.values()) + line.slots.count(trace.DECODE) + total(line.drafted)
+        assert [slot for slot, letter in enumerate(line.slots) if letter == trace_format.PREFILL] == sorted(chunks)
+        assert line.slots.count(trace_format.DRAINING) == len(line.taken_back)
+        assert line.budget == sum(chunks.values()) + line.slots.count(trace_format.DECODE) + total(line.drafted)
 
 
 def test_a_line_carries_no_token() -> None:
@@ -124,13 +126,64 @@ def test_a_line_carries_no_token() -> None:
         drafted="2",
         accepted="1",
         chunks=((2, 2),),
-        admitted=(trace.Admitted(2, 3, "a", 2, 0),),
+        admitted=(trace_format.Admitted(2, 3, "a", 2, 0),),
         taken_back=((1, 9),),
-        finished=(trace.Ended("a", FinishReason.STOP),),
+        finished=(trace_format.Ended("a", FinishReason.STOP),),
     )
     encoded = msgspec.json.encode(line)
     assert b"1234567" not in encoded
     assert b"7654321" not in encoded
+
+
+def test_a_slot_whose_kv_is_on_its_way_has_a_letter_of_its_own() -> None:
+    plan = StepPlan(
+        epoch=1,
+        step=0,
+        slots=np.array([1], np.int32),
+        gens=np.array([1], np.int32),
+        starts=np.array([5], np.int32),
+        num_tokens=np.array([1], np.int32),
+        num_drafts=np.array([0], np.int32),
+        samples=np.array([True]),
+    )
+    output = StepOutput(1, 0, np.full((4, 1), -1, np.int32), np.ones(4, np.int32))
+    loading = np.array([True, True, False, True])
+    kept = (trace_format.SaveEnded(1, 3, 2, 2), trace_format.LoadEnded(2, 9, 0, "a", 3, 2, 1))
+    line = line_of(StepRecord(1, 2, plan, output, (), 0, (0, 0, 0), 0, (), loading, kept))
+    assert line.slots == "ld.l"
+    assert (line.saves, line.loads, line.chosen) == (kept[:1], kept[1:], ())
+
+
+def stored(folder: Path, **settings: object) -> Engine:
+    secret = folder / "secret"
+    secret.write_bytes(b"of sixteen bytes")
+    secret.chmod(0o600)
+    return null_engine(kv_store=f"disk:{folder / 'kv'}", kv_store_secret_file=str(secret), **settings)
+
+
+def test_decisions_loads_and_saves_are_told_with_times_and_amounts(tmp_path: Path, path: Path) -> None:
+    specs = [greedy(f"r{index}", range(index, index + 100), 30) for index in range(4)]
+    first = stored(tmp_path)
+    run(first, specs)
+    first.close()
+    second = stored(tmp_path, trace=str(path), num_kv_blocks=12, max_model_len=160)
+    assert run(second, specs).tokens == golden(specs)
+    second.close()
+    stats = second.stats()
+    _, steps, _ = lines_of(path)
+    chosen = [choice for line in steps for choice in line.chosen]
+    loads = [load for line in steps for load in line.loads]
+    assert (len([choice for choice in chosen if choice.load]), len(loads)) == (stats.loads, stats.loads)
+    assert {choice.request_id for choice in chosen} == {spec.request_id for spec in specs}
+    assert (chosen[0].store_blocks, chosen[0].tokens, chosen[0].load_time) == (6, 96, None)
+    assert sum(load.loaded for load in loads) * 16 == stats.loaded_tokens > 0
+    assert stats.kv is not None
+    assert sum(load.from_host for load in loads) == stats.kv.loaded_blocks_host
+    assert all(0 < load.began <= load.ended <= steps[-1].ended for load in loads)
+    saves = [save for line in steps for save in line.saves]
+    # What ends behind the last step is not told.
+    assert 0 < sum(save.saved for save in saves) * 16 <= stats.saved_tokens
+    assert all(save.began <= save.ended for save in saves)
 
 
 def test_without_a_trace_there_is_no_thread_and_no_file(tmp_path: Path) -> None:

@@ -25,6 +25,11 @@ async function unpack() {
   data.time = Float64Array.from(data.ended, (end, step) => end - data.began[step]);
   data.used = Float64Array.from(data.prefillTokens, (tokens, step) => tokens + data.decodeTokens[step] + data.drafted[step]);
   data.free = Float64Array.from(data.blocks, (all, step) => all - data.owned[step] - data.fenced[step] - data.cached[step]);
+  // From here on: how many tokens were loaded, and how many computed again.
+  const grow = values => { let total = 0; return values.map(value => total += value); };
+  data.loadedSoFar = grow(data.loadedTokens);
+  data.recomputedSoFar = grow(data.recomputedTokens);
+  data.restored = data.loadedTokens.map((tokens, step) => tokens + data.recomputedTokens[step]);
   data.chunks = new Map();
   for (let chunk = 0; chunk < data.chunkStep.length; chunk++) {
     data.chunks.set(data.chunkSlot[chunk] * count + data.chunkStep[chunk], data.chunkTokens[chunk]);
@@ -52,6 +57,17 @@ function stayAt(slot, step) {
   return stay >= begin && data.stayEnd[stay] >= step ? stay : -1;
 }
 
+/** The load that a slot waits for at `step`, or whose KV the stay that begins there uses; -1 if there is none. */
+function loadAt(slot, step, stay) {
+  for (let load = data.loadStep.length - 1; load >= 0; load--) {
+    if (data.loadSlot[load] !== slot) continue;
+    if (stay < 0 && data.loadBegan[load] <= data.ended[step] && data.loadStep[load] >= step) return load;
+    const gap = stay < 0 ? Infinity : data.stayStart[stay] - data.loadStep[load];
+    if (stay >= 0 && data.loadRequest[load] === data.stayRequest[stay] && Math.abs(gap) <= 4) return load;
+  }
+  return -1;
+}
+
 /** Figures of the whole trace, as [name, text] pairs. */
 function figures() {
   const busy = sum(data.time), span = count ? data.ended[count - 1] - data.began[0] : 0;
@@ -71,6 +87,8 @@ function figures() {
     ["returns", sum(data.returned).toLocaleString("en")],
     ["aborted", sum(data.aborted).toLocaleString("en")],
   ];
+  if (data.loadStep.length) rows.push(["tokens loaded", sum(data.loadedTokens).toLocaleString("en")]);
+  if (sum(data.recomputedTokens)) rows.push(["tokens recomputed", sum(data.recomputedTokens).toLocaleString("en")]);
   if (drafted) rows.push(["drafts accepted", `${share(sum(data.accepted), drafted)} of ${drafted.toLocaleString("en")}`]);
   return rows;
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import re
 import zlib
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any, Final
 
@@ -13,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.cli.trace_page.reader import EXITS, Position, Trace
-from fd_core.engine.trace import COUNT_LETTERS, DECODE, DRAINING, IDLE, PREFILL
+from fd_core.engine.trace_format import COUNT_LETTERS, DECODE, DRAINING, IDLE, LOADING, PREFILL
 
 __all__ = ["KINDS", "cells", "columns", "page"]
 
-KINDS: Final = ("idle", "held", "prefill", "decode", "draining", "overrun")
+KINDS: Final = ("idle", "held", "prefill", "decode", "draining", "overrun", "loading")
 """What a step did with a slot. *held*: its request was not scheduled; *overrun*: computed for a request that had ended
 by then, which a pipeline cannot avoid."""
 _HELD, _PREFILL, _DECODE, _OVERRUN = 1, 2, 3, 5
@@ -28,7 +29,7 @@ _SCRIPTS: Final = ("data.js", "panels.js", "view.js")
 
 def page(trace: Trace, title: str) -> str:
     """Return the page as HTML text; `title` is what the browser's tab shows."""
-    sections = columns(trace) | _stays(trace) | _chunks(trace) | cells(trace)
+    sections = columns(trace) | _stays(trace) | _chunks(trace) | cells(trace) | _loads(trace) | _choices(trace)
     blob, places = _joined(sections)
     facts: dict[str, Any] = {
         "title": title,
@@ -63,6 +64,7 @@ def columns(trace: Trace) -> dict[str, npt.NDArray[Any]]:
         line, limits = position.line, trace.headers[position.epoch].limits
         drafted, accepted = _total(line.drafted), _total(line.accepted)
         prefill = sum(tokens for _, tokens in line.chunks)
+        loaded = sum(load.loaded for load in line.loads)
         return (
             line.step,
             position.epoch,
@@ -79,12 +81,18 @@ def columns(trace: Trace) -> dict[str, npt.NDArray[Any]]:
             *line.kv,
             limits.num_kv_blocks,
             position.missing,
+            loaded * limits.block_size,
+            position.recomputed,
+            len(line.loads),
+            sum(not choice.load for choice in line.chosen),
+            sum(save.saved for save in line.saves),
             *(position.events[name] for name in _EVENTS),
         )
 
     names = (
         *("step", "epoch", "began", "ended", "prefillTokens", "decodeTokens", "drafted", "accepted", "limit"),
         *("delivered", "waiting", "scheduled", "owned", "fenced", "cached", "blocks", "missing"),
+        *("loadedTokens", "recomputedTokens", "loadsEnded", "declined", "savedBlocks"),
         *_EVENTS,
     )
     table = np.array([row(position) for position in trace.positions], np.float64).reshape(-1, len(names))
@@ -94,6 +102,7 @@ def columns(trace: Trace) -> dict[str, npt.NDArray[Any]]:
 def cells(trace: Trace) -> dict[str, npt.NDArray[np.uint8]]:
     """Return uint8[slots * steps], slot by slot: `cells` of `KINDS`, and drafts and kept drafts if there were any."""
     codes = {IDLE: 0, PREFILL: _PREFILL, DECODE: _DECODE, DRAINING: KINDS.index("draining")}
+    codes[LOADING] = KINDS.index("loading")
     kinds = _matrix(trace, [position.line.slots for position in trace.positions], codes)
     depth = max(header.limits.pipeline_depth for header in trace.headers)
     starts = {(stay.slot, stay.start) for stay in trace.stays}
@@ -144,7 +153,11 @@ def _total(letters: str) -> int:
 
 
 def _request_ids(trace: Trace) -> list[str]:
-    return list(dict.fromkeys(stay.request_id for stay in trace.stays))
+    lines = [position.line for position in trace.positions]
+    named = [stay.request_id for stay in trace.stays]
+    named += [load.request_id for line in lines for load in line.loads]
+    named += [choice.request_id for line in lines for choice in line.chosen]
+    return list(dict.fromkeys(named))
 
 
 def _stays(trace: Trace) -> dict[str, npt.NDArray[Any]]:
@@ -164,17 +177,54 @@ def _stays(trace: Trace) -> dict[str, npt.NDArray[Any]]:
         for stay in sorted(trace.stays, key=lambda stay: (stay.slot, stay.start))
     ]
     names = ("Slot", "Gen", "Request", "Start", "End", "Returned", "Exit", "Tokens", "Computed")
-    table = np.array(rows, np.int32).reshape(-1, len(names))
-    return {f"stay{name}": np.ascontiguousarray(table[:, index]) for index, name in enumerate(names)}
+    return _named("stay", names, rows, np.int32)
+
+
+def _loads(trace: Trace) -> dict[str, npt.NDArray[Any]]:
+    """Loads: the step that tells of each, its times in milliseconds from the start of the trace, and what came."""
+    number = {request_id: index for index, request_id in enumerate(_request_ids(trace))}
+    offsets = _offsets(trace)
+    rows = [
+        (index, load.slot, number[load.request_id], load.blocks, load.loaded, load.from_host)
+        for index, position in enumerate(trace.positions)
+        for load in position.line.loads
+    ]
+    times = [
+        (offsets[position.epoch] + load.began / 1000, offsets[position.epoch] + load.ended / 1000)
+        for position in trace.positions
+        for load in position.line.loads
+    ]
+    names = ("Step", "Slot", "Request", "Blocks", "Loaded", "FromHost")
+    return _named("load", names, rows, np.int32) | _named("load", ("Began", "Ended"), times, np.float64)
+
+
+def _choices(trace: Trace) -> dict[str, npt.NDArray[Any]]:
+    """Decisions whether to load or to compute; estimates are milliseconds, NaN where nothing was measured."""
+    number = {request_id: index for index, request_id in enumerate(_request_ids(trace))}
+    chosen = [(index, choice) for index, position in enumerate(trace.positions) for choice in position.line.chosen]
+    rows = [
+        (index, number[each.request_id], each.load, each.host_blocks, each.store_blocks, each.tokens)
+        for index, each in chosen
+    ]
+    estimates = [[_milliseconds(time) for time in (each.load_time, each.compute_time)] for _, each in chosen]
+    names = ("Step", "Request", "Load", "Host", "Store", "Tokens")
+    return _named("choice", names, rows, np.int32) | _named("choice", ("LoadTime", "Time"), estimates, np.float64)
+
+
+def _named(prefix: str, names: Sequence[str], rows: Sequence[Any], dtype: npt.DTypeLike) -> dict[str, npt.NDArray[Any]]:
+    """Return the columns of `rows`, one array each."""
+    table = np.array(rows, dtype).reshape(-1, len(names))
+    return {f"{prefix}{name}": np.ascontiguousarray(table[:, index]) for index, name in enumerate(names)}
+
+
+def _milliseconds(microseconds: int | None) -> float:
+    return np.nan if microseconds is None else microseconds / 1000
 
 
 def _chunks(trace: Trace) -> dict[str, npt.NDArray[Any]]:
     """Prefills: int32 step, slot, tokens of each."""
     rows = [(index, *chunk) for index, position in enumerate(trace.positions) for chunk in position.line.chunks]
-    table = np.array(rows, np.int32).reshape(-1, 3)
-    return {
-        f"chunk{name}": np.ascontiguousarray(table[:, index]) for index, name in enumerate(("Step", "Slot", "Tokens"))
-    }
+    return _named("chunk", ("Step", "Slot", "Tokens"), rows, np.int32)
 
 
 def _joined(sections: dict[str, npt.NDArray[Any]]) -> tuple[bytes, dict[str, tuple[str, int, int]]]:

@@ -203,6 +203,23 @@ function drawSlots(panel, columns, view, followed) {
     if (right < GUTTER || left > GUTTER + columns.width) continue;
     drawStay(context, stay, Math.max(left, GUTTER), Math.min(right, GUTTER + columns.width), lane, followed);
   }
+  drawLoads(context, columns, view, lane, xOf);
+}
+
+/** A bar at the top of the slot for each load: also where no step shows it, because nothing else was to be computed. */
+function drawLoads(context, columns, view, lane, xOf) {
+  const end = GUTTER + columns.width, perUnit = columns.width / (view.to - view.from);
+  context.fillStyle = colours.loading;
+  for (let load = 0; load < data.loadStep.length; load++) {
+    let left = GUTTER + (data.loadBegan[load] - view.from) * perUnit, right = GUTTER + (data.loadEnded[load] - view.from) * perUnit;
+    if (view.axis === "steps") {
+      left = xOf(Math.min(firstWhere(0, count, step => data.ended[step] > data.loadBegan[load]), data.loadStep[load]), 0);
+      right = xOf(data.loadStep[load], 0);
+    }
+    if (right < GUTTER || left > end) continue;
+    left = Math.max(left, GUTTER);
+    context.fillRect(left, data.loadSlot[load] * lane, Math.max(Math.min(right, end) - left, 2), Math.min(3, lane));
+  }
 }
 
 function slotLine(line, slot, columns, wide, stride) {

@@ -10,12 +10,14 @@ from typing import Final
 
 import msgspec
 
-from fd_core.engine.trace import (
+from fd_core.engine.trace_format import (
     COUNT_LETTERS,
     DECODE,
     DRAINING,
     FORMAT_VERSION,
     IDLE,
+    LOADING,
+    OLDEST_VERSION,
     PREFILL,
     Closed,
     Full,
@@ -47,7 +49,7 @@ class StaySpan:
     start: int
     returned: bool
     tokens: int
-    """Tokens to prefill at the start, those found in the prefix cache among them; 0 if the trace does not say."""
+    """Tokens to prefill at the start, those whose KV was there among them; 0 if the trace does not say."""
     computed: int
     end: int = 0
     exit: str = "open"
@@ -64,6 +66,8 @@ class Position:
     """Steps before it that the trace does not have."""
     events: Counter[str]
     """`admitted`, `returned`, `preempted`, `aborted`, `late` (taken back after its request's end), `finished`."""
+    recomputed: int
+    """Tokens that requests which returned in this step must compute again."""
 
 
 @dataclass(slots=True)
@@ -108,9 +112,10 @@ class _Version(msgspec.Struct):
 def _header(raw: bytes, path: Path | str) -> TraceHeader:
     try:
         version = msgspec.json.decode(raw, type=_Version).fdcore_trace
-        if version != FORMAT_VERSION:
+        if not OLDEST_VERSION <= version <= FORMAT_VERSION:
             raise ConfigError(
-                f"{path} is a trace of format version {version}; this fdcore reads version {FORMAT_VERSION}",
+                f"{path} is a trace of format version {version}; this fdcore reads versions {OLDEST_VERSION} to "
+                f"{FORMAT_VERSION}",
                 field="FILE",
             )
         header = msgspec.json.decode(raw, type=TraceHeader)
@@ -187,7 +192,7 @@ class _Reader:
         positions, first = self._trace.positions, self._trace.first
         while stay.exit == "unknown" and stay.end > max(stay.start, first):
             slots = positions[stay.end - first].line.slots
-            if slots[stay.slot : stay.slot + 1] not in ("", IDLE):
+            if slots[stay.slot : stay.slot + 1] not in ("", IDLE, LOADING):
                 break
             stay.end -= 1
 
@@ -208,8 +213,10 @@ class _Reader:
         self._dropped += dropped
         self._missing += missing - dropped
         self._expected = line.step + 1
+        seen = self._stays.seen
+        again = sum(entry.tokens - entry.computed for entry in line.admitted if entry.request_id in seen)
         events = self._stays.follow(line, self._count)
-        self._trace.positions.append(Position(line, len(self._trace.headers) - 1, missing, events))
+        self._trace.positions.append(Position(line, len(self._trace.headers) - 1, missing, events, max(again, 0)))
         self._count += 1
 
     def _problems(self) -> Iterator[str]:
@@ -236,13 +243,17 @@ def _check(line: StepLine, header: TraceHeader) -> None:
     slots = header.limits.max_num_seqs
     named = [slot for slot, _ in (*line.chunks, *line.taken_back)]
     named += [entry.slot for entry in line.admitted] + [stay.slot for stay in line.occupants]
+    named += [load.slot for load in line.loads]
     if max(len(line.slots), len(line.drafted), len(line.accepted), 1 + max(named, default=0)) > slots:
         raise ValueError("a slot that does not exist")
-    letters = (IDLE + PREFILL + DECODE + DRAINING, COUNT_LETTERS, COUNT_LETTERS)
+    letters = (IDLE + PREFILL + DECODE + DRAINING + LOADING, COUNT_LETTERS, COUNT_LETTERS)
     if any(text.strip(known) for text, known in zip((line.slots, line.drafted, line.accepted), letters, strict=True)):
         raise ValueError("a letter that means nothing")
     if line.ended < line.began:
         raise ValueError("a step that ends before it begins")
+    times = [(load.began, load.ended) for load in line.loads] + [(save.began, save.ended) for save in line.saves]
+    if any(ended < began for began, ended in times):
+        raise ValueError("an operation that ends before it begins")
 
 
 class _Stays:

@@ -2,18 +2,24 @@
 
 const panels = [
   { title: "Slots", draw: drawSlots, keys: [["prefill", "prefill"], ["decode", "decode (two shades: neighbouring requests)"],
-    ["held", "waits for budget or blocks"], ["draining", "taken back"], ["overrun", "computed after the end"]] },
+    ["held", "waits for budget or blocks"], ["draining", "taken back"], ["overrun", "computed after the end"],
+    ["loading", "KV is being loaded"]] },
   { title: "", draw: drawAxis },
   { title: "Events", draw: drawEvents, lanes: [
     { from: ["admitted"], colour: "prefill", label: "admitted" }, { from: ["finished"], colour: "decode", label: "finished" },
     { from: ["preempted", "late"], colour: "draining", label: "preempted" }, { from: ["returned"], colour: "held", label: "returned" },
-    { from: ["aborted"], colour: "overrun", label: "aborted" }] },
+    { from: ["aborted"], colour: "overrun", label: "aborted" },
+    { from: ["loadsEnded"], colour: "loading", label: "loaded", needs: "loadsEnded" },
+    { from: ["savedBlocks"], colour: "cached", label: "saved", needs: "savedBlocks" }] },
   { title: "Budget, tokens per step", draw: drawStack, height: 96, peak: "used", limit: "limit",
     series: [{ from: "decodeTokens", colour: "decode" }, { from: "drafted", colour: "drafts" }, { from: "prefillTokens", colour: "prefill" }],
     keys: [["decode", "decode"], ["drafts", "drafts"], ["prefill", "prefill"], ["max", "largest"], ["limit", "limit"]] },
   { title: "KV blocks", draw: drawStack, height: 96, limit: "blocks", exactTop: true,
     series: [{ from: "owned", colour: "decode" }, { from: "fenced", colour: "draining" }, { from: "cached", colour: "cached" }, { from: "free", colour: "soft" }],
     keys: [["decode", "owned"], ["draining", "fenced"], ["cached", "free, holds a prefix"], ["soft", "free"]] },
+  { title: "Prefixes loaded or computed again so far, tokens", draw: drawStack, height: 72, needs: "restored",
+    series: [{ from: "loadedSoFar", colour: "loading" }, { from: "recomputedSoFar", colour: "prefill" }],
+    keys: [["loading", "loaded from host or store"], ["prefill", "computed again after a preemption"]] },
   { title: "Speculation, drafts per step", draw: drawStack, height: 72, peak: "drafted", needs: "drafted",
     series: [{ from: "accepted", colour: "decode" }, { from: "rejected", colour: "drafts" }],
     keys: [["decode", "accepted"], ["drafts", "rejected"], ["max", "most drafted"]] },
@@ -132,17 +138,48 @@ function stepAt(x) {
 
 function slotText(slot, step) {
   const stay = stayAt(slot, step), cell = slot * count + step;
-  const words = { decode2: "decode", held: "not scheduled: waits for budget or blocks", overrun: "computed, but its request had ended", draining: "taken back" };
+  const words = { decode2: "decode", held: "not scheduled: waits for budget or blocks", overrun: "computed, but its request had ended", loading: "KV is being loaded", draining: "taken back" };
   const kind = facts.kinds[data.cells[cell]];
   let text = `slot ${slot}: ${words[kind] || kind}`;
   if (data.chunks.has(cell)) text += `, ${plural(data.chunks.get(cell), "token")}`;
   if (data.draftedCells?.[cell]) text += `, ${data.acceptedCells[cell]} of ${plural(data.draftedCells[cell], "draft")} accepted`;
+  const load = loadAt(slot, step, stay);
+  if (load >= 0) text += `\n${loadText(load)}`;
   if (stay < 0) return text;
   const exit = facts.exits[data.stayExit[stay]], end = data.stayEnd[stay];
   text += `\nrequest ${facts.requests[data.stayRequest[stay]]}, gen ${data.stayGen[stay]}${data.stayReturned[stay] ? ", returned after a preemption" : ""}`;
   text += `\nhere from step ${name(data.stayStart[stay])} to ${name(end)}${exit === "open" ? ", still here" : `: ${exit}`}`;
-  if (data.stayTokens[stay]) text += `\n${data.stayTokens[stay].toLocaleString("en")} tokens at the start, ${data.stayComputed[stay].toLocaleString("en")} of them cached`;
+  if (data.stayTokens[stay]) text += `\n${data.stayTokens[stay].toLocaleString("en")} tokens at the start, ${data.stayComputed[stay].toLocaleString("en")} of them held`;
   return text;
+}
+
+function loadText(load) {
+  const at = values => values[load], host = at(data.loadFromHost), stored = at(data.loadLoaded) - host;
+  return `${at(data.loadLoaded)} of ${plural(at(data.loadBlocks), "block")} loaded for ${facts.requests[at(data.loadRequest)]} in `
+    + `${duration(at(data.loadEnded) - at(data.loadBegan))}: ${host} from the host, ${stored} from the store`;
+}
+
+/** The decisions between loading and computing, with what was known and what came of them. */
+function listChoices() {
+  const total = data.choiceStep.length, shown = Math.min(total, 1000), loads = sum(data.choiceLoad);
+  if (!total) return;
+  const place = byId("choices"), body = place.querySelector("tbody"), estimate = ms => ms === ms ? duration(ms) : "not measured yet";
+  place.hidden = false;
+  place.querySelector("summary").textContent = `Load or compute: ${plural(total, "decision")}, ${loads} to load`
+    + (shown < total ? `; the last ${shown}` : "");
+  const taken = new Set();
+  for (let choice = total - shown; choice < total; choice++) {
+    const request = data.choiceRequest[choice], step = data.choiceStep[choice], load = !data.choiceLoad[choice] ? -1
+      : data.loadRequest.findIndex((who, index) => who === request && data.loadStep[index] >= step && !taken.has(index));
+    if (load >= 0) taken.add(load);
+    const row = body.insertRow();
+    for (const text of [name(step), facts.requests[request], data.choiceLoad[choice] ? "load" : "compute", data.choiceHost[choice],
+      data.choiceStore[choice], data.choiceTokens[choice].toLocaleString("en"), estimate(data.choiceLoadTime[choice]), estimate(data.choiceTime[choice]),
+      load < 0 ? "–" : plural(data.loadLoaded[load], "block"), load < 0 ? "–" : duration(data.loadEnded[load] - data.loadBegan[load])]) {
+      row.insertCell().textContent = text;
+    }
+    row.onclick = () => follow(request, true);
+  }
 }
 
 function details(step, slot) {
@@ -157,6 +194,10 @@ function details(step, slot) {
     ["KV cached, free", `${at(data.cached)}, ${at(data.free)}`],
     ["waiting", at(data.waiting)],
   ];
+  if (data.loadsEnded[step]) rows.push(["loads ended, tokens", `${at(data.loadsEnded)}, ${at(data.loadedTokens)}`]);
+  if (data.declined[step]) rows.push(["computed, not loaded", plural(data.declined[step], "request")]);
+  if (data.recomputedTokens[step]) rows.push(["to compute again", plural(data.recomputedTokens[step], "token")]);
+  if (data.savedBlocks[step]) rows.push(["saved", plural(data.savedBlocks[step], "KV block")]);
   if (data.drafted[step]) rows.push(["drafts accepted", `${at(data.accepted)} of ${at(data.drafted)}`]);
   for (const event of ["admitted", "returned", "preempted", "aborted", "late", "finished"]) {
     if (data[event][step]) rows.push([event === "late" ? "taken back after the end" : event, at(data[event])]);
@@ -328,11 +369,13 @@ async function start() {
   for (let index = panels.length - 1; index >= 0; index--) {
     if (panels[index].needs && !sum(data[panels[index].needs])) panels.splice(index, 1);
   }
+  for (const panel of panels) panel.lanes = panel.lanes?.filter(lane => !lane.needs || sum(data[lane.needs]));
   // A link may name what to show: #from=10&to=200&axis=time&theme=dark&request=ID
   const wish = new URLSearchParams(location.hash.slice(1));
   document.documentElement.dataset.theme = wish.get("theme") || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   introduce();
   build();
+  listChoices();
   listenToPage();
   readColours();
   show(...(wish.has("to") ? [+wish.get("from"), +wish.get("to")] : extent("steps")));
