@@ -24,7 +24,9 @@ class ScriptedInbox:
         if self._first:
             return [self._first.pop()]
         time.sleep(min(timeout, 0.01))
-        if time.monotonic() > self._until or any(stats.kv and stats.kv.written_blocks for stats in told(self._sent)):
+        if time.monotonic() > self._until or any(
+            stats.kv and stats.kv.written_blocks == 6 for stats in told(self._sent)
+        ):
             return [Shutdown()]
         return []
 

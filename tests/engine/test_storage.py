@@ -203,3 +203,54 @@ def test_loading_slots_count_against_the_number_of_requests_at_a_time() -> None:
     stepper.plan()
     assert stepper.scheduler.num_loading == 4
     assert stepper.run(1).tokens == golden([*specs, *again])
+
+
+def test_only_settled_blocks_of_a_victim_are_saved() -> None:
+    stepper, tiers = stepper_with_tiers(LONG)
+    stepper.submit(LONG)
+    finish_all(stepper, tiers)
+    stepper.plan()
+    assert stepper.state_of("long") is State.RUNNING
+    slot = stepper.scheduler._requests["long"].slot
+    assert slot is not None
+    settled = int(stepper.scheduler.slots.settled[slot]) // stepper.limits.block_size
+    assert settled < stepper.scheduler.slots.num_blocks[slot], "a prefill is in flight"
+    stepper.scheduler._save(slot, stepper.scheduler._requests["long"])
+    assert [effect for effect in stepper.scheduler.take_effects() if isinstance(effect, Save)] == []
+    stepper.answer()
+    stepper.scheduler._save(slot, stepper.scheduler._requests["long"])
+    (saved,) = stepper.scheduler.take_effects()
+    assert isinstance(saved, Save)
+    assert len(saved.keys) == int(stepper.scheduler.slots.settled[slot]) // stepper.limits.block_size > 0
+
+
+def test_a_prefix_is_not_loaded_under_another_salt() -> None:
+    stepper, tiers = stepper_with_tiers(LONG, finished=True, persist=True)
+    start(stepper, tiers, LONG)
+    stepper.run(1)
+    stepper.scheduler.pool.forget_prefixes()
+    stepper.submit(greedy("other tenant", LONG.prompt, 3, cache_salt="another"))
+    stepper.perform()
+    (lookup,) = tiers.pending
+    assert isinstance(lookup, Lookup)
+    assert tiers.values
+    assert not set(lookup.keys) & set(tiers.values)
+    finish_all(stepper, tiers)
+    stepper.plan()
+    assert stepper.scheduler.num_loading == 0
+    assert stepper.scheduler._requests["other tenant"].cached_tokens == 0
+
+
+def test_an_answer_does_not_bring_back_who_was_aborted_while_it_waited() -> None:
+    stepper, tiers = stepper_with_tiers(LONG, OTHER)
+    stepper.submit(LONG)
+    stepper.perform()
+    (lookup,) = tiers.pending
+    stepper.abort("long")
+    stepper.perform()
+    assert lookup.operation in tiers.cancelled
+    assert stepper.texts.ends["long"] is FinishReason.ABORT
+    finish_all(stepper, tiers)
+    stepper.plan()
+    assert stepper.scheduler.num_running == 0
+    assert stepper.run(1).tokens.get("long", []) == []

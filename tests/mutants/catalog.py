@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from tests.mutants import blocks, budget, golden_stream, restarts, signalling
-from tests.mutants.mutant import NotApplicable
+from tests.mutants import blocks, budget, golden_stream, restarts, signalling, storage
+from tests.mutants.mutant import Mutant, NotApplicable
 
 __all__ = ["MUTANTS", "NOT_APPLICABLE"]
 
-MUTANTS = (*signalling.MUTANTS, *budget.MUTANTS, *blocks.MUTANTS, *golden_stream.MUTANTS, *restarts.MUTANTS)
-NOT_APPLICABLE = (
-    NotApplicable(
-        "store-under-the-lock",
-        "5.1: storage is an effect, performed outside planning",
-        "there is no KV store to call yet",
-    ),
+MUTANTS: tuple[Mutant, ...] = (
+    *signalling.MUTANTS,
+    *budget.MUTANTS,
+    *blocks.MUTANTS,
+    *golden_stream.MUTANTS,
+    *restarts.MUTANTS,
+    *storage.MUTANTS,
 )
+NOT_APPLICABLE: tuple[NotApplicable, ...] = ()

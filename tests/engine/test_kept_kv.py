@@ -1,0 +1,110 @@
+"""The engine with tiers and a store that run: what it does not wait for, and what another engine finds."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from fd_core.config import EngineConfig
+from fd_core.engine import kept_kv
+from fd_core.engine.core import Engine
+from fd_core.kv.stores.memory import MemoryStore
+from fd_core.plugins import installed_plugins
+from tests.engine.helpers import golden, null_engine, run
+from tests.engine.stepping import greedy
+
+PROMPTS = [greedy(f"r{index}", range(index, index + 100), 20) for index in range(8)]
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> str:
+    file = tmp_path / "secret"
+    file.write_bytes(b"of sixteen bytes")
+    file.chmod(0o600)
+    return str(file)
+
+
+def longest_step(engine: Engine) -> float:
+    """Run to the end; return how long the longest step took, in seconds."""
+    longest = 0.0
+    while engine.has_work:
+        began = time.monotonic()
+        engine.step()
+        longest = max(longest, time.monotonic() - began)
+    return longest
+
+
+@pytest.mark.parametrize("stalled", ["longest_prefix", "get", "put"])
+def test_a_stalled_store_does_not_hold_a_plan(stalled: str, secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store takes as long as it may, 0.6 s and more; no turn of the loop takes a part of that."""
+    released = threading.Event()
+    own = getattr(MemoryStore, stalled)
+
+    def stall(self, *arguments):
+        released.wait(arguments[-1])
+        return own(self, *arguments)
+
+    engine = null_engine(kv_store="memory:", kv_store_secret_file=secret, kv_store_timeout=2.4, host_kv_memory=1)
+    run(engine, [greedy("first", range(100), 3)])
+    engine._scheduler.pool.forget_prefixes()
+    deadline = time.monotonic() + 5
+    while not engine.stats().kv.written_blocks and time.monotonic() < deadline:
+        time.sleep(0.001)
+    monkeypatch.setattr(MemoryStore, stalled, stall)
+    for spec in PROMPTS:
+        engine.submit(spec)
+    try:
+        assert longest_step(engine) < 0.5
+    finally:
+        released.set()
+        engine.close()
+
+
+def test_another_engine_finds_what_the_first_one_stored(tmp_path: Path, secret: str) -> None:
+    settings = {"kv_store": f"disk:{tmp_path / 'kv'}", "kv_store_secret_file": secret}
+    first = null_engine(**settings)
+    assert run(first, PROMPTS[:1]).tokens == golden(PROMPTS[:1])
+    first.close()
+    second = null_engine(**settings)
+    assert run(second, PROMPTS[:1]).tokens == golden(PROMPTS[:1])
+    stats = second.stats()
+    second.close()
+    assert (stats.loads, stats.loaded_tokens, stats.lost_tokens) == (1, 96, 0)
+    assert stats.kv is not None
+    assert (stats.kv.loaded_blocks_store, stats.kv.loaded_blocks_host) == (6, 0)
+    assert stats.prefix_hits == 96
+
+
+def test_decisions_do_not_pile_up_where_nobody_reads_them(tmp_path: Path, secret: str) -> None:
+    settings = {"kv_store": f"disk:{tmp_path / 'kv'}", "kv_store_secret_file": secret}
+    for _ in range(2):
+        engine = null_engine(**settings)
+        run(engine, PROMPTS)
+        storage = engine._scheduler.storage
+        assert storage is not None
+        assert storage._choices == []
+        engine.close()
+    assert storage.counters.loads + storage.counters.declined > 0
+
+
+def test_whatever_decides_the_kv_of_a_block_decides_its_name(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def checkpoint(path: Path) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(digest=f"weights of {path}", tokenizer_digest="same")
+
+    def name(path: str, numerics: str, block_size: int = 16, salt: str = "") -> bytes:
+        config = EngineConfig(model="x", kv_store="memory:", kv_store_secret_file=secret, block_size=block_size)
+        hasher = kept_kv.open_kv_storage(config, installed_plugins(), Path(path), numerics).hasher
+        assert hasher is not None
+        return hasher.root(salt)
+
+    monkeypatch.setattr(kept_kv, "open_checkpoint", checkpoint)
+    names = [name("a", "f32"), name("b", "f32"), name("a", "bf16"), name("a", "f32", 32), name("a", "f32", 16, "salt")]
+    assert len(set(names)) == 5
+    assert name("a", "f32") == names[0]

@@ -1,0 +1,178 @@
+"""Faults against section 5 of the protocol, and of section 3 where an operation holds blocks."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import mutant
+
+SCHEDULER = "scheduling/scheduler.py"
+STORAGE = "scheduling/storage.py"
+SLOTS = "scheduling/slots.py"
+KEPT_KV = "engine/kept_kv.py"
+TIERS = "kv/tiers/tiers.py"
+READER = "kv/tiers/reader.py"
+OPERATIONS = "kv/tiers/operations.py"
+LINE = "kv/tiers/line.py"
+ENVELOPE = "kv/stores/envelope.py"
+
+MUTANTS = (
+    mutant(
+        "store-under-the-lock",
+        "5.1: storage is an effect, performed outside planning; no plan waits for it",
+        (
+            TIERS,
+            "self._copier.look_up(self._operations.begin(effect, self._lookup_seconds))",
+            "self._copier.look_up(self._operations.begin(effect, self._lookup_seconds))\n"
+            "                        self._operations.wait(self._lookup_seconds)",
+        ),
+    ),
+    mutant(
+        "the-loop-waits-for-the-store",
+        "5.1: a stalled store does not move the p99 of planning",
+        (
+            KEPT_KV,
+            "        for completion in self._tiers.completed():\n",
+            "        self._tiers.wait(1.0)\n        for completion in self._tiers.completed():\n",
+        ),
+    ),
+    mutant(
+        "free-while-a-load-is-in-flight",
+        "3.2: a block leaves fenced only when no storage operation writes it; an aborted load still does",
+        (STORAGE, "        self._pool.pin(loading.blocks)\n", ""),
+        (STORAGE, "        self._pool.unpin(loading.blocks)\n", ""),
+    ),
+    mutant(
+        "free-while-a-save-reads",
+        "3.2: a block leaves fenced only when no storage operation reads it",
+        (STORAGE, "        self._pool.pin(copied)\n", ""),
+        (STORAGE, "        self._pool.unpin(blocks)\n", ""),
+    ),
+    mutant(
+        "blocks-of-a-load-stay-pinned",
+        "3.6: at idle every gauge equals its value at start",
+        (STORAGE, "        self._pool.unpin(loading.blocks)\n", ""),
+    ),
+    mutant(
+        "unsettled-blocks-are-saved",
+        "3.5 and 5.2: only settled blocks of a victim are stored",
+        (SCHEDULER, "complete = int(self.slots.registered[slot])\n", "complete = len(request.chain)\n"),
+    ),
+    mutant(
+        "a-load-in-part-is-taken-as-whole",
+        "5.4: what did not arrive is computed, never used",
+        (STORAGE, "count = min(answer.blocks, len(loading.keys))", "count = len(loading.keys)"),
+    ),
+    mutant(
+        "a-loaded-slot-is-not-announced",
+        "5.2: on return the loaded prefix is used, the rest recomputed",
+        (SCHEDULER, "        self._arrived.append(slot)\n", ""),
+    ),
+    mutant(
+        "the-digest-is-not-checked",
+        "5.4: a keyed digest binds payload to key; anything wrong is a miss",
+        (ENVELOPE, "if not hmac.compare_digest(", "if False and hmac.compare_digest("),
+    ),
+    mutant(
+        "a-value-is-not-bound-to-its-key",
+        "5.4: a keyed digest binds payload to key",
+        (ENVELOPE, 'if (key_length, padded_key) != (len(key), key.ljust(MAX_KEY_BYTES, b"\\0")):', "if False:"),
+    ),
+    mutant(
+        "a-damaged-value-is-used-in-part",
+        "5.4: anything wrong is a miss and is never used in part",
+        (
+            READER,
+            "        except Damaged as damaged:\n            self._counters",
+            "        except Damaged as damaged:\n"
+            "            if len(value) == self._limit:\n"
+            "                return self._block.array(value[HEADER_BYTES:])\n"
+            "            self._counters",
+        ),
+    ),
+    mutant(
+        "a-prefix-goes-on-behind-a-damaged-value",
+        "5.4: a prefix ends before what is wrong",
+        (
+            READER,
+            "            if array is None:\n                break\n",
+            "            if array is None:\n                continue\n",
+        ),
+    ),
+    mutant(
+        "a-prefix-is-loaded-under-another-salt",
+        "5.3: keys chain over the tenant's salt: change it, no hit",
+        (
+            SCHEDULER,
+            "self._hasher.extend(request.chain, request.root, tokens, upto)",
+            'self._hasher.extend(request.chain, self._hasher.root(""), tokens, upto)',
+        ),
+    ),
+    mutant(
+        "another-model-finds-the-values",
+        "5.3: keys chain over digests, dtype and layout: change any of them, no hit",
+        (KEPT_KV, 'return f"{weights}/{tokenizer}/{numerics}/{_LAYOUT}/rank-0-of-1"', 'return "the same"'),
+    ),
+    mutant(
+        "a-load-copies-behind-its-answer",
+        "3.2 and 5.5: a late answer of an expired load is not applied",
+        (
+            OPERATIONS,
+            "operation.copying = not operation.ending and not operation.done",
+            "operation.copying = True",
+        ),
+    ),
+    mutant(
+        "an-operation-ends-during-its-copy",
+        "3.2: a block belongs to an operation until nothing copies it",
+        (
+            OPERATIONS,
+            "        if not operation.copying:\n            self._finish",
+            "        if True:\n            self._finish",
+        ),
+    ),
+    mutant(
+        "the-answer-of-an-abandoned-load-counts",
+        "1.7: what a request that left was waiting for changes nothing",
+        (STORAGE, "        if request.load != answer.operation:\n", "        if False:\n"),
+    ),
+    mutant(
+        "who-is-aborted-during-a-lookup-comes-back",
+        "1.7: abort is prompt in every state",
+        (
+            SCHEDULER,
+            "            self.waiting.remove(request)\n            if self.storage",
+            "            if request.lookup is None:\n"
+            "                self.waiting.remove(request)\n"
+            "            if self.storage",
+        ),
+    ),
+    mutant(
+        "loading-does-not-count-against-max-num-seqs",
+        "5.2: a loading request holds its slot",
+        (SLOTS, "return self.running | self.loading | self.draining", "return self.running | self.draining"),
+    ),
+    mutant(
+        "who-looks-up-is-not-waited-for",
+        "5.2: the longest stored prefix is loaded",
+        (SCHEDULER, "            if request.lookup is not None:\n", "            if False:\n"),
+    ),
+    mutant(
+        "nothing-expires",
+        "5.5: every wait has a deadline",
+        (TIERS, "        for operation in self._operations.expire():\n", "        for operation in ():\n"),
+    ),
+    mutant(
+        "a-dead-store-is-hammered",
+        "5.5: a circuit breaker stops hammering a dead store",
+        (LINE, "            if not self._breaker.admit(now):\n", "            if False:\n"),
+    ),
+    mutant(
+        "loading-is-never-weighed",
+        "5.6: the engine measures both and decides",
+        ("scheduling/tradeoff.py", "load * self._trust < recompute", "True"),
+    ),
+    mutant(
+        "stored-for-ever-although-a-lookup-missed-it",
+        "5.5: a store may forget; what it forgot is stored again",
+        (STORAGE, "        for key in keys[answer.total :]:\n", "        for key in ():\n"),
+    ),
+)
