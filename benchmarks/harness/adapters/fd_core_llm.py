@@ -12,6 +12,7 @@ _COUNTERS = {
     "steps": "steps",
     "preemptions": "preemptions",
     "recomputed_tokens": "recomputed_tokens",
+    "loaded_tokens": "loaded_tokens",
     "computed_tokens": "budget_used",
     "drafts_proposed": "drafts_proposed",
     "drafts_accepted": "drafts_accepted",
