@@ -60,8 +60,8 @@ def mutants(session: nox.Session) -> None:
 def soak(session: nox.Session) -> None:
     """The real model under memory pressure, drafts and aborts, for minutes; FD_SOAK_SEED chooses another run."""
     session.install("-e", ".[cpu]")
-    session.install("-e", ".[cpu,test]")
-    session.run("pytest", "tests/soak", "-m", "soak", "--timeout=900", *session.posargs)
+    session.install("-e", ".[cpu,test]", *(word for plugin in PLUGINS for word in ("-e", f"{plugin}[test]")))
+    session.run("pytest", "tests/soak", "tests/faults", "-m", "soak", "--timeout=900", *session.posargs)
 
 
 @nox.session

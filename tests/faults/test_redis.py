@@ -153,3 +153,24 @@ def test_a_slow_server_is_used_but_not_where_computing_is_sooner(proxy: Proxy, s
         assert engine.storage.counters.declined > 0
         assert not engine.calm().store_errors
         engine.close()
+
+
+def test_what_could_not_be_written_is_written_when_it_is_used_again(redis_server: Any, secret: Path) -> None:
+    """A prefix that everybody uses stays in the host tier, so no lookup ever misses it."""
+    with nothing_left_behind():
+        engine = Pressed(redis_server.unix_url, secret, host_kv_memory=1 << 20)
+        engine.round(busy=redis_server.kill)
+        assert engine.calm().dropped_blocks > 0
+        redis_server.start()
+        ends = time.monotonic() + 10
+        while engine.calm().write_breaker != "closed":
+            engine.round(f"other {time.monotonic()}")
+            assert time.monotonic() < ends
+        engine.round()
+        engine.round()
+        engine.calm()
+        engine.close()
+        other = Pressed(redis_server.unix_url, secret)
+        other.round()
+        assert other.calm().loaded_blocks_store > 0
+        other.close()

@@ -8,15 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
-import socket
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,9 +17,9 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from fd_core.cli.trace_page.reader import read_trace
+from tests.server.processes import Server, serving
 
 pytestmark = pytest.mark.soak
 
@@ -35,16 +28,8 @@ REQUESTS = 96
 BLOCK_SIZE = 16
 BLOCKS = 40
 BUDGET = 256
-GAUGES = (
-    "requests_running",
-    "requests_waiting",
-    "take_backs_in_flight",
-    "kv_blocks_used",
-    "kv_blocks_fenced",
-    "active_requests",
-)
 SERVE = (
-    *("serve", "smollm2", "--backend", "cpu", "--max-model-len", "256", "--block-size", str(BLOCK_SIZE)),
+    *("smollm2", "--backend", "cpu", "--max-model-len", "256", "--block-size", str(BLOCK_SIZE)),
     *("--max-num-batched-tokens", str(BUDGET), "--log-level", "warning"),
 )
 
@@ -56,61 +41,6 @@ class Answer:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Server:
-    """A running `fdcore serve`."""
-
-    url: str
-
-    def metrics(self) -> dict[str, float]:
-        """Return every sample without its prefix; a label's value stands in brackets."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as page:
-            families = list(text_string_to_metric_families(page.read().decode()))
-        return {
-            sample.name.removeprefix("fdcore_")
-            + "".join(f"[{value}]" for value in sample.labels.values()): sample.value
-            for family in families
-            for sample in family.samples
-        }
-
-    def gauges(self) -> dict[str, float]:
-        """Return those that only requests raise."""
-        metrics = self.metrics()
-        return {name: metrics[name] for name in GAUGES}
-
-
-@contextmanager
-def serving(log: Path, *flags: str) -> Iterator[Server]:
-    """Start a server and end it with Ctrl-C; it must end in order and have no traceback to show."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "fd_core.cli", *SERVE, "--port", str(port), *flags]
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
-    server = Server(f"http://127.0.0.1:{port}")
-    try:
-        deadline = time.monotonic() + 240
-        while not _ready(server):
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
-        yield server
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) in (0, 130), log.read_text()
-        assert "Traceback" not in log.read_text()
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
-
-
-def _ready(server: Server) -> bool:
-    try:
-        with urllib.request.urlopen(f"{server.url}/ready", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def bodies() -> list[dict[str, Any]]:
@@ -176,7 +106,7 @@ async def ask_all(server: Server, at_once: int, leaving: Mapping[int, int]) -> l
 @pytest.fixture(scope="module")
 def unpressed(tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
     """The answers of a server with room for all, without drafts, 16 requests at a time."""
-    with serving(tmp_path_factory.mktemp("soak") / "unpressed.log", "--num-kv-blocks", "512") as server:
+    with serving(tmp_path_factory.mktemp("soak") / "unpressed.log", *SERVE, "--num-kv-blocks", "512") as server:
         answers = asyncio.run(ask_all(server, 16, {}))
         metrics = server.metrics()
     assert any("native" in name for name in metrics), "only the native kernels give the same bits in any batch"
@@ -197,7 +127,7 @@ def test_streams_under_pressure_are_those_of_an_unpressed_server(
         *("--num-kv-blocks", str(BLOCKS), "--max-num-seqs", "16", "--engine", engine, "--trace", str(trace)),
         *("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'),
     )
-    with serving(tmp_path / "pressed.log", *flags) as server:
+    with serving(tmp_path / "pressed.log", *SERVE, *flags) as server:
         before = server.gauges()
         answers = asyncio.run(ask_all(server, REQUESTS, leaving))
         deadline = time.monotonic() + 10

@@ -78,6 +78,11 @@ class Server:
     def unix_url(self) -> str:
         return f"unix://{self.socket}"
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> None:
         command = [server_binary(), *self.options] if "--sentinel" in self.options else [server_binary()]
         if "--sentinel" not in self.options:

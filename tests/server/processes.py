@@ -1,0 +1,84 @@
+"""A real `fdcore serve` in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+__all__ = ["GAUGES", "Server", "serving"]
+
+GAUGES = (
+    "requests_running",
+    "requests_waiting",
+    "take_backs_in_flight",
+    "kv_blocks_used",
+    "kv_blocks_fenced",
+    "active_requests",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running `fdcore serve`."""
+
+    url: str
+
+    def metrics(self) -> dict[str, float]:
+        """Return every sample without its prefix; a label's value stands in brackets."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as page:
+            families = list(text_string_to_metric_families(page.read().decode()))
+        return {
+            sample.name.removeprefix("fdcore_")
+            + "".join(f"[{value}]" for value in sample.labels.values()): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+    def gauges(self) -> dict[str, float]:
+        """Return those that only requests raise."""
+        metrics = self.metrics()
+        return {name: metrics[name] for name in GAUGES}
+
+
+@contextmanager
+def serving(log: Path, *arguments: str) -> Iterator[Server]:
+    """Run `fdcore serve` and end it with Ctrl-C; it must end in order and have no traceback to show."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "fd_core.cli", "serve", *arguments, "--port", str(port)]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    server = Server(f"http://127.0.0.1:{port}")
+    try:
+        deadline = time.monotonic() + 240
+        while not _ready(server):
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        yield server
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) in (0, 130), log.read_text()
+        assert "Traceback" not in log.read_text()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+
+
+def _ready(server: Server) -> bool:
+    try:
+        with urllib.request.urlopen(f"{server.url}/ready", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
