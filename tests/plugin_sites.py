@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import textwrap
+import tomllib
 from pathlib import Path
 
 from fd_core.hookspecs import ENTRY_POINT_GROUP
@@ -59,3 +60,14 @@ class Site:
     def discover(self) -> Plugins:
         found = importlib.metadata.distributions(path=[str(self.folder)])
         return Plugins.discover([point for dist in found for point in dist.entry_points])
+
+
+def installed(project: Path) -> None:
+    """Leave beside a project's package what an installer makes of its `pyproject.toml`, for its import path."""
+    settings = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+    name, version = settings["name"], settings["version"]
+    info = project / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    points = "\n".join(f"{point} = {module}" for point, module in settings["entry-points"][ENTRY_POINT_GROUP].items())
+    (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\n{points}\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Annotated, Final
 import typer
 
 from fd_core.cli.report import plain, reports_errors
+from fd_core.cli.scaffold import Framework
 from fd_core.errors import ConfigError, PluginError
 
 __all__ = ["app", "install"]
@@ -60,6 +62,25 @@ def check(
         for answer in each.seen.answers:
             print(f"  {plain(answer)}")
     print(f"{len(checked)} plugin{'' if len(checked) == 1 else 's'} checked, nothing is wrong")
+
+
+@app.command()
+@reports_errors
+def new(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What users will write after --backend.")],
+    framework: Annotated[Framework, typer.Option("--framework", help="Whose operations it begins with.")],
+    into: Annotated[
+        Path | None, typer.Option("--into", metavar="DIR", help="Folder of the project. [default: fd-NAME]")
+    ] = None,
+) -> None:
+    """Write the project of a plugin for a hardware backend.
+
+    It passes the conformance kit as written, on the processor. Nothing is overwritten.
+    """
+    from fd_core.cli.scaffold.project import write_project
+
+    folder = write_project(name, framework, into)
+    print(f"wrote {folder}; its README.md says what is next: pip install -e {shlex.quote(str(folder))}")
 
 
 @reports_errors
