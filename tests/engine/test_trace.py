@@ -220,6 +220,9 @@ def test_a_stuck_disk_does_not_stop_the_loop(path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(trace, "_MAX_QUEUED", 5)
     engine = null_engine(trace=str(path))
     assert engine._trace is not None
+    run(engine, SPECS[3:4])
+    while not lines_of(path)[1]:
+        time.sleep(0.001)  # until the writer holds its file
     header, file = engine._trace._file, StuckFile()
     engine._trace._file = file  # type: ignore[assignment]
     assert run(engine, SPECS[:3]).tokens == golden(SPECS[:3])
