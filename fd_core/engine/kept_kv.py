@@ -95,6 +95,7 @@ class KeptKV:
             if self._trace is not None:
                 self._trace.ended(completion)
             self._scheduler.completed(completion)
+        storage.not_stored(self._tiers.unwritten())
         rates = self._tiers.rates()
         storage.tradeoff.pace = Pace(
             self._prefill_token, rates.host_block, rates.store_block, rates.store_latency or 0.0

@@ -10,6 +10,7 @@ else gets it, whatever happens to the request meanwhile.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fd_core.kv.blocks import BlockPool
@@ -192,8 +193,7 @@ class Storage:
         count = min(answer.blocks, len(loading.keys))
         self.counters.loaded_tokens += count * self._block_size
         self.counters.lost_tokens += (len(loading.keys) - count) * self._block_size
-        for key in loading.keys[count:]:
-            self._stored.pop(key, None)  # damaged or gone, perhaps: whoever computes it stores it again
+        self.not_stored(loading.keys[count:])  # damaged or gone, perhaps: whoever computes them stores them again
         return Arrival(loading.slot, request, loading.keys, loading.first, count)
 
     # Saves ------------------------------------------------------------------------------------------------
@@ -213,6 +213,11 @@ class Storage:
             self._stored.update(dict.fromkeys(named))
             while len(self._stored) > _MAX_REMEMBERED:
                 del self._stored[next(iter(self._stored))]
+
+    def not_stored(self, keys: Iterable[bytes]) -> None:
+        """Blocks that were saved did not get to the store: they are to be saved again when they are used again."""
+        for key in keys:
+            self._stored.pop(key, None)
 
     def saved(self, answer: Saved) -> None:
         """A save no longer reads its blocks."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from fd_core.kv.stores.contract import Trouble
+from tests.faults.places import on_server
 from tests.faults.pressed import Pressed, nothing_left_behind
 from tests.faults.proxy import Proxy
 
@@ -157,20 +158,23 @@ def test_a_slow_server_is_used_but_not_where_computing_is_sooner(proxy: Proxy, s
 
 def test_what_could_not_be_written_is_written_when_it_is_used_again(redis_server: Any, secret: Path) -> None:
     """A prefix that everybody uses stays in the host tier, so no lookup ever misses it."""
+    place = on_server(redis_server)
+    healthy = Pressed(place.location, secret)
+    healthy.warm()
+    healthy.close()
+    expected = set(place.keys())
+    redis_server.back_door.flushall()
     with nothing_left_behind():
-        engine = Pressed(redis_server.unix_url, secret, host_kv_memory=1 << 20)
-        engine.round(busy=redis_server.kill)
-        assert engine.calm().dropped_blocks > 0
-        redis_server.start()
+        engine = Pressed(place.location, secret, host_kv_memory=1 << 20)
+        with redis_server.frozen():
+            engine.round()
+            assert engine.calm().dropped_blocks > 0
+        redis_server.restart()
         ends = time.monotonic() + 10
         while engine.calm().write_breaker != "closed":
             engine.round(f"other {time.monotonic()}")
             assert time.monotonic() < ends
         engine.round()
-        engine.round()
         engine.calm()
+        assert expected <= set(place.keys())
         engine.close()
-        other = Pressed(redis_server.unix_url, secret)
-        other.round()
-        assert other.calm().loaded_blocks_store > 0
-        other.close()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -41,7 +42,9 @@ class Copier:
         operations: Operations,
         counters: Counters,
         clock: Callable[[], float],
+        unwritten: deque[bytes],
     ) -> None:
+        """`unwritten` receives the keys of blocks that were to be written and are not."""
         self.worker = Worker("fdcore-kv-copy")
         self.import_rate = Rate()
         self._cache = cache
@@ -52,6 +55,7 @@ class Copier:
         self._operations = operations
         self._counters = counters
         self._clock = clock
+        self._unwritten = unwritten
         self._room = host.limit_bytes // block.bytes
         """Blocks that fit into the host tier; a longer prefix keeps its beginning there."""
         self._logged: set[str] = set()
@@ -67,6 +71,11 @@ class Copier:
     def load(self, operation: Operation) -> None:
         """Post a load."""
         self.worker.post(partial(self._load, operation))
+
+    def lost(self, keys: Sequence[bytes]) -> None:
+        """Post that the store may not have got the blocks of `keys` after all. Any thread."""
+        self._unwritten.extend(keys)
+        self.worker.post(partial(self._host.unmark_stored, keys))
 
     def _look_up(self, operation: Operation) -> None:
         if operation.done:
@@ -92,7 +101,7 @@ class Copier:
             keep = index < self._room
             write = self._writer is not None and effect.persist and not self._host.is_stored(key)
             if write and not (self._writer and self._writer.accepts(self._block.bytes)):
-                self._counters.add("dropped_blocks")
+                self._drop(key)
                 write = False
             array = self._host.get(key)
             if array is not None:
@@ -102,10 +111,17 @@ class Copier:
                 break
             if keep:
                 self._host.put(key, array)
-            if write and self._writer and self._writer.offer(key, array):
-                self._host.mark_stored(key)
+            if write and self._writer:
+                if self._writer.offer(key, array):
+                    self._host.mark_stored(key)
+                else:
+                    self._drop(key)
         self._host.touch(effect.keys[: self._room])
         self._operations.finish(operation)
+
+    def _drop(self, key: bytes) -> None:
+        self._counters.add("dropped_blocks")
+        self._unwritten.append(key)
 
     def _export(self, operation: Operation, block: IntArray) -> HostArray | None:
         if not self._operations.begin_copy(operation):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -65,8 +65,12 @@ class HostTier:
         if key in self._arrays:
             self._stored.add(key)
 
+    def unmark_stored(self, keys: Iterable[bytes]) -> None:
+        """Forget that `mark_stored` was called for `keys`."""
+        self._stored.difference_update(keys)
+
     def is_stored(self, key: bytes) -> bool:
-        """Whether `mark_stored` was called for a key that is still held."""
+        """Whether `mark_stored` was called for a key that is still held, and not taken back."""
         return key in self._stored
 
     def clear(self) -> None:

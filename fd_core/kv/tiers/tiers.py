@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -76,6 +77,7 @@ class KVTiers:
         self._counters = Counters()
         self._host = HostTier(host_bytes)
         self._store = None if store is None else store.location.shown
+        self._unwritten: deque[bytes] = deque()
         self._reader: StoreReader | None = None
         self._writer: WriteBehind | None = None
         if store is not None and envelope is not None:
@@ -88,6 +90,7 @@ class KVTiers:
                 limit_bytes=pending_bytes,
                 batch=block.batch,
                 put_seconds=load_seconds,
+                lost=lambda keys: self._copier.lost(keys),
             )
             self._reader = StoreReader(
                 store,
@@ -102,7 +105,15 @@ class KVTiers:
                 clock=clock,
             )
         self._copier = Copier(
-            cache, block, self._host, self._reader, self._writer, self._operations, self._counters, clock
+            cache,
+            block,
+            self._host,
+            self._reader,
+            self._writer,
+            self._operations,
+            self._counters,
+            clock,
+            self._unwritten,
         )
         self._closed = False
         for part in (self._copier, self._reader, self._writer):
@@ -141,6 +152,12 @@ class KVTiers:
         for operation in self._operations.expire():
             self._counters.add(_EXPIRED[type(operation.effect)])
         return self._operations.collect()
+
+    def unwritten(self) -> list[bytes]:
+        """Return keys of blocks that were saved for the store and did not get there, since the last call."""
+        if not self._unwritten:
+            return []
+        return [self._unwritten.popleft() for _ in range(len(self._unwritten))]
 
     def wait(self, seconds: float) -> None:
         """Wait until `completed` may have something to return, at most `seconds`."""

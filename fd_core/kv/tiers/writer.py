@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fd_core.kv.stores.contract import Bytes, KVStore
 from fd_core.kv.stores.envelope import Envelope
@@ -26,7 +26,7 @@ _MAX_FORGOTTEN = 1024
 class WriteBehind:
     """Blocks on their way to the store, at most `limit_bytes` of them, and the thread that puts and deletes.
 
-    What does not fit, and what cannot be written, is dropped and counted; nobody is told.
+    What does not fit, and what cannot be written, is dropped and counted.
     """
 
     def __init__(
@@ -39,7 +39,9 @@ class WriteBehind:
         limit_bytes: int,
         batch: int,
         put_seconds: float,
+        lost: Callable[[Sequence[bytes]], None],
     ) -> None:
+        """`lost` is told the keys of blocks that were accepted and may not have been written, on any thread."""
         self.worker = Worker("fdcore-kv-writer")
         self.pending_bytes = 0
         """Bytes of blocks that were accepted and neither written nor dropped."""
@@ -50,6 +52,7 @@ class WriteBehind:
         self._limit_bytes = limit_bytes
         self._batch = batch
         self._put_seconds = put_seconds
+        self._lost = lost
         self._lock = threading.Lock()
         self._queue: deque[tuple[bytes, HostArray]] = deque()
         self._queued: set[bytes] = set()
@@ -131,3 +134,5 @@ class WriteBehind:
                 self.pending_bytes -= array.nbytes
         self._counters.add("written_blocks", stored)
         self._counters.add("dropped_blocks", len(batch) - stored)
+        if stored < len(batch):  # which of them, nobody says
+            self._lost([key for key, _ in batch])

@@ -48,6 +48,9 @@ def test_the_stored_mark_ends_with_the_block() -> None:
     assert host.is_stored(b"a")
     host.put(b"b", array(10))
     assert not host.is_stored(b"a")
+    host.mark_stored(b"b")
+    host.unmark_stored([b"a", b"b"])
+    assert not host.is_stored(b"b") and b"b" in host
 
 
 @given(st.integers(0, 50), st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30), st.booleans()), max_size=40))

@@ -27,7 +27,12 @@ def counters() -> Counters:
 
 
 @pytest.fixture
-def writer(store, counters) -> WriteBehind:
+def lost() -> list[bytes]:
+    return []
+
+
+@pytest.fixture
+def writer(store, counters, lost) -> WriteBehind:
     """Its thread is not started."""
     return WriteBehind(
         store,
@@ -37,6 +42,7 @@ def writer(store, counters) -> WriteBehind:
         limit_bytes=4 * BLOCK_BYTES,
         batch=3,
         put_seconds=1.0,
+        lost=lost.extend,
     )
 
 
@@ -71,12 +77,16 @@ def test_a_full_queue_refuses_and_a_queued_key_is_not_queued_again(writer) -> No
 
 
 @pytest.mark.parametrize("fault", [Trouble.FULL, Trouble.TIMEOUT, ValueError, "huge number"])
-def test_what_cannot_be_written_is_dropped_and_counted(writer, store, counters, fault) -> None:
+def test_what_cannot_be_written_is_dropped_and_counted(writer, store, counters, lost, fault) -> None:
+    writer.offer(KEYS[1], content(KEYS[1]))
+    writer.worker.run_one()
+    assert lost == []
     store.fault = lambda method: fault
     writer.offer(KEYS[0], content(KEYS[0]))
     writer.worker.run_one()
     assert writer.pending_bytes == 0
     assert counters.snapshot().dropped_blocks == 1
+    assert lost == [KEYS[0]]
     assert sum(counters.snapshot().store_errors.values()) == 1
 
 
