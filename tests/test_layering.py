@@ -67,7 +67,12 @@ IMPURE_MODULES = {
 IMPURE_CALLS = {"open", "print", "input", "exec", "eval", "__import__"}
 
 FRAMEWORKS = {"jax", "onnx", "onnxruntime", "paddle", "tensorflow", "torch", "torchvision", "transformers"}
-MAY_USE = {"torch": ("ops/torch_", "ops/native/", "backends/cpu.py"), "paddle": ("ops/paddle_library.py",)}
+MAY_USE = {
+    "torch": ("ops/torch_", "ops/native/", "backends/cpu.py"),
+    "paddle": ("ops/paddle_library.py",),
+    "onnx": ("ops/onnx_graph/",),
+    "onnxruntime": ("ops/onnx_graph/",),
+}
 SERIALIZERS = {"dill", "joblib", "marshal", "pickle", "shelve", "cloudpickle"}
 
 

@@ -24,7 +24,16 @@ def _paddle() -> Ops:
     return PaddleOps()
 
 
-PACKS: dict[str, Callable[[], Ops]] = {"numpy": NumpyOps, "torch": TorchOps, "paddle": _paddle}
+def _onnx() -> Ops:
+    if find_spec("onnx") is None or find_spec("onnxruntime") is None:
+        pytest.skip("ONNX Runtime is not installed; `nox -s onnx` tests its pack")
+    from fd_core.ops.onnx_graph.pack import OnnxOps
+
+    return OnnxOps()
+
+
+PACKS: dict[str, Callable[[], Ops]] = {"numpy": NumpyOps, "torch": TorchOps, "paddle": _paddle, "onnx": _onnx}
 """In float32. Making one skips the test where its framework is not installed."""
 FORMS: dict[str, Callable[[], Ops]] = {**PACKS, "bf16": partial(TorchOps, "bfloat16")}
-INSTALLED = tuple(name for name in PACKS if name in ("numpy", "torch") or find_spec(name) is not None)
+_NEEDS = {"numpy": "numpy", "torch": "torch", "paddle": "paddle", "onnx": "onnxruntime"}
+INSTALLED = tuple(name for name in PACKS if find_spec(_NEEDS[name]) is not None)

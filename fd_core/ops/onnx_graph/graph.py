@@ -1,0 +1,154 @@
+"""Builds an ONNX graph from calls: operators take and return symbols."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import helper, numpy_helper
+
+__all__ = ["IR_VERSION", "MICROSOFT", "OPSET", "Graph", "Symbol", "TraceError"]
+
+OPSET = 23
+"""The first with `Attention`, `RMSNormalization` and `RotaryEmbedding`."""
+IR_VERSION = 10
+MICROSOFT = "com.microsoft"
+_EMBEDDED = 1024
+"""Bytes up to which a constant is stored in the graph, where optimizers see its value."""
+
+
+class TraceError(Exception):
+    """A forward did something with a symbolic array that a graph cannot hold."""
+
+
+class Symbol:
+    """A value of a graph that is being built; models hand it from operation to operation."""
+
+    __slots__ = ("graph", "name")
+
+    def __init__(self, graph: Graph, name: str) -> None:
+        self.graph = graph
+        self.name = name
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise TraceError(f"the forward uses {what} of an array, which is not known while a graph is traced")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse(f"`{name}`")
+
+    def __bool__(self) -> bool:
+        self._refuse("the value")
+
+    def __len__(self) -> int:
+        self._refuse("the length")
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        self._refuse("elements")
+
+    def _operator(self, *others: Any) -> NoReturn:
+        self._refuse("an operator")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _operator
+    __lt__ = __le__ = __gt__ = __ge__ = __neg__ = __matmul__ = _operator
+
+
+class Graph:
+    """An ONNX graph under construction.
+
+    Weights are inputs of it, bound once to the memory that they have (see `session`): initializers would be copied,
+    into the protobuf, which may have 2 GB, or by the runtime. So a graph is small whatever the model's size.
+    """
+
+    def __init__(self) -> None:
+        self.weights: dict[str, npt.NDArray[Any]] = {}
+        """Inputs that every run is given, by name."""
+        self._names: dict[int, Symbol] = {}
+        self._kept: list[Any] = []
+        self._made: dict[Any, Symbol] = {}
+        self._nodes: list[onnx.NodeProto] = []
+        self._inputs: dict[str, onnx.ValueInfoProto] = {}
+        self._initializers: list[onnx.TensorProto] = []
+        self._count = 0
+
+    def input(self, name: str, dtype: npt.DTypeLike, shape: Sequence[int | str | None]) -> Symbol:
+        """Declare an input; a dimension is a number, the name of one, or None for any. Unused ones are dropped."""
+        kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+        self._inputs[name] = helper.make_tensor_value_info(name, kind, shape)
+        return Symbol(self, name)
+
+    def weight(self, array: npt.NDArray[Any]) -> Symbol:
+        """Return an array that outlives the graph and is not copied; the same array is one initializer."""
+        if id(array) not in self._names:
+            self._kept.append(array)  # even where it is copied: the id of an array that is gone may be used again
+            if array.nbytes <= _EMBEDDED:
+                self._names[id(array)] = self.constant(array)
+            else:
+                name = f"weight_{len(self.weights)}"
+                self._names[id(array)] = self.input(name, array.dtype, array.shape)
+                self.weights[name] = array
+        return self._names[id(array)]
+
+    def constant(self, values: Any, dtype: npt.DTypeLike | None = None) -> Symbol:
+        """Return a small constant, stored in the graph."""
+        name = self._name()
+        self._initializers.append(numpy_helper.from_array(np.asarray(values, dtype), name))
+        return Symbol(self, name)
+
+    def integers(self, *values: int) -> Symbol:
+        """Return the constant int64[len(values)] that shapes, axes and sizes are given as."""
+        return self.once(("integers", values), lambda: self.constant(values, np.int64))
+
+    def op(self, kind: str, *inputs: Symbol | None, domain: str = "", **attributes: Any) -> Symbol:
+        """Append an operator with one output; None leaves an optional input out, or an attribute."""
+        return self.ops(kind, 1, *inputs, domain=domain, **attributes)[0]
+
+    def ops(
+        self, kind: str, outputs: int, *inputs: Symbol | None, domain: str = "", **attributes: Any
+    ) -> tuple[Symbol, ...]:
+        """Append an operator with several outputs."""
+        names = []
+        for value in inputs:
+            if value is not None and (not isinstance(value, Symbol) or value.graph is not self):
+                raise TraceError(f"the forward hands {kind} a value that does not belong to the graph")
+            names.append("" if value is None else value.name)
+        results = [self._name() for _ in range(outputs)]
+        given = {name: value for name, value in attributes.items() if value is not None}
+        self._nodes.append(helper.make_node(kind, names, results, domain=domain, **given))
+        return tuple(Symbol(self, name) for name in results)
+
+    def reshape(self, x: Symbol, *shape: int) -> Symbol:
+        """Change the shape; 0 keeps a dimension and -1 takes what is left."""
+        return self.op("Reshape", x, self.integers(*shape))
+
+    def once(self, key: Any, make: Callable[[], Symbol]) -> Symbol:
+        """Return what was made for `key`, made on its first use: what a step's metadata decides serves all layers."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def model(self, outputs: dict[str, Symbol]) -> bytes:
+        """Return the serialized model with the outputs under their names."""
+        # An `Identity` for each output might copy a KV cache, so the operators yield them under their names.
+        final = {symbol.name: name for name, symbol in outputs.items()}
+        for node in self._nodes:
+            node.input[:] = [final.get(name, name) for name in node.input]
+            node.output[:] = [final.get(name, name) for name in node.output]
+        used = {name for node in self._nodes for name in node.input}
+        graph = helper.make_graph(
+            self._nodes,
+            "fd_core",
+            [info for name, info in self._inputs.items() if name in used],
+            [onnx.ValueInfoProto(name=name) for name in outputs],
+            initializer=self._initializers,
+        )
+        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)]
+        return bytes(helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION).SerializeToString())
+
+    def _name(self) -> str:
+        self._count += 1
+        return f"v{self._count}"

@@ -1,0 +1,271 @@
+"""The onnx pack: `Ops` as operators of a graph.
+
+Each primitive is written once, as the operators it emits. Called with symbols it appends them to the graph that is
+being traced, and `compile` runs the whole forward as one session; called with arrays it runs a graph of its own at
+once. Arrays, prepared weights, sampling and verification are the numpy pack's: ONNX Runtime computes on the memory of
+numpy arrays, and logits come back as one.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnx import TensorProto
+
+from fd_core.ops.contract import Activation, Array, Experts, Forward, Heads, KVCache, KVShape, Norm, Rope, StepInput
+from fd_core.ops.numpy_ops import NumpyLinear, NumpyOps
+from fd_core.ops.onnx_graph.attention import AttentionForm, GatheredAttention
+from fd_core.ops.onnx_graph.graph import Graph, Symbol, TraceError
+from fd_core.ops.onnx_graph.kv_cache import OnnxKVCache, OnnxLayer, TracedCache, TracedLayer, bound
+from fd_core.ops.onnx_graph.moe import routed_experts
+from fd_core.ops.onnx_graph.session import CPU, Binding, Provider, Session
+
+__all__ = ["CompiledForward", "OnnxOps"]
+
+logger = logging.getLogger(__name__)
+
+_STEP_ARRAYS = ("token_ids", "positions", "kv_slots", "query_start", "context_len", "block_tables", "logits_rows")
+
+
+class OnnxOps(NumpyOps):
+    """Operations as ONNX operators; activations, weights and KV are float32."""
+
+    name = "onnx"
+    dtype = "float32"
+
+    def __init__(self, provider: Provider = CPU) -> None:
+        self.provider = provider
+        self.form = self.make_attention()
+
+    def make_attention(self) -> AttentionForm:
+        """Return how graphs write KV and attend; a device with a paged kernel overrides this."""
+        return GatheredAttention()
+
+    # Memory -----------------------------------------------------------------------------------------------
+
+    def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:  # type: ignore[override]  # not numpy's cache
+        """Allocate zeros."""
+        return OnnxKVCache(shape, num_blocks)
+
+    # Primitives -------------------------------------------------------------------------------------------
+
+    def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
+        """Look up rows."""
+
+        def emit(graph: Graph, ids: Symbol) -> Symbol:
+            x = graph.op("Gather", graph.weight(table), ids)
+            return x if scale == 1.0 else graph.op("Mul", x, graph.constant(scale, np.float32))
+
+        return self._call(emit, token_ids)
+
+    def rms_norm(self, x: Array, norm: Norm) -> Array:
+        """Divide the last axis by its root mean square."""
+        return self._call(
+            lambda graph, x: graph.op(
+                "RMSNormalization", x, graph.weight(norm.weight), axis=-1, epsilon=float(norm.eps)
+            ),
+            x,
+        )
+
+    def linear(self, x: Array, weight: NumpyLinear) -> Array:
+        """Multiply by the transposed weight and add the bias."""
+        return self._call(lambda graph, x: _linear(graph, x, weight), x)
+
+    def gated_linear(self, x: Array, weight: NumpyLinear, activation: Activation) -> Array:
+        """Gate is the first half of the output, up the second."""
+        return self._call(lambda graph, x: _gated(graph, x, weight, activation), x)
+
+    def split_heads(self, qkv: Array, heads: Heads) -> tuple[Array, Array, Array]:
+        """Cut queries, keys and values apart."""
+        sizes = (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
+        q, k, v = self._call(
+            lambda graph, x: graph.ops(
+                "Split", 3, graph.reshape(x, 0, -1, heads.head_dim), graph.integers(*sizes), axis=1
+            ),
+            qkv,
+        )
+        return q, k, v
+
+    def rope(self, x: Array, rope: Rope, positions: Array) -> Array:
+        """Rotate pairs of elements; each token is a sequence of its own."""
+
+        def emit(graph: Graph, x: Symbol, positions: Symbol) -> Symbol:
+            where = graph.once(
+                ("rope", positions.name),
+                lambda: graph.op("Unsqueeze", graph.op("Cast", positions, to=TensorProto.INT64), graph.integers(1)),
+            )
+            turned = graph.op(
+                "RotaryEmbedding",
+                graph.op("Unsqueeze", x, graph.integers(2)),
+                graph.weight(rope.cos),
+                graph.weight(rope.sin),
+                where,
+                interleaved=int(rope.interleaved),
+                rotary_embedding_dim=2 * rope.cos.shape[1],
+            )
+            return graph.op("Squeeze", turned, graph.integers(2))
+
+        return self._call(emit, x, positions)
+
+    def write_kv(self, layer: OnnxLayer | TracedLayer, k: Array, v: Array, kv_slots: Array) -> None:  # type: ignore[override]  # not numpy's layer
+        """Scatter keys and values to their slots."""
+        if isinstance(layer, TracedLayer):
+            self.form.write(layer, k, v, kv_slots)
+            return
+        self._on_layer(layer, {"k": k, "v": v, "slots": kv_slots}, {}, self.form.write)
+
+    def paged_attention(self, q: Array, layer: OnnxLayer | TracedLayer, heads: Heads, step: StepInput) -> Array:  # type: ignore[override]  # as above
+        """Attend as the form of attention does."""
+        if isinstance(layer, TracedLayer):
+            return self.form.attend(q, layer, heads)
+        plan = self.form.plan(step, layer.block_size)
+        return self._on_layer(layer, {"q": q}, plan, lambda layer, q: self.form.attend(q, layer, heads))
+
+    def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
+        """Run each expert on the tokens that chose it."""
+
+        def emit(graph: Graph, x: Symbol) -> Symbol:
+            def compute(x: Symbol, gate_up: NumpyLinear, down: NumpyLinear) -> Symbol:
+                return _linear(graph, _gated(graph, x, gate_up, activation), down)
+
+            y = routed_experts(graph, x, experts, compute)
+            if experts.shared_gate_up is None or experts.shared_down is None:
+                return y
+            return graph.op("Add", y, compute(x, experts.shared_gate_up, experts.shared_down))
+
+        return self._call(emit, x)
+
+    def add(self, x: Array, y: Array) -> Array:
+        """Add."""
+        return self._call(lambda graph, x, y: graph.op("Add", x, y), x, y)
+
+    def gather_rows(self, x: Array, rows: Array) -> Array:
+        """Index the first axis."""
+        if not isinstance(x, Symbol):
+            return super().gather_rows(x, rows)  # also of tokens and logits, after the graph
+        return self._call(lambda graph, x, rows: graph.op("Gather", x, rows), x, rows)
+
+    def logits_of(self, x: Array, head: NumpyLinear, softcap: float | None) -> Array:
+        """Project to the vocabulary."""
+
+        def emit(graph: Graph, x: Symbol) -> Symbol:
+            logits = _linear(graph, x, head)
+            if softcap is None:
+                return logits
+            cap = graph.constant(softcap, np.float32)
+            return graph.op("Mul", graph.op("Tanh", graph.op("Div", logits, cap)), cap)
+
+        return self._call(emit, x)
+
+    # Graphs -----------------------------------------------------------------------------------------------
+
+    def compile(self, forward: Forward) -> Forward:
+        """Return a forward that is traced on its first call and run as one session."""
+        return CompiledForward(self, forward)
+
+    def _call(self, emit: Callable[..., Any], *arrays: Array) -> Any:
+        """Emit into the graph of the symbols, or run a graph of these operators on arrays."""
+        traced = next((array.graph for array in arrays if isinstance(array, Symbol)), None)
+        if traced is not None:
+            return emit(traced, *arrays)
+        graph = Graph()
+        values = {f"x{index}": array for index, array in enumerate(arrays)}
+        result = emit(graph, *(graph.input(name, x.dtype, [None] * x.ndim) for name, x in values.items()))
+        several = isinstance(result, tuple)
+        outputs = {f"y{index}": symbol for index, symbol in enumerate(result if several else (result,))}
+        found = Session(graph, outputs, self.provider).bind({}).run(values)
+        return found if several else found[0]
+
+    def _on_layer(
+        self,
+        layer: OnnxLayer,
+        arrays: dict[str, npt.NDArray[Any]],
+        plan: dict[str, npt.NDArray[Any]],
+        emit: Callable[..., Symbol | None],
+    ) -> Any:
+        """Run operators on one layer of a cache."""
+        graph = Graph()
+        _, block_size, num_kv_heads, head_dim = layer.keys.shape
+        cache = TracedCache(graph, KVShape(1, num_kv_heads, head_dim, block_size))
+        self.form.inputs(graph)
+        symbols = [graph.input(name, array.dtype, array.shape) for name, array in arrays.items()]
+        result = emit(cache.layer(0), *symbols)
+        outputs = cache.outputs() | ({} if result is None else {"y": result})
+        found = Session(graph, outputs, self.provider).bind(bound([layer])).run(arrays | plan)
+        return found[0] if found else None
+
+
+class CompiledForward:
+    """Runs a model's forward as one session; KV caches are bound once each."""
+
+    def __init__(self, ops: OnnxOps, forward: Forward) -> None:
+        self._ops = ops
+        self._forward = forward
+        self._sessions: dict[KVShape, Session] = {}
+        self._bindings: weakref.WeakKeyDictionary[KVCache, Binding] = weakref.WeakKeyDictionary()
+        self._eager = False
+
+    def __call__(self, step: StepInput, cache: KVCache) -> Array:
+        """Return float32 logits [R, V]."""
+        binding = None if self._eager else self._bind(cache)
+        if binding is None:
+            return self._forward(step, cache)
+        values = {name: np.asarray(getattr(step, name)) for name in _STEP_ARRAYS}
+        (logits,) = binding.run(values | self._ops.form.plan(step, cache.shape.block_size))
+        return logits
+
+    def _bind(self, cache: KVCache) -> Binding | None:
+        if cache not in self._bindings:
+            try:
+                session = self._sessions.get(cache.shape) or self._trace(cache.shape)
+            except TraceError as error:
+                logger.warning("this model runs operation by operation, which is slower: %s", error)
+                self._eager = True
+                return None
+            self._sessions[cache.shape] = session
+            if not isinstance(cache, OnnxKVCache):
+                raise TypeError("the onnx pack computes on a cache that it allocated")
+            self._bindings[cache] = session.bind(cache.bound())
+        return self._bindings[cache]
+
+    def _trace(self, shape: KVShape) -> Session:
+        graph = Graph()
+        cache = TracedCache(graph, shape)
+        self._ops.form.inputs(graph)
+        logits = self._forward(_symbolic_step(graph), cache)
+        if not isinstance(logits, Symbol):
+            raise TraceError("the forward does not return the result of an operation")
+        return Session(graph, cache.outputs() | {"logits": logits}, self._ops.provider)
+
+
+def _symbolic_step(graph: Graph) -> StepInput:
+    """Return a step whose arrays are inputs of the graph."""
+    arrays: dict[str, Any] = {
+        name: graph.input(name, np.int32, (name, "width") if name == "block_tables" else (name,))
+        for name in _STEP_ARRAYS
+    }
+    unknown = Symbol(graph, "a host value")
+    return StepInput(**arrays, max_query=unknown, max_context=unknown)  # type: ignore[arg-type]  # refuses as arrays do
+
+
+def _linear(graph: Graph, x: Symbol, weight: NumpyLinear) -> Symbol:
+    bias = None if weight.bias is None else graph.weight(weight.bias)
+    inputs = (x, graph.weight(weight.weight)) if bias is None else (x, graph.weight(weight.weight), bias)
+    return graph.op("Gemm", *inputs, transB=1)
+
+
+def _gated(graph: Graph, x: Symbol, weight: NumpyLinear, activation: Activation) -> Symbol:
+    gate, up = graph.ops("Split", 2, _linear(graph, x, weight), axis=-1, num_outputs=2)
+    match activation:
+        case "silu":
+            active = graph.op("Mul", gate, graph.op("Sigmoid", gate))
+        case "gelu_tanh":
+            active = graph.op("Gelu", gate, approximate="tanh")
+        case "gelu":
+            active = graph.op("Gelu", gate)
+    return graph.op("Mul", active, up)

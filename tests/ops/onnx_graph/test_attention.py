@@ -1,0 +1,138 @@
+"""Attention over groups of rows, KV in place, and the form that a device with a paged kernel uses."""
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto
+from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NoKernel
+
+from fd_core.ops.contract import Heads, KVShape, Rope
+from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.ops.onnx_graph.attention import GatheredAttention, PagedAttention
+from fd_core.ops.onnx_graph.graph import Graph, TraceError
+from fd_core.ops.onnx_graph.kv_cache import TracedLayer
+from fd_core.ops.onnx_graph.pack import OnnxOps
+from fd_core.ops.onnx_graph.session import CPU, Session
+from fd_core.testing.arrays import step_input
+
+BLOCK = 4
+ROWS = st.lists(
+    st.integers(1, 24).flatmap(lambda context: st.tuples(st.integers(1, context), st.just(context))),
+    min_size=1,
+    max_size=7,
+)
+
+
+def step_of(rows):
+    tables = np.random.default_rng(3).permutation(len(rows) * 6).reshape(len(rows), 6).astype(np.int32)
+    step = step_input(rows, BLOCK, tables)
+    used = -(-step.context_len[:, None] // BLOCK)
+    return replace(step, block_tables=np.where(np.arange(6) < used, tables, np.int32(2**20)))
+
+
+@settings(deadline=None, max_examples=200)
+@given(ROWS)
+def test_groups_hold_every_token_once_and_no_block_of_another_row(rows):
+    step = step_of(rows)
+    plan = GatheredAttention().plan(step, BLOCK)
+    results = np.concatenate([plan[f"tokens_{group}"].reshape(-1) for group in range(2)])
+    assert results[plan["places"]].tolist() == list(range(len(step.positions)))
+    assert len(set(plan["places"].tolist())) == len(step.positions)
+    row_of = np.repeat(np.arange(len(rows)), np.diff(step.query_start))
+    for group in range(2):
+        tokens, tables = plan[f"tokens_{group}"], plan[f"tables_{group}"]
+        assert len(plan[f"keys_at_{group}"]) == tables.shape[1] * BLOCK
+        for mine, table in zip(tokens, tables, strict=True):
+            (row,) = set(row_of[mine].tolist())
+            assert set(table.tolist()) <= set(step.block_tables[row].tolist()) - {2**20}
+
+
+def test_rows_are_cut_where_padding_would_cost_most():
+    plan = GatheredAttention().plan(step_of([(1, 9), (20, 20), (1, 5)]), BLOCK)
+    assert [plan[f"tokens_{group}"].shape for group in range(2)] == [(2, 1), (1, 20)]
+    plan = GatheredAttention().plan(step_of([(1, 24), (1, 4), (1, 3)]), BLOCK)
+    assert [plan[f"tables_{group}"].shape for group in range(2)] == [(2, 1), (1, 6)]
+    plan = GatheredAttention().plan(step_of([(2, 8), (2, 8)]), BLOCK)
+    assert plan["tokens_0"].tolist() == [[0, 1], [2, 3]]
+
+
+def test_rows_without_tokens_are_left_out():
+    step = step_of([(2, 8), (3, 5)])
+    step = replace(
+        step,
+        query_start=np.array([0, 2, 2, 5], np.int32),
+        context_len=np.array([8, 4, 5], np.int32),
+        block_tables=step.block_tables[[0, 0, 1]],
+    )
+    plan = GatheredAttention().plan(step, BLOCK)
+    assert len(set(plan["places"].tolist())) == 5
+
+
+@settings(deadline=None, max_examples=15)
+@given(ROWS, st.sampled_from([None, 3]))
+def test_every_batch_is_attended_as_the_oracle_does(rows, window):
+    rng = np.random.default_rng(8)
+    step = step_of(rows)
+    heads = Heads(4, 2, 8, 0.3, Rope(None, None), window=window)
+    blocks = np.arange(len(rows) * 6)
+    content = rng.normal(size=(len(blocks), 1, 2, BLOCK, 2, 8)).astype(np.float32)
+    q = rng.normal(size=(len(step.positions), 4, 8)).astype(np.float32)
+    found = []
+    for ops in (NumpyOps(), OnnxOps()):
+        cache = ops.allocate_kv(KVShape(1, 2, 8, BLOCK), len(blocks))
+        cache.import_blocks(blocks, content)
+        found.append(ops.paged_attention(q, cache.layer(0), heads, step))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_write_touches_its_slots_and_copies_nothing():
+    ops = OnnxOps()
+    cache = ops.allocate_kv(KVShape(1, 1, 2, BLOCK), 3)
+    layer = cache.layer(0)
+    before = (layer.keys, layer.values, layer.keys.ctypes.data)
+    k, v = np.full((2, 1, 1, 2), [[[[1.0]]], [[[2.0]]]], np.float32)
+    ops.write_kv(layer, k, v, np.array([9], np.int32))
+    assert (cache.layer(0).keys, cache.layer(0).values, cache.layer(0).keys.ctypes.data) == before
+    assert layer.keys.reshape(-1, 2)[9].tolist() == [1, 1]
+    assert layer.values.reshape(-1, 2)[9].tolist() == [2, 2]
+    assert layer.keys.sum() == 2
+    assert layer.values.sum() == 4
+
+
+def paged(form, dtype):
+    graph = Graph()
+    form.inputs(graph)
+    q, k, v = (graph.input(name, np.float32, ("tokens", heads, 16)) for name, heads in (("q", 4), ("k", 2), ("v", 2)))
+    cache = [graph.input(name, dtype, ("blocks", BLOCK, 2, 16)) for name in ("keys_0", "values_0")]
+    return graph, TracedLayer(*cache, BLOCK, 32), q, k, v
+
+
+def test_the_runtime_accepts_the_graph_of_the_paged_kernel():
+    """It has the kernel for CUDA only: that it finds none is all that it objects to. Not run on hardware."""
+    form = PagedAttention(TensorProto.BFLOAT16)
+    graph, layer, q, k, v = paged(form, ml_dtypes.bfloat16)
+    heads = Heads(4, 2, 16, 0.25, Rope(None, None), window=7, softcap=3.0)
+    with pytest.raises(TraceError, match="before it writes"):
+        form.attend(q, layer, heads)
+    form.write(layer, k, v, q)
+    outputs = {"y": form.attend(q, layer, heads), "keys_0_after": layer.keys, "values_0_after": layer.values}
+    with pytest.raises(
+        NoKernel,
+        match="Could not find an implementation for PagedAttention",
+    ):
+        Session(graph, outputs, CPU)
+
+
+def test_a_device_chooses_its_attention_with_one_method():
+    class Device(OnnxOps):
+        def make_attention(self):
+            return PagedAttention(TensorProto.FLOAT16)
+
+    plan = Device().form.plan(step_of([(2, 8), (1, 1)]), BLOCK)
+    assert plan["query_start"].tolist() == [0, 2, 3]
+    assert plan["past"].tolist() == [6, 0]
+    assert plan["block_tables"].max() < 12

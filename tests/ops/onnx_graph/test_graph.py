@@ -1,0 +1,77 @@
+"""Building graphs and running them: what a forward may not do, and whose memory is used."""
+
+import numpy as np
+import pytest
+
+import fd_core.ops.onnx_graph.session as sessions
+from fd_core.errors import PluginError
+from fd_core.ops.contract import Ops
+from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.ops.numpy_sampling import NumpySampling
+from fd_core.ops.onnx_graph.graph import Graph, Symbol, TraceError
+from fd_core.ops.onnx_graph.pack import OnnxOps
+from fd_core.ops.onnx_graph.session import CPU, Provider, Session
+
+
+def test_every_operation_of_a_forward_is_the_packs_own():
+    """It inherits the numpy pack's weights and sampling; computing in numpy unnoticed would prove nothing."""
+    hosts = {"from_host", "to_host", "prepare_vector", "prepare_embedding", "prepare_linear", "prepare_experts"}
+    sampling = {name for name in vars(NumpySampling) if not name.startswith("_")}
+    for name in Ops.__abstractmethods__ - hosts - sampling:
+        assert name in vars(OnnxOps), name
+    assert "logits" not in vars(NumpyOps)  # fusions stay compositions
+
+
+@pytest.mark.parametrize(
+    "use", [bool, len, lambda x: x[0], lambda x: x.shape, lambda x: [*x], lambda x: x + 1, lambda x: x > 1]
+)
+def test_a_symbol_has_no_value(use):
+    with pytest.raises(TraceError, match="not known while a graph is traced"):
+        use(Symbol(Graph(), "x"))
+
+
+def test_values_of_another_graph_and_arrays_are_refused():
+    graph, other = Graph(), Graph()
+    x = graph.input("x", np.float32, (2,))
+    for stranger in (other.input("x", np.float32, (2,)), np.zeros(2, np.float32)):
+        with pytest.raises(TraceError, match="hands Add a value that does not belong"):
+            graph.op("Add", x, stranger)
+
+
+def test_weights_are_used_where_they_are():
+    weight = np.ones((64, 64), np.float32)
+    graph = Graph()
+    x = graph.input("x", np.float32, ("tokens", 64))
+    assert graph.weight(weight).name == graph.weight(weight).name
+    y = graph.op("Gemm", x, graph.weight(weight), transB=1)
+    run = Session(graph, {"y": y}, CPU).bind({}).run
+    assert len(graph.model({"y": y})) < weight.nbytes
+    values = {"x": np.ones((3, 64), np.float32)}
+    assert run(values)[0].tolist() == [[64.0] * 64] * 3
+    weight[5] = 0
+    assert run(values)[0][2, 4:7].tolist() == [64.0, 0.0, 64.0]
+
+
+def test_another_provider_than_asked_for_is_not_taken_in_silence(monkeypatch):
+    class Falls:
+        def __init__(self, *_args, **_options) -> None:
+            pass
+
+        def get_providers(self) -> list[str]:
+            return ["CPUExecutionProvider"]
+
+    monkeypatch.setattr(sessions.onnxruntime, "InferenceSession", Falls)
+    graph = Graph()
+    with pytest.raises(PluginError, match="CPUExecutionProvider where CUDAExecutionProvider was asked for"):
+        Session(graph, {"y": graph.input("y", np.float32, (1,))}, Provider("CUDAExecutionProvider", "cuda"))
+
+
+def test_results_belong_to_the_caller():
+    graph = Graph()
+    x = graph.input("x", np.float32, ("n",))
+    run = Session(graph, {"y": graph.op("Neg", x)}, CPU).bind({}).run
+    (first,) = run({"x": np.ones(4, np.float32)})
+    run({"x": np.zeros(4, np.float32)})
+    assert first.tolist() == [-1.0] * 4
+    first += 1  # penalties are added in place
+    assert first.tolist() == [0.0] * 4
