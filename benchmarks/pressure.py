@@ -226,11 +226,11 @@ def contestant(contender: str, pool: Pool, options: argparse.Namespace, stores: 
     engine = replace(ENGINES[chosen.engine], name=session_name(contender, pool.name))
     settings = chosen.settings(pool)
     if chosen.store:
-        settings |= {"kv_store": f"disk:{stores / engine.name}", "kv_store_secret_file": str(_secret(stores))}
+        settings |= {"kv_store": f"disk:{stores / engine.name}", "kv_store_secret_file": str(secret_in(stores))}
     return engine, Limits(options.threads, shape.requests, shape.longest, settings)
 
 
-def _secret(folder: Path) -> Path:
+def secret_in(folder: Path) -> Path:
     """Return a file with a secret of this run's own, so that the user's stays as it is."""
     path = folder / "secret"
     if not path.exists():
