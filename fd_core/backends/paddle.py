@@ -17,7 +17,7 @@ from fd_core.config import EngineConfig
 from fd_core.errors import ConfigError, PluginError
 from fd_core.ops.contract import Ops
 
-__all__ = ["CpuPaddleBackend", "PaddleBackend", "PaddleDevices", "paddle_devices"]
+__all__ = ["CpuPaddleBackend", "PaddleBackend", "PaddleDevices", "paddle_devices", "paddle_installed"]
 
 _MARK: Final = "fd_core paddle devices:"
 _QUESTION: Final = f"""
@@ -41,6 +41,11 @@ class PaddleDevices:
     def count(self, device: str) -> int:
         """Return how many of them are of a kind, such as `xpu`."""
         return sum(name.partition(":")[0] == device for name in self.names)
+
+
+def paddle_installed() -> bool:
+    """Whether some distribution provides `paddle`; it is not imported for the answer."""
+    return importlib.util.find_spec("paddle") is not None
 
 
 @cache
@@ -86,7 +91,7 @@ class PaddleBackend(Backend):
     @classmethod
     def probe(cls) -> Availability:
         """Available where the device is, or where it may be emulated; another process looks for it."""
-        if importlib.util.find_spec("paddle") is None:
+        if not paddle_installed():
             return Availability(False, f"Paddle is not installed; {cls.paddle_hint}")
         found = paddle_devices()
         if found.problem:
@@ -165,6 +170,6 @@ class CpuPaddleBackend(PaddleBackend):
     @classmethod
     def probe(cls) -> Availability:
         """Available where any distribution provides Paddle; it is not imported for the answer."""
-        if importlib.util.find_spec("paddle") is None:
+        if not paddle_installed():
             return Availability(False, f"Paddle is not installed; {cls.paddle_hint}")
         return Availability(True, "Paddle is installed")

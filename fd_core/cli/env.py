@@ -17,7 +17,7 @@ __all__ = ["env"]
 
 _LIBRARIES: Final = (
     *("fd-core", "numpy", "msgspec", "pyzmq", "fastapi", "uvicorn", "tokenizers", "safetensors", "gguf"),
-    *("huggingface-hub", "torch", "transformers"),
+    *("huggingface-hub", "torch", "paddlepaddle", "transformers"),
 )
 _CPU_FEATURES: Final = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "bf16", "sve")
 _GIBI: Final = 1 << 30
@@ -84,6 +84,8 @@ def _backends() -> Iterator[tuple[str, str, str, str]]:
         try:
             availability = registered.probe()
             runs, why = ("yes" if availability.available else "no"), availability.reason
+            if availability.available and availability.emulated:
+                runs = "emulated"
         except PluginError as error:
             runs, why = "broken", error.message
         yield name, runs, why, str(registered.origin)

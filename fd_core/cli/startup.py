@@ -67,6 +67,10 @@ class StartupBars:
             self._bars.stop_task(self._download)
             self._download = None
 
+    def warn(self, text: str) -> None:
+        """Print a line that stays."""
+        self._bars.console.print(text, style="bold yellow", markup=False, highlight=False)
+
     def __call__(self, phase: str, done: int, total: int) -> None:
         """Show how far a phase of the engine's start is."""
         if phase not in self._phases:
@@ -114,6 +118,8 @@ async def running_engine(model: LocalModel, where: str, bars: StartupBars | None
     from fd_core.engine.launch import open_client
 
     client = await open_client(model.config, model.path, where=where, progress=bars)
+    if bars is not None and client.info.emulated:
+        bars.warn(f"Backend {client.info.backend} is emulated, slow and no sign of what the hardware does.")
     try:
         yield client
     finally:

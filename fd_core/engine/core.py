@@ -211,7 +211,7 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
         num_parameters=model.num_parameters,
         backend=choice.name,
         backend_reason=choice.reason,
-        device=backend.describe(),
+        device=_described(backend),
         dtype=ops.dtype,
         vocab_size=limits.vocab_size,
         eos_token_ids=model.eos_token_ids,
@@ -225,6 +225,7 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
         host_kv_bytes=0 if storage.keep is None else config.host_kv_memory,
         kv_store=storage.about,
         kv_store_answers=storage.answers,
+        emulated=backend.emulated,
         epoch=epoch,
     )
     drafts = None
@@ -248,3 +249,9 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
         kept_kv = KeptKV.join(storage, scheduler, runner, ops.dtype, config, trace)
     device = make_device(runner, limits.pipeline_depth, config.output_transport)
     return Engine(info, scheduler, device, watchdog_seconds=config.watchdog_seconds, kept_kv=kept_kv, trace=trace)
+
+
+def _described(backend: Backend) -> str:
+    """Return a backend's line about its device, which may be silent about being emulated: this is not."""
+    line = backend.describe()
+    return f"emulated: {line}" if backend.emulated and "emulated" not in line.lower() else line

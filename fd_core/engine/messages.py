@@ -59,6 +59,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     backend_reason: str
     """Why this backend was chosen."""
     device: str
+    """A line about what computes; it has the word "emulated" where that is so."""
     dtype: str
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -75,6 +76,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A line about the KV store, without secrets."""
     kv_store_answers: bool = True
     """Whether it could be used when the engine started."""
+    emulated: bool = False
+    """The backend computes on another device than the one it is for, and results say nothing about that one."""
     epoch: int = 1
 
 

@@ -132,14 +132,14 @@ def _attend(q: Array, layer: PaddleLayer, heads: Heads, group: _Group) -> Array:
     n, count, longest = group.distance.shape
     # The query heads that share a KV head take the place of further tokens: [n, nkv, g * Q, d].
     grouped = q.reshape([n, count, heads.num_kv_heads, -1, heads.head_dim]).transpose([0, 2, 3, 1, 4])
-    folded = grouped.reshape([n, heads.num_kv_heads, -1, heads.head_dim])
+    folded = grouped.reshape([n, heads.num_kv_heads, -1, heads.head_dim]) * heads.scale
     keys, values = (
         paddle.index_select(tensor, group.kv_slots)
         .reshape([n, longest, heads.num_kv_heads, heads.head_dim])
         .transpose([0, 2, 1, 3])
         for tensor in (layer.keys, layer.values)
     )
-    scores = paddle.matmul(folded, keys, transpose_y=True).astype("float32") * heads.scale
+    scores = paddle.matmul(folded, keys, transpose_y=True).astype("float32")
     if heads.softcap is not None:
         scores = paddle.tanh(scores / heads.softcap) * heads.softcap
     scores = scores.reshape([n, heads.num_kv_heads, -1, count, longest]) + group.mask(heads.window)

@@ -121,8 +121,11 @@ class PaddleOps(PaddleSampling, Ops):
 
     def gated_linear(self, x: Array, weight: Any, activation: Activation) -> Array:
         """Gate is the first half of the output, up the second."""
-        gate, up = paddle.chunk(self.linear(x, weight), 2, axis=-1)
-        return _activate(gate, activation) * up
+        both = self.linear(x, weight)
+        if activation == "silu":
+            return functional.swiglu(both)
+        gate, up = paddle.chunk(both, 2, axis=-1)
+        return functional.gelu(gate, approximate=activation == "gelu_tanh") * up
 
     def split_heads(self, qkv: Array, heads: Heads) -> tuple[Array, Array, Array]:
         """Cut queries, keys and values apart."""
@@ -198,13 +201,3 @@ def _route(x: Array, experts: Experts) -> tuple[Array, Array]:
     if experts.normalize:
         weights = weights / weights.sum(axis=-1, keepdim=True).clip(min=experts.norm_floor)
     return chosen, weights
-
-
-def _activate(x: Array, activation: Activation) -> Array:
-    match activation:
-        case "silu":
-            return functional.silu(x)
-        case "gelu_tanh":
-            return functional.gelu(x, approximate=True)
-        case "gelu":
-            return functional.gelu(x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +24,15 @@ PACKS = {
     "numpy": {"backend": "reference"},
     "torch": {"backend": "cpu", "dtype": "float32", "native_kernels": False},
     "native": {"backend": "cpu", "dtype": "float32"},
+    "paddle": {"backend": "cpu+paddle"},
 }
 
 
 def engine(target: Path, draft: Path | None, pack: str, k: int = 3, **settings: object) -> Engine:
     if pack == "native" and load_native_ops("float32", 1) is None:
         pytest.skip("native kernels cannot be built here")
+    if pack == "paddle" and find_spec("paddle") is None:
+        pytest.skip("Paddle is not installed; `nox -s paddle` tests its pack")
     values: dict[str, object] = {
         "model": str(target),
         "max_num_seqs": 4,

@@ -1,0 +1,20 @@
+"""MetaX: the core's Paddle pack on Paddle's custom device `metax_gpu`."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from fd_core.backends.paddle import PaddleBackend
+
+__all__ = ["MetaxBackend"]
+
+
+class MetaxBackend(PaddleBackend):
+    """bfloat16 on a MetaX GPU; emulated on the processor in float32 where there is none and it is asked for by name."""
+
+    name: ClassVar[str] = "metax"
+    device: ClassVar[str] = "metax_gpu"
+    title: ClassVar[str] = "MetaX GPU"
+    paddle_hint: ClassVar[str] = "install Paddle and MetaX's device plugin for it, paddle-metax-gpu"
+    can_be_emulated: ClassVar[bool] = True
+    auto_rank: ClassVar[int] = 50

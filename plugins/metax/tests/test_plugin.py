@@ -1,0 +1,49 @@
+"""How the core finds the backend, and what is its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from fd_core.backends import paddle as backends
+from fd_core.backends.paddle import PaddleDevices
+from fd_core.config import EngineConfig
+from fd_core.plugins import Plugins
+
+from fd_metax.backend import MetaxBackend
+
+
+def seen(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Let Paddle be there and see these devices."""
+    monkeypatch.setattr(backends, "paddle_installed", lambda: True)
+    monkeypatch.setattr(backends, "paddle_devices", lambda: PaddleDevices("3.3", names))
+
+
+def test_it_is_offered_by_the_installed_plugin() -> None:
+    plugins = Plugins.discover()
+    assert plugins.backends()["metax"].origin.distribution == "fd-metax"
+    assert plugins.backend_class("metax") is MetaxBackend
+
+
+def test_discovery_imports_no_framework_and_no_backend() -> None:
+    loaded = "sys.exit(bool({'paddle', 'fd_metax.backend'} & {*sys.modules}))"
+    code = f"import sys, fd_metax; fd_metax.fd_register_backends(); {loaded}"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_metax_gpu_is_used_by_its_name_in_paddle(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen(monkeypatch, "metax_gpu:0", "metax_gpu:1")
+    assert MetaxBackend.probe().reason == "Paddle 3.3 drives 2 MetaX GPU"
+    assert MetaxBackend(EngineConfig(model="m")).place == "metax_gpu"
+
+
+def test_without_one_it_is_emulated_by_name_only_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen(monkeypatch, "xpu:0")
+    plugins = Plugins.discover()
+    assert plugins.choose_backend("auto").name != "metax"
+    assert "emulated" in plugins.choose_backend("metax").reason
+    backend = MetaxBackend(EngineConfig(model="m"))
+    assert (backend.emulated, backend.place) == (True, "cpu")
+    assert "emulated" in backend.describe()
+    assert backend.free_memory() > 0

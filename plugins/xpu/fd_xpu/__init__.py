@@ -1,0 +1,13 @@
+"""The backend for Kunlun XPUs; importing this imports no framework."""
+
+from __future__ import annotations
+
+from fd_core.hookspecs import Entry, hookimpl
+
+FD_CONTRACT = 1
+
+
+@hookimpl
+def fd_register_backends() -> list[Entry]:
+    """Offer `xpu`."""
+    return [Entry("xpu", "fd_xpu.backend:XpuBackend", "Kunlun XPUs, through Paddle; else emulated")]

@@ -1,0 +1,29 @@
+"""XPU: the core's Paddle pack on the device `xpu`."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from fd_core.backends.paddle import PaddleBackend
+
+__all__ = ["XpuBackend"]
+
+
+class XpuBackend(PaddleBackend):
+    """bfloat16 on an XPU; emulated on the processor in float32 where there is none and it is asked for by name."""
+
+    name: ClassVar[str] = "xpu"
+    device: ClassVar[str] = "xpu"
+    title: ClassVar[str] = "XPU"
+    paddle_hint: ClassVar[str] = "install Paddle's build for XPU, paddlepaddle-xpu"
+    can_be_emulated: ClassVar[bool] = True
+    auto_rank: ClassVar[int] = 50
+
+    def free_memory(self) -> int:
+        """Return what the XPU has left of all its memory: the runtime tells what other processes use as well."""
+        if self.emulated:
+            return super().free_memory()
+        from fd_core.ops.paddle_library import paddle
+
+        xpu = paddle.device.xpu
+        return max(int(xpu.memory_total(self.place)) - int(xpu.memory_used(self.place)), 0)

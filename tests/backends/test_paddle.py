@@ -1,0 +1,168 @@
+"""Backends on Paddle: what they say about themselves, and what asking Paddle may not do to this process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from fd_core.backends import paddle as backends
+from fd_core.backends.contract import Availability
+from fd_core.backends.paddle import CpuPaddleBackend, PaddleBackend, PaddleDevices, paddle_devices, paddle_installed
+from fd_core.config import EngineConfig
+from fd_core.errors import ConfigError
+
+needs_paddle = pytest.mark.skipif(not paddle_installed(), reason="Paddle is not installed; `nox -s paddle` tests it")
+
+
+class Chip(PaddleBackend):
+    name: ClassVar[str] = "chip"
+    device: ClassVar[str] = "chip"
+    title: ClassVar[str] = "chip"
+    paddle_hint: ClassVar[str] = "install chippaddle"
+
+
+class Emulated(Chip):
+    can_be_emulated: ClassVar[bool] = True
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Return a function that says what Paddle answers; None for no Paddle."""
+
+    def answer(devices: PaddleDevices | None) -> None:
+        monkeypatch.setattr(backends, "paddle_installed", lambda: devices is not None)
+        monkeypatch.setattr(backends, "paddle_devices", lambda: devices)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("devices", "backend", "expected"),
+    [
+        (None, Emulated, (False, "Paddle is not installed; install chippaddle", False)),
+        (PaddleDevices("3.4", ("chip:0", "chip:1")), Emulated, (True, "Paddle 3.4 drives 2 chip", False)),
+        (PaddleDevices("3.4", ("chip",)), Chip, (True, "Paddle 3.4 drives 1 chip", False)),
+        (PaddleDevices("3.4", ("chip2:0",)), Chip, (False, "Paddle 3.4 sees no chip here; install chippaddle", False)),
+        (PaddleDevices("3.4"), Emulated, (True, "emulated on the processor: Paddle 3.4 sees no chip here", True)),
+        (PaddleDevices("", problem="the driver broke"), Emulated, (False, "the driver broke", False)),
+    ],
+)
+def test_a_device_is_there_or_emulated_or_missing(seen, devices, backend, expected):
+    seen(devices)
+    assert backend.probe() == Availability(*expected)
+
+
+def test_an_emulated_device_says_so_and_computes_on_the_processor_in_float32(seen):
+    seen(PaddleDevices("3.4"))
+    backend = Emulated(EngineConfig(model="m", num_threads=3))
+    assert backend.emulated
+    assert backend.place == "cpu"
+    assert backend.describe() == "chip emulated on the CPU, 3 threads, Paddle eager: says nothing about the hardware"
+    assert backend._dtype() == "float32"
+    with pytest.raises(ConfigError, match="the chip backend where it is emulated computes in float32, not bfloat16"):
+        Emulated(EngineConfig(model="m", dtype="bfloat16")).make_ops()
+
+
+def test_a_device_that_is_there_is_used(seen):
+    seen(PaddleDevices("3.4", ("chip:0",)))
+    backend = Emulated(EngineConfig(model="m"))
+    assert not backend.emulated
+    assert backend.place == "chip"
+    assert "emulated" not in backend.describe()
+    assert backend._dtype() == "bfloat16"
+    assert Emulated(EngineConfig(model="m", dtype="float32"))._dtype() == "float32"
+
+
+def test_the_processor_is_no_emulation(seen):
+    seen(PaddleDevices("3.4"))
+    backend = CpuPaddleBackend(EngineConfig(model="m", num_threads=1))
+    assert not backend.emulated
+    assert backend.describe() == "CPU, 1 threads, Paddle eager"
+    assert backend.free_memory() > 0
+    with pytest.raises(ConfigError, match=r"the cpu\+paddle backend computes in float32, not bfloat16"):
+        CpuPaddleBackend(EngineConfig(model="m", dtype="bfloat16")).make_ops()
+
+
+def ask(monkeypatch, folder: Path, source: str) -> PaddleDevices:
+    """Return the answer of a Paddle whose module is `source`."""
+    (folder / "paddle.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    return paddle_devices.__wrapped__()
+
+
+DEVICES = "class device:\n    get_available_device = staticmethod(lambda: ['chip:0', 'xpu:0', 'xpu:1'])\n"
+
+
+def test_paddle_is_asked_in_another_process(monkeypatch, tmp_path):
+    before = "paddle" in sys.modules
+    found = ask(monkeypatch, tmp_path, f"print('noise')\n__version__ = '9.1'\n{DEVICES}")
+    assert found == PaddleDevices("9.1", ("chip:0", "xpu:0", "xpu:1"))
+    assert [found.count(device) for device in ("chip", "xpu", "cpu")] == [1, 2, 0]
+    assert ("paddle" in sys.modules) == before
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("raise ImportError('libchip.so.2 is missing')", "ImportError: libchip.so.2 is missing"),
+        ("import os; os._exit(3)", "exit status 3"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "exit status -9"),
+        ("import time; time.sleep(60)", "did not say within 1 s"),
+    ],
+)
+def test_a_paddle_that_breaks_breaks_nothing_else(monkeypatch, tmp_path, source, problem):
+    if "sleep" in source:
+        monkeypatch.setattr(backends, "_PATIENCE", 1.0)
+    found = ask(monkeypatch, tmp_path, source)
+    assert problem in found.problem
+    assert found.names == ()
+
+
+def test_a_file_in_the_working_folder_is_not_paddle(monkeypatch, tmp_path):
+    (tmp_path / "paddle.py").write_text("open('imported', 'w')")
+    monkeypatch.chdir(tmp_path)
+    paddle_devices.__wrapped__()
+    assert not (tmp_path / "imported").exists()
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+
+
+@needs_paddle
+def test_the_installed_paddle_answers():
+    found = paddle_devices()
+    assert found.problem == ""
+    assert found.version[0].isdigit()
+
+
+@needs_paddle
+def test_importing_paddle_leaves_signals_to_others_and_prints_nothing():
+    code = """
+import os, signal
+def handler(*_): print("mine", flush=True)
+signal.signal(signal.SIGTERM, handler)
+import fd_core.ops.paddle_library
+os.kill(os.getpid(), signal.SIGTERM)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+    ended = run(code)
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("mine\n", "", -15)
+
+
+@needs_paddle
+def test_the_processor_has_no_bfloat16():
+    from fd_core.ops.paddle_ops import PaddleOps
+
+    with pytest.raises(ValueError, match="Paddle multiplies no bfloat16 matrices on the processor"):
+        PaddleOps("bfloat16")
+    with pytest.raises(ValueError, match="dtype 'int8' is not one of float32, bfloat16"):
+        PaddleOps("int8")
+    assert CpuPaddleBackend(EngineConfig(model="m", num_threads=1)).make_ops().dtype == "float32"

@@ -1,0 +1,50 @@
+"""An engine says when its backend is emulated, whatever the backend says itself."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+
+from fd_core.backends.null import NullBackend
+from fd_core.config import EngineConfig, ServerConfig
+from fd_core.engine import core
+from fd_core.engine.core import load_engine
+from fd_core.plugins import Choice
+
+
+class Silent(NullBackend):
+    line: ClassVar[str] = "a fast chip"
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.emulated = True
+
+    def describe(self) -> str:
+        return self.line
+
+
+class Open(Silent):
+    line: ClassVar[str] = "a fast chip, emulated on the processor"
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [
+        (Silent, "emulated: a fast chip"),
+        (Open, "a fast chip, emulated on the processor"),
+        (NullBackend, NullBackend(EngineConfig(model="m")).describe()),
+    ],
+)
+def test_the_line_about_the_device_has_the_word(monkeypatch: pytest.MonkeyPatch, backend, device) -> None:
+    plugins = core.installed_plugins()
+    monkeypatch.setattr(type(plugins), "choose_backend", lambda *_: Choice("chip", backend, "asked for by name"))
+    config = EngineConfig(model="m", max_model_len=64, num_kv_blocks=8)
+    engine = load_engine(config, None, progress=lambda *_: None)
+    engine.close()
+    assert engine.info.emulated == (backend is not NullBackend)
+    assert engine.info.device == device
+
+    from fd_core.cli.summary import summary
+
+    assert dict(summary(engine.info, ServerConfig(), "http://localhost"))["Device"] == device
