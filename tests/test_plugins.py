@@ -195,7 +195,8 @@ def test_auto_never_takes_a_negative_rank(site):
 
 
 def test_auto_never_takes_what_would_be_emulated(site):
-    site.chip("fd-fast", offers="fast", rank=900, answer="Availability(True, 'emulated: no such device', emulated=True)")
+    answer = "Availability(True, 'emulated: no such device', emulated=True)"
+    site.chip("fd-fast", offers="fast", rank=900, answer=answer)
     site.chip("fd-slow", offers="slow", rank=800)
     plugins = site.discover()
     choice = plugins.choose_backend("auto")
