@@ -50,6 +50,14 @@ def plugins(session: nox.Session) -> None:
 
 
 @nox.session
+def paddle(session: nox.Session) -> None:
+    """The Paddle pack and the backends on it, with Paddle and the plugins of its vendors."""
+    session.install("-e", ".[cpu]")
+    session.install("-e", ".[cpu,test,paddle]", "-e", "plugins/xpu[test]", "-e", "plugins/metax[test]")
+    session.run("pytest", "tests/ops", "tests/models", "tests/backends", *session.posargs)
+
+
+@nox.session
 def mutants(session: nox.Session) -> None:
     """Faults put into the core one at a time: the fast tests must notice each. Arguments after `--` name some."""
     session.install("-e", ".[test]")
