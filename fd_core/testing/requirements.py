@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
-__all__ = ["OPEN", "Requirement", "closed", "lacks"]
+__all__ = ["OPEN", "Requirement", "closed", "lacks", "thorough_but"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +35,8 @@ def closed(reason: str) -> Requirement:
 def lacks(reason: str) -> NoReturn:
     """Skip the running test; `reason` completes "not tested: ..."."""
     raise pytest.skip.Exception(f"not tested: {reason}")
+
+
+def thorough_but(values: Iterable[Any], *quick: Any) -> list[Any]:
+    """Return parameters of a test, all but the `quick` ones marked: `-m "not fd_thorough"` leaves those out."""
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.fd_thorough) for value in values]

@@ -63,7 +63,8 @@ class Stepper:
         self._check_grants(plan)
         before = len(self.computed)
         self.in_flight.append((plan, self.execute(plan)))
-        allowed = min(plan.total_tokens, self.limits.max_num_batched_tokens)
+        padded = self.runner._ops.padded_rows(len(plan.slots)) if len(plan.slots) else 0
+        allowed = min(max(plan.total_tokens, padded), self.limits.max_num_batched_tokens)
         computed = sum(self.computed[before:])
         assert computed <= allowed, f"step {plan.step} computes {computed} tokens where {allowed} were charged"
         self._touched[plan.step] = {

@@ -1,0 +1,87 @@
+"""`fdcore conformance`: the report card of backends."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fd_core.cli.report import reports_errors
+
+__all__ = ["conformance"]
+
+
+@reports_errors
+def conformance(
+    backends: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="BACKEND...", help="Installed backends, such as cpu, or cpu:dtype=float32,native_kernels=false."
+        ),
+    ],
+    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every result to FILE.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write the support table to FILE, one page.")
+    ] = None,
+    expression: Annotated[
+        str | None, typer.Option("-k", metavar="EXPR", help="Run only the tests that match, as in pytest.")
+    ] = None,
+) -> None:
+    """Run the conformance kit on backends and print their report cards.
+
+    Each backend runs in a process of its own, against numpy as the oracle: operations, models, sampling, preempted-slot
+    signalling, the step token budget, KV transfer, golden streams, crashes and memory. The exit code is 0 if all pass,
+    1 if one does not, and 4 if the tests could not be run to their end.
+    """
+    from fd_core.errors import PluginError
+
+    for package in ("pytest", "hypothesis"):
+        if importlib.util.find_spec(package) is None:
+            raise PluginError(f"the conformance kit needs {package}", hint="pip install 'fd-core[test]'")
+    _run(backends, json, html, expression)
+
+
+def _run(backends: list[str], json: Path | None, html: Path | None, expression: str | None) -> None:
+    import shlex
+
+    import msgspec
+    from rich.console import Console
+
+    from fd_core.testing.report.page import html_of
+    from fd_core.testing.report.runs import run_suite
+    from fd_core.testing.report.terminal import print_report
+
+    for path in (json, html):
+        _require_writable(path)
+    words = ["fdcore", "conformance", *backends, *(("-k", expression) if expression else ())]
+    console = Console()
+    with console.status("starting") as status:
+
+        def progress(target: str, done: int, failed: int) -> None:
+            status.update(f"{target}: {done} tests{f', {failed} failed' if failed else ''}")
+
+        report = run_suite(backends, expression, shlex.join(words), progress)
+    print_report(report, console)
+    if json is not None:
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    if html is not None:
+        html.write_text(html_of(report), encoding="utf-8")
+    if any(card.error is not None for card in report.cards):
+        sys.exit(4)
+    if not all(card.passed for card in report.cards):
+        sys.exit(1)
+
+
+def _require_writable(path: Path | None) -> None:
+    """Find out before the tests run, not after. Raises `ConfigError`."""
+    from fd_core.errors import ConfigError
+
+    if path is None:
+        return
+    try:
+        path.touch()
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {(error.strerror or str(error)).lower()}", field="FILE") from error

@@ -1,0 +1,114 @@
+"""What a report says, as data: the JSON of `fdcore conformance --json`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Final, Literal
+
+import msgspec
+
+__all__ = ["SCHEMA", "SECTIONS", "Card", "Outcome", "Report", "Result", "read_report"]
+
+SCHEMA: Final = 1
+"""Version of the JSON; it grows when a reader of an older version would misunderstand."""
+SECTIONS: Final = (
+    "operations",
+    "fusions",
+    "sampling",
+    "models",
+    "signals",
+    "budget",
+    "kv",
+    "golden",
+    "lifetime",
+)
+"""Sections in order; each is a file of `fd_core.testing.suite`."""
+
+Outcome = Literal["pass", "fail", "limit"]
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """One test of one backend."""
+
+    section: str
+    test: str
+    """Name, with parameters in brackets."""
+    outcome: Outcome
+    reason: str = ""
+    """Why it failed, or which limit keeps it from being run; one line."""
+    seconds: float = 0.0
+
+    @property
+    def function(self) -> str:
+        """The test without its parameters."""
+        return self.test.partition("[")[0]
+
+
+class Card(msgspec.Struct, frozen=True, kw_only=True):
+    """What one backend was found to do."""
+
+    target: str
+    """As it was asked for: name and settings."""
+    device: str = ""
+    dtype: str = ""
+    distribution: str = ""
+    emulated: bool = False
+    """Whether it ran on another device than the one it is for: nothing here says anything about that one."""
+    limits: dict[str, str] = {}
+    error: str | None = None
+    """Why the tests could not be run to their end; None if they were."""
+    seconds: float = 0.0
+    results: list[Result] = []
+
+    @property
+    def passed(self) -> bool:
+        """Whether every test passed that no limit left out."""
+        return self.error is None and bool(self.results) and not any(self.failures)
+
+    @property
+    def failures(self) -> list[Result]:
+        """Tests that failed."""
+        return [result for result in self.results if result.outcome == "fail"]
+
+    def of(self, section: str, function: str | None = None) -> list[Result]:
+        """Return the results of a section, or of one test with all its parameters."""
+        return [result for result in self.results if result.section == section and function in (None, result.function)]
+
+    def counts(self, section: str, function: str | None = None) -> Counter[Outcome]:
+        """Return how many tests came to which outcome."""
+        return Counter(result.outcome for result in self.of(section, function))
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """Cards side by side."""
+
+    schema: int = SCHEMA
+    fd_core: str
+    python: str
+    machine: str
+    command: str
+    cards: list[Card]
+
+    def functions(self, section: str) -> list[str]:
+        """Return the tests of a section in the order in which they ran."""
+        names = (result.function for card in self.cards for result in card.of(section))
+        return list(dict.fromkeys(names))
+
+    def sections(self) -> Iterator[str]:
+        """Yield the sections that some card has results of."""
+        found = {result.section for card in self.cards for result in card.results}
+        yield from (section for section in SECTIONS if section in found)
+        yield from sorted(found - set(SECTIONS))
+
+    def with_cards(self, others: Iterable[Card]) -> Report:
+        """Return the report with the cards of another one behind its own."""
+        return msgspec.structs.replace(self, cards=[*self.cards, *others])
+
+
+def read_report(content: bytes) -> Report:
+    """Parse the JSON. Raises `ValueError` if it is none, or of another version."""
+    report = msgspec.json.decode(content, type=Report)
+    if report.schema != SCHEMA:
+        raise ValueError(f"the report has schema {report.schema}; this fd_core reads {SCHEMA}")
+    return report

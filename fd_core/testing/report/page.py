@@ -1,0 +1,101 @@
+"""The support table: one HTML page that needs no network, and the same as Markdown for documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import resources
+
+import jinja2
+
+from fd_core.testing.report.model import Card, Report
+
+__all__ = ["html_of", "markdown_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What one backend did in one row of the table."""
+
+    kind: str
+    """`pass`, `fail`, `limit`, or `none` where nothing was run."""
+    words: str
+    details: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A row: a section, or a test of it with all its parameters."""
+
+    name: str
+    is_section: bool
+    cells: list[Cell]
+
+
+def html_of(report: Report) -> str:
+    """Return the page."""
+    source = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    return environment.from_string(source).render(report=report, lines=list(_lines(report)), verdict=_verdict)
+
+
+def markdown_of(report: Report) -> str:
+    """Return the table by sections, then failures, limits and what was emulated."""
+    lines = ["| | " + " | ".join(f"`{card.target}`" for card in report.cards) + " |"]
+    lines.append("|---" * (1 + len(report.cards)) + "|")
+    lines.append(_markdown_row("", [_verdict(card) for card in report.cards]))
+    lines.append(_markdown_row("computes in", [card.dtype or "?" for card in report.cards]))
+    lines.append(_markdown_row("on", [card.device or "?" for card in report.cards]))
+    for line in _lines(report):
+        if line.is_section:
+            lines.append(_markdown_row(line.name, [cell.words for cell in line.cells]))
+    for card in report.cards:
+        notes = [f"did not finish: {card.error}"] if card.error else []
+        notes += [f"fails {result.section}: `{result.test}`: {result.reason}" for result in card.failures]
+        limited = {result.reason for result in card.results if result.outcome == "limit"}
+        notes += [f"limit: {reason}" for reason in sorted(limited)]
+        if card.emulated:
+            notes.insert(0, "**emulated**: not run on the hardware it is for")
+        if notes:
+            lines += ["", f"`{card.target}`:", "", *(f"- {_one_line(note)}" for note in notes)]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_row(name: str, cells: list[str]) -> str:
+    return "| " + " | ".join([name, *(_one_line(cell).replace("|", "\\|") for cell in cells)]) + " |"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _verdict(card: Card) -> str:
+    """Return the head of a column."""
+    words = "passes" if card.passed else "does not pass"
+    return f"{words}, EMULATED, not run on hardware" if card.emulated else words
+
+
+def _lines(report: Report) -> Iterator[Line]:
+    for section in report.sections():
+        yield Line(section, True, [_cell(card, section) for card in report.cards])
+        for function in report.functions(section):
+            name = function.removeprefix("test_").replace("_", " ")
+            yield Line(name, False, [_cell(card, section, function) for card in report.cards])
+
+
+def _cell(card: Card, section: str, function: str | None = None) -> Cell:
+    counts = card.counts(section, function)
+    total = sum(counts.values())
+    shown = [result for result in card.of(section, function) if result.outcome != "pass"]
+    details = "; ".join(
+        dict.fromkeys(f"{result.test}: {result.reason}" for result in shown if result.outcome == "fail")
+    )
+    reasons = "; ".join(dict.fromkeys(result.reason for result in shown if result.outcome == "limit"))
+    if not total:
+        return Cell("none", "not run")
+    if counts["fail"]:
+        return Cell("fail", f"{counts['fail']} of {total} fail", details)
+    if counts["limit"] == total:
+        return Cell("limit", "limit", reasons)
+    some = f", {counts['limit']} limits" if counts["limit"] else ""
+    return Cell("pass", f"{counts['pass']} pass{some}", reasons)

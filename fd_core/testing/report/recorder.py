@@ -1,0 +1,144 @@
+"""A pytest plugin that writes what each test of the suite came to, line by line, so that a crash loses one test only.
+
+python -m pytest -p fd_core.testing.report.recorder --pyargs fd_core.testing.suite --fd-results FILE ...
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from fd_core.testing import plugin
+from fd_core.testing.report.model import Outcome, Result
+
+if TYPE_CHECKING:
+    from fd_core.testing.target import Target
+
+__all__ = ["About", "Event", "Started", "read_events"]
+
+
+class About(msgspec.Struct, frozen=True, tag="about"):
+    """What is known of a backend once it was made."""
+
+    target: str
+    device: str
+    dtype: str
+    distribution: str
+    emulated: bool
+    limits: dict[str, str]
+
+
+class Started(msgspec.Struct, frozen=True, tag="started"):
+    """A test begins; what follows no line of the same test is what it did to the process."""
+
+    target: str
+    section: str
+    test: str
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """A test came to an outcome."""
+
+    target: str
+    result: Result
+
+
+Event = About | Started | Ended
+
+
+def read_events(path: Path) -> list[Event]:
+    """Return what was written so far; a line that was cut off is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    return [msgspec.json.decode(line, type=Event) for line in lines[:-1]]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--fd-results`."""
+    plugin.pytest_addoption(parser)
+    parser.addoption("--fd-results", metavar="FILE", help="where results of fd_core.testing.suite are written")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Begin to record if asked to."""
+    path = config.getoption("--fd-results")
+    if path is not None:
+        config.pluginmanager.register(_Recorder(Path(path)), "fd-results")
+
+
+class _Recorder:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known: set[str] = set()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
+        self._write(Started(*_identity(item)))
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+        report = yield
+        target, section, test = _identity(item)
+        if call.when == "setup":
+            self._introduce(item, target)
+        if (
+            call.when == "call"
+            or (call.when == "setup" and not report.passed)
+            or (call.when == "teardown" and report.failed)
+        ):
+            result = Result(
+                section=section,
+                test=test,
+                outcome=_outcome(report),
+                reason="" if report.passed else _reason(report, call),
+                seconds=round(call.duration, 4),
+            )
+            self._write(Ended(target, result))
+        return report
+
+    def _introduce(self, item: pytest.Item, name: str) -> None:
+        target: Target | None = getattr(item, "funcargs", {}).get("target")
+        if target is None or name in self._known:
+            return
+        self._known.add(name)
+        from fd_core.plugins import installed_plugins
+
+        dtype, device = target.ops.dtype, target.backend.describe()
+        origin = str(installed_plugins().backends()[target.name].origin)
+        self._write(About(name, device, dtype, origin, target.emulated, dict(target.limits)))
+
+    def _write(self, event: Event) -> None:
+        with self._path.open("ab") as file:
+            file.write(msgspec.json.encode(event) + b"\n")
+
+
+def _identity(item: pytest.Item) -> tuple[str, str, str]:
+    """Return target, section and test of an item."""
+    module = Path(item.path).stem.removeprefix("test_")
+    function = getattr(item, "originalname", item.name)
+    callspec = getattr(item, "callspec", None)
+    if callspec is None:
+        return "", module, function
+    target = str(callspec.params.get("target", ""))
+    parts = callspec.id.removeprefix(target).lstrip("-")
+    return target, module, f"{function}[{parts}]" if parts else function
+
+
+def _outcome(report: pytest.TestReport) -> Outcome:
+    return "pass" if report.passed else "limit" if report.skipped else "fail"
+
+
+def _reason(report: pytest.TestReport, call: pytest.CallInfo[None]) -> str:
+    """Return one line that says what happened."""
+    if call.excinfo is None:
+        return ""
+    lines = str(call.excinfo.value).strip().splitlines()
+    text = lines[0].removeprefix("not tested: ") if lines else ""
+    if report.failed and not isinstance(call.excinfo.value, AssertionError):
+        text = f"{call.excinfo.typename}: {text}"
+    return text[:300] or call.excinfo.typename

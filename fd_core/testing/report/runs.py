@@ -1,0 +1,130 @@
+"""Runs the suite, one process for each backend: frameworks do not meet, and a crash or a hang is one backend's."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import fd_core
+from fd_core.testing.report.model import Card, Report, Result
+from fd_core.testing.report.recorder import About, Ended, Started, read_events
+
+__all__ = ["run_suite"]
+
+_QUIET_SECONDS: Final = 600.0
+"""A test that takes longer hangs."""
+_USAGE_CODES: Final = {1, 0}
+Progress = Callable[[str, int, int], None]
+"""Called with (target, tests done, tests that failed)."""
+
+
+def run_suite(targets: Sequence[str], expression: str | None, command: str, progress: Progress) -> Report:
+    """Run the suite for each target, one after the other; `expression` is pytest's `-k`."""
+    return Report(
+        fd_core=fd_core.__version__,
+        python=platform.python_version(),
+        machine=f"{platform.system()} {platform.machine()}",
+        command=command,
+        cards=[_card(target, expression, progress) for target in targets],
+    )
+
+
+def _card(target: str, expression: str | None, progress: Progress) -> Card:
+    with tempfile.TemporaryDirectory(prefix="fdcore-conformance-") as name:
+        folder = Path(name)
+        started = time.monotonic()
+        with (folder / "output").open("wb") as output:
+            process = subprocess.Popen(
+                _command(target, expression, folder),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            try:
+                hung = _watch(process, folder / "results", target, progress)
+            except BaseException:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                raise
+        said = (folder / "output").read_text(errors="replace")
+        return _judge(target, folder / "results", process.returncode, said, hung, time.monotonic() - started)
+
+
+def _command(target: str, expression: str | None, folder: Path) -> list[str]:
+    command = [sys.executable, "-m", "pytest", "-p", "fd_core.testing.report.recorder", "-p", "no:cacheprovider"]
+    # Nothing of the folder that the user happens to be in may change what is tested.
+    command += ["-c", str(_empty_settings(folder)), "--rootdir", str(folder), "--basetemp", str(folder / "files")]
+    command += ["--pyargs", "fd_core.testing.suite", f"--fd-backend={target}", f"--fd-results={folder / 'results'}"]
+    return [*command, "-q", "--tb=short", *(("-k", expression) if expression else ())]
+
+
+def _empty_settings(folder: Path) -> Path:
+    path = folder / "pytest.ini"
+    path.write_text("[pytest]\n")
+    return path
+
+
+def _watch(process: subprocess.Popen[bytes], results: Path, target: str, progress: Progress) -> bool:
+    """Wait for the end; returns whether it had to be made."""
+    size, changed = -1, time.monotonic()
+    while process.poll() is None:
+        time.sleep(0.2)
+        now = results.stat().st_size if results.exists() else 0
+        if now != size:
+            size, changed = now, time.monotonic()
+            ended = [event for event in read_events(results) if isinstance(event, Ended)]
+            progress(target, len(ended), sum(event.result.outcome == "fail" for event in ended))
+        elif time.monotonic() - changed > _QUIET_SECONDS:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return True
+    return False
+
+
+def _judge(target: str, path: Path, code: int, said: str, hung: bool, seconds: float) -> Card:
+    about: About | None = None
+    results: dict[tuple[str, str], Result] = {}
+    running: Started | None = None
+    for event in read_events(path):
+        match event:
+            case About():
+                about = event
+            case Started():
+                running = event
+            case Ended():
+                key = event.result.section, event.result.test
+                # A failure while cleaning up counts, whatever the test came to before.
+                results[key] = event.result
+                running = None
+    error = None
+    if hung or code < 0:
+        how = "took too long" if hung else f"ended the process with signal {-code}"
+        if running is not None:
+            results[running.section, running.test] = Result(
+                section=running.section, test=running.test, outcome="fail", reason=f"it {how}"
+            )
+        error = f"{'a test' if running is None else running.test} {how}; what follows it was not run"
+    elif code not in _USAGE_CODES:
+        lines = [line for line in said.splitlines() if line.strip()]
+        told = [line.strip("! ").removeprefix("_pytest.outcomes.Exit: ") for line in lines if line.startswith("!")]
+        error = (told or lines or ["pytest could not be run"])[-1]
+    return Card(
+        target=target,
+        device="" if about is None else about.device,
+        dtype="" if about is None else about.dtype,
+        distribution="" if about is None else about.distribution,
+        emulated=about is not None and about.emulated,
+        limits={} if about is None else about.limits,
+        error=error,
+        seconds=round(seconds, 1),
+        results=list(results.values()),
+    )

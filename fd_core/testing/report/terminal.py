@@ -1,0 +1,59 @@
+"""The report for a terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fd_core.testing.report.model import Card, Outcome, Report
+
+__all__ = ["print_report"]
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print the table of sections, then what failed and what was left out for which reason."""
+    table = Table("", title="Conformance", title_justify="left")
+    for card in report.cards:
+        table.add_column(_heading(card))
+    for section in report.sections():
+        table.add_row(section, *(_cell(card.counts(section)) for card in report.cards))
+    console.print(table)
+    for card in report.cards:
+        _print_card(card, console)
+
+
+def _heading(card: Card) -> Text:
+    about = Text(card.target)
+    if card.dtype:
+        about.append(f"\n{card.dtype}", "dim")
+    if card.emulated:
+        about.append("\nEMULATED\nnot run on hardware", "bold yellow")
+    return about
+
+
+def _cell(counts: Counter[Outcome]) -> Text:
+    if counts["fail"]:
+        return Text(f"{counts['fail']} failed, {counts['pass']} passed", "bold red")
+    parts = [f"{counts['pass']} passed"] if counts["pass"] else []
+    parts += [f"{counts['limit']} limits"] if counts["limit"] else []
+    return Text(", ".join(parts) or "not run", "green" if counts["pass"] else "yellow")
+
+
+def _print_card(card: Card, console: Console) -> None:
+    counts: Counter[Outcome] = Counter(result.outcome for result in card.results)
+    verdict = Text("passes" if card.passed else "DOES NOT PASS", "bold green" if card.passed else "bold red")
+    line = Text(f"\n{card.target} ").append(verdict)
+    line.append(f": {counts['pass']} passed, {counts['fail']} failed, {counts['limit']} limits, {card.seconds:.0f} s")
+    console.print(line.append(f" ({card.device})" if card.device else ""))
+    if card.emulated:
+        console.print(Text("  emulated: it did not run on the hardware it is for", "bold yellow"))
+    if card.error is not None:
+        console.print(Text(f"  {card.error}", "red"))
+    for result in card.failures:
+        console.print(Text(f"  failed {result.section}: {result.test}: {result.reason}", "red"), soft_wrap=True)
+    reasons = Counter(result.reason for result in card.results if result.outcome == "limit")
+    for reason, count in reasons.items():
+        console.print(Text(f"  limit, {count} tests: {reason}", "yellow"))

@@ -1,0 +1,96 @@
+"""Fixtures of the suite: the backend under test and what it may lack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+
+from fd_core.errors import FdError
+from fd_core.ops.contract import Ops
+from fd_core.testing.golden import Golden
+from fd_core.testing.limits import ABILITIES
+from fd_core.testing.requirements import lacks
+from fd_core.testing.target import Target, parse_target
+
+# The same examples for every backend, and no search for smaller ones, which takes long on a slow device.
+settings.register_profile(
+    "fd_core_kit",
+    phases=[Phase.explicit, Phase.generate],
+    database=None,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+_TARGETS: dict[str, Target] = {}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the examples and name the marker."""
+    settings.load_profile("fd_core_kit")
+    config.addinivalue_line("markers", "fd_thorough: repeats another test with other numbers, or takes seconds")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run every test once for each backend."""
+    if "target" not in metafunc.fixturenames:
+        return
+    names: list[str] = metafunc.config.getoption("--fd-backend")
+    if not names:
+        raise pytest.UsageError("name the backend to test: --fd-backend=NAME")
+    metafunc.parametrize("target", list(dict.fromkeys(names)), indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where tiny checkpoints are written, once for all backends."""
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="session")
+def target(request: pytest.FixtureRequest, checkpoints: Path) -> Target:
+    """The backend under test."""
+    if request.param not in _TARGETS:
+        try:
+            _TARGETS[request.param] = parse_target(request.param, checkpoints)
+            _ = _TARGETS[request.param].cls
+        except FdError as error:
+            pytest.exit(f"{request.param}: {error}", error.exit_code)
+    return _TARGETS[request.param]
+
+
+@pytest.fixture(scope="session")
+def golden(target: Target) -> Golden:
+    """The right texts."""
+    return Golden(target)
+
+
+@pytest.fixture
+def ops(target: Target) -> Ops:
+    """The backend's pack."""
+    return target.ops
+
+
+@pytest.fixture
+def require(target: Target) -> Callable[..., None]:
+    """Return a function that leaves the test out, with the backend's reason, if the backend lacks an ability."""
+
+    def require(*abilities: str) -> None:
+        for ability in abilities:
+            assert ability in ABILITIES
+            if ability in target.limits:
+                lacks(target.limits[ability])
+
+    return require
+
+
+@pytest.fixture(autouse=True)
+def whole_layers_are_needed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Leave out a file that says `REQUIRES = (...)` for a backend that lacks one of these."""
+    needs: tuple[str, ...] = getattr(request.module, "REQUIRES", ())
+    if needs:
+        request.getfixturevalue("require")(*needs)
+    yield

@@ -1,0 +1,102 @@
+"""Budget: the step token budget, protocol 2, counted where the forward pass gets its input. No backend may lack it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from fd_core.errors import ConfigError
+from fd_core.ops.contract import Array, KVCache, StepInput
+from fd_core.testing.golden import Golden
+from fd_core.testing.requirements import thorough_but
+from fd_core.testing.stepping import Stepper
+from fd_core.testing.target import Target
+from fd_core.testing.texts import greedy
+
+KS = [0, 1, 3, 5]
+PROMPTS: list[list[int]] = np.random.default_rng(1).integers(0, 90, (8, 16)).tolist()
+
+
+@contextmanager
+def counted_forward(target: Target) -> Iterator[list[int]]:
+    """Count the tokens that a model's own forward gets, behind whatever a pack compiles around it.
+
+    A pack that records the forward calls it with arrays whose size is not known; these are not counted.
+    """
+    counts: list[int] = []
+    load = target.cls.load_model
+
+    def load_model(self: Any, *arguments: Any) -> Any:
+        model: Any = load(self, *arguments)
+        forward = model.forward
+
+        def counting(step: StepInput, cache: KVCache) -> Array:
+            shape: Any = getattr(step.token_ids, "shape", ())
+            if len(shape) == 1 and isinstance(shape[0], int):
+                counts.append(shape[0])
+            return forward(step, cache)
+
+        model.forward = counting
+        return model
+
+    with mock.patch.object(target.cls, "load_model", load_model):
+        yield counts
+
+
+@pytest.mark.parametrize("depth", thorough_but([1, 2], 2))
+@pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
+def test_a_budget_equal_to_the_demand_serves_every_decode(target: Target, golden: Golden, k: int, depth: int) -> None:
+    specs = [greedy(f"r{index}", PROMPTS[index][: 1 + k], 20) for index in range(4)]
+    budget = 4 * (1 + k)
+    with counted_forward(target) as counts:
+        engine = target.engine(k, golden.whole(specs) if k else (), num_kv_blocks=64, max_num_batched_tokens=budget)
+        with engine as engine_:
+            counts.clear()  # what warming up computed
+            stepper = Stepper(engine_)
+            stepper.submit(*specs)
+            stepper.run(depth)
+    assert max(stepper.computed) <= budget
+    assert max(counts, default=0) <= budget, "the model computes more tokens than the budget allows"
+    golden.check(specs, stepper.texts.tokens)
+
+
+@pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
+def test_the_smallest_legal_budget_brings_everybody_to_the_end(target: Target, golden: Golden, k: int) -> None:
+    specs = [greedy(f"r{index}", PROMPTS[index][:8], 12) for index in range(3)]
+    with counted_forward(target) as counts:
+        engine = target.engine(k, golden.whole(specs) if k else (), 0.3, max_num_batched_tokens=1 + k)
+        with engine as engine_:
+            counts.clear()
+            stepper = Stepper(engine_, eager=True)
+            stepper.submit(*specs)
+            stepper.run(2)
+    assert max(stepper.computed) == 1 + k
+    assert max(counts, default=0) <= 1 + k, "the model computes more tokens than the budget allows"
+    golden.check(specs, stepper.texts.tokens)
+
+
+def test_each_step_computes_what_it_was_charged(target: Target, golden: Golden) -> None:
+    """Prompts in chunks beside decodes: no step computes a token that its plan does not name, or its padding."""
+    specs = [greedy(f"r{index}", PROMPTS[index][: 3 + 4 * index], 10) for index in range(4)]
+    with target.engine(3, golden.whole(specs), 0.5, max_num_batched_tokens=9, num_kv_blocks=64) as engine:
+        stepper = Stepper(engine)
+        stepper.submit(*specs)
+        stepper.run(2)
+    assert max(stepper.computed) <= 9
+    golden.check(specs, stepper.texts.tokens)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_padding_never_exceeds_the_budget(target: Target, rows: int) -> None:
+    with target.engine(max_num_batched_tokens=4) as engine:
+        assert rows <= engine._device.runner._ops.padded_rows(rows) <= 4
+
+
+def test_a_budget_below_one_decode_with_its_drafts_is_refused(target: Target) -> None:
+    with pytest.raises(ConfigError, match="takes 4 tokens"), target.engine(3, max_num_batched_tokens=3):
+        pass

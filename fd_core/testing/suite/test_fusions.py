@@ -1,0 +1,67 @@
+"""Fusions: what models call, against the oracle's composition of primitives, for geometries that models have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from fd_core.ops.contract import Ops
+from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.testing.arrays import assert_near
+from fd_core.testing.layers import Geometry, LayerOn
+from fd_core.testing.requirements import thorough_but
+
+REQUIRES = ("primitives", "kv_transfer")
+
+GEOMETRIES = {
+    "plain": (Geometry(), ()),
+    "smollm2": (Geometry(heads=9, kv_heads=3, d=64, hidden=96, block_size=32), ()),
+    "wide heads": (Geometry(heads=2, kv_heads=1, d=256, block_size=16), ()),
+    "odd sizes": (Geometry(heads=3, kv_heads=3, d=10, hidden=38, inner=50, block_size=5), ()),
+    "d80": (Geometry(heads=4, kv_heads=4, d=80, rotary=32, block_size=16), ()),
+    "d96 many queries": (Geometry(heads=24, kv_heads=1, d=96, block_size=64), ()),
+    "more queries than a tile": (Geometry(heads=64, kv_heads=1, d=8, block_size=128), ()),
+    "neighbours": (Geometry(interleaved=True), ("interleaved_rope",)),
+    "biases": (Geometry(biases=True, d=128), ("biases",)),
+    "head norms": (Geometry(head_norms=True), ()),
+    "norms behind": (Geometry(post_norm=True, activation="gelu_tanh"), ()),
+    "window": (Geometry(window=21), ("window",)),
+    "window over chunks": (Geometry(window=130, block_size=32, activation="gelu"), ("window",)),
+    "softcap": (Geometry(softcap=5.0), ("softcap",)),
+    "experts": (Geometry(experts=5), ("moe",)),
+    "shared experts": (Geometry(experts=7, shared_expert=True, correction_bias=True, inner=24), ("moe",)),
+}
+QUICK = ("plain", "neighbours", "biases", "head norms", "norms behind", "window", "softcap", "shared experts")
+NAMES = ("attention_inputs", "attention", "project_residual", "mlp_inputs or moe_residual", "project_residual")
+
+
+@cache
+def composed(name: str) -> list[npt.NDArray[np.float32]]:
+    """Return what the oracle computes."""
+    return LayerOn(NumpyOps(), GEOMETRIES[name][0]).run(Ops)
+
+
+@pytest.mark.parametrize("name", thorough_but(GEOMETRIES, *QUICK))
+def test_fusions_equal_the_composition(ops: Ops, require: Callable[..., None], name: str) -> None:
+    geometry, abilities = GEOMETRIES[name]
+    require(*abilities)
+    for fusion, found, expected in zip(NAMES, LayerOn(ops, geometry).run(ops), composed(name), strict=False):
+        try:
+            assert_near(ops, ops.from_host(found), expected)
+        except AssertionError as error:
+            raise AssertionError(f"{fusion}: {error}") from error
+
+
+def test_what_a_block_held_before_does_not_matter(ops: Ops) -> None:
+    """A NaN that a finished request left behind must not reach the next owner of its block."""
+    clean, dirty = (LayerOn(ops, Geometry(), [(13, 13)]) for _ in range(2))
+    blocks = np.arange(dirty.cache.num_blocks, dtype=np.int32)
+    held = dirty.cache.export_blocks(blocks)
+    nan = np.full_like(held, np.nan) if held.dtype == np.float32 else np.full_like(held, 0x7FC0)
+    dirty.cache.import_blocks(blocks, nan)
+    for ours, theirs in zip(dirty.run(ops), clean.run(ops), strict=True):
+        np.testing.assert_array_equal(ours, theirs)

@@ -1,0 +1,105 @@
+"""Golden stream: a text depends on model, prompt, parameters and seed, and on nothing else; protocol 4."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fd_core.testing.golden import Golden
+from fd_core.testing.requirements import thorough_but
+from fd_core.testing.target import Target
+from fd_core.testing.texts import greedy, run
+from fd_core.types import RequestSpec, SamplingParams
+
+ROOM: dict[str, Any] = {"num_kv_blocks": 200, "max_num_batched_tokens": 256, "max_num_seqs": 8}
+
+
+def specs_of(target: Target, count: int = 6) -> list[RequestSpec]:
+    """Requests of several lengths; where the dtype allows an exact comparison, half of them random."""
+    exact = target.ops.dtype == "float32"
+    return [
+        greedy(
+            f"r{index}",
+            [(7 * index + 3 * place) % 90 for place in range(3 + 5 * index)],
+            18,
+            temperature=float(exact and index % 2),
+            seed=index,
+        )
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize("slots", thorough_but([1, 8], 8))
+def test_batching_changes_no_text(target: Target, golden: Golden, slots: int) -> None:
+    specs = specs_of(target)
+    with target.engine(**ROOM | {"max_num_seqs": slots}) as engine:
+        golden.check(specs, run(engine, specs).tokens)
+
+
+@pytest.mark.parametrize("budget", thorough_but([1, 7, 24], 7))
+def test_chunking_changes_no_text(target: Target, golden: Golden, budget: int) -> None:
+    specs = specs_of(target)
+    with target.engine(**ROOM | {"max_num_batched_tokens": budget}) as engine:
+        golden.check(specs, run(engine, specs).tokens)
+
+
+@pytest.mark.parametrize("size", thorough_but([1, 8, 32], 8))
+def test_the_size_of_blocks_changes_no_text(target: Target, golden: Golden, size: int) -> None:
+    specs = specs_of(target, 4)
+    with target.engine(**ROOM | {"block_size": size}) as engine:
+        golden.check(specs, run(engine, specs).tokens)
+
+
+def test_a_shared_prefix_changes_no_text(target: Target, golden: Golden) -> None:
+    prefix = [(5 * place) % 90 for place in range(24)]
+    specs = [greedy(f"r{index}", [*prefix, index], 12) for index in range(5)]
+    with target.engine(**ROOM) as engine:
+        golden.check(specs, run(engine, specs).tokens)
+        assert engine.stats().prefix_hits == 4 * 24
+
+
+@pytest.mark.parametrize("depth", thorough_but([1, 2, 3], 2))
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "recomputed"])
+def test_preemption_changes_no_text(target: Target, golden: Golden, keep: bool, depth: int) -> None:
+    specs = [greedy(spec.request_id, spec.prompt[:20], 38) for spec in specs_of(target)]
+    with target.engine(pipeline_depth=depth, save_preempted_kv=keep) as engine:
+        engine._scheduler._growth_with = lambda *_: 0  # type: ignore[method-assign]  # a back door: admit everybody
+        golden.check(specs, run(engine, specs).tokens)
+        assert engine.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("wrong", thorough_but([0.0, 0.3, 1.0], 0.3))
+@pytest.mark.parametrize("k", thorough_but([1, 3, 5], 3))
+def test_speculation_changes_no_text(target: Target, golden: Golden, k: int, wrong: float) -> None:
+    specs = specs_of(target)
+    with target.engine(k, golden.whole(specs), wrong, **ROOM) as engine:
+        golden.check(specs, run(engine, specs).tokens)
+        stats = engine.stats()
+    if wrong == 1.0:
+        assert stats.drafts_accepted == 0
+    elif wrong == 0.0 and target.ops.dtype == "float32":
+        assert stats.drafts_accepted > 0.8 * stats.drafts_proposed
+
+
+@pytest.mark.parametrize("k", thorough_but([0, 3], 3))
+def test_log_probabilities_are_those_of_a_run_alone(target: Target, golden: Golden, k: int) -> None:
+    specs = [
+        RequestSpec(
+            request_id=spec.request_id,
+            prompt=spec.prompt,
+            params=SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=3),
+        )
+        for spec in specs_of(target, 4)
+    ]
+    with target.oracle.engine(**ROOM | {"max_num_seqs": 1}) as engine:
+        alone = run(engine, specs)
+    with target.engine(k, golden.whole(specs), 0.3, **ROOM) as engine:
+        texts = run(engine, specs)
+    for spec in specs:
+        mine, theirs = texts.scores[spec.request_id], alone.scores[spec.request_id]
+        assert len(mine) == len(theirs) == 12
+        if target.ops.dtype == "float32":
+            assert [score.top_ids for score in mine] == [score.top_ids for score in theirs]
+            for ours, right in zip(mine, theirs, strict=True):
+                assert (ours.logprob, *ours.top) == pytest.approx((right.logprob, *right.top), abs=1e-4)

@@ -1,0 +1,133 @@
+"""KV: blocks leave the device and come back bit for bit, lie where the contract says, and serve as well as computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from fd_core.kv.effects import Load, Save
+from fd_core.ops.contract import KVShape, Ops
+from fd_core.testing.arrays import Values, activations, assert_near
+from fd_core.testing.golden import Golden
+from fd_core.testing.layers import Geometry, LayerOn
+from fd_core.testing.requirements import thorough_but
+from fd_core.testing.target import Target
+from fd_core.testing.texts import greedy, run
+
+REQUIRES = ("kv_transfer",)
+
+SHAPE = KVShape(num_layers=2, num_kv_heads=3, head_dim=10, block_size=5)
+
+
+def blocks(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return np.array(numbers, np.int32)
+
+
+def test_blocks_come_back_bit_for_bit(ops: Ops, require: Callable[..., None]) -> None:
+    require("primitives")
+    cache = ops.allocate_kv(SHAPE, 7)
+    bits = np.random.default_rng(0).integers(0, 2**16, (3, 2, 2, 5, 3, 10)).astype(np.uint16)  # NaN included
+    data = bits if ops.dtype == "bfloat16" else (bits.astype(np.uint32) << 16 | bits).view(np.float32)
+    data.flags.writeable = False
+    cache.import_blocks(blocks(6, 0, 3), data)
+    assert cache.export_blocks(blocks(6, 0, 3)).tobytes() == data.tobytes()
+    assert cache.export_blocks(blocks(3)).tobytes() == data[2:].tobytes()
+
+
+def test_an_import_touches_its_blocks_alone(ops: Ops, require: Callable[..., None]) -> None:
+    require("primitives")
+    cache = ops.allocate_kv(SHAPE, 7)
+    every = np.arange(7, dtype=np.int32)
+    zeros = np.zeros_like(cache.export_blocks(every))
+    cache.import_blocks(every, zeros)
+    cache.import_blocks(blocks(2, 5), np.ones_like(zeros[:2]))
+    assert [bool(block.any()) for block in cache.export_blocks(every)] == [at in (2, 5) for at in range(7)]
+
+
+def test_an_exported_array_is_the_callers(ops: Ops, require: Callable[..., None]) -> None:
+    require("primitives")
+    cache = ops.allocate_kv(SHAPE, 3)
+    held = cache.export_blocks(blocks(1))
+    before = held.tobytes()
+    cache.import_blocks(blocks(1), np.ones_like(held))
+    assert held.tobytes() == before
+    held[:] = 0
+    assert cache.export_blocks(blocks(1)).all()
+
+
+def test_exported_blocks_are_keys_then_values_by_position(ops: Ops, require: Callable[..., None]) -> None:
+    require("primitives")
+    layer = LayerOn(ops, Geometry(heads=2, kv_heads=2, d=8, hidden=16), [(3, 3)])
+    values = Values(3)
+    flat = activations(ops, values(3, 3 * 16))
+    _, k, v = ops.split_heads(flat, layer.heads)
+    cache = ops.allocate_kv(KVShape(2, 2, 8, 2), 3)
+    # Block 2, then the first place of block 0.
+    ops.write_kv(cache.layer(1), k, v, ops.from_host(blocks(4, 5, 0)))
+    exported = cache.export_blocks(blocks(2, 0))
+    if exported.dtype == np.uint16:
+        exported = (exported.astype(np.uint32) << 16).view(np.float32)
+    keys, contents = (np.array(ops.to_host(each), np.float32).reshape(3, 2, 8) for each in (k, v))
+    assert_near(ops, ops.from_host(np.ascontiguousarray(exported[0, 1, 0])), keys[:2])
+    assert_near(ops, ops.from_host(np.ascontiguousarray(exported[0, 1, 1])), contents[:2])
+    assert_near(ops, ops.from_host(np.ascontiguousarray(exported[1, 1, :, 0])), np.stack([keys[2], contents[2]]))
+    assert not exported[:, 0].any(), "another layer was written"
+
+
+def test_blocks_of_another_type_are_refused(ops: Ops, require: Callable[..., None]) -> None:
+    require("primitives")
+    cache = ops.allocate_kv(SHAPE, 7)
+    held = cache.export_blocks(blocks(0))
+    other = held.astype(np.uint16 if held.dtype == np.float32 else np.float32)
+    with pytest.raises(ValueError, match="exported blocks are"):
+        cache.import_blocks(blocks(0), other)
+
+
+def test_an_engine_goes_on_from_imported_blocks(target: Target, golden: Golden) -> None:
+    """The prompt's KV computed by one engine serves another one, in other blocks, to the last bit."""
+    spec = greedy("a", range(1, 25), 12)
+    with target.engine(max_model_len=40) as first:
+        run(first, [spec])
+        cache = first._device.runner.cache
+        names = first._scheduler.pool._cached
+        assert names, "nothing was cached"
+        data = cache.export_blocks(np.arange(cache.num_blocks, dtype=np.int32))
+        tables = first._device.runner._batch.tables[0].copy()
+    with target.engine(max_model_len=40) as second:
+        cache = second._device.runner.cache
+        held = tables[:6]
+        moved = np.roll(np.arange(16, dtype=np.int32), 5)[held]
+        cache.import_blocks(moved, data[held])
+        assert cache.export_blocks(moved).tobytes() == data[held].tobytes()
+
+
+@pytest.mark.parametrize("depth", thorough_but([1, 2], 2))
+def test_texts_survive_a_preemption_whose_kv_is_restored(target: Target, golden: Golden, depth: int) -> None:
+    specs = [greedy(f"r{index}", range(index, index + 14), 40) for index in range(3)]
+    with target.engine(pipeline_depth=depth, save_preempted_kv=True, num_kv_blocks=18) as engine:
+        effects: list[type] = []
+        engine._scheduler._growth_with = lambda *_: 0  # type: ignore[method-assign]  # a back door: admit everybody
+        take = engine._scheduler.take_effects
+
+        def watched() -> list[object]:
+            taken = take()
+            effects.extend(type(effect) for effect in taken)
+            return taken  # type: ignore[return-value]  # the same list
+
+        engine._scheduler.take_effects = watched  # type: ignore[method-assign,assignment]  # a back door
+        # What a preempted request finds again in the pool needs no copy, so nothing stays there.
+        release = engine._scheduler.released
+
+        def forgetting(slot: int) -> object:
+            request = release(slot)
+            engine._scheduler.pool.forget_prefixes()
+            return request
+
+        engine._scheduler.released = forgetting  # type: ignore[method-assign,assignment]  # a back door
+        texts = run(engine, specs)
+        assert engine.stats().preemptions > 0
+    assert Save in effects
+    assert Load in effects
+    golden.check(specs, texts.tokens)

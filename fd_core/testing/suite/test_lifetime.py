@@ -1,0 +1,135 @@
+"""Lifetime: what a backend says of itself, a crash and a restart, and memory that comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fd_core.engine.launch import open_client
+from fd_core.engine.process import ProcessClient
+from fd_core.plugins import installed_plugins
+from fd_core.testing.golden import Golden
+from fd_core.testing.limits import ABILITIES
+from fd_core.testing.target import Target
+from fd_core.testing.texts import greedy, run
+
+MEBI = 2**20
+
+
+def test_limits_are_known_and_have_reasons(target: Target) -> None:
+    assert set(target.limits) <= set(ABILITIES), "a limit must be an ability of fd_core.testing.limits"
+    assert all(len(reason) > 5 for reason in target.limits.values())
+
+
+def test_it_says_why_it_can_run_and_what_it_runs_on(target: Target) -> None:
+    probed = installed_plugins().backends()[target.name].probe()
+    assert probed.available
+    about = target.backend.describe()
+    for line in (probed.reason, about):
+        assert line.strip() == line
+        assert len(line.splitlines()) == 1
+    assert ("emulated" in about) == target.emulated, "where a device is emulated, its description says so"
+    assert target.backend.free_memory() > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_computes_in_the_dtype_asked_for(target: Target, require: Callable[..., None], dtype: str) -> None:
+    if dtype == "bfloat16":
+        require("bfloat16")
+    config = target.config().__class__(model="kit", backend=target.name, dtype=dtype, num_threads=1)
+    assert target.cls(config).make_ops().dtype == dtype
+
+
+@pytest.mark.fd_thorough
+def test_a_text_survives_a_crash_in_the_middle(target: Target, golden: Golden, require: Callable[..., None]) -> None:
+    """The engine's process is killed while two requests run; another one goes on where they were."""
+    require("own_process")
+    specs = [greedy("a", range(9), 380), greedy("b", range(5, 15), 300)]
+    config = target.config(max_model_len=400, num_kv_blocks=220, pipeline_depth=2)
+
+    async def main() -> dict[str, list[int]]:
+        client = await open_client(config, target.checkpoint(), where="process")
+        assert isinstance(client, ProcessClient)
+        killed: list[int] = []
+        texts: dict[str, list[int]] = {spec.request_id: [] for spec in specs}
+
+        async def read(name: str, stream: object) -> None:
+            async for delta in stream:  # type: ignore[attr-defined]  # an async iterator of deltas
+                texts[name] += delta.token_ids
+                if len(texts["a"]) > 2 and not killed and client.pid is not None:
+                    killed.append(client.pid)
+                    os.kill(client.pid, signal.SIGKILL)
+
+        try:
+            await asyncio.gather(*(read(spec.request_id, client.submit(spec)) for spec in specs))
+            assert client.info.epoch == 2
+        finally:
+            await client.close()
+        return texts
+
+    async def bounded() -> dict[str, list[int]]:
+        async with asyncio.timeout(180):
+            return await main()
+
+    golden.check(specs, asyncio.run(bounded()))
+
+
+def test_a_closed_engine_leaves_no_cache_behind(target: Target) -> None:
+    gone = []
+    for _ in range(2):
+        with target.engine() as engine:
+            run(engine, [greedy("a", range(5), 4)])
+            gone.append(weakref.ref(engine._device.runner.cache))
+        del engine
+    gc.collect()
+    assert [held() for held in gone] == [None, None]
+
+
+@pytest.mark.fd_thorough
+def test_memory_comes_back_when_engines_close(target: Target, require: Callable[..., None]) -> None:
+    """Caches of 24 MiB, filled: two that stay behind would show, on the device or in this process."""
+    require("kv_transfer")
+    room: dict[str, Any] = {"block_size": 128, "max_model_len": 128}
+    with target.engine(**room) as engine:
+        one = engine._device.runner.cache.export_blocks(np.zeros(1, np.int32)).nbytes
+    count = max(24 * MEBI // one, 16)
+    held: list[int] = []
+
+    def cycle() -> None:
+        free = target.backend.free_memory()
+        with target.engine(num_kv_blocks=count, **room) as engine:
+            run(engine, [greedy("a", range(5), 4)])
+            cache = engine._device.runner.cache
+            part = np.arange(count // 8, dtype=np.int32)
+            filling = np.ones_like(cache.export_blocks(part[:1])).repeat(len(part), axis=0)
+            for index in range(8):
+                cache.import_blocks(part + index * len(part), filling)
+            held.append(free - target.backend.free_memory())
+        del engine, cache
+        gc.collect()
+
+    for _ in range(2):
+        cycle()
+    before, on_device = _resident(), target.backend.free_memory()
+    for _ in range(4):
+        cycle()
+    assert _resident() - before < 40 * MEBI, "the process grows by a cache with each engine"
+    if min(held) > 20 * MEBI:  # the device counts exactly; what a host has left also changes for other reasons
+        assert on_device - target.backend.free_memory() < 40 * MEBI, "the device's memory shrinks with each engine"
+
+
+def _resident() -> int:
+    """Return bytes of this process that are in memory; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 0

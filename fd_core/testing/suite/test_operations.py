@@ -1,0 +1,288 @@
+"""Operations: each primitive against the words of the contract, in every dtype of the backend."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from fd_core.ops.contract import Activation, Array, Experts, Heads, KVShape, Norm, Ops, Rope
+from fd_core.testing.arrays import Values, activations, assert_near, on_device, raw, step_input
+from fd_core.types import RawTensor
+
+REQUIRES = ("primitives",)
+
+Floats = npt.NDArray[np.float32]
+Require = Callable[..., None]
+
+
+@pytest.fixture
+def values() -> Values:
+    return Values(11)
+
+
+def no_rope(ops: Ops) -> Rope:
+    """Return tables that turn nothing, for operations that have a rope in their geometry only."""
+    return Rope(ops.prepare_vector(np.ones((16, 4), np.float32)), ops.prepare_vector(np.zeros((16, 4), np.float32)))
+
+
+def heads_of(ops: Ops, x: Floats) -> tuple[Array, Array, Array]:
+    """Return [T, heads, d] values as activations of the pack, as q, k and v."""
+    tokens, heads, d = x.shape
+    flat = activations(ops, np.concatenate([x, x, x], axis=1).reshape(tokens, -1))
+    return ops.split_heads(flat, Heads(heads, heads, d, 1.0, no_rope(ops)))
+
+
+# Weights ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (RawTensor("F32", np.array([[1.5, -2.0]], np.float32)), [[1.5, -2.0]]),
+        (RawTensor("F16", np.array([[1.5, -2.0]], np.float16)), [[1.5, -2.0]]),
+        (RawTensor("BF16", np.array([[0x3FC0, 0xC000]], np.uint16)), [[1.5, -2.0]]),
+    ],
+    ids=["F32", "F16", "BF16"],
+)
+def test_weights_of_every_type_keep_their_values(ops: Ops, tensor: RawTensor, expected: list[list[float]]) -> None:
+    tensor.data.flags.writeable = False  # as from a mapped file
+    table = ops.prepare_embedding(tensor)
+    row = ops.embedding(table, ops.from_host(np.zeros(1, np.int32)))
+    assert ops.to_host(row).tolist() == expected
+    projected = ops.linear(row, ops.prepare_linear([tensor, tensor]))
+    assert ops.to_host(projected).tolist() == [[6.25, 6.25]]
+    assert ops.to_host(ops.linear(row, ops.tied_head(table, tensor))).tolist() == [[6.25]]
+
+
+# Rows by themselves -------------------------------------------------------------------------------------------
+
+
+def test_embedding_looks_up_and_scales_rows(ops: Ops, values: Values) -> None:
+    table = values(7, 4)
+    ids = ops.from_host(np.array([3, 0], np.int32))
+    assert_near(ops, ops.embedding(ops.prepare_embedding(raw(table)), ids), table[[3, 0]])
+    assert_near(ops, ops.embedding(ops.prepare_embedding(raw(table)), ids, 2.0), table[[3, 0]] * 2)
+
+
+def test_rms_norm_of_rows(ops: Ops, values: Values) -> None:
+    x, weight = values(3, 8), values(8)
+    found = ops.rms_norm(activations(ops, x), Norm(ops.prepare_vector(weight), 0.1))
+    assert_near(ops, found, x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 0.1) * weight)
+
+
+def test_rms_norm_of_heads(ops: Ops, values: Values) -> None:
+    x, weight = values(3, 2, 8), values(8)
+    found = ops.rms_norm(heads_of(ops, x)[0], Norm(ops.prepare_vector(weight), 0.1))
+    assert_near(ops, found, x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 0.1) * weight)
+
+
+def test_linear_stacks_its_parts(ops: Ops, values: Values) -> None:
+    x, a, b = values(3, 5), values(2, 5), values(4, 5)
+    found = ops.linear(activations(ops, x), ops.prepare_linear([raw(a), raw(b)]))
+    assert_near(ops, found, np.hstack([x @ a.T, x @ b.T]))
+
+
+def test_linear_adds_its_biases(ops: Ops, values: Values, require: Require) -> None:
+    require("biases")
+    x, a, b = values(3, 5), values(2, 5), values(4, 5)
+    biases = [np.arange(2), np.arange(4) * 10]
+    found = ops.linear(activations(ops, x), ops.prepare_linear([raw(a), raw(b)], list(map(raw, biases))))
+    assert_near(ops, found, np.hstack([x @ a.T + biases[0], x @ b.T + biases[1]]))
+
+
+ACTIVATIONS: dict[Activation, Callable[[float], float]] = {
+    "silu": lambda z: z / (1 + math.exp(-z)),
+    "gelu": lambda z: z * 0.5 * (1 + math.erf(z / math.sqrt(2))),
+    "gelu_tanh": lambda z: z * 0.5 * (1 + math.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))),
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_linear_activates_the_gate(ops: Ops, values: Values, activation: Activation) -> None:
+    x, gate, up = values(3, 5), values(4, 5), values(4, 5)
+    found = ops.gated_linear(activations(ops, x), ops.prepare_linear([raw(gate), raw(up)], gated=True), activation)
+    assert_near(ops, found, np.vectorize(ACTIVATIONS[activation])(x @ gate.T) * (x @ up.T))
+
+
+def test_split_heads_takes_queries_then_keys_then_values(ops: Ops, values: Values) -> None:
+    x = values(3, (4 + 2 * 2) * 8)
+    found = ops.split_heads(activations(ops, x), Heads(4, 2, 8, 1.0, no_rope(ops)))
+    for part, expected in zip(found, np.split(x, [32, 48], axis=1), strict=True):
+        assert_near(ops, part, expected.reshape(3, -1, 8))
+
+
+@pytest.mark.parametrize("rotary", [8, 4])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
+def test_rope_turns_pairs_and_leaves_the_rest(
+    ops: Ops, values: Values, require: Require, interleaved: bool, rotary: int
+) -> None:
+    require(*(("interleaved_rope",) if interleaved else ()))
+    x = values(3, 2, 8)
+    angles = np.random.default_rng(1).uniform(0, 6, size=(5, rotary // 2))
+    positions = np.array([4, 0, 2], np.int32)
+    cos, sin = (ops.prepare_vector(table.astype(np.float32)) for table in (np.cos(angles), np.sin(angles)))
+    found = ops.rope(heads_of(ops, x)[0], Rope(cos, sin, interleaved), ops.from_host(positions))
+    half, expected = rotary // 2, x.copy()
+    for i, (a, b) in enumerate((2 * i, 2 * i + 1) if interleaved else (i, i + half) for i in range(half)):
+        turned = (x[..., a] + 1j * x[..., b]) * np.exp(1j * angles[positions, i])[:, None]
+        expected[..., a], expected[..., b] = turned.real, turned.imag
+    assert_near(ops, found, expected)
+
+
+def test_rope_keeps_the_amplitude_of_its_tables(ops: Ops, values: Values) -> None:
+    """YaRN scales cosine and sine, so they cannot be computed again from their angle."""
+    x, amplitude = values(3, 2, 8), 1.25
+    angles = np.random.default_rng(1).uniform(0, 6, size=(5, 4))
+    tables = (amplitude * np.cos(angles), amplitude * np.sin(angles))
+    cos, sin = (ops.prepare_vector(table.astype(np.float32)) for table in tables)
+    positions = np.array([4, 0, 2], np.int32)
+    found = ops.rope(heads_of(ops, x)[0], Rope(cos, sin), ops.from_host(positions))
+    turned = (x[..., :4] + 1j * x[..., 4:]) * (amplitude * np.exp(1j * angles[positions]))[:, None]
+    assert_near(ops, found, np.concatenate([turned.real, turned.imag], axis=-1))
+
+
+def test_add_adds(ops: Ops, values: Values) -> None:
+    x, y = values(3, 8), values(3, 8)
+    assert_near(ops, ops.add(activations(ops, x), activations(ops, y)), x + y)
+
+
+def test_gathers_rows_of_any_array(ops: Ops) -> None:
+    rows = ops.from_host(np.array([2, 0, 2], np.int32))
+    for array in (np.arange(3, dtype=np.int32), np.arange(6, dtype=np.float32).reshape(3, 2)):
+        np.testing.assert_array_equal(ops.to_host(ops.gather_rows(ops.from_host(array), rows)), array[[2, 0, 2]])
+
+
+def test_logits_are_float32(ops: Ops, values: Values) -> None:
+    x, weight = values(2, 6), values(9, 6)
+    found = ops.logits_of(activations(ops, x), ops.prepare_linear([raw(weight)]), None)
+    assert ops.to_host(found).dtype == np.float32
+    assert_near(ops, found, x @ weight.T)
+
+
+def test_logits_are_softly_capped(ops: Ops, values: Values, require: Require) -> None:
+    require("softcap")
+    x, weight = values(2, 6), values(9, 6)
+    found = ops.logits_of(activations(ops, x), ops.prepare_linear([raw(weight)]), 1.5)
+    assert_near(ops, found, 1.5 * np.tanh(x @ weight.T / 1.5))
+
+
+# Attention ----------------------------------------------------------------------------------------------------
+
+ROWS = {"decode": [(1, 1), (1, 9), (1, 4)], "prefill": [(6, 6)], "mixed": [(1, 9), (5, 5), (3, 10), (1, 1), (3, 3)]}
+
+
+def attention_by_definition(
+    q: Floats, keys: Sequence[Floats], values: Sequence[Floats], heads: Heads, rows: Sequence[tuple[int, int]]
+) -> Floats:
+    """Every head of every token by itself; keys and values of a row are [context, nkv, d]."""
+    output: list[Floats] = []
+    for (count, context), k, v in zip(rows, keys, values, strict=True):
+        for position in range(context - count, context):
+            first = 0 if heads.window is None else max(0, position - heads.window + 1)
+            per_head = []
+            for head in range(heads.num_heads):
+                kv_head = head // (heads.num_heads // heads.num_kv_heads)
+                scores = k[first : position + 1, kv_head] @ q[len(output), head] * heads.scale
+                if heads.softcap is not None:
+                    scores = heads.softcap * np.tanh(scores / heads.softcap)
+                weights = np.exp(scores - scores.max())
+                per_head.append(weights / weights.sum() @ v[first : position + 1, kv_head])
+            output.append(np.concatenate(per_head))
+    return np.stack(output)
+
+
+def attend(ops: Ops, values: Values, rows: list[tuple[int, int]], **changes: Any) -> None:
+    """Compare attention over scattered blocks, written before, with its definition."""
+    block_size, width, q_heads, kv_heads, d = 4, 3, 6, 2, 8
+    shuffled = np.random.default_rng(3).permutation(len(rows) * width + 2)
+    tables = shuffled[: len(rows) * width].reshape(len(rows), width).astype(np.int32)
+    keys = [values(context, kv_heads, d) for _, context in rows]
+    contents = [values(context, kv_heads, d) for _, context in rows]
+    q = values(sum(count for count, _ in rows), q_heads, d)
+    heads = Heads(q_heads, kv_heads, d, 0.3, no_rope(ops), **changes)
+    earlier = step_input([(context, context) for _, context in rows], block_size, tables)
+    used = -(-np.array([context for _, context in rows]) // block_size)
+    # Entries beyond the context have no meaning.
+    visible = np.where(np.arange(width) < used[:, None], tables, np.int32(2**20))
+    step = replace(step_input(rows, block_size, tables), block_tables=visible)
+    cache = ops.allocate_kv(KVShape(2, kv_heads, d, block_size), len(rows) * width + 2)
+    layer = cache.layer(1)
+    _, k, _ = heads_of(ops, np.concatenate(keys))
+    _, _, v = heads_of(ops, np.concatenate(contents))
+    ops.write_kv(layer, k, v, ops.from_host(earlier.kv_slots))
+    found = ops.paged_attention(heads_of(ops, q)[0], layer, heads, on_device(ops, step))
+    assert_near(ops, found, attention_by_definition(q, keys, contents, heads, rows))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_attention_reads_scattered_blocks(ops: Ops, values: Values, require: Require, rows: str) -> None:
+    require("paged_kv")
+    attend(ops, values, ROWS[rows])
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_attention_keeps_to_its_window(ops: Ops, values: Values, require: Require, rows: str) -> None:
+    require("paged_kv", "window")
+    attend(ops, values, ROWS[rows], window=3)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_attention_caps_its_scores(ops: Ops, values: Values, require: Require, rows: str) -> None:
+    require("paged_kv", "softcap")
+    attend(ops, values, ROWS[rows], softcap=0.5)
+
+
+# Experts ------------------------------------------------------------------------------------------------------
+
+
+def expert_inputs(values: Values) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+    """Return x, router, gates, ups and downs of 5 experts and a shared one, which is the last."""
+    return values(9, 6), values(5, 6), values(6, 4, 6), values(6, 4, 6), values(6, 6, 4)
+
+
+@pytest.mark.parametrize("corrected", [False, True], ids=["", "corrected"])
+@pytest.mark.parametrize("normalize", [False, True], ids=["", "normalized"])
+def test_moe_adds_the_weighted_outputs_of_the_chosen_experts(
+    ops: Ops, values: Values, require: Require, normalize: bool, corrected: bool
+) -> None:
+    require("moe")
+    x, router, gates, ups, downs = expert_inputs(values)
+    bias = values(5) if corrected else np.zeros(5, np.float32)
+    experts = Experts(
+        router=ops.prepare_vector(router),
+        gate_up=ops.prepare_experts([[raw(gates[e]), raw(ups[e])] for e in range(5)], gated=True),
+        down=ops.prepare_experts([[raw(downs[e])] for e in range(5)], gated=False),
+        top_k=2,
+        normalize=normalize,
+        correction_bias=ops.prepare_vector(bias) if corrected else None,
+        norm_floor=0.7,
+        shared_gate_up=ops.prepare_linear([raw(gates[5]), raw(ups[5])], gated=True),
+        shared_down=ops.prepare_linear([raw(downs[5])]),
+    )
+
+    def expert(index: int, token: Floats) -> Floats:
+        gate = gates[index] @ token
+        result: Floats = downs[index] @ (gate / (1 + np.exp(-gate)) * (ups[index] @ token))
+        return result
+
+    expected = []
+    for token in x:
+        scores = np.exp(router @ token) / np.exp(router @ token).sum()
+        chosen = np.argsort(-(scores + bias))[:2]
+        weights = scores[chosen] / (max(scores[chosen].sum(), 0.7) if normalize else 1)
+        expected.append(expert(5, token) + sum(w * expert(e, token) for w, e in zip(weights, chosen, strict=True)))
+    assert_near(ops, ops.moe(activations(ops, x), experts, "silu"), np.stack(expected))
+
+
+# Caches -------------------------------------------------------------------------------------------------------
+
+
+def test_a_cache_that_does_not_fit_says_so(ops: Ops) -> None:
+    with pytest.raises(MemoryError):
+        ops.allocate_kv(KVShape(64, 64, 256, 64), 2**24)

@@ -1,0 +1,283 @@
+"""Signalling: preempted slots, protocol 1. No backend may lack any of it.
+
+The first part drives the runner step by step; the second lets the scheduler preempt, with outputs in flight.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fd_core.scheduling.requests import State
+from fd_core.signals import Outcome
+from fd_core.testing.golden import Golden
+from fd_core.testing.requirements import thorough_but
+from fd_core.testing.steps import ByHand, SentStepper, device_of
+from fd_core.testing.target import Target
+from fd_core.testing.texts import greedy
+from fd_core.types import FinishReason, RequestSpec, StepOutput, StepPlan
+
+KS = [0, 1, 3, 5]
+PROMPTS: list[list[int]] = np.random.default_rng(1).integers(0, 90, (8, 16)).tolist()
+
+
+def long_ones(count: int, max_tokens: int = 44) -> list[RequestSpec]:
+    """Requests of which one alone nearly fills the pool of a small engine."""
+    return [greedy(f"r{index}", PROMPTS[index][:8], max_tokens) for index in range(count)]
+
+
+# By hand ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def by_hand(target: Target, golden: Golden, k: int = 0) -> Iterator[ByHand]:
+    with target.engine(k, golden.whole(long_ones(4)), max_num_batched_tokens=40) as engine:
+        hand = ByHand(engine)
+        yield hand
+        hand.close()
+
+
+@pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
+def test_a_take_back_is_answered_in_its_own_step(target: Target, golden: Golden, k: int) -> None:
+    with by_hand(target, golden, k) as hand:
+        for slot in (0, 2, 3):
+            hand.admit(slot, PROMPTS[slot][:8])
+        _, first = hand.step((0, 8), (2, 8), (3, 8))
+        assert (first.kinds == Outcome.RELEASED).sum() == 0
+        _, second = hand.step((0, 1), (3, 1), back=[2])
+        assert np.flatnonzero(second.kinds == Outcome.RELEASED).tolist() == [2]
+        _, third = hand.step((0, 1), (3, 1))
+        assert (third.kinds == Outcome.RELEASED).sum() == 0
+
+
+@pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
+def test_rows_beside_a_take_back_keep_their_tokens(target: Target, golden: Golden, k: int) -> None:
+    with by_hand(target, golden, k) as hand:
+        for slot in range(4):
+            hand.admit(slot, PROMPTS[slot][:8])
+        hand.step(*((slot, 8) for slot in range(4)))
+        drafts = int(k > 0)
+        _, outcomes = hand.step((3, 1, True, drafts), (0, 1, True, drafts), (2, 1, True, drafts), back=[1])
+        assert outcomes.kinds[[0, 2, 3]].tolist() == [Outcome.TOKENS] * 3
+        for slot in (0, 2, 3):
+            spec = long_ones(4)[slot]
+            delivered = hand.runner._batch.tokens[slot, 8 : 8 + 1 + outcomes.counts[slot]].tolist()
+            assert delivered[1:] == outcomes.tokens[slot, : outcomes.counts[slot]].tolist()
+            golden.check_prefix(spec, delivered)
+
+
+def test_a_row_that_is_left_out_of_a_step_is_not_released(target: Target, golden: Golden) -> None:
+    """Absence never means a take-back."""
+    with by_hand(target, golden) as hand:
+        for slot in range(2):
+            hand.admit(slot, PROMPTS[slot][:8])
+        hand.step((0, 8), (1, 8))
+        _, without = hand.step((0, 1))
+        assert without.kinds.tolist() == [Outcome.TOKENS, *[Outcome.EMPTY] * 3]
+        _, again = hand.step((0, 1), (1, 1))
+        assert again.kinds[:2].tolist() == [Outcome.TOKENS] * 2
+
+
+@pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
+def test_an_idle_slot_says_nothing(target: Target, golden: Golden, k: int) -> None:
+    with by_hand(target, golden, k) as hand:
+        for slot in (1, 2):
+            hand.admit(slot, PROMPTS[slot][:8])
+        _, first = hand.step((1, 8), (2, 8))
+        assert first.kinds.tolist() == [Outcome.EMPTY, Outcome.TOKENS, Outcome.TOKENS, Outcome.EMPTY]
+        hand.step((2, 1), back=[1])
+        _, third = hand.step((2, 1))
+        assert third.kinds.tolist() == [Outcome.EMPTY, Outcome.EMPTY, Outcome.TOKENS, Outcome.EMPTY]
+
+
+def test_an_unfinished_chunk_says_nothing(target: Target, golden: Golden) -> None:
+    with by_hand(target, golden) as hand:
+        hand.admit(0, PROMPTS[0][:8])
+        hand.admit(1, PROMPTS[1][:8])
+        _, first = hand.step((0, 5, False), (1, 8))
+        assert first.kinds[:2].tolist() == [Outcome.EMPTY, Outcome.TOKENS]
+        _, second = hand.step((0, 3, True))
+        assert second.kinds[:2].tolist() == [Outcome.TOKENS, Outcome.EMPTY]
+        golden.check_prefix(long_ones(1)[0], second.tokens[0, :1].tolist())
+
+
+@pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
+def test_a_batch_that_is_taken_back_as_a_whole_is_answered(target: Target, golden: Golden, k: int) -> None:
+    with by_hand(target, golden, k) as hand:
+        for slot in range(3):
+            hand.admit(slot, PROMPTS[slot][:8])
+        hand.step((0, 8), (1, 8), (2, 8))
+        output, outcomes = hand.step(back=[0, 1, 2])
+        assert output.step == 1
+        assert outcomes.kinds.tolist() == [*[Outcome.RELEASED] * 3, Outcome.EMPTY]
+
+
+def test_a_slot_that_is_used_again_starts_anew(target: Target, golden: Golden) -> None:
+    """Neither the last token of who was there, nor anything else of it, is left."""
+    with by_hand(target, golden) as hand:
+        hand.admit(0, PROMPTS[3][:12])
+        hand.step((0, 12))
+        hand.step((0, 1))
+        hand.step(back=[0])
+        hand.admit(0, PROMPTS[1][:8])
+        _, chunk = hand.step((0, 5, False))
+        assert chunk.kinds[0] == Outcome.EMPTY
+        text = []
+        for count in (3, 1, 1):
+            _, outcomes = hand.step((0, count))
+            text += outcomes.tokens[0, : outcomes.counts[0]].tolist()
+        golden.check_prefix(long_ones(2)[1], text)
+
+
+@pytest.mark.parametrize("k", thorough_but(KS[1:], 3))
+def test_rejected_drafts_are_empty_and_accepted_ones_are_not(target: Target, golden: Golden, k: int) -> None:
+    specs = long_ones(1)
+    for wrong in (0.0, 1.0):
+        with target.engine(k, golden.whole(specs), wrong) as engine:
+            hand = ByHand(engine)
+            hand.admit(0, PROMPTS[0][:8])
+            _, first = hand.step((0, 8))
+            _, second = hand.step((0, 1, True, k))
+            hand.close()
+        text = [*first.tokens[0, :1].tolist(), *second.tokens[0, : second.counts[0]].tolist()]
+        golden.check_prefix(specs[0], text)
+        assert second.counts[0] == (1 if wrong else 1 + k)
+
+
+# With the scheduler -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def pressed(
+    target: Target, golden: Golden, specs: Sequence[RequestSpec], k: int = 0, transport: str = "memory", **changes: Any
+) -> Iterator[SentStepper]:
+    """A stepper that admits everybody at once into a pool that holds one."""
+    with target.engine(k, golden.whole(specs) if k else (), 0.3, **changes) as engine:
+        device = device_of(engine, transport)
+        stepper = SentStepper(engine, device)
+        stepper.submit(*specs)
+        yield stepper
+        device.close()
+
+
+@pytest.mark.parametrize("transport", ["memory", "zmq"])
+@pytest.mark.parametrize("depth", thorough_but([1, 2, 3], 2))
+@pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
+def test_preempted_again_and_again_nothing_is_lost(
+    target: Target, golden: Golden, k: int, depth: int, transport: str
+) -> None:
+    specs = long_ones(3, 34)
+    victims: Counter[str] = Counter()
+    with pressed(target, golden, specs, k, transport, num_kv_blocks=16) as stepper:
+        stepper.run(depth, watch=lambda plan: victims.update(stepper.request_in(back.slot) for back in plan.take_backs))
+        assert sum(victims.values()) >= 2, "nobody was preempted"
+        golden.check(specs, stepper.texts.tokens)
+
+
+@pytest.mark.parametrize("transport", ["memory", "zmq"])
+def test_a_batch_that_is_preempted_as_a_whole_goes_on(target: Target, golden: Golden, transport: str) -> None:
+    specs = long_ones(2)
+    alone: list[StepPlan] = []
+    with pressed(target, golden, specs, 0, transport) as stepper:
+        stepper.run(2, watch=lambda plan: alone.append(plan) if plan.take_backs and not len(plan.slots) else None)
+        assert alone, "no step consisted of take-backs alone"
+        golden.check(specs, stepper.texts.tokens)
+
+
+@pytest.mark.parametrize("depth", thorough_but([2, 3], 2))
+def test_what_was_in_flight_at_a_preemption_is_delivered(target: Target, golden: Golden, depth: int) -> None:
+    specs = long_ones(3)
+    with pressed(target, golden, specs) as stepper:
+        assert stepper.plan_until(depth, State.DRAINING, "r2")
+        before = len(stepper.texts.tokens["r2"])
+        slot = next(plan.take_backs[0].slot for plan, _ in stepper.in_flight if plan.take_backs)
+        promised = sum(int(plan.samples[plan.slots == slot].sum()) for plan, _ in stepper.in_flight)
+        while stepper.in_flight:
+            stepper.answer()
+        assert len(stepper.texts.tokens["r2"]) == before + promised
+        assert stepper.state_of("r2") is State.WAITING
+        golden.check_prefix(specs[2], stepper.texts.tokens["r2"])
+
+
+def test_a_text_that_ends_while_it_drains_is_not_requeued(target: Target, golden: Golden) -> None:
+    specs = long_ones(3)
+    with pressed(target, golden, specs) as probe:
+        assert probe.plan_until(2, State.DRAINING, "r2")
+        known = len(probe.texts.tokens["r2"])
+        probe.run(2)
+        text = probe.texts.tokens["r2"]
+    stop = next(token for token in text[known:] if token not in text[:known])
+    last = greedy("r2", specs[2].prompt, 44, stop_token_ids=(stop,))
+    with pressed(target, golden, [*specs[:2], last]) as stepper:
+        stepper.run(2)
+        assert stepper.texts.ends["r2"] is FinishReason.STOP
+        assert stepper.texts.tokens["r2"] == text[: text.index(stop) + 1]
+        assert stepper.engine.stats().finished_stop == 1
+
+
+@pytest.mark.parametrize("state", ["waiting", "between chunks", "running", "draining", "preempted"])
+def test_an_abort_ends_a_request_in_every_state(target: Target, golden: Golden, state: str) -> None:
+    specs = long_ones(3)
+    changes: dict[str, Any] = {"max_num_batched_tokens": 12} if state == "between chunks" else {}
+    with pressed(target, golden, specs, **changes) as stepper:
+        if state in ("draining", "preempted"):
+            assert stepper.plan_until(2, State.DRAINING, "r2")
+        elif state != "waiting":
+            stepper.plan()
+        if state == "preempted":
+            while stepper.in_flight:
+                stepper.answer()
+        name = "r1" if state == "between chunks" else "r2"
+        for _ in range(2):
+            stepper.abort(name)
+        if state in ("waiting", "preempted"):
+            assert stepper.texts.ends == {name: FinishReason.ABORT}
+        stepper.run(2)
+        assert stepper.texts.ends.pop(name) is FinishReason.ABORT
+        assert set(stepper.texts.ends.values()) == {FinishReason.LENGTH}
+        for spec in specs:
+            golden.check_prefix(spec, stepper.texts.tokens.get(spec.request_id, []))
+        others = [spec for spec in specs if spec.request_id != name]
+        golden.check(others, stepper.texts.tokens)
+
+
+@pytest.mark.parametrize("transport", ["memory", "zmq"])
+def test_an_error_in_a_row_swallows_no_other_row(target: Target, golden: Golden, transport: str) -> None:
+    specs = long_ones(3, 20)
+    with target.engine(num_kv_blocks=64, output_transport=transport) as engine:
+        execute, steps = engine._device.runner.execute, 0
+
+        def failing(plan: StepPlan) -> StepOutput:
+            nonlocal steps
+            steps += 1
+            output = execute(plan)
+            return replace(output, errors=((1, "the row failed"),)) if steps == 4 else output
+
+        engine._device.runner.execute = failing  # type: ignore[method-assign]  # a back door
+        device = device_of(engine, transport)
+        stepper = SentStepper(engine, device)
+        stepper.submit(*specs)
+        stepper.run(1)
+        device.close()
+    failed = [name for name, end in stepper.texts.ends.items() if end is FinishReason.ERROR]
+    assert len(failed) == 1
+    golden.check([spec for spec in specs if spec.request_id not in failed], stepper.texts.tokens)
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_no_negative_id_reaches_log_probabilities(target: Target, golden: Golden, k: int) -> None:
+    specs = [greedy(spec.request_id, spec.prompt, 34, logprobs=3) for spec in long_ones(3)]
+    with pressed(target, golden, specs, k) as stepper:
+        texts = stepper.run(2)
+        for spec in specs:
+            scores = texts.scores[spec.request_id]
+            assert len(scores) == len(texts.tokens[spec.request_id]) == 34
+            for token, score in zip(texts.tokens[spec.request_id], scores, strict=True):
+                assert token == score.top_ids[0]
+                assert score.logprob == score.top[0] <= 0.0

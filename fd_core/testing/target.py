@@ -1,0 +1,136 @@
+"""The backend under test, found as a user would find it, and the engines that tests build on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from fd_core.backends.contract import Backend
+from fd_core.config import EngineConfig
+from fd_core.engine.core import Engine, load_engine
+from fd_core.errors import ConfigError
+from fd_core.ops.contract import Ops
+from fd_core.plugins import installed_plugins
+from fd_core.testing.checkpoints import ENGINE_CASE, write_checkpoint
+from fd_core.testing.drafting import KnowingDrafter, speculation
+
+__all__ = ["SMALL", "Target", "parse_target"]
+
+SMALL: Final[Mapping[str, Any]] = {
+    "max_num_seqs": 4,
+    "num_kv_blocks": 16,
+    "block_size": 4,
+    "max_model_len": 64,
+    "max_num_batched_tokens": 24,
+    "num_threads": 1,
+    "watchdog_seconds": 20.0,
+}
+"""Room for one request of the largest size."""
+
+
+def parse_target(text: str, folder: Path) -> Target:
+    """Return the backend that `NAME` or `NAME:FIELD=VALUE,FIELD=VALUE` names; fields are those of `EngineConfig`.
+
+    Checkpoints are written below `folder`. Raises `ConfigError` for a field that there is not.
+    """
+    name, _, rest = text.partition(":")
+    settings: dict[str, str] = {}
+    for part in filter(None, rest.split(",")):
+        field, equals, value = part.partition("=")
+        if not equals or field not in EngineConfig.__struct_fields__:
+            raise ConfigError(
+                f"{part!r} is not a setting", field="BACKEND", hint="such as cpu:dtype=bfloat16,native_kernels=false"
+            )
+        settings[field] = value
+    target = Target(text, name, settings, folder)
+    target.config()
+    return target
+
+
+class Target:
+    """One backend with settings; makes packs and engines."""
+
+    def __init__(self, text: str, name: str, settings: Mapping[str, str], folder: Path) -> None:
+        self.text = text
+        """As the user wrote it."""
+        self.name = name
+        self._settings = settings
+        self._folder = folder
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def config(self, **settings: Any) -> EngineConfig:
+        """Return engine settings: those of a small engine, then `settings`, then those of the user."""
+        values = {"model": "kit", "backend": self.name} | dict(SMALL) | settings | dict(self._settings)
+        try:
+            return msgspec.convert(values, EngineConfig, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{self.text}: {error}", field="BACKEND") from error
+
+    @cached_property
+    def cls(self) -> type[Backend]:
+        """The class, imported. Raises `PluginError` if it is missing or cannot run here."""
+        return installed_plugins().choose_backend(self.name).cls
+
+    @cached_property
+    def backend(self) -> Backend:
+        """One instance."""
+        return self.cls(self.config())
+
+    @cached_property
+    def ops(self) -> Ops:
+        """One pack, shared by tests that only compute."""
+        return self.backend.make_ops()
+
+    @property
+    def limits(self) -> Mapping[str, str]:
+        """What the backend says it lacks, with reasons."""
+        return self.backend.limits
+
+    @property
+    def emulated(self) -> bool:
+        """Whether another device plays the one that the backend is for."""
+        return bool(getattr(self.backend, "emulated", False))
+
+    @property
+    def oracle_name(self) -> str:
+        """The backend whose texts are right: numpy, or the scripted one for those that read no checkpoint."""
+        return "reference" if self.cls.needs_checkpoint else "null"
+
+    @cached_property
+    def oracle(self) -> Target:
+        """The oracle as a target of its own."""
+        return Target(self.oracle_name, self.oracle_name, {}, self._folder)
+
+    def checkpoint(self, case: str = ENGINE_CASE) -> Path | None:
+        """Return the folder of a tiny checkpoint, written at the first call; None for a backend that reads none."""
+        if not self.cls.needs_checkpoint:
+            return None
+        folder = self._folder / case
+        return folder if (folder / "model.safetensors").exists() else write_checkpoint(case, folder)
+
+    def load(self, **settings: Any) -> Engine:
+        """Load a small engine; close it after use."""
+        return load_engine(self.config(**settings), self.checkpoint(), progress=lambda *_: None)
+
+    @contextmanager
+    def engine(
+        self, k: int = 0, whole: Sequence[Sequence[int]] = (), wrong: float = 0.0, **settings: Any
+    ) -> Iterator[Engine]:
+        """Load a small engine and close it in the end.
+
+        With `k` > 0 up to k drafts are guessed from the `whole` texts, wrong in that share of the tokens.
+        """
+        engine = self.load(**{"speculative": speculation(k), "pipeline_depth": 1, **settings})
+        if k:
+            engine._device.runner._drafter = KnowingDrafter(engine.info.max_num_seqs, whole, wrong, 0)
+        try:
+            yield engine
+        finally:
+            engine.close()
