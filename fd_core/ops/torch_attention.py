@@ -64,7 +64,7 @@ class TorchKVCache(KVCache):
         self._blocks()[:, :, self._index(blocks)] = values.to(self._data.device).permute(1, 2, 0, 3, 4, 5)
 
     def _blocks(self) -> Array:
-        return self._data.unflatten(2, (self.num_blocks, self.shape.block_size))
+        return self._data.unflatten(2, (-1, self.shape.block_size))
 
     def _index(self, blocks: IntArray) -> Array:
         return torch.from_numpy(np.array(blocks, np.int64)).to(self._data.device)

@@ -16,7 +16,7 @@ from fd_core.ops.torch_attention import AttentionPlan, TorchKVCache, TorchLayer
 from fd_core.ops.torch_sampling import TorchSampling
 from fd_core.types import RawTensor
 
-__all__ = ["TorchLinear", "TorchOps", "to_torch"]
+__all__ = ["TorchLinear", "TorchOps", "route", "to_torch"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -114,7 +114,7 @@ class TorchOps(TorchSampling, Ops):
     def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
         """Look up rows. Like the models that have one, rounds the scale to the pack's dtype."""
         x = functional.embedding(token_ids, table)
-        return x if scale == 1.0 else x * float(torch.tensor(scale, dtype=self.torch_dtype))
+        return x if scale == 1.0 else x * torch.tensor(scale, dtype=self.torch_dtype)
 
     def rms_norm(self, x: Array, norm: Norm) -> Array:
         """Divide the last axis by its root mean square, in float32."""
@@ -167,7 +167,7 @@ class TorchOps(TorchSampling, Ops):
 
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
         """Run each expert on the tokens that chose it."""
-        chosen, weights = _route(x, experts)
+        chosen, weights = route(x, experts)
         # Places of the [T, top_k] choices, grouped by expert; reading the group sizes waits for the device.
         places = chosen.flatten().argsort(stable=True)
         sizes = torch.bincount(chosen.flatten(), minlength=len(experts.gate_up)).tolist()
@@ -177,6 +177,10 @@ class TorchOps(TorchSampling, Ops):
                 tokens = mine // experts.top_k
                 y = self.linear(self.gated_linear(x[tokens], experts.gate_up[expert], activation), experts.down[expert])
                 output.index_add_(0, tokens, y * weights.flatten()[mine, None].to(x.dtype))
+        return self.add_shared(output, x, experts, activation)
+
+    def add_shared(self, output: Array, x: Array, experts: Experts, activation: Activation) -> Array:
+        """Add what the experts that every token passes make of x to `output`, in place."""
         if experts.shared_gate_up is not None:
             output += self.linear(self.gated_linear(x, experts.shared_gate_up, activation), experts.shared_down)
         return output
@@ -195,7 +199,7 @@ class TorchOps(TorchSampling, Ops):
         return logits if softcap is None else (logits / softcap).tanh_().mul_(softcap)
 
 
-def _route(x: Array, experts: Experts) -> tuple[Array, Array]:
+def route(x: Array, experts: Experts) -> tuple[Array, Array]:
     """Return the chosen experts of each token int64[T, top_k] and their weights float32[T, top_k]."""
     scores = functional.linear(x.float(), experts.router).softmax(dim=-1)
     ranked = scores if experts.correction_bias is None else scores + experts.correction_bias

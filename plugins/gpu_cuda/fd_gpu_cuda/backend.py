@@ -1,0 +1,131 @@
+"""The backend `gpu_cuda`: torch on an NVIDIA GPU."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fd_core.backends.contract import Availability, Backend, LoadProgress, Model
+from fd_core.config import EngineConfig
+from fd_core.errors import ConfigError, PluginError
+from fd_core.ops.contract import Ops
+
+from fd_gpu_cuda.memory import kv_bytes, step_bytes
+from fd_gpu_cuda.probe import cuda_of_torch, device_problem, missing
+
+if TYPE_CHECKING:
+    from fd_gpu_cuda.device import Cuda
+    from fd_gpu_cuda.ops import Kernels
+
+__all__ = ["CudaBackend", "largest_step"]
+
+logger = logging.getLogger(__name__)
+
+_HINT = "pip install 'fd-gpu-cuda[torch]' from an index that has torch built for CUDA, such as the default one"
+
+
+class CudaBackend(Backend):
+    """torch on one CUDA device; bfloat16 unless asked for float32."""
+
+    name: ClassVar[str] = "gpu_cuda"
+    auto_rank: ClassVar[int] = 100
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self._cuda: Cuda | None = None
+        self._model: Model | None = None
+        self._kernels = "torch"
+
+    @classmethod
+    def probe(cls) -> Availability:
+        """Available where torch is built for CUDA and the driver has a device; imports neither torch nor Triton."""
+        if absent := missing("torch", "triton"):
+            return Availability(False, f"{' and '.join(absent)} not installed; {_HINT}")
+        version, cuda = cuda_of_torch()
+        if cuda is None:
+            return Availability(False, f"torch {version} is built without CUDA; {_HINT}")
+        count, problem = device_problem()
+        if problem:
+            return Availability(False, problem)
+        return Availability(True, f"torch {version} for CUDA {cuda}; the driver has {count} device(s)")
+
+    def make_ops(self) -> Ops:
+        """Create the pack on the first visible device; initialises CUDA."""
+        dtype = self._dtype()
+        try:
+            from fd_gpu_cuda.device import Cuda
+            from fd_gpu_cuda.ops import CudaOps
+        except ImportError as error:
+            raise PluginError(f"the {self.name} backend needs torch: {error}", field="--backend", hint=_HINT) from error
+        try:
+            self._cuda = Cuda()
+            kernels = self._load_kernels(dtype, self._cuda)
+        except (ImportError, RuntimeError) as error:
+            raise PluginError(
+                f"the {self.name} backend cannot use the device: {error}", field="--backend", hint=_HINT
+            ) from error
+        return CudaOps(dtype, self._cuda, kernels)
+
+    def load_model(self, path: Path | None, ops: Ops, progress: LoadProgress) -> Model:
+        """Load the model, and remember it: its size decides how much memory a step takes."""
+        model = super().load_model(path, ops, progress)
+        # A draft model is loaded later, and is the smaller one.
+        if self._model is None:
+            self._model = model
+        return model
+
+    def free_memory(self) -> int:
+        """Return what the device has left for KV beside the largest step and the graphs."""
+        if self._cuda is None:
+            return 0
+        free = self._cuda.free_bytes()
+        return kv_bytes(free, 0 if self._model is None else largest_step(self.config, self._model))
+
+    def describe(self) -> str:
+        """Name the device and the kernels."""
+        device = "CUDA device" if self._cuda is None else self._cuda.name
+        return f"{device}, {self._kernels}, decodes as CUDA graphs"
+
+    def _load_kernels(self, dtype: str, cuda: Cuda) -> Kernels:
+        from fd_gpu_cuda.kernels import attention, sampling
+        from fd_gpu_cuda.ops import Kernels
+
+        planned = None
+        self._kernels = "Triton kernels"
+        if dtype == "bfloat16" and not missing("flashinfer"):
+            from fd_gpu_cuda.flash_infer import FlashInferAttention
+
+            flashinfer = _imported("flashinfer")
+            if flashinfer is not None:
+                planned = FlashInferAttention(flashinfer, cuda.device)
+                self._kernels = "Triton kernels, FlashInfer for prefill"
+        return Kernels(attention.paged_attention, sampling.sample, planned)
+
+    def _dtype(self) -> str:
+        wanted = "bfloat16" if self.config.dtype == "auto" else self.config.dtype
+        if wanted not in ("float32", "bfloat16"):
+            raise ConfigError(f"the {self.name} backend computes in float32 or bfloat16, not {wanted}", field="--dtype")
+        return wanted
+
+
+def largest_step(config: EngineConfig, model: Model) -> int:
+    """Return the bytes that the largest step of a model takes beside weights and KV."""
+    width = 1 + (0 if config.speculative is None else config.speculative.num_speculative_tokens)
+    table: Any = getattr(getattr(model, "decoder", None), "embedding", None)
+    return step_bytes(
+        tokens=config.max_num_batched_tokens,
+        rows=min(config.max_num_seqs * width, config.max_num_batched_tokens),
+        hidden=model.vocab_size // 8 if table is None else int(table.shape[1]),
+        vocabulary=model.vocab_size,
+    )
+
+
+def _imported(name: str) -> Any:
+    """Return an optional module, or None with a word in the log if it is broken."""
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError, RuntimeError) as error:
+        logger.warning("%s is installed but cannot be used, so Triton's kernels are: %s", name, error)
+        return None

@@ -1,0 +1,75 @@
+"""The calls into torch.cuda that the plugin makes, in one place: tests put the processor there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from fd_core.ops.contract import Array
+
+__all__ = ["Cuda", "Replay"]
+
+Replay = Callable[[], None]
+"""Queues a captured computation again, over the memory that it was captured with."""
+
+
+class Cuda:
+    """One CUDA device. Constructing it initialises CUDA."""
+
+    def __init__(self, index: int = 0) -> None:
+        self.device = torch.device("cuda", index)
+        torch.cuda.set_device(self.device)
+        self._copies = torch.cuda.Stream(self.device)
+        self._pool: Any = None
+
+    @property
+    def name(self) -> str:
+        """What the driver calls the device."""
+        name: str = torch.cuda.get_device_name(self.device)
+        return name
+
+    def upload(self, host: Array) -> Array:
+        """Queue a copy of a host tensor. torch keeps the pinned memory until the copy has read it."""
+        return host.pin_memory().to(self.device, non_blocking=True) if host.numel() else host.to(self.device)
+
+    def download(self, arrays: Sequence[Array]) -> list[Array]:
+        """Return host tensors, waiting once for the current stream."""
+        hosts = [torch.empty(array.shape, dtype=array.dtype, pin_memory=True) for array in arrays]
+        for host, array in zip(hosts, arrays, strict=True):
+            host.copy_(array, non_blocking=True)
+        self.wait()
+        return hosts
+
+    def wait(self) -> None:
+        """Wait for the current stream."""
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def copying(self) -> AbstractContextManager[Any]:
+        """Return a context whose work goes to the stream of KV copies, beside the steps."""
+        context: AbstractContextManager[Any] = torch.cuda.stream(self._copies)
+        return context
+
+    def capture(self, compute: Callable[[], Array]) -> tuple[Replay, Array]:
+        """Capture a computation; returns how to queue it again and where its result will lie.
+
+        The graphs of one device share their memory, so the result of one holds until the next is replayed.
+        """
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            compute()  # outside the capture, because kernels are compiled and libraries set up on their first call
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may copy KV meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            result = compute()
+        self._pool = graph.pool()
+        return graph.replay, result
+
+    def free_bytes(self) -> int:
+        """Return bytes that nobody uses: what the driver has, and what torch holds without need."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        unused: int = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return int(free) + unused

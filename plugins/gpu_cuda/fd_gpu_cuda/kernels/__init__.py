@@ -1,0 +1,1 @@
+"""Kernels in Triton, each with the function that launches it."""

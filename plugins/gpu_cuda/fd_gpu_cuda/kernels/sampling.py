@@ -1,0 +1,96 @@
+"""Sampling in one launch: random bits, softmax weights and the choice, as `fd_core.ops.contract.Ops.sample` defines it.
+
+One program walks over the vocabulary of one row three times: for the largest logit, for the sum of the weights, and for
+the token at which their running sum passes the random share. Weights are integers in float64, so sums are exact in
+any order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from fd_core.ops.contract import Array, SampleInput
+
+__all__ = ["sample"]
+
+_TILE = 1024
+
+
+def sample(logits: Array, rows: SampleInput) -> Array:
+    """Choose a token for each row of float32[R, V], without filters; returns int32[R]."""
+    count, vocabulary = logits.shape
+    chosen = torch.empty(count, dtype=torch.int32, device=logits.device)
+    if count:
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        _sample[(count,)](
+            logits,
+            logits.stride(0),
+            rows.temperature,
+            rows.seeds,
+            rows.positions,
+            chosen,
+            vocabulary,
+            tile=_TILE,
+        )
+    return chosen
+
+
+@triton.jit
+def _weights(logits_at, vocabulary, begin, largest, temperature, tile: tl.constexpr):
+    """Return float64[tile]: rint(2^32 * exp((logit - largest) / temperature)), 0 beyond the vocabulary."""
+    token = begin + tl.arange(0, tile)
+    logit = tl.load(logits_at + token, mask=token < vocabulary, other=-float("inf")).to(tl.float64)
+    weight = tl.exp((logit - largest) / temperature) * 4294967296.0
+    # Numbers from 2^52 on are whole, so adding 2^52 rounds to a whole number, to the even one if it is halfway.
+    return (weight + 4503599627370496.0) - 4503599627370496.0
+
+
+@triton.jit
+def _sample(
+    logits_at,
+    stride,
+    temperature_at,
+    seeds_at,
+    positions_at,
+    chosen_at,
+    vocabulary,
+    tile: tl.constexpr,
+):
+    row = tl.program_id(0)
+    logits_at += row.to(tl.int64) * stride
+    largest = -float("inf")
+    chosen = 0
+    for begin in range(0, vocabulary, tile):
+        token = begin + tl.arange(0, tile)
+        logit = tl.load(logits_at + token, mask=token < vocabulary, other=-float("inf"))
+        best, where = tl.max(logit, 0, return_indices=True, return_indices_tie_break_left=True)
+        if best > largest:
+            largest = best
+            chosen = begin + where
+    temperature = tl.load(temperature_at + row).to(tl.float64)
+    if temperature > 0:
+        wide = tl.cast(largest, tl.float64)
+        mass = tl.zeros((tile,), tl.float64)
+        for begin in range(0, vocabulary, tile):
+            mass += _weights(logits_at, vocabulary, begin, wide, temperature, tile)
+        zero = tl.load(positions_at + row) * 0
+        bits, _, _, _ = tl.philox(
+            tl.load(seeds_at + row).to(tl.uint64, bitcast=True),
+            tl.load(positions_at + row).to(tl.uint32),
+            zero.to(tl.uint32),
+            zero.to(tl.uint32),
+            zero.to(tl.uint32),
+        )
+        share = (bits >> 8).to(tl.float64) * (1.0 / 16777216.0) * tl.sum(mass, 0)
+        before = share * 0.0
+        passed = 0
+        for begin in range(0, vocabulary, tile):
+            weight = _weights(logits_at, vocabulary, begin, wide, temperature, tile)
+            # The running sum never falls, so the tokens that stay at or below the share are those before the choice.
+            running = before + tl.cumsum(weight, 0)
+            token = begin + tl.arange(0, tile)
+            passed += tl.sum(((running <= share) & (token < vocabulary)).to(tl.int32), 0)
+            before += tl.sum(weight, 0)
+        chosen = passed
+    tl.store(chosen_at + row, chosen)

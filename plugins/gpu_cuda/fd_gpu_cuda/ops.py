@@ -1,0 +1,118 @@
+"""The torch pack on CUDA: the core's, with kernels for attention and sampling, and no wait inside a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from fd_core.config import Limits
+from fd_core.ops.contract import Activation, Array, Experts, Forward, Heads, KVCache, KVShape, SampleInput, StepInput
+from fd_core.ops.torch_attention import TorchLayer
+from fd_core.ops.torch_ops import TorchOps, route
+
+from fd_gpu_cuda.device import Cuda
+from fd_gpu_cuda.graphs import GraphedForward
+from fd_gpu_cuda.kv_cache import CudaKVCache
+from fd_gpu_cuda.sizes import graph_sizes, padded
+
+__all__ = ["CudaOps", "Kernels"]
+
+AttentionKernel = Callable[[Array, TorchLayer, Heads, StepInput], Array]
+
+
+class Kernels(NamedTuple):
+    """What is not composed of torch's own operations."""
+
+    attention: AttentionKernel
+    """Of any step; waits for nothing, and may be captured."""
+    sample: Callable[[Array, SampleInput], Array]
+    """Without filters."""
+    planned_attention: AttentionKernel | None = None
+    """Of steps whose metadata is on the host too; never captured."""
+
+
+class CudaOps(TorchOps):
+    """Operations on torch tensors of one CUDA device."""
+
+    name = "torch"
+
+    def __init__(self, dtype: str, cuda: Cuda, kernels: Kernels) -> None:
+        super().__init__(dtype, str(cuda.device))
+        self._cuda = cuda
+        self._kernels = kernels
+        self._sizes: tuple[int, ...] = ()
+        self._max_model_len = 0
+
+    def configure(self, limits: Limits) -> None:
+        """Choose the sizes of decodes."""
+        self._sizes = graph_sizes(limits.max_num_seqs, limits.max_num_batched_tokens)
+        self._max_model_len = limits.max_model_len
+
+    # Arrays -----------------------------------------------------------------------------------------------
+
+    def from_host(self, array: npt.NDArray[Any]) -> Array:
+        """Queue a copy from pinned memory; the array may be changed at once."""
+        if array.dtype == np.uint64:
+            array = array.view(np.int64)
+        return self._cuda.upload(torch.from_numpy(np.array(array)))
+
+    def fetch(self, arrays: Sequence[Array]) -> list[npt.NDArray[Any]]:
+        """Bring arrays over, waiting once."""
+        wide = [array.float() if array.dtype == torch.bfloat16 else array for array in arrays]
+        return [host.numpy() for host in self._cuda.download(wide)]
+
+    def to_host(self, array: Array) -> npt.NDArray[Any]:
+        """Bring one array over."""
+        return self.fetch([array])[0]
+
+    # Memory -----------------------------------------------------------------------------------------------
+
+    def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:
+        """Allocate blocks, and one more for padding."""
+        return CudaKVCache(shape, num_blocks, self.torch_dtype, self._cuda)
+
+    # Primitives -------------------------------------------------------------------------------------------
+
+    def paged_attention(self, q: Array, layer: TorchLayer, heads: Heads, step: StepInput) -> Array:
+        """Attend over the blocks in place."""
+        planned = self._kernels.planned_attention
+        if planned is not None and step.host is not None:
+            return planned(q, layer, heads, step)
+        return self._kernels.attention(q, layer, heads, step)
+
+    def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
+        """Run every expert on every token of a decode, and each on its own tokens in a larger step.
+
+        A decode reads most experts anyway and must not look at the choice on the host. A larger step waits for it once
+        a layer.
+        """
+        if not self._sizes or len(x) > self._sizes[-1]:
+            return super().moe(x, experts, activation)
+        chosen, weights = route(x, experts)
+        share = weights.new_zeros(len(x), len(experts.gate_up)).scatter_(1, chosen, weights).to(x.dtype)
+        output = torch.zeros_like(x)
+        for expert, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
+            y = self.linear(self.gated_linear(x, gate_up, activation), down)
+            output += y * share[:, expert, None]
+        return self.add_shared(output, x, experts, activation)
+
+    def sample(self, logits: Array, rows: SampleInput) -> Array:
+        """Choose a token for each row, in one kernel unless filters need the vocabulary sorted."""
+        if rows.all_greedy or rows.any_filter:
+            return super().sample(logits, rows)
+        return self._kernels.sample(logits, rows)
+
+    # Whole steps ------------------------------------------------------------------------------------------
+
+    def padded_rows(self, rows: int) -> int:
+        """The next size that has a graph."""
+        return padded(rows, self._sizes)
+
+    def compile(self, forward: Forward) -> Forward:
+        """Replay graphs for decodes."""
+        if not self._sizes:
+            return forward
+        return GraphedForward(forward, self._cuda, self._sizes, self._max_model_len)

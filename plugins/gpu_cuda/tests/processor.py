@@ -1,0 +1,148 @@
+"""The processor in the place of a CUDA device, and plain torch in the place of the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from fd_core.backends.contract import Backend
+from fd_core.ops.contract import Array, Heads, SampleInput, StepInput
+from fd_core.ops.torch_attention import TorchLayer
+from fd_core.ops.torch_ops import TorchOps
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fd_gpu_cuda.backend import CudaBackend
+from fd_gpu_cuda.device import Cuda, Replay
+from fd_gpu_cuda.ops import CudaOps, Kernels
+
+torch.set_num_threads(1)
+
+WAITING_METHODS = ("item", "tolist", "cpu", "__bool__", "__int__", "__float__", "__index__", "nonzero", "unique")
+WAITING_OPERATIONS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "unique",
+    "bincount",
+    "repeat_interleave.Tensor",
+)
+
+
+class Processor(Cuda):
+    """What `Cuda` does, at once and without a GPU. A replay computes again."""
+
+    name = "processor"  # type: ignore[assignment]  # a property of the class above
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.waits = 0
+        self.captured: list[int] = []
+        self.replays = 0
+        self.copies = 0
+        self.free = 0
+
+    def upload(self, host: Array) -> Array:
+        return host.clone()
+
+    def download(self, arrays: Sequence[Array]) -> list[Array]:
+        self.wait()
+        return [array.detach().clone() for array in arrays]
+
+    def wait(self) -> None:
+        self.waits += 1
+
+    def copying(self) -> AbstractContextManager[Any]:
+        self.copies += 1
+        return nullcontext()
+
+    def capture(self, compute: Callable[[], Array]) -> tuple[Replay, Array]:
+        compute()
+        result = compute()
+        self.captured.append(len(result))
+
+        def replay() -> None:
+            self.replays += 1
+            result.copy_(compute())
+
+        return replay, result
+
+    def free_bytes(self) -> int:
+        return self.free
+
+
+def plain_attention(q: Array, layer: TorchLayer, heads: Heads, step: StepInput) -> Array:
+    """Every token over every place of its row's table; looks at no value on the host."""
+    size = layer.block_size
+    token = torch.arange(len(q), dtype=torch.int32)
+    row = torch.searchsorted(step.query_start[1:], token, right=True)
+    context, place = step.context_len[row, None], torch.arange(step.block_tables.shape[1] * size)
+    own = context[:, 0] - step.query_start[row + 1] + token
+    distance = own[:, None] - place
+    seen = (distance >= 0) & (distance < (heads.window or 2**30))
+    slots = step.block_tables.long()[row][:, place // size] * size + place % size
+    slots = torch.where(place < context, slots, 0)
+    grouped = q.unflatten(1, (heads.num_kv_heads, -1)).float()
+    scores = torch.einsum("tkgd,tskd->tkgs", grouped, layer.keys[slots].float()) * heads.scale
+    if heads.softcap is not None:
+        scores = (scores / heads.softcap).tanh() * heads.softcap
+    weights = scores.masked_fill(~seen[:, None, None], -torch.inf).softmax(dim=-1)
+    return torch.einsum("tkgs,tskd->tkgd", weights, layer.values[slots].float()).flatten(1).to(q.dtype)
+
+
+def plain_sample(logits: Array, rows: SampleInput) -> Array:
+    return TorchOps().sample(logits, rows)
+
+
+def make_ops(
+    processor: Processor | None = None, attention: Any = plain_attention, sample: Any = plain_sample
+) -> CudaOps:
+    return CudaOps("float32", processor or Processor(), Kernels(attention, sample))
+
+
+class OnProcessor(CudaBackend):
+    """The backend as it is, but for the device and the kernels."""
+
+    processor: Processor
+
+    def make_ops(self) -> CudaOps:
+        self.processor = Processor()
+        self.processor.free = 2**30 + 2**28
+        self._cuda = self.processor
+        return make_ops(self.processor)
+
+
+def on_processor(config: Any) -> Backend:
+    return OnProcessor(config)
+
+
+class _Watch(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).removeprefix("aten.")
+        if name.startswith(WAITING_OPERATIONS):
+            raise AssertionError(f"{name} waits for the device")
+        if name.startswith("index.Tensor") and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        ):
+            raise AssertionError("indexing by a mask waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def nothing_waits(monkeypatch: Any) -> Iterator[None]:
+    """Fail where torch on CUDA would wait for the device to look at a value."""
+    with monkeypatch.context() as patch:
+        for name in WAITING_METHODS:
+
+            def refuse(*_: Any, name: str = name) -> Any:
+                raise AssertionError(f"Tensor.{name} waits for the device")
+
+            patch.setattr(torch.Tensor, name, refuse)
+        with _Watch():
+            yield
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)

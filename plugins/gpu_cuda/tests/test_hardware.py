@@ -1,0 +1,74 @@
+"""What only a GPU can show. Not part of the default run, and not run on hardware yet: `pytest -m hardware`."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fd_core.config import EngineConfig  # noqa: E402 - only where torch is installed
+from fd_core.ops.torch_ops import TorchOps  # noqa: E402
+from fd_core.runner.runner import Runner  # noqa: E402
+from fd_core.testing.checkpoints import write_checkpoint  # noqa: E402
+from test_steps import CASES, LIMITS, MIXED, conversation  # noqa: E402
+
+from fd_gpu_cuda.backend import CudaBackend  # noqa: E402
+
+pytestmark = pytest.mark.hardware
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_on_the_device_give_what_the_processor_gives(case: str, tmp_path: Path) -> None:
+    write_checkpoint(case, tmp_path)
+    backend = CudaBackend(EngineConfig(model=str(tmp_path), dtype="float32"))
+    outputs: list[list[Any]] = []
+    for ops in (TorchOps(), backend.make_ops()):
+        runner = Runner(ops, backend.load_model(tmp_path, ops, lambda done, total: None), LIMITS)
+        outputs.append([runner.execute(each).tokens for each in conversation(MIXED)])
+    np.testing.assert_array_equal(outputs[0], outputs[1])
+    assert backend.free_memory() > 0
+
+
+def test_nothing_but_the_fetch_synchronises(tmp_path: Path) -> None:
+    write_checkpoint("llama", tmp_path)
+    backend = CudaBackend(EngineConfig(model=str(tmp_path)))
+    ops = backend.make_ops()
+    runner = Runner(ops, backend.load_model(tmp_path, ops, lambda done, total: None), LIMITS)
+    plans = conversation(MIXED)
+    for each in plans[:3]:
+        runner.execute(each)
+    torch.cuda.set_sync_debug_mode("error")  # does not count the stream's own synchronize, which the fetch calls
+    try:
+        for each in plans[3:]:
+            runner.execute(each)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_copies_beside_the_steps_change_nothing(tmp_path: Path) -> None:
+    write_checkpoint("llama", tmp_path)
+    backend = CudaBackend(EngineConfig(model=str(tmp_path)))
+    ops = backend.make_ops()
+    runner = Runner(ops, backend.load_model(tmp_path, ops, lambda done, total: None), LIMITS)
+    spare = np.arange(50, 60, dtype=np.int32)
+    before = runner.cache.export_blocks(spare)
+    stop = threading.Event()
+
+    def copy() -> None:
+        while not stop.is_set():
+            runner.cache.import_blocks(spare, runner.cache.export_blocks(spare))
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    try:
+        for each in conversation(MIXED):
+            runner.execute(each)
+    finally:
+        stop.set()
+        thread.join()
+    np.testing.assert_array_equal(runner.cache.export_blocks(spare), before)

@@ -1,0 +1,166 @@
+"""Each backend says why it cannot run, and looking changes nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fd_core.plugins import Plugins
+
+from fd_gpu_cuda import backend, probe, with_onnx, with_paddle
+from fd_gpu_cuda.backend import CudaBackend
+from fd_gpu_cuda.with_onnx import CudaOnnxBackend
+from fd_gpu_cuda.with_paddle import CudaPaddleBackend
+
+BACKENDS = (CudaBackend, CudaPaddleBackend, CudaOnnxBackend)
+
+
+class Nvml:
+    """A driver's management library."""
+
+    def __init__(self, count: int = 1, broken: int = 0) -> None:
+        self.calls: list[str] = []
+        self.nvmlErrorString = lambda status: b"Driver/library version mismatch"
+        self._count, self._broken = count, broken
+
+    def nvmlInit_v2(self) -> int:  # noqa: N802 - the library's name
+        self.calls.append("init")
+        return self._broken
+
+    def nvmlDeviceGetCount_v2(self, at: Any) -> int:  # noqa: N802
+        at._obj.value = self._count
+        return 0
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        self.calls.append("shutdown")
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def installed(**settings: int) -> Nvml:
+        nvml = Nvml(**settings)
+        nvml.nvmlErrorString = SimpleCall(b"Driver/library version mismatch")
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: nvml)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        return nvml
+
+    return installed
+
+
+class SimpleCall:
+    """A C function that returns one value."""
+
+    def __init__(self, value: bytes) -> None:
+        self.value = value
+        self.restype: Any = None
+
+    def __call__(self, *_: Any) -> bytes:
+        return self.value
+
+
+def test_all_three_are_offered_by_the_installed_plugin() -> None:
+    offered = Plugins.discover().backends()
+    names = {name for name, entry in offered.items() if entry.origin.distribution == "fd-gpu-cuda"}
+    assert names == {"gpu_cuda", "gpu_cuda+paddle", "gpu_cuda+onnx"}
+    assert [offered[cls.name].load() for cls in BACKENDS] == list(BACKENDS)
+
+
+def test_looking_imports_no_framework() -> None:
+    code = """if True:
+        import sys
+        from fd_gpu_cuda.backend import CudaBackend
+        from fd_gpu_cuda.with_paddle import CudaPaddleBackend
+        from fd_gpu_cuda.with_onnx import CudaOnnxBackend
+        import json
+        answers = [cls.probe().reason for cls in (CudaBackend, CudaPaddleBackend, CudaOnnxBackend)]
+        loaded = {"torch", "triton", "paddle", "onnxruntime", "flashinfer"} & set(sys.modules)
+        print(json.dumps([answers, sorted(loaded)]))"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    answers, loaded = json.loads(run.stdout)
+    assert loaded == []
+    assert all(len(answer) > 10 and "\n" not in answer for answer in answers)
+
+
+def test_a_missing_framework_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(with_paddle, "device_problem", lambda: (1, ""))
+    for cls, name in zip(BACKENDS, ("torch and triton", "Paddle", "onnx and onnxruntime"), strict=True):
+        found = cls.probe()
+        assert not found.available
+        assert found.reason.startswith(f"{name} ")
+        assert "install" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n", ("2.13.0+cpu", None)),
+        ("__version__ = '2.9.1+cu128'\ncuda: str | None = '12.8'\nhip = None\n", ("2.9.1+cu128", "12.8")),
+        ("__version__ = '2.9.1+rocm7'\ncuda = None\nhip = '7.0'\n", ("2.9.1+rocm7", None)),
+    ],
+)
+def test_torch_s_own_file_says_which_cuda_it_is_for(
+    text: str, expected: tuple[str, str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "version.py").write_text(text)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    assert probe.cuda_of_torch() == expected
+
+
+def test_a_torch_without_cuda_is_told_apart_from_a_missing_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "missing", lambda *names: [])
+    monkeypatch.setattr(backend, "cuda_of_torch", lambda: ("2.13.0+cpu", None))
+    assert "torch 2.13.0+cpu is built without CUDA" in CudaBackend.probe().reason
+    monkeypatch.setattr(backend, "cuda_of_torch", lambda: ("2.9.1+cu128", "12.8"))
+    monkeypatch.setattr(backend, "device_problem", lambda: (0, "no NVIDIA driver is installed"))
+    assert CudaBackend.probe().reason == "no NVIDIA driver is installed"
+    monkeypatch.setattr(backend, "device_problem", lambda: (2, ""))
+    found = CudaBackend.probe()
+    assert (found.available, found.emulated) == (True, False)
+    assert found.reason == "torch 2.9.1+cu128 for CUDA 12.8; the driver has 2 device(s)"
+
+
+def test_a_driver_is_asked_and_left_as_it_was(driver: Any) -> None:
+    nvml = driver(count=2)
+    assert probe.device_problem() == (2, "")
+    assert nvml.calls == ["init", "shutdown"]
+
+
+def test_a_driver_without_devices_or_with_an_error_says_so(driver: Any) -> None:
+    driver(count=0)
+    assert probe.device_problem() == (0, "the NVIDIA driver sees no device")
+    driver(broken=18)
+    assert "does not answer: Driver/library version mismatch" in probe.device_problem()[1]
+
+
+def test_hidden_devices_and_a_missing_driver_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "hides every device" in probe.device_problem()[1]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(probe, "_NVML", "libnot-there.so.1")
+    assert "no NVIDIA driver is installed" in probe.device_problem()[1]
+
+
+def answer(text: str, errors: str = "") -> Any:
+    return lambda *_, **__: SimpleNamespace(stdout=text, stderr=errors, returncode=1)
+
+
+def test_a_runtime_that_falls_back_to_the_processor_is_not_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, expected in (
+        (f'{with_onnx._MARK} ["1.31.1", "CPUExecutionProvider"]', "falls back to CPUExecutionProvider"),
+        (f'{with_onnx._MARK} ["1.31.1", "CUDAExecutionProvider"]', ""),
+        ("", "cannot start a session: no libcudnn"),
+    ):
+        with_onnx.provider_problem.cache_clear()
+        monkeypatch.setattr(subprocess, "run", answer(text, "no libcudnn"))
+        problem = with_onnx.provider_problem()[1]
+        assert expected in problem
+        assert bool(problem) == bool(expected)
+    with_onnx.provider_problem.cache_clear()

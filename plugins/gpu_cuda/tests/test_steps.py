@@ -1,0 +1,244 @@
+"""Whole steps on the processor in the device's place: graphs, padding, waits, memory."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fd_core.backends.contract import Model  # noqa: E402 - only where torch is installed
+from fd_core.config import EngineConfig, Limits, SpeculativeConfig, resolve_limits  # noqa: E402
+from fd_core.ops.contract import KVShape, Ops  # noqa: E402
+from fd_core.ops.numpy_ops import NumpyOps  # noqa: E402
+from fd_core.ops.torch_ops import TorchOps  # noqa: E402
+from fd_core.runner.inputs import BudgetExceeded  # noqa: E402
+from fd_core.runner.runner import Runner  # noqa: E402
+from fd_core.testing.arrays import Values, on_device, sample_input  # noqa: E402
+from fd_core.testing.checkpoints import write_checkpoint  # noqa: E402
+from fd_core.types import Admission, BlockGrant, SamplingParams, StepPlan, TakeBack  # noqa: E402
+from processor import OnProcessor, Processor, ids, make_ops, nothing_waits  # noqa: E402
+
+from fd_gpu_cuda.backend import largest_step  # noqa: E402
+from fd_gpu_cuda.memory import GRAPH_BYTES  # noqa: E402
+
+LIMITS = Limits(
+    max_num_seqs=6, max_num_batched_tokens=40, max_model_len=40, block_size=4, num_kv_blocks=60, vocab_size=160
+)
+CASES = ("llama", "qwen3-moe", "gemma3")
+
+
+@pytest.fixture(scope="module", params=CASES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp(request.param)
+    write_checkpoint(request.param, place)
+    return place
+
+
+def load(folder: Path, ops: Ops) -> Model:
+    return OnProcessor(EngineConfig(model=str(folder))).load_model(folder, ops, lambda done, total: None)
+
+
+def plan(step: int, rows: list[tuple[int, int, int]], sampling: list[bool] | None = None, **more: Any) -> StepPlan:
+    """A plan of (slot, start, tokens) rows."""
+    slots, starts, counts = (ids(*column) for column in zip(*rows, strict=True)) if rows else (ids(), ids(), ids())
+    samples = np.array([True] * len(rows) if sampling is None else sampling, np.bool_)
+    zeros = np.zeros(len(rows), np.int32)
+    return StepPlan(1, step, slots, zeros + 1, starts, counts, zeros, samples, **more)
+
+
+def admission(slot: int, prompt: int, **params: Any) -> Admission:
+    tokens = np.random.default_rng(slot).integers(0, 160, prompt, np.int32)
+    return Admission(slot, 1, tokens, prompt, SamplingParams(**params), (), 0)
+
+
+def conversation(params: list[dict[str, Any]], decodes: int = 5) -> list[StepPlan]:
+    """Prefill in one step, then decode; slots leave one after the other."""
+    lengths = [3 + 2 * slot for slot in range(len(params))]
+    stays = tuple(
+        admission(slot, length, **own) for slot, (length, own) in enumerate(zip(lengths, params, strict=True))
+    )
+    grants = tuple(BlockGrant(slot, 0, np.arange(10, dtype=np.int32) + slot * 10) for slot in range(len(params)))
+    plans = [plan(0, [(slot, 0, length) for slot, length in enumerate(lengths)], admissions=stays, grants=grants)]
+    for step in range(decodes):
+        live = range(min(step, len(params) - 1), len(params))
+        backs = (TakeBack(step - 1, 1),) if 0 < step < len(params) else ()
+        plans.append(plan(step + 1, [(slot, lengths[slot] + step, 1) for slot in live], take_backs=backs))
+    return plans
+
+
+MIXED: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 5},
+    {"temperature": 0.8, "seed": 6, "top_p": 0.9, "logprobs": 2},
+    {"temperature": 1.2, "seed": 7, "presence_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": {3: 1.0}},
+    {"temperature": 0.9, "seed": 8, "min_p": 0.05, "top_k": 20},
+]
+
+
+def test_steps_give_what_the_core_s_pack_gives(folder: Path) -> None:
+    processor = Processor()
+    outputs = []
+    for ops in (TorchOps(), make_ops(processor)):
+        runner = Runner(ops, load(folder, ops), LIMITS)
+        outputs.append([runner.execute(each) for each in conversation(MIXED)])
+    for expected, found in zip(*outputs, strict=True):
+        np.testing.assert_array_equal(found.tokens, expected.tokens)
+        if expected.logprobs is not None:
+            np.testing.assert_allclose(found.logprobs.top, expected.logprobs.top, atol=1e-4)
+    assert processor.captured == [6, 4, 2, 1]
+    assert processor.replays == 5
+
+
+def test_a_step_waits_for_the_device_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = Processor()
+    ops = make_ops(processor)
+    runner = Runner(ops, load(folder, ops), LIMITS)
+    plans = conversation(MIXED)
+    prefill = 0 if "moe" in folder.name else 1  # a mixture of experts looks at its choice in steps beyond the graphs
+    for each in plans[: 1 - prefill]:
+        runner.execute(each)
+    for each in plans[1 - prefill :]:
+        before = processor.waits
+        with nothing_waits(monkeypatch):
+            runner.execute(each)
+        assert processor.waits == before + 1
+
+
+WAITS = (lambda one: one.item(), lambda one: one.tolist(), lambda one: one.cpu(), lambda one: one[one > 0], int, bool)
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_the_watch_notices_what_waits(wait: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AssertionError, match="waits for the device"), nothing_waits(monkeypatch):
+        wait(torch.ones(1))
+
+
+def test_padding_is_computed_where_the_budget_was_charged_and_nowhere_else(folder: Path) -> None:
+    ops = make_ops()
+    runner = Runner(ops, load(folder, ops), LIMITS)
+    given: list[tuple[int, int]] = []
+    forward = runner._forward
+
+    def watched(step: Any, cache: Any) -> Any:
+        given.append((len(step.token_ids), len(step.logits_rows)))
+        return forward(step, cache)
+
+    runner._forward = watched
+    plans = conversation(MIXED)
+    runner.execute(plans[0])
+    before = runner.cache.export_blocks(np.arange(50, 60, dtype=np.int32))
+    for each in plans[1:]:
+        runner.execute(each)
+    assert given[1:] == [(6, 5), (4, 4), (4, 3), (2, 2), (1, 1)]
+    np.testing.assert_array_equal(runner.cache.export_blocks(np.arange(50, 60, dtype=np.int32)), before)
+
+
+def test_the_smallest_budget_runs_without_padding_beyond_it(folder: Path) -> None:
+    ops = make_ops()
+    tight = Limits(
+        max_num_seqs=6, max_num_batched_tokens=3, max_model_len=40, block_size=4, num_kv_blocks=60, vocab_size=160
+    )
+    runner = Runner(ops, load(folder, ops), tight)
+    stays = tuple(admission(slot, 1, temperature=0.0) for slot in range(3))
+    grants = tuple(BlockGrant(slot, 0, ids(slot)) for slot in range(3))
+    rows = [(slot, 0, 1) for slot in range(3)]
+    output = runner.execute(plan(0, rows, admissions=stays, grants=grants))
+    assert (output.tokens[:3] >= 0).all()
+    with pytest.raises(BudgetExceeded):
+        runner.execute(plan(1, [(0, 1, 1), (1, 1, 1), (2, 0, 2)], sampling=[True, True, False]))
+
+
+def test_a_decode_beside_an_unfinished_chunk_of_one_token_is_replayed(folder: Path) -> None:
+    processor = Processor()
+    outputs = []
+    for ops in (TorchOps(), make_ops(processor)):
+        runner = Runner(ops, load(folder, ops), LIMITS)
+        stays = (admission(0, 1, temperature=0.0), admission(1, 4, temperature=0.0))
+        grants = (BlockGrant(0, 0, ids(8, 9)), BlockGrant(1, 0, ids(3, 4)))
+        first = plan(0, [(0, 0, 1), (1, 0, 1)], sampling=[True, False], admissions=stays, grants=grants)
+        second = plan(1, [(0, 1, 1), (1, 1, 3)])
+        outputs.append([runner.execute(each).tokens for each in (first, second)])
+    np.testing.assert_array_equal(outputs[0], outputs[1])
+    assert processor.replays == 1
+
+
+def test_blocks_are_copied_bit_by_bit_beside_the_steps_and_from_another_thread() -> None:
+    for dtype in ("float32", "bfloat16"):
+        processor = Processor()
+        ops = make_ops(processor, dtype)
+        cache: Any = ops.allocate_kv(KVShape(2, 2, 8, 4), 6)
+        cache._data.copy_(torch.randn(cache._data.shape))
+        assert (cache.num_blocks, cache.spare_block) == (6, 6)
+        cache._chunk = 2
+        copied: list[np.ndarray] = []
+        thread = threading.Thread(
+            target=lambda to, cache: to.append(cache.export_blocks(ids(5, 0, 3))), args=(copied, cache)
+        )
+        thread.start()
+        thread.join()
+        assert copied[0].shape == (3, 2, 2, 4, 2, 8)
+        cache.import_blocks(ids(1, 2, 4), copied[0])
+        np.testing.assert_array_equal(cache.export_blocks(ids(1, 2, 4)), copied[0])
+        assert processor.copies == 3
+        assert cache.export_blocks(ids()).shape == (0, 2, 2, 4, 2, 8)
+
+
+def test_the_kv_cache_is_sized_from_what_is_free(folder: Path) -> None:
+    config = EngineConfig(model=str(folder), max_num_seqs=8, max_num_batched_tokens=64, gpu_memory_utilization=1.0)
+    backend = OnProcessor(config)
+    model = backend.load_model(folder, backend.make_ops(), lambda done, total: None)
+    step = largest_step(config, model)
+    drafting = replace_drafts(config, 3)
+    assert largest_step(drafting, model) > step
+    shape = model.kv_shape(config.block_size)
+    bytes_per_block = shape.bytes_per_block(4)
+    backend.processor.free = GRAPH_BYTES + step + 5 * bytes_per_block + 1
+    limits = resolve_limits(
+        config,
+        model_max_len=model.max_positions,
+        vocab_size=model.vocab_size,
+        bytes_per_block=bytes_per_block,
+        free_bytes=backend.free_memory(),
+    )
+    assert limits.num_kv_blocks == 5
+
+
+def replace_drafts(config: EngineConfig, drafts: int) -> EngineConfig:
+    fields = {name: getattr(config, name) for name in config.__struct_fields__}
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=drafts)
+    return EngineConfig(**(fields | {"speculative": speculative}))
+
+
+def test_without_filters_sampling_goes_to_the_kernel() -> None:
+    ops = make_ops()
+    calls: list[int] = []
+    ops._kernels = ops._kernels._replace(sample=lambda logits, rows: calls.append(len(logits)) or ids(0))
+    logits = ops.from_host(Values(2)(3, 50))
+    ops.sample(logits, on_device(ops, sample_input(3)))
+    assert calls == [3]
+    filtered = sample_input(3, top_k=4, temperature=0.7)
+    np.testing.assert_array_equal(
+        ops.sample(logits, on_device(ops, filtered)).numpy(), NumpyOps().sample(logits.numpy(), filtered)
+    )
+    assert calls == [3]
+
+
+def test_what_is_handed_over_may_be_changed_at_once() -> None:
+    array = ids(1, 2)
+    on_the_device = make_ops().from_host(array)
+    array[:] = 9
+    assert on_the_device.tolist() == [1, 2]
+
+
+def test_a_dtype_without_kernels_is_refused() -> None:
+    from fd_core.errors import ConfigError
+
+    from fd_gpu_cuda.backend import CudaBackend
+
+    with pytest.raises(ConfigError, match="float32 or bfloat16, not float16"):
+        CudaBackend(EngineConfig(model="x", dtype="float16")).make_ops()
