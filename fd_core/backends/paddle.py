@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import ClassVar, Final
 
 from fd_core.backends.contract import Availability, Backend
@@ -87,6 +88,8 @@ class PaddleBackend(Backend):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self.emulated = self.probe().emulated
+        if self.place == "cpu":
+            self.limits = MappingProxyType({"bfloat16": "Paddle multiplies no bfloat16 matrices on a processor"})
 
     @classmethod
     def probe(cls) -> Availability:

@@ -64,6 +64,7 @@ def test_an_emulated_device_says_so_and_computes_on_the_processor_in_float32(see
     assert backend.place == "cpu"
     assert backend.describe() == "chip emulated on the CPU, 3 threads, Paddle eager: says nothing about the hardware"
     assert backend._dtype() == "float32"
+    assert set(backend.limits) == {"bfloat16"}
     with pytest.raises(ConfigError, match="the chip backend where it is emulated computes in float32, not bfloat16"):
         Emulated(EngineConfig(model="m", dtype="bfloat16")).make_ops()
 
@@ -75,6 +76,7 @@ def test_a_device_that_is_there_is_used(seen):
     assert backend.place == "chip"
     assert "emulated" not in backend.describe()
     assert backend._dtype() == "bfloat16"
+    assert not backend.limits
     assert Emulated(EngineConfig(model="m", dtype="float32"))._dtype() == "float32"
 
 
