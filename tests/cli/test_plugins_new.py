@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ from fd_core.cli.scaffold.project import write_project
 from fd_core.errors import ConfigError
 from tests.plugin_sites import installed
 
-ROOTS = {"torch": "torch", "paddle": "paddle", "numpy": "numpy"}
+ROOTS = {"torch": "torch", "paddle": "paddle", "onnx": "onnxruntime", "numpy": "numpy"}
 """Frameworks to the modules they need."""
 LONGEST = "x" * 40
 
@@ -64,6 +65,7 @@ def test_the_project_is_clean(tmp_path, framework, name):
     run(tmp_path, "-m", "ruff", "format", "--check", ".")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
 def test_the_projects_are_typed(projects):
     packages = [str(next(project.glob("fd_*"))) for project in projects.values()]
@@ -78,6 +80,26 @@ def test_the_plugin_is_in_order(projects, framework):
     assert "nothing is wrong" in said
     if importlib.util.find_spec(ROOTS[framework]):
         assert f"backend some_chip_{framework} can run here: emulated" in said
+
+
+@pytest.mark.parametrize("framework", [each for each in Framework if importlib.util.find_spec(ROOTS[each])])
+def test_operations_and_fusions_conform(projects, framework):
+    project, name = projects[framework], f"some_chip_{framework}"
+    installed(project)
+    card = run(project, "-m", "fd_core.cli", "conformance", name, "-k", "operations or fusions")
+    assert f"{name} passes" in card
+    assert "emulated" in card
+
+
+@pytest.mark.parametrize("framework, setting", [(Framework.TORCH, "DEVICE"), (Framework.ONNX, "PROVIDER")])
+def test_a_device_that_nothing_looks_for_is_not_available(tmp_path, framework, setting):
+    project = write_project("mychip", framework, tmp_path)
+    installed(project)
+    file = project / "fd_mychip" / "backend.py"
+    file.write_text(re.sub(f'^{setting} = ".*"', f'{setting} = "npu"', file.read_text(), flags=re.MULTILINE))
+    said = run(project, "-m", "fd_core.cli", "plugins", "check", "mychip")
+    if importlib.util.find_spec(ROOTS[framework]):
+        assert "cannot run here: nothing looks for npu yet: write that in MychipBackend.probe" in said
 
 
 @pytest.mark.parametrize(

@@ -12,4 +12,5 @@ class Framework(StrEnum):
 
     TORCH = "torch"
     PADDLE = "paddle"
+    ONNX = "onnx"
     NUMPY = "numpy"

@@ -43,6 +43,7 @@ _FILES: Final[Mapping[str, str]] = {
 _TITLES: Final[Mapping[Framework, str]] = {
     Framework.TORCH: "torch",
     Framework.PADDLE: "Paddle",
+    Framework.ONNX: "ONNX Runtime",
     Framework.NUMPY: "numpy",
 }
 
