@@ -53,6 +53,8 @@ class _Group:
     """int32[n, 1, Q, 1]; padding is 0, so that it sees one key."""
     tables: IntArray
     """int32[n, B]; padding repeats the row's first block, so that no row reads what belongs to another."""
+    holes: npt.NDArray[np.int64]
+    """int64[m, 3], the places (row, block, offset) beyond the rows' contexts."""
 
 
 _GROUPS = 2
@@ -67,6 +69,7 @@ class GatheredAttention(AttentionForm):
             graph.input(f"tokens_{group}", np.int32, (f"n{group}", f"q{group}"))
             graph.input(f"positions_{group}", np.int32, (f"n{group}", 1, f"q{group}", 1))
             graph.input(f"tables_{group}", np.int32, (f"n{group}", f"b{group}"))
+            graph.input(f"holes_{group}", np.int64, (f"m{group}", 3))
             graph.input(f"keys_at_{group}", np.int32, (f"l{group}",))
         graph.input("places", np.int32, ("tokens",))
 
@@ -86,6 +89,7 @@ class GatheredAttention(AttentionForm):
                 f"tokens_{index}": group.tokens,
                 f"positions_{index}": group.positions,
                 f"tables_{index}": group.tables,
+                f"holes_{index}": group.holes,
                 f"keys_at_{index}": np.arange(group.tables.shape[1] * block_size, dtype=np.int32),
             }
             real = np.arange(group.tokens.shape[1]) < counts[rows, None]
@@ -113,12 +117,11 @@ class GatheredAttention(AttentionForm):
         flat = graph.reshape(q, -1, width)
         parts = []
         for group in range(_GROUPS):
-            tables = Symbol(graph, f"tables_{group}")
             found = graph.op(
                 "Attention",
                 graph.op("Gather", flat, Symbol(graph, f"tokens_{group}")),
-                graph.reshape(graph.op("Gather", layer.keys, tables), 0, -1, layer.width),
-                graph.reshape(graph.op("Gather", layer.values, tables), 0, -1, layer.width),
+                self._context(group, layer.keys, layer),
+                self._context(group, layer.values, layer),
                 self._mask(graph, group, heads.window),
                 q_num_heads=heads.num_heads,
                 kv_num_heads=heads.num_kv_heads,
@@ -127,6 +130,23 @@ class GatheredAttention(AttentionForm):
             )
             parts.append(graph.reshape(found, -1, width))
         return graph.op("Gather", graph.op("Concat", *parts, axis=0), Symbol(graph, "places"))
+
+    def _context(self, group: int, cached: Symbol, layer: TracedLayer) -> Symbol:
+        """Return keys or values [n, L, nkv * d], zero where a block holds what another request may have left.
+
+        The mask alone would not hide a NaN. The zeros are written into the gathered copy, in place.
+        """
+        graph = cached.graph
+        holes = Symbol(graph, f"holes_{group}")
+
+        def zeros() -> Symbol:
+            count = graph.op("Shape", holes, start=0, end=1)
+            rest = graph.integers(layer.num_kv_heads, layer.head_dim)
+            return graph.op("ConstantOfShape", graph.op("Concat", count, rest, axis=0))
+
+        found = graph.op("Gather", cached, Symbol(graph, f"tables_{group}"))
+        found = graph.op("ScatterND", found, holes, graph.once(("zeros", group), zeros))
+        return graph.reshape(found, 0, -1, layer.width)
 
     def _mask(self, graph: Graph, group: int, window: int | None) -> Symbol:
         """Return bool[n, 1, Q, L], true where a token sees a key; layers of one window share it."""
@@ -166,10 +186,12 @@ def _group(step: StepInput, rows: npt.NDArray[Any], block_size: int, *, alone: b
     used = -(-contexts // block_size)
     tables = np.asarray(step.block_tables)[rows, : int(used.max())]
     positions = np.where(real, contexts - counts + place, 0)
+    beyond = np.arange(tables.shape[1] * block_size).reshape(tables.shape[1], block_size) >= contexts[:, :, None]
     return _Group(
         tokens=np.where(real, starts + place, starts).astype(np.int32),
         positions=positions[:, None, :, None].astype(np.int32),
         tables=np.where(np.arange(tables.shape[1]) < used, tables, tables[:, :1]).astype(np.int32),
+        holes=np.argwhere(beyond),
     )
 
 

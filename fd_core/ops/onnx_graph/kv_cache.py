@@ -38,10 +38,15 @@ class TracedLayer:
     keys: Symbol
     values: Symbol
     block_size: int
-    width: int
-    """nkv * d"""
+    num_kv_heads: int
+    head_dim: int
     unwritten: tuple[Symbol, Symbol] | None = None
     """Keys and values that the operator which attends will write."""
+
+    @property
+    def width(self) -> int:
+        """Elements of one token's keys."""
+        return self.num_kv_heads * self.head_dim
 
 
 class OnnxKVCache(KVCache):
@@ -104,7 +109,8 @@ class TracedCache(KVCache):
                 graph.input(f"keys_{index}", np.float32, sizes),
                 graph.input(f"values_{index}", np.float32, sizes),
                 shape.block_size,
-                shape.num_kv_heads * shape.head_dim,
+                shape.num_kv_heads,
+                shape.head_dim,
             )
             for index in range(shape.num_layers)
         ]
