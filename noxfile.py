@@ -38,6 +38,11 @@ def tests(session: nox.Session) -> None:
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test]", *(word for plugin in PLUGINS for word in ("-e", f"{plugin}[test]")))
     session.run("pytest", *session.posargs)
+    if not session.posargs:
+        # What a plugin computes with a framework, its kernels included, needs more than its own session has.
+        session.install("-e", "plugins/gpu_cuda[kernels]")
+        with session.chdir("plugins/gpu_cuda"):
+            session.run("pytest")
 
 
 @nox.session
@@ -55,6 +60,14 @@ def paddle(session: nox.Session) -> None:
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test,paddle]", "-e", "plugins/xpu[test]", "-e", "plugins/metax[test]")
     session.run("pytest", "tests/ops", "tests/models", "tests/backends", *session.posargs)
+
+
+@nox.session
+def onnx(session: nox.Session) -> None:
+    """The onnx pack and its backend, with ONNX Runtime."""
+    session.install("-e", ".[cpu]")
+    session.install("-e", ".[cpu,test,onnx]")
+    session.run("pytest", "tests/ops", *session.posargs)
 
 
 @nox.session

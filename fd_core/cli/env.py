@@ -32,7 +32,7 @@ def env() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = Console(markup=False)  # reasons hold brackets, such as those of an extra
     for title, rows in (("Machine", _machine()), ("Versions", _versions()), ("Caches", _caches())):
         table = Table(title=title, title_justify="left", show_header=False)
         for row in rows:

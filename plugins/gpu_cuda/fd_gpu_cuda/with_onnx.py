@@ -57,7 +57,8 @@ class CudaOnnxBackend(OnnxBackend):
     """The core's traced models on CUDA, float32."""
 
     name: ClassVar[str] = "gpu_cuda+onnx"
-    auto_rank: ClassVar[int] = 40
+    auto_rank: ClassVar[int] = -1
+    """Never taken by itself while its KV travels between host and device in each step."""
 
     @classmethod
     def probe(cls) -> Availability:

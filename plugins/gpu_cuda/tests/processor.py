@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from fd_core.backends.contract import Backend
 from fd_core.ops.contract import Array, Heads, SampleInput, StepInput
 from fd_core.ops.torch_attention import TorchLayer
 from fd_core.ops.torch_ops import TorchOps
@@ -96,10 +95,8 @@ def plain_sample(logits: Array, rows: SampleInput) -> Array:
     return TorchOps().sample(logits, rows)
 
 
-def make_ops(
-    processor: Processor | None = None, attention: Any = plain_attention, sample: Any = plain_sample
-) -> CudaOps:
-    return CudaOps("float32", processor or Processor(), Kernels(attention, sample))
+def make_ops(processor: Processor | None = None, dtype: str = "float32") -> CudaOps:
+    return CudaOps(dtype, processor or Processor(), Kernels(plain_attention, plain_sample))
 
 
 class OnProcessor(CudaBackend):
@@ -111,11 +108,8 @@ class OnProcessor(CudaBackend):
         self.processor = Processor()
         self.processor.free = 2**30 + 2**28
         self._cuda = self.processor
-        return make_ops(self.processor)
-
-
-def on_processor(config: Any) -> Backend:
-    return OnProcessor(config)
+        # float32 unless asked otherwise: here every intermediate result would be rounded to bfloat16.
+        return make_ops(self.processor, "float32" if self.config.dtype == "auto" else self._dtype())
 
 
 class _Watch(TorchDispatchMode):

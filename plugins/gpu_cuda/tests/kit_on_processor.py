@@ -1,0 +1,19 @@
+"""A pytest plugin that puts the processor in the place of the CUDA device, for the conformance kit.
+
+`pytest -p kit_on_processor --pyargs fd_core.testing.suite --fd-backend=gpu_cuda`, with this folder on the path.
+"""
+
+from __future__ import annotations
+
+from fd_core.backends.contract import Availability
+from processor import OnProcessor
+
+from fd_gpu_cuda.backend import CudaBackend
+
+
+def probe() -> Availability:
+    return Availability(True, "emulated on the processor by a test", emulated=True)
+
+
+CudaBackend.probe = staticmethod(probe)  # type: ignore[assignment, method-assign]  # for the whole process
+CudaBackend.make_ops = OnProcessor.make_ops  # type: ignore[method-assign]

@@ -1,0 +1,27 @@
+"""The conformance kit on the whole plugin, but for the device and its kernels."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+NOT_HERE = "not test_a_text_survives_a_crash_in_the_middle"
+"""Its engine is a process of its own, which has the real device or none."""
+
+
+def test_the_kit_passes_with_the_processor_in_the_device_s_place(tmp_path: Path) -> None:
+    words = ["-p", "fd_core.testing.plugin", "-p", "kit_on_processor", "-p", "no:cacheprovider", "-k", NOT_HERE]
+    command = [sys.executable, "-m", "pytest", *words, "--pyargs", "fd_core.testing.suite", "--fd-backend=gpu_cuda"]
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    run = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
+    passed = re.search(r"(\d+) passed", run.stdout)
+    assert passed is not None and int(passed[1]) > 100

@@ -1,0 +1,17 @@
+"""`fdcore env` shows what plugins say as they say it."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from fd_core.backends.contract import Availability
+from fd_core.backends.cpu import CpuBackend
+from fd_core.cli.app import app
+
+
+def test_brackets_in_a_reason_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuBackend, "probe", lambda: Availability(False, "pip install 'x[cpu]'"))
+    shown = CliRunner().invoke(app, ["env"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0
+    assert "pip install 'x[cpu]'" in shown.stdout
