@@ -101,8 +101,8 @@ class ModelConfig:
         return tuple(value)
 
     def activation(self, field: str = "hidden_act") -> Activation:
-        """Return the activation of the feed-forward layers."""
-        name = self.text(field, "silu")
+        """Return the activation of the feed-forward layers; silu where none is named, or what Gemma takes then."""
+        name = self.text(field, "gelu_pytorch_tanh" if field == "hidden_activation" else "silu")
         if name not in _ACTIVATIONS:
             raise self._wrong(field, f"one of {', '.join(_ACTIVATIONS)}", name)
         return _ACTIVATIONS[name]
