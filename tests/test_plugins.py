@@ -20,7 +20,7 @@ def site(tmp_path, monkeypatch):
 
 def test_built_ins_are_registered_like_strangers():
     plugins = Plugins.discover([])
-    assert set(plugins.backends()) == {"cpu", "cpu+paddle", "reference", "null"}
+    assert set(plugins.backends()) == {"cpu", "cpu+onnx", "cpu+paddle", "reference", "null"}
     assert set(plugins.schedulers()) == {"fcfs", "priority", "fair"}
     assert set(plugins.victim_policies()) == {"cheapest", "youngest"}
     assert set(plugins.drafters()) == {"ngram", "suffix", "draft_model"}
@@ -128,7 +128,9 @@ def test_a_plugin_cannot_replace_a_built_in(site):
 
 
 def test_an_unknown_name_lists_what_there_is():
-    with pytest.raises(PluginError, match=r"no backend called 'gpu' \(there are: cpu, cpu\+paddle, null, reference\)"):
+    with pytest.raises(
+        PluginError, match=r"no backend called 'gpu' \(there are: cpu, cpu\+onnx, cpu\+paddle, null, reference\)"
+    ):
         Plugins.discover([]).backend_class("gpu")
     with pytest.raises(PluginError, match="no scheduling policy called 'lifo'"):
         Plugins.discover([]).scheduler_class("lifo")
@@ -187,7 +189,7 @@ def test_auto_passes_over_a_backend_that_cannot_answer(site):
 def test_auto_never_takes_a_negative_rank(site):
     site.chip("fd-shy", offers="shy", rank=-1)
     plugins = site.discover()
-    for name in ("cpu", "cpu+paddle", "reference", "null"):
+    for name in ("cpu", "cpu+onnx", "cpu+paddle", "reference", "null"):
         del plugins._offers[plugins.backends()[name].kind][name]
     with pytest.raises(PluginError, match="no backend can run here"):
         plugins.choose_backend("auto")
