@@ -204,7 +204,7 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
         default_pipeline_depth=backend.default_pipeline_depth,
     )
     runner = Runner(ops, model, limits, drafter)
-    runner.warm_up(lambda done, total: progress("warmup", done, total))
+    prefill_token = runner.warm_up(lambda done, total: progress("warmup", done, total))
     info = EngineInfo(
         model=config.model,
         architecture=model.architecture,
@@ -246,7 +246,7 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
         trace = TraceWriter(Path(config.trace), header, time.monotonic_ns(), config.trace_limit)
     kept_kv = None
     if storage.keep is not None:
-        kept_kv = KeptKV.join(storage, scheduler, runner, ops.dtype, config, trace)
+        kept_kv = KeptKV.join(storage, scheduler, runner, ops.dtype, config, prefill_token, trace)
     device = make_device(runner, limits.pipeline_depth, config.output_transport)
     return Engine(info, scheduler, device, watchdog_seconds=config.watchdog_seconds, kept_kv=kept_kv, trace=trace)
 

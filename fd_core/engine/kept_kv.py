@@ -69,13 +69,19 @@ class KeptKV:
     """Performs the effects of one scheduler. Used from the engine's thread."""
 
     def __init__(
-        self, scheduler: Scheduler, tiers: KVTiers, store: KVStore | None, trace: KVTrace | None = None
+        self,
+        scheduler: Scheduler,
+        tiers: KVTiers,
+        store: KVStore | None,
+        prefill_token: float | None = None,
+        trace: KVTrace | None = None,
     ) -> None:
+        """`prefill_token`: seconds that a token of a prompt took before the first request, until more is known."""
         self._scheduler = scheduler
         self._tiers = tiers
         self._store = store
         self._trace = trace
-        self._prefill_token: float | None = None
+        self._prefill_token = prefill_token
         self._answered = 0.0
 
     def exchange(self) -> None:
@@ -137,6 +143,7 @@ class KeptKV:
         runner: Runner,
         dtype: str,
         config: EngineConfig,
+        prefill_token: float,
         trace: TraceWriter | None,
     ) -> KeptKV:
         """Start the tiers for an engine's scheduler and cache."""
@@ -148,7 +155,7 @@ class KeptKV:
             envelope=storage.envelope,
             load_seconds=config.kv_store_timeout,
         )
-        return cls(scheduler, tiers, storage.store, None if trace is None else KVTrace(trace))
+        return cls(scheduler, tiers, storage.store, prefill_token, None if trace is None else KVTrace(trace))
 
 
 def open_kv_storage(config: EngineConfig, plugins: Plugins, path: Path | None, numerics: str) -> KVStorage:

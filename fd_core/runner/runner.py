@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from fd_core.backends.contract import LoadProgress, Model
@@ -50,16 +52,23 @@ class Runner:
         ready = None if self._drafter is None else self._batch.num_drafts.copy()
         return StepOutput(plan.epoch, plan.step, tokens, self._batch.gen.copy(), ready, logprobs)
 
-    def warm_up(self, progress: LoadProgress) -> None:
-        """Run the largest prefill and one decode on the first slot, so that the first request pays for nothing."""
+    def warm_up(self, progress: LoadProgress) -> float:
+        """Run the largest prefill and one decode on the first slot, so that the first request pays for nothing.
+
+        Returns the seconds that a token of the prefill took, cold as it was.
+        """
         limits = self.limits
         length = min(limits.max_num_batched_tokens, limits.max_model_len - 1)
         plans = warm_up_plans(length, limits.block_size)
+        seconds = []
         for done, plan in enumerate(plans):
             progress(done, len(plans))
+            begun = time.perf_counter()
             self.execute(plan)
+            seconds.append(time.perf_counter() - begun)
         progress(len(plans), len(plans))
         self._batch = PersistentBatch(limits)
+        return seconds[0] / length
 
     def _apply(self, plan: StepPlan) -> None:
         for admission in plan.admissions:

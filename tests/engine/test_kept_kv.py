@@ -108,3 +108,11 @@ def test_whatever_decides_the_kv_of_a_block_decides_its_name(secret: str, monkey
     names = [name("a", "f32"), name("b", "f32"), name("a", "bf16"), name("a", "f32", 32), name("a", "f32", 16, "salt")]
     assert len(set(names)) == 5
     assert name("a", "f32") == names[0]
+
+
+def test_what_a_prefilled_token_costs_is_known_before_the_first_request() -> None:
+    engine = null_engine()
+    engine.submit(greedy("r", range(40), 2))
+    engine.step()
+    assert (engine.stats().pace.prefill_token or 0) > 0
+    engine.close()
