@@ -27,6 +27,7 @@ from fd_core.scheduling.budget import Budget, allot_decodes
 from fd_core.scheduling.drafts import DraftControl
 from fd_core.scheduling.plan import PlanBuilder
 from fd_core.scheduling.policies import Policy
+from fd_core.scheduling.prefixes import Prefixes
 from fd_core.scheduling.requests import Event, Request, State
 from fd_core.scheduling.reserve import ReturnCost, UsageForecast, peak_growth
 from fd_core.scheduling.slots import SlotTable
@@ -78,7 +79,7 @@ class Scheduler:
         self._victims = victims
         self._forecast = UsageForecast()
         self._return_cost = ReturnCost(0.0 if keep_kv is not None and keep_kv.preempted else 1.0)
-        self._hasher = hasher
+        self.prefixes = Prefixes(hasher, self.pool)
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
         self._step = 0
@@ -86,8 +87,6 @@ class Scheduler:
         """Running requests to take back in the next plan."""
         self._arrived: list[int] = []
         """Slots whose load is over; the next plan tells the runner of them."""
-        self._computing: dict[bytes, int] = {}
-        """Block keys that running prefills are about to compute, with how many of them."""
 
     # Requests come and go ---------------------------------------------------------------------------------
 
@@ -104,8 +103,7 @@ class Scheduler:
                 field="prompt",
                 hint="shorten it",
             )
-        root = self._hasher.root(spec.cache_salt) if self._hasher else b""
-        request = Request(spec, self._arrivals, self.limits.max_model_len, root)
+        request = Request(spec, self._arrivals, self.limits.max_model_len, self.prefixes.root(spec.cache_salt))
         if len(spec.prompt) + len(spec.delivered) >= request.limit:
             raise BadRequest(
                 f"{len(spec.delivered)} tokens were delivered already, so none of at most "
@@ -289,9 +287,9 @@ class Scheduler:
                 passed_over.append(request)
                 continue
             tokens = request.known_tokens()
-            keys = self._prefix_keys(request, tokens)
+            keys = self.prefixes.keys(request, tokens)
             matched = self.pool.match(keys)
-            if len(matched) < len(keys) and keys[len(matched)] in self._computing:
+            if len(matched) < len(keys) and self.prefixes.is_computing(keys[len(matched)]):
                 # A running prefill is about to compute the next block of this very prefix.
                 passed_over.append(request)
                 continue
@@ -311,14 +309,6 @@ class Scheduler:
         for request in passed_over:
             self.waiting.push(request)
 
-    def _prefix_keys(self, request: Request, tokens: IntArray) -> list[bytes]:
-        """Return the keys of the leading full blocks; the last token is always computed, it yields the next one."""
-        if self._hasher is None:
-            return []
-        upto = len(tokens) - 1
-        self._hasher.extend(request.chain, request.root, tokens, upto)
-        return request.chain[: upto // self.limits.block_size]
-
     def _occupy(self, slot: int, request: Request, tokens: IntArray, keys: list[bytes], matched: IntArray) -> bool:
         """Give a request a slot and blocks for all its tokens, or change nothing and return False."""
         needed = -(-len(tokens) // self.limits.block_size) - len(matched)
@@ -336,8 +326,7 @@ class Scheduler:
         if request.rank is not None:
             self._policy.admitted(request, request.rank)
         request.slot = slot
-        for key in keys[len(matched) :]:
-            self._computing[key] = self._computing.get(key, 0) + 1
+        self.prefixes.begin(keys[len(matched) :])
         return True
 
     def _load(self, slot: int, request: Request, keys: list[bytes], matched: IntArray) -> bool:
@@ -370,7 +359,7 @@ class Scheduler:
                 self._return_cost.observe(known - cached, known)
         if request.cached_tokens is None:
             request.cached_tokens = cached
-        if self._hasher is not None:
+        if self.prefixes.hasher is not None:
             self.counters.prefix_queries += known
             self.counters.prefix_hits += cached
 
@@ -442,22 +431,19 @@ class Scheduler:
         """The KV of `rows` is settled below positions `upto` int32[n]: name the blocks that this completes."""
         slots = self.slots
         slots.settled[rows] = upto
-        if self._hasher is None:
+        if self.prefixes.hasher is None:
             return
         for slot in rows[upto // self.limits.block_size > slots.registered[rows]].tolist():
-            self._register(slot)
+            self._register(slot, int(slots.settled[slot]) // self.limits.block_size)
 
-    def _register(self, slot: int) -> None:
+    def _register(self, slot: int, upto: int) -> None:
+        """Name a slot's blocks below entry `upto` of its table, which are settled."""
         slots = self.slots
         request = slots.requests[slot]
-        if self._hasher is None or request is None:
-            return
-        complete = int(slots.settled[slot]) // self.limits.block_size
-        self._hasher.extend(request.chain, request.root, slots.tokens[slot], complete * self.limits.block_size)
-        for index in range(int(slots.registered[slot]), complete):
-            self.pool.register(int(slots.tables[slot, index]), request.chain[index])
-            self._no_longer_computing(request.chain[index])
-        slots.registered[slot] = complete
+        if request is not None:
+            first = int(slots.registered[slot])
+            self.prefixes.complete(request, slots.tokens[slot], slots.tables[slot], first, upto)
+            slots.registered[slot] = upto
 
     def finish(self, slot: int, reason: FinishReason) -> None:
         """The request in `slot` has delivered its last token.
@@ -532,10 +518,7 @@ class Scheduler:
         request.advance(Event.LOADED)
         slots.loading[slot], slots.running[slot] = False, True
         upto = arrival.first + arrival.loaded
-        for index, key in zip(range(arrival.first, upto), arrival.keys, strict=False):
-            self.pool.register(int(slots.tables[slot, index]), key)
-            self._no_longer_computing(key)
-        slots.registered[slot] = upto
+        self._register(slot, upto)
         self._begin(slot, request, upto)
         self._arrived.append(slot)
 
@@ -561,7 +544,7 @@ class Scheduler:
         """Queue a request, and ask what of its prefix is held outside the device."""
         self.waiting.push(request)
         if self.storage is not None:
-            self.storage.ask(request, self._prefix_keys(request, request.known_tokens()))
+            self.storage.ask(request, self.prefixes.keys(request, request.known_tokens()))
 
     def _slot_of(self, request: Request) -> int:
         if request.slot is None:
@@ -571,16 +554,8 @@ class Scheduler:
     def _give_up_blocks(self, slot: int, request: Request) -> None:
         slots = self.slots
         self.pool.release(slots.blocks(slot), int(slots.last_step[slot]))
-        for key in request.chain[int(slots.registered[slot]) :]:
-            self._no_longer_computing(key)
+        self.prefixes.give_up(request.chain[int(slots.registered[slot]) :])
         slots.num_blocks[slot] = 0
-
-    def _no_longer_computing(self, key: bytes) -> None:
-        count = self._computing.get(key, 0)
-        if count > 1:
-            self._computing[key] = count - 1
-        else:
-            self._computing.pop(key, None)
 
     def _forget(self, request: Request, reason: FinishReason) -> None:
         request.ended = reason

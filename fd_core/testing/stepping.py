@@ -139,7 +139,7 @@ class Stepper:
         gauges = (stats.running, stats.waiting, stats.take_backs_in_flight)
         assert gauges == (0, 0, 0)
         assert (stats.kv_blocks_used, stats.kv_blocks_fenced, stats.stale_outputs) == (0, 0, 0)
-        assert not self.scheduler._computing
+        assert not self.scheduler.prefixes.num_computing
         assert self.scheduler.storage is None or not self.scheduler.storage.busy
 
     # Audits -----------------------------------------------------------------------------------------------

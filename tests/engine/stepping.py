@@ -111,7 +111,7 @@ class Stepper(stepping.Stepper):
         slots, size = self.scheduler.slots, self.limits.block_size
         settled, known = int(slots.settled[slot]), int(slots.known[slot])
         assert settled < known <= slots.limit[slot]
-        hasher, request = self.scheduler._hasher, slots.requests[slot]
+        hasher, request = self.scheduler.prefixes.hasher, slots.requests[slot]
         if hasher is None or request is None or not slots.registered[slot]:
             return
         tokens = slots.tokens[slot, :known]

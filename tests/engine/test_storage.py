@@ -159,7 +159,7 @@ def test_a_finished_prompt_is_loaded_by_another_engine() -> None:
     first.run(1)
     assert tiers.values
     second, other_tiers = stepper_with_tiers(LONG, finished=True, persist=True)
-    second.scheduler._hasher = first.scheduler._hasher
+    second.scheduler.prefixes.hasher = first.scheduler.prefixes.hasher
     other_tiers.values = tiers.values
     start(second, other_tiers, LONG)
     assert second.scheduler._requests["long"].cached_tokens == 36

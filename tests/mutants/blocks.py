@@ -116,8 +116,7 @@ MUTANTS = (
         "1.7: everything a request holds is freed exactly once",
         (
             SCHEDULER,
-            "        for key in request.chain[int(slots.registered[slot]) :]:\n"
-            "            self._no_longer_computing(key)\n",
+            "        self.prefixes.give_up(request.chain[int(slots.registered[slot]) :])\n",
             "",
         ),
     ),
@@ -129,7 +128,7 @@ MUTANTS = (
     mutant(
         "the-scheduler-ignores-the-salt",
         "3 and 5.3: tenants do not share KV",
-        (SCHEDULER, "self._hasher.root(spec.cache_salt)", 'self._hasher.root("")'),
+        (SCHEDULER, "self.prefixes.root(spec.cache_salt)", 'self.prefixes.root("")'),
     ),
     mutant(
         "the-hash-ignores-the-parent",

@@ -29,7 +29,7 @@ MUTANTS = (
     mutant(
         "a-prefix-counts-as-computed-to-the-last-token",
         "4: the last token is always computed, it yields the next one",
-        (SCHEDULER, "        upto = len(tokens) - 1\n", "        upto = len(tokens)\n"),
+        ("scheduling/prefixes.py", "        upto = len(tokens) - 1\n", "        upto = len(tokens)\n"),
     ),
     mutant(
         "a-cached-prefix-is-one-block-too-long",

@@ -101,9 +101,9 @@ MUTANTS = (
         "a-prefix-is-loaded-under-another-salt",
         "5.3: keys chain over the tenant's salt: change it, no hit",
         (
-            SCHEDULER,
-            "self._hasher.extend(request.chain, request.root, tokens, upto)",
-            'self._hasher.extend(request.chain, self._hasher.root(""), tokens, upto)',
+            "scheduling/prefixes.py",
+            "self.hasher.extend(request.chain, request.root, tokens, upto)",
+            'self.hasher.extend(request.chain, self.hasher.root(""), tokens, upto)',
         ),
     ),
     mutant(
