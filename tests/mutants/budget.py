@@ -155,6 +155,11 @@ MUTANTS = (
         ("runner/inputs.py", "    if total > limits.max_num_batched_tokens:\n", "    if total < 0:\n"),
     ),
     mutant(
+        "padding-is-not-charged",
+        "2.1: the alignment that the backend declares is charged",
+        ("runner/inputs.py", "total = int(counts.sum()) + padding", "total = int(counts.sum())"),
+    ),
+    mutant(
         "a-new-stay-is-charged-for-drafts-of-the-one-before",
         "2.1: the charge is the request's real number of drafts",
         ("scheduling/slots.py", "= self.registered[slot] = self.drafts_ready[slot] = 0", "= self.registered[slot] = 0"),

@@ -146,8 +146,9 @@ class DraftModelDrafter(Drafter):
             chosen = ops.sample(self._forward(inputs, self._cache), _greedy(ops, len(live)))
             parts.append((live, chosen))
         drafts = np.zeros((len(slots), limit), np.int32)
-        for column, (rows, picked) in enumerate(parts):
-            drafts[rows, column] = ops.to_host(picked)
+        fetched = ops.fetch([picked for _, picked in parts])
+        for column, ((rows, _), picked) in enumerate(zip(parts, fetched, strict=True)):
+            drafts[rows, column] = picked
             self._tokens[slots[rows], length[rows] + column] = drafts[rows, column]
         self._blocks.computed[slots] = length + wanted - 1
         return drafts

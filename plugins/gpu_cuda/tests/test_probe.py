@@ -12,6 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fd_core.backends.paddle import PaddleDevices
+from fd_core.config import EngineConfig
+from fd_core.errors import ConfigError
 from fd_core.plugins import Plugins
 
 from fd_gpu_cuda import backend, probe, with_onnx, with_paddle
@@ -164,3 +167,25 @@ def test_a_runtime_that_falls_back_to_the_processor_is_not_cuda(monkeypatch: pyt
         assert expected in problem
         assert bool(problem) == bool(expected)
     with_onnx.provider_problem.cache_clear()
+
+
+def test_onnx_computes_in_float32_and_is_never_taken_by_itself() -> None:
+    with pytest.raises(ConfigError, match=r"gpu_cuda\+onnx backend computes in float32, not bfloat16"):
+        CudaOnnxBackend(EngineConfig(model="x", dtype="bfloat16")).make_ops()
+    assert CudaOnnxBackend.auto_rank < 0 < CudaPaddleBackend.auto_rank < CudaBackend.auto_rank
+
+
+def test_paddle_is_asked_for_the_device_only_where_the_driver_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def devices() -> PaddleDevices:
+        asked.append(True)
+        return PaddleDevices("3.3.1", ("gpu:0",))
+
+    monkeypatch.setattr("fd_core.backends.paddle.paddle_devices", devices)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace())
+    monkeypatch.setattr(with_paddle, "device_problem", lambda: (0, "no NVIDIA driver is installed"))
+    assert (CudaPaddleBackend.probe().reason, asked) == ("no NVIDIA driver is installed", [])
+    monkeypatch.setattr(with_paddle, "device_problem", lambda: (1, ""))
+    assert CudaPaddleBackend.probe().available
+    assert CudaPaddleBackend(EngineConfig(model="x")).place == "gpu"
