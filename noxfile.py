@@ -12,6 +12,19 @@ CHECKED = ("fd_core", "tests", "benchmarks", "plugins", "noxfile.py")
 PLUGINS = tuple(sorted(str(found.parent) for found in Path("plugins").glob("*/pyproject.toml")))
 """Each a distribution of its own, with its own settings for mypy and pytest."""
 
+CONFORMING = (
+    "reference",
+    "cpu:dtype=float32",
+    "cpu:dtype=bfloat16",
+    "cpu:dtype=float32,native_kernels=false",
+    "cpu:dtype=bfloat16,native_kernels=false",
+    "cpu+paddle",
+    "cpu+onnx",
+    "xpu",
+    "metax",
+)
+"""Columns of docs/conformance.md; xpu and metax are emulated where the hardware is not."""
+
 
 @nox.session
 def lint(session: nox.Session) -> None:
@@ -68,6 +81,18 @@ def onnx(session: nox.Session) -> None:
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test,onnx]")
     session.run("pytest", "tests/ops", *session.posargs)
+
+
+@nox.session
+def conformance(session: nox.Session) -> None:
+    """The conformance kit on every backend that runs without a device of its own; writes the table in docs/."""
+    session.install("-e", ".[cpu]")
+    session.install("-e", ".[cpu,test,paddle,onnx]", "-e", "plugins/xpu", "-e", "plugins/metax")
+    files = ["--json", "docs/conformance.json", "--html", "docs/conformance.html"]
+    # A backend that does not pass gets its column first and fails the session then.
+    session.run("fdcore", "conformance", *(session.posargs or CONFORMING), *files, success_codes=[0, 1, 4])
+    report = ["python", "-m", "fd_core.testing.report", "docs/conformance.json"]
+    session.run(*report, "--markdown", "docs/conformance.md", "--require-pass")
 
 
 @nox.session

@@ -14,9 +14,6 @@ from fd_core.types import Admission, BlockGrant, SamplingParams, StepOutput, Ste
 
 __all__ = ["ByHand", "SentStepper", "device_of"]
 
-WATCHDOG = 10.0
-"""Seconds until a step that is not answered is a fault."""
-
 
 def device_of(engine: Engine, transport: str) -> Device:
     """Return a thread that computes the engine's steps and sends outputs by `memory` or `zmq`."""
@@ -30,11 +27,12 @@ class SentStepper(Stepper):
     def __init__(self, engine: Engine, device: Device) -> None:
         super().__init__(engine, eager=True)
         self._device = device
+        self._watchdog = engine._watchdog_seconds
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Send a step and wait for its output."""
         self._device.submit(plan)
-        return self._device.collect(WATCHDOG)
+        return self._device.collect(self._watchdog)
 
 
 class ByHand:
@@ -44,6 +42,7 @@ class ByHand:
         self.runner = engine._device.runner
         self.limits = self.runner.limits
         self._device = ThreadDevice(self.runner)
+        self._watchdog = engine._watchdog_seconds
         self._step = 0
         self._gen = 0
         self._gens: dict[int, int] = {}
@@ -89,7 +88,7 @@ class ByHand:
         )
         self._step += 1
         self._device.submit(plan)
-        output = self._device.collect(WATCHDOG)
+        output = self._device.collect(self._watchdog)
         outcomes = read(output.tokens, output.errors)
         for slot, count, samples, _ in full:
             # A row that samples leaves its last token to be computed by the next one.

@@ -6,12 +6,25 @@ python -m fd_core.testing.report A.json B.json --json ALL.json --html TABLE.html
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import msgspec
 
 from fd_core.testing.report.model import read_report
 from fd_core.testing.report.page import html_of, markdown_of
+
+_HEADING = """# Conformance
+
+What each backend was found to do, against numpy as the oracle. Numbers count tests. A limit is something that a backend
+says it cannot do, with its reason; preempted-slot signalling and the step token budget know none. A backend that is
+*emulated* was not run on the hardware it is for, and its column says nothing about that.
+
+Written by `nox -s conformance`, which runs
+
+    {}
+
+"""
 
 
 def main() -> None:
@@ -21,7 +34,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the merged report goes")
     parser.add_argument("--html", type=Path, help="where the page goes")
     parser.add_argument("--markdown", type=Path, help="where the table for a document goes")
-    parser.add_argument("--heading", type=Path, help="file whose text comes before the table of --markdown")
+    parser.add_argument("--require-pass", action="store_true", help="end with 1 unless every backend passes")
     chosen = parser.parse_args()
     first, *others = (read_report(path.read_bytes()) for path in chosen.reports)
     report = first.with_cards(card for other in others for card in other.cards)
@@ -30,8 +43,9 @@ def main() -> None:
     if chosen.html is not None:
         chosen.html.write_text(html_of(report), encoding="utf-8")
     if chosen.markdown is not None:
-        heading = chosen.heading.read_text(encoding="utf-8") if chosen.heading is not None else ""
-        chosen.markdown.write_text(heading + markdown_of(report), encoding="utf-8")
+        chosen.markdown.write_text(_HEADING.format(report.command) + markdown_of(report), encoding="utf-8")
+    if chosen.require_pass and not all(card.passed for card in report.cards):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

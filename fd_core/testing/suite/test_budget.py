@@ -51,8 +51,8 @@ def counted_forward(target: Target) -> Iterator[list[int]]:
 @pytest.mark.parametrize("depth", thorough_but([1, 2], 2))
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
 def test_a_budget_equal_to_the_demand_serves_every_decode(target: Target, golden: Golden, k: int, depth: int) -> None:
-    specs = [greedy(f"r{index}", PROMPTS[index][: 1 + k], 20) for index in range(4)]
-    budget = 4 * (1 + k)
+    specs = [greedy(f"r{index}", PROMPTS[index][: 1 + k], 20) for index in range(3)]
+    budget = 3 * (1 + k)
     with counted_forward(target) as counts:
         engine = target.engine(k, golden.whole(specs) if k else (), num_kv_blocks=64, max_num_batched_tokens=budget)
         with engine as engine_:

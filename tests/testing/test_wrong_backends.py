@@ -1,0 +1,78 @@
+"""The kit bites: each backend that is wrong in one thing fails the tests that name it, and no other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from fd_core.hookspecs import ENTRY_POINT_GROUP
+from fd_core.testing.report.recorder import Ended, read_events
+from tests.testing.wrong import plugin
+from tests.testing.wrong.fault import FAULTS, matches
+
+ROOT = Path(__file__).parents[2]
+
+
+def installed(folder: Path) -> dict[str, str]:
+    """Install the wrong backends into a folder; returns the environment that sees them."""
+    info = folder / "fd_wrong-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fd-wrong\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\nwrong = {plugin.__name__}\n")
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+
+
+def asked(name: str) -> str:
+    """The one that hangs is watched more closely."""
+    return f"{name}:watchdog_seconds=1" if "hangs" in name else name
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory) -> dict[str, set[str]]:
+    """What each of them fails, and how often each right one does."""
+    folder = tmp_path_factory.mktemp("wrong")
+    environment = installed(folder)
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    names = ["null", "reference", *FAULTS]
+    runs = []
+    for half in range(2):
+        command = [sys.executable, "-m", "pytest", "-p", "fd_core.testing.report.recorder", "-p", "no:cacheprovider"]
+        command += ["-c", str(folder / "pytest.ini"), "--basetemp", str(folder / f"files{half}"), "-q", "--tb=no"]
+        command += ["--pyargs", "fd_core.testing.suite", "-m", "not fd_thorough"]
+        command += [
+            f"--fd-results={folder / f'results{half}'}",
+            *(f"--fd-backend={asked(name)}" for name in names[half::2]),
+        ]
+        with (folder / f"output{half}").open("wb") as output:
+            runs.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output, cwd=folder))
+    assert [run.wait() for run in runs] == [1, 1], (folder / "output0").read_text()[-2000:]
+    found: dict[str, set[str]] = defaultdict(set)
+    for half in range(2):
+        for event in read_events(folder / f"results{half}"):
+            if isinstance(event, Ended) and event.result.outcome == "fail":
+                found[event.target.partition(":")[0]].add(f"{event.result.section}:{event.result.test}")
+            elif isinstance(event, Ended):
+                found[event.target.partition(":")[0]] |= set()
+    return dict(found)
+
+
+@pytest.mark.parametrize("name", ["null", "reference"])
+def test_the_right_ones_pass(failures, name):
+    assert failures[name] == set()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_wrong_one_fails_the_tests_that_name_its_fault_and_no_other(failures, name):
+    fault = FAULTS[name]
+    assert {test for test in failures[name] if not fault.is_named_by(test)} == set()
+    assert [each for each in fault.noticed_by if not any(matches(test, each) for test in failures[name])] == []
+    assert fault.noticed_by
+
+
+def test_there_are_many():
+    assert len(FAULTS) >= 40

@@ -1,0 +1,238 @@
+"""Faults in the operations of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from fd_core.ops.numpy_ops import NumpyLinear
+from tests.testing.wrong.fault import wrong
+
+
+@wrong(
+    "reference",
+    "fusions:test_fusions_equal_the_composition[biases]",
+    "models:test_a_model_computes_what_the_oracle_computes[ernie-*",
+    "models:test_a_model_computes_what_the_oracle_computes[ernie-moe-*",
+    "models:test_a_model_computes_what_the_oracle_computes[llama-biases-wide-heads-*",
+    "models:test_a_model_computes_what_the_oracle_computes[qwen2-*",
+    "models:test_a_model_computes_what_the_oracle_computes[qwen2-window-*",
+    "operations:test_linear_adds_its_biases",
+)
+class DropsBiases:
+    def prepare_linear(self, parts, biases=None, *, gated=False):
+        return super().prepare_linear(parts, None, gated=gated)
+
+
+@wrong(
+    "reference",
+    "fusions:test_fusions_equal_the_composition[window]",
+    "models:test_a_model_computes_what_the_oracle_computes[gemma3-*",
+    "models:test_a_model_computes_what_the_oracle_computes[mistral-window-*",
+    "models:test_a_model_computes_what_the_oracle_computes[qwen2-window-*",
+    "operations:test_attention_keeps_to_its_window*",
+)
+class ForgetsTheWindow:
+    def paged_attention(self, q, layer, heads, step):
+        return super().paged_attention(q, layer, replace(heads, window=None), step)
+
+
+@wrong(
+    "reference",
+    "fusions:test_fusions_equal_the_composition[window]",
+    "models:test_a_model_computes_what_the_oracle_computes[gemma3-*",
+    "models:test_a_model_computes_what_the_oracle_computes[mistral-window-*",
+    "models:test_a_model_computes_what_the_oracle_computes[qwen2-window-*",
+    "operations:test_attention_keeps_to_its_window*",
+)
+class WindowIsOneTooWide:
+    def paged_attention(self, q, layer, heads, step):
+        wider = None if heads.window is None else heads.window + 1
+        return super().paged_attention(q, layer, replace(heads, window=wider), step)
+
+
+@wrong(
+    "reference",
+    "fusions:test_fusions_equal_the_composition[softcap]",
+    "operations:test_attention_caps_its_scores*",
+)
+class ForgetsTheSoftcapOfScores:
+    def paged_attention(self, q, layer, heads, step):
+        return super().paged_attention(q, layer, replace(heads, softcap=None), step)
+
+
+@wrong(
+    "reference",
+    "models:test_a_model_computes_what_the_oracle_computes[gemma3-*",
+    "operations:test_logits_are_softly_capped",
+)
+class ForgetsTheSoftcapOfLogits:
+    def logits_of(self, x, head, softcap):
+        return super().logits_of(x, head, None)
+
+
+@wrong(
+    "reference",
+    "models:test_a_model_computes_what_the_oracle_computes[qwen3-yarn-*",
+    "operations:test_rope_keeps_the_amplitude_of_its_tables",
+)
+class LosesTheScaleOfRope:
+    """Computes cosine and sine again from the angle, without YaRN's amplitude."""
+
+    def rope(self, x, rope, positions):
+        angle = np.arctan2(rope.sin, rope.cos)
+        return super().rope(x, replace(rope, cos=np.cos(angle), sin=np.sin(angle)), positions)
+
+
+@wrong(
+    "reference",
+    "fusions:test_fusions_equal_the_composition[neighbours]",
+    "models:test_a_model_computes_what_the_oracle_computes[ernie-*",
+    "models:test_a_model_computes_what_the_oracle_computes[ernie-moe-*",
+    "operations:test_rope_turns_pairs_and_leaves_the_rest*",
+)
+class RotatesHalvesOnly:
+    def rope(self, x, rope, positions):
+        return super().rope(x, replace(rope, interleaved=False), positions)
+
+
+@wrong(
+    "reference",
+    "fusions:test_fusions_equal_the_composition*",
+    "models:test_a_model_computes_what_the_oracle_computes*",
+    "operations:test_attention_reads_scattered_blocks*",
+    "operations:test_attention_keeps_to_its_window*",
+    "operations:test_attention_caps_its_scores*",
+    "signals:test_rows_beside_a_take_back_keep_their_tokens*",
+    "signals:test_an_unfinished_chunk_says_nothing",
+    "signals:test_a_slot_that_is_used_again_starts_anew",
+    "signals:test_rejected_drafts_are_empty_and_accepted_ones_are_not*",
+    spreads_to=(
+        "budget:*",
+        "golden:*",
+        "kv:*",
+        "signals:*",
+    ),
+)
+class ReadsTheNextBlock:
+    """Off by one in the block table: of a context of several blocks it reads the first one twice."""
+
+    def paged_attention(self, q, layer, heads, step):
+        tables = step.block_tables.copy()
+        tables[:, 1:2] = tables[:, :1]
+        return super().paged_attention(q, layer, heads, replace(step, block_tables=tables))
+
+
+@wrong(
+    "reference",
+    "fusions:test_fusions_equal_the_composition[head norms]",
+    "models:test_a_model_computes_what_the_oracle_computes[gemma3-*",
+    "models:test_a_model_computes_what_the_oracle_computes[qwen3-moe-*",
+    "models:test_a_model_computes_what_the_oracle_computes[qwen3-yarn-*",
+)
+class SkipsTheNormOfKeys:
+    def attention_inputs(self, x, norm, qkv, heads, layer, step):
+        return super().attention_inputs(x, norm, qkv, replace(heads, k_norm=None), layer, step)
+
+
+@wrong(
+    "reference",
+    "fusions:test_fusions_equal_the_composition[norms behind]",
+    "models:test_a_model_computes_what_the_oracle_computes[gemma3-*",
+)
+class ForgetsTheNormBehind:
+    """An override of a fusion that leaves out what only Gemma has."""
+
+    def project_residual(self, x, weight, residual, post_norm=None):
+        return residual + self.linear(x, weight)
+
+
+@wrong(
+    "reference",
+    "fusions:test_fusions_equal_the_composition*",
+    "models:test_a_model_computes_what_the_oracle_computes*",
+    "operations:test_gated_linear_activates_the_gate*",
+    "operations:test_moe_adds_the_weighted_outputs_of_the_chosen_experts*",
+    "signals:test_rows_beside_a_take_back_keep_their_tokens*",
+    "signals:test_an_unfinished_chunk_says_nothing",
+    "signals:test_a_slot_that_is_used_again_starts_anew",
+    "signals:test_rejected_drafts_are_empty_and_accepted_ones_are_not*",
+    spreads_to=(
+        "budget:*",
+        "golden:*",
+        "kv:*",
+        "signals:*",
+    ),
+)
+class SwapsGateAndUp:
+    def prepare_linear(self, parts, biases=None, *, gated=False):
+        return super().prepare_linear(list(parts)[::-1] if gated else parts, biases, gated=gated)
+
+
+@wrong(
+    "reference",
+    "fusions:test_fusions_equal_the_composition[shared experts]",
+    "models:test_a_model_computes_what_the_oracle_computes[ernie-moe-*",
+    "operations:test_moe_adds_the_weighted_outputs_of_the_chosen_experts[corrected]",
+    "operations:test_moe_adds_the_weighted_outputs_of_the_chosen_experts[normalized-corrected]",
+)
+class WeighsExpertsWithTheirCorrection:
+    def moe(self, x, experts, activation):
+        if experts.correction_bias is None:
+            return super().moe(x, experts, activation)
+        shifted = replace(experts, router=experts.router * np.float32(1.05))
+        return super().moe(x, shifted, activation)
+
+
+@wrong(
+    "reference",
+    "fusions:test_fusions_equal_the_composition[shared experts]",
+    "models:test_a_model_computes_what_the_oracle_computes[ernie-moe-*",
+    "operations:test_moe_adds_the_weighted_outputs_of_the_chosen_experts*",
+)
+class ForgetsSharedExperts:
+    def moe(self, x, experts, activation):
+        return super().moe(x, replace(experts, shared_gate_up=None, shared_down=None), activation)
+
+
+@wrong(
+    "reference",
+    "models:test_a_model_computes_what_the_oracle_computes[gemma3-*",
+    "operations:test_embedding_looks_up_and_scales_rows",
+)
+class ForgetsTheScaleOfEmbeddings:
+    def embedding(self, table, token_ids, scale=1.0):
+        return super().embedding(table, token_ids, 1.0)
+
+
+@wrong(
+    "reference",
+    "models:test_a_model_computes_what_the_oracle_computes*",
+    "signals:test_rows_beside_a_take_back_keep_their_tokens*",
+    "signals:test_rejected_drafts_are_empty_and_accepted_ones_are_not*",
+    spreads_to=(
+        "budget:*",
+        "golden:*",
+        "kv:*",
+        "signals:*",
+    ),
+)
+class ReversesLogits:
+    """Rows of a batch come back in another order."""
+
+    def compile(self, forward):
+        return lambda step, cache: forward(step, cache)[::-1].copy()
+
+
+@wrong(
+    "reference",
+    "operations:test_weights_of_every_type_keep_their_values*",
+)
+class KnowsOneKindOfWeight:
+    """float16 weights lose their fraction."""
+
+    def prepare_linear(self, parts, biases=None, *, gated=False):
+        if parts[0].dtype == "F16":
+            return NumpyLinear(np.concatenate([np.trunc(part.to_float32()) for part in parts]), None)
+        return super().prepare_linear(parts, biases, gated=gated)

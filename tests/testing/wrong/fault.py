@@ -1,0 +1,55 @@
+"""What a wrong backend is: a few lines over the pack of a right one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from fd_core.backends.null import NullBackend
+from fd_core.backends.reference import ReferenceBackend
+
+FAULTS: dict[str, Fault] = {}
+_BASES = {"null": NullBackend, "reference": ReferenceBackend}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A wrong backend, the tests that have to notice it, and those that may fail too, as `section:test[numbers]`."""
+
+    name: str
+    backend: type
+    noticed_by: tuple[str, ...]
+    spreads_to: tuple[str, ...]
+
+    def is_named_by(self, test: str) -> bool:
+        """Whether a test may fail because of the fault."""
+        return any(matches(test, pattern) for pattern in (*self.noticed_by, *self.spreads_to))
+
+
+def matches(test: str, pattern: str) -> bool:
+    """Whether a pattern, which may end in *, stands for a test."""
+    return test.startswith(pattern[:-1]) if pattern.endswith("*") else test == pattern
+
+
+def wrong(base: str, *noticed_by: str, spreads_to: tuple[str, ...] = ()) -> Any:
+    """Make a class with methods of a pack into a backend: those methods replace the pack's.
+
+    `spreads_to` are scenarios in which the fault may show as well, beside the tests that name it.
+    """
+
+    def register(methods: type) -> type:
+        name = "wrong" + "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in methods.__name__)
+        right = _BASES[base]
+
+        def make_ops(self: Any) -> Any:
+            ops = right.make_ops(self)
+            ops.__class__ = type(methods.__name__, (methods, type(ops)), {})
+            return ops
+
+        body = {"name": name, "make_ops": make_ops, "__module__": __name__, "limits": MappingProxyType(right.limits)}
+        backend = type(methods.__name__ + "Backend", (right,), body)
+        FAULTS[name] = Fault(name, backend, noticed_by, spreads_to)
+        return methods
+
+    return register

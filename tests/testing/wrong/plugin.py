@@ -1,0 +1,17 @@
+"""Offers the wrong backends as a plugin would; the tests install it through a folder on the path."""
+
+from __future__ import annotations
+
+from fd_core.hookspecs import CONTRACT_VERSION, Entry, hookimpl
+from tests.testing.wrong import computing, sampling, signalling, storing
+from tests.testing.wrong.fault import FAULTS
+
+FD_CONTRACT = CONTRACT_VERSION
+MODULES = (signalling, sampling, computing, storing)
+
+globals().update({fault.backend.__name__: fault.backend for fault in FAULTS.values()})
+
+
+@hookimpl
+def fd_register_backends() -> list[Entry]:
+    return [Entry(fault.name, f"{__name__}:{fault.backend.__name__}", "wrong on purpose") for fault in FAULTS.values()]

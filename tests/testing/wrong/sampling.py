@@ -1,0 +1,142 @@
+"""Faults in choosing tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from tests.testing.wrong.fault import wrong
+
+
+@wrong(
+    "null",
+    "sampling:test_top_k_cuts_before_top_p",
+    "sampling:test_a_large_vocabulary_with_every_filter",
+)
+class CutsByTopPFirst:
+    def sample(self, logits, rows):
+        if not rows.any_filter:
+            return super().sample(logits, rows)
+        kept = logits.copy()
+        for row in range(len(logits)):
+            order = np.argsort(-logits[row], kind="stable")
+            heat = rows.temperature[row] or 1.0
+            weights = np.exp((logits[row][order].astype(np.float64) - logits[row].max()) / heat)
+            before = weights.cumsum() - weights
+            cut = order[1:][before[1:] >= rows.top_p[row] * weights.sum()]
+            kept[row, cut] = -np.inf
+        return super().sample(kept, replace(rows, top_p=np.ones_like(rows.top_p)))
+
+
+@wrong(
+    "null",
+    "sampling:test_chooses_the_token_that_the_contract_defines",
+    "sampling:test_greedy_takes_the_lowest_id_on_a_tie",
+)
+class TiesGoToTheHigherId:
+    def sample(self, logits, rows):
+        last = logits.shape[1] - 1 - logits[:, ::-1].argmax(axis=1)
+        return np.where(rows.temperature == 0, last, super().sample(logits, rows)).astype(np.int32)
+
+
+@wrong(
+    "null",
+    "sampling:test_chooses_the_token_that_the_contract_defines",
+    "sampling:test_seed_and_position_decide",
+    "sampling:test_a_large_vocabulary_with_every_filter",
+    spreads_to=(
+        "golden:test_batching_changes_no_text*",
+        "golden:test_chunking_changes_no_text*",
+        "golden:test_speculation_changes_no_text*",
+        "golden:test_the_size_of_blocks_changes_no_text*",
+    ),
+)
+class IgnoresSeeds:
+    def sample(self, logits, rows):
+        return super().sample(logits, replace(rows, seeds=np.zeros_like(rows.seeds)))
+
+
+@wrong(
+    "null",
+    "sampling:test_chooses_the_token_that_the_contract_defines",
+    "sampling:test_greedy_rows_stay_greedy_beside_random_ones",
+    "sampling:test_top_k_keeps_the_lower_id_on_a_tie",
+    "sampling:test_min_p_leaves_out_what_is_much_less_likely",
+    "sampling:test_seed_and_position_decide",
+    "sampling:test_a_boundary_belongs_to_the_next_token",
+    "sampling:test_a_large_vocabulary_with_every_filter",
+    "sampling:test_tokens_come_as_often_as_their_probability",
+    "sampling:test_forbidden_tokens_are_never_drawn",
+    "sampling:test_temperature_divides_logits*",
+    spreads_to=(
+        "golden:test_batching_changes_no_text*",
+        "golden:test_chunking_changes_no_text*",
+        "golden:test_speculation_changes_no_text*",
+        "golden:test_the_size_of_blocks_changes_no_text*",
+    ),
+)
+class IgnoresPositions:
+    def sample(self, logits, rows):
+        return super().sample(logits, replace(rows, positions=np.zeros_like(rows.positions)))
+
+
+@wrong(
+    "null",
+    "sampling:test_min_p_leaves_out_what_is_much_less_likely",
+    "sampling:test_a_large_vocabulary_with_every_filter",
+)
+class ForgetsMinP:
+    def sample(self, logits, rows):
+        return super().sample(logits, replace(rows, min_p=np.zeros_like(rows.min_p)))
+
+
+@wrong(
+    "null",
+    "sampling:test_greedy_rows_stay_greedy_beside_random_ones",
+    "sampling:test_a_large_vocabulary_with_every_filter",
+    "sampling:test_a_row_does_not_depend_on_its_neighbours",
+    spreads_to=(
+        "golden:test_batching_changes_no_text*",
+        "golden:test_chunking_changes_no_text*",
+        "golden:test_speculation_changes_no_text*",
+        "golden:test_the_size_of_blocks_changes_no_text*",
+    ),
+)
+class DrawsGreedyRows:
+    """A greedy row beside a random one is drawn too."""
+
+    def sample(self, logits, rows):
+        heat = rows.temperature if rows.all_greedy else np.where(rows.temperature == 0, np.float32(1), rows.temperature)
+        return super().sample(logits, replace(rows, temperature=heat))
+
+
+@wrong(
+    "null",
+    "sampling:test_a_repetition_penalty_makes_logits_smaller_whatever_their_sign",
+)
+class AppliesPenaltiesTwice:
+    def repetition_at(self, logits, rows, ids, penalties):
+        return super().repetition_at(logits, rows, ids, penalties * penalties)
+
+
+@wrong(
+    "null",
+    "sampling:test_adds_to_single_logits_and_sums_repeated_places",
+)
+class KeepsOneOfRepeatedPlaces:
+    def add_at(self, logits, rows, ids, values):
+        logits[rows, ids] += values
+        return logits
+
+
+@wrong(
+    "null",
+    "golden:test_log_probabilities_are_those_of_a_run_alone*",
+    "sampling:test_logprobs_are_sorted_and_ties_go_to_the_lower_id",
+    "signals:test_no_negative_id_reaches_log_probabilities*",
+)
+class SortsLogprobsBackwards:
+    def logprobs(self, logits, tokens, top_n):
+        chosen, top_ids, top = super().logprobs(logits, tokens, top_n)
+        return chosen, top_ids[:, ::-1], top[:, ::-1]

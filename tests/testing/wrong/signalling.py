@@ -1,0 +1,289 @@
+"""Faults in what a step tells: -1, -9, rows, drafts, the budget."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+
+from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
+from tests.testing.wrong.fault import wrong
+
+
+@wrong(
+    "null",
+    "signals:test_a_take_back_is_answered_in_its_own_step[3]",
+    "signals:test_a_batch_that_is_taken_back_as_a_whole_is_answered[3]",
+    "signals:test_preempted_again_and_again_nothing_is_lost[3-2-memory]",
+    "signals:test_preempted_again_and_again_nothing_is_lost[3-2-zmq]",
+    "signals:test_no_negative_id_reaches_log_probabilities[3]",
+)
+class ForgetsReleasesWhenSpeculating:
+    def postprocess(self, sampled, accepted, slots, taken_back, max_num_seqs):
+        some = taken_back[:0] if sampled.shape[1] > 1 else taken_back
+        return super().postprocess(sampled, accepted, slots, some, max_num_seqs)
+
+
+@wrong(
+    "null",
+    "signals:test_a_take_back_is_answered_in_its_own_step*",
+    "signals:test_an_idle_slot_says_nothing*",
+    "signals:test_a_batch_that_is_taken_back_as_a_whole_is_answered*",
+    "signals:test_a_slot_that_is_used_again_starts_anew",
+    spreads_to=(
+        "golden:*",
+        "kv:*",
+        "signals:*",
+    ),
+)
+class ReleasesOneStepLate:
+    late = np.empty(0, np.int32)
+
+    def postprocess(self, sampled, accepted, slots, taken_back, max_num_seqs):
+        now, self.late = self.late, np.array(taken_back)
+        return super().postprocess(sampled, accepted, slots, np.setdiff1d(now, slots), max_num_seqs)
+
+
+@wrong(
+    "null",
+    "signals:test_a_row_that_is_left_out_of_a_step_is_not_released",
+    "signals:test_an_idle_slot_says_nothing*",
+    "signals:test_an_unfinished_chunk_says_nothing",
+    spreads_to=(
+        "budget:*",
+        "golden:*",
+        "kv:*",
+        "signals:*",
+    ),
+)
+class ReleasesOneStepEarly:
+    """Takes a slot without a row for one that was taken back, and says so before it is."""
+
+    rows = np.empty(0, np.int32)
+
+    def postprocess(self, sampled, accepted, slots, taken_back, max_num_seqs):
+        gone = np.setdiff1d(self.rows, slots)
+        self.rows = np.array(slots)
+        return super().postprocess(sampled, accepted, slots, np.union1d(gone, taken_back), max_num_seqs)
+
+
+@wrong(
+    "null",
+    "signals:test_a_row_that_is_left_out_of_a_step_is_not_released",
+    "signals:test_an_idle_slot_says_nothing*",
+    "signals:test_a_batch_that_is_taken_back_as_a_whole_is_answered*",
+    spreads_to=(
+        "budget:*",
+        "golden:*",
+        "kv:*",
+        "lifetime:test_a_closed_engine_leaves_no_cache_behind",
+        "signals:*",
+    ),
+)
+class ReleasesAnIdleSlot:
+    def postprocess(self, sampled, accepted, slots, taken_back, max_num_seqs):
+        matrix = super().postprocess(sampled, accepted, slots, taken_back, max_num_seqs)
+        idle = np.flatnonzero((matrix[:, 0] == EMPTY_TOKEN_ID) & (np.arange(max_num_seqs) == max_num_seqs - 1))
+        matrix[idle, 0] = PREEMPTED_TOKEN_ID
+        return matrix
+
+
+@wrong(
+    "null",
+    "signals:test_a_take_back_is_answered_in_its_own_step*",
+    "signals:test_rows_beside_a_take_back_keep_their_tokens*",
+    "signals:test_an_idle_slot_says_nothing*",
+    spreads_to=(
+        "golden:test_preemption_changes_no_text*",
+        "signals:test_preempted_again_and_again_nothing_is_lost*",
+        "signals:test_an_abort_ends_a_request_in_every_state*",
+    ),
+)
+class DropsRowsBehindARelease:
+    def postprocess(self, sampled, accepted, slots, taken_back, max_num_seqs):
+        matrix = super().postprocess(sampled, accepted, slots, taken_back, max_num_seqs)
+        for slot in taken_back:
+            rest = matrix[slot + 1 :]
+            rest[rest[:, 0] != PREEMPTED_TOKEN_ID] = EMPTY_TOKEN_ID
+        return matrix
+
+
+@wrong(
+    "null",
+    "signals:test_a_take_back_is_answered_in_its_own_step[3]",
+    "signals:test_rows_beside_a_take_back_keep_their_tokens[3]",
+    "signals:test_an_idle_slot_says_nothing[3]",
+    "signals:test_a_batch_that_is_taken_back_as_a_whole_is_answered[3]",
+    "signals:test_preempted_again_and_again_nothing_is_lost[3-2-memory]",
+    "signals:test_preempted_again_and_again_nothing_is_lost[3-2-zmq]",
+    "signals:test_no_negative_id_reaches_log_probabilities[3]",
+)
+class ReleasesInEveryColumn:
+    def postprocess(self, sampled, accepted, slots, taken_back, max_num_seqs):
+        matrix = super().postprocess(sampled, accepted, slots, taken_back, max_num_seqs)
+        matrix[taken_back] = PREEMPTED_TOKEN_ID
+        return matrix
+
+
+@wrong(
+    "null",
+    "signals:test_a_row_that_is_left_out_of_a_step_is_not_released",
+    "signals:test_an_idle_slot_says_nothing*",
+    "signals:test_an_unfinished_chunk_says_nothing",
+    spreads_to=(
+        "budget:test_the_smallest_legal_budget_brings_everybody_to_the_end*",
+        "golden:test_preemption_changes_no_text*",
+        "signals:test_preempted_again_and_again_nothing_is_lost*",
+        "signals:test_a_text_that_ends_while_it_drains_is_not_requeued",
+        "signals:test_an_abort_ends_a_request_in_every_state*",
+        "signals:test_no_negative_id_reaches_log_probabilities*",
+    ),
+)
+class LeavesAStaleToken:
+    """Keeps the matrix on the device and writes only the rows that sample."""
+
+    matrix = None
+
+    def postprocess(self, sampled, accepted, slots, taken_back, max_num_seqs):
+        fresh = super().postprocess(sampled, accepted, slots, taken_back, max_num_seqs)
+        if self.matrix is not None and self.matrix.shape == fresh.shape:
+            idle = np.setdiff1d(np.arange(max_num_seqs), np.union1d(slots, taken_back))
+            idle = idle[self.matrix[idle, 0] != PREEMPTED_TOKEN_ID]
+            fresh[idle] = self.matrix[idle]
+        self.matrix = fresh.copy()
+        return fresh
+
+
+@wrong(
+    "null",
+    "signals:test_a_batch_that_is_taken_back_as_a_whole_is_answered*",
+    "signals:test_a_slot_that_is_used_again_starts_anew",
+    spreads_to=(
+        "golden:*",
+        "kv:*",
+        "signals:*",
+    ),
+)
+class HangsOnAnEmptyBatch:
+    def postprocess(self, sampled, accepted, slots, taken_back, max_num_seqs):
+        if not len(slots) and len(taken_back) and threading.current_thread().name == "fdcore-device":
+            threading.Event().wait(2)
+        return super().postprocess(sampled, accepted, slots, taken_back, max_num_seqs)
+
+
+@wrong(
+    "null",
+    "sampling:test_chooses_the_token_that_the_contract_defines",
+    "sampling:test_greedy_takes_the_lowest_id_on_a_tie",
+    "sampling:test_greedy_rows_stay_greedy_beside_random_ones",
+    "sampling:test_seed_and_position_decide",
+    "sampling:test_a_large_vocabulary_with_every_filter",
+    "sampling:test_a_row_does_not_depend_on_its_neighbours",
+    "sampling:test_a_chosen_token_is_a_number_of_the_vocabulary",
+    "signals:test_rows_beside_a_take_back_keep_their_tokens*",
+    "signals:test_rejected_drafts_are_empty_and_accepted_ones_are_not*",
+    spreads_to=(
+        "budget:*",
+        "golden:*",
+        "kv:*",
+        "signals:*",
+    ),
+)
+class SwapsRows:
+    def sample(self, logits, rows):
+        return super().sample(logits, rows)[::-1].copy()
+
+
+@wrong(
+    "null",
+    "golden:test_speculation_changes_no_text*",
+    "golden:test_log_probabilities_are_those_of_a_run_alone*",
+    "sampling:test_verify_counts_the_right_drafts_before_the_first_wrong_one",
+    "signals:test_rejected_drafts_are_empty_and_accepted_ones_are_not*",
+    "signals:test_preempted_again_and_again_nothing_is_lost[3-2-memory]",
+    "signals:test_preempted_again_and_again_nothing_is_lost[3-2-zmq]",
+)
+class AcceptsOneDraftTooMany:
+    def verify(self, sampled, drafts, num_drafts):
+        return np.minimum(super().verify(sampled, drafts, num_drafts) + 1, num_drafts).astype(np.int32)
+
+
+@wrong(
+    "null",
+    "golden:test_speculation_changes_no_text*",
+    "sampling:test_verify_counts_the_right_drafts_before_the_first_wrong_one",
+)
+class AcceptsDraftsBehindAWrongOne:
+    def verify(self, sampled, drafts, num_drafts):
+        k = drafts.shape[1]
+        return ((sampled[:, :k] == drafts) & (np.arange(k) < num_drafts[:, None])).sum(axis=1).astype(np.int32)
+
+
+@wrong(
+    "null",
+    "signals:test_no_negative_id_reaches_log_probabilities*",
+)
+class ShowsReleasesInLogprobs:
+    """Its buffer of ids is the one of the matrix."""
+
+    released = False
+
+    def postprocess(self, sampled, accepted, slots, taken_back, max_num_seqs):
+        self.released = len(taken_back) > 0
+        return super().postprocess(sampled, accepted, slots, taken_back, max_num_seqs)
+
+    def logprobs(self, logits, tokens, top_n):
+        chosen, top_ids, top = super().logprobs(logits, tokens, top_n)
+        if self.released:
+            top_ids[:, -1:] = PREEMPTED_TOKEN_ID
+        return chosen, top_ids, top
+
+
+@wrong(
+    "null",
+    "budget:test_a_budget_equal_to_the_demand_serves_every_decode[0-2]",
+    spreads_to=("golden:test_preemption_changes_no_text*",),
+)
+class CountsOneForEachDecode:
+    """Computes a step in the next power of two of tokens and charges nothing for it."""
+
+    def compile(self, forward):
+        def padded(step, cache):
+            total = len(step.token_ids)
+            more = (1 << (total - 1).bit_length()) - total
+            if not more or step.max_query > 1:
+                return forward(step, cache)
+            spare = cache.num_blocks * cache.shape.block_size - 1
+            return forward(
+                replace(
+                    step,
+                    token_ids=np.concatenate([step.token_ids, np.zeros(more, np.int32)]),
+                    positions=np.concatenate([step.positions, np.zeros(more, np.int32)]),
+                    kv_slots=np.concatenate([step.kv_slots, np.full(more, spare, np.int32)]),
+                    query_start=np.concatenate(
+                        [step.query_start, np.arange(total + 1, total + more + 1, dtype=np.int32)]
+                    ),
+                    context_len=np.concatenate([step.context_len, np.ones(more, np.int32)]),
+                    block_tables=np.pad(step.block_tables, ((0, more), (0, 0))),
+                ),
+                cache,
+            )
+
+        return padded
+
+
+@wrong(
+    "null",
+    "budget:test_padding_never_exceeds_the_budget*",
+    spreads_to=(
+        "budget:*",
+        "golden:*",
+        "kv:*",
+        "lifetime:test_a_closed_engine_leaves_no_cache_behind",
+        "signals:*",
+    ),
+)
+class PadsBeyondTheBudget:
+    def padded_rows(self, rows):
+        return max(rows, 8)

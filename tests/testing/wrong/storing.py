@@ -1,0 +1,126 @@
+"""Faults in caches."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.testing.wrong.fault import wrong
+
+
+def changed(cache, **methods):
+    """Give a cache other methods."""
+    cache.__class__ = type("WrongCache", (type(cache),), methods)
+    return cache
+
+
+@wrong(
+    "reference",
+    "fusions:test_fusions_equal_the_composition*",
+    "kv:test_blocks_come_back_bit_for_bit",
+    "kv:test_an_import_touches_its_blocks_alone",
+    "kv:test_an_exported_array_is_the_callers",
+    spreads_to=(
+        "golden:test_preemption_changes_no_text*",
+        "kv:test_an_engine_goes_on_from_imported_blocks",
+        "kv:test_texts_survive_a_preemption_whose_kv_is_restored*",
+    ),
+)
+class ImportsIntoTheNextBlock:
+    def allocate_kv(self, shape, num_blocks):
+        cache = super().allocate_kv(shape, num_blocks)
+        put = cache.import_blocks
+        return changed(cache, import_blocks=lambda self, blocks, data: put((blocks + 1) % num_blocks, data))
+
+
+@wrong(
+    "reference",
+    "kv:test_blocks_come_back_bit_for_bit",
+)
+class ExportsRounded:
+    def allocate_kv(self, shape, num_blocks):
+        cache = super().allocate_kv(shape, num_blocks)
+        get = cache.export_blocks
+        return changed(cache, export_blocks=lambda self, blocks: get(blocks).astype(np.float16).astype(np.float32))
+
+
+@wrong(
+    "reference",
+    "kv:test_an_exported_array_is_the_callers",
+)
+class ExportsAView:
+    """What was exported changes with the cache."""
+
+    def allocate_kv(self, shape, num_blocks):
+        cache = super().allocate_kv(shape, num_blocks)
+        get = cache.export_blocks
+
+        def export(self, blocks):
+            if len(blocks) == 1:
+                return self._data[:, :, blocks[0] : blocks[0] + 1].transpose(2, 0, 1, 3, 4, 5)
+            return get(blocks)
+
+        return changed(cache, export_blocks=export)
+
+
+@wrong(
+    "reference",
+    "fusions:test_fusions_equal_the_composition*",
+    "fusions:test_what_a_block_held_before_does_not_matter",
+    "signals:test_rows_beside_a_take_back_keep_their_tokens*",
+    "signals:test_an_unfinished_chunk_says_nothing",
+    "signals:test_a_slot_that_is_used_again_starts_anew",
+    "signals:test_rejected_drafts_are_empty_and_accepted_ones_are_not*",
+    spreads_to=(
+        "budget:*",
+        "golden:*",
+        "kv:*",
+        "signals:*",
+    ),
+)
+class NeverWritesTwice:
+    """A place of the cache keeps its first value: what a block held before stays in it."""
+
+    def write_kv(self, layer, k, v, kv_slots):
+        flat = layer.reshape(2, -1, *layer.shape[3:])
+        blank = ~flat[0][kv_slots].any(axis=(1, 2))
+        super().write_kv(layer, k[blank], v[blank], kv_slots[blank])
+
+
+@wrong(
+    "reference",
+    "fusions:test_fusions_equal_the_composition*",
+    "kv:test_exported_blocks_are_keys_then_values_by_position",
+)
+class SwapsKeysAndValuesOfExports:
+    def allocate_kv(self, shape, num_blocks):
+        cache = super().allocate_kv(shape, num_blocks)
+        get, put = cache.export_blocks, cache.import_blocks
+        return changed(
+            cache,
+            export_blocks=lambda self, blocks: np.ascontiguousarray(get(blocks)[:, :, ::-1]),
+            import_blocks=lambda self, blocks, data: put(blocks, data[:, :, ::-1]),
+        )
+
+
+@wrong(
+    "reference",
+    "lifetime:test_a_closed_engine_leaves_no_cache_behind",
+)
+class LeaksACache:
+    held: list = []  # noqa: RUF012 - that is the fault
+
+    def allocate_kv(self, shape, num_blocks):
+        cache = super().allocate_kv(shape, num_blocks)
+        LeaksACache.held.append(cache)
+        return cache
+
+
+@wrong(
+    "reference",
+    "kv:test_blocks_of_another_type_are_refused",
+)
+class TakesBlocksOfAnyType:
+    def allocate_kv(self, shape, num_blocks):
+        cache = super().allocate_kv(shape, num_blocks)
+        put = cache.import_blocks
+        return changed(cache, import_blocks=lambda self, blocks, data: put(blocks, data.astype(np.float32)))
