@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -236,6 +237,23 @@ def test_attention_keeps_to_its_window(ops: Ops, values: Values, require: Requir
 def test_attention_caps_its_scores(ops: Ops, values: Values, require: Require, rows: str) -> None:
     require("paged_kv", "softcap")
     attend(ops, values, ROWS[rows], softcap=0.5)
+
+
+def test_later_steps_with_other_shapes_are_planned_anew(ops: Ops, values: Values, require: Require) -> None:
+    """A pack that keeps a plan for each step must not share it between two steps in a row."""
+    require("paged_kv")
+    heads = Heads(2, 1, 8, 0.5, no_rope(ops))
+    tables = np.array([[1, 0]], np.int32)
+    cache = ops.allocate_kv(KVShape(1, 1, 8, 2), 2)
+    k, v = values(4, 1, 8), values(4, 1, 8)
+    for before, after in pairwise([0, 2, 3, 4]):
+        step = on_device(ops, step_input([(after - before, after)], 2, tables))
+        q = values(after - before, 2, 8)
+        new_k, new_v = heads_of(ops, k[before:after])[1], heads_of(ops, v[before:after])[2]
+        ops.write_kv(cache.layer(0), new_k, new_v, step.kv_slots)
+        found = ops.paged_attention(heads_of(ops, q)[0], cache.layer(0), heads, step)
+        rows = [(after - before, after)]
+        assert_near(ops, found, attention_by_definition(q, [k[:after]], [v[:after]], heads, rows))
 
 
 # Experts ------------------------------------------------------------------------------------------------------

@@ -108,6 +108,7 @@ class RotatesHalvesOnly:
     "signals:test_an_unfinished_chunk_says_nothing",
     "signals:test_a_slot_that_is_used_again_starts_anew",
     "signals:test_rejected_drafts_are_empty_and_accepted_ones_are_not*",
+    "operations:test_later_steps_with_other_shapes_are_planned_anew",
     spreads_to=(
         "budget:*",
         "golden:*",
