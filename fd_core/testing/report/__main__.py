@@ -37,13 +37,15 @@ def main() -> None:
     parser.add_argument("--require-pass", action="store_true", help="end with 1 unless every backend passes")
     chosen = parser.parse_args()
     first, *others = (read_report(path.read_bytes()) for path in chosen.reports)
-    report = first.with_cards(card for other in others for card in other.cards)
+    report = first.beside(others)
     if chosen.json is not None:
         chosen.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
     if chosen.html is not None:
         chosen.html.write_text(html_of(report), encoding="utf-8")
     if chosen.markdown is not None:
-        chosen.markdown.write_text(_HEADING.format(report.command) + markdown_of(report), encoding="utf-8")
+        chosen.markdown.write_text(
+            _HEADING.format(report.command.replace("\n", "\n    ")) + markdown_of(report), encoding="utf-8"
+        )
     if chosen.require_pass and not all(card.passed for card in report.cards):
         sys.exit(1)
 

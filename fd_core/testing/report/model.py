@@ -101,9 +101,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         yield from (section for section in SECTIONS if section in found)
         yield from sorted(found - set(SECTIONS))
 
-    def with_cards(self, others: Iterable[Card]) -> Report:
-        """Return the report with the cards of another one behind its own."""
-        return msgspec.structs.replace(self, cards=[*self.cards, *others])
+    def beside(self, others: Iterable[Report]) -> Report:
+        """Return the report with the cards of others behind its own, and their commands."""
+        every = [self, *others]
+        commands = "\n".join(dict.fromkeys(report.command for report in every))
+        return msgspec.structs.replace(
+            self, command=commands, cards=[card for report in every for card in report.cards]
+        )
 
 
 def read_report(content: bytes) -> Report:

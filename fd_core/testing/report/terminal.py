@@ -17,7 +17,7 @@ def print_report(report: Report, console: Console) -> None:
     """Print the table of sections, then what failed and what was left out for which reason."""
     table = Table("", title="Conformance", title_justify="left")
     for card in report.cards:
-        table.add_column(_heading(card))
+        table.add_column(_heading(card), overflow="fold")
     for section in report.sections():
         table.add_row(section, *(_cell(card.counts(section)) for card in report.cards))
     console.print(table)

@@ -1,0 +1,110 @@
+"""The report card: what it counts, what it shows, and that it shows it loudly."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from fd_core.testing.report.model import Card, Report, Result, read_report
+from fd_core.testing.report.page import html_of, markdown_of
+from fd_core.testing.report.terminal import print_report
+
+RESULTS = [
+    Result(section="signals", test="test_one[0]", outcome="pass"),
+    Result(section="signals", test="test_one[1]", outcome="fail", reason="<b>lost</b> a token"),
+    Result(section="models", test="test_two[a]", outcome="limit", reason="no experts"),
+]
+GOOD = Card(target="good", dtype="float32", device="a chip", results=RESULTS[:1])
+BAD = Card(target="bad", device="another chip", results=RESULTS)
+PLAYED = Card(target="played", emulated=True, results=[RESULTS[0], RESULTS[2]])
+DEAD = Card(target="dead", error="test_x ended the process with signal 11", results=RESULTS[:1])
+REPORT = Report(
+    fd_core="1", python="3", machine="m", command="fdcore conformance good bad", cards=[GOOD, BAD, PLAYED, DEAD]
+)
+
+
+def in_terminal(report):
+    text = io.StringIO()
+    print_report(report, Console(file=text, width=200))
+    return text.getvalue()
+
+
+def test_a_card_passes_if_everything_ran_and_nothing_failed():
+    assert [card.passed for card in REPORT.cards] == [True, False, True, False]
+    assert not Card(target="empty").passed
+
+
+@pytest.mark.parametrize("show", [in_terminal, html_of, markdown_of])
+def test_failures_limits_crashes_and_emulation_are_shown(show):
+    shown = show(REPORT)
+    for words in ("lost", "no experts", "signal 11", "not run on"):
+        assert words in shown
+    assert "emulated" in shown.lower()
+    assert "hardware" not in show(msgspec.structs.replace(REPORT, cards=[GOOD, BAD]))
+
+
+def test_the_page_escapes_what_backends_say_and_needs_no_network():
+    page = html_of(REPORT)
+    assert "<b>lost" not in page
+    assert "&lt;b&gt;lost" in page
+    assert "http" not in page.replace("http-equiv", "")
+
+
+def test_the_json_is_read_back_and_another_version_is_refused():
+    assert read_report(msgspec.json.encode(REPORT)) == REPORT
+    with pytest.raises(ValueError, match="schema 99"):
+        read_report(msgspec.json.encode(msgspec.structs.replace(REPORT, schema=99)))
+
+
+def test_reports_of_several_environments_stand_side_by_side():
+    other = msgspec.structs.replace(REPORT, command="fdcore conformance dead", cards=[DEAD])
+    both = msgspec.structs.replace(REPORT, cards=[GOOD]).beside([other])
+    assert [card.target for card in both.cards] == ["good", "dead"]
+    assert both.command.splitlines() == ["fdcore conformance good bad", "fdcore conformance dead"]
+
+
+def test_the_pytest_plugin_imports_nothing_heavy():
+    code = (
+        "import sys; before = set(sys.modules); import fd_core.testing.plugin;"
+        "new = {name.partition('.')[0] for name in set(sys.modules) - before};"
+        "assert not new & {'numpy', 'pytest', 'msgspec', 'pluggy', 'hypothesis', 'torch', 'zmq', 'rich'}, new"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def conformance(*arguments):
+    command = [sys.executable, "-m", "fd_core.cli", "conformance", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_command_writes_a_report_of_what_ran(tmp_path):
+    json, html = tmp_path / "card.json", tmp_path / "card.html"
+    ended = conformance("null", "-k", "idle_slot or limits_are", "--json", str(json), "--html", str(html))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    [card] = read_report(json.read_bytes()).cards
+    assert (card.target, card.dtype, card.emulated, card.error) == ("null", "float32", False, None)
+    assert {result.function for result in card.results} == {
+        "test_an_idle_slot_says_nothing",
+        "test_limits_are_known_and_have_reasons",
+    }
+    assert "an idle slot says nothing" in html.read_text()
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [
+        ("nosuch", "there is no backend called"),
+        ("null:speed=9", "is not a setting"),
+        ("null:max_num_seqs=x", "null:max"),
+    ],
+)
+def test_what_cannot_be_run_is_said_in_one_line(backend, words):
+    ended = conformance(backend)
+    assert ended.returncode == 4
+    assert words in " ".join(ended.stdout.split())
+    assert "Traceback" not in ended.stdout + ended.stderr
