@@ -20,9 +20,11 @@ What each backend was found to do, against numpy as the oracle. Numbers count te
 says it cannot do, with its reason; preempted-slot signalling and the step token budget know none. A backend that is
 *emulated* was not run on the hardware it is for, and its column says nothing about that.
 
-Written by `nox -s conformance`, which runs
+Made by
 
     {}
+
+`nox -s conformance` makes it anew, with every column from one environment.
 
 """
 

@@ -97,5 +97,5 @@ def _cell(card: Card, section: str, function: str | None = None) -> Cell:
         return Cell("fail", f"{counts['fail']} of {total} fail", details)
     if counts["limit"] == total:
         return Cell("limit", "limit", reasons)
-    some = f", {counts['limit']} limits" if counts["limit"] else ""
+    some = f", {counts['limit']} left out for a limit" if counts["limit"] else ""
     return Cell("pass", f"{counts['pass']} pass{some}", reasons)

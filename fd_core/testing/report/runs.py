@@ -48,6 +48,7 @@ def _card(target: str, expression: str | None, progress: Progress) -> Card:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
+                env=os.environ | {"HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis")},
             )
             try:
                 hung = _watch(process, folder / "results", target, progress)

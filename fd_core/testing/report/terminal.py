@@ -38,7 +38,7 @@ def _cell(counts: Counter[Outcome]) -> Text:
     if counts["fail"]:
         return Text(f"{counts['fail']} failed, {counts['pass']} passed", "bold red")
     parts = [f"{counts['pass']} passed"] if counts["pass"] else []
-    parts += [f"{counts['limit']} limits"] if counts["limit"] else []
+    parts += [f"{counts['limit']} left out"] if counts["limit"] else []
     return Text(", ".join(parts) or "not run", "green" if counts["pass"] else "yellow")
 
 
@@ -46,7 +46,8 @@ def _print_card(card: Card, console: Console) -> None:
     counts: Counter[Outcome] = Counter(result.outcome for result in card.results)
     verdict = Text("passes" if card.passed else "DOES NOT PASS", "bold green" if card.passed else "bold red")
     line = Text(f"\n{card.target} ").append(verdict)
-    line.append(f": {counts['pass']} passed, {counts['fail']} failed, {counts['limit']} limits, {card.seconds:.0f} s")
+    done = f"{counts['pass']} passed, {counts['fail']} failed, {counts['limit']} left out"
+    line.append(f": {done}, {card.seconds:.0f} s")
     console.print(line.append(f" ({card.device})" if card.device else ""))
     if card.emulated:
         console.print(Text("  emulated: it did not run on the hardware it is for", "bold yellow"))
@@ -56,4 +57,4 @@ def _print_card(card: Card, console: Console) -> None:
         console.print(Text(f"  failed {result.section}: {result.test}: {result.reason}", "red"), soft_wrap=True)
     reasons = Counter(result.reason for result in card.results if result.outcome == "limit")
     for reason, count in reasons.items():
-        console.print(Text(f"  limit, {count} tests: {reason}", "yellow"))
+        console.print(Text(f"  limit, tests left out: {count}: {reason}", "yellow"))
