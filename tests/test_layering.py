@@ -22,6 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "plugins": {"backends", "errors", "hookspecs", "kv", "plugin_rules", "runner", "scheduling"},
     "kv": BASE | {"hookspecs", "ops"},  # the tiers copy from and to `ops.contract.KVCache`
     "scheduling": BASE | {"kv", "hookspecs"},
+    "router": BASE | {"hookspecs", "kv"},
     "ops": BASE | {"signals"},
     "models": BASE | {"ops"},
     "text": BASE | {"models"},

@@ -1,0 +1,137 @@
+"""The router's settings, frozen, and the keys of a settings file, which are those of FastDeploy's router."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from fd_core.errors import ConfigError
+from fd_core.router.workers import Role
+
+__all__ = ["ALIASES", "SECTIONS", "RouterConfig", "router_config"]
+
+ALIASES: Final[Mapping[str, str]] = {
+    "fd_metrics_score": "metrics_score",
+    "fd_remote_metrics_score": "metrics_score",
+    "remote_cache_aware": "cache_aware",
+}
+"""Names of policies in FastDeploy's files, and who does their work here."""
+
+SECTIONS: Final = ("scheduler", "manager")
+"""Tables of a settings file in which the keys may stand; they may stand outside of any as well."""
+
+
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, rename="kebab", forbid_unknown_fields=True):
+    """How the router chooses workers and when it gives up on one. In files the names have `-` for `_`."""
+
+    policy: str = "request_num"
+    """For mixed workers."""
+    prefill_policy: str = "process_tokens"
+    decode_policy: str = "request_num"
+    eviction_interval_secs: float = 60.0
+    """Seconds between sweeps that give back the memory of what has expired."""
+    eviction_duration_mins: float = 30.0
+    """Minutes for which a served prefix, or a session that sends nothing, is remembered."""
+    cache_block_size: int = 64
+    """Tokens in a block of the prefix index."""
+    max_index_blocks: int = 131_072
+    """Blocks that the prefix index remembers of each worker."""
+    max_sessions: int = 65_536
+    """Sessions that the policy `session` remembers."""
+    balance_abs_threshold: float = 1.0
+    """cache_aware looks at load alone if the requests of two workers differ by more than this, and by more than..."""
+    balance_rel_threshold: float = 0.2
+    """...this share of those of the most loaded one."""
+    hit_ratio_weight: float = 1.0
+    load_balance_weight: float = 1.0
+    waiting_weight: float = 1.0
+    """What a request that waits for its first token weighs against a running one in metrics_score."""
+    prefix_hash_blocks: int = 1
+    """Leading blocks of a prompt that prefix_hash looks at."""
+    prefix_hash_slack: float = 0.25
+    """By which share the load of a worker may exceed the mean before prefix_hash passes it over."""
+    health_failure_threshold: int = 1
+    health_success_threshold: int = 1
+    health_check_timeout_secs: float = 5.0
+    health_check_interval_secs: float = 5.0
+    health_check_endpoint: str = "/health"
+    circuit_failure_threshold: int = 3
+    """Requests in a row that fail on a worker before it is left alone."""
+    circuit_open_secs: float = 1.0
+    """For so long at first, and twice as long each time it fails again..."""
+    circuit_max_open_secs: float = 30.0
+    """...up to this."""
+    max_attempts: int = 3
+    """Workers, or pairs, that one request is tried on."""
+    max_requests_per_worker: int = 0
+    """Requests that one worker is given at a time; 0 sets no bound."""
+
+    def policy_of(self, role: Role) -> str:
+        """Return the name of the policy that chooses among the workers of a role."""
+        name = {"mixed": self.policy, "prefill": self.prefill_policy, "decode": self.decode_policy}[role]
+        return ALIASES.get(name, name)
+
+    @property
+    def eviction_duration(self) -> float:
+        """Seconds for which things are remembered."""
+        return self.eviction_duration_mins * 60.0
+
+
+_AT_LEAST_ONE = (
+    *("cache_block_size", "max_index_blocks", "max_sessions", "prefix_hash_blocks", "max_attempts"),
+    *("health_failure_threshold", "health_success_threshold", "circuit_failure_threshold"),
+)
+_POSITIVE = (
+    *("eviction_interval_secs", "eviction_duration_mins", "health_check_timeout_secs", "health_check_interval_secs"),
+    *("circuit_open_secs", "circuit_max_open_secs"),
+)
+_NOT_NEGATIVE = (
+    *("balance_abs_threshold", "balance_rel_threshold", "hit_ratio_weight", "load_balance_weight", "waiting_weight"),
+    *("prefix_hash_slack", "max_requests_per_worker"),
+)
+
+
+def router_config(settings: Mapping[str, Any]) -> RouterConfig:
+    """Read what a TOML or JSON file holds. Raises `ConfigError` that names the key and what it may be."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        table = value if key in SECTIONS else {key: value}
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"{key} is {value!r:.60}; it is a table of settings", field=key)
+        for name, setting in table.items():
+            name = str(name).replace("_", "-")
+            if name in flat:
+                raise ConfigError(f"{name} is set twice", field=name, hint="leave one of them out")
+            flat[name] = setting
+    known = {field.encode_name for field in msgspec.structs.fields(RouterConfig)}
+    for name in flat:
+        if name not in known:
+            hint = f"there are: {', '.join(sorted(known))}"
+            raise ConfigError(f"the router has no setting {name!r:.60}", field=name, hint=hint)
+    try:
+        config = msgspec.convert(flat, RouterConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"the router's settings cannot be used: {error}", hint="correct the type of that key"
+        ) from error
+    check(config)
+    return config
+
+
+def check(config: RouterConfig) -> None:
+    """Raise `ConfigError` if a number is out of its range; the file's name of the field is named."""
+    for names, good, words in (
+        (_AT_LEAST_ONE, lambda value: value >= 1, "at least 1"),
+        (_POSITIVE, lambda value: 0 < value < float("inf"), "more than 0"),
+        (_NOT_NEGATIVE, lambda value: 0 <= value < float("inf"), "0 or more"),
+    ):
+        for name in names:
+            value = getattr(config, name)
+            if not good(value):
+                key = name.replace("_", "-")
+                raise ConfigError(f"{key} is {value}; it must be {words}", field=key)
+    if not config.health_check_endpoint.startswith("/"):
+        hint = "such as /health"
+        raise ConfigError("health-check-endpoint must begin with /", field="health-check-endpoint", hint=hint)

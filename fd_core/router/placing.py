@@ -1,0 +1,133 @@
+"""Placing one request: who is eligible, mixed or a pair, and which of them the policies choose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fd_core.errors import PluginError
+from fd_core.router.accounting import Ledger
+from fd_core.router.config import RouterConfig
+from fd_core.router.policies import Candidate, Policy, View
+from fd_core.router.prefix_index import PrefixIndex, block_hasher, block_keys
+from fd_core.router.selection import Mode, NoWorker, Reason, RouteRequest
+from fd_core.router.workers import ROLES, Member, Registry, Role, WorkerState
+
+__all__ = ["PARTS", "Placement", "Placing"]
+
+PARTS: Mapping[Mode, tuple[Role, ...]] = {"mixed": ("mixed",), "pd": ("prefill", "decode")}
+"""The roles that serve a request together, prefill side first."""
+
+_SECOND_DRAW = 2.0**26
+"""A float holds 53 random bits: the upper half and the lower half are two numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Who was chosen; nothing has been counted yet."""
+
+    members: tuple[Member, ...]
+    """One for each role of `PARTS[mode]`."""
+    keys: tuple[bytes, ...]
+    hits: int
+
+
+class Placing:
+    """Asks the policies. Changes nothing but what they themselves remember."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        policies: Mapping[Role, Policy],
+        registry: Registry,
+        ledger: Ledger,
+        index: PrefixIndex,
+    ) -> None:
+        self._config = config
+        self._policies = policies
+        self._registry = registry
+        self._ledger = ledger
+        self._index = index
+        self._hasher = block_hasher(config.cache_block_size)
+
+    def place(self, request: RouteRequest, tried: frozenset[str], now: float, random: float) -> Placement | NoWorker:
+        """Choose for a request that failed on the addresses `tried`."""
+        pools = self._eligible(tried, now)
+        if isinstance(pools, NoWorker):
+            return pools
+        roles = PARTS[self._mode(pools)]
+        keys: tuple[bytes, ...] = ()
+        if any(self._policies[role].uses_prefix for role in roles):
+            keys = block_keys(self._hasher, request.tokens, request.salt)
+        members, hits = [], 0
+        for role, number in zip(roles, (random, random * _SECOND_DRAW % 1.0), strict=False):
+            chosen = self._choose(role, pools[role], request, keys, now, number)
+            hits = chosen.hits if role != "decode" else hits
+            members.append(next(member for member in pools[role] if member.worker == chosen.worker))
+        return Placement(tuple(members), keys, hits)
+
+    def _eligible(self, tried: frozenset[str], now: float) -> dict[Role, list[Member]] | NoWorker:
+        """Return the workers that may be chosen, by role, or the first thing that leaves too few of them."""
+        pools: dict[Role, list[Member]] = {role: [] for role in ROLES}
+        for member in self._registry:
+            if member.state is not WorkerState.DRAINING:
+                pools[member.worker.role].append(member)
+        if not _sufficient(pools):
+            return self._nobody("none_registered", "no worker is registered", self._config.health_check_interval_secs)
+        healthy = {role: [one for one in pool if one.open_to_requests(now)] for role, pool in pools.items()}
+        if not _sufficient(healthy):
+            pauses = [one.circuit.remaining(now) for pool in pools.values() for one in pool if one.broken]
+            wait = min(pauses, default=self._config.health_check_interval_secs)
+            return self._nobody("none_healthy", "no worker is healthy", wait)
+        untried = {role: [one for one in pool if one.worker.url not in tried] for role, pool in healthy.items()}
+        if not _sufficient(untried):
+            return self._nobody("all_tried", "every healthy worker failed on this request", None)
+        if limit := self._config.max_requests_per_worker:
+            free = {
+                role: [one for one in pool if self._ledger.load(one.worker).requests < limit]
+                for role, pool in untried.items()
+            }
+            return free if _sufficient(free) else self._nobody("all_busy", "every worker is busy", 1.0)
+        return untried
+
+    def _nobody(self, reason: Reason, message: str, retry_after: float | None) -> NoWorker:
+        return NoWorker(reason, message, retry_after)
+
+    def _mode(self, pools: Mapping[Role, list[Member]]) -> Mode:
+        """Return what has fewer requests for each of its workers, if there is a choice."""
+        modes = [mode for mode, roles in PARTS.items() if all(pools[role] for role in roles)]
+        return min(modes, key=lambda mode: self._crowding(pools, PARTS[mode]))
+
+    def _crowding(self, pools: Mapping[Role, list[Member]], roles: tuple[Role, ...]) -> float:
+        members = [member for role in roles for member in pools[role]]
+        return sum(self._ledger.load(member.worker).requests for member in members) / len(members)
+
+    def _choose(
+        self,
+        role: Role,
+        pool: list[Member],
+        request: RouteRequest,
+        keys: tuple[bytes, ...],
+        now: float,
+        random: float,
+    ) -> Candidate:
+        policy = self._policies[role]
+        match = self._index.match if policy.uses_prefix else _nothing
+        candidates = tuple(
+            Candidate(one.worker, self._ledger.load(one.worker), match(one.worker, keys, now)) for one in pool
+        )
+        seen = keys if policy.uses_prefix else ()
+        chosen = policy.choose(View(candidates, request.tokens, seen, request.session, random, now))
+        if chosen not in candidates:
+            name = self._config.policy_of(role)
+            raise PluginError(f"router policy {name} chose {chosen!r:.200}, which is not one of the candidates")
+        return chosen
+
+
+def _nothing(*_: object) -> int:
+    return 0
+
+
+def _sufficient(pools: Mapping[Role, list[Member]]) -> bool:
+    """Whether there is a mixed worker or both sides of a pair."""
+    return any(all(pools[role] for role in roles) for roles in PARTS.values())

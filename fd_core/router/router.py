@@ -1,0 +1,252 @@
+"""The router: what the gateway asks which worker serves a request, and tells what became of it.
+
+selection = router.select(request, now, rng)      # Selection, or NoWorker
+with selection:                                   # releases at the end, however that comes
+    ...                                           # stream; selection.first_token() before its first byte goes out
+    router.served(selection, now)                 # or router.failed(selection, worker, now)
+selection = router.retry(selection, now, rng)     # after a failure: another worker, only before the first byte
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from fd_core.router.accounting import IDLE, Ledger, Load
+from fd_core.router.config import RouterConfig, check
+from fd_core.router.placing import Placement, Placing
+from fd_core.router.policies import Policy
+from fd_core.router.prefix_index import PrefixIndex
+from fd_core.router.selection import NoWorker, RouteRequest, Selection, Verdict
+from fd_core.router.snapshot import RouterSnapshot, Tally, WorkerSnapshot
+from fd_core.router.workers import ROLES, Member, Registry, Role, Worker
+
+__all__ = ["NoWorker", "RouteRequest", "Router", "Selection"]
+
+
+class Router:
+    """Chooses workers and accounts for what they were given.
+
+    `now` is everywhere the reading of one monotonic clock in seconds, `rng` one uniform number in [0, 1). Not for
+    several threads at a time.
+    """
+
+    def __init__(self, config: RouterConfig, policy_class: Callable[[str], type[Policy]]) -> None:
+        """`policy_class` finds a policy by name, as `Plugins.router_policy_class` does, and may raise `PluginError`.
+
+        Raises `ConfigError` for numbers out of range.
+        """
+        check(config)
+        self.config = config
+        self._registry = Registry(
+            failure_threshold=config.health_failure_threshold,
+            success_threshold=config.health_success_threshold,
+            circuit_failures=config.circuit_failure_threshold,
+            circuit_seconds=config.circuit_open_secs,
+            circuit_max_seconds=config.circuit_max_open_secs,
+        )
+        self._ledger = Ledger(self._on_idle)
+        self._index = PrefixIndex(duration=config.eviction_duration, capacity=config.max_index_blocks)
+        self._policies: dict[Role, Policy] = {role: policy_class(config.policy_of(role))(config) for role in ROLES}
+        self._placing = Placing(config, self._policies, self._registry, self._ledger, self._index)
+        self._tallies: dict[Worker, Tally] = {}
+        self._tally = Tally()
+        self._refused: Counter[str] = Counter()
+        self._retries = 0
+        self._next_sweep = 0.0
+
+    def register(self, url: str, role: Role, now: float, *, instance: str | None = None) -> Worker:
+        """Add a worker, or one that came back, and return its incarnation. It gets requests once a check has passed.
+
+        `instance` names the worker's process, if it tells: registering again under the same name changes nothing.
+        Raises `BadRequest` for an address or a role that cannot be used.
+        """
+        before = self._registry.at(url)
+        worker = self._registry.register(url, role, instance=instance)
+        self._replaced(before, worker)
+        return worker
+
+    def deregister(self, url: str, now: float) -> Worker | None:
+        """Give a worker nothing more; it is gone when what it has ends. Returns None if nobody has that address."""
+        worker = self._registry.deregister(url)
+        if worker is not None and self._ledger.load(worker) == IDLE:
+            self._on_idle(worker)
+        return worker
+
+    def health(self, worker: Worker, ok: bool, now: float, *, instance: str | None = None) -> Worker:
+        """Take the result of one health check; return the incarnation that has the address from here on.
+
+        `instance` is what the worker answered about its process, if anything. Results for an incarnation that was
+        replaced change nothing. Counters are never touched.
+        """
+        after = self._registry.health(worker, ok, instance=instance)
+        self._replaced(worker, after)
+        return after
+
+    def workers(self) -> tuple[Worker, ...]:
+        """Return every incarnation that is there, draining ones too: those whose health is to be checked."""
+        return tuple(member.worker for member in self._registry)
+
+    def select(self, request: RouteRequest, now: float, rng: float) -> Selection | NoWorker:
+        """Choose a worker, or a pair, for a new request, and count it there until the selection is released."""
+        return self._attempt(request, frozenset(), 1, now, rng)
+
+    def retry(self, selection: Selection, now: float, rng: float) -> Selection | NoWorker:
+        """Choose again for a request whose attempt failed and was released, among workers that it was not tried on.
+
+        Raises `RuntimeError` if the attempt still counts: its own stream has to release it first.
+        """
+        if not selection.released:
+            raise RuntimeError("the failed attempt must be released before the next one is chosen")
+        if selection.started:
+            return self._refuse(NoWorker("answer_started", "the worker failed while it answered", None))
+        if selection.attempt >= self.config.max_attempts:
+            tries = f"{selection.attempt} attempts" if selection.attempt > 1 else "the only attempt"
+            return self._refuse(NoWorker("too_many_attempts", f"{tries} failed", None))
+        failed = [worker for worker, verdict in selection.verdicts.items() if verdict == "failed"]
+        tried = selection.tried | {worker.url for worker in failed or selection.workers}
+        following = self._attempt(selection.request, tried, selection.attempt + 1, now, rng)
+        self._retries += isinstance(following, Selection)
+        return following
+
+    def served(self, selection: Selection, now: float) -> None:
+        """The answer ended well: its prefix is recorded for the workers that served it."""
+        for worker in selection.workers:
+            if not self._judge(selection, worker, "served"):
+                continue
+            self._count(worker, Tally(served=1))
+            member = self._registry.member(worker)
+            if member is None:
+                continue
+            member.circuit.success()
+            if self._policies[worker.role].uses_prefix:
+                self._index.record(worker, selection.keys, now)
+
+    def failed(self, selection: Selection, worker: Worker, now: float, *, severe: bool = False) -> None:
+        """`worker`, one of the selection's, failed; `severe` if it cannot even be reached."""
+        if worker not in selection.workers:
+            raise ValueError(f"{worker} is not a worker of this selection")
+        if not self._judge(selection, worker, "failed"):
+            return
+        self._count(worker, Tally(failed=1))
+        member = self._registry.member(worker)
+        if member is not None:
+            member.circuit.failure(now, severe=severe)
+
+    def snapshot(self) -> RouterSnapshot:
+        """Return everything that metrics and the live page show."""
+        loads = self._ledger.loads()
+        total = Load()
+        for load in loads.values():
+            total = total.plus(load)
+        workers = tuple(
+            WorkerSnapshot(
+                worker=member.worker,
+                state=member.state,
+                circuit=member.circuit.state,
+                load=loads.pop(member.worker, IDLE),
+                tally=self._tallies.get(member.worker, Tally()),
+                index_blocks=self._index.blocks(member.worker),
+            )
+            for member in self._registry
+        )
+        return RouterSnapshot(
+            workers=workers,
+            departed=tuple(loads.items()),
+            total=total,
+            tally=self._tally,
+            refused=dict(self._refused),
+            retries=self._retries,
+            faults=self._ledger.faults,
+        )
+
+    def _attempt(
+        self, request: RouteRequest, tried: frozenset[str], attempt: int, now: float, rng: float
+    ) -> Selection | NoWorker:
+        self._sweep(now)
+        placement = self._placing.place(request, tried, now, rng)
+        if isinstance(placement, NoWorker):
+            return self._refuse(placement)
+        trials = [member.worker for member in placement.members if _is_trial(member, now)]
+        first, *_ = workers = [member.worker for member in placement.members]
+        guards = tuple(
+            self._ledger.take(
+                worker,
+                request.length if worker is first else 0,
+                ends_at_first_token=worker.role == "prefill",
+            )
+            for worker in workers
+        )
+        self._count_selected(placement)
+        return Selection(
+            request,
+            guards,
+            ledger=self._ledger,
+            on_release=self._on_release,
+            keys=placement.keys,
+            hits=placement.hits,
+            tried=tried,
+            trials=frozenset(trials),
+            attempt=attempt,
+        )
+
+    def _refuse(self, answer: NoWorker) -> NoWorker:
+        self._refused[answer.reason] += 1
+        return answer
+
+    def _judge(self, selection: Selection, worker: Worker, verdict: Verdict) -> bool:
+        """Take down a verdict; one that comes twice or after the release counts as a fault and nothing else."""
+        if selection.released or worker in selection.verdicts:
+            self._ledger.fault()
+            return False
+        selection.verdicts[worker] = verdict
+        return True
+
+    def _on_release(self, selection: Selection) -> None:
+        for worker in selection.workers:
+            if worker in selection.verdicts:
+                continue
+            self._count(worker, Tally(left=1))
+            member = self._registry.member(worker)
+            if member is not None and worker in selection.trials:
+                member.circuit.withdraw()
+
+    def _on_idle(self, worker: Worker) -> None:
+        if self._registry.idle(worker):
+            self._forget(worker)
+
+    def _replaced(self, before: Worker | None, after: Worker) -> None:
+        if before is not None and before != after:
+            self._forget(before)
+
+    def _forget(self, worker: Worker) -> None:
+        """Drop what was remembered of an incarnation; what runs there stays counted until its guards give it back."""
+        self._index.remove(worker)
+        self._tallies.pop(worker, None)
+        for policy in self._policies.values():
+            policy.departed(worker)
+
+    def _sweep(self, now: float) -> None:
+        if now < self._next_sweep:
+            return
+        self._next_sweep = now + self.config.eviction_interval_secs
+        self._index.sweep(now)
+        for policy in self._policies.values():
+            policy.sweep(now)
+
+    def _count_selected(self, placement: Placement) -> None:
+        for member in placement.members:
+            prefix = member.worker.role != "decode"
+            blocks, hits = (len(placement.keys), placement.hits) if prefix else (0, 0)
+            self._count(member.worker, Tally(selected=1, prompt_blocks=blocks, hit_blocks=hits))
+
+    def _count(self, worker: Worker, more: Tally) -> None:
+        self._tally = self._tally.plus(more)
+        if self._registry.member(worker) is not None:
+            self._tallies[worker] = self._tallies.get(worker, Tally()).plus(more)
+
+
+def _is_trial(member: Member, now: float) -> bool:
+    """Pass the circuit breaker; return whether this request is the one that tries the worker again."""
+    member.circuit.admit(now)
+    return member.circuit.state == "half_open"

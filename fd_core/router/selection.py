@@ -1,0 +1,164 @@
+"""The values between gateway and router: a request to place, the workers it got, or why it got none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Self
+
+from fd_core.errors import BadRequest
+from fd_core.router.accounting import Guard, Ledger
+from fd_core.router.workers import Worker
+from fd_core.types import IntArray
+
+__all__ = ["Mode", "NoWorker", "Reason", "RouteRequest", "Selection", "Verdict"]
+
+Mode = Literal["mixed", "pd"]
+Verdict = Literal["served", "failed"]
+Reason = Literal["none_registered", "none_healthy", "all_busy", "all_tried", "too_many_attempts", "answer_started"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RouteRequest:
+    """What the router sees of a request. Raises `BadRequest` if there is no prompt."""
+
+    tokens: IntArray
+    """Prompt, int32 of shape [n], n at least 1, tokenized as the workers tokenize it; whoever has no tokenizer gives
+    numbers of its own that are equal where the text is, such as its bytes."""
+    session: str | None = None
+    """What requests of one conversation or user have in common."""
+    salt: str = ""
+    """Requests of different salts share no prefix."""
+    prefill_tokens: int | None = None
+    """What is counted as the length of the prompt; None counts `tokens`."""
+
+    def __post_init__(self) -> None:
+        if self.tokens.ndim != 1 or not len(self.tokens):
+            raise BadRequest("the prompt has no tokens", field="prompt", hint="send at least one token")
+        if self.prefill_tokens is not None and self.prefill_tokens < 0:
+            raise BadRequest(f"prefill_tokens is {self.prefill_tokens}, it cannot be negative", field="prompt")
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt as they are counted."""
+        return len(self.tokens) if self.prefill_tokens is None else self.prefill_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class NoWorker:
+    """Nobody can take the request."""
+
+    reason: Reason
+    message: str
+    """For the client."""
+    retry_after: float | None
+    """Seconds after which to try again; None if that cannot help."""
+
+    @property
+    def status(self) -> int:
+        """HTTP status: 429 if everybody is busy, 502 if workers failed, otherwise 503."""
+        if self.reason == "all_busy":
+            return 429
+        return 503 if self.reason in ("none_registered", "none_healthy") else 502
+
+
+class Selection:
+    """The workers of one attempt, and the guards that count it; made by `Router.select` and `Router.retry`.
+
+    The stream that it was made for tells `first_token` when the first byte of the answer comes and `release` in its
+    own `finally`, or uses it as a context manager. Verdicts (`Router.served`, `Router.failed`) come before `release`.
+    """
+
+    __slots__ = (
+        "_ledger",
+        "_on_release",
+        "_released",
+        "attempt",
+        "decode",
+        "guards",
+        "hits",
+        "keys",
+        "mode",
+        "prefill",
+        "request",
+        "started",
+        "trials",
+        "tried",
+        "verdicts",
+    )
+
+    def __init__(
+        self,
+        request: RouteRequest,
+        guards: tuple[Guard, ...],
+        *,
+        ledger: Ledger,
+        on_release: Callable[[Selection], None],
+        keys: tuple[bytes, ...] = (),
+        hits: int = 0,
+        tried: frozenset[str] = frozenset(),
+        trials: frozenset[Worker] = frozenset(),
+        attempt: int = 1,
+    ) -> None:
+        self.request = request
+        self.guards = guards
+        """One guard for a mixed worker; the prefill side's and the decode side's, in this order, for a pair."""
+        self.prefill: Worker = guards[0].worker
+        self.decode: Worker = guards[-1].worker
+        """The worker that streams the answer; the same as `prefill` unless `mode` is `pd`."""
+        self.mode: Mode = "mixed" if len(guards) == 1 else "pd"
+        self.keys = keys
+        """Block keys of the prompt, as far as a policy needed them."""
+        self.hits = hits
+        """Leading blocks of the prompt that the prefill side is believed to hold."""
+        self.tried = tried
+        """Addresses that earlier attempts failed on."""
+        self.trials = trials
+        """Workers whose circuit breaker let this one request through."""
+        self.attempt = attempt
+        """1 for the first."""
+        self.started = False
+        """Whether the answer has begun; then nobody may retry."""
+        self.verdicts: dict[Worker, Verdict] = {}
+        self._ledger = ledger
+        self._on_release = on_release
+        self._released = False
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """Each worker once, the prefill side first."""
+        return tuple(guard.worker for guard in self.guards)
+
+    @property
+    def released(self) -> bool:
+        """Whether nothing is counted for it any more."""
+        return self._released
+
+    def first_token(self) -> None:
+        """The first token came: prefill counts no longer. May be called for every token."""
+        if self.started:
+            return
+        self.started = True
+        for guard in self.guards:
+            guard.first_token()
+
+    def release(self) -> bool:
+        """The stream ended: nothing counts any longer. A second call is counted as a fault and returns False."""
+        if self._released:
+            self._ledger.fault()
+            return False
+        self._released = True
+        for guard in self.guards:
+            if not guard.released:
+                guard.release()
+        self._on_release(self)
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()

@@ -1,0 +1,68 @@
+"""What the router shows of itself, for metrics and the live page: frozen, and complete at one moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fd_core.kv.tiers.breaker import BreakerState
+from fd_core.router.accounting import Load
+from fd_core.router.workers import Worker, WorkerState
+
+__all__ = ["RouterSnapshot", "Tally", "WorkerSnapshot"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What became of selections; every count only grows."""
+
+    selected: int = 0
+    served: int = 0
+    failed: int = 0
+    left: int = 0
+    """Ended without a verdict: the client left, or the other side of the pair failed."""
+    prompt_blocks: int = 0
+    """Blocks of the prompts of selections for which the prefix index was asked, on the prefill side."""
+    hit_blocks: int = 0
+    """Those of them that the chosen worker was believed to hold."""
+
+    def plus(self, more: Tally) -> Tally:
+        """Both together."""
+        return Tally(
+            self.selected + more.selected,
+            self.served + more.served,
+            self.failed + more.failed,
+            self.left + more.left,
+            self.prompt_blocks + more.prompt_blocks,
+            self.hit_blocks + more.hit_blocks,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSnapshot:
+    """One incarnation. Its tally starts at zero with it."""
+
+    worker: Worker
+    state: WorkerState
+    circuit: BreakerState
+    load: Load
+    tally: Tally
+    index_blocks: int
+    """Blocks that it is believed to hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSnapshot:
+    """The whole router."""
+
+    workers: tuple[WorkerSnapshot, ...]
+    departed: tuple[tuple[Worker, Load], ...]
+    """Earlier incarnations on which requests have not ended yet."""
+    total: Load
+    """Everything that is counted, on `departed` ones too."""
+    tally: Tally
+    """Of all workers there ever were."""
+    refused: dict[str, int]
+    """Requests that got no worker, by reason."""
+    retries: int
+    faults: int
+    """Releases and verdicts that came twice or too late: 0 if the gateway is right."""

@@ -1,0 +1,186 @@
+"""Who is there: workers, their incarnations, their health and their circuit breakers.
+
+A worker that comes back is another one: `Worker.incarnation` is never given twice, and whatever was counted or
+remembered for an earlier incarnation does not touch a later one.
+
+    (none) --register--> UNKNOWN --checks pass--> HEALTHY <--> UNHEALTHY    (back to HEALTHY: a new incarnation)
+                            any of them --deregister--> DRAINING --nothing runs--> GONE
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal, get_args
+
+from fd_core.errors import BadRequest
+from fd_core.kv.tiers.breaker import Breaker
+
+__all__ = ["ROLES", "Circuit", "Member", "Registry", "Role", "Worker", "WorkerState"]
+
+Role = Literal["mixed", "prefill", "decode"]
+ROLES: Final[tuple[Role, ...]] = get_args(Role)
+
+
+class WorkerState(enum.Enum):
+    """What is known of a worker; only `HEALTHY` ones are candidates."""
+
+    UNKNOWN = "unknown"
+    """Registered, not checked often enough yet."""
+    HEALTHY = "healthy"
+    UNHEALTHY = "unhealthy"
+    DRAINING = "draining"
+    """Deregistered; it finishes what it has."""
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One incarnation of a worker."""
+
+    url: str
+    """Base address without a slash at the end, such as `http://127.0.0.1:8001`."""
+    role: Role
+    incarnation: int
+    """Never given twice by one registry, whatever the address."""
+
+
+class Circuit(Breaker):
+    """A worker's circuit breaker; whoever was let through may also leave without having learned anything."""
+
+    def withdraw(self) -> None:
+        """The one call that was let through ended without a verdict: another may try."""
+        if self.state == "half_open":
+            self.state = "open"
+
+
+@dataclass(slots=True)
+class Member:
+    """What the registry holds of one incarnation."""
+
+    worker: Worker
+    instance: str | None
+    circuit: Circuit
+    state: WorkerState = WorkerState.UNKNOWN
+    passed: int = 0
+    """Health checks passed in a row."""
+    missed: int = 0
+    """Health checks failed in a row."""
+
+    def open_to_requests(self, now: float) -> bool:
+        """Whether it may be chosen."""
+        return self.state is WorkerState.HEALTHY and self.circuit.ready(now)
+
+    @property
+    def broken(self) -> bool:
+        """Whether it passes its health checks but has failed requests of late."""
+        return self.state is WorkerState.HEALTHY and self.circuit.state != "closed"
+
+
+@dataclass(slots=True)
+class Registry:
+    """Every worker that may be asked, by address. Health checks and failures change states here, never counters."""
+
+    failure_threshold: int = 1
+    """Health checks in a row that have to fail before a worker counts as unhealthy."""
+    success_threshold: int = 1
+    """Health checks in a row that have to pass before it counts as healthy."""
+    circuit_failures: int = 3
+    circuit_seconds: float = 1.0
+    circuit_max_seconds: float = 30.0
+    _members: dict[str, Member] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def __iter__(self) -> Iterator[Member]:
+        """All members, in the order in which their addresses were first registered."""
+        return iter(self._members.values())
+
+    def member(self, worker: Worker) -> Member | None:
+        """Return what is held of this incarnation; None if it is gone or was replaced."""
+        member = self._members.get(worker.url)
+        return member if member is not None and member.worker == worker else None
+
+    def at(self, url: str) -> Worker | None:
+        """Return the incarnation that has this address."""
+        member = self._members.get(url.strip().rstrip("/"))
+        return None if member is None else member.worker
+
+    def register(self, url: str, role: Role, *, instance: str | None = None) -> Worker:
+        """Add a worker, or one that came back, and return it.
+
+        `instance` names the worker's process. Who registers again under the same name of the same process is the same
+        incarnation; everybody else is a new one. Raises `BadRequest` for an address or a role that cannot be used.
+        """
+        url = checked_url(url)
+        if role not in ROLES:
+            raise BadRequest(f"there is no role {role!r}", field="role", hint=f"use one of {', '.join(ROLES)}")
+        member = self._members.get(url)
+        if (
+            member is not None
+            and instance is not None
+            and (member.instance, member.worker.role) == (instance, role)
+            and member.state is not WorkerState.DRAINING
+        ):
+            return member.worker
+        return self._enter(Worker(url, role, next(self._numbers)), instance).worker
+
+    def deregister(self, url: str) -> Worker | None:
+        """Give a worker nothing more. It drains until `idle`; returns None if nobody has that address."""
+        worker = self.at(url)
+        if worker is not None:
+            self._members[worker.url].state = WorkerState.DRAINING
+        return worker
+
+    def idle(self, worker: Worker) -> bool:
+        """Tell that nothing runs on `worker`; return whether it had drained, and so is gone."""
+        member = self.member(worker)
+        if member is None or member.state is not WorkerState.DRAINING:
+            return False
+        member.state = WorkerState.GONE
+        del self._members[worker.url]
+        return True
+
+    def health(self, worker: Worker, ok: bool, *, instance: str | None = None) -> Worker:
+        """Take the result of one health check of `worker`; return the incarnation that has the address from here on.
+
+        `instance` is what the worker answered about its process. The result of a check of another incarnation changes
+        nothing. A process that is known to be another, or a worker that was unhealthy and is not known to be the same
+        process, is a new incarnation.
+        """
+        member = self.member(worker)
+        if member is None or member.state is WorkerState.DRAINING:
+            return worker
+        if not ok:
+            member.passed, member.missed = 0, member.missed + 1
+            if member.missed >= self.failure_threshold:
+                member.state = WorkerState.UNHEALTHY
+            return worker
+        if instance is not None and member.instance not in (None, instance):
+            member = self._enter(replace(worker, incarnation=next(self._numbers)), instance)
+        same_process = instance is not None and instance == member.instance
+        member.passed, member.missed = member.passed + 1, 0
+        if instance is not None and member.state is not WorkerState.UNHEALTHY:
+            member.instance = instance
+        if member.passed < self.success_threshold or member.state is WorkerState.HEALTHY:
+            return member.worker
+        if member.state is WorkerState.UNHEALTHY and not same_process:
+            member = self._enter(replace(worker, incarnation=next(self._numbers)), instance)
+            member.passed = self.success_threshold
+        member.state = WorkerState.HEALTHY
+        return member.worker
+
+    def _enter(self, worker: Worker, instance: str | None) -> Member:
+        circuit = Circuit(first=self.circuit_seconds, longest=self.circuit_max_seconds, patience=self.circuit_failures)
+        self._members[worker.url] = member = Member(worker, instance, circuit)
+        return member
+
+
+def checked_url(url: str) -> str:
+    """Return the base address of a worker as it is kept. Raises `BadRequest`."""
+    scheme, separator, rest = url.strip().rstrip("/").partition("://")
+    if not separator or scheme not in ("http", "https") or not rest or any(c in rest for c in "@?# \t\r\n"):
+        hint = "use http://HOST:PORT, without user, query or fragment"
+        raise BadRequest(f"{url!r:.200} is not the address of a worker", field="url", hint=hint)
+    return f"{scheme}://{rest}"
