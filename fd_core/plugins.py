@@ -25,6 +25,7 @@ from fd_core.plugin_rules import StrangerError, check_module, checked_entries, d
 if TYPE_CHECKING:
     from fd_core.backends.contract import Availability, Backend
     from fd_core.kv.stores.contract import KVStore
+    from fd_core.router.policies import Policy as RouterPolicy
     from fd_core.runner.drafting import Drafter
     from fd_core.scheduling.policies import Policy
     from fd_core.scheduling.victims import VictimPolicy
@@ -47,6 +48,7 @@ _BUILTIN_MODULES: Final = (
     "fd_core.scheduling.builtin",
     "fd_core.runner.builtin",
     "fd_core.kv.stores.builtin",
+    "fd_core.router.builtin",
 )
 
 
@@ -69,7 +71,8 @@ VICTIMS: Final = Kind(
     "victim policy", "fd_register_victim_policies", "fd_core.scheduling.victims:VictimPolicy", "--victim-policy"
 )
 STORE: Final = Kind("KV store", "fd_register_stores", "fd_core.kv.stores.contract:KVStore", "--kv-store")
-KINDS: Final = (BACKEND, SCHEDULER, VICTIMS, DRAFTER, STORE)
+ROUTER: Final = Kind("router policy", "fd_register_router_policies", "fd_core.router.policies:Policy", "--policy")
+KINDS: Final = (BACKEND, SCHEDULER, VICTIMS, DRAFTER, STORE, ROUTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +247,14 @@ class Plugins:
     def store_class(self, name: str) -> type[KVStore]:
         """Import the KV store called `name`. Raises `PluginError` with the distribution and the cause."""
         return self._find(STORE, name).load()
+
+    def router_policies(self) -> Mapping[str, Registered]:
+        """Return the router policies by name."""
+        return self._usable(ROUTER)
+
+    def router_policy_class(self, name: str) -> type[RouterPolicy]:
+        """Import the router policy called `name`. Raises `PluginError` with the distribution and the cause."""
+        return self._find(ROUTER, name).load()
 
     def backend_class(self, name: str) -> type[Backend]:
         """Import the backend called `name`. Raises `PluginError` with the distribution and the cause."""

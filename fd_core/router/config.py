@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -79,18 +80,33 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, rename="kebab", fo
         return self.eviction_duration_mins * 60.0
 
 
-_AT_LEAST_ONE = (
-    *("cache_block_size", "max_index_blocks", "max_sessions", "prefix_hash_blocks", "max_attempts"),
-    *("health_failure_threshold", "health_success_threshold", "circuit_failure_threshold"),
+_RANGES: Final[tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...]] = (
+    (
+        "at least 1",
+        lambda value: value >= 1,
+        (
+            *("cache_block_size", "max_index_blocks", "max_sessions", "prefix_hash_blocks", "max_attempts"),
+            *("health_failure_threshold", "health_success_threshold", "circuit_failure_threshold"),
+        ),
+    ),
+    (
+        "more than 0",
+        lambda value: 0 < value < math.inf,
+        (
+            *("eviction_interval_secs", "eviction_duration_mins", "circuit_open_secs", "circuit_max_open_secs"),
+            *("health_check_timeout_secs", "health_check_interval_secs"),
+        ),
+    ),
+    (
+        "0 or more",
+        lambda value: 0 <= value < math.inf,
+        (
+            *("balance_abs_threshold", "balance_rel_threshold", "hit_ratio_weight", "load_balance_weight"),
+            *("waiting_weight", "prefix_hash_slack", "max_requests_per_worker"),
+        ),
+    ),
 )
-_POSITIVE = (
-    *("eviction_interval_secs", "eviction_duration_mins", "health_check_timeout_secs", "health_check_interval_secs"),
-    *("circuit_open_secs", "circuit_max_open_secs"),
-)
-_NOT_NEGATIVE = (
-    *("balance_abs_threshold", "balance_rel_threshold", "hit_ratio_weight", "load_balance_weight", "waiting_weight"),
-    *("prefix_hash_slack", "max_requests_per_worker"),
-)
+"""What a number has to be, in words and as a test, and which."""
 
 
 def router_config(settings: Mapping[str, Any]) -> RouterConfig:
@@ -122,11 +138,7 @@ def router_config(settings: Mapping[str, Any]) -> RouterConfig:
 
 def check(config: RouterConfig) -> None:
     """Raise `ConfigError` if a number is out of its range; the file's name of the field is named."""
-    for names, good, words in (
-        (_AT_LEAST_ONE, lambda value: value >= 1, "at least 1"),
-        (_POSITIVE, lambda value: 0 < value < float("inf"), "more than 0"),
-        (_NOT_NEGATIVE, lambda value: 0 <= value < float("inf"), "0 or more"),
-    ):
+    for words, good, names in _RANGES:
         for name in names:
             value = getattr(config, name)
             if not good(value):

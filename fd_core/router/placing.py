@@ -10,7 +10,7 @@ from fd_core.router.accounting import Ledger
 from fd_core.router.config import RouterConfig
 from fd_core.router.policies import Candidate, Policy, View
 from fd_core.router.prefix_index import PrefixIndex, block_hasher, block_keys
-from fd_core.router.selection import Mode, NoWorker, Reason, RouteRequest
+from fd_core.router.selection import Mode, NoWorker, RouteRequest
 from fd_core.router.workers import ROLES, Member, Registry, Role, WorkerState
 
 __all__ = ["PARTS", "Placement", "Placing"]
@@ -18,6 +18,8 @@ __all__ = ["PARTS", "Placement", "Placing"]
 PARTS: Mapping[Mode, tuple[Role, ...]] = {"mixed": ("mixed",), "pd": ("prefill", "decode")}
 """The roles that serve a request together, prefill side first."""
 
+_SHORTEST_WAIT = 1.0
+"""Seconds after which a client may come back at the earliest."""
 _SECOND_DRAW = 2.0**26
 """A float holds 53 random bits: the upper half and the lower half are two numbers."""
 
@@ -73,25 +75,22 @@ class Placing:
             if member.state is not WorkerState.DRAINING:
                 pools[member.worker.role].append(member)
         if not _sufficient(pools):
-            return self._nobody("none_registered", "no worker is registered", self._config.health_check_interval_secs)
+            return NoWorker("none_registered", "no worker is registered", self._config.health_check_interval_secs)
         healthy = {role: [one for one in pool if one.open_to_requests(now)] for role, pool in pools.items()}
         if not _sufficient(healthy):
             pauses = [one.circuit.remaining(now) for pool in pools.values() for one in pool if one.broken]
             wait = min(pauses, default=self._config.health_check_interval_secs)
-            return self._nobody("none_healthy", "no worker is healthy", wait)
+            return NoWorker("none_healthy", "no worker is healthy", max(wait, _SHORTEST_WAIT))
         untried = {role: [one for one in pool if one.worker.url not in tried] for role, pool in healthy.items()}
         if not _sufficient(untried):
-            return self._nobody("all_tried", "every healthy worker failed on this request", None)
+            return NoWorker("all_tried", "every healthy worker failed on this request", None)
         if limit := self._config.max_requests_per_worker:
             free = {
                 role: [one for one in pool if self._ledger.load(one.worker).requests < limit]
                 for role, pool in untried.items()
             }
-            return free if _sufficient(free) else self._nobody("all_busy", "every worker is busy", 1.0)
+            return free if _sufficient(free) else NoWorker("all_busy", "every worker is busy", _SHORTEST_WAIT)
         return untried
-
-    def _nobody(self, reason: Reason, message: str, retry_after: float | None) -> NoWorker:
-        return NoWorker(reason, message, retry_after)
 
     def _mode(self, pools: Mapping[Role, list[Member]]) -> Mode:
         """Return what has fewer requests for each of its workers, if there is a choice."""

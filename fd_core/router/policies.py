@@ -47,7 +47,7 @@ class View:
     candidates: tuple[Candidate, ...]
     """At least one; healthy workers of one role that this request has not failed on. Others are not to be seen."""
     tokens: IntArray
-    """The prompt, int32 of shape [n], never empty, read only by agreement."""
+    """The prompt, int32 of shape [n], never empty, read-only."""
     keys: tuple[bytes, ...]
     """Keys of its full blocks; empty if there is none, or unless the policy says `uses_prefix`."""
     session: str | None

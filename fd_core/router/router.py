@@ -62,13 +62,13 @@ class Router:
         Raises `BadRequest` for an address or a role that cannot be used.
         """
         before = self._registry.at(url)
-        worker = self._registry.register(url, role, instance=instance)
+        worker = self._registry.register(url, role, now, instance=instance)
         self._replaced(before, worker)
         return worker
 
     def deregister(self, url: str, now: float) -> Worker | None:
         """Give a worker nothing more; it is gone when what it has ends. Returns None if nobody has that address."""
-        worker = self._registry.deregister(url)
+        worker = self._registry.deregister(url, now)
         if worker is not None and self._ledger.load(worker) == IDLE:
             self._on_idle(worker)
         return worker
@@ -79,7 +79,7 @@ class Router:
         `instance` is what the worker answered about its process, if anything. Results for an incarnation that was
         replaced change nothing. Counters are never touched.
         """
-        after = self._registry.health(worker, ok, instance=instance)
+        after = self._registry.health(worker, ok, now, instance=instance)
         self._replaced(worker, after)
         return after
 
@@ -143,6 +143,7 @@ class Router:
             WorkerSnapshot(
                 worker=member.worker,
                 state=member.state,
+                since=member.since,
                 circuit=member.circuit.state,
                 load=loads.pop(member.worker, IDLE),
                 tally=self._tallies.get(member.worker, Tally()),

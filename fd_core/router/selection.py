@@ -10,7 +10,7 @@ from typing import Literal, Self
 from fd_core.errors import BadRequest
 from fd_core.router.accounting import Guard, Ledger
 from fd_core.router.workers import Worker
-from fd_core.types import IntArray
+from fd_core.types import IntArray, frozen
 
 __all__ = ["Mode", "NoWorker", "Reason", "RouteRequest", "Selection", "Verdict"]
 
@@ -36,6 +36,7 @@ class RouteRequest:
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or not len(self.tokens):
             raise BadRequest("the prompt has no tokens", field="prompt", hint="send at least one token")
+        frozen(self.tokens)
         if self.prefill_tokens is not None and self.prefill_tokens < 0:
             raise BadRequest(f"prefill_tokens is {self.prefill_tokens}, it cannot be negative", field="prompt")
 

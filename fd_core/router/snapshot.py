@@ -43,6 +43,8 @@ class WorkerSnapshot:
 
     worker: Worker
     state: WorkerState
+    since: float
+    """When it came into that state, by the clock that is passed in."""
     circuit: BreakerState
     load: Load
     tally: Tally

@@ -63,11 +63,18 @@ class Member:
     worker: Worker
     instance: str | None
     circuit: Circuit
+    since: float
+    """When it came into its state, by the clock that is passed in."""
     state: WorkerState = WorkerState.UNKNOWN
     passed: int = 0
     """Health checks passed in a row."""
     missed: int = 0
     """Health checks failed in a row."""
+
+    def turn(self, state: WorkerState, now: float) -> None:
+        """Change the state, if it is another."""
+        if state is not self.state:
+            self.state, self.since = state, now
 
     def open_to_requests(self, now: float) -> bool:
         """Whether it may be chosen."""
@@ -107,7 +114,7 @@ class Registry:
         member = self._members.get(url.strip().rstrip("/"))
         return None if member is None else member.worker
 
-    def register(self, url: str, role: Role, *, instance: str | None = None) -> Worker:
+    def register(self, url: str, role: Role, now: float, *, instance: str | None = None) -> Worker:
         """Add a worker, or one that came back, and return it.
 
         `instance` names the worker's process. Who registers again under the same name of the same process is the same
@@ -124,13 +131,13 @@ class Registry:
             and member.state is not WorkerState.DRAINING
         ):
             return member.worker
-        return self._enter(Worker(url, role, next(self._numbers)), instance).worker
+        return self._enter(Worker(url, role, next(self._numbers)), now, instance).worker
 
-    def deregister(self, url: str) -> Worker | None:
+    def deregister(self, url: str, now: float) -> Worker | None:
         """Give a worker nothing more. It drains until `idle`; returns None if nobody has that address."""
         worker = self.at(url)
         if worker is not None:
-            self._members[worker.url].state = WorkerState.DRAINING
+            self._members[worker.url].turn(WorkerState.DRAINING, now)
         return worker
 
     def idle(self, worker: Worker) -> bool:
@@ -142,7 +149,7 @@ class Registry:
         del self._members[worker.url]
         return True
 
-    def health(self, worker: Worker, ok: bool, *, instance: str | None = None) -> Worker:
+    def health(self, worker: Worker, ok: bool, now: float, *, instance: str | None = None) -> Worker:
         """Take the result of one health check of `worker`; return the incarnation that has the address from here on.
 
         `instance` is what the worker answered about its process. The result of a check of another incarnation changes
@@ -155,10 +162,10 @@ class Registry:
         if not ok:
             member.passed, member.missed = 0, member.missed + 1
             if member.missed >= self.failure_threshold:
-                member.state = WorkerState.UNHEALTHY
+                member.turn(WorkerState.UNHEALTHY, now)
             return worker
         if instance is not None and member.instance not in (None, instance):
-            member = self._enter(replace(worker, incarnation=next(self._numbers)), instance)
+            member = self._enter(replace(worker, incarnation=next(self._numbers)), now, instance)
         same_process = instance is not None and instance == member.instance
         member.passed, member.missed = member.passed + 1, 0
         if instance is not None and member.state is not WorkerState.UNHEALTHY:
@@ -166,14 +173,14 @@ class Registry:
         if member.passed < self.success_threshold or member.state is WorkerState.HEALTHY:
             return member.worker
         if member.state is WorkerState.UNHEALTHY and not same_process:
-            member = self._enter(replace(worker, incarnation=next(self._numbers)), instance)
+            member = self._enter(replace(worker, incarnation=next(self._numbers)), now, instance)
             member.passed = self.success_threshold
-        member.state = WorkerState.HEALTHY
+        member.turn(WorkerState.HEALTHY, now)
         return member.worker
 
-    def _enter(self, worker: Worker, instance: str | None) -> Member:
+    def _enter(self, worker: Worker, now: float, instance: str | None) -> Member:
         circuit = Circuit(first=self.circuit_seconds, longest=self.circuit_max_seconds, patience=self.circuit_failures)
-        self._members[worker.url] = member = Member(worker, instance, circuit)
+        self._members[worker.url] = member = Member(worker, instance, circuit, now)
         return member
 
 

@@ -1,0 +1,62 @@
+"""Routers and requests for tests, made of few words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fd_core.plugins import Plugins
+from fd_core.router.accounting import IDLE
+from fd_core.router.config import RouterConfig
+from fd_core.router.router import Router
+from fd_core.router.selection import NoWorker, RouteRequest, Selection
+from fd_core.router.workers import Role, Worker
+
+BUILTINS = Plugins.discover([])
+
+
+def router_of(mixed: int = 0, prefill: int = 0, decode: int = 0, **settings: object) -> Router:
+    """Return a router with so many healthy workers of each role, at time 0."""
+    router = Router(RouterConfig(**settings), BUILTINS.router_policy_class)  # type: ignore[arg-type]
+    for role, count in (("mixed", mixed), ("prefill", prefill), ("decode", decode)):
+        for number in range(count):
+            add(router, f"http://{role}{number}", role)  # type: ignore[arg-type]
+    return router
+
+
+def add(router: Router, url: str, role: Role = "mixed", now: float = 0.0, instance: str | None = None) -> Worker:
+    """Register a worker whose first check passes."""
+    return router.health(router.register(url, role, now, instance=instance), True, now, instance=instance)
+
+
+def request(tokens: Sequence[int] = (1, 2, 3), **more: object) -> RouteRequest:
+    return RouteRequest(np.array(tokens, np.int32), **more)  # type: ignore[arg-type]
+
+
+def chosen(answer: Selection | NoWorker) -> Selection:
+    assert isinstance(answer, Selection), answer
+    return answer
+
+
+def refused(answer: Selection | NoWorker) -> NoWorker:
+    assert isinstance(answer, NoWorker)
+    return answer
+
+
+def place(router: Router, tokens: Sequence[int] = (1, 2, 3), now: float = 0.0, rng: float = 0.0) -> Selection:
+    return chosen(router.select(request(tokens), now, rng))
+
+
+def serve(router: Router, tokens: Sequence[int] = (1, 2, 3), now: float = 0.0, rng: float = 0.0) -> Worker:
+    """Let one request pass from beginning to end; return who gave the answer."""
+    with place(router, tokens, now, rng) as selection:
+        selection.first_token()
+        router.served(selection, now)
+    return selection.decode
+
+
+def is_idle(router: Router) -> bool:
+    """Whether nothing is counted anywhere and nothing came twice."""
+    state = router.snapshot()
+    return state.total == IDLE and state.departed == () and all(one.load == IDLE for one in state.workers)

@@ -1,0 +1,279 @@
+"""Every interleaving of success, error, disconnect, retry, worker loss and return, against a plain model.
+
+The model holds a list of attempts in force and adds up what each should count. It knows nothing of guards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from fd_core.router.accounting import IDLE, Load
+from fd_core.router.config import RouterConfig
+from fd_core.router.router import Router
+from fd_core.router.selection import NoWorker, Selection
+from fd_core.router.workers import Role, Worker
+from tests.router.helpers import BUILTINS, is_idle, request
+
+URLS: dict[str, Role] = {
+    "http://m0": "mixed",
+    "http://m1": "mixed",
+    "http://p0": "prefill",
+    "http://p1": "prefill",
+    "http://d0": "decode",
+    "http://d1": "decode",
+}
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+DRAWS = st.floats(0, 1, exclude_max=True)
+POLICIES = ("cache_aware", "session", "process_tokens", "power_of_two", "prefix_hash", "round_robin")
+BLOCK = 2
+
+
+@dataclass
+class Attempt:
+    """What the model knows of one selection."""
+
+    selection: Selection
+    tokens: tuple[int, ...]
+    avoided: frozenset[str]
+    started: bool = False
+    verdicts: dict[Worker, str] = field(default_factory=dict)
+
+    def counts(self) -> dict[Worker, Load]:
+        counted = {}
+        for worker in self.selection.workers:
+            if worker.role == "decode":
+                counted[worker] = Load(1, 0 if self.started else 1, 0)
+            elif worker.role == "mixed" and self.started:
+                counted[worker] = Load(1, 0, 0)
+            elif not self.started:
+                counted[worker] = Load(1, 1, len(self.tokens))
+        return counted
+
+
+class Interleavings(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router: Router | None = None
+        self.now = 0.0
+        self.there: dict[str, Worker] = {}
+        self.processes: dict[str, str | None] = {}
+        self.states: dict[str, str] = {}
+        self.running: list[Attempt] = []
+        self.ended: list[Attempt] = []
+        self.holds: dict[Worker, set[tuple[int, ...]]] = {}
+        self.faults = 0
+        self.served = self.failed = self.left = 0
+
+    @precondition(lambda self: self.router is None)
+    @rule(policy=st.sampled_from(POLICIES), prefill=st.sampled_from(POLICIES))
+    def start(self, policy: str, prefill: str) -> None:
+        config = RouterConfig(
+            policy=policy,
+            prefill_policy=prefill,
+            decode_policy="request_num",
+            cache_block_size=BLOCK,
+            eviction_duration_mins=1e6,
+            circuit_failure_threshold=2,
+            max_attempts=4,
+        )
+        self.router = Router(config, BUILTINS.router_policy_class)
+        for url in ("http://m0", "http://m1", "http://p0", "http://d0"):
+            self.register(url, None)
+            self.check(url, True, None)
+
+    def ready(self) -> Router:
+        assert self.router is not None
+        return self.router
+
+    @precondition(lambda self: self.router is not None)
+    @rule(url=st.sampled_from(list(URLS)), process=st.sampled_from([None, "one", "two"]))
+    def register(self, url: str, process: str | None) -> None:
+        before = self.there.get(url)
+        worker = self.ready().register(url, URLS[url], self.now, instance=process)
+        same = before is not None and process is not None and process == self.processes.get(url)
+        if same and self.states[url] != "draining":
+            assert worker == before
+            return
+        self.arrive(url, worker, process)
+        self.states[url] = "unknown"
+
+    @precondition(lambda self: self.router is not None and self.there)
+    @rule(url=st.sampled_from(list(URLS)), ok=st.booleans(), process=st.sampled_from([None, "one", "two"]))
+    def check(self, url: str, ok: bool, process: str | None) -> None:
+        if url not in self.there:
+            return
+        worker, known, state = self.there[url], self.processes[url], self.states[url]
+        after = self.ready().health(worker, ok, self.now, instance=process)
+        if state == "draining":
+            assert after == worker
+        elif not ok:
+            assert after == worker
+            self.states[url] = "unhealthy"
+        else:
+            self.states[url] = "healthy"
+            other = process is not None and known not in (None, process)
+            came_back = state == "unhealthy" and (process is None or process != known)
+            if other or came_back:
+                self.arrive(url, after, process)
+            else:
+                assert after == worker
+                self.processes[url] = process or known
+
+    def arrive(self, url: str, worker: Worker, process: str | None) -> None:
+        before = self.there.get(url)
+        assert worker != before
+        if before is not None:
+            assert worker.incarnation > before.incarnation
+            self.holds.pop(before, None)
+        self.there[url] = worker
+        self.processes[url] = process
+
+    @precondition(lambda self: self.there)
+    @rule(url=st.sampled_from(list(URLS)))
+    def deregister(self, url: str) -> None:
+        assert self.ready().deregister(url, self.now) == self.there.get(url)
+        if url in self.there:
+            self.states[url] = "draining"
+            self.see_who_drained()
+
+    def see_who_drained(self) -> None:
+        busy = {worker for attempt in self.running for worker in attempt.counts()}
+        for url, worker in list(self.there.items()):
+            if self.states[url] == "draining" and worker not in busy:
+                del self.there[url]
+                self.holds.pop(worker, None)
+
+    @precondition(lambda self: self.router is not None)
+    @rule(tokens=PROMPTS, rng=DRAWS, session=st.sampled_from([None, "s", "t"]))
+    def select(self, tokens: list[int], rng: float, session: str | None) -> None:
+        answer = self.ready().select(request(tokens, session=session), self.now, rng)
+        self.see(answer, tuple(tokens), frozenset())
+
+    def see(self, answer: Selection | NoWorker, tokens: tuple[int, ...], avoided: frozenset[str]) -> None:
+        if isinstance(answer, NoWorker):
+            return
+        assert [worker.role for worker in answer.workers] in (["mixed"], ["prefill", "decode"])
+        for worker in answer.workers:
+            assert self.there[worker.url] == worker and self.states[worker.url] == "healthy"
+            assert worker.url not in avoided
+        if self.ready().config.policy_of(answer.prefill.role) == "cache_aware":
+            assert answer.hits == self.leading(answer.prefill, tokens)
+        self.running.append(Attempt(answer, tokens, avoided))
+
+    def leading(self, worker: Worker, tokens: tuple[int, ...]) -> int:
+        held = self.holds.get(worker, set())
+        return next((count for count, block in enumerate(blocks(tokens)) if block not in held), len(blocks(tokens)))
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 99))
+    def first_token(self, which: int) -> None:
+        attempt = self.running[which % len(self.running)]
+        attempt.selection.first_token()
+        attempt.started = True
+        self.see_who_drained()
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 99))
+    def succeed(self, which: int) -> None:
+        attempt = self.running[which % len(self.running)]
+        self.ready().served(attempt.selection, self.now)
+        for worker in attempt.selection.workers:
+            if worker in attempt.verdicts:
+                self.faults += 1
+                continue
+            attempt.verdicts[worker] = "served"
+            self.served += 1
+            aware = self.ready().config.policy_of(worker.role) == "cache_aware"
+            if aware and self.there.get(worker.url) == worker:
+                self.holds.setdefault(worker, set()).update(blocks(attempt.tokens))
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 99), side=st.booleans(), severe=st.booleans())
+    def fail(self, which: int, side: bool, severe: bool) -> None:
+        attempt = self.running[which % len(self.running)]
+        worker = attempt.selection.decode if side else attempt.selection.prefill
+        self.ready().failed(attempt.selection, worker, self.now, severe=severe)
+        if worker in attempt.verdicts:
+            self.faults += 1
+        else:
+            attempt.verdicts[worker] = "failed"
+            self.failed += 1
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 99))
+    def end(self, which: int) -> None:
+        """Of a success, a failure or, without a verdict, a client that left."""
+        attempt = self.running.pop(which % len(self.running))
+        assert attempt.selection.release()
+        self.left += sum(worker not in attempt.verdicts for worker in attempt.selection.workers)
+        self.ended.append(attempt)
+        self.see_who_drained()
+
+    @precondition(lambda self: self.ended)
+    @rule(which=st.integers(0, 99), late=st.booleans())
+    def end_twice(self, which: int, late: bool) -> None:
+        attempt = self.ended[which % len(self.ended)]
+        if late:
+            self.ready().served(attempt.selection, self.now)
+            self.faults += len(attempt.selection.workers)
+        else:
+            assert not attempt.selection.release()
+            self.faults += 1
+
+    @precondition(lambda self: self.ended)
+    @rule(which=st.integers(0, 99), rng=DRAWS)
+    def retry(self, which: int, rng: float) -> None:
+        attempt = self.ended[which % len(self.ended)]
+        answer = self.ready().retry(attempt.selection, self.now, rng)
+        failed = {worker.url for worker, verdict in attempt.verdicts.items() if verdict == "failed"}
+        avoided = attempt.avoided | (failed or {worker.url for worker in attempt.selection.workers})
+        assert not (attempt.started and isinstance(answer, Selection))
+        self.see(answer, attempt.tokens, frozenset(avoided))
+
+    @rule(seconds=st.sampled_from([0.5, 2.0, 100.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @invariant()
+    def counters_are_what_the_attempts_in_force_add_up_to(self) -> None:
+        if self.router is None:
+            return
+        expected: dict[Worker, Load] = {}
+        for attempt in self.running:
+            for worker, load in attempt.counts().items():
+                expected[worker] = expected.get(worker, IDLE).plus(load)
+        state = self.router.snapshot()
+        shown = {one.worker: one.load for one in state.workers if one.load != IDLE} | dict(state.departed)
+        assert shown == expected
+        for load in (*shown.values(), state.total):
+            assert min(load.requests, load.waiting, load.prefill_tokens) >= 0
+        assert (state.faults, state.tally.served, state.tally.failed) == (self.faults, self.served, self.failed)
+        assert state.tally.left == self.left
+
+    @invariant()
+    def those_who_are_there_are_shown_as_they_are(self) -> None:
+        if self.router is None:
+            return
+        shown = {one.worker: (one.state.value, one.index_blocks) for one in self.router.snapshot().workers}
+        assert shown == {
+            worker: (self.states[url], len(self.holds.get(worker, ()))) for url, worker in self.there.items()
+        }
+
+    def teardown(self) -> None:
+        while self.running:
+            self.end(0)
+            self.counters_are_what_the_attempts_in_force_add_up_to()
+        if self.router is not None:
+            assert is_idle(self.router)
+
+
+def blocks(tokens: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return [tokens[: end + BLOCK] for end in range(0, len(tokens) - BLOCK + 1, BLOCK)]
+
+
+Interleavings.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestInterleavings = Interleavings.TestCase

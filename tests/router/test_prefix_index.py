@@ -1,0 +1,123 @@
+"""The index against a plain dictionary, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fd_core.router.prefix_index import PrefixIndex, block_hasher, block_keys
+from fd_core.router.workers import Worker
+
+WORKERS = [Worker(f"http://{name}", "mixed", number) for number, name in enumerate("abc")]
+HASHER = block_hasher(2)
+PROMPTS = st.lists(st.integers(0, 1), max_size=9)
+
+
+def keys(tokens: Sequence[int], salt: str = "") -> tuple[bytes, ...]:
+    return block_keys(HASHER, np.array(tokens, np.int32), salt)
+
+
+def prefixes(tokens: Sequence[int]) -> list[tuple[int, ...]]:
+    return [tuple(tokens[: end + 2]) for end in range(0, len(tokens) - 1, 2)]
+
+
+def test_a_key_names_all_tokens_up_to_its_block_and_the_salt() -> None:
+    assert len(keys([1, 2, 3])) == 1 and keys([1]) == ()
+    assert keys([1, 2, 3, 4])[:1] == keys([1, 2, 9])
+    assert keys([1, 2, 3, 4])[1] != keys([5, 2, 3, 4])[1]
+    assert keys([1, 2]) != keys([1, 2], "tenant")
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["record", "remove", "sweep"]), st.sampled_from(WORKERS), PROMPTS, st.integers(0, 4))
+    ),
+    PROMPTS,
+)
+def test_it_answers_what_a_dictionary_of_prefixes_answers(
+    calls: list[tuple[str, Worker, list[int], int]], asked: list[int]
+) -> None:
+    index = PrefixIndex(duration=10.0, capacity=1000)
+    model: dict[tuple[Worker, tuple[int, ...]], float] = {}
+    now = 0.0
+    for call, worker, tokens, passed in calls:
+        now += passed
+        if call == "record":
+            index.record(worker, keys(tokens), now)
+            model.update(dict.fromkeys(((worker, prefix) for prefix in prefixes(tokens)), now))
+        elif call == "remove":
+            index.remove(worker)
+            model = {entry: written for entry, written in model.items() if entry[0] != worker}
+        else:
+            index.sweep(now)
+            for one in WORKERS:
+                alive = [entry for entry, written in model.items() if entry[0] == one and now - written < 10.0]
+                assert index.blocks(one) == len(alive)
+    for worker in WORKERS:
+        expected = 0
+        for prefix in prefixes(asked):
+            if now - model.get((worker, prefix), -1000.0) >= 10.0:
+                break
+            expected += 1
+        assert index.match(worker, keys(asked), now) == expected
+
+
+@given(st.lists(PROMPTS, max_size=20), st.integers(1, 6))
+def test_within_its_bound_it_holds_whole_paths_and_the_last_prompt(prompts: list[list[int]], capacity: int) -> None:
+    index = PrefixIndex(duration=10.0, capacity=capacity)
+    for tokens in prompts:
+        index.record(WORKERS[0], keys(tokens), 0.0)
+        assert index.blocks(WORKERS[0]) <= capacity
+        assert index.match(WORKERS[0], keys(tokens), 0.0) == min(capacity, len(keys(tokens)))
+    reachable = {key for tokens in prompts for key in keys(tokens)[: index.match(WORKERS[0], keys(tokens), 0.0)]}
+    assert len(reachable) == index.blocks(WORKERS[0])
+
+
+def test_every_worker_gets_credit_for_its_own_longest_prefix() -> None:
+    index = PrefixIndex(duration=10.0, capacity=100)
+    index.record(WORKERS[0], keys([1, 2, 3, 4, 5, 6]), 0.0)
+    index.record(WORKERS[1], keys([1, 2, 3, 4]), 0.0)
+    asked = keys([1, 2, 3, 4, 5, 6, 7, 8])
+    assert [index.match(worker, asked, 0.0) for worker in WORKERS] == [3, 2, 0]
+
+
+def test_matching_does_not_keep_a_prefix_alive() -> None:
+    index = PrefixIndex(duration=10.0, capacity=100)
+    index.record(WORKERS[0], keys([1, 2]), 0.0)
+    assert index.match(WORKERS[0], keys([1, 2]), 9.0) == 1
+    assert index.match(WORKERS[0], keys([1, 2]), 10.0) == 0
+
+
+class CountedKey(bytes):
+    """A key that counts how often a table looked at it."""
+
+    looks: ClassVar[int] = 0
+
+    def __hash__(self) -> int:
+        CountedKey.looks += 1
+        return super().__hash__()
+
+    __eq__ = bytes.__eq__
+
+
+def looks(prompts: int, blocks: int) -> int:
+    """Return the work to match and record one prompt of so many blocks in an index that holds so many prompts."""
+    index = PrefixIndex(duration=10.0, capacity=prompts * blocks)
+    chains = [[CountedKey(b"%d/%d" % (prompt, block)) for block in range(blocks)] for prompt in range(prompts)]
+    for chain in chains:
+        index.record(WORKERS[0], chain, 0.0)
+    CountedKey.looks = 0
+    assert index.match(WORKERS[0], chains[0], 0.0) == blocks
+    index.record(WORKERS[0], chains[0], 0.0)
+    return CountedKey.looks
+
+
+def test_the_cost_grows_with_the_prompt_and_not_with_what_is_held() -> None:
+    once = looks(4, 16)
+    assert once <= 16 * 4
+    assert [looks(4 * times, 16) for times in (4, 16)] == [once, once]
+    assert [looks(4, 16 * times) for times in (4, 16)] == [once * 4, once * 16]

@@ -1,0 +1,341 @@
+"""What the gateway relies on, one behaviour at a time; `test_machine` has the interleavings."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fd_core.errors import BadRequest, ConfigError, PluginError
+from fd_core.router.accounting import IDLE, Load
+from fd_core.router.config import RouterConfig
+from fd_core.router.policies import Candidate, Policy, View
+from fd_core.router.router import Router
+from fd_core.router.selection import RouteRequest
+from fd_core.router.workers import WorkerState
+from tests.router.helpers import BUILTINS, add, chosen, is_idle, place, refused, request, router_of, serve
+
+PROMPT = tuple(range(8))
+AWARE = {"policy": "cache_aware", "prefill_policy": "cache_aware", "cache_block_size": 2}
+
+
+def test_a_mixed_request_counts_until_its_first_token_and_its_end() -> None:
+    router = router_of(mixed=1)
+    with place(router, PROMPT) as selection:
+        assert (selection.mode, selection.prefill) == ("mixed", selection.decode)
+        assert router.snapshot().total == Load(1, 1, 8)
+        selection.first_token()
+        assert router.snapshot().total == Load(1, 0, 0)
+        router.served(selection, 0.0)
+    assert is_idle(router) and router.snapshot().faults == 0
+
+
+def test_a_pair_counts_on_both_sides_and_prefill_ends_at_the_first_token() -> None:
+    router = router_of(prefill=1, decode=1)
+    selection = place(router, PROMPT)
+    assert (selection.mode, selection.prefill.role, selection.decode.role) == ("pd", "prefill", "decode")
+    loads = {one.worker.role: one.load for one in router.snapshot().workers}
+    assert loads == {"prefill": Load(1, 1, 8), "decode": Load(1, 1, 0)}
+    selection.first_token()
+    loads = {one.worker.role: one.load for one in router.snapshot().workers}
+    assert loads == {"prefill": IDLE, "decode": Load(1, 0, 0)}
+    assert selection.release()
+    assert is_idle(router)
+
+
+def test_a_pair_that_ends_before_its_first_token_gives_back_both_sides() -> None:
+    router = router_of(prefill=1, decode=1)
+    place(router).release()
+    assert is_idle(router)
+
+
+def test_the_length_that_is_counted_may_differ_from_the_ids() -> None:
+    router = router_of(mixed=1)
+    chosen(router.select(request(PROMPT, prefill_tokens=2), 0.0, 0.0))
+    assert router.snapshot().total.prefill_tokens == 2
+
+
+def test_whoever_has_fewer_requests_for_each_worker_serves_mixed_or_as_a_pair() -> None:
+    router = router_of(mixed=1, prefill=2, decode=2)
+    modes = [place(router).mode for _ in range(4)]
+    assert modes == ["mixed", "pd", "pd", "mixed"]
+
+
+def test_the_two_sides_of_a_pair_draw_independently() -> None:
+    router = router_of(prefill=2, decode=2, prefill_policy="random", decode_policy="random")
+    pairs = set()
+    for draw in range(1000):
+        with place(router, rng=draw * 0.618033988749895 % 1.0) as selection:
+            pairs.add((selection.prefill.url, selection.decode.url))
+    assert len(pairs) == 4
+
+
+def test_only_what_was_served_is_recorded_and_then_attracts() -> None:
+    router = router_of(mixed=2, **AWARE)
+    with place(router, PROMPT, rng=0.9) as selection:
+        first = selection.decode
+        router.failed(selection, first, 0.0)
+    with place(router, PROMPT, rng=0.9):
+        pass
+    assert [one.index_blocks for one in router.snapshot().workers] == [0, 0]
+    home = serve(router, PROMPT, rng=0.9)
+    with place(router, PROMPT, rng=0.0) as selection:
+        assert selection.decode == home and selection.hits == 4
+    assert router.snapshot().tally.hit_blocks == 4
+
+
+def test_requests_of_another_salt_find_nothing() -> None:
+    router = router_of(mixed=1, **AWARE)
+    serve(router, PROMPT)
+    assert chosen(router.select(request(PROMPT, salt="tenant"), 0.0, 0.0)).hits == 0
+
+
+def test_a_pair_records_where_a_policy_asks_for_it() -> None:
+    router = router_of(prefill=1, decode=1, **AWARE)
+    serve(router, PROMPT)
+    assert {one.worker.role: one.index_blocks for one in router.snapshot().workers} == {"prefill": 4, "decode": 0}
+
+
+def test_a_prefix_expires_and_its_memory_is_given_back() -> None:
+    router = router_of(mixed=1, eviction_duration_mins=1, eviction_interval_secs=10, **AWARE)
+    serve(router, PROMPT, now=1.0)
+    with place(router, PROMPT, now=60.9) as selection:
+        assert selection.hits == 4
+    with place(router, PROMPT, now=61.0) as selection:
+        assert selection.hits == 0
+    place(router, PROMPT, now=80.0).release()
+    assert router.snapshot().workers[0].index_blocks == 0
+
+
+def test_the_policy_sees_the_prompt_and_no_prompt_is_empty() -> None:
+    seen: list[View] = []
+
+    class Curious(Policy):
+        uses_prefix = True
+
+        def choose(self, view: View) -> Candidate:
+            seen.append(view)
+            return view.candidates[0]
+
+    router = Router(RouterConfig(cache_block_size=2), lambda name: Curious)
+    add(router, "http://a")
+    chosen(router.select(request(PROMPT, session="me"), 7.0, 0.5))
+    (view,) = seen
+    assert (tuple(view.tokens), len(view.keys), view.session, view.random, view.now) == (PROMPT, 4, "me", 0.5, 7.0)
+    assert not view.tokens.flags.writeable
+    with pytest.raises(BadRequest, match="no tokens"):
+        RouteRequest(np.zeros(0, np.int32))
+
+
+def test_a_policy_that_chooses_nobody_is_an_error_and_counts_nothing() -> None:
+    class Wild(Policy):
+        def choose(self, view: View) -> Candidate:
+            return Candidate(view.candidates[0].worker, Load(99))
+
+    router = Router(RouterConfig(), lambda name: Wild)
+    add(router, "http://a")
+    with pytest.raises(PluginError, match="not one of the candidates"):
+        router.select(request(), 0.0, 0.0)
+    assert is_idle(router)
+
+
+def test_unhealthy_workers_are_not_chosen() -> None:
+    router = router_of(mixed=3, **AWARE)
+    sick, *others = router.workers()
+    router.health(sick, False, 1.0)
+    assert {place(router, now=1.0).decode for _ in range(8)} == set(others)
+
+
+def test_the_load_of_an_unhealthy_worker_does_not_unbalance_the_others() -> None:
+    router = router_of(mixed=3, balance_abs_threshold=0, load_balance_weight=0.1, **AWARE)
+    sick, warm, _ = [one.worker for one in router.snapshot().workers]
+    router.health(warm, False, 0.0)
+    only = router.workers()[2]
+    router.health(only, False, 0.0)
+    held = [place(router) for _ in range(5)]
+    assert {selection.decode for selection in held} == {sick}
+    router.health(sick, False, 1.0)
+    warm = router.health(warm, True, 1.0)
+    serve(router, PROMPT)
+    router.health(only, True, 1.0)
+    assert all(serve(router, PROMPT, rng=rng) == warm for rng in (0.0, 0.5, 0.99))
+
+
+def test_health_checks_never_write_counters() -> None:
+    router = router_of(mixed=1, health_failure_threshold=2)
+    selection = place(router, PROMPT)
+    worker = selection.decode
+    for ok in (True, False, True, False, False):
+        router.health(worker, ok, 1.0)
+        assert router.snapshot().total == Load(1, 1, 8)
+        assert router.snapshot().workers[0].load == Load(1, 1, 8)
+    again = router.health(worker, True, 2.0)
+    assert again != worker
+    state = router.snapshot()
+    assert state.workers[0].load == IDLE and dict(state.departed) == {worker: Load(1, 1, 8)}
+    selection.release()
+    assert is_idle(router)
+
+
+def test_a_worker_that_comes_back_holds_nothing() -> None:
+    router = router_of(mixed=1, **AWARE)
+    worker = serve(router, PROMPT)
+    late = place(router, PROMPT)
+    router.health(worker, False, 1.0)
+    again = router.health(worker, True, 2.0)
+    with place(router, PROMPT) as selection:
+        assert selection.decode == again and selection.hits == 0
+    router.served(late, 3.0)
+    late.release()
+    assert router.snapshot().workers[0].index_blocks == 0
+    assert is_idle(router)
+
+
+def test_a_retry_goes_to_another_worker_until_none_is_left() -> None:
+    router = router_of(mixed=2)
+    with place(router) as first:
+        router.failed(first, first.decode, 0.0)
+    with chosen(router.retry(first, 0.0, 0.0)) as second:
+        assert second.decode != first.decode and second.attempt == 2
+        router.failed(second, second.decode, 0.0)
+    answer = refused(router.retry(second, 0.0, 0.0))
+    assert (answer.reason, answer.status, answer.retry_after) == ("all_tried", 502, None)
+    assert is_idle(router) and router.snapshot().retries == 1
+
+
+def test_a_pair_keeps_the_side_that_did_not_fail() -> None:
+    router = router_of(prefill=2, decode=1)
+    with place(router) as first:
+        router.failed(first, first.prefill, 0.0)
+    second = chosen(router.retry(first, 0.0, 0.0))
+    assert second.prefill != first.prefill and second.decode == first.decode
+
+
+def test_an_attempt_that_nobody_was_blamed_for_is_not_repeated_where_it_was() -> None:
+    router = router_of(mixed=2)
+    with place(router) as first:
+        pass
+    assert chosen(router.retry(first, 0.0, 0.0)).decode != first.decode
+
+
+def test_who_came_back_is_still_the_worker_that_was_tried() -> None:
+    router = router_of(mixed=1)
+    with place(router) as first:
+        router.failed(first, first.decode, 0.0)
+    router.health(first.decode, False, 0.0)
+    router.health(first.decode, True, 0.0)
+    assert refused(router.retry(first, 0.0, 0.0)).reason == "all_tried"
+
+
+def test_attempts_are_bounded() -> None:
+    router = router_of(mixed=3, max_attempts=2)
+    first = place(router)
+    first.release()
+    second = chosen(router.retry(first, 0.0, 0.0))
+    second.release()
+    assert refused(router.retry(second, 0.0, 0.0)).reason == "too_many_attempts"
+
+
+def test_nothing_is_retried_once_the_answer_began() -> None:
+    router = router_of(mixed=2)
+    with place(router) as selection:
+        selection.first_token()
+        router.failed(selection, selection.decode, 0.0)
+    assert refused(router.retry(selection, 0.0, 0.0)).reason == "answer_started"
+
+
+def test_a_retry_while_the_attempt_still_counts_is_a_mistake() -> None:
+    router = router_of(mixed=2)
+    with pytest.raises(RuntimeError, match="released"):
+        router.retry(place(router), 0.0, 0.0)
+
+
+def test_nobody_is_there_or_nobody_is_healthy() -> None:
+    router = router_of(prefill=1)
+    assert refused(router.select(request(), 0.0, 0.0)).reason == "none_registered"
+    worker = router.register("http://d", "decode", 0.0)
+    answer = refused(router.select(request(), 0.0, 0.0))
+    assert (answer.reason, answer.status, answer.retry_after) == ("none_healthy", 503, 5.0)
+    router.health(worker, True, 0.0)
+    assert place(router).mode == "pd"
+    assert router.snapshot().refused == {"none_registered": 1, "none_healthy": 1}
+
+
+def test_everybody_is_busy() -> None:
+    router = router_of(mixed=2, max_requests_per_worker=1)
+    first, second = place(router), place(router)
+    assert first.decode != second.decode
+    answer = refused(router.select(request(), 0.0, 0.0))
+    assert (answer.reason, answer.status) == ("all_busy", 429)
+    second.release()
+    assert place(router).decode == second.decode
+
+
+def test_who_fails_requests_is_left_alone_and_then_tried_once() -> None:
+    router = router_of(mixed=1, circuit_failure_threshold=2, circuit_open_secs=4)
+    for _ in range(2):
+        with place(router) as selection:
+            router.failed(selection, selection.decode, 0.0)
+    answer = refused(router.select(request(), 1.0, 0.0))
+    assert (answer.reason, answer.retry_after) == ("none_healthy", 3.0)
+    trial = place(router, now=4.0)
+    assert refused(router.select(request(), 4.0, 0.0)).reason == "none_healthy"
+    trial.release()  # the client left: nothing was learned
+    with place(router, now=4.0) as selection:
+        router.served(selection, 4.0)
+    assert router.snapshot().workers[0].circuit == "closed"
+    place(router, now=4.0), place(router, now=4.0)
+
+
+def test_who_cannot_be_reached_is_left_alone_at_once() -> None:
+    router = router_of(mixed=1)
+    with place(router) as selection:
+        router.failed(selection, selection.decode, 0.0, severe=True)
+    assert refused(router.select(request(), 0.5, 0.0)).reason == "none_healthy"
+
+
+def test_who_deregisters_finishes_what_it_has() -> None:
+    router = router_of(mixed=1)
+    selection = place(router)
+    assert router.deregister("http://mixed0", 1.0) == selection.decode
+    assert refused(router.select(request(), 1.0, 0.0)).reason == "none_registered"
+    (shown,) = router.snapshot().workers
+    assert (shown.state, shown.since, shown.load.requests) == (WorkerState.DRAINING, 1.0, 1)
+    router.served(selection, 2.0)
+    selection.release()
+    assert router.snapshot().workers == () and is_idle(router)
+    assert router.deregister("http://mixed0", 2.0) is None
+
+
+def test_an_idle_worker_is_gone_when_it_deregisters() -> None:
+    router = router_of(mixed=1)
+    router.deregister("http://mixed0", 1.0)
+    assert router.workers() == ()
+
+
+def test_what_is_told_twice_or_late_is_a_fault_and_nothing_else() -> None:
+    router = router_of(mixed=1, **AWARE)
+    selection = place(router, PROMPT)
+    router.failed(selection, selection.decode, 0.0)
+    router.served(selection, 0.0)
+    assert selection.release() and not selection.release()
+    late = place(router, PROMPT)
+    late.release()
+    router.served(late, 0.0)
+    state = router.snapshot()
+    assert (state.faults, state.tally.served, state.tally.failed, state.tally.left) == (3, 0, 1, 1)
+    assert state.workers[0].index_blocks == 0 and is_idle(router)
+
+
+def test_only_workers_of_the_selection_can_be_blamed() -> None:
+    router = router_of(mixed=2)
+    selection = place(router)
+    (other,) = set(router.workers()) - {selection.decode}
+    with pytest.raises(ValueError, match="not a worker of this selection"):
+        router.failed(selection, other, 0.0)
+
+
+def test_settings_and_policies_that_cannot_be_used_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max-attempts is 0"):
+        router_of(max_attempts=0)
+    with pytest.raises(PluginError, match="no router policy called 'best'"):
+        Router(RouterConfig(policy="best"), BUILTINS.router_policy_class)

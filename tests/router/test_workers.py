@@ -1,0 +1,124 @@
+"""Who is there, who is healthy, and who came back as another."""
+
+from __future__ import annotations
+
+import pytest
+
+from fd_core.errors import BadRequest
+from fd_core.router.workers import Circuit, Registry, Worker, WorkerState
+
+
+def state_of(registry: Registry, worker: Worker) -> WorkerState:
+    member = registry.member(worker)
+    return WorkerState.GONE if member is None else member.state
+
+
+def healthy(registry: Registry, instance: str | None = None) -> Worker:
+    worker = registry.register("http://a", "mixed", 0.0)
+    return registry.health(worker, True, 0.0, instance=instance)
+
+
+def test_a_worker_is_unknown_until_its_checks_pass() -> None:
+    registry = Registry(success_threshold=2)
+    worker = registry.register("http://a/", "mixed", 0.0)
+    assert worker.url == "http://a" and state_of(registry, worker) is WorkerState.UNKNOWN
+    assert registry.health(worker, True, 1.0) == worker and state_of(registry, worker) is WorkerState.UNKNOWN
+    assert registry.health(worker, True, 2.0) == worker and state_of(registry, worker) is WorkerState.HEALTHY
+
+
+def test_failures_count_in_a_row_only() -> None:
+    registry = Registry(failure_threshold=2)
+    worker = healthy(registry)
+    for ok in (False, True, False):
+        registry.health(worker, ok, 1.0)
+    assert state_of(registry, worker) is WorkerState.HEALTHY
+    registry.health(worker, False, 2.0)
+    assert state_of(registry, worker) is WorkerState.UNHEALTHY
+
+
+def test_who_was_unhealthy_comes_back_as_a_new_incarnation() -> None:
+    registry = Registry(success_threshold=2)
+    worker = registry.register("http://a", "mixed", 0.0)
+    registry.health(worker, False, 1.0)
+    assert registry.health(worker, True, 2.0) == worker
+    again = registry.health(worker, True, 3.0)
+    assert again.url == worker.url and again.incarnation > worker.incarnation
+    assert state_of(registry, again) is WorkerState.HEALTHY and registry.member(worker) is None
+
+
+def test_the_same_process_is_the_same_incarnation() -> None:
+    registry = Registry()
+    worker = healthy(registry, instance="one")
+    registry.health(worker, False, 1.0)
+    assert registry.health(worker, True, 2.0, instance="one") == worker
+    assert state_of(registry, worker) is WorkerState.HEALTHY
+
+
+def test_another_process_is_another_incarnation_although_no_check_failed() -> None:
+    registry = Registry()
+    worker = healthy(registry, instance="one")
+    again = registry.health(worker, True, 1.0, instance="two")
+    assert again != worker and state_of(registry, again) is WorkerState.HEALTHY
+
+
+def test_the_result_of_a_check_of_an_earlier_incarnation_changes_nothing() -> None:
+    registry = Registry()
+    worker = healthy(registry)
+    again = registry.health(registry.register("http://a", "mixed", 1.0), True, 1.0)
+    registry.health(worker, False, 2.0)
+    assert state_of(registry, again) is WorkerState.HEALTHY
+
+
+def test_who_registers_again_is_new_unless_it_names_the_same_process() -> None:
+    registry = Registry()
+    worker = registry.register("http://a", "mixed", 0.0, instance="one")
+    assert registry.register("http://a", "mixed", 1.0, instance="one") == worker
+    assert registry.register("http://a", "decode", 1.0, instance="one") != worker
+    before = registry.at("http://a")
+    assert registry.register("http://a", "decode", 2.0) != before
+    assert len(list(registry)) == 1
+
+
+def test_who_deregisters_drains_until_idle() -> None:
+    registry = Registry()
+    worker = healthy(registry)
+    assert not registry.idle(worker)
+    assert registry.deregister("http://a/", 1.0) == worker
+    assert state_of(registry, worker) is WorkerState.DRAINING
+    registry.health(worker, True, 2.0)
+    assert state_of(registry, worker) is WorkerState.DRAINING
+    assert registry.idle(worker)
+    assert registry.member(worker) is None and registry.deregister("http://a", 3.0) is None
+
+
+def test_who_registers_while_it_drains_is_new() -> None:
+    registry = Registry()
+    worker = registry.register("http://a", "mixed", 0.0, instance="one")
+    registry.deregister("http://a", 1.0)
+    assert registry.register("http://a", "mixed", 2.0, instance="one") != worker
+    assert not registry.idle(worker)
+
+
+@pytest.mark.parametrize(
+    "url", ["", "a:1", "ftp://a", "http://", "http://u:p@a", "http://a?x", "http://a b", "http://a#b", "http://a\r\nb"]
+)
+def test_an_address_that_cannot_be_used_is_refused(url: str) -> None:
+    with pytest.raises(BadRequest, match="not the address of a worker"):
+        Registry().register(url, "mixed", 0.0)
+
+
+def test_a_role_that_there_is_not_is_refused() -> None:
+    with pytest.raises(BadRequest, match="no role 'both'"):
+        Registry().register("http://a", "both", 0.0)  # type: ignore[arg-type]
+
+
+def test_a_trial_without_a_verdict_lets_another_one_try() -> None:
+    circuit = Circuit(first=1.0)
+    circuit.failure(0.0, severe=True)
+    assert circuit.admit(1.0) and not circuit.ready(1.0)
+    circuit.withdraw()
+    assert circuit.ready(1.0)
+    circuit.admit(1.0)
+    circuit.success()
+    circuit.withdraw()
+    assert circuit.state == "closed"
