@@ -1,4 +1,4 @@
-"""Put the medians of `results/peers*.json` into the README's table of speed.
+"""Put the medians of `results/{peers,peers-http,pressure,return_ttft}.json` into the README's tables of speed.
 
 python benchmarks/readme_speed.py           # rewrites README.md
 python benchmarks/readme_speed.py --check   # exits 1 if README.md says something else
@@ -40,6 +40,55 @@ def table(results: dict[str, Any]) -> list[str]:
     return lines
 
 
+PRESSED = {
+    "fd_core-host": "fd_core",
+    "fd_core": "fd_core, saving off",
+    "fd_core-disk": "fd_core, with a disk store",
+    "vllm-cpu": "vLLM (CPU)",
+}
+WAYS = {"host tier": "host memory", "disk": "disk store", "redis": "Redis"}
+
+
+def pressure(folder: Path) -> list[str]:
+    """Return the lines about a KV pool of 40 % of what the requests use."""
+    results = json.loads((folder / "pressure.json").read_text())
+    rows = {row["contender"]: row for row in results["rows"] if row["pool"] == "pressed"}
+    share, rounds = results["share"], results["rounds"]
+    lines = [
+        f"Under memory pressure: {results['workload']}, with {share:.0%} of the KV blocks that they use; medians of "
+        f"{rounds} rounds (`{results['command']}`, [every figure](benchmarks/results/pressure.md)).",
+        "",
+        "| | output tokens/s | preemptions | tokens computed again | texts as without pressure |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for engine, name in PRESSED.items():
+        row, counters = rows[engine], rows[engine]["counters"]
+        lines.append(
+            f"| {name} | {row['output_tps']:.0f} | {counters['preemptions']:.0f} "
+            f"| {counters['recomputed_tokens']:,.0f} | {row['same_texts']:.0%} |"
+        )
+    return [*lines, ""]
+
+
+def returns(folder: Path) -> list[str]:
+    """Return the lines about the first token of a prompt that comes back."""
+    results = json.loads((folder / "return_ttft.json").read_text())
+    rows = {(row["way"], row["tokens"]): row for row in results["rows"]}
+    sizes = sorted({row["tokens"] for row in results["rows"]})
+    lines = [
+        f"A prompt that comes back after its KV left the device, seconds to the first token; medians of "
+        f"{results['rounds']} rounds (`{results['command']}`, [every figure](benchmarks/results/return_ttft.md)).",
+        "",
+        f"| | {' | '.join(f'{size:,} tokens' for size in sizes)} |",
+        "|---|" + "---:|" * len(sizes),
+        "| computed again | " + " | ".join(f"{rows['host tier', size]['computed_s']:.3f}" for size in sizes) + " |",
+    ]
+    for way, name in WAYS.items():
+        cells = (f"{rows[way, size]['loaded_s']:.3f} ({rows[way, size]['times']:.0f}x)" for size in sizes)
+        lines.append(f"| loaded from {name} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
 def section(folder: Path) -> str:
     """Return what stands between the marks."""
     lines = [""]
@@ -57,6 +106,9 @@ def section(folder: Path) -> str:
             *table(results),
             "",
         ]
+    for file, more in (("pressure", pressure), ("return_ttft", returns)):
+        if (folder / f"{file}.json").exists():
+            lines += more(folder)
     return "\n".join(lines)
 
 
