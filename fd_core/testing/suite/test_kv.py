@@ -96,11 +96,24 @@ def test_an_engine_goes_on_from_imported_blocks(target: Target, golden: Golden) 
         data = cache.export_blocks(np.arange(cache.num_blocks, dtype=np.int32))
         tables = first._device.runner._batch.tables[0].copy()
     with target.engine(max_model_len=40) as second:
-        cache = second._device.runner.cache
-        held = tables[:6]
-        moved = np.roll(np.arange(16, dtype=np.int32), 5)[held]
+        cache, pool, hasher = second._device.runner.cache, second._scheduler.pool, second._scheduler.prefixes.hasher
+        assert hasher is not None
+        chain: list[bytes] = []
+        hasher.extend(chain, hasher.root(""), np.array(spec.prompt, np.int32), len(spec.prompt) - 1)
+        spare, moved = pool.allocate(3), pool.allocate(len(chain))
+        assert spare is not None
+        assert moved is not None
+        held = tables[: len(chain)]
+        assert moved.tolist() != held.tolist()
         cache.import_blocks(moved, data[held])
         assert cache.export_blocks(moved).tobytes() == data[held].tobytes()
+        for block, key in zip(moved.tolist(), chain, strict=True):
+            pool.register(block, key)
+        pool.release(moved, -1)
+        pool.release(spare, -1)
+        texts = run(second, [spec])
+        assert second.stats().prefix_hits == len(chain) * hasher.block_size, "what was imported was not used"
+    golden.check([spec], texts.tokens)
 
 
 @pytest.mark.parametrize("depth", thorough_but([1, 2], 2))
