@@ -120,3 +120,18 @@ def test_the_tail_of_a_prefix_is_evicted_before_its_head() -> None:
     pool.release(blocks, -1)
     assert pool.allocate(1) is not None
     assert len(pool.match(keys)) == 2
+
+
+def test_the_first_holder_of_a_prefix_stays_its_holder() -> None:
+    pool = BlockPool(2)
+    first, second = pool.allocate(1), pool.allocate(1)
+    assert first is not None
+    assert second is not None
+    for blocks in (first, second):
+        pool.register(int(blocks[0]), b"key")
+    assert pool.match([b"key"]).tolist() == first.tolist()
+    pool.release(second, -1)
+    pool.release(first, -1)
+    assert pool.num_cached == 1, "only one block answers for a prefix"
+    assert pool.allocate(2) is not None
+    assert not len(pool.match([b"key"]))
