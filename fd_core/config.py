@@ -103,6 +103,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Requests waiting beyond this are answered with 503."""
     max_body_bytes: int = 16 * 1024 * 1024
     log_level: str = "info"
+    router: str | None = None
+    """Admin address of a router to register with; None registers nowhere."""
+    router_secret: str = ""
+    """What that router asks of whoever registers."""
+    advertise_url: str | None = None
+    """Where the router finds this server; None takes host and port."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

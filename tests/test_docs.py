@@ -8,14 +8,23 @@ from typer.main import get_command
 
 from benchmarks import readme_speed
 from fd_core.cli.app import app
-from fd_core.cli.flags import API_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, SERVER_FLAGS
+from fd_core.cli.flags import (
+    API_KEY_FILE,
+    CONFIG_FILE,
+    ENGINE_FLAGS,
+    GATEWAY_FLAGS,
+    PAIR_FLAGS,
+    ROUTER_FLAGS,
+    SERVER_FLAGS,
+)
 from fd_core.config import EngineConfig, ServerConfig
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 TOUR = (ROOT / "docs" / "tour.md").read_text()
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
-FLAGS = (*ENGINE_FLAGS, *SERVER_FLAGS, API_KEY_FILE, CONFIG_FILE)
+SERVING = (*ENGINE_FLAGS, *SERVER_FLAGS, API_KEY_FILE, CONFIG_FILE)
+FLAGS = tuple(dict.fromkeys((*SERVING, *GATEWAY_FLAGS, *ROUTER_FLAGS, *PAIR_FLAGS)))
 ELSEWHERE = {"--index-url", "--engines", "--http", "--out", "--rounds"}
 """Flags of other programs that the documents name."""
 

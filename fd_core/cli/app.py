@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import fd_core
-from fd_core.cli import conformance, env, models, plugins, serve, talk, trace
+from fd_core.cli import conformance, env, models, plugins, route, serve, talk, trace
 from fd_core.cli.bench import commands as bench
 
 __all__ = ["app"]
@@ -22,6 +22,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(serve.serve)
+app.command()(route.route)
 app.command()(talk.chat)
 app.command()(talk.complete)
 app.add_typer(models.app, name="models")

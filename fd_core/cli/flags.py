@@ -16,9 +16,23 @@ import typer
 from fd_core.cli import values
 from fd_core.cli.values import Parser
 from fd_core.config import EngineConfig, ServerConfig
+from fd_core.router.config import RouterConfig
+from fd_core.router.gateway.config import GatewayConfig
 from fd_core.sizes import format_size
 
-__all__ = ["API_KEY_FILE", "CONFIG_FILE", "ENGINE_FLAGS", "SERVER_FLAGS", "TALK_FLAGS", "Flag", "Given", "takes_flags"]
+__all__ = [
+    "API_KEY_FILE",
+    "CONFIG_FILE",
+    "ENGINE_FLAGS",
+    "GATEWAY_FLAGS",
+    "PAIR_FLAGS",
+    "ROUTER_FLAGS",
+    "SERVER_FLAGS",
+    "TALK_FLAGS",
+    "Flag",
+    "Given",
+    "takes_flags",
+]
 
 Command = Callable[..., None]
 Given = Mapping[str, Any]
@@ -27,7 +41,7 @@ Given = Mapping[str, Any]
 
 _DEFAULTS: Final = {
     name: default
-    for config in (EngineConfig, ServerConfig)
+    for config in (RouterConfig, GatewayConfig, EngineConfig, ServerConfig)
     for name, default in zip(reversed(config.__struct_fields__), reversed(config.__struct_defaults__), strict=False)
 }
 
@@ -37,7 +51,7 @@ class Flag:
     """One setting."""
 
     field: str
-    """Field of `EngineConfig` or `ServerConfig`."""
+    """Field of one of the settings: `EngineConfig`, `ServerConfig`, `GatewayConfig` or `RouterConfig`."""
     parse: Parser
     help: str
     metavar: str | None = None
@@ -65,7 +79,7 @@ class Flag:
     def described(self) -> str:
         """The help text with the default."""
         default = _DEFAULTS.get(self.field)
-        if default in (None, ()):
+        if default in (None, (), ""):
             return self.help
         return f"{self.help} [default: {format_size(default) if self.parse is values.size else _shown(default)}]"
 
@@ -195,7 +209,65 @@ SERVER_FLAGS: Final = (
         "debug, info, warning, error or critical.",
         "LEVEL",
     ),
+    Flag("router", values.optional_text, "Register with the router whose admin address this is.", "URL"),
+    Flag(
+        "router_secret",
+        values.secret_in_file,
+        "File with the secret that a router and its workers share: one line of 16 characters or more.",
+        "FILE",
+        name="--router-secret-file",
+    ),
+    Flag("advertise_url", values.optional_text, "Where the router finds this server, if not at --host.", "URL"),
 )
+
+ROUTER_FLAGS: Final = (
+    Flag(
+        "policy",
+        values.optional_text,
+        "Who chooses a worker: random, round_robin, power_of_two, request_num, process_tokens, metrics_score, "
+        "cache_aware, prefix_hash, session or a plugin's.",
+        "NAME",
+    ),
+    Flag("cache_block_size", values.whole(1, 65536), "Tokens in a block of the router's prefix index.", "TOKENS"),
+    Flag("max_attempts", values.whole(1, 1000), "Workers that one request is tried on.", "N"),
+    Flag("max_requests_per_worker", values.whole(0), "Requests that one worker gets at a time; 0 sets no bound.", "N"),
+    Flag(
+        "health_check_interval_secs",
+        values.number(0, 86400, above=True),
+        "How often workers are asked how they are.",
+        "SECONDS",
+    ),
+    Flag(
+        "health_check_timeout_secs",
+        values.number(0, 86400, above=True),
+        "How long they may take to answer that.",
+        "SECONDS",
+    ),
+)
+"""Settings of `RouterConfig` that have a flag; a settings file takes all of them."""
+
+_SECRET: Final = next(flag for flag in SERVER_FLAGS if flag.field == "router_secret")
+GATEWAY_FLAGS: Final = (
+    *(flag for flag in SERVER_FLAGS if flag.field in ("host", "port", "api_keys", "drain_seconds", "log_level")),
+    Flag("workers", values.names, "Address of a worker; may be repeated.", "URL", name="--worker", repeated=True),
+    Flag(
+        "tokenizer",
+        values.optional_text,
+        "Model whose tokenizer the workers use, or `bytes` for the null backend; a worker is asked if it is left out.",
+        "MODEL",
+    ),
+    Flag("worker_api_keys", values.keys_in_file, "File with the key of the workers.", "FILE", name="--worker-key-file"),
+    Flag("admin_host", values.optional_text, "Address on which workers register.", "ADDRESS"),
+    Flag("admin_port", values.whole(0, 65535), "Port on which workers register; 0 takes a free one.", "PORT"),
+    _SECRET,
+)
+"""Settings of `GatewayConfig`."""
+
+PAIR_FLAGS: Final = (
+    Flag("prefill", values.names, "Prefill worker of a pair: not served yet.", "URL", repeated=True),
+    Flag("decode", values.names, "Decode worker of a pair: not served yet.", "URL", repeated=True),
+)
+"""Refused with the reason."""
 
 API_KEY_FILE: Final = Flag("api_key_file", values.keys_in_file, "File with API keys, one a line.", "FILE")
 """Adds to `api_keys`."""

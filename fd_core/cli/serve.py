@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from fd_core.cli.settings import Settings
 
-__all__ = ["serve"]
+__all__ = ["loop_factory", "serve"]
 
 
 @reports_errors
@@ -63,7 +63,7 @@ def serve(
     if settings.server.log_level != "debug":
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
     listener = bind_socket(settings.server.host, settings.server.port)
-    with listener, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(_serve(settings, listener, Console(stderr=True)))
 
 
@@ -90,7 +90,7 @@ async def _serve(settings: Settings, listener: socket.socket, console: Console) 
         await engine.__aexit__(None, None, None)
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """Return uvloop's factory where it is installed."""
     try:
         import uvloop

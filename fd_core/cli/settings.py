@@ -13,7 +13,7 @@ from fd_core.cli.flags import API_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, SERVER_FL
 from fd_core.config import EngineConfig, ServerConfig
 from fd_core.errors import ConfigError
 
-__all__ = ["Settings", "merge"]
+__all__ = ["Settings", "merge", "read_file", "read_layer"]
 
 _FLAGS: Final = {flag.field: flag for flag in (*ENGINE_FLAGS, *SERVER_FLAGS, API_KEY_FILE)}
 _SERVER_FIELDS: Final = frozenset(flag.field for flag in SERVER_FLAGS)
@@ -41,12 +41,12 @@ def merge(
     path = given.get(CONFIG_FILE.field) or environment.get(CONFIG_FILE.variable)
     layers = [
         _file_layer(Path(path)) if path else {},
-        _read_layer(
+        read_layer(
             {flag: environment[flag.variable] for flag in _FLAGS.values() if environment.get(flag.variable)}
             | _older_variables(environment),
             lambda flag: flag.variable,
         ),
-        _read_layer({flag: given[name] for name, flag in _FLAGS.items() if name in given}, lambda flag: flag.flag),
+        read_layer({flag: given[name] for name, flag in _FLAGS.items() if name in given}, lambda flag: flag.flag),
     ]
     merged: dict[str, Any] = {}
     for layer in layers:
@@ -83,7 +83,7 @@ def _override(merged: dict[str, Any], layer: dict[str, Any]) -> None:
     merged.update(layer)
 
 
-def _read_layer(raw: Mapping[Flag, Any], called: Any) -> dict[str, Any]:
+def read_layer(raw: Mapping[Flag, Any], called: Any) -> dict[str, Any]:
     """Parse one source's values; `called` says what a flag is called in that source."""
     layer: dict[str, Any] = {}
     for flag, value in raw.items():
@@ -102,7 +102,8 @@ def _read_layer(raw: Mapping[Flag, Any], called: Any) -> dict[str, Any]:
     return layer
 
 
-def _file_layer(path: Path) -> dict[str, Any]:
+def read_file(path: Path) -> bytes:
+    """Return a settings file. Raises `ConfigError` if it cannot be read or is too large."""
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_FILE_BYTES + 1)
@@ -111,8 +112,12 @@ def _file_layer(path: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read the settings file {path}: {reason}", field="--config") from error
     if len(data) > _MAX_FILE_BYTES:
         raise ConfigError(f"the settings file {path} is larger than {_MAX_FILE_BYTES:,} bytes", field="--config")
+    return data
+
+
+def _file_layer(path: Path) -> dict[str, Any]:
     try:
-        table = tomllib.loads(data.decode())
+        table = tomllib.loads(read_file(path).decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"the settings file {path} is not valid TOML: {error}", field="--config") from error
     known = {flag.key: flag for flag in _FLAGS.values()}
@@ -132,7 +137,7 @@ def _file_layer(path: Path) -> dict[str, Any]:
         if flag in raw:
             raise ConfigError(f"{path}: {flag.key!r} is given twice", field="--config")
         raw[flag] = value
-    layer = _read_layer(raw, lambda flag: f"{flag.key} in {path}")
+    layer = read_layer(raw, lambda flag: f"{flag.key} in {path}")
     if model is not None:
         layer["model"] = model
     return layer

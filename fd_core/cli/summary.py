@@ -39,12 +39,13 @@ def summary(info: EngineInfo, server: ServerConfig, url: str) -> list[tuple[str,
         ("max_num_batched_tokens", f"{info.max_num_batched_tokens:,}"),
         ("max_model_len", f"{info.max_model_len:,}"),
         ("Clients", _clients(server)),
+        *([("Registers with", server.router)] if server.router else []),
     ]
 
 
-def show_summary(console: Console, rows: list[tuple[str, str]]) -> None:
+def show_summary(console: Console, rows: list[tuple[str, str]], title: str = "fdcore serves") -> None:
     """Print the summary."""
-    table = Table(show_header=False, title="fdcore serves", title_justify="left")
+    table = Table(show_header=False, title=title, title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for label, value in rows:

@@ -26,6 +26,7 @@ __all__ = [
     "names",
     "number",
     "optional_text",
+    "secret_in_file",
     "size",
     "speculation",
     "switch",
@@ -39,6 +40,7 @@ _NO: Final = ("0", "false", "no", "off")
 _SPECULATION: Final = '{"method": "ngram", "num_speculative_tokens": 3}'
 _MAX_TEMPLATE_BYTES: Final = 1 << 20
 _MAX_KEY_FILE_BYTES: Final = 1 << 20
+_MIN_SECRET_CHARS: Final = 16
 
 
 def whole(minimum: int = 0, maximum: int = 2**31 - 1) -> Parser:
@@ -131,10 +133,18 @@ def keys(value: Any) -> tuple[str, ...]:
     return tuple(parts)
 
 
-def keys_in_file(path: str | Path) -> tuple[str, ...]:
+def keys_in_file(path: Any) -> tuple[str, ...]:
     """Return the API keys in a file, one a line."""
-    lines = _read(Path(path), _MAX_KEY_FILE_BYTES).splitlines()
+    lines = _read(Path(optional_text(path)), _MAX_KEY_FILE_BYTES).splitlines()
     return keys([line.strip() for line in lines if line.strip()])
+
+
+def secret_in_file(path: Any) -> str:
+    """Return the secret in a file: one line of at least 16 visible ASCII characters. It is never shown."""
+    lines = keys_in_file(optional_text(path))
+    if len(lines) != 1 or len(lines[0]) < _MIN_SECRET_CHARS:
+        raise ValueError(f"{path} must hold one line of at least {_MIN_SECRET_CHARS} characters")
+    return lines[0]
 
 
 def jinja(value: Any) -> str:

@@ -12,9 +12,14 @@ from fd_core.server.auth import KeyRing
 from fd_core.server.errors import error_response, to_api_error
 from fd_core.server.metrics import ServerMetrics
 
-__all__ = ["Gate"]
+__all__ = ["Gate", "request_id_of"]
 
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:@/+=-]{1,128}")
+
+
+def request_id_of(given: bytes) -> bytes:
+    """Return the client's X-Request-Id if it is usable, else a fresh one."""
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
 
 
 class Gate:
@@ -34,8 +39,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        given = headers.get(b"x-request-id", b"")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        request_id = request_id_of(headers.get(b"x-request-id", b""))
         scope.setdefault("state", {})["request_id"] = request_id.decode()
         started = False
 

@@ -25,8 +25,10 @@ _PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsaf
 @router.get("/health", **endpoint("Whether the server lives", None, HealthAnswer, errors=(), unhealthy=True))
 async def health(request: Request) -> Response:
     """Answer 200 unless the engine is dead, also while the server shuts down."""
-    alive = state_of(request).client.alive
-    return _health(None if alive else "the engine is not running", "dead")
+    state = state_of(request)
+    answer = _health(None if state.client.alive else "the engine is not running", "dead")
+    answer.headers["X-Instance"] = state.instance
+    return answer
 
 
 @router.get("/ready", **endpoint("Whether requests are served", None, HealthAnswer, errors=(), unhealthy=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -73,6 +74,8 @@ class ServerState:
     metrics: ServerMetrics
     active: ActiveRequests = field(default_factory=ActiveRequests)
     created: int = field(default_factory=lambda: int(time.time()))
+    instance: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Names this process, so that a router notices another one at the same address."""
     draining: bool = False
     text_worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "fdcore-text"))
     """Takes long texts off the event loop, one at a time, so that they do not crowd out the engine."""

@@ -215,8 +215,15 @@ def test_bad_speculation_names_the_flag(text):
         engine(speculative=text)
 
 
-def test_a_settings_file_can_hold_every_setting(file):
+def test_a_settings_file_can_hold_every_setting(file, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("a secret of a cluster\n".replace(" ", "-"))
     values = {
+        "router": "http://127.0.0.1:8081",
+        "router-secret-file": str(secret),
+        "advertise-url": "http://127.0.0.1:8001",
+    }
+    values |= {
         "api-key": ["k"],
         "served-model-name": ["m"],
         "dtype": "float32",
@@ -251,6 +258,7 @@ def test_a_settings_file_can_hold_every_setting(file):
     assert settings.engine.pipeline_depth == 16
     assert settings.server.drain_seconds == 1.0
     assert settings.server.api_keys == ("k",)
+    assert settings.server.router_secret == "a-secret-of-a-cluster"
 
 
 def _toml(value):

@@ -1,0 +1,90 @@
+"""Settings of `fdcore route`, merged once: flags win over the environment, the environment over a file."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from fd_core.cli.flags import API_KEY_FILE, CONFIG_FILE, GATEWAY_FLAGS, PAIR_FLAGS, ROUTER_FLAGS, Flag, Given
+from fd_core.cli.settings import read_file, read_layer
+from fd_core.errors import ConfigError
+from fd_core.router.config import RouterConfig, router_config
+from fd_core.router.gateway.config import GatewayConfig
+
+__all__ = ["RouteSettings", "merge_route"]
+
+_FLAGS: Final = {flag.field: flag for flag in (*ROUTER_FLAGS, *GATEWAY_FLAGS, *PAIR_FLAGS, API_KEY_FILE)}
+_OF_ROUTER: Final = frozenset(flag.field for flag in ROUTER_FLAGS)
+_ALSO: Final = {"workers": "worker", "api-keys": "api-key"}
+"""Keys of a file that may be spelt in the plural."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteSettings:
+    """What a gateway runs with."""
+
+    gateway: GatewayConfig
+    router: RouterConfig
+
+
+def merge_route(given: Given, environment: Mapping[str, str]) -> RouteSettings:
+    """Merge every source. Raises `ConfigError` naming the flag, variable or key at fault."""
+    path = given.get(CONFIG_FILE.field) or environment.get(CONFIG_FILE.variable)
+    merged, of_file = _file_layer(Path(path)) if path else ({}, RouterConfig())
+    merged |= read_layer(
+        {flag: environment[flag.variable] for flag in _FLAGS.values() if environment.get(flag.variable)},
+        lambda flag: flag.variable,
+    )
+    merged |= read_layer({flag: given[name] for name, flag in _FLAGS.items() if name in given}, lambda flag: flag.flag)
+    for flag in PAIR_FLAGS:
+        if merged.pop(flag.field, ()):
+            raise ConfigError(
+                "pairs of prefill and decode workers are not served by this router yet",
+                field=flag.flag,
+                hint="start workers without a role and give each with --worker",
+            )
+    more_keys = merged.pop(API_KEY_FILE.field, ())
+    if more_keys:
+        merged["api_keys"] = tuple(dict.fromkeys((*merged.get("api_keys", ()), *more_keys)))
+    router = msgspec.structs.replace(of_file, **{name: merged.pop(name) for name in _OF_ROUTER & merged.keys()})
+    gateway = GatewayConfig(**merged)
+    if not gateway.workers and not gateway.router_secret:
+        raise ConfigError(
+            "there is no worker to send requests to",
+            field="--worker",
+            hint="give http://HOST:PORT of each, or --router-secret-file so that they can register",
+        )
+    return RouteSettings(gateway, router)
+
+
+def _file_layer(path: Path) -> tuple[dict[str, Any], RouterConfig]:
+    """Read a TOML or JSON file: keys named like the flags, and those of the router itself."""
+    data = read_file(path)
+    kind = "JSON" if path.suffix.lower() == ".json" else "TOML"
+    try:
+        table = json.loads(data) if kind == "JSON" else tomllib.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the settings file {path} is not valid {kind}: {error}", field="--config") from error
+    if not isinstance(table, dict):
+        raise ConfigError(f"the settings file {path} is not a table of settings", field="--config")
+    known = {flag.key: flag for flag in _FLAGS.values() if flag.field not in _OF_ROUTER}
+    raw: dict[Flag, Any] = {}
+    for key in list(table):
+        name = key.replace("_", "-")
+        flag = known.get(_ALSO.get(name, name))
+        if flag is None:
+            continue
+        if flag in raw:
+            raise ConfigError(f"{path}: {flag.key!r} is given twice", field="--config")
+        raw[flag] = table.pop(key)
+    try:
+        router = router_config(table)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}", field="--config", hint=error.hint) from error
+    return read_layer(raw, lambda flag: f"{flag.key} in {path}"), router

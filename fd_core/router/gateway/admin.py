@@ -1,0 +1,94 @@
+"""POST /register and /deregister, on a port of their own and for those who know the secret."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final, Literal
+
+import msgspec
+from aiohttp import web
+
+from fd_core.errors import FdError
+from fd_core.router.gateway.answers import error_response, json_response
+from fd_core.router.gateway.asking import read_body
+from fd_core.router.router import Router
+from fd_core.server.auth import KeyRing
+from fd_core.server.errors import ApiError, to_api_error
+
+__all__ = ["Admin", "Registered"]
+
+_MAX_BODY_BYTES: Final = 16 * 1024
+
+
+class _Member(msgspec.Struct):
+    """What a worker says of itself."""
+
+    url: str
+    role: Literal["mixed", "prefill", "decode"] = "mixed"
+    instance: str | None = None
+
+
+class Registered(msgspec.Struct):
+    """What it is told."""
+
+    worker: str
+    incarnation: int
+
+
+_decoder: Final = msgspec.json.Decoder(_Member)
+
+
+class Admin:
+    """The handler of the admin port."""
+
+    def __init__(self, router: Router, secret: str, on_change: Callable[[], None]) -> None:
+        """`on_change` is called when somebody came or went."""
+        self._router = router
+        self._ring = KeyRing([secret])
+        self._on_change = on_change
+
+    async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request."""
+        try:
+            return await self._answer(request)
+        except (ApiError, FdError) as error:
+            return error_response(to_api_error(error))
+
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
+        try:
+            self._ring.check(request.path, request.headers.get("Authorization", "").encode())
+        except ApiError as error:
+            raise ApiError(
+                401,
+                "the router's secret is required: send the header 'Authorization: Bearer SECRET'",
+                code="invalid_secret",
+                headers=error.headers,
+            ) from None
+        if request.path not in ("/register", "/deregister"):
+            raise ApiError(404, "nothing is served at this path; there are /register and /deregister")
+        if request.method != "POST":
+            raise ApiError(405, "this path takes POST", headers={"Allow": "POST"})
+        try:
+            member = _decoder.decode(await read_body(request, _MAX_BODY_BYTES))
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ApiError(400, f"the body is wrong: {error}", code="invalid_body") from None
+        if member.role != "mixed":
+            raise ApiError(
+                400, f"this router serves mixed workers, not the role {member.role}", param="role", code="wrong_role"
+            )
+        return self._register(member) if request.path == "/register" else self._deregister(member)
+
+    def _register(self, member: _Member) -> web.Response:
+        known = self._router.workers()
+        worker = self._router.register(member.url, member.role, time.monotonic(), instance=member.instance)
+        if worker not in known:
+            self._on_change()
+        return json_response(Registered(worker.url, worker.incarnation))
+
+    def _deregister(self, member: _Member) -> web.Response:
+        worker = self._router.deregister(member.url, time.monotonic())
+        if worker is None:
+            raise ApiError(404, "no worker has this address", param="url", code="unknown_worker")
+        self._on_change()
+        return json_response(Registered(worker.url, worker.incarnation))

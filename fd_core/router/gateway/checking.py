@@ -1,0 +1,76 @@
+"""Asks the workers how they are, and tells the router. Nothing here touches a counter."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+
+import aiohttp
+
+from fd_core.router.gateway.relaying import TROUBLE
+from fd_core.router.gateway.waits import Waits
+from fd_core.router.router import Router
+from fd_core.router.workers import Worker, WorkerState
+
+__all__ = ["HealthChecks"]
+
+log = logging.getLogger(__name__)
+
+
+class HealthChecks:
+    """Checks every worker in turn at the router's interval; one that hangs does not hold up the others."""
+
+    def __init__(self, router: Router, session: aiohttp.ClientSession, waits: Waits) -> None:
+        self._router = router
+        self._session = session
+        self._waits = waits
+        self._running: dict[Worker, asyncio.Task[None]] = {}
+        self._wake = asyncio.Event()
+        self._timeout = aiohttp.ClientTimeout(total=router.config.health_check_timeout_secs)
+
+    def wake(self) -> None:
+        """Check soon: somebody has registered."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Check until cancelled."""
+        try:
+            while True:
+                self._wake.clear()
+                for worker in [worker for worker, task in self._running.items() if task.done()]:
+                    self._running.pop(worker).result()
+                for worker in self._router.workers():
+                    if worker not in self._running:
+                        self._running[worker] = asyncio.create_task(self._check(worker))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._router.config.health_check_interval_secs):
+                        await self._wake.wait()
+        finally:
+            for task in [*self._running.values()]:
+                task.cancel()
+
+    async def _check(self, worker: Worker) -> None:
+        ok, reached, instance = False, False, None
+        before = self._state(worker)
+        try:
+            async with self._session.get(
+                worker.url + self._router.config.health_check_endpoint, timeout=self._timeout, allow_redirects=False
+            ) as answer:
+                reached, ok = True, answer.status == 200
+                instance = answer.headers.get("X-Instance", "")[:128] or None
+        except (*TROUBLE, ValueError):
+            pass
+        after = self._router.health(worker, ok, time.monotonic(), instance=instance)
+        state = self._state(after)
+        if state is not before or after != worker:
+            shown = "gone" if state is None else state.value
+            log.info("worker %s is %s%s", after.url, shown, "" if after == worker else ", as a new process")
+        if not reached and state is WorkerState.UNHEALTHY:
+            # Whoever waits for its first byte is better served elsewhere. A worker that answers at all, if only that
+            # it is not well, may still be about to go on with what it has.
+            self._waits.cut(worker)
+
+    def _state(self, worker: Worker) -> WorkerState | None:
+        return next((each.state for each in self._router.snapshot().workers if each.worker == worker), None)

@@ -1,0 +1,34 @@
+"""How the gateway listens, whom it serves and whom it forwards to."""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["GatewayConfig"]
+
+
+class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of `fdcore route` beside those of the router itself."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    """Keys that clients must send. They end here; without any, what clients send goes on to the workers."""
+    drain_seconds: float = 30.0
+    """How long running requests may go on after Ctrl-C."""
+    log_level: str = "info"
+    workers: tuple[str, ...] = ()
+    """Addresses of mixed workers."""
+    worker_api_keys: tuple[str, ...] = ()
+    """The first is sent to the workers."""
+    tokenizer: str | None = None
+    """Model whose tokenizer the workers use; None asks a worker which model it serves."""
+    admin_host: str = "127.0.0.1"
+    admin_port: int = 8081
+    router_secret: str = ""
+    """What workers have to know to register; without it nobody can."""
+    max_body_bytes: int = 16 * 1024 * 1024
+    connect_seconds: float = 3.0
+    """How long connecting to a worker may take."""
+    read_seconds: float = 600.0
+    """How long a worker may be silent within one request."""

@@ -1,0 +1,169 @@
+"""One request: attempt after attempt on other workers until one answers, then its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass, field
+from typing import Final
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+from yarl import URL
+
+from fd_core.router.gateway.answers import error_event, error_response, lost, refusal
+from fd_core.router.gateway.headers import AUTO_HEADERS, to_client
+from fd_core.router.gateway.metrics import GatewayMetrics
+from fd_core.router.gateway.relaying import TROUBLE, UpstreamAnswer, WorkerLost, read_up_to
+from fd_core.router.gateway.waits import Waits
+from fd_core.router.router import Router
+from fd_core.router.selection import RouteRequest, Selection
+
+__all__ = ["Exchange", "Forwarder"]
+
+_BUSY: Final = frozenset({429, 503})
+"""The worker has no room: nothing is wrong with it, another may have room."""
+_BROKEN: Final = frozenset({500, 502, 504})
+_ELSEWHERE_BYTES: Final = 64 * 1024
+"""So much of such an answer is kept in case nobody answers better."""
+_ENDS_WITH_DONE: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One client's request, ready to be sent to any worker, and when it came."""
+
+    request: web.BaseRequest
+    request_id: str
+    target: str
+    """Path and query as the client wrote them."""
+    headers: CIMultiDict[str]
+    body: bytes
+    asked: RouteRequest
+    arrived: float = field(default_factory=time.monotonic)
+
+
+class _Elsewhere(Exception):
+    """Nothing of this attempt reached the client: another worker may be tried."""
+
+    def __init__(self, answer: web.Response | None = None) -> None:
+        super().__init__()
+        self.answer = answer
+
+
+class Forwarder:
+    """Sends requests to the workers that the router chooses, and tells the router what became of them."""
+
+    def __init__(self, router: Router, session: aiohttp.ClientSession, waits: Waits, metrics: GatewayMetrics) -> None:
+        self._router = router
+        self._session = session
+        self._waits = waits
+        self._metrics = metrics
+
+    async def forward(self, exchange: Exchange) -> web.StreamResponse:
+        """Return the answer, sent or about to be. What was counted is given back when this ends, however it ends."""
+        kept: web.Response | None = None
+        chosen = self._router.select(exchange.asked, time.monotonic(), random.random())  # noqa: S311  # no secret
+        self._metrics.choosing.observe(time.monotonic() - exchange.arrived)
+        try:
+            while isinstance(chosen, Selection):
+                with chosen:
+                    try:
+                        return await self._attempt(exchange, chosen)
+                    except _Elsewhere as failure:
+                        kept = failure.answer or kept
+                chosen = self._router.retry(chosen, time.monotonic(), random.random())  # noqa: S311  # no secret
+        except (asyncio.CancelledError, ConnectionError):
+            self._metrics.disconnects += 1
+            raise
+        return kept if kept is not None else error_response(refusal(chosen))
+
+    async def _attempt(self, exchange: Exchange, selection: Selection) -> web.StreamResponse:
+        """Return the answer of one worker; `_Elsewhere` if it gave none."""
+        worker = selection.decode
+        response: aiohttp.ClientResponse | None = None
+        try:
+            try:
+                async with self._waits.on(worker):
+                    response = await self._session.request(
+                        exchange.request.method,
+                        URL(worker.url + exchange.target, encoded=True),
+                        data=exchange.body,
+                        headers=exchange.headers,
+                        skip_auto_headers=AUTO_HEADERS,
+                        allow_redirects=False,
+                    )
+                    refused = await self._refused(exchange, selection, response)
+                    if refused is not None:
+                        return refused
+                    done = exchange.request.path in _ENDS_WITH_DONE
+                    answer = UpstreamAnswer(response, ends_with_done=done)
+                    first = await answer.begin()
+            except (*TROUBLE, WorkerLost) as error:
+                severe = isinstance(error, aiohttp.ClientConnectorError)
+                self._router.failed(selection, worker, time.monotonic(), severe=severe)
+                self._metrics.attempts_lost += 1
+                raise _Elsewhere from error
+            selection.first_token()
+            self._metrics.first_byte.observe(time.monotonic() - exchange.arrived)
+            headers = to_client(response.headers, exchange.request_id)
+            if answer.whole:
+                self._router.served(selection, time.monotonic())
+                return web.Response(body=first, status=response.status, headers=headers)
+            return await self._stream(exchange, selection, response, answer, first, headers)
+        finally:
+            if response is not None:
+                response.close()
+
+    async def _refused(
+        self, exchange: Exchange, selection: Selection, response: aiohttp.ClientResponse
+    ) -> web.Response | None:
+        """Return a refusal that is the same everywhere; `_Elsewhere` for one that another worker may better."""
+        status = response.status
+        if status != 404 and status not in _BUSY and status not in _BROKEN:
+            return None
+        body = await read_up_to(response.content, _ELSEWHERE_BYTES)
+        headers = to_client(response.headers, exchange.request_id)
+        kept = web.Response(body=body, status=status, headers=headers)
+        if status == 404 and b'"model_not_found"' not in body:
+            selection.first_token()
+            return kept
+        if status in _BUSY:
+            kept.headers.setdefault("Retry-After", "1")
+        if status in _BROKEN:
+            self._router.failed(selection, selection.decode, time.monotonic())
+        raise _Elsewhere(kept)
+
+    async def _stream(
+        self,
+        exchange: Exchange,
+        selection: Selection,
+        response: aiohttp.ClientResponse,
+        answer: UpstreamAnswer,
+        first: bytes,
+        headers: CIMultiDict[str],
+    ) -> web.StreamResponse:
+        """Pass the answer on; what breaks off becomes an error event, or a connection that visibly breaks off."""
+        request = exchange.request
+        out = web.StreamResponse(status=response.status, headers=headers)
+        if not answer.is_stream:
+            out.content_length = response.content_length
+        await out.prepare(request)
+        await out.write(first)
+        try:
+            async for piece in answer.rest():
+                await out.write(piece)
+        except WorkerLost:
+            self._router.failed(selection, selection.decode, time.monotonic())
+            self._metrics.streams_broken += 1
+            if not answer.is_stream:
+                request.protocol.force_close()
+                return out
+            if not answer.told_error:
+                await out.write(error_event(lost()))
+        else:
+            self._router.served(selection, time.monotonic())
+        await out.write_eof()
+        return out

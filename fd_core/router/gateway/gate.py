@@ -1,0 +1,134 @@
+"""The gate every request passes: its id, its key, its path, and a last resort for errors nobody expected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from aiohttp import web
+
+from fd_core.router.gateway.answers import error_response, json_response
+from fd_core.router.gateway.asking import PromptReader, read_body
+from fd_core.router.gateway.config import GatewayConfig
+from fd_core.router.gateway.forwarding import Exchange, Forwarder
+from fd_core.router.gateway.headers import to_worker
+from fd_core.router.gateway.metrics import GatewayMetrics
+from fd_core.router.gateway.models import Models
+from fd_core.router.gateway.pages import Pages
+from fd_core.server.auth import KeyRing
+from fd_core.server.errors import ApiError, to_api_error, unavailable
+from fd_core.server.gate import request_id_of
+
+__all__ = ["Gate"]
+
+_PLACED: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize"})
+"""Paths that have a line of their own in the metrics; clients cannot make up others."""
+_ONE_WORKERS: Final = frozenset({"/v1/abort_requests"})
+"""Concern requests of one worker, which a gateway would have to find; a client that leaves aborts its request."""
+
+
+class Gate:
+    """The handler of the gateway's port. Nothing of a request is ever logged here."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        reader: PromptReader,
+        forwarder: Forwarder,
+        models: Models,
+        pages: Pages,
+        metrics: GatewayMetrics,
+    ) -> None:
+        self._config = config
+        self._ring = KeyRing(config.api_keys)
+        self.reader = reader
+        """Replaced when the workers' tokenizer becomes known."""
+        self._forwarder = forwarder
+        self._models = models
+        self._pages = pages
+        self._metrics = metrics
+        self._open: Mapping[str, Callable[[], web.Response]] = {
+            "/": pages.page,
+            "/status": pages.page,
+            "/status.json": pages.status,
+            "/health": pages.health,
+            "/ready": pages.ready,
+            "/version": pages.version,
+            "/metrics": pages.metrics,
+        }
+
+    async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request."""
+        request_id = request_id_of(request.headers.get("X-Request-Id", "").encode()).decode()
+        answer: web.StreamResponse
+        try:
+            answer = await self._answer(request, request_id)
+        except ConnectionError:  # the client is gone: nobody reads an answer
+            request.protocol.force_close()
+            return web.Response()
+        except Exception as error:  # noqa: BLE001  # the outermost edge: whatever happened, the client gets an answer
+            answer = error_response(to_api_error(error))
+            if request.writer.output_size > 0:
+                request.protocol.force_close()
+        if not answer.prepared:
+            answer.headers["X-Request-Id"] = request_id
+        path = request.path if request.path in _PLACED or request.path in self._open else "other"
+        self._metrics.answers[path, answer.status] += 1
+        return answer
+
+    async def _answer(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
+        path = request.path
+        shown = self._open.get(path)
+        if shown is not None:
+            if request.method not in ("GET", "HEAD"):
+                raise _wrong_method("GET")
+            return shown()
+        self._ring.check(path, request.headers.get("Authorization", "").encode("utf-8", "surrogateescape"))
+        if path == "/v1/models" or path.startswith("/v1/models/"):
+            if request.method != "GET":
+                raise _wrong_method("GET")
+            return await self._list(path, self._to_worker(request, request_id))
+        if not (path.startswith("/v1/") or path in _PLACED) or ".." in path:
+            raise ApiError(404, "nothing is served at this path")
+        if path in _ONE_WORKERS:
+            raise ApiError(404, "a router does not serve this path: ask the worker itself, or close the connection")
+        if request.method != "POST":
+            raise _wrong_method("POST")
+        if self._pages.draining:
+            raise unavailable("the router is shutting down", "draining", retry_after=5)
+        return await self._forward(request, request_id)
+
+    async def _forward(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
+        body = await read_body(request, self._config.max_body_bytes)
+        exchange = Exchange(
+            request=request,
+            request_id=request_id,
+            target=request.raw_path if request.raw_path.startswith("/") else request.rel_url.raw_path_qs,
+            headers=self._to_worker(request, request_id),
+            body=body,
+            asked=await self.reader.read(body, request.headers.get("X-Session-Id", "")[:256] or None),
+        )
+        return await self._forwarder.forward(exchange)
+
+    async def _list(self, path: str, headers: Mapping[str, str]) -> web.Response:
+        models: list[dict[str, Any]] = await self._models.union(headers)
+        name = path.removeprefix("/v1/models").removeprefix("/")
+        if not name:
+            return json_response({"object": "list", "data": models})
+        for model in models:
+            if model.get("id") == name:
+                return json_response(model)
+        raise ApiError(404, f"the model {name[:128]!r} does not exist", param="model", code="model_not_found")
+
+    def _to_worker(self, request: web.BaseRequest, request_id: str) -> Any:
+        keys = self._config.worker_api_keys
+        return to_worker(
+            request.headers,
+            request_id,
+            keys_end_here=bool(self._config.api_keys),
+            worker_key=keys[0] if keys else None,
+        )
+
+
+def _wrong_method(allowed: str) -> ApiError:
+    return ApiError(405, f"this path takes {allowed}", headers={"Allow": allowed})

@@ -1,0 +1,53 @@
+"""Which headers travel on, in both directions."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from multidict import CIMultiDict, CIMultiDictProxy
+
+__all__ = ["AUTO_HEADERS", "to_client", "to_worker", "to_worker_itself"]
+
+_HOP_BY_HOP: Final = frozenset(
+    {
+        *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te"),
+        *("trailer", "transfer-encoding", "upgrade"),
+    }
+)
+"""Belong to one connection (RFC 9110, section 7.6.1)."""
+_REQUEST_ONLY: Final = _HOP_BY_HOP | {"host", "content-length", "expect", "x-request-id"}
+_ANSWER_ONLY: Final = _HOP_BY_HOP | {"content-length", "date", "server", "x-request-id"}
+AUTO_HEADERS: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
+"""What the HTTP client would add of its own."""
+
+
+def to_worker(
+    given: CIMultiDictProxy[str], request_id: str, *, keys_end_here: bool, worker_key: str | None
+) -> CIMultiDict[str]:
+    """Return the headers of the request to a worker; a client's key goes on unless it was for the gateway."""
+    headers = _without(given, _REQUEST_ONLY)
+    headers["X-Request-Id"] = request_id
+    if keys_end_here or worker_key is not None:
+        headers.popall("Authorization", None)
+    if worker_key is not None:
+        headers["Authorization"] = f"Bearer {worker_key}"
+    return headers
+
+
+def to_client(given: CIMultiDictProxy[str], request_id: str) -> CIMultiDict[str]:
+    """Return the headers of the answer to the client."""
+    headers = _without(given, _ANSWER_ONLY)
+    headers["X-Request-Id"] = request_id
+    return headers
+
+
+def _without(given: CIMultiDictProxy[str], dropped: frozenset[str]) -> CIMultiDict[str]:
+    connection = given.get("Connection")
+    if connection is not None:
+        dropped = dropped | {name.strip().lower() for name in connection.split(",")}
+    return CIMultiDict((name, value) for name, value in given.items() if name.lower() not in dropped)
+
+
+def to_worker_itself(keys: tuple[str, ...]) -> dict[str, str]:
+    """Return the headers of what the gateway asks of its own accord."""
+    return {"Authorization": f"Bearer {keys[0]}"} if keys else {}

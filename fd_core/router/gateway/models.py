@@ -1,0 +1,77 @@
+"""What the workers serve: the union of their GET /v1/models, and the name by which a tokenizer is found."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+
+from fd_core.router.gateway.relaying import TROUBLE, read_up_to
+from fd_core.router.router import Router
+from fd_core.router.workers import Worker, WorkerState
+from fd_core.server.errors import ApiError, unavailable
+
+__all__ = ["Models"]
+
+_MAX_BYTES: Final = 1 << 20
+_TIMEOUT: Final = aiohttp.ClientTimeout(total=5)
+
+
+class _List(msgspec.Struct):
+    """A worker's list, each model as it describes it."""
+
+    data: list[dict[str, Any]]
+
+
+_decoder: Final = msgspec.json.Decoder(_List)
+
+
+class Models:
+    """Asks every healthy worker each time: names change rarely, but this is asked rarely too."""
+
+    def __init__(self, router: Router, session: aiohttp.ClientSession) -> None:
+        self._router = router
+        self._session = session
+
+    async def union(self, headers: Mapping[str, str]) -> list[dict[str, Any]]:
+        """Return each model once, in the order of the workers. Raises `ApiError` if nobody can be asked.
+
+        `headers` are those of the client, as they go to workers; a worker's refusal of a key is passed on.
+        """
+        workers = [w.worker for w in self._router.snapshot().workers if w.state is WorkerState.HEALTHY]
+        if not workers:
+            raise unavailable("no worker is healthy", "none_healthy", retry_after=1)
+        found = await asyncio.gather(*(self._of(worker, headers) for worker in workers))
+        lists = [each for each in found if not isinstance(each, ApiError)]
+        if not lists:
+            raise next(each for each in found if isinstance(each, ApiError))
+        models: dict[str, dict[str, Any]] = {}
+        for each in lists:
+            for model in each:
+                models.setdefault(str(model.get("id")), model)
+        return list(models.values())
+
+    async def first_root(self, headers: Mapping[str, str]) -> str | None:
+        """Return the model that some worker serves, by the name under which it was loaded; None if nobody answers."""
+        try:
+            models = await self.union(headers)
+        except ApiError:
+            return None
+        root = models[0].get("root") or models[0].get("id") if models else None
+        return root if isinstance(root, str) else None
+
+    async def _of(self, worker: Worker, headers: Mapping[str, str]) -> list[dict[str, Any]] | ApiError:
+        try:
+            async with self._session.get(
+                f"{worker.url}/v1/models", headers=headers, timeout=_TIMEOUT, allow_redirects=False
+            ) as answer:
+                if answer.status in (401, 403):
+                    return ApiError(answer.status, "the workers take another API key", code="invalid_api_key")
+                if answer.status == 200:
+                    return _decoder.decode(await read_up_to(answer.content, _MAX_BYTES)).data
+        except (*TROUBLE, msgspec.MsgspecError, UnicodeDecodeError):
+            pass
+        return unavailable("no worker says what it serves", "none_healthy", retry_after=1)

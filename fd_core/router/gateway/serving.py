@@ -1,0 +1,193 @@
+"""Sockets, signals and drain of the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Final
+
+import aiohttp
+from aiohttp import web
+
+from fd_core.errors import FdError
+from fd_core.router.gateway.admin import Admin
+from fd_core.router.gateway.asking import PromptReader
+from fd_core.router.gateway.checking import HealthChecks
+from fd_core.router.gateway.config import GatewayConfig
+from fd_core.router.gateway.forwarding import Forwarder
+from fd_core.router.gateway.gate import Gate
+from fd_core.router.gateway.headers import to_worker_itself
+from fd_core.router.gateway.metrics import GatewayMetrics
+from fd_core.router.gateway.models import Models
+from fd_core.router.gateway.pages import Pages
+from fd_core.router.gateway.tokens import ModelText, find_text
+from fd_core.router.gateway.waits import Waits
+from fd_core.router.router import Router
+from fd_core.server import listening
+
+__all__ = ["BY_BYTES", "by_tokenizer", "serve_gateway"]
+
+log = logging.getLogger(__name__)
+
+_CLOSE_SECONDS: Final = 0.5
+"""How long answers that are on their way to clients at the end of the drain may take to arrive."""
+_LEARN_SECONDS: Final = 1.0
+_KEEPALIVE_SECONDS: Final = 3.0
+"""Idle connections to workers are dropped before common servers drop them, which would look like a failure."""
+_MAX_HEADER_BYTES: Final = 64 * 1024
+
+BY_BYTES: Final = "Prompts are compared by the bytes of their text."
+
+
+def by_tokenizer(name: str) -> str:
+    """Say how prompts are compared."""
+    return f"Prompts are compared by the tokens of {name}."
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What one gateway consists of."""
+
+    router: Router
+    session: aiohttp.ClientSession
+    gate: Gate
+    pages: Pages
+    models: Models
+    checks: HealthChecks
+
+
+async def serve_gateway(
+    config: GatewayConfig,
+    router: Router,
+    text: ModelText | None,
+    *,
+    learns: bool,
+    sock: socket.socket,
+    admin_sock: socket.socket | None = None,
+    on_ready: Callable[[str], None] | None = None,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Serve until SIGINT, SIGTERM or `stop`; then drain and return.
+
+    `text` is how the workers read text; if it is None and `learns`, a worker is asked which model it serves, and that
+    model is looked for on this machine. Workers register on `admin_sock` if it is given. Drain: new requests get 503,
+    running ones go on for `config.drain_seconds`; a second signal does not wait.
+    Raises `ConfigError` if a port is taken.
+    """
+    stop, hurry = stop or asyncio.Event(), asyncio.Event()
+    listening.warn_if_open(config.host, keys=bool(config.api_keys))
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS, ttl_dns_cache=30)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.connect_seconds, sock_read=config.read_seconds)
+    async with (
+        aiohttp.ClientSession(
+            connector=connector,
+            timeout=timeout,
+            auto_decompress=False,
+            # Cookies of one client must not reach another.
+            cookie_jar=aiohttp.DummyCookieJar(),
+        ) as session,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        parts = _assemble(config, router, text, session)
+        stack.callback(lambda: parts.gate.reader.close())
+        if admin_sock is not None:
+            admin = Admin(router, config.router_secret, parts.checks.wake)
+            await _listen(admin, admin_sock, config.admin_host, "--admin-port", stack)
+        await _listen(parts.gate, sock, config.host, "--port", stack)
+        tasks = [asyncio.create_task(parts.checks.run())]
+        # Without health checks nobody should be served; the error itself comes to light at the end.
+        tasks[0].add_done_callback(lambda _: stop.set())
+        if learns and text is None:
+            tasks.append(asyncio.create_task(_learn(config, parts)))
+        stack.push_async_callback(_cancelled, tasks)
+        with listening.signals_stop(stop, hurry):
+            if on_ready is not None:
+                on_ready(listening.url_of(config.host, sock))
+            await stop.wait()
+            await _drain(parts, config.drain_seconds, hurry)
+
+
+def _assemble(config: GatewayConfig, router: Router, text: ModelText | None, session: aiohttp.ClientSession) -> _Parts:
+    metrics, waits = GatewayMetrics(router), Waits()
+    pages, models = Pages(router, metrics), Models(router, session)
+    pages.prompts = BY_BYTES if text is None else by_tokenizer(text.name)
+    gate = Gate(config, _reader(text), Forwarder(router, session, waits, metrics), models, pages, metrics)
+    return _Parts(router, session, gate, pages, models, HealthChecks(router, session, waits))
+
+
+def _reader(text: ModelText | None) -> PromptReader:
+    return PromptReader(None, None) if text is None else PromptReader(text.tokenizer, text.template)
+
+
+async def _listen(
+    handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+    sock: socket.socket,
+    host: str,
+    flag: str,
+    stack: contextlib.AsyncExitStack,
+) -> None:
+    """Serve a bound socket until the stack closes. A client that leaves cancels what runs for it."""
+    server = web.Server(
+        handler,
+        handler_cancellation=True,
+        access_log=None,
+        auto_decompress=False,
+        keepalive_timeout=30.0,
+        lingering_time=2.0,
+        max_line_size=_MAX_HEADER_BYTES,
+        max_field_size=_MAX_HEADER_BYTES,
+    )
+    runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=_CLOSE_SECONDS)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.listen(1024)
+        await web.SockSite(runner, sock, backlog=1024).start()
+    except OSError as error:
+        raise listening.cannot_listen(host, sock.getsockname()[1], error, flag=flag) from error
+
+
+async def _learn(config: GatewayConfig, parts: _Parts) -> None:
+    """Ask until a worker says which model it serves; use its tokenizer if it is on this machine."""
+    headers = to_worker_itself(config.worker_api_keys)
+    while (name := await parts.models.first_root(headers)) is None:
+        await asyncio.sleep(_LEARN_SECONDS)
+    try:
+        text = await asyncio.to_thread(find_text, name, offline=True)
+    except FdError:
+        log.warning(
+            "the tokenizer of %s is not on this machine, so prompts are compared by their bytes; "
+            "give --tokenizer MODEL to compare tokens",
+            "".join(letter if letter.isprintable() else "?" for letter in name[:128]),
+        )
+        return
+    before, parts.gate.reader = parts.gate.reader, _reader(text)
+    before.close()
+    parts.pages.prompts = by_tokenizer(text.name)
+    log.info("prompts are compared by the tokens of %s", text.name)
+
+
+async def _drain(parts: _Parts, seconds: float, hurry: asyncio.Event) -> None:
+    """Refuse what is new, and wait until nothing runs, `seconds` have passed or `hurry` is set."""
+    parts.pages.draining = True
+    running = parts.router.snapshot().total.requests
+    log.info("shutting down: %d requests may go on for %g s", running, seconds)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while parts.router.snapshot().total.requests and not hurry.is_set():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(hurry.wait(), 0.05)
+
+
+async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
+    """End background tasks; an error of theirs comes to light here."""
+    for task in tasks:
+        task.cancel()
+    for task in tasks:
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

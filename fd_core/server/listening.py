@@ -1,0 +1,109 @@
+"""Sockets and signals that every server of the project shares."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from typing import Final
+
+from fd_core.errors import ConfigError
+
+__all__ = ["ANY_ADDRESS", "bind_socket", "cannot_listen", "is_loopback", "signals_stop", "url_of", "warn_if_open"]
+
+log = logging.getLogger(__name__)
+
+ANY_ADDRESS: Final = frozenset({"", "0.0.0.0", "::"})  # noqa: S104  # told apart, not bound
+"""Hosts that mean every address of the machine."""
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+def bind_socket(host: str, port: int, *, flag: str = "--port", host_flag: str = "--host") -> socket.socket:
+    """Bind the listening socket; port 0 takes a free one. Call it before loading a model.
+
+    Raises `ConfigError`, naming the flag, if the port is in use, not allowed or out of range, or the host unknown.
+    """
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"port {port} does not exist; ports go from 0 to 65535", field=flag)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(f"the host {host!r} cannot be resolved: {error.strerror}", field=host_flag) from error
+    # A reusable address can be bound twice until somebody listens, so it is the second choice, needed only while
+    # connections of an earlier server linger.
+    for reuse in (0, 1):
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+        try:
+            sock.bind(address)
+        except OSError as error:
+            sock.close()
+            if reuse or error.errno != errno.EADDRINUSE:
+                raise cannot_listen(host, port, error, flag=flag) from error
+        else:
+            break
+    return sock
+
+
+def cannot_listen(host: str, port: int, error: OSError, *, flag: str = "--port") -> ConfigError:
+    """Return the error of a port that cannot be had."""
+    return ConfigError(
+        f"cannot listen on {host} port {port}: {(error.strerror or str(error)).lower()}",
+        field=flag,
+        hint=f"stop what uses the port, or choose another with {flag}",
+    )
+
+
+@contextlib.contextmanager
+def signals_stop(stop: asyncio.Event, hurry: asyncio.Event) -> Iterator[None]:
+    """Set `stop` on the first SIGINT or SIGTERM and `hurry` on the next."""
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    installed = []
+    try:
+        for number in _SIGNALS:
+            # only the main thread's loop can take signals; elsewhere the caller stops the server by `stop`
+            with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
+                loop.add_signal_handler(number, on_signal)
+                installed.append(number)
+        yield
+    finally:
+        for number in installed:
+            loop.remove_signal_handler(number)
+
+
+def url_of(host: str, sock: socket.socket) -> str:
+    """Return the address under which a bound socket is reached from this machine."""
+    port = sock.getsockname()[1]
+    shown = "localhost" if host in ANY_ADDRESS else host
+    return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def warn_if_open(host: str, *, keys: bool) -> None:
+    """Warn about a server that others can reach and that asks for no key."""
+    if not keys and not is_loopback(host):
+        log.warning(
+            "%s can be reached from other machines and no API key is set: whoever can reach it may use it; "
+            "set --api-key or keep to --host 127.0.0.1",
+            host or "every address",
+        )

@@ -1,0 +1,248 @@
+"""Scripted workers and a gateway in front of them, all on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import random
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from yarl import URL
+
+from fd_core.plugins import installed_plugins
+from fd_core.router.accounting import IDLE
+from fd_core.router.config import RouterConfig
+from fd_core.router.gateway.config import GatewayConfig
+from fd_core.router.gateway.serving import serve_gateway
+from fd_core.router.gateway.tokens import ModelText
+from fd_core.router.router import Router
+from fd_core.server.listening import bind_socket
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+
+def in_loop(scenario: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run a test on an event loop of its own, for 30 seconds at most."""
+
+    @functools.wraps(scenario)
+    def test(**arguments: Any) -> None:
+        asyncio.run(asyncio.wait_for(scenario(**arguments), 30))
+
+    return test
+
+
+async def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+class FakeWorker:
+    """Does what `script` says, one word for each request, then what `usual` says."""
+
+    def __init__(self, name: str = "w", usual: str = "stream", *, models: tuple[str, ...] = ("m",)) -> None:
+        self.name = name
+        self.usual = usual
+        self.script: deque[str] = deque()
+        self.models = models
+        self.healthy = True
+        self.hangs = False
+        self.instance = f"{name}-1"
+        self.pause = 0.0
+        """Seconds before each chunk."""
+        self.chunks = 4
+        self.seen: list[tuple[str, Mapping[str, str], bytes]] = []
+        self.running = 0
+        self.left = 0
+        """Requests whose connection was closed before their answer ended."""
+        self.url = ""
+
+    async def __aenter__(self) -> FakeWorker:
+        self._server = web.Server(self._handle, handler_cancellation=True, access_log=None)
+        self._runner = web.ServerRunner(self._server, handle_signals=False, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for connection in self._server.connections:
+            connection.force_close()
+        await self._runner.cleanup()
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        if self.hangs:
+            await asyncio.sleep(3600)
+        if request.path == "/health":
+            status = 200 if self.healthy else 503
+            return web.Response(status=status, headers={"X-Instance": self.instance})
+        if request.path == "/v1/models":
+            data = [{"id": name, "object": "model", "root": name} for name in self.models]
+            return web.json_response({"object": "list", "data": data})
+        self.seen.append((request.raw_path, request.headers, await request.read()))
+        self.running += 1
+        try:
+            return await self._act(request, self.script.popleft() if self.script else self.usual)
+        except asyncio.CancelledError:
+            self.left += 1
+            raise
+        except ConnectionError:
+            self.left += 1
+            request.protocol.force_close()
+            return web.Response()
+        finally:
+            self.running -= 1
+
+    async def _act(self, request: web.BaseRequest, word: str) -> web.StreamResponse:
+        if word == "hang":
+            await asyncio.sleep(3600)
+        if word == "die":
+            request.protocol.force_close()
+            return web.Response()
+        if word.isdecimal():
+            code = {"404": "model_not_found", "400": "invalid_value"}.get(word)
+            return web.json_response({"error": {"message": word, "code": code}}, status=int(word))
+        if word == "json":
+            await asyncio.sleep(self.pause)
+            return web.json_response({"worker": self.name}, headers={"Set-Cookie": "a=b"})
+        if word == "json_dies":
+            out = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": "1000"})
+            await out.prepare(request)
+            await out.write(b'{"worker": ')
+            request.protocol.force_close()
+            return out
+        return await self._stream(request, word)
+
+    async def _stream(self, request: web.BaseRequest, word: str) -> web.StreamResponse:
+        """`stream`, `head` (dies behind the head), `after:N`, `torn:N`, `unended`, `error`."""
+        out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await out.prepare(request)
+        await out.write(b"")
+        kind, _, count = word.partition(":")
+        last = int(count) if count else 0 if kind == "head" else self.chunks
+        for index in range(last):
+            if self.pause:
+                await asyncio.sleep(self.pause)
+            await out.write(b"data: " + json.dumps({"worker": self.name, "index": index}).encode() + b"\n\n")
+        if kind == "torn":
+            await out.write(b'data: {"worker": "')
+        if kind in ("head", "after", "torn"):
+            await asyncio.sleep(0.01)
+            request.protocol.force_close()
+            return out
+        if kind == "error":
+            await out.write(b'event: error\ndata: {"error": {"message": "own"}}\n\n')
+        elif kind != "unended":
+            await out.write(b"data: [DONE]\n\n")
+        await out.write_eof()
+        return out
+
+
+class Live:
+    """A gateway that serves, and a client of it."""
+
+    def __init__(
+        self, url: str, router: Router, client: aiohttp.ClientSession, admin: str, stop: asyncio.Event
+    ) -> None:
+        self.url = url
+        self.router = router
+        self.client = client
+        self.admin = admin
+        self.stop = stop
+
+    async def post(self, path: str = CHAT, body: Any = None, **headers: str) -> tuple[int, Any, bytes]:
+        """Return status, headers and body of an answer."""
+        data = body if isinstance(body, bytes) else json.dumps(body or {"messages": [turn("hi")], "stream": True})
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        named.setdefault("Content-Type", "application/json")
+        async with self.client.post(URL(self.url + path, encoded=True), data=data, headers=named) as answer:
+            return answer.status, answer.headers, await answer.read()
+
+    async def get(self, path: str, **headers: str) -> tuple[int, bytes]:
+        async with self.client.get(self.url + path, headers=headers) as answer:
+            return answer.status, await answer.read()
+
+    async def status(self) -> dict[str, Any]:
+        return dict(json.loads((await self.get("/status.json"))[1]))
+
+    async def healthy(self, count: int) -> None:
+        await eventually(lambda: sum(w.state.value == "healthy" for w in self.router.snapshot().workers) == count)
+
+    def idle(self) -> bool:
+        """Whether every counter is exactly zero."""
+        shown = self.router.snapshot()
+        return shown.total == IDLE and not shown.departed and all(each.load == IDLE for each in shown.workers)
+
+    async def comes_to_rest(self) -> None:
+        await eventually(self.idle)
+        assert self.router.snapshot().faults == 0
+
+
+def turn(text: str, role: str = "user") -> dict[str, str]:
+    return {"role": role, "content": text}
+
+
+@contextlib.asynccontextmanager
+async def routed(
+    *workers: FakeWorker,
+    router: dict[str, Any] | None = None,
+    text: ModelText | None = None,
+    learns: bool = False,
+    healthy: int | None = None,
+    **settings: Any,
+) -> AsyncIterator[Live]:
+    """Put a gateway before workers that serve already; at the end every counter must be zero."""
+    config = GatewayConfig(**{"router_secret": "a secret of the cluster", "drain_seconds": 0.5} | settings)
+    chosen = {"policy": "round_robin", "health_check_interval_secs": 0.05, "health_check_timeout_secs": 0.2}
+    made = Router(RouterConfig(**chosen | (router or {})), installed_plugins().router_policy_class)
+    for worker in workers:
+        made.register(worker.url, "mixed", 0.0)
+    sock, admin_sock = bind_socket("127.0.0.1", 0), bind_socket("127.0.0.1", 0)
+    admin = f"http://127.0.0.1:{admin_sock.getsockname()[1]}"
+    stop, ready = asyncio.Event(), asyncio.Event()
+    urls: list[str] = []
+
+    def on_ready(url: str) -> None:
+        urls.append(url)
+        ready.set()
+
+    serving = asyncio.create_task(
+        serve_gateway(config, made, text, learns=learns, sock=sock, admin_sock=admin_sock, on_ready=on_ready, stop=stop)
+    )
+    waiting = asyncio.create_task(ready.wait())
+    await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if serving.done():
+        serving.result()
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as client:
+        live = Live(urls[0], made, client, admin, stop)
+        await live.healthy(len(workers) if healthy is None else healthy)
+        try:
+            yield live
+            await live.comes_to_rest()
+        finally:
+            stop.set()
+            await asyncio.wait_for(serving, 10)
+
+
+def events(body: bytes) -> list[str]:
+    """Return the data of each event."""
+    return [event.rpartition("data: ")[2] for event in body.decode().split("\n\n") if event]
+
+
+async def leave_early(live: Live, rng: random.Random) -> None:
+    """Ask, read a little, and go."""
+    with contextlib.suppress(aiohttp.ClientError):
+        async with live.client.post(live.url + CHAT, json={"messages": [turn("hi")], "stream": True}) as answer:
+            for _ in range(rng.randrange(3)):
+                await answer.content.readany()
+            answer.close()

@@ -1,0 +1,108 @@
+"""Workers come and go by themselves, if they know the secret."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from fd_core.config import ServerConfig
+from fd_core.errors import ConfigError
+from fd_core.server.registration import registration_of
+from tests.router.gateway.fakes import FakeWorker, Live, events, eventually, in_loop, routed
+
+SECRET = "a secret of the cluster"
+
+
+async def tell(live: Live, what: str, body: Any, secret: str = SECRET) -> tuple[int, Any]:
+    headers = {"Authorization": f"Bearer {secret}"}
+    data = body if isinstance(body, bytes) else json.dumps(body)
+    async with live.client.post(f"{live.admin}/{what}", data=data, headers=headers) as answer:
+        return answer.status, json.loads(await answer.read())
+
+
+@in_loop
+async def test_a_worker_registers_serves_and_leaves() -> None:
+    async with FakeWorker() as worker, routed(router_secret=SECRET) as live:
+        assert (await live.post())[0] == 503
+        status, told = await tell(live, "register", {"url": worker.url + "/", "instance": worker.instance})
+        assert (status, told) == (200, {"worker": worker.url, "incarnation": 1})
+        await live.healthy(1)
+        assert (await live.post())[0] == 200
+        again = await tell(live, "register", {"url": worker.url, "role": "mixed", "instance": worker.instance})
+        assert again[1]["incarnation"] == 1
+        worker.pause = 0.05
+        running = asyncio.create_task(live.post())
+        await eventually(lambda: worker.running == 1)
+        assert (await tell(live, "deregister", {"url": worker.url}))[0] == 200
+        assert (await live.post())[0] == 503
+        assert events((await running)[2])[-1] == "[DONE]", "what it had was not finished"
+        await eventually(lambda: live.router.workers() == ())
+        assert (await tell(live, "deregister", {"url": worker.url}))[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("what", "body", "secret", "status"),
+    [
+        ("register", {"url": "http://127.0.0.1:1"}, "wrong", 401),
+        ("register", {"url": "http://127.0.0.1:1"}, "", 401),
+        ("deregister", {"url": "http://127.0.0.1:1"}, "wrong", 401),
+        ("register", {"url": "file:///etc/passwd"}, SECRET, 400),
+        ("register", {"url": "http://user:word@host"}, SECRET, 400),
+        ("register", {"url": 1}, SECRET, 400),
+        ("register", b"{", SECRET, 400),
+        ("register", {"url": "http://127.0.0.1:1", "role": "prefill"}, SECRET, 400),
+        ("register", b"x" * 20_000, SECRET, 413),
+        ("health", {}, SECRET, 404),
+    ],
+)
+@in_loop
+async def test_who_may_not_register(what: str, body: Any, secret: str, status: int) -> None:
+    async with routed(router_secret=SECRET) as live:
+        got, told = await tell(live, what, body, secret)
+        assert got == status and told["error"]["message"]
+        assert live.router.workers() == ()
+
+
+@in_loop
+async def test_a_server_keeps_itself_registered_and_leaves() -> None:
+    async with FakeWorker() as worker, routed(router_secret=SECRET) as live:
+        config = ServerConfig(router=live.admin, router_secret=SECRET)
+        registration = registration_of(config, worker.url, worker.instance)
+        assert registration is not None
+        registration.start()
+        await live.healthy(1)
+        await registration.leave()
+        await eventually(lambda: live.router.workers() == ())
+        await registration.leave()
+
+
+@in_loop
+async def test_a_router_that_is_not_there_does_not_disturb_a_server(caplog: pytest.LogCaptureFixture) -> None:
+    config = ServerConfig(router="http://127.0.0.1:9", router_secret=SECRET)
+    registration = registration_of(config, "http://127.0.0.1:1", "i")
+    assert registration is not None
+    registration.start()
+    await asyncio.sleep(0.1)
+    await registration.leave()
+    assert "could not be told" in caplog.text and SECRET not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"router": "127.0.0.1:8081", "router_secret": SECRET}, "--router"),
+        ({"router": "http://127.0.0.1:8081"}, "--router-secret-file"),
+        ({"router": "http://127.0.0.1:8081", "router_secret": SECRET, "host": "0.0.0.0"}, "--advertise-url"),
+    ],
+)
+def test_registrations_that_cannot_work(settings: dict[str, str], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        registration_of(ServerConfig(**settings), "http://localhost:1", "i")
+    assert caught.value.field == field
+
+
+def test_a_server_without_a_router_registers_nowhere() -> None:
+    assert registration_of(ServerConfig(), "http://127.0.0.1:1", "i") is None

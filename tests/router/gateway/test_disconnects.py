@@ -1,0 +1,71 @@
+"""Whatever clients and workers do, at idle every counter is zero."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from tests.router.gateway.fakes import CHAT, FakeWorker, events, in_loop, leave_early, routed
+
+WORDS = ("die", "head", "after:1", "torn:2", "429", "503", "500", "json", "unended", "json_dies")
+
+
+@pytest.mark.parametrize("policy", ["request_num", "cache_aware"])
+@in_loop
+async def test_a_quarter_leaves_early_and_workers_fail_at_random(policy: str) -> None:
+    rng = random.Random(7)
+    total = 2000
+    async with (
+        FakeWorker("a") as a,
+        FakeWorker("b") as b,
+        FakeWorker("c") as c,
+        routed(a, b, c, router={"policy": policy, "circuit_open_secs": 0.01, "circuit_max_open_secs": 0.02}) as live,
+    ):
+        for worker in (a, b, c):
+            worker.pause = 0.001
+        gate = asyncio.Semaphore(40)
+        outcomes: dict[str, int] = {"whole": 0, "told": 0, "refused": 0, "left": 0}
+
+        async def ask() -> None:
+            async with gate:
+                if rng.random() < 0.2:
+                    rng.choice((a, b, c)).script.append(rng.choice(WORDS))
+                if rng.random() < 0.25:
+                    outcomes["left"] += 1
+                    await leave_early(live, rng)
+                    return
+                status, headers, body = await live.post(body={"messages": [{"role": "user", "content": "x" * 300}]})
+                if status != 200:
+                    assert status in (429, 500, 502, 503)
+                    outcomes["refused"] += 1
+                elif headers["Content-Type"].startswith("application/json") or events(body)[-1] == "[DONE]":
+                    outcomes["whole"] += 1
+                else:
+                    assert "worker_lost" in events(body)[-1]
+                    outcomes["told"] += 1
+
+        await asyncio.gather(*(ask() for _ in range(total)))
+        assert sum(outcomes.values()) == total and outcomes["left"] > 400 and outcomes["whole"] > 800
+        await live.comes_to_rest()
+        await asyncio.sleep(0.05)
+        assert a.running == b.running == c.running == 0
+        status = await live.status()
+        assert status["total"] == {"requests": 0, "waiting": 0, "prefill_tokens": 0}
+        assert status["faults"] == 0 and status["departed"] == []
+
+
+@in_loop
+async def test_a_worker_that_comes_back_starts_from_zero_while_old_requests_end() -> None:
+    async with FakeWorker() as worker, routed(worker) as live:
+        worker.pause, worker.chunks = 0.05, 20
+        running = asyncio.create_task(live.post(CHAT))
+        while not worker.running:
+            await asyncio.sleep(0.01)
+        worker.instance = "w-2"
+        while live.router.workers()[0].incarnation == 1:
+            await asyncio.sleep(0.01)
+        shown = live.router.snapshot()
+        assert shown.workers[0].load.requests == 0 and shown.total.requests == 1
+        assert events((await running)[2])[-1] == "[DONE]"

@@ -1,0 +1,134 @@
+"""Keys, limits, paths, models, pages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.router.gateway.fakes import CHAT, COMPLETIONS, FakeWorker, in_loop, routed, turn
+
+
+@in_loop
+async def test_keys_of_clients_end_at_the_router() -> None:
+    async with FakeWorker(usual="json") as worker:
+        async with routed(worker, api_keys=("client-key",), worker_api_keys=("worker-key",)) as live:
+            status, headers, body = await live.post()
+            assert status == 401 and headers["WWW-Authenticate"] == "Bearer"
+            assert json.loads(body)["error"]["code"] == "invalid_api_key"
+            assert (await live.post(Authorization="Bearer client-key"))[0] == 200
+            assert (await live.get("/v1/models"))[0] == 401
+            for path in ("/", "/status", "/status.json", "/health", "/ready", "/metrics", "/version"):
+                assert (await live.get(path))[0] == 200, path
+        assert len(worker.seen) == 1 and worker.seen[0][1]["Authorization"] == "Bearer worker-key"
+        async with routed(worker, api_keys=("client-key",)) as live:
+            assert (await live.post(Authorization="Bearer client-key"))[0] == 200
+        assert "Authorization" not in worker.seen[1][1]
+
+
+@pytest.mark.parametrize("announced", [True, False])
+@in_loop
+async def test_bodies_have_a_limit_that_holds_before_they_are_kept(announced: bool) -> None:
+    async def pieces():
+        for _ in range(100):
+            yield b"x" * 100
+
+    async with FakeWorker() as worker, routed(worker, max_body_bytes=1000) as live:
+        data = b"x" * 10_000 if announced else pieces()
+        async with live.client.post(live.url + CHAT, data=data) as answer:
+            assert answer.status == 413
+            assert json.loads(await answer.read())["error"]["code"] == "body_too_large"
+        assert worker.seen == []
+
+
+@in_loop
+async def test_a_client_may_ask_before_it_sends_a_body() -> None:
+    async with FakeWorker(usual="json") as worker, routed(worker) as live:
+        async with live.client.post(live.url + COMPLETIONS, data=b'{"prompt": "x"}', expect100=True) as answer:
+            assert answer.status == 200
+        assert "Expect" not in worker.seen[0][1]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/other", 404),
+        ("GET", CHAT, 405),
+        ("POST", "/v1/models", 405),
+        ("POST", "/metrics", 405),
+        ("POST", "/v1/abort_requests", 404),
+        ("POST", "/v1/%2e%2e/admin", 404),
+        ("GET", "/register", 404),
+        ("POST", "/v1/embeddings", 200),
+        ("POST", "/tokenize", 200),
+    ],
+)
+@in_loop
+async def test_paths(method: str, path: str, status: int) -> None:
+    import yarl
+
+    async with FakeWorker(usual="json") as worker, routed(worker) as live:
+        url = yarl.URL(live.url + path, encoded=True)
+        async with live.client.request(method, url, data=b'{"input": "x"}') as answer:
+            assert answer.status == status
+            assert len(answer.headers["X-Request-Id"]) == 32
+            assert "error" in json.loads(await answer.read()) or status == 200
+        assert len(worker.seen) == (status == 200)
+
+
+@in_loop
+async def test_models_are_those_of_all_workers() -> None:
+    async with (
+        FakeWorker("a", models=("m", "x")) as a,
+        FakeWorker("b", models=("m", "y")) as b,
+        routed(a, b) as live,
+    ):
+        status, body = await live.get("/v1/models")
+        assert status == 200 and {each["id"] for each in json.loads(body)["data"]} == {"m", "x", "y"}
+        assert json.loads((await live.get("/v1/models/y"))[1])["id"] == "y"
+        assert (await live.get("/v1/models/z"))[0] == 404
+
+
+@in_loop
+async def test_metrics_and_page_show_workers_load_hits_and_failures() -> None:
+    prompt = {"prompt": "the same long beginning of every prompt, " * 20}
+    async with FakeWorker() as worker, routed(worker, router={"policy": "cache_aware"}) as live:
+        for _ in range(3):
+            await live.post(COMPLETIONS, prompt)
+        worker.script.append("after:2")
+        await live.post(COMPLETIONS, prompt)
+        _, text = await live.get("/metrics")
+        found = {
+            sample.name + "".join(f"[{value}]" for value in sample.labels.values()): sample.value
+            for family in text_string_to_metric_families(text.decode())
+            for sample in family.samples
+        }
+        label = f"[mixed][{worker.url}]"
+        assert found["fdcore_router_worker_served_total" + label] == 3
+        assert found["fdcore_router_worker_failed_total" + label] == 1
+        assert found["fdcore_router_worker_healthy" + label] == 1
+        assert found["fdcore_router_worker_requests" + label] == 0
+        assert found["fdcore_router_hit_blocks_total"] > 0
+        assert found["fdcore_router_streams_broken_total"] == 1
+        assert found[f"fdcore_router_answers_total[{COMPLETIONS}][200]"] == 4
+        assert found["fdcore_router_first_byte_seconds_count"] == 4
+        status = await live.status()
+        assert status["workers"][0]["tally"]["hit_blocks"] > 0 and status["policy"] == "cache_aware"
+        page = (await live.get("/"))[1].decode()
+        assert "/status.json" in page and "http://" not in page and "https://" not in page
+
+
+@in_loop
+async def test_prompts_and_keys_are_never_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        async with FakeWorker() as worker, routed(worker, worker_api_keys=("topsecretkey",)) as live:
+            for word in ("stream", "die", "after:1", "500"):
+                worker.script.append(word)
+                await live.post(CHAT, {"messages": [turn("a secret prompt")]}, Authorization="Bearer topsecretkey")
+            await live.post("/v1/completions", b"not json, secret")
+            await asyncio.sleep(0.1)
+    assert "secret prompt" not in caplog.text and "topsecret" not in caplog.text and "json" not in caplog.text
+    assert "Traceback" not in caplog.text
