@@ -1,0 +1,162 @@
+"""Real processes: a router and two servers with the null backend, and OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+NULL = ("null", "--backend", "null", "--max-model-len", "600", "--num-threads", "1")
+TURNS = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@contextmanager
+def running(log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run `fdcore`, end it with Ctrl-C if it still runs, and look for tracebacks."""
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fd_core.cli", *arguments], stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        yield process
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) in (0, 130), log.read_text()
+        assert "Traceback" not in log.read_text()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def value(url: str, name: str) -> float:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=5) as page:
+        families = text_string_to_metric_families(page.read().decode())
+    return sum(sample.value for family in families for sample in family.samples if sample.name == name)
+
+
+def status(url: str) -> Any:
+    with urllib.request.urlopen(f"{url}/status.json", timeout=5) as page:
+        return json.load(page)
+
+
+def until(condition: Callable[[], bool], log: Path, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            if condition():
+                return
+        except OSError:
+            pass
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+
+
+def streamed(client: openai.OpenAI, seed: int, tokens: int = 40) -> str:
+    stream = client.chat.completions.create(
+        model="null", messages=TURNS, stream=True, seed=seed, max_tokens=tokens, extra_body={"ignore_eos": True}
+    )
+    return "".join(event.choices[0].delta.content or "" for event in stream if event.choices)
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+def test_two_servers_behind_a_router(logs: Path) -> None:
+    """They register and serve; one stands still and is killed, the other leaves; nothing stays counted."""
+    secret = logs / "secret"
+    secret.write_text("a-secret-of-this-cluster\n")
+    router, admin, first, second = (free_port() for _ in range(4))
+    url = f"http://127.0.0.1:{router}"
+    joins = ("--router", f"http://127.0.0.1:{admin}", "--router-secret-file", str(secret))
+    with ExitStack() as stack:
+        route = ("route", "--port", str(router), "--admin-port", str(admin), "--router-secret-file", str(secret))
+        policy = ("--policy", "cache_aware", "--tokenizer", "bytes", "--health-check-interval-secs", "0.3")
+        policy += ("--health-check-timeout-secs", "0.5")
+        stack.enter_context(running(logs / "route", *route, *policy))
+        servers = [
+            stack.enter_context(running(logs / name, "serve", *NULL, "--port", str(port), *joins))
+            for port, name in ((first, "first"), (second, "second"))
+        ]
+        until(lambda: value(url, "fdcore_router_worker_healthy") == 2, logs / "route")
+
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        assert [model.id for model in client.models.list()] == ["null"]
+        texts = [streamed(client, seed) for seed in range(4)]
+        alone = openai.OpenAI(base_url=f"http://127.0.0.1:{first}/v1", api_key="none")
+        assert texts == [streamed(alone, seed) for seed in range(4)], "the router changed a text"
+        assert value(url, "fdcore_router_hit_blocks_total") == 0, "a prompt below one block cannot hit"
+
+        stream = client.chat.completions.create(
+            model="null", messages=TURNS, stream=True, max_tokens=500, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        stream.close()
+        until(lambda: value(url, "fdcore_router_requests") == 0, logs / "route", 10)
+        for port in (first, second):
+            until(lambda port=port: value(f"http://127.0.0.1:{port}", "fdcore_requests_running") == 0, logs / "route")
+
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            client.chat.completions.create(model="null", messages=TURNS, temperature=9)
+        assert streamed(client, 0) == texts[0]
+        os.kill(servers[1].pid, signal.SIGSTOP)
+        assert [streamed(client, seed) for seed in range(4)] == texts, "requests of a stopped server were lost"
+        os.kill(servers[1].pid, signal.SIGCONT)
+        until(lambda: value(url, "fdcore_router_worker_healthy") == 2, logs / "route", 10)
+        os.killpg(servers[1].pid, signal.SIGKILL)
+        assert [streamed(client, seed) for seed in range(4)] == texts, "requests of a killed server were lost"
+        servers[0].send_signal(signal.SIGINT)
+        assert servers[0].wait(30) in (0, 130)
+        with pytest.raises(openai.InternalServerError, match="worker"):
+            streamed(client, 0)
+        workers = [each["worker"]["url"] for each in status(url)["workers"]]
+        assert workers == [f"http://127.0.0.1:{second}"], "the server that left is still there"
+        assert status(url)["total"] == {"requests": 0, "waiting": 0, "prefill_tokens": 0}
+        assert value(url, "fdcore_router_faults_total") == 0
+        shown = (logs / "route").read_text()
+        assert "fdcore routes" in shown and "a-secret" not in shown and "France" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ((), 2, "there is no worker to send requests to"),
+        (("--worker", "ftp://x"), 2, "--worker"),
+        (("--worker", "http://x:1", "--prefill", "http://x:2"), 2, "pairs of prefill and decode workers"),
+        (("--decode", "http://x:2"), 2, "pairs of prefill and decode workers"),
+        (("--worker", "http://x:1", "--tokenizer", "no-such-model"), 3, "no such model"),
+        (("--worker", "http://x:1", "--policy", "no_such_policy"), 4, "no_such_policy"),
+        (("--worker", "http://x:1", "--port", "70000"), 2, "--port"),
+        (("--worker", "http://x:1", "--health-check-interval-secs", "0"), 2, "--health-check-interval-secs"),
+        (("--router-secret-file", "/nowhere"), 2, "--router-secret-file"),
+        (("--config", "/nowhere.toml"), 2, "--config"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(arguments: tuple[str, ...], code: int, said: str) -> None:
+    from typer.testing import CliRunner
+
+    from fd_core.cli.app import app
+
+    result = CliRunner().invoke(app, ["route", *arguments])
+    assert result.exit_code == code, result.output
+    assert said in result.output and result.output.count("\n") == 1

@@ -1,0 +1,96 @@
+"""Flags, environment and files of `fdcore route`, and what it says at the start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fd_core.cli.flags import GATEWAY_FLAGS, ROUTER_FLAGS
+from fd_core.cli.router_settings import merge_route
+from fd_core.errors import ConfigError
+from fd_core.router.config import RouterConfig
+from fd_core.router.gateway.config import GatewayConfig
+from fd_core.router.gateway.summary import summary
+from fd_core.router.gateway.tokens import find_text
+
+WORKER = {"workers": ["http://127.0.0.1:1"]}
+
+FASTDEPLOY = """
+worker = ["http://127.0.0.1:8001", "http://127.0.0.1:8002"]
+port = 9000
+
+[scheduler]
+policy = "remote_cache_aware"
+cache-block-size = 32
+hit-ratio-weight = 2
+
+[manager]
+health-check-endpoint = "/ready"
+health-failure-threshold = 3
+"""
+
+
+def test_every_flag_sets_a_field_that_exists() -> None:
+    assert {flag.field for flag in GATEWAY_FLAGS} <= set(GatewayConfig.__struct_fields__)
+    assert {flag.field for flag in ROUTER_FLAGS} <= set(RouterConfig.__struct_fields__)
+
+
+def test_fastdeploys_keys_are_understood(tmp_path: Path) -> None:
+    path = tmp_path / "router.toml"
+    path.write_text(FASTDEPLOY)
+    settings = merge_route({"config": str(path)}, {})
+    assert settings.gateway.workers == ("http://127.0.0.1:8001", "http://127.0.0.1:8002")
+    assert settings.gateway.port == 9000
+    assert settings.router.policy_of("mixed") == "cache_aware"
+    assert (settings.router.cache_block_size, settings.router.hit_ratio_weight) == (32, 2.0)
+    assert (settings.router.health_check_endpoint, settings.router.health_failure_threshold) == ("/ready", 3)
+
+
+def test_a_file_may_be_json_and_what_is_typed_wins(tmp_path: Path) -> None:
+    path = tmp_path / "router.json"
+    path.write_text('{"workers": "http://127.0.0.1:1", "policy": "random", "max_attempts": 7}')
+    settings = merge_route({"config": str(path), "policy": "session"}, {"FD_MAX_ATTEMPTS": "5"})
+    assert (settings.router.policy, settings.router.max_attempts) == ("session", 5)
+    assert settings.gateway.workers == ("http://127.0.0.1:1",)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("polcy = 'x'", "no setting 'polcy'"),
+        ("policy = 3", "policy"),
+        ("[scheduler]\ncache-block-size = 0", "at least 1"),
+        ("prefill = ['http://x:1']", "pairs of prefill and decode"),
+        ("worker = 'a'\nworkers = 'b'", "given twice"),
+        ("port = 'x'", "port in"),
+        ("=", "not valid TOML"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "router.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said) as caught:
+        merge_route({"config": str(path), **WORKER}, {})
+    assert caught.value.exit_code == 2
+
+
+def test_secrets_come_from_files(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text("short\n")
+    with pytest.raises(ConfigError, match="at least 16"):
+        merge_route({"router_secret": str(path)}, {})
+    path.write_text("long-enough-a-secret\n")
+    settings = merge_route({"router_secret": str(path), "api_keys": ["k"]}, {"FD_WORKER_KEY_FILE": str(path)})
+    assert settings.gateway.router_secret == "long-enough-a-secret" == settings.gateway.worker_api_keys[0]
+    shown = str(summary(settings.gateway, settings.router, "http://127.0.0.1:8000", None, True))
+    assert "long-enough" not in shown and "those that register" in shown and "'k'" not in shown
+
+
+def test_the_summary_says_how_prompts_are_compared() -> None:
+    settings = merge_route(WORKER, {})
+    rows = [
+        dict(summary(settings.gateway, settings.router, "u", text, uses))["Prompts"]
+        for text, uses in ((None, True), (None, False), (find_text("bytes", offline=True), True))
+    ]
+    assert "until a worker says" in rows[0] and "counted" in rows[1] and "tokens of bytes" in rows[2]
