@@ -41,6 +41,10 @@ class PrefixIndex:
         self._capacity = capacity
         self._held: dict[Worker, Expiring[bytes, None]] = {}
 
+    def __len__(self) -> int:
+        """Blocks that take memory, of all workers together."""
+        return sum(map(len, self._held.values()))
+
     def record(self, worker: Worker, keys: Sequence[bytes], now: float) -> None:
         """`worker` served a prompt of these blocks."""
         held = self._held.get(worker)

@@ -154,6 +154,7 @@ class Router:
         return RouterSnapshot(
             workers=workers,
             departed=tuple(loads.items()),
+            index_blocks=len(self._index),
             total=total,
             tally=self._tally,
             refused=dict(self._refused),

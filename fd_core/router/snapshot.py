@@ -59,6 +59,8 @@ class RouterSnapshot:
     workers: tuple[WorkerSnapshot, ...]
     departed: tuple[tuple[Worker, Load], ...]
     """Earlier incarnations on which requests have not ended yet."""
+    index_blocks: int
+    """Blocks that take memory in the prefix index."""
     total: Load
     """Everything that is counted, on `departed` ones too."""
     tally: Tally

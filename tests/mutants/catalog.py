@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants import blocks, budget, golden_stream, restarts, signalling, storage
+from tests.mutants import blocks, budget, golden_stream, restarts, router, signalling, storage
 from tests.mutants.mutant import Mutant, NotApplicable
 
 __all__ = ["MUTANTS", "NOT_APPLICABLE"]
@@ -14,5 +14,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *golden_stream.MUTANTS,
     *restarts.MUTANTS,
     *storage.MUTANTS,
+    *router.MUTANTS,
 )
 NOT_APPLICABLE: tuple[NotApplicable, ...] = ()

@@ -39,7 +39,7 @@ def test_a_text_that_does_not_occur_once_is_an_error(source: str, tmp_path: Path
 
 def test_every_test_file_of_the_core_takes_part() -> None:
     chosen = files_in_order()
-    for folder in ("engine", "scheduling", "kv", "runner"):
+    for folder in ("engine", "scheduling", "kv", "runner", "router"):
         for file in (ROOT / "tests" / folder).glob("test_*.py"):
             name = file.relative_to(ROOT).as_posix()
             assert (name in chosen) != (name in LEFT_OUT)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from fd_core.router.accounting import IDLE, Load
 from fd_core.router.config import RouterConfig
@@ -28,7 +28,16 @@ URLS: dict[str, Role] = {
 }
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 DRAWS = st.floats(0, 1, exclude_max=True)
-POLICIES = ("cache_aware", "session", "process_tokens", "power_of_two", "prefix_hash", "round_robin")
+POLICIES = (
+    "cache_aware",
+    "cache_aware",
+    "cache_aware",
+    "session",
+    "process_tokens",
+    "power_of_two",
+    "prefix_hash",
+    "round_robin",
+)
 BLOCK = 2
 
 
@@ -60,6 +69,7 @@ class Interleavings(RuleBasedStateMachine):
         self.router: Router | None = None
         self.now = 0.0
         self.there: dict[str, Worker] = {}
+        self.replaced: list[Worker] = []
         self.processes: dict[str, str | None] = {}
         self.states: dict[str, str] = {}
         self.running: list[Attempt] = []
@@ -68,8 +78,7 @@ class Interleavings(RuleBasedStateMachine):
         self.faults = 0
         self.served = self.failed = self.left = 0
 
-    @precondition(lambda self: self.router is None)
-    @rule(policy=st.sampled_from(POLICIES), prefill=st.sampled_from(POLICIES))
+    @initialize(policy=st.sampled_from(POLICIES), prefill=st.sampled_from(POLICIES))
     def start(self, policy: str, prefill: str) -> None:
         config = RouterConfig(
             policy=policy,
@@ -81,7 +90,7 @@ class Interleavings(RuleBasedStateMachine):
             max_attempts=4,
         )
         self.router = Router(config, BUILTINS.router_policy_class)
-        for url in ("http://m0", "http://m1", "http://p0", "http://d0"):
+        for url in URLS:
             self.register(url, None)
             self.check(url, True, None)
 
@@ -89,7 +98,6 @@ class Interleavings(RuleBasedStateMachine):
         assert self.router is not None
         return self.router
 
-    @precondition(lambda self: self.router is not None)
     @rule(url=st.sampled_from(list(URLS)), process=st.sampled_from([None, "one", "two"]))
     def register(self, url: str, process: str | None) -> None:
         before = self.there.get(url)
@@ -101,8 +109,11 @@ class Interleavings(RuleBasedStateMachine):
         self.arrive(url, worker, process)
         self.states[url] = "unknown"
 
-    @precondition(lambda self: self.router is not None and self.there)
-    @rule(url=st.sampled_from(list(URLS)), ok=st.booleans(), process=st.sampled_from([None, "one", "two"]))
+    @rule(
+        url=st.sampled_from(list(URLS)),
+        ok=st.sampled_from([True, True, False]),
+        process=st.sampled_from([None, "one", "two"]),
+    )
     def check(self, url: str, ok: bool, process: str | None) -> None:
         if url not in self.there:
             return
@@ -123,16 +134,30 @@ class Interleavings(RuleBasedStateMachine):
                 assert after == worker
                 self.processes[url] = process or known
 
+    @rule()
+    def everybody_is_well(self) -> None:
+        for url in URLS:
+            if self.states.get(url) in (None, "draining"):
+                self.register(url, None)
+            self.check(url, True, None)
+
+    @rule(which=st.integers(0, 99), ok=st.booleans())
+    def a_late_check(self, which: int, ok: bool) -> None:
+        if not self.replaced:
+            return
+        worker = self.replaced[which % len(self.replaced)]
+        assert self.ready().health(worker, ok, self.now) == worker
+
     def arrive(self, url: str, worker: Worker, process: str | None) -> None:
         before = self.there.get(url)
         assert worker != before
         if before is not None:
             assert worker.incarnation > before.incarnation
             self.holds.pop(before, None)
+            self.replaced.append(before)
         self.there[url] = worker
         self.processes[url] = process
 
-    @precondition(lambda self: self.there)
     @rule(url=st.sampled_from(list(URLS)))
     def deregister(self, url: str) -> None:
         assert self.ready().deregister(url, self.now) == self.there.get(url)
@@ -145,13 +170,22 @@ class Interleavings(RuleBasedStateMachine):
         for url, worker in list(self.there.items()):
             if self.states[url] == "draining" and worker not in busy:
                 del self.there[url]
+                del self.states[url]
                 self.holds.pop(worker, None)
 
-    @precondition(lambda self: self.router is not None)
     @rule(tokens=PROMPTS, rng=DRAWS, session=st.sampled_from([None, "s", "t"]))
     def select(self, tokens: list[int], rng: float, session: str | None) -> None:
         answer = self.ready().select(request(tokens, session=session), self.now, rng)
         self.see(answer, tuple(tokens), frozenset())
+
+    @rule(tokens=PROMPTS, rng=DRAWS)
+    def one_from_beginning_to_end(self, tokens: list[int], rng: float) -> None:
+        before = len(self.running)
+        self.select(tokens, rng, None)
+        if len(self.running) > before:
+            self.first_token(before)
+            self.succeed(before)
+            self.end(before)
 
     def see(self, answer: Selection | NoWorker, tokens: tuple[int, ...], avoided: frozenset[str]) -> None:
         if isinstance(answer, NoWorker):
@@ -168,17 +202,19 @@ class Interleavings(RuleBasedStateMachine):
         held = self.holds.get(worker, set())
         return next((count for count, block in enumerate(blocks(tokens)) if block not in held), len(blocks(tokens)))
 
-    @precondition(lambda self: self.running)
     @rule(which=st.integers(0, 99))
     def first_token(self, which: int) -> None:
+        if not self.running:
+            return
         attempt = self.running[which % len(self.running)]
         attempt.selection.first_token()
         attempt.started = True
         self.see_who_drained()
 
-    @precondition(lambda self: self.running)
     @rule(which=st.integers(0, 99))
     def succeed(self, which: int) -> None:
+        if not self.running:
+            return
         attempt = self.running[which % len(self.running)]
         self.ready().served(attempt.selection, self.now)
         for worker in attempt.selection.workers:
@@ -191,9 +227,10 @@ class Interleavings(RuleBasedStateMachine):
             if aware and self.there.get(worker.url) == worker:
                 self.holds.setdefault(worker, set()).update(blocks(attempt.tokens))
 
-    @precondition(lambda self: self.running)
     @rule(which=st.integers(0, 99), side=st.booleans(), severe=st.booleans())
     def fail(self, which: int, side: bool, severe: bool) -> None:
+        if not self.running:
+            return
         attempt = self.running[which % len(self.running)]
         worker = attempt.selection.decode if side else attempt.selection.prefill
         self.ready().failed(attempt.selection, worker, self.now, severe=severe)
@@ -203,19 +240,21 @@ class Interleavings(RuleBasedStateMachine):
             attempt.verdicts[worker] = "failed"
             self.failed += 1
 
-    @precondition(lambda self: self.running)
     @rule(which=st.integers(0, 99))
     def end(self, which: int) -> None:
         """Of a success, a failure or, without a verdict, a client that left."""
+        if not self.running:
+            return
         attempt = self.running.pop(which % len(self.running))
         assert attempt.selection.release()
         self.left += sum(worker not in attempt.verdicts for worker in attempt.selection.workers)
         self.ended.append(attempt)
         self.see_who_drained()
 
-    @precondition(lambda self: self.ended)
     @rule(which=st.integers(0, 99), late=st.booleans())
     def end_twice(self, which: int, late: bool) -> None:
+        if not self.ended:
+            return
         attempt = self.ended[which % len(self.ended)]
         if late:
             self.ready().served(attempt.selection, self.now)
@@ -224,15 +263,26 @@ class Interleavings(RuleBasedStateMachine):
             assert not attempt.selection.release()
             self.faults += 1
 
-    @precondition(lambda self: self.ended)
     @rule(which=st.integers(0, 99), rng=DRAWS)
     def retry(self, which: int, rng: float) -> None:
-        attempt = self.ended[which % len(self.ended)]
+        if not self.ended:
+            return
+        promising = [attempt for attempt in self.ended if not attempt.started] or self.ended
+        attempt = promising[which % len(promising)]
         answer = self.ready().retry(attempt.selection, self.now, rng)
         failed = {worker.url for worker, verdict in attempt.verdicts.items() if verdict == "failed"}
         avoided = attempt.avoided | (failed or {worker.url for worker in attempt.selection.workers})
         assert not (attempt.started and isinstance(answer, Selection))
         self.see(answer, attempt.tokens, frozenset(avoided))
+
+    @rule(tokens=PROMPTS, rng=DRAWS, side=st.booleans())
+    def one_that_fails_over(self, tokens: list[int], rng: float, side: bool) -> None:
+        before = len(self.running)
+        self.select(tokens, rng, None)
+        while len(self.running) > before:
+            self.fail(before, side, severe=False)
+            self.end(before)
+            self.retry(len([attempt for attempt in self.ended if not attempt.started]) - 1, rng)
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 100.0]))
     def wait(self, seconds: float) -> None:
@@ -258,7 +308,9 @@ class Interleavings(RuleBasedStateMachine):
     def those_who_are_there_are_shown_as_they_are(self) -> None:
         if self.router is None:
             return
-        shown = {one.worker: (one.state.value, one.index_blocks) for one in self.router.snapshot().workers}
+        state = self.router.snapshot()
+        shown = {one.worker: (one.state.value, one.index_blocks) for one in state.workers}
+        assert state.index_blocks == sum(map(len, self.holds.values()))
         assert shown == {
             worker: (self.states[url], len(self.holds.get(worker, ()))) for url, worker in self.there.items()
         }

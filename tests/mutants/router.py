@@ -1,0 +1,246 @@
+"""Faults against section 7 of the protocol: who serves a request, and what is counted while it does."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import mutant
+
+ACCOUNTING = "router/accounting.py"
+AFFINITY = "router/affinity.py"
+INDEX = "router/prefix_index.py"
+PLACING = "router/placing.py"
+ROUTER = "router/router.py"
+SELECTION = "router/selection.py"
+WORKERS = "router/workers.py"
+
+_COUNTED = "7.1: at idle every counter is exactly zero, and none is ever negative"
+_ONCE = "7.1: a guard is released exactly once"
+_SERVED = "7.2: a prefix is recorded for a worker only after that worker served it"
+_RETRY = "7.3: retries go to another worker and only before the first byte"
+_BACK = "7.4: a worker that comes back is a new incarnation; health checks never write counters"
+
+_GIVE_BACK = "        self._released = True\n        self._give_back(self._held)\n"
+_TRIED = "tried = selection.tried | {worker.url for worker in failed or selection.workers}"
+
+MUTANTS = (
+    mutant(
+        "prefill-tokens-are-not-released",
+        _COUNTED,
+        (ACCOUNTING, _GIVE_BACK, _GIVE_BACK.replace("self._held)", "replace(self._held, prefill_tokens=0))")),
+    ),
+    mutant(
+        "the-first-token-releases-nothing",
+        "7.1: in PD mode the prefill side's guard is released at the first token",
+        (SELECTION, "            guard.first_token()\n", "            pass\n"),
+    ),
+    mutant(
+        "the-prefill-side-counts-until-the-end",
+        "7.1: in PD mode the prefill side's guard is released at the first token",
+        (ROUTER, 'ends_at_first_token=worker.role == "prefill"', "ends_at_first_token=False"),
+    ),
+    mutant(
+        "only-one-side-of-a-pair-is-released",
+        _COUNTED,
+        (
+            SELECTION,
+            "        for guard in self.guards:\n            if not guard",
+            "        for guard in self.guards[1:]:\n            if not guard",
+        ),
+    ),
+    mutant(
+        "a-guard-is-released-twice",
+        _ONCE,
+        (ACCOUNTING, "        if self._released:\n            self._ledger.fault()\n            return False\n", ""),
+        (
+            ACCOUNTING,
+            _GIVE_BACK,
+            "        self._released = True\n        self._ledger.settle(self.worker, self._held)\n",
+        ),
+    ),
+    mutant(
+        "a-selection-is-released-twice",
+        _ONCE,
+        (SELECTION, "        if self._released:\n            self._ledger.fault()\n            return False\n", ""),
+    ),
+    mutant(
+        "the-policy-sees-an-empty-prompt",
+        "7.2: the policy sees the prompt, never an empty string",
+        (PLACING, "View(candidates, request.tokens, seen,", "View(candidates, request.tokens[:0], (),"),
+    ),
+    mutant(
+        "an-empty-prompt-is-let-in",
+        "7.2: the policy sees the prompt, never an empty string",
+        (SELECTION, "self.tokens.ndim != 1 or not len(self.tokens)", "self.tokens.ndim != 1"),
+    ),
+    mutant(
+        "a-prefix-is-recorded-on-failure",
+        _SERVED,
+        (
+            ROUTER,
+            "            member.circuit.failure(now, severe=severe)\n",
+            "            member.circuit.failure(now, severe=severe)\n"
+            "            self._index.record(worker, selection.keys, now)\n",
+        ),
+    ),
+    mutant(
+        "a-prefix-is-recorded-at-selection",
+        _SERVED,
+        (
+            ROUTER,
+            "        self._count_selected(placement)\n",
+            "        self._count_selected(placement)\n        self._index.record(first, placement.keys, now)\n",
+        ),
+    ),
+    mutant(
+        "a-late-success-is-recorded",
+        _SERVED,
+        (ROUTER, "if selection.released or worker in selection.verdicts:", "if worker in selection.verdicts:"),
+    ),
+    mutant(
+        "credit-only-for-the-deepest-match",
+        "7.2: credit for the longest prefix of each worker",
+        (INDEX, "                return length\n", "                return 0\n"),
+    ),
+    mutant(
+        "an-expired-prefix-still-attracts",
+        "7.2: entries expire",
+        (
+            "router/expiring.py",
+            "return entry is not None and now - entry[0] < self._duration",
+            "return entry is not None",
+        ),
+    ),
+    mutant(
+        "the-beginning-of-a-prefix-leaves-first",
+        "7.2: what is held of a worker is whole paths from the root",
+        (INDEX, "for key in reversed(keys[: self._capacity]):", "for key in keys[: self._capacity]:"),
+    ),
+    mutant(
+        "tenants-share-prefixes",
+        "7.2: requests of different salts share no prefix",
+        (PLACING, "block_keys(self._hasher, request.tokens, request.salt)", "block_keys(self._hasher, request.tokens)"),
+    ),
+    mutant(
+        "a-retry-goes-to-the-same-worker",
+        _RETRY,
+        (ROUTER, _TRIED, "tried = selection.tried"),
+    ),
+    mutant(
+        "a-retry-forgets-earlier-attempts",
+        _RETRY,
+        (ROUTER, _TRIED, _TRIED.replace("selection.tried | ", "frozenset() | ")),
+    ),
+    mutant(
+        "a-retry-after-the-first-byte",
+        _RETRY,
+        (ROUTER, "        if selection.started:\n", "        if False:\n"),
+    ),
+    mutant(
+        "retries-without-end",
+        _RETRY,
+        (ROUTER, "        if selection.attempt >= self.config.max_attempts:\n", "        if False:\n"),
+    ),
+    mutant(
+        "a-health-check-resets-counters",
+        _BACK,
+        (
+            ROUTER,
+            "        self._replaced(worker, after)\n",
+            "        self._replaced(worker, after)\n        self._ledger._loads.pop(worker, None)\n",
+        ),
+        (ACCOUNTING, "left = self._loads[worker].minus(part)", "left = self.load(worker).minus(part)"),
+        (ACCOUNTING, "        del self._loads[worker]\n", "        self._loads.pop(worker, None)\n"),
+    ),
+    mutant(
+        "who-comes-back-is-who-it-was",
+        _BACK,
+        (
+            WORKERS,
+            "        if member.state is WorkerState.UNHEALTHY and not same_process:\n",
+            "        if False:\n",
+        ),
+    ),
+    mutant(
+        "another-process-is-not-noticed",
+        _BACK,
+        (
+            WORKERS,
+            "        if instance is not None and member.instance not in (None, instance):\n",
+            "        if False:\n",
+        ),
+    ),
+    mutant(
+        "incarnations-share-their-counters",
+        _BACK,
+        (WORKERS, "    incarnation: int\n", "    incarnation: int = dataclasses.field(compare=False)\n"),
+        (WORKERS, "import enum\n", "import dataclasses\nimport enum\n"),
+    ),
+    mutant(
+        "a-stale-check-counts",
+        _BACK,
+        (
+            WORKERS,
+            "        member = self.member(worker)\n        if member is None or member.state is WorkerState.DRAINING:\n"
+            "            return worker\n        if not ok:\n",
+            "        member = self._members.get(worker.url)\n"
+            "        if member is None or member.state is WorkerState.DRAINING:\n"
+            "            return worker\n        if not ok:\n",
+        ),
+    ),
+    mutant(
+        "who-is-gone-still-holds-prefixes",
+        _BACK,
+        (ROUTER, "        self._index.remove(worker)\n", ""),
+    ),
+    mutant(
+        "a-success-is-recorded-for-who-is-gone",
+        _SERVED,
+        (
+            ROUTER,
+            "            if member is None:\n                continue\n            member.circuit.success()\n",
+            "            if member is not None:\n                member.circuit.success()\n",
+        ),
+    ),
+    mutant(
+        "an-unhealthy-worker-counts",
+        "7.2: unhealthy workers count nowhere",
+        (
+            WORKERS,
+            "return self.state is WorkerState.HEALTHY and self.circuit.ready(now)",
+            "return self.circuit.ready(now)",
+        ),
+    ),
+    mutant(
+        "an-unhealthy-worker-counts-as-load",
+        "7.2: unhealthy workers count nowhere",
+        (
+            PLACING,
+            "        seen = keys if",
+            "        candidates += tuple(\n"
+            "            Candidate(one.worker, self._ledger.load(one.worker), -1)\n"
+            "            for one in self._registry\n"
+            "            if one.worker.role == role and one not in pool\n"
+            "        )\n"
+            "        seen = keys if",
+        ),
+    ),
+    mutant(
+        "an-open-circuit-counts-as-healthy",
+        "7.2: unhealthy workers count nowhere",
+        (WORKERS, "self.state is WorkerState.HEALTHY and self.circuit.ready(now)", "self.state is WorkerState.HEALTHY"),
+    ),
+    mutant(
+        "a-trial-that-was-left-locks-the-worker-out",
+        "7.4: a worker that failed is tried again",
+        (ROUTER, "                member.circuit.withdraw()\n", "                pass\n"),
+    ),
+    mutant(
+        "who-drains-is-gone-at-once",
+        "7.1: a guard is released from the stream itself",
+        (ROUTER, "if worker is not None and self._ledger.load(worker) == IDLE:", "if worker is not None:"),
+    ),
+    mutant(
+        "out-of-balance-is-not-noticed",
+        "7.2: load and hit are weighed, and load alone decides out of balance",
+        (AFFINITY, "apart > self.config.balance_abs_threshold and apart >", "False and apart >"),
+    ),
+)
