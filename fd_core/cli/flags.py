@@ -257,6 +257,13 @@ GATEWAY_FLAGS: Final = (
         "MODEL",
     ),
     Flag("worker_api_keys", values.keys_in_file, "File with the key of the workers.", "FILE", name="--worker-key-file"),
+    Flag(
+        "read_seconds",
+        values.number(0, 86400, above=True),
+        "A worker that is silent for so long within a request has failed.",
+        "SECONDS",
+        name="--read-timeout",
+    ),
     Flag("admin_host", values.optional_text, "Address on which workers register.", "ADDRESS"),
     Flag("admin_port", values.whole(0, 65535), "Port on which workers register; 0 takes a free one.", "PORT"),
     _SECRET,

@@ -110,12 +110,17 @@ class Forwarder:
             self._metrics.first_byte.observe(time.monotonic() - exchange.arrived)
             headers = to_client(response.headers, exchange.request_id)
             if answer.whole:
-                self._router.served(selection, time.monotonic())
+                self._ended_well(selection, response.status)
                 return web.Response(body=first, status=response.status, headers=headers)
             return await self._stream(exchange, selection, response, answer, first, headers)
         finally:
             if response is not None:
                 response.close()
+
+    def _ended_well(self, selection: Selection, status: int) -> None:
+        """Let the prefix count as cached, unless the worker refused the request and so computed nothing."""
+        if status < 400:
+            self._router.served(selection, time.monotonic())
 
     async def _refused(
         self, exchange: Exchange, selection: Selection, response: aiohttp.ClientResponse
@@ -164,6 +169,6 @@ class Forwarder:
             if not answer.told_error:
                 await out.write(error_event(lost()))
         else:
-            self._router.served(selection, time.monotonic())
+            self._ended_well(selection, response.status)
         await out.write_eof()
         return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import numpy as np
 from aiohttp import web
 
 from fd_core.router.gateway.answers import error_response, json_response
@@ -15,6 +16,7 @@ from fd_core.router.gateway.headers import to_worker
 from fd_core.router.gateway.metrics import GatewayMetrics
 from fd_core.router.gateway.models import Models
 from fd_core.router.gateway.pages import Pages
+from fd_core.router.selection import RouteRequest
 from fd_core.server.auth import KeyRing
 from fd_core.server.errors import ApiError, to_api_error, unavailable
 from fd_core.server.gate import request_id_of
@@ -23,6 +25,8 @@ __all__ = ["Gate"]
 
 _PLACED: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize"})
 """Paths that have a line of their own in the metrics; clients cannot make up others."""
+_COMPUTES_NOTHING: Final = frozenset({"/tokenize", "/detokenize"})
+"""Leave nothing in a worker's cache, so their text is no prompt to the router."""
 _ONE_WORKERS: Final = frozenset({"/v1/abort_requests"})
 """Concern requests of one worker, which a gateway would have to find; a client that leaves aborts its request."""
 
@@ -100,13 +104,18 @@ class Gate:
 
     async def _forward(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         body = await read_body(request, self._config.max_body_bytes)
+        session = request.headers.get("X-Session-Id", "")[:256] or None
+        if request.path in _COMPUTES_NOTHING:
+            asked = RouteRequest(np.zeros(1, np.int32), session)
+        else:
+            asked = await self.reader.read(body, session)
         exchange = Exchange(
             request=request,
             request_id=request_id,
             target=request.raw_path if request.raw_path.startswith("/") else request.rel_url.raw_path_qs,
             headers=self._to_worker(request, request_id),
             body=body,
-            asked=await self.reader.read(body, request.headers.get("X-Session-Id", "")[:256] or None),
+            asked=asked,
         )
         return await self._forwarder.forward(exchange)
 

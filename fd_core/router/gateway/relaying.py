@@ -27,7 +27,8 @@ class UpstreamAnswer:
     def __init__(self, response: aiohttp.ClientResponse, *, ends_with_done: bool) -> None:
         """`ends_with_done`: a stream of this path is complete only with a last event `[DONE]`."""
         self._response = response
-        self._cutter = EventCutter() if response.content_type == "text/event-stream" else None
+        readable = response.content_type == "text/event-stream" and "Content-Encoding" not in response.headers
+        self._cutter = EventCutter() if readable else None
         self._ends_with_done = ends_with_done and response.status == 200
         self._ended = False
 

@@ -33,6 +33,8 @@ __all__ = ["BY_BYTES", "by_tokenizer", "serve_gateway"]
 
 log = logging.getLogger(__name__)
 
+_QUIET: Final = logging.Logger("fd_core.router.gateway.http", logging.CRITICAL + 1)
+"""The HTTP library would log what it cannot parse, which may hold keys and prompts; the gate logs everything else."""
 _CLOSE_SECONDS: Final = 0.5
 """How long answers that are on their way to clients at the end of the drain may take to arrive."""
 _LEARN_SECONDS: Final = 1.0
@@ -135,6 +137,7 @@ async def _listen(
         handler,
         handler_cancellation=True,
         access_log=None,
+        logger=_QUIET,
         auto_decompress=False,
         keepalive_timeout=30.0,
         lingering_time=2.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gzip
 import json
 import random
 from collections import deque
@@ -113,6 +114,9 @@ class FakeWorker:
         if word == "json":
             await asyncio.sleep(self.pause)
             return web.json_response({"worker": self.name}, headers={"Set-Cookie": "a=b"})
+        if word == "zipped":
+            headers = {"Content-Type": "text/event-stream", "Content-Encoding": "gzip"}
+            return web.Response(body=gzip.compress(b"data: [DONE]\n\n"), headers=headers)
         if word == "json_dies":
             out = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": "1000"})
             await out.prepare(request)

@@ -92,6 +92,19 @@ async def test_requests_that_begin_alike_go_to_the_worker_that_served_the_beginn
         assert live.router.snapshot().tally.hit_blocks > 0
 
 
+@pytest.mark.parametrize(("word", "path"), [("400", COMPLETIONS), ("after:1", COMPLETIONS), ("json", "/tokenize")])
+@in_loop
+async def test_a_prefix_that_nobody_computed_is_not_remembered(word: str, path: str) -> None:
+    settings = {"policy": "cache_aware", "cache_block_size": 16}
+    async with FakeWorker(usual=word) as worker, routed(worker, router=settings, text=TEXT) as live:
+        for _ in range(2):
+            await live.post(path, {"prompt": "a long prompt " * 10})
+        assert live.router.snapshot().workers[0].index_blocks == 0
+        worker.usual = "stream"
+        await live.post(COMPLETIONS, {"prompt": "a long prompt " * 10})
+        assert live.router.snapshot().workers[0].index_blocks == 140 // 16
+
+
 @in_loop
 async def test_the_tokenizer_is_learned_from_a_worker(caplog: pytest.LogCaptureFixture) -> None:
     async with FakeWorker(models=("no/such-model-anywhere",)) as worker, routed(worker, learns=True) as live:

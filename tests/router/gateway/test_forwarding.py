@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import socket
 import time
@@ -102,6 +103,24 @@ async def test_an_error_that_the_worker_told_is_not_told_twice() -> None:
     async with FakeWorker(usual="error") as worker, routed(worker) as live:
         _, _, body = await live.post()
         assert body.count(b"event: error") == 1 and b'"own"' in body and b"[DONE]" not in body
+
+
+@in_loop
+async def test_what_a_worker_compressed_passes_as_it_is() -> None:
+    async with FakeWorker(usual="zipped") as worker, routed(worker) as live:
+        _, headers, body = await live.post()
+        assert headers["Content-Encoding"] == "gzip" and gzip.decompress(body) == b"data: [DONE]\n\n"
+
+
+@in_loop
+async def test_a_silent_worker_has_failed() -> None:
+    async with FakeWorker("a") as a, FakeWorker("b") as b, routed(a, b, read_seconds=0.1) as live:
+        min((a, b), key=lambda worker: worker.url).script.append("hang")
+        assert events((await live.post())[2])[-1] == "[DONE]"
+        for worker in (a, b):
+            worker.pause = 0.3
+            worker.script.append("json")
+        assert (await live.post())[0] == 502
 
 
 @in_loop
