@@ -61,6 +61,8 @@ class FakeWorker:
         self.chunks = 4
         self.seen: list[tuple[str, Mapping[str, str], bytes]] = []
         self.running = 0
+        self.written = 0
+        """Chunks of streams."""
         self.left = 0
         """Requests whose connection was closed before their answer ended."""
         self.url = ""
@@ -114,6 +116,14 @@ class FakeWorker:
         if word == "json":
             await asyncio.sleep(self.pause)
             return web.json_response({"worker": self.name}, headers={"Set-Cookie": "a=b"})
+        if word in ("big", "big_dies"):
+            size = 3 << 20
+            out = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": str(size)})
+            await out.prepare(request)
+            await out.write(b" " * (size if word == "big" else size - 1))
+            if word == "big_dies":
+                request.protocol.force_close()
+            return out
         if word == "zipped":
             headers = {"Content-Type": "text/event-stream", "Content-Encoding": "gzip"}
             return web.Response(body=gzip.compress(b"data: [DONE]\n\n"), headers=headers)
@@ -136,6 +146,7 @@ class FakeWorker:
             if self.pause:
                 await asyncio.sleep(self.pause)
             await out.write(b"data: " + json.dumps({"worker": self.name, "index": index}).encode() + b"\n\n")
+            self.written += 1
         if kind == "torn":
             await out.write(b'data: {"worker": "')
         if kind in ("head", "after", "torn"):
