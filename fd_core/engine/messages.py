@@ -6,8 +6,8 @@ from typing import Final, get_args
 
 import msgspec
 
+from fd_core.breaker import BreakerState
 from fd_core.kv.stores.contract import Trouble
-from fd_core.kv.tiers.breaker import BreakerState
 from fd_core.kv.tiers.stats import TierStats
 from fd_core.scheduling.tradeoff import Pace
 from fd_core.types import FinishReason, RequestSpec, TokenLogprobs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fd_core.kv.tiers.breaker import BreakerState
+from fd_core.breaker import BreakerState
 from fd_core.router.accounting import Load
 from fd_core.router.workers import Worker, WorkerState
 

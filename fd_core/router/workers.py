@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, get_args
 
+from fd_core.breaker import Breaker
 from fd_core.errors import BadRequest
-from fd_core.kv.tiers.breaker import Breaker
 
 __all__ = ["ROLES", "Circuit", "Member", "Registry", "Role", "Worker", "WorkerState"]
 

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 FIRST = (
     "tests/test_signals.py",
     "tests/test_config.py",
+    "tests/test_breaker.py",
     "tests/kv",
     "tests/scheduling",
     "tests/runner",

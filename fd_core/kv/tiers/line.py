@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from fd_core.breaker import Breaker, BreakerState
 from fd_core.kv.stores.contract import StoreError, Trouble
-from fd_core.kv.tiers.breaker import Breaker, BreakerState
 from fd_core.kv.tiers.stats import Counters
 
 __all__ = ["StoreLine"]

@@ -7,7 +7,7 @@ from collections import Counter
 
 import msgspec
 
-from fd_core.kv.tiers.breaker import BreakerState
+from fd_core.breaker import BreakerState
 
 __all__ = ["Counters", "TierStats"]
 

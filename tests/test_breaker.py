@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fd_core.kv.tiers.breaker import Breaker
+from fd_core.breaker import Breaker
 
 
 def test_a_severe_failure_opens_at_once_others_after_three_in_a_row() -> None:

@@ -1,4 +1,4 @@
-"""A circuit breaker: after a failure the store is left alone for a while, then one call tries it again."""
+"""A circuit breaker: after a failure whoever failed is left alone for a while, then one call tries it again."""
 
 from __future__ import annotations
 
