@@ -221,3 +221,18 @@ def test_auto_tells_of_a_plugin_that_could_not_be_used(site):
     site.install("fd-mychip", "import no_driver")
     site.chip("fd-slow", offers="slow", rank=800)
     assert "fd-mychip" in site.discover().choose_backend("auto").reason
+
+
+def test_a_router_policy_comes_through_the_same_door(site):
+    hook = "@hookimpl\ndef fd_register_router_policies(): return [Entry('first', 'fd_first_parts:First', 'the first')]"
+    site.install(
+        "fd-first",
+        f"from fd_core.hookspecs import Entry, hookimpl\nFD_CONTRACT = 1\n{hook}",
+        parts="from fd_core.router.policies import Policy\n"
+        "class First(Policy):\n    def choose(self, view): return view.candidates[0]",
+    )
+    plugins = site.discover()
+    assert plugins.router_policy_class("first").__name__ == "First"
+    with pytest.raises(PluginError, match="no router policy called 'last'") as caught:
+        plugins.router_policy_class("last")
+    assert caught.value.field == "--policy"
