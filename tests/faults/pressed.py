@@ -91,6 +91,7 @@ class Pressed:
         scheduler._growth_with = lambda *_: 0  # type: ignore[method-assign]
         if always_loads:
             kept_kv.observe = lambda *_: None  # type: ignore[method-assign]
+            kept_kv._prefill_token = None  # what is unknown is tried
         self._since: dict[int, tuple[type[Effect], Stopwatch]] = {}
         self._rounds = 0
         self._wants_blocks = False
