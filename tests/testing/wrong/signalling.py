@@ -96,6 +96,7 @@ class ReleasesAnIdleSlot:
     "signals:test_an_idle_slot_says_nothing*",
     spreads_to=(
         "golden:test_preemption_changes_no_text*",
+        "kv:test_texts_survive_a_preemption_whose_kv_is_restored*",
         "signals:test_preempted_again_and_again_nothing_is_lost*",
         "signals:test_an_abort_ends_a_request_in_every_state*",
     ),
@@ -134,6 +135,7 @@ class ReleasesInEveryColumn:
     spreads_to=(
         "budget:test_the_smallest_legal_budget_brings_everybody_to_the_end*",
         "golden:test_preemption_changes_no_text*",
+        "kv:test_texts_survive_a_preemption_whose_kv_is_restored*",
         "signals:test_preempted_again_and_again_nothing_is_lost*",
         "signals:test_a_text_that_ends_while_it_drains_is_not_requeued",
         "signals:test_an_abort_ends_a_request_in_every_state*",
