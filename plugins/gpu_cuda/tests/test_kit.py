@@ -17,7 +17,7 @@ NOT_HERE = "not test_a_text_survives_a_crash_in_the_middle"
 
 
 def test_the_kit_passes_with_the_processor_in_the_device_s_place(tmp_path: Path) -> None:
-    words = ["-p", "fd_core.testing.plugin", "-p", "kit_on_processor", "-p", "no:cacheprovider", "-k", NOT_HERE]
+    words = ["-p", "kit_on_processor", "-p", "no:cacheprovider", "-k", NOT_HERE]
     command = [sys.executable, "-m", "pytest", *words, "--pyargs", "fd_core.testing.suite", "--fd-backend=gpu_cuda"]
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
