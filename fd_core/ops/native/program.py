@@ -11,6 +11,7 @@ import torch
 
 from fd_core.ops.contract import Array, StepInput
 from fd_core.ops.native.library import Step, checked
+from fd_core.ops.symbol import UnknownArray
 
 __all__ = ["CaptureError", "Eager", "Program", "Recorder", "Runtime", "Symbol", "symbolic_step"]
 
@@ -112,7 +113,7 @@ class Program:
         self._library.fd_program_time(self.handle, timed)
 
 
-class Symbol:
+class Symbol(UnknownArray):
     """An activation matrix of a program that is being recorded; models hand it from operation to operation."""
 
     __slots__ = ("buffer", "recorder", "wide", "width")
@@ -130,20 +131,6 @@ class Symbol:
 
     def _refuse(self, what: str) -> NoReturn:
         raise CaptureError(f"the forward uses {what} of an array, which only an eager pack can compute")
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        self._refuse(f"`{name}`")
-
-    def __bool__(self) -> bool:
-        self._refuse("the value")
-
-    def __len__(self) -> int:
-        self._refuse("the length")
-
-    def __getitem__(self, key: Any) -> NoReturn:
-        self._refuse("elements")
 
 
 class Recorder(Program):

@@ -10,6 +10,8 @@ import numpy.typing as npt
 import onnx
 from onnx import helper, numpy_helper
 
+from fd_core.ops.symbol import UnknownArray
+
 __all__ = ["IR_VERSION", "MICROSOFT", "OPSET", "Graph", "Symbol", "TraceError"]
 
 OPSET = 23
@@ -24,7 +26,7 @@ class TraceError(Exception):
     """A forward did something with a symbolic array that a graph cannot hold."""
 
 
-class Symbol:
+class Symbol(UnknownArray):
     """A value of a graph that is being built; models hand it from operation to operation."""
 
     __slots__ = ("graph", "name")
@@ -35,20 +37,6 @@ class Symbol:
 
     def _refuse(self, what: str) -> NoReturn:
         raise TraceError(f"the forward uses {what} of an array, which is not known while a graph is traced")
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        self._refuse(f"`{name}`")
-
-    def __bool__(self) -> bool:
-        self._refuse("the value")
-
-    def __len__(self) -> int:
-        self._refuse("the length")
-
-    def __getitem__(self, key: Any) -> NoReturn:
-        self._refuse("elements")
 
     def _operator(self, *others: Any) -> NoReturn:
         self._refuse("an operator")
