@@ -3,18 +3,39 @@
 Effects are values: the scheduler returns them, the engine's loop hands them to `fd_core.kv.tiers`, which performs them
 on threads of its own, and brings the completions back before the next plan. Nothing here waits for anything.
 
+Where prefill and decode are on different workers, `fd_core.disagg` performs `Fetch`, `Send` and `GiveUp` likewise.
+
 An operation is a number chosen by the scheduler. A `Lookup` is answered by one `Found`, a `Load` by one `Loaded`, a
-`Save` by one `Saved`, in any order, each within its deadline. `Cancel` hurries the answer, it does not replace it:
-blocks of an operation belong to it until its completion arrived.
+`Save` by one `Saved`, a `Fetch` by one `Fetched`, a `Send` by one `Sent`, in any order, each within its deadline.
+`Cancel` hurries the answer, it does not replace it: blocks of an operation belong to it until its completion arrived.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from fd_core.types import IntArray
 
-__all__ = ["Cancel", "Completion", "Effect", "Found", "Load", "Loaded", "Lookup", "Save", "Saved"]
+__all__ = [
+    "Cancel",
+    "Completion",
+    "Effect",
+    "Fetch",
+    "Fetched",
+    "Found",
+    "GiveUp",
+    "Load",
+    "Loaded",
+    "Lookup",
+    "Outcome",
+    "Save",
+    "Saved",
+    "Send",
+    "Sent",
+    "Transfer",
+    "Transferred",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,3 +109,75 @@ class Saved:
 
 Effect = Lookup | Load | Save | Cancel
 Completion = Found | Loaded | Saved
+
+Outcome = Literal["transferred", "held", "refused", "lost", "expired", "damaged", "aborted"]
+"""What became of a prefill elsewhere. `held`: nothing was asked, as the decode side had the prefix; `lost`: the other
+side broke off or could not be reached; `damaged`: what came was not what was sent. All but the first are computed
+where the text is decoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Have another worker compute the KV of a prompt, and copy it into device blocks that are leased to it."""
+
+    operation: int
+    peer: str
+    """`host:port` of the prefill worker's transfers."""
+    tokens: IntArray
+    """int32[n]: the tokens whose KV is wanted."""
+    first: int
+    """Leading blocks that this worker has; `blocks` follow behind them."""
+    blocks: IntArray
+    """int32[m]: device blocks up to the one of the last token; they belong to the operation meanwhile."""
+    salt: str = ""
+    priority: int = 0
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Answer to a `Fetch`: unless it was transferred, the blocks are as they were or worthless."""
+
+    operation: int
+    outcome: Outcome
+    cached: int = 0
+    """Tokens that the other worker had in its prefix cache."""
+    seconds: float = 0.0
+    """From the effect to the last copy."""
+    reason: str = ""
+    """For people, where it failed; never holds a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send settled device `blocks` to the decode worker that leased a request's KV; nobody writes them meanwhile."""
+
+    operation: int
+    lease: str
+    first: int
+    """Place of `blocks[0]` among the blocks of the prompt."""
+    blocks: IntArray
+    """int32[m], m may be 0 if `tokens` is given."""
+    tokens: int | None = None
+    """Set with the last blocks: tokens whose KV was sent in all."""
+    cached: int = 0
+    """With `tokens`: how many of them came from the prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Answer to a `Send`: its device blocks are not read any more, whether or not they were wanted."""
+
+    operation: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The request that a lease waits for ended without all its KV."""
+
+    lease: str
+    reason: str = ""
+
+
+Transfer = Fetch | Send | GiveUp | Cancel
+Transferred = Fetched | Sent

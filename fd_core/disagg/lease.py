@@ -1,0 +1,1 @@
+"""When a lease begins, goes on and ends; pure."""

@@ -1,0 +1,46 @@
+"""What a router tells a decode worker: which prefill worker computes the prompt of a request.
+
+The ticket is signed with the secret that the workers share, so that clients cannot send a worker to an address of their
+choice. It is good for one request id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from typing import Final
+
+__all__ = ["KV_PORT_HEADER", "OUTCOME_HEADER", "PURPOSE", "ROLE_HEADER", "TICKET_HEADER", "read_ticket", "sign_ticket"]
+
+TICKET_HEADER: Final = "X-FD-Prefill"
+"""Of a request to a decode worker."""
+OUTCOME_HEADER: Final = "X-FD-Prefill-Outcome"
+"""Of its answer: one of `fd_core.kv.effects.Outcome`."""
+KV_PORT_HEADER: Final = "X-FD-KV-Port"
+"""Of a prefill worker's answer to a health check: the port of its transfers, at the host of its API."""
+ROLE_HEADER: Final = "X-FD-Role"
+"""Of any worker's answer to a health check: mixed, prefill or decode."""
+PURPOSE: Final = "prefill tickets"
+"""What the key of tickets is derived for, see `fd_core.kv.stores.secret.derive`."""
+
+_PEER: Final = re.compile(r"(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,64}\]):[0-9]{1,5}")
+_MAX_LENGTH: Final = 512
+
+
+def sign_ticket(key: bytes, request_id: str, peer: str) -> str:
+    """Return the ticket that sends the request to `peer`, `host:port` of a prefill worker's transfers."""
+    return f"{peer};{_mac(key, request_id, peer)}"
+
+
+def read_ticket(key: bytes, request_id: str, ticket: str) -> str | None:
+    """Return the peer of a ticket, None unless it was signed with `key` for this request."""
+    peer, separator, mac = ticket.partition(";")
+    if len(ticket) > _MAX_LENGTH or not separator or not _PEER.fullmatch(peer):
+        return None
+    genuine = hmac.compare_digest(mac.encode("utf-8", "replace"), _mac(key, request_id, peer).encode())
+    return peer if genuine else None
+
+
+def _mac(key: bytes, request_id: str, peer: str) -> str:
+    return hmac.new(key, f"{request_id}\n{peer}".encode(), hashlib.sha256).hexdigest()
