@@ -18,6 +18,7 @@ __all__ = [
     "BlockGrant",
     "FinishReason",
     "IntArray",
+    "Leased",
     "LogprobRows",
     "RawTensor",
     "RequestSpec",
@@ -76,6 +77,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
+class Leased(msgspec.Struct, frozen=True):
+    """The KV of a request's prompt is for another worker, which has leased memory for it."""
+
+    lease: str
+    first: int
+    """Leading blocks that the other worker has."""
+
+
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One generation asked of the engine."""
 
@@ -92,6 +101,10 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     delivered: tuple[int, ...] = ()
     """Tokens of the text that earlier epochs of the engine delivered; this one goes on behind them. Limits, penalties
     and random numbers count from the prompt, as if the engine had never died."""
+    prefill_at: str = ""
+    """`host:port` of the prefill worker that computes the prompt; empty computes it here."""
+    leased: Leased | None = None
+    """Set for a request that only computes its prompt, for another worker; its one token is nobody's."""
 
 
 class FinishReason(enum.StrEnum):

@@ -16,6 +16,7 @@ from typing import Final
 
 import numpy as np
 
+from fd_core.kv.effects import Outcome
 from fd_core.types import FinishReason, IntArray, RequestSpec
 
 __all__ = ["TRANSITIONS", "Event", "Request", "State"]
@@ -70,6 +71,7 @@ class Request:
         "cached_tokens",
         "chain",
         "ended",
+        "fetch",
         "generated",
         "held",
         "held_on_host",
@@ -77,8 +79,11 @@ class Request:
         "load",
         "lookup",
         "preemptions",
+        "prefill",
         "rank",
         "root",
+        "sent",
+        "sent_all",
         "slot",
         "spec",
         "state",
@@ -117,6 +122,14 @@ class Request:
         """How many of them in the host tier."""
         self.load: int | None = None
         """Operation that brings KV back while the request is LOADING."""
+
+        self.fetch: int | None = None
+        """Operation that has another worker compute the prompt while the request is LOADING."""
+        self.prefill: Outcome | None = None
+        """What became of that, if it was asked for."""
+        self.sent = 0 if spec.leased is None else spec.leased.first
+        """Leading blocks that were sent to the worker that leased the KV, or that it has."""
+        self.sent_all = False
 
     def known_tokens(self) -> IntArray:
         """Return int32[n]: the prompt and the tokens delivered before the request last left a slot."""

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from fd_core.config import Limits
 from fd_core.errors import BadRequest
 from fd_core.kv.blocks import BlockPool
-from fd_core.kv.effects import Completion, Effect, Found, Loaded, Saved
+from fd_core.kv.effects import Completion, Effect, Found, Loaded, Saved, Transferred
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.scheduling.budget import Budget, allot_decodes
 from fd_core.scheduling.drafts import DraftControl
@@ -32,6 +32,7 @@ from fd_core.scheduling.requests import Event, Request, State
 from fd_core.scheduling.reserve import ReturnCost, UsageForecast, peak_growth
 from fd_core.scheduling.slots import SlotTable
 from fd_core.scheduling.storage import Arrival, KeepKV, Storage
+from fd_core.scheduling.transfers import Transfers
 from fd_core.scheduling.victims import VictimPolicy
 from fd_core.scheduling.waiting import WaitingQueue
 from fd_core.types import FinishReason, IntArray, RequestSpec, StepPlan
@@ -64,9 +65,13 @@ class Scheduler:
         drafts: DraftControl | None = None,
         *,
         keep_kv: KeepKV | None = None,
+        paired: bool = False,
         epoch: int = 1,
     ) -> None:
-        """`hasher` None turns prefix caching off; `keep_kv` None keeps no KV outside the device and needs a hasher."""
+        """`hasher` None turns prefix caching off; `keep_kv` None keeps no KV outside the device.
+
+        `paired`: prompts may be computed by other workers, or for them. Both need a hasher.
+        """
         self.limits = limits
         self.epoch = epoch
         self.slots = SlotTable(limits.max_num_seqs, limits.max_model_len, limits.block_size)
@@ -75,6 +80,7 @@ class Scheduler:
         self.drafts = drafts
         self.counters = Counters()
         self.storage = None if keep_kv is None else Storage(self.pool, limits.block_size, keep_kv)
+        self.transfers = Transfers(self.pool, limits.block_size) if paired else None
         self._policy = policy
         self._victims = victims
         self._forecast = UsageForecast()
@@ -146,6 +152,8 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether any request has not ended or any slot is still draining."""
         busy = bool(self._requests) or bool(self.slots.draining.any())
+        if self.transfers is not None:
+            busy |= self.transfers.busy
         return busy or (self.storage is not None and self.storage.busy)
 
     @property
@@ -293,16 +301,17 @@ class Scheduler:
                 # A running prefill is about to compute the next block of this very prefix.
                 passed_over.append(request)
                 continue
-            if len(matched) < len(keys) and self.storage is not None and self.storage.ask_after_all(request, keys):
+            if len(matched) < len(keys) and self._ask_after_all(request, keys):
                 # The device held all of it when the request began to wait; others have taken those blocks since.
                 passed_over.append(request)
                 continue
             if not self._occupy(slot, request, tokens, keys, matched):
                 passed_over.append(request)
                 break
-            if not self._load(slot, request, keys, matched):
+            if not (self._fetch(slot, request, tokens, matched) or self._load(slot, request, keys, matched)):
                 request.advance(Event.ADMIT)
-                self._begin(slot, request, len(matched))
+                cached = len(matched) * self.limits.block_size
+                self._begin(slot, request, cached, cached)
                 draft.admit(slot, self.slots, request, tokens, int(self.slots.computed[slot]))
                 self._prefill(slot, budget, draft)
             slot = self.slots.free_slot()
@@ -329,6 +338,15 @@ class Scheduler:
         self.prefixes.begin(keys[len(matched) :])
         return True
 
+    def _fetch(self, slot: int, request: Request, tokens: IntArray, matched: IntArray) -> bool:
+        """Have another worker compute the rest of the prompt, if the request came with one; the slot waits for it."""
+        if self.transfers is None or not self.transfers.wants(request):
+            return False
+        if not self.transfers.fetch(request, slot, tokens, self.slots.tables[slot], len(matched)):
+            return False
+        self._starts_to_load(slot, request)
+        return True
+
     def _load(self, slot: int, request: Request, keys: list[bytes], matched: IntArray) -> bool:
         """Bring further blocks of the prefix from outside the device if that pays; the slot waits for them."""
         if self.storage is None:
@@ -337,31 +355,34 @@ class Scheduler:
         count = self.storage.worth_loading(request, first, len(keys))
         if not count:
             return False
-        request.advance(Event.LOAD)
-        self.slots.running[slot], self.slots.loading[slot] = False, True
+        self._starts_to_load(slot, request)
         blocks = self.slots.tables[slot, first : first + count]
         self.storage.load(request, slot, keys[first : first + count], blocks, first)
         return True
 
-    def _begin(self, slot: int, request: Request, cached_blocks: int) -> None:
-        """A request begins to run with the KV of its leading `cached_blocks` in place."""
+    def _starts_to_load(self, slot: int, request: Request) -> None:
+        request.advance(Event.LOAD)
+        self.slots.running[slot], self.slots.loading[slot] = False, True
+
+    def _begin(self, slot: int, request: Request, computed: int, cached: int) -> None:
+        """A request begins to run with the KV of `computed` tokens in place; `cached` of them were there before it."""
         slots = self.slots
-        cached = cached_blocks * self.limits.block_size
-        slots.computed[slot] = slots.settled[slot] = cached
+        slots.computed[slot] = slots.settled[slot] = computed
         if self.drafts is not None:
             self.drafts.admit(slot)
         known = int(slots.known[slot])
         if request.cached_tokens is None and not request.spec.delivered:
             self.counters.prompt_tokens += known
         else:
-            self.counters.recomputed_tokens += known - cached
+            self.counters.recomputed_tokens += known - computed
             if request.preemptions:
-                self._return_cost.observe(known - cached, known)
+                self._return_cost.observe(known - computed, known)
         if request.cached_tokens is None:
             request.cached_tokens = cached
         if self.prefixes.hasher is not None:
             self.counters.prefix_queries += known
             self.counters.prefix_hits += cached
+        self._send_settled(slot, request)
 
     def _choose_victim(self) -> int:
         return self._victims.choose(self.slots, self._policy.expendable(self.slots, np.flatnonzero(self.slots.running)))
@@ -444,6 +465,12 @@ class Scheduler:
             first = int(slots.registered[slot])
             self.prefixes.complete(request, slots.tokens[slot], slots.tables[slot], first, upto)
             slots.registered[slot] = upto
+            self._send_settled(slot, request)
+
+    def _send_settled(self, slot: int, request: Request) -> None:
+        """Send the settled blocks of a request that computes its prompt for another worker."""
+        if self.transfers is not None and request.spec.leased is not None:
+            self.transfers.settled(request, self.slots.blocks(slot)[: int(self.slots.registered[slot])])
 
     def finish(self, slot: int, reason: FinishReason) -> None:
         """The request in `slot` has delivered its last token.
@@ -463,6 +490,8 @@ class Scheduler:
         request.advance(Event.FINISH)
         if self.storage is not None and self.storage.keep.finished:
             self._save(slot, request)
+        if self.transfers is not None:
+            self.transfers.finished(request, self.slots.blocks(slot), reason)
         self._give_up_blocks(slot, request)
         self.slots.vacate(slot)
         self._forget(request, reason)
@@ -512,14 +541,21 @@ class Scheduler:
                 if arrival is not None:
                     self._arrive(arrival)
 
+    def transferred(self, answer: Transferred) -> None:
+        """An effect of `transfers` was performed."""
+        if self.transfers is None:
+            raise RuntimeError("no KV is exchanged with other workers, but a transfer completed")
+        arrival = self.transfers.completed(answer)
+        if arrival is not None:
+            self._arrive(arrival)
+
     def _arrive(self, arrival: Arrival) -> None:
         """A slot's load is over: what came is settled, the rest is computed."""
         slot, request, slots = arrival.slot, arrival.request, self.slots
         request.advance(Event.LOADED)
         slots.loading[slot], slots.running[slot] = False, True
-        upto = arrival.first + arrival.loaded
-        self._register(slot, upto)
-        self._begin(slot, request, upto)
+        self._register(slot, arrival.tokens // self.limits.block_size)
+        self._begin(slot, request, arrival.tokens, arrival.cached)
         self._arrived.append(slot)
 
     def _abort_loading(self, request: Request) -> None:
@@ -527,6 +563,8 @@ class Scheduler:
         slot = self._slot_of(request)
         if self.storage is not None:
             self.storage.abandon(request)
+        if self.transfers is not None:
+            self.transfers.abandon(request)
         request.advance(Event.ABORT_LOADING)
         self._give_up_blocks(slot, request)
         self.slots.vacate(slot)
@@ -543,8 +581,16 @@ class Scheduler:
     def _wait(self, request: Request) -> None:
         """Queue a request, and ask what of its prefix is held outside the device."""
         self.waiting.push(request)
-        if self.storage is not None:
+        if self.storage is not None and not self._is_prefilled_elsewhere(request):
             self.storage.ask(request, self.prefixes.keys(request, request.known_tokens()))
+
+    def _ask_after_all(self, request: Request, keys: list[bytes]) -> bool:
+        if self.storage is None or self._is_prefilled_elsewhere(request):
+            return False
+        return self.storage.ask_after_all(request, keys)
+
+    def _is_prefilled_elsewhere(self, request: Request) -> bool:
+        return self.transfers is not None and self.transfers.wants(request)
 
     def _slot_of(self, request: Request) -> int:
         if request.slot is None:
@@ -560,6 +606,8 @@ class Scheduler:
     def _forget(self, request: Request, reason: FinishReason) -> None:
         request.ended = reason
         del self._requests[request.spec.request_id]
+        if self.transfers is not None:
+            self.transfers.ended(request, reason)
 
     def check_integrity(self) -> None:
         """Raise `RuntimeError` if slots, requests and blocks contradict each other."""

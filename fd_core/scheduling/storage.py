@@ -46,11 +46,10 @@ class Arrival:
 
     slot: int
     request: Request
-    keys: tuple[bytes, ...]
-    """Keys of the blocks that were to be loaded, behind the `first` ones that the device held."""
-    first: int
-    loaded: int
-    """How many leading ones were."""
+    tokens: int
+    """Leading tokens whose KV is in the request's blocks, all of them less than it knows."""
+    cached: int
+    """How many of them nobody had to compute for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +193,8 @@ class Storage:
         self.counters.loaded_tokens += count * self._block_size
         self.counters.lost_tokens += (len(loading.keys) - count) * self._block_size
         self.not_stored(loading.keys[count:])  # damaged or gone, perhaps: whoever computes them stores them again
-        return Arrival(loading.slot, request, loading.keys, loading.first, count)
+        tokens = (loading.first + count) * self._block_size
+        return Arrival(loading.slot, request, tokens, tokens)
 
     # Saves ------------------------------------------------------------------------------------------------
 
