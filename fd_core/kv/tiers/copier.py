@@ -9,11 +9,12 @@ from functools import partial
 
 import numpy as np
 
+from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.effects import Load, Save
 from fd_core.kv.tiers.host import HostArray, HostTier
 from fd_core.kv.tiers.operations import Operation, Operations
 from fd_core.kv.tiers.rates import Rate
-from fd_core.kv.tiers.reader import BlockFormat, StoreReader
+from fd_core.kv.tiers.reader import StoreReader
 from fd_core.kv.tiers.stats import Counters
 from fd_core.kv.tiers.worker import Worker
 from fd_core.kv.tiers.writer import WriteBehind

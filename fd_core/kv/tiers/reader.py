@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import numpy as np
-import numpy.typing as npt
-
+from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.effects import Load
 from fd_core.kv.stores.contract import KVStore
 from fd_core.kv.stores.envelope import HEADER_BYTES, Damaged, Envelope
@@ -18,31 +16,10 @@ from fd_core.kv.tiers.rates import Rate
 from fd_core.kv.tiers.stats import Counters
 from fd_core.kv.tiers.worker import Worker
 
-__all__ = ["BlockFormat", "StoreReader"]
+__all__ = ["StoreReader"]
 
 Deliver = Callable[[Operation, "list[tuple[int, HostArray]]", "int | None"], None]
 """Takes values by index of their key and, if the prefix ends there, the index where it does. Any thread."""
-
-
-class BlockFormat:
-    """What one KV block is on the host: dtype and shape of its array, and how many to move at once."""
-
-    def __init__(self, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> None:
-        self.dtype = np.dtype(dtype)
-        self.shape = shape
-        self.bytes = int(np.prod(shape)) * self.dtype.itemsize
-        self.batch = max(1, min(16, 8 * 2**20 // self.bytes))
-        """Blocks in one call of the store: enough to hide its latency, few enough to overlap with copies."""
-
-    def array(self, payload: memoryview) -> HostArray:
-        """Return the block in an opened payload, read-only, without a copy where that keeps no other memory alive."""
-        array = np.frombuffer(payload, self.dtype).reshape(self.shape)
-        whole = payload.obj
-        alone = isinstance(whole, bytes | bytearray) and len(whole) <= self.bytes + HEADER_BYTES
-        if not alone or not array.flags.aligned:
-            array = array.copy()
-        array.flags.writeable = False
-        return array
 
 
 class StoreReader:

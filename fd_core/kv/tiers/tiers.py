@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 import msgspec
-import numpy as np
 
+from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.effects import Cancel, Completion, Effect, Found, Load, Loaded, Lookup, Save, Saved
 from fd_core.kv.stores.contract import KVStore
 from fd_core.kv.stores.envelope import Envelope
@@ -18,7 +18,7 @@ from fd_core.kv.tiers.host import HostTier
 from fd_core.kv.tiers.line import StoreLine
 from fd_core.kv.tiers.operations import Operations
 from fd_core.kv.tiers.rates import LoadRates
-from fd_core.kv.tiers.reader import BlockFormat, StoreReader
+from fd_core.kv.tiers.reader import StoreReader
 from fd_core.kv.tiers.stats import Counters, TierStats
 from fd_core.kv.tiers.writer import WriteBehind
 from fd_core.ops.contract import KVCache
@@ -27,7 +27,6 @@ __all__ = ["KVTiers"]
 
 log = logging.getLogger(__name__)
 
-_HOST_DTYPES = {"float32": np.float32, "bfloat16": np.uint16}
 _LOOKUP_SHARE = 0.25
 """Of the time for a load, what a lookup may take: a request waits for both."""
 _FETCH_SHARE = 0.5
@@ -64,10 +63,7 @@ class KVTiers:
         `dtype` is that of the cache, `float32` or `bfloat16`; `host_bytes` may be 0; `pending_bytes` bounds what waits
         to be written. The store stays the caller's: it was opened before and is closed after these tiers.
         """
-        shape = cache.shape
-        block = BlockFormat(
-            _HOST_DTYPES[dtype], (shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        )
+        block = BlockFormat.of(cache.shape, dtype)
         if (store is None) != (envelope is None):
             raise ValueError("store and envelope go together")
         self._clock = clock

@@ -8,9 +8,9 @@ import weakref
 import numpy as np
 import pytest
 
+from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.effects import Cancel, Found, Load, Loaded, Lookup, Save, Saved
 from fd_core.kv.stores.contract import Trouble
-from fd_core.kv.tiers.reader import BlockFormat
 from fd_core.kv.tiers.tiers import KVTiers
 
 from .scripted import BLOCK_BYTES, FAULTS, Rig, ScriptedStore, chain, content

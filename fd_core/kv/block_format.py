@@ -1,0 +1,51 @@
+"""What one KV block is on the host, wherever it goes from there."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.kv.stores.envelope import HEADER_BYTES
+from fd_core.ops.contract import KVShape
+
+__all__ = ["BlockFormat"]
+
+_HOST_DTYPES: Final = {"float32": np.float32, "bfloat16": np.uint16}
+
+
+class BlockFormat:
+    """Dtype and shape of a block's array on the host, and how many to move at once."""
+
+    def __init__(self, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> None:
+        self.dtype = np.dtype(dtype)
+        self.shape = shape
+        self.bytes = int(np.prod(shape)) * self.dtype.itemsize
+        self.batch = max(1, min(16, 8 * 2**20 // self.bytes))
+        """Blocks in one call of the store: enough to hide its latency, few enough to overlap with copies."""
+
+    @classmethod
+    def of(cls, shape: KVShape, dtype: str) -> BlockFormat:
+        """Return the format of blocks of a cache whose dtype is `float32` or `bfloat16`."""
+        sizes = (shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        return cls(_HOST_DTYPES[dtype], sizes)
+
+    def view(self, payload: memoryview) -> npt.NDArray[Any]:
+        """Return the block in an opened payload, read-only; it shares the payload's memory where that is aligned."""
+        array = np.frombuffer(payload, self.dtype).reshape(self.shape)
+        if not array.flags.aligned:
+            array = array.copy()
+        array.flags.writeable = False
+        return array
+
+    def array(self, payload: memoryview) -> npt.NDArray[Any]:
+        """Return the block in an opened payload, read-only, without a copy where that keeps no other memory alive."""
+        array = self.view(payload)
+        whole = payload.obj
+        alone = isinstance(whole, bytes | bytearray) and len(whole) <= self.bytes + HEADER_BYTES
+        if alone or array.flags.owndata:
+            return array
+        array = array.copy()
+        array.flags.writeable = False
+        return array
