@@ -51,7 +51,7 @@ PURE = (
     "signals.py",
     "types.py",
     "engine/outputs.py",
-    *("disagg/lease.py", "disagg/messages.py", "disagg/terms.py", "disagg/ticket.py"),
+    *(f"disagg/{name}.py" for name in ("decode_lease", "lease", "messages", "prefill_lease", "terms", "ticket")),
     *(f"router/{path.name}" for path in sorted((ROOT / "router").glob("*.py"))),  # all but the gateway
 )
 IMPURE_MODULES = {

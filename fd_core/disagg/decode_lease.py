@@ -1,0 +1,127 @@
+"""The decode side of a lease: it holds the blocks, and alone decides whether what came may be used; pure."""
+
+from __future__ import annotations
+
+from fd_core.disagg.lease import Action, Clock, DecodeEnd, Say, Take, commit_digest
+from fd_core.disagg.messages import Abort, Alive, Commit, Confirm, Credit, FromPrefill, Open, Piece, Refuse
+from fd_core.kv.effects import Outcome
+
+__all__ = ["DecodeLease"]
+
+
+class DecodeLease:
+    """A lease as the side sees it that holds the blocks."""
+
+    def __init__(self, opening: Open, pieces: range, *, longest: float) -> None:
+        """Want `pieces`, the indices from `opening.first` on, at least one; it is over after `longest` seconds."""
+        self.outcome: Outcome | None = None
+        self.cached = 0
+        """Tokens that the prefill side had in its prefix cache, known with its `Commit`."""
+        self._opening = opening
+        self._pieces = pieces
+        self._tokens = len(opening.tokens) // 4
+        self._clock = Clock(opening.silence, longest, 0.0)
+        self._longest = longest
+        self._met = False
+        self._taking: set[int] = set()
+        self._copied: dict[int, bytes] = {}
+        self._commit: Commit | None = None
+
+    @property
+    def next_tick(self) -> float:
+        """When `tick` has something to do at the latest."""
+        return self._clock.next
+
+    def begin(self, now: float) -> list[Action]:
+        """Open the lease, once."""
+        self._clock = Clock(self._opening.silence, self._longest, now)
+        return [Say(self._opening)]
+
+    def heard(self, message: FromPrefill, now: float) -> list[Action]:
+        """Take in what the prefill side says, in whatever order it arrives."""
+        if self.outcome is not None:
+            return []
+        self._met = True
+        self._clock.heard(now)
+        match message:
+            case Refuse(reason=reason):
+                return self._end("refused", reason)
+            case Abort(reason=reason):
+                return self._end("lost", reason or "the prefill worker broke off")
+            case Piece():
+                return self._piece(message)
+            case Commit():
+                return self._heard_commit(message)
+            case _:
+                return []
+
+    def copied(self, index: int, digest: bytes, now: float) -> list[Action]:
+        """Learn that a `Take` was checked and copied; `digest` is of what was copied."""
+        if self.outcome is not None or index not in self._taking:
+            return []
+        self._taking.remove(index)
+        self._copied[index] = digest
+        return self._settle() or self._credit(now)
+
+    def spoiled(self, index: int, reason: str, now: float) -> list[Action]:
+        """Learn that a `Take` could not be done or failed its check."""
+        if self.outcome is not None or index not in self._taking:
+            return []
+        return self._break("damaged", f"piece {index}: {reason}")
+
+    def gone(self, reason: str, now: float) -> list[Action]:
+        """Learn that the prefill side cannot be reached any more."""
+        return [] if self.outcome is not None else self._end("lost", reason)
+
+    def abort(self, now: float) -> list[Action]:
+        """End it, as nobody wants the prompt any more."""
+        return [] if self.outcome is not None else self._break("aborted", "nobody waits for it any more")
+
+    def tick(self, now: float) -> list[Action]:
+        """Do what is due: end the lease, or say a word."""
+        if self.outcome is not None:
+            return []
+        if late := self._clock.late(now):
+            return self._break("expired", late)
+        if not self._clock.quiet(now):
+            return []
+        if self._met and self._copied:
+            return self._credit(now)
+        self._clock.said(now)
+        return [Say(Alive(self._opening.lease) if self._met else self._opening)]
+
+    def _piece(self, piece: Piece) -> list[Action]:
+        index = piece.index
+        if index not in self._pieces or index in self._taking or index in self._copied:
+            return []
+        if len(self._taking) >= self._opening.window:
+            return self._break("damaged", f"more than {self._opening.window} pieces came at a time")
+        self._taking.add(index)
+        return [Take(piece)]
+
+    def _heard_commit(self, commit: Commit) -> list[Action]:
+        if self._commit is not None:
+            return []
+        if commit.tokens != self._tokens:
+            return self._break("damaged", f"{commit.tokens} tokens were computed, {self._tokens} are wanted")
+        self._commit = commit
+        return self._settle()
+
+    def _settle(self) -> list[Action]:
+        if self._commit is None or len(self._copied) < len(self._pieces):
+            return []
+        if commit_digest(self._copied) != self._commit.digest:
+            return self._break("damaged", "the pieces that came are not those that were sent")
+        self.cached = max(0, min(self._commit.cached, self._tokens))
+        return [Say(Confirm(self._opening.lease)), *self._end("transferred", "")]
+
+    def _credit(self, now: float) -> list[Action]:
+        self._clock.said(now)
+        return [Say(Credit(self._opening.lease, len(self._copied)))]
+
+    def _break(self, outcome: Outcome, reason: str) -> list[Action]:
+        return [Say(Abort(self._opening.lease, reason)), *self._end(outcome, reason)]
+
+    def _end(self, outcome: Outcome, reason: str) -> list[Action]:
+        self.outcome = outcome
+        return [DecodeEnd(outcome, reason)]

@@ -1,0 +1,168 @@
+"""The prefill side of a lease: it sends blocks as they are settled, as far as the window allows; pure."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from fd_core.disagg.lease import Action, Clock, End, PrefillEnd, Put, Say, commit_digest
+from fd_core.disagg.messages import (
+    Abort,
+    Accept,
+    Alive,
+    Commit,
+    Confirm,
+    Credit,
+    FromDecode,
+    FromPrefill,
+    Open,
+    Piece,
+    Refuse,
+)
+
+__all__ = ["PrefillLease"]
+
+
+class PrefillLease:
+    """A lease as the side sees it that computes the prompt."""
+
+    def __init__(self, opening: Open, pieces: range, *, longest: float, now: float) -> None:
+        """Owe `pieces`, the indices from `opening.first` on, at least one; it is over after `longest` seconds."""
+        self.ended: End | None = None
+        self._opening = opening
+        self._pieces = pieces
+        self._clock = Clock(opening.silence, longest, now)
+        self._accepted = False
+        self._waiting: deque[int] = deque()
+        self._seen: set[int] = set()
+        self._putting: set[int] = set()
+        self._sent: dict[int, bytes] = {}
+        self._credited = 0
+        self._progress = now
+        self._final: tuple[int, int] | None = None
+
+    @property
+    def next_tick(self) -> float:
+        """When `tick` has something to do at the latest."""
+        stuck = self._progress + self._opening.silence if self._owed_credit else self._clock.next
+        return min(self._clock.next, stuck)
+
+    def accept(self, now: float) -> list[Action]:
+        """Promise to compute it."""
+        if self.ended is not None:
+            return []
+        self._accepted = True
+        return self._say(Accept(self._opening.lease), now)
+
+    def refuse(self, reason: str, now: float) -> list[Action]:
+        """Say that it will not be computed."""
+        if self.ended is not None:
+            return []
+        return [Say(Refuse(self._opening.lease, reason)), *self._end("refused", reason, abort=False)]
+
+    def heard(self, message: FromDecode, now: float) -> list[Action]:
+        """Take in what the decode side says, in whatever order it arrives."""
+        if self.ended is not None:
+            return []
+        self._clock.heard(now)
+        match message:
+            case Open():
+                return self._say(Accept(self._opening.lease), now) if self._accepted else []
+            case Credit(taken=taken):
+                return self._heard_credit(taken, now)
+            case Confirm():
+                return self._end("confirmed", "")
+            case Abort(reason=reason):
+                return self._end("aborted", reason or "the decode worker broke off")
+            case _:
+                return []
+
+    def ready(self, first: int, count: int, now: float) -> list[Action]:
+        """Learn that the blocks from `first` on may be read; those that nobody wants do no harm."""
+        if self.ended is not None:
+            return []
+        for index in range(max(first, self._pieces.start), min(first + count, self._pieces.stop)):
+            if index not in self._seen:
+                self._seen.add(index)
+                self._waiting.append(index)
+        return self._flow()
+
+    def put(self, index: int, digest: bytes, reference: bytes, now: float) -> list[Action]:
+        """Learn that a `Put` was done: its digest, and where the connector left it."""
+        if self.ended is not None or index not in self._putting:
+            return []
+        self._putting.remove(index)
+        self._sent[index] = digest
+        self._progress = now
+        said = self._say(Piece(self._opening.lease, index, digest, reference), now)
+        return [*said, *self._commit(now)]
+
+    def finished(self, tokens: int, cached: int, now: float) -> list[Action]:
+        """Learn that all blocks were told of by `ready`: KV of `tokens` in all, `cached` of them not computed."""
+        if self.ended is not None or self._final is not None:
+            return []
+        self._final = tokens, cached
+        if len(self._seen) < len(self._pieces):
+            return self._break("gave_up", "the prefill worker did not compute the whole prompt")
+        return self._commit(now)
+
+    def gave_up(self, reason: str, now: float) -> list[Action]:
+        """Learn that the request ended without all its KV."""
+        return [] if self.ended is not None else self._break("gave_up", reason, abort=False)
+
+    def failed(self, reason: str, now: float) -> list[Action]:
+        """Learn that a `Put` could not be done, or that the decode side cannot be reached any more."""
+        return [] if self.ended is not None else self._break("failed", reason)
+
+    def tick(self, now: float, *, working: bool) -> list[Action]:
+        """Do what is due: end the lease, or say a word; as long as the engine has to compute, only if it works."""
+        if self.ended is not None:
+            return []
+        if late := self._clock.late(now):
+            return self._break("expired", late)
+        if self._owed_credit and now - self._progress >= self._opening.silence:
+            return self._break("expired", "a piece was lost on its way, or is not taken")
+        if not self._clock.quiet(now):
+            return []
+        if commit := self._commit(now):
+            return commit
+        if working or self._final is not None:
+            return self._say(Alive(self._opening.lease), now)
+        self._clock.postpone(now)
+        return []
+
+    @property
+    def _owed_credit(self) -> bool:
+        return len(self._sent) > self._credited
+
+    def _heard_credit(self, taken: int, now: float) -> list[Action]:
+        credited = min(taken, len(self._sent))
+        if credited <= self._credited:
+            return []
+        self._credited = credited
+        self._progress = now
+        return self._flow()
+
+    def _flow(self) -> list[Action]:
+        actions: list[Action] = []
+        while self._waiting and len(self._putting) + len(self._sent) - self._credited < self._opening.window:
+            index = self._waiting.popleft()
+            self._putting.add(index)
+            actions.append(Put(index))
+        return actions
+
+    def _commit(self, now: float) -> list[Action]:
+        if self._final is None or len(self._sent) < len(self._pieces):
+            return []
+        tokens, cached = self._final
+        return self._say(Commit(self._opening.lease, tokens, commit_digest(self._sent), cached), now)
+
+    def _say(self, message: FromPrefill, now: float) -> list[Action]:
+        self._clock.said(now)
+        return [Say(message)]
+
+    def _break(self, end: End, reason: str, *, abort: bool = True) -> list[Action]:
+        return [Say(Abort(self._opening.lease, reason)), *self._end(end, reason, abort=abort)]
+
+    def _end(self, end: End, reason: str, *, abort: bool = True) -> list[Action]:
+        self.ended = end
+        return [PrefillEnd(end, reason, abort and self._final is None)]
