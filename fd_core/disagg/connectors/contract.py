@@ -10,19 +10,40 @@ decode side computes the prompt itself. Two ends belong together:
     decode side:  value = inbox.take(index, reference, frames)      -> checked, copied to the device, then
                   inbox.done(index, reference)                      -> before its `Credit` is given
 
-Each end is used from one thread, a connector object from several. No call takes longer than the `timeout` of the
-settings; a call that fails raises `ConnectorError`.
+A piece is on its way from its `put` until the credit that its `done` allows. Pieces are put in ascending order and
+taken in any. Each end is used from one thread, a connector object from several. No call takes longer than the
+`timeout` of the settings; a call that fails raises `ConnectorError` and nothing else.
+
+Three ways to carry values fit this. In band: the frames hold them, an inbox has no memory. Through a third party: a
+place that both sides reach. Into the inbox's own memory: `open_inbox` registers `window` places, `address` says how to
+write to them, `put` writes and `reference` names the place; if a write goes on after `put`, `take` waits for its end.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fd_core.errors import FdError
 
-__all__ = ["Bytes", "Connector", "ConnectorError", "ConnectorSettings", "Inbox", "Outbox", "Put"]
+if TYPE_CHECKING:
+    from fd_core.kv.stores.contract import KVStore
+
+__all__ = [
+    "MAX_ADDRESS_BYTES",
+    "MAX_REFERENCE_BYTES",
+    "Bytes",
+    "Connector",
+    "ConnectorError",
+    "ConnectorSettings",
+    "Inbox",
+    "Outbox",
+    "Put",
+]
+
+MAX_ADDRESS_BYTES: Final = 4096
+MAX_REFERENCE_BYTES: Final = 1024
 
 Bytes = bytes | bytearray | memoryview
 """A contiguous buffer of bytes."""
@@ -35,8 +56,8 @@ class ConnectorError(FdError):
 class ConnectorSettings(NamedTuple):
     """What every connector is made from; one that needs nothing of it ignores it."""
 
-    kv_store: str | None = None
-    """`--kv-store`, for connectors that go through a store."""
+    make_store: Callable[[], KVStore] | None = None
+    """Makes another store object for `--kv-store`, None if that was not given; whoever calls it closes the store."""
     timeout: float = 1.0
     """Seconds that one call may take."""
 
@@ -45,7 +66,7 @@ class Put(NamedTuple):
     """What `Outbox.put` did with a value."""
 
     reference: bytes
-    """Tells the other end where it is; at most 1 KiB."""
+    """Tells the other end where it is; at most `MAX_REFERENCE_BYTES`."""
     frames: tuple[Bytes, ...] = ()
     """Buffers to be sent behind the message; unchanged until they were sent."""
 
@@ -54,7 +75,7 @@ class Inbox(abc.ABC):
     """The decode side's end for one lease; it owns the memory that pieces arrive in."""
 
     address: bytes
-    """Told to the prefill side; holds no secret that would let others write to it, or is useless to them."""
+    """Told to the prefill side, at most `MAX_ADDRESS_BYTES`. No secret: reaching the memory takes more than that."""
 
     @abc.abstractmethod
     def take(self, index: int, reference: bytes, frames: Sequence[Bytes]) -> Bytes:
@@ -65,7 +86,7 @@ class Inbox(abc.ABC):
         """
 
     def done(self, index: int, reference: bytes) -> None:  # noqa: B027 - nothing to do where memory is not reused
-        """The value was copied; its place may be used again."""
+        """The value was copied; its place may be used again. Called once for each piece that was taken."""
 
     def close(self) -> None:  # noqa: B027 - nothing to do where nothing is held
         """The lease is over; whatever is still written to it harms nobody. Idempotent, never raises."""
@@ -78,11 +99,12 @@ class Outbox(abc.ABC):
     def put(self, index: int, parts: Sequence[Bytes]) -> Put:
         """Send the sealed value of piece `index`, the concatenation of `parts`, or leave it where it is found.
 
-        Called with at most `window` pieces on their way; a place is free again when credit for its piece was given.
+        Called with at most `window` pieces on their way, this one included, in ascending order of `index`. `parts` may
+        change afterwards unless they come back as `frames`. A value longer than `value_bytes` is refused.
         """
 
     def close(self) -> None:  # noqa: B027 - nothing to do where nothing is held
-        """The lease is over. Idempotent, never raises."""
+        """The lease is over: the decode side wants nothing more of it. Idempotent, never raises."""
 
 
 class Connector(abc.ABC):
@@ -96,12 +118,18 @@ class Connector(abc.ABC):
         self.settings = settings
 
     @abc.abstractmethod
-    def open_inbox(self, lease: str, *, window: int, value_bytes: int) -> Inbox:
-        """Return the decode side's end for a lease with `window` pieces of up to `value_bytes` on their way at once."""
+    def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> Inbox:
+        """Return the decode side's end for a lease with `window` pieces of up to `value_bytes` on their way at once.
+
+        `pieces`: the indices that may come, not fewer than `window`.
+        """
 
     @abc.abstractmethod
     def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> Outbox:
-        """Return the prefill side's end. `address` comes from another process and may be anything."""
+        """Return the prefill side's end; `ConnectorError` if that inbox cannot be reached from here.
+
+        `address` comes from another process and may be anything.
+        """
 
     def close(self) -> None:  # noqa: B027 - nothing to do where nothing is held
         """Give up what is shared by leases. Idempotent, never raises."""
