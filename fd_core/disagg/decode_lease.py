@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fd_core.disagg.lease import Action, Clock, DecodeEnd, Say, Take, commit_digest
+import math
+
+from fd_core.disagg.lease import TOKEN_BYTES, Action, Clock, DecodeEnd, Say, Take, commit_digest
 from fd_core.disagg.messages import Abort, Alive, Commit, Confirm, Credit, FromPrefill, Open, Piece, Refuse
 from fd_core.kv.effects import Outcome
 
@@ -19,7 +21,7 @@ class DecodeLease:
         """Tokens that the prefill side had in its prefix cache, known with its `Commit`."""
         self._opening = opening
         self._pieces = pieces
-        self._tokens = len(opening.tokens) // 4
+        self._tokens = len(opening.tokens) // TOKEN_BYTES
         self._clock = Clock(opening.silence, longest, 0.0)
         self._longest = longest
         self._met = False
@@ -30,7 +32,7 @@ class DecodeLease:
     @property
     def next_tick(self) -> float:
         """When `tick` has something to do at the latest."""
-        return self._clock.next
+        return self._clock.next if self.outcome is None else math.inf
 
     def begin(self, now: float) -> list[Action]:
         """Open the lease, once."""

@@ -19,6 +19,7 @@ from fd_core.disagg.messages import FromDecode, FromPrefill, Open, Piece
 from fd_core.kv.effects import Outcome
 
 __all__ = [
+    "TOKEN_BYTES",
     "Action",
     "Clock",
     "DecodeEnd",
@@ -38,7 +39,7 @@ End = Literal["confirmed", "refused", "aborted", "gave_up", "failed", "expired"]
 _WORDS_IN_SILENCE: Final = 4
 """So many times a side speaks before the other would take it for dead."""
 _DIGEST_BYTES: Final = 16
-_TOKEN_BYTES: Final = 4
+TOKEN_BYTES: Final = 4
 _NAME: Final = re.compile("[0-9a-f]{32}")
 _LEAST_SILENCE: Final = 0.05
 _MOST_SILENCE: Final = 3600.0
@@ -97,16 +98,15 @@ def commit_digest(digests: Mapping[int, bytes]) -> bytes:
 
 def wanted(opening: Open) -> range:
     """Return the indices of the pieces that are asked for: those of all blocks of the tokens but the `first`."""
-    block_size = opening.terms.block_size
-    tokens = len(opening.tokens) // _TOKEN_BYTES
-    return range(opening.first, (tokens + block_size - 1) // block_size)
+    tokens = len(opening.tokens) // TOKEN_BYTES
+    return range(opening.first, -(-tokens // opening.terms.block_size))
 
 
 def flaw(opening: Open) -> str | None:
-    """Say for people why no lease can be opened like that, None if one can. The terms are those of this side."""
+    """Say for people why no lease can be opened like that, None if one can. Its terms are this side's own."""
     if not _NAME.fullmatch(opening.lease):
         return "a lease has to be named by 32 hexadecimal digits"
-    if len(opening.tokens) % _TOKEN_BYTES or opening.first < 0 or not wanted(opening):
+    if len(opening.tokens) % TOKEN_BYTES or opening.first < 0 or not wanted(opening):
         return "no KV is asked for"
     if opening.window < 1:
         return "the window has to hold at least one piece"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from fd_core.disagg.lease import Action, Clock, End, PrefillEnd, Put, Say, commit_digest
@@ -43,8 +44,7 @@ class PrefillLease:
     @property
     def next_tick(self) -> float:
         """When `tick` has something to do at the latest."""
-        stuck = self._progress + self._opening.silence if self._owed_credit else self._clock.next
-        return min(self._clock.next, stuck)
+        return min(self._clock.next, self._stuck) if self.ended is None else math.inf
 
     def accept(self, now: float) -> list[Action]:
         """Promise to compute it."""
@@ -119,7 +119,7 @@ class PrefillLease:
             return []
         if late := self._clock.late(now):
             return self._break("expired", late)
-        if self._owed_credit and now - self._progress >= self._opening.silence:
+        if now >= self._stuck:
             return self._break("expired", "a piece was lost on its way, or is not taken")
         if not self._clock.quiet(now):
             return []
@@ -131,8 +131,9 @@ class PrefillLease:
         return []
 
     @property
-    def _owed_credit(self) -> bool:
-        return len(self._sent) > self._credited
+    def _stuck(self) -> float:
+        """When a piece without credit has to be taken for lost."""
+        return self._progress + self._opening.silence if len(self._sent) > self._credited else math.inf
 
     def _heard_credit(self, taken: int, now: float) -> list[Action]:
         credited = min(taken, len(self._sent))

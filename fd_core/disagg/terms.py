@@ -30,7 +30,6 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
 _WORDS: Final = {
     "version": "the format of transfers",
-    "model": "the model (weights, tokenizer, dtype or layout of the KV)",
     "dtype": "the dtype of the KV",
     "block_size": "--block-size",
     "num_layers": "the number of layers",
@@ -38,18 +37,20 @@ _WORDS: Final = {
     "head_dim": "the size of a head",
     "tensor_parallel_size": "the tensor parallel size",
     "pipeline_parallel_size": "the pipeline parallel size",
+    "model": "the model (weights, tokenizer, dtype or layout of the KV)",
 }
-"""Every field, the most telling first where several differ at once."""
+"""Every field in the order in which they are told of; the digest of the model last, which differs with most of them."""
+_SHORT: Final = 20
+"""Characters of a value that people are shown."""
 
 
 def difference(prefill: Terms, decode: Terms) -> str | None:
     """Say for people what differs, with both values where they are short; None if the two fit together."""
-    telling = [name for name in _WORDS if name != "model"] + ["model"]
-    for name in telling:
-        here, there = getattr(prefill, name), getattr(decode, name)
+    for name, words in _WORDS.items():
+        here, there = str(getattr(prefill, name)), str(getattr(decode, name))
         if here == there:
             continue
-        if name == "model":
-            return f"{_WORDS[name]} differs between the prefill and the decode worker"
-        return f"{_WORDS[name]} is {here} at the prefill worker and {there} at the decode worker"
+        if max(len(here), len(there)) <= _SHORT and (here + there).isprintable():
+            return f"{words} is {here} at the prefill worker and {there} at the decode worker"
+        return f"{words} differs between the prefill and the decode worker"
     return None

@@ -26,6 +26,7 @@ PURPOSE: Final = "prefill tickets"
 
 _PEER: Final = re.compile(r"(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,64}\]):[0-9]{1,5}")
 _MAX_LENGTH: Final = 512
+_MAX_PORT: Final = 65535
 
 
 def sign_ticket(key: bytes, request_id: str, peer: str) -> str:
@@ -34,13 +35,15 @@ def sign_ticket(key: bytes, request_id: str, peer: str) -> str:
 
 
 def read_ticket(key: bytes, request_id: str, ticket: str) -> str | None:
-    """Return the peer of a ticket, None unless it was signed with `key` for this request."""
+    """Return the peer of a ticket, None unless it was signed with `key` for this request and can be an address."""
     peer, separator, mac = ticket.partition(";")
     if len(ticket) > _MAX_LENGTH or not separator or not _PEER.fullmatch(peer):
         return None
     genuine = hmac.compare_digest(mac.encode("utf-8", "replace"), _mac(key, request_id, peer).encode())
-    return peer if genuine else None
+    return peer if genuine and 1 <= int(peer.rpartition(":")[2]) <= _MAX_PORT else None
 
 
 def _mac(key: bytes, request_id: str, peer: str) -> str:
-    return hmac.new(key, f"{request_id}\n{peer}".encode(), hashlib.sha256).hexdigest()
+    """Bind both to each other: the length tells where one ends, and any text has bytes, half of a surrogate too."""
+    name, place = (text.encode("utf-8", "surrogatepass") for text in (request_id, peer))
+    return hmac.new(key, len(name).to_bytes(8, "little") + name + place, hashlib.sha256).hexdigest()
