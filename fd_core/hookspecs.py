@@ -90,6 +90,18 @@ def fd_register_stores() -> Sequence[Entry]:
 
 
 @hookspec
+def fd_register_connectors() -> Sequence[Entry]:
+    """Offer connectors: how KV travels from a prefill worker to a decode worker.
+
+    Called once at discovery; the results of all plugins are joined. Each target is a subclass of
+    `fd_core.disagg.connectors.contract.Connector`; its name is what users write behind `--kv-connector` of the decode
+    worker, and the prefill worker needs the plugin as well. A connector moves opaque, sealed bytes and may fail at any
+    time: the core checks what arrives, and the decode worker computes the prompt itself if anything is wrong.
+    """
+    raise AssertionError("hook specification")
+
+
+@hookspec
 def fd_register_router_policies() -> Sequence[Entry]:
     """Offer router policies: which worker gets a request.
 

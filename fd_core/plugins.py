@@ -24,6 +24,7 @@ from fd_core.plugin_rules import StrangerError, check_module, checked_entries, d
 
 if TYPE_CHECKING:
     from fd_core.backends.contract import Availability, Backend
+    from fd_core.disagg.connectors.contract import Connector
     from fd_core.kv.stores.contract import KVStore
     from fd_core.router.policies import Policy as RouterPolicy
     from fd_core.runner.drafting import Drafter
@@ -48,6 +49,7 @@ _BUILTIN_MODULES: Final = (
     "fd_core.scheduling.builtin",
     "fd_core.runner.builtin",
     "fd_core.kv.stores.builtin",
+    "fd_core.disagg.connectors.builtin",
     "fd_core.router.builtin",
 )
 
@@ -71,8 +73,11 @@ VICTIMS: Final = Kind(
     "victim policy", "fd_register_victim_policies", "fd_core.scheduling.victims:VictimPolicy", "--victim-policy"
 )
 STORE: Final = Kind("KV store", "fd_register_stores", "fd_core.kv.stores.contract:KVStore", "--kv-store")
+CONNECTOR: Final = Kind(
+    "connector", "fd_register_connectors", "fd_core.disagg.connectors.contract:Connector", "--kv-connector"
+)
 ROUTER: Final = Kind("router policy", "fd_register_router_policies", "fd_core.router.policies:Policy", "--policy")
-KINDS: Final = (BACKEND, SCHEDULER, VICTIMS, DRAFTER, STORE, ROUTER)
+KINDS: Final = (BACKEND, SCHEDULER, VICTIMS, DRAFTER, STORE, CONNECTOR, ROUTER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +252,14 @@ class Plugins:
     def store_class(self, name: str) -> type[KVStore]:
         """Import the KV store called `name`. Raises `PluginError` with the distribution and the cause."""
         return self._find(STORE, name).load()
+
+    def connectors(self) -> Mapping[str, Registered]:
+        """Return the connectors by name."""
+        return self._usable(CONNECTOR)
+
+    def connector_class(self, name: str) -> type[Connector]:
+        """Import the connector called `name`. Raises `PluginError` with the distribution and the cause."""
+        return self._find(CONNECTOR, name).load()
 
     def router_policies(self) -> Mapping[str, Registered]:
         """Return the router policies by name."""

@@ -25,6 +25,7 @@ def test_built_ins_are_registered_like_strangers():
     assert set(plugins.victim_policies()) == {"cheapest", "youngest"}
     assert set(plugins.drafters()) == {"ngram", "suffix", "draft_model"}
     assert set(plugins.stores()) == {"disk", "memory"}
+    assert set(plugins.connectors()) == {"tcp", "shared_memory", "kv_store"}
     assert set(plugins.router_policies()) == {
         *("random", "round_robin", "power_of_two", "request_num", "process_tokens", "metrics_score"),
         *("cache_aware", "prefix_hash", "session"),

@@ -141,6 +141,8 @@ def _show() -> None:
         plugins.victim_policies(),
         plugins.drafters(),
         plugins.stores(),
+        plugins.connectors(),
+        plugins.router_policies(),
     )
     for kind in offers:
         for registered in kind.values():

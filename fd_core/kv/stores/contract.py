@@ -87,6 +87,8 @@ class KVStore(abc.ABC):
 
     name: str
     """The scheme that users write before the colon of `--kv-store`."""
+    shared: bool = True
+    """Whether stores of the same location in other processes hold the same values."""
 
     def __init__(self, location: StoreLocation) -> None:
         """Read the location; connect to nothing and create nothing yet.

@@ -21,6 +21,7 @@ class MemoryStore(KVStore):
     """`memory:` with `max_bytes`, 1 GiB unless given. What was not used for longest goes first."""
 
     name = "memory"
+    shared = False
 
     def __init__(self, location: StoreLocation) -> None:
         super().__init__(location)

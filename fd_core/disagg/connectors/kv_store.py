@@ -1,0 +1,188 @@
+"""Through a third party: values lie in the KV store behind `--kv-store` until the decode side has taken them.
+
+Each has a key of its own, made of lease and index. The decode side deletes what it took, and whatever else of the lease
+can be there when it closes; the prefill side deletes all that it put when it closes. Only if both die, or the store
+does, values stay behind, at most `window` of them for each lease, until the store forgets them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import Final
+
+from fd_core.disagg.connectors.contract import (
+    Bytes,
+    Connector,
+    ConnectorError,
+    ConnectorSettings,
+    Inbox,
+    Outbox,
+    Put,
+)
+from fd_core.disagg.connectors.values import flat_parts
+from fd_core.errors import ConfigError
+from fd_core.kv.stores.contract import MAX_KEY_BYTES, Deadline, KVStore, StoreError
+
+__all__ = ["KVStoreConnector"]
+
+_GREETING: Final = -1
+"""The index of the value by which the prefill side finds out that it reaches the same store."""
+_GREETING_BYTES: Final = 16
+
+
+class KVStoreConnector(Connector):
+    """For workers that reach one store, wherever they run. Both need the same `--kv-store`."""
+
+    name = "kv_store"
+
+    def __init__(self, settings: ConnectorSettings) -> None:
+        super().__init__(settings)
+        if settings.make_store is None:
+            raise ConfigError(
+                "the connector kv_store needs a KV store",
+                field="--kv-connector",
+                hint="give --kv-store to both workers, such as redis://HOST:PORT/DB or disk:FOLDER",
+            )
+        store = settings.make_store()
+        if not store.shared:
+            store.close()
+            raise ConfigError(
+                f"the connector kv_store cannot go through {store.location.shown}, which other processes do not see",
+                field="--kv-store",
+                hint="give redis://HOST:PORT/DB or disk:FOLDER to both workers, or use another --kv-connector",
+            )
+        self._store = _Store(store, settings.timeout)
+
+    def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> Inbox:
+        """Put a greeting into the store and return an inbox that takes values from it."""
+        return _Inbox(self._store, lease, pieces, window, value_bytes)
+
+    def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> Outbox:
+        """Look for the inbox's greeting and return an outbox that puts values there."""
+        return _Outbox(self._store, lease, address, value_bytes)
+
+    def close(self) -> None:
+        """Close the store."""
+        self._store.close()
+
+
+class _Store:
+    """The store as the ends use it: from several threads, within the time that a call may take."""
+
+    def __init__(self, store: KVStore, timeout: float) -> None:
+        self._store = store
+        self._timeout = timeout
+        # A store takes one reader and one writer at a time.
+        self._reading, self._writing = threading.Lock(), threading.Lock()
+
+    def put(self, key: bytes, parts: Sequence[Bytes]) -> None:
+        with self._turn(self._writing) as seconds:
+            if self._store.put([(key, parts)], seconds) != 1:
+                raise ConnectorError("the KV store has no room for a piece")
+
+    def get(self, key: bytes, limit: int) -> Bytes | None:
+        with self._turn(self._reading) as seconds:
+            [value] = self._store.get([key], limit, seconds)
+            return value
+
+    def delete(self, keys: Iterable[bytes]) -> None:
+        with self._turn(self._writing) as seconds:
+            self._store.delete(list(keys), seconds)
+
+    def close(self) -> None:
+        self._store.close()
+
+    @contextmanager
+    def _turn(self, lock: threading.Lock) -> Iterator[float]:
+        """Give the seconds that are left of a call once it is its turn."""
+        deadline = Deadline(self._timeout)
+        if not lock.acquire(timeout=self._timeout):
+            raise ConnectorError("the KV store did not answer in time")
+        try:
+            yield deadline.left
+        except StoreError as error:
+            raise ConnectorError(f"a piece could not go through the KV store: {error}") from error
+        finally:
+            lock.release()
+
+
+class _Inbox(Inbox):
+    def __init__(self, store: _Store, lease: str, pieces: range, window: int, value_bytes: int) -> None:
+        self._store, self._lease, self._pieces, self._window = store, lease, pieces, window
+        self._value_bytes = value_bytes
+        self._closed = False
+        self._known = 0
+        """Places in `pieces` up to the last that was heard of."""
+        self._done: list[int] = []
+        """Indices whose values are not deleted yet."""
+        self._deleted: set[int] = set()
+        self.address = os.urandom(_GREETING_BYTES)
+        store.put(_key(lease, _GREETING), [self.address])
+
+    def take(self, index: int, reference: bytes, frames: Sequence[Bytes]) -> Bytes:
+        if self._closed:
+            raise ConnectorError("the lease is over")
+        if reference or frames or index not in self._pieces:
+            raise ConnectorError("a piece is said to be where the connector kv_store puts none")
+        self._known = max(self._known, self._pieces.index(index) + 1)
+        value = self._store.get(_key(self._lease, index), self._value_bytes)
+        if value is None:
+            raise ConnectorError("a piece is not in the KV store, or too long")
+        return value
+
+    def done(self, index: int, reference: bytes) -> None:
+        self._done.append(index)
+        if len(self._done) >= self._window:
+            with contextlib.suppress(ConnectorError):  # once more when it closes
+                self._store.delete(_key(self._lease, one) for one in self._done)
+                self._deleted.update(self._done)
+            self._done.clear()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        # Pieces are put in order, so behind the last known there are fewer than `window` others.
+        possible = set(self._pieces[: self._known + self._window]) - self._deleted
+        with contextlib.suppress(ConnectorError):
+            self._store.delete(_key(self._lease, index) for index in (_GREETING, *sorted(possible)))
+
+
+class _Outbox(Outbox):
+    def __init__(self, store: _Store, lease: str, address: bytes, value_bytes: int) -> None:
+        self._store, self._lease, self._value_bytes = store, lease, value_bytes
+        self._put: list[bytes] = []
+        self._closed = False
+        found = store.get(_key(lease, _GREETING), _GREETING_BYTES) if len(address) == _GREETING_BYTES else None
+        if found is None or bytes(found) != address:
+            raise ConnectorError(
+                "this worker's KV store does not hold what the decode worker put into its own",
+                hint="give both workers the same --kv-store",
+            )
+
+    def put(self, index: int, parts: Sequence[Bytes]) -> Put:
+        if self._closed:
+            raise ConnectorError("the lease is over")
+        flat, _ = flat_parts(parts, self._value_bytes)
+        key = _key(self._lease, index)
+        self._put.append(key)  # even a call that fails may have stored it
+        self._store.put(key, flat)
+        return Put(b"")
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._put:
+            with contextlib.suppress(ConnectorError):
+                self._store.delete(self._put)
+
+
+def _key(lease: str, index: int) -> bytes:
+    name = index.to_bytes(8, "little", signed=True) + lease.encode()
+    return blake2b(name, digest_size=MAX_KEY_BYTES, person=b"fd_core pieces").digest()

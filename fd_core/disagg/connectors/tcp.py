@@ -1,0 +1,63 @@
+"""In band: values travel as frames behind the messages that announce them, through the workers' own connection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fd_core.disagg.connectors.contract import Bytes, Connector, ConnectorError, Inbox, Outbox, Put
+from fd_core.disagg.connectors.values import flat_parts
+
+__all__ = ["TCPConnector"]
+
+
+class TCPConnector(Connector):
+    """Works wherever the workers reach each other, and holds nothing of its own.
+
+    The prefill side copies nothing; the decode side joins the frames of a value, which is one copy.
+    """
+
+    name = "tcp"
+
+    def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> Inbox:
+        """Return an inbox without memory; messages bring their own."""
+        return _Inbox(value_bytes)
+
+    def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> Outbox:
+        """Return an outbox that hands the parts of values on as frames."""
+        if address:
+            raise ConnectorError("the connector tcp has no addresses of its own, but the decode worker sent one")
+        return _Outbox(value_bytes)
+
+
+class _Inbox(Inbox):
+    address = b""
+
+    def __init__(self, value_bytes: int) -> None:
+        self._value_bytes = value_bytes
+        self._closed = False
+
+    def take(self, index: int, reference: bytes, frames: Sequence[Bytes]) -> Bytes:
+        if self._closed:
+            raise ConnectorError("the lease is over")
+        if reference or not frames:
+            raise ConnectorError("the value of a piece is not behind its message")
+        flat, _ = flat_parts(frames, self._value_bytes)
+        return flat[0] if len(flat) == 1 else b"".join(flat)
+
+    def close(self) -> None:
+        self._closed = True
+
+
+class _Outbox(Outbox):
+    def __init__(self, value_bytes: int) -> None:
+        self._value_bytes = value_bytes
+        self._closed = False
+
+    def put(self, index: int, parts: Sequence[Bytes]) -> Put:
+        if self._closed:
+            raise ConnectorError("the lease is over")
+        flat, _ = flat_parts(parts, self._value_bytes)
+        return Put(b"", tuple(flat) or (b"",))
+
+    def close(self) -> None:
+        self._closed = True
