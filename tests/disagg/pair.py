@@ -1,0 +1,249 @@
+"""A prefill and a decode worker without models: KV is a function of salt and index, so that foreign KV is noticed."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from fd_core.disagg.connectors.contract import Connector, ConnectorError, ConnectorSettings, Inbox, Outbox, Put
+from fd_core.disagg.receiver import Receiver
+from fd_core.disagg.sender import Order, Sender
+from fd_core.disagg.terms import Terms
+from fd_core.kv.block_format import BlockFormat
+from fd_core.kv.effects import Cancel, Fetch, Fetched, GiveUp, Send
+from fd_core.kv.stores.envelope import Envelope
+from tests.kv.tiers.scripted import SECRET, SHAPE, ScriptedCache, content
+
+BLOCK = BlockFormat.of(SHAPE, "float32")
+SIZE = SHAPE.block_size
+TERMS = Terms(model="m" * 64, dtype="float32", block_size=SIZE, num_layers=1, num_kv_heads=1, head_dim=2)
+PATIENCE = 20.0
+"""Seconds; this machine may be busy."""
+
+
+class FrameInbox(Inbox):
+    address = b""
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def take(self, index, reference, frames):
+        if not frames:
+            raise ConnectorError("no value came")
+        return b"".join(frames)
+
+    def done(self, index, reference):
+        self.log.append(f"done {index}")
+
+    def close(self):
+        self.log.append("close inbox")
+
+
+class FrameOutbox(Outbox):
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def put(self, index, parts):
+        return Put(b"", tuple(parts))
+
+    def close(self):
+        self.log.append("close outbox")
+
+
+class Frames(Connector):
+    """Values behind the messages. `inbox` and `outbox` make the ends."""
+
+    name = "frames"
+
+    def __init__(self) -> None:
+        super().__init__(ConnectorSettings())
+        self.log: list[str] = []
+        self.inbox: Callable[[list[str]], Inbox] = FrameInbox
+        self.outbox: Callable[[list[str]], Outbox] = FrameOutbox
+
+    def open_inbox(self, lease, *, pieces, window, value_bytes):
+        return self.inbox(self.log)
+
+    def open_outbox(self, lease, address, *, window, value_bytes):
+        return self.outbox(self.log)
+
+
+def kv(salt: str, index: int) -> np.ndarray:
+    return content(f"{salt}/{index}".encode())
+
+
+@dataclass
+class Job:
+    order: Order
+    at: int
+    """Next block to compute."""
+
+
+class Computer:
+    """What a prefill engine does around its sender; `step` is a turn of its loop."""
+
+    def __init__(self, sender: Sender, cache: ScriptedCache, *, chunk: int = 2) -> None:
+        self.sender = sender
+        self.cache = cache
+        self.chunk = chunk
+        self.free = list(range(cache.num_blocks))
+        self.pinned: dict[int, list[int]] = {}
+        self.jobs: dict[str, Job] = {}
+        self.ended: list[str] = []
+        self.orders: list[Order] = []
+        self.numbers = itertools.count()
+        self.computes = True
+        self.refuses: str | None = None
+
+    def step(self) -> None:
+        self.sender.turned()
+        for sent in self.sender.completed():
+            blocks = self.pinned.pop(sent.operation)
+            self.cache.readable -= set(blocks)
+            self.cache.data[blocks] = -1
+            self.free += blocks
+        for lease in self.sender.ended():
+            self.ended.append(lease)
+            self.jobs.pop(lease, None)
+        for order in self.sender.orders():
+            self.orders.append(order)
+            if self.refuses:
+                self.sender.refuse(order.lease, self.refuses)
+            else:
+                self.jobs[order.lease] = Job(order, order.first)
+        if self.computes:
+            for job in list(self.jobs.values()):
+                self.compute(job)
+
+    def compute(self, job: Job) -> None:
+        order = job.order
+        count = -(-len(order.tokens) // SIZE)
+        size = min(self.chunk, count - job.at)
+        if len(self.free) < size:
+            return
+        blocks = [self.free.pop() for _ in range(size)]
+        for at, block in enumerate(blocks):
+            self.cache.data[block] = kv(order.salt, job.at + at)
+        self.cache.readable |= set(blocks)
+        last = job.at + size == count
+        number = next(self.numbers)
+        self.pinned[number] = blocks
+        tokens = len(order.tokens) if last else None
+        send = Send(number, order.lease, job.at, np.array(blocks, np.int32), tokens, cached=3 if last else 0)
+        self.sender.perform([send])
+        job.at += size
+        if last:
+            del self.jobs[order.lease]
+
+    def give_up(self, lease: str) -> None:
+        self.jobs.pop(lease, None)
+        self.sender.perform([GiveUp(lease, "the request was aborted")])
+
+
+class Fetches:
+    """What a decode engine does around its receiver."""
+
+    def __init__(self, receiver: Receiver, cache: ScriptedCache) -> None:
+        self.receiver = receiver
+        self.cache = cache
+        self.free = list(range(cache.num_blocks))
+        self.open: dict[int, Fetch] = {}
+        self.fetched: dict[int, Fetched] = {}
+        self.numbers = itertools.count()
+
+    def fetch(self, peer: str, tokens: int, *, first: int = 0, salt: str = "s", **options) -> int:
+        number = next(self.numbers)
+        count = -(-tokens // SIZE) - first
+        blocks = [self.free.pop() for _ in range(count)]
+        self.cache.writable |= set(blocks)
+        ids = np.arange(tokens, dtype=np.int32)
+        fetch = Fetch(number, peer, ids, first, np.array(blocks, np.int32), salt, **options)
+        self.open[number] = fetch
+        self.receiver.perform([fetch])
+        return number
+
+    def cancel(self, number: int) -> None:
+        self.receiver.perform([Cancel(number)])
+
+    def step(self) -> None:
+        for fetched in self.receiver.completed():
+            assert fetched.operation not in self.fetched, "answered twice"
+            fetch = self.open.pop(fetched.operation)
+            self.fetched[fetched.operation] = fetched
+            blocks = fetch.blocks.tolist()
+            if fetched.outcome == "transferred":
+                for at, block in enumerate(blocks):
+                    assert (self.cache.data[block] == kv(fetch.salt, fetch.first + at)).all(), "foreign KV"
+            self.cache.writable -= set(blocks)
+            self.free += blocks
+
+
+def make_sender(cache: ScriptedCache, connector: Connector | None = None, **options) -> Sender:
+    chosen = connector or Frames()
+    options = {"max_leases": 1000, "max_tokens": 100_000, "terms": TERMS, "secret": SECRET, **options}
+    envelope, terms = Envelope(options.pop("secret")), options.pop("terms")
+    return Sender(cache, BLOCK, terms, envelope, lambda name: chosen, **options)
+
+
+def make_receiver(cache: ScriptedCache, connector: Connector | None = None, **options) -> Receiver:
+    options = {"silence": 5.0, "terms": TERMS, "secret": SECRET, **options}
+    envelope, terms = Envelope(options.pop("secret")), options.pop("terms")
+    return Receiver(cache, BLOCK, terms, envelope, connector or Frames(), **options)
+
+
+def pump(condition: Callable[[], bool], *sides: Computer | Fetches, seconds: float = PATIENCE) -> None:
+    """Turn both engines' loops until something holds."""
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it takes too long"
+        for side in sides:
+            side.step()
+        time.sleep(0.001)
+
+
+class Pair:
+    """Both sides in one process over loopback."""
+
+    def __init__(self, *, sender: dict | None = None, receiver: dict | None = None, blocks: int = 64) -> None:
+        self.connector = Frames()
+        self.prefill_cache, self.decode_cache = ScriptedCache(blocks), ScriptedCache(blocks)
+        self.sender = make_sender(self.prefill_cache, self.connector, **sender or {})
+        self.receiver = make_receiver(self.decode_cache, self.connector, **receiver or {})
+        self.prefill = Computer(self.sender, self.prefill_cache)
+        self.decode = Fetches(self.receiver, self.decode_cache)
+        self.peer = f"127.0.0.1:{self.sender.port}"
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.receiver.close(5)
+        self.sender.close(5)
+        for side in (self.prefill, self.decode):
+            side.step()
+        assert self.prefill_cache.broken_rules == []
+        assert self.decode_cache.broken_rules == []
+        assert not self.prefill.pinned
+        assert not self.decode.open
+
+    def fetch(self, tokens: int, **options) -> int:
+        return self.decode.fetch(self.peer, tokens, **options)
+
+    def until(self, condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
+        pump(condition, self.prefill, self.decode, seconds=seconds)
+
+    def answers(self, numbers: Iterable[int]) -> list[Fetched]:
+        wanted = set(numbers)
+        self.until(lambda: wanted <= set(self.decode.fetched))
+        return [self.decode.fetched[number] for number in sorted(wanted)]
+
+    def answer(self, number: int) -> Fetched:
+        return self.answers([number])[0]
+
+    def idle(self) -> None:
+        """Wait until nothing is held on either side."""
+        self.until(lambda: not (self.sender.open_leases or self.receiver.open_leases or self.prefill.pinned))

@@ -1,0 +1,441 @@
+"""Two engines with leases between them, a network that does what it is told, and what may be true of all that.
+
+Whatever either side does is checked where it happens, against what the world knows and neither side can see.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from fd_core.disagg.decode_lease import DecodeLease
+from fd_core.disagg.lease import Action, DecodeEnd, PrefillEnd, Put, Say, Take, wanted
+from fd_core.disagg.messages import (
+    Abort,
+    Accept,
+    Commit,
+    Confirm,
+    Credit,
+    FromDecode,
+    FromPrefill,
+    Open,
+    Piece,
+    Refuse,
+)
+from fd_core.disagg.prefill_lease import PrefillLease
+from fd_core.disagg.terms import Terms
+
+TERMS = Terms(model="m", dtype="float32", block_size=2, num_layers=1, num_kv_heads=1, head_dim=4)
+SILENCE = 8.0
+LONGEST = 100.0
+
+
+def opening(number: int, blocks: int, *, first: int = 0, window: int = 2, silence: float = SILENCE) -> Open:
+    """Ask for `blocks` blocks behind the `first`, the last of them not full."""
+    tokens = (first + blocks) * TERMS.block_size - 1
+    return Open(f"{number:032x}", TERMS, bytes(4 * tokens), first, window, silence, "tcp", b"")
+
+
+def content(lease: str, index: int) -> bytes:
+    return f"{lease}/{index}".encode()
+
+
+def seal(value: bytes, nonce: int) -> bytes:
+    """Return a digest of 16 bytes; sealing the same again gives another one."""
+    return nonce.to_bytes(4, "little") + hashlib.blake2b(value, digest_size=12).digest()
+
+
+@dataclass(frozen=True)
+class Packet:
+    to_decode: bool
+    message: FromDecode | FromPrefill
+    payload: bytes = b""
+
+
+@dataclass
+class Leased:
+    """A lease at the decode side, with the blocks that belong to it."""
+
+    opening: Open
+    lease: DecodeLease
+    begun: float
+    heard: float
+    taking: list[tuple[Piece, bytes]] = field(default_factory=list)
+    blocks: dict[int, bytes] = field(default_factory=dict)
+    wanted: bool = True
+    """Whether the decode side has not aborted it."""
+    lost: bool = False
+    """Whether an `Abort` arrived or the connection went."""
+    refused: bool = False
+
+
+@dataclass
+class Owed:
+    """A lease at the prefill side, with the request that computes its prompt."""
+
+    opening: Open
+    lease: PrefillLease
+    begun: float
+    heard: float
+    moved: float
+    """When a piece was sent or credit came."""
+    accepted: bool = False
+    computed: int = 0
+    """Leading wanted blocks that were computed."""
+    running: bool = True
+    gave_up: bool = False
+    broken: bool = False
+    puts: list[int] = field(default_factory=list)
+    issued: int = 0
+    sent: int = 0
+    credit: int = 0
+    confirmed: bool = False
+    aborted: bool = False
+
+    @property
+    def unfinished(self) -> bool:
+        return self.running and self.computed < len(wanted(self.opening))
+
+
+class World:
+    def __init__(self, *, longest: float = LONGEST) -> None:
+        self.longest = longest
+        self.now = 1000.0
+        self.flying: list[Packet] = []
+        self.arrived: list[Packet] = []
+        self.decode: dict[str, Leased] = {}
+        self.prefill: dict[str, Owed] = {}
+        self.over_decode: list[Leased] = []
+        self.over_prefill: list[Owed] = []
+        self.outcomes: dict[str, str] = {}
+        self.reasons: dict[str, str] = {}
+        self.working = True
+        self.refusing = False
+        self.deciding = True
+        self.tampered: set[str] = set()
+        self.incarnations: dict[str, int] = defaultdict(int)
+        self.nonce = 0
+        self.number = 0
+
+    # The decode side ---------------------------------------------------------------------------------------------
+
+    def open(self, blocks: int, *, first: int = 0, window: int = 2, silence: float = SILENCE) -> str:
+        self.number += 1
+        message = opening(self.number, blocks, first=first, window=window, silence=silence)
+        lease = DecodeLease(message, wanted(message), longest=self.longest)
+        side = self.decode[message.lease] = Leased(message, lease, self.now, self.now)
+        self.at_decode(side, lease.begin(self.now))
+        return message.lease
+
+    def at_decode(self, side: Leased, actions: list[Action]) -> None:
+        """Do what a lease wants done, and see whether it may."""
+        name = side.opening.lease
+        for action in actions:
+            assert self.decode.get(name) is side, "an action after the end"
+            match action:
+                case Say(message=message):
+                    assert message.lease == name
+                    if isinstance(message, Credit):
+                        assert message.taken == len(side.blocks)
+                    self.flying.append(Packet(False, message))
+                case DecodeEnd(outcome=outcome, reason=reason):
+                    assert side.lease.outcome == outcome
+                    assert (reason == "") == (outcome == "transferred")
+                    self.outcomes[name], self.reasons[name] = outcome, reason
+                    del self.decode[name]
+                    self.over_decode.append(side)
+                    self.may_end(side, outcome)
+                case _:
+                    raise AssertionError(f"{action} is not for the decode side")
+        assert (side.lease.outcome is None) == (self.decode.get(name) is side)
+
+    def may_end(self, side: Leased, outcome: str) -> None:
+        name = side.opening.lease
+        if outcome == "transferred":
+            assert side.blocks == {index: content(name, index) for index in wanted(side.opening)}
+            assert side.lease.cached == 1
+        elif outcome == "expired":
+            assert self.now >= side.begun + self.longest or self.now >= side.heard + side.opening.silence
+        elif outcome == "damaged":
+            assert name in self.tampered or self.incarnations[name] > 1
+        else:
+            assert {"aborted": not side.wanted, "lost": side.lost, "refused": side.refused}[outcome]
+
+    def copy(self, side: Leased, which: int) -> None:
+        """Check a piece that was taken and write it to its block, unless the lease is over by then."""
+        piece, payload = side.taking.pop(which)
+        if self.decode.get(side.opening.lease) is not side:
+            digest = seal(payload, 0)
+            assert side.lease.copied(piece.index, digest, self.now) == []
+            assert side.lease.spoiled(piece.index, "late", self.now) == []
+            return
+        digest = seal(payload, int.from_bytes(piece.digest[:4], "little"))
+        if digest != piece.digest:
+            self.at_decode(side, side.lease.spoiled(piece.index, "the digest does not match", self.now))
+        else:
+            side.blocks[piece.index] = payload
+            self.at_decode(side, side.lease.copied(piece.index, digest, self.now))
+
+    def hear_at_decode(self, packet: Packet) -> None:
+        message = packet.message
+        assert isinstance(message, FromPrefill)
+        for late in self.over_decode:
+            if late.opening.lease == message.lease:
+                assert late.lease.heard(message, self.now) == []
+        side = self.decode.get(message.lease)
+        if side is None:
+            if not isinstance(message, Abort | Refuse):
+                self.flying.append(Packet(False, Abort(message.lease, "no such lease")))
+            return
+        side.heard = self.now
+        side.lost |= isinstance(message, Abort)
+        side.refused |= isinstance(message, Refuse)
+        actions = side.lease.heard(message, self.now)
+        if actions and isinstance(takes := actions[0], Take):
+            assert actions == [Take(message)]
+            assert side.lease.outcome is None
+            assert takes.piece.index in wanted(side.opening)
+            assert takes.piece.index not in side.blocks
+            assert takes.piece.index not in [piece.index for piece, _ in side.taking]
+            side.taking.append((takes.piece, packet.payload))
+            assert len(side.taking) <= side.opening.window
+            return
+        self.at_decode(side, actions)
+
+    def abort(self, side: Leased) -> None:
+        side.wanted = False
+        self.at_decode(side, side.lease.abort(self.now))
+
+    # The prefill side --------------------------------------------------------------------------------------------
+
+    def at_prefill(self, side: Owed, actions: list[Action]) -> None:
+        name = side.opening.lease
+        for action in actions:
+            assert self.prefill.get(name) is side, "an action after the end"
+            match action:
+                case Say(message=message):
+                    assert message.lease == name
+                    if isinstance(message, Accept):
+                        assert side.accepted
+                    if isinstance(message, Commit):
+                        assert not side.running and side.sent == len(wanted(side.opening))
+                    if not isinstance(message, Piece):  # those are sent by `put`, which has the payload
+                        self.flying.append(Packet(True, message))
+                case Put(index=index):
+                    assert wanted(side.opening).start <= index < wanted(side.opening).start + side.computed
+                    side.puts.append(index)
+                    side.issued += 1
+                    assert side.issued - side.credit <= side.opening.window
+                case PrefillEnd(end=end, abort=abort):
+                    assert side.lease.ended == end
+                    assert abort == (side.running and not side.gave_up and end != "refused")
+                    del self.prefill[name]
+                    self.over_prefill.append(side)
+                    self.may_end_at_prefill(side, end)
+                case _:
+                    raise AssertionError(f"{action} is not for the prefill side")
+        assert (side.lease.ended is None) == (self.prefill.get(name) is side)
+
+    def may_end_at_prefill(self, side: Owed, end: str) -> None:
+        silence = side.opening.silence
+        if end == "confirmed":
+            assert side.confirmed and self.outcomes[side.opening.lease] == "transferred"
+        elif end == "expired":
+            silent = self.now >= side.heard + silence
+            stuck = side.sent > side.credit and self.now >= side.moved + silence
+            assert self.now >= side.begun + self.longest or silent or stuck
+        else:
+            why = {"aborted": side.aborted, "failed": side.broken, "gave_up": side.gave_up}
+            assert why.get(end, end == "refused")
+
+    def hear_at_prefill(self, packet: Packet) -> None:
+        message = packet.message
+        assert isinstance(message, FromDecode)
+        for late in self.over_prefill:
+            if late.opening.lease == message.lease:
+                assert late.lease.heard(message, self.now) == []
+        side = self.prefill.get(message.lease)
+        if side is None:
+            if isinstance(message, Open):
+                self.order(message)
+            elif not isinstance(message, Abort | Confirm):
+                self.flying.append(Packet(True, Abort(message.lease, "no such lease")))
+            return
+        side.heard = self.now
+        side.aborted |= isinstance(message, Abort)
+        side.confirmed |= isinstance(message, Confirm)
+        if isinstance(message, Credit) and min(message.taken, side.sent) > side.credit:
+            side.credit = min(message.taken, side.sent)
+            side.moved = self.now
+        self.at_prefill(side, side.lease.heard(message, self.now))
+
+    def order(self, message: Open) -> None:
+        self.incarnations[message.lease] += 1
+        lease = PrefillLease(message, wanted(message), longest=self.longest, now=self.now)
+        side = self.prefill[message.lease] = Owed(message, lease, self.now, self.now, self.now)
+        if self.deciding:
+            self.decide(side)
+
+    def decide(self, side: Owed) -> None:
+        if self.refusing:
+            self.at_prefill(side, side.lease.refuse("no room", self.now))
+            return
+        side.accepted = True
+        self.at_prefill(side, side.lease.accept(self.now))
+
+    def compute(self, side: Owed, count: int) -> None:
+        """Compute blocks of an accepted request; with the last one it is finished."""
+        pieces = wanted(side.opening)
+        if not (self.working and side.accepted and side.unfinished):
+            return
+        first = pieces.start + side.computed
+        count = min(count, len(pieces) - side.computed)
+        side.computed += count
+        self.at_prefill(side, side.lease.ready(first, count, self.now))
+        if side.computed == len(pieces):
+            side.running = False
+            self.at_prefill(side, side.lease.finished(len(side.opening.tokens) // 4, 1, self.now))
+
+    def put(self, side: Owed, which: int) -> None:
+        index = side.puts.pop(which)
+        name = side.opening.lease
+        self.nonce += 1
+        value = content(name, index)
+        digest = seal(value, self.nonce)
+        if self.prefill.get(name) is not side:
+            assert side.lease.put(index, digest, b"", self.now) == []
+            return
+        side.sent += 1
+        side.moved = self.now
+        actions = side.lease.put(index, digest, b"", self.now)
+        assert actions[0] == Say(Piece(name, index, digest, b""))
+        self.flying.append(Packet(True, Piece(name, index, digest, b""), value))
+        self.at_prefill(side, actions)
+
+    def break_put(self, side: Owed, which: int) -> None:
+        side.puts.pop(which)
+        if self.prefill.get(side.opening.lease) is side:
+            side.broken = True
+            self.at_prefill(side, side.lease.failed("the connector failed", self.now))
+
+    def give_up(self, side: Owed) -> None:
+        if side.running:
+            side.gave_up = True
+            self.at_prefill(side, side.lease.gave_up("out of room", self.now))
+
+    # Crashes -----------------------------------------------------------------------------------------------------
+
+    def crash_decode(self) -> None:
+        """The decode side forgets everything; what it was asked comes as if nobody had asked before."""
+        self.decode.clear()
+
+    def crash_prefill(self) -> None:
+        self.prefill.clear()
+
+    # The network -------------------------------------------------------------------------------------------------
+
+    def deliver(self, which: int) -> None:
+        packet = self.flying.pop(which)
+        self.arrived.append(packet)
+        if packet.to_decode:
+            self.hear_at_decode(packet)
+        else:
+            self.hear_at_prefill(packet)
+
+    def repeat(self, which: int) -> None:
+        self.flying.append(self.arrived[which])
+
+    def damage(self, which: int, *, sealed: bool) -> None:
+        """Change the payload of a piece on its way, with a digest of its own if `sealed`: a mix-up of the connector."""
+        packet = self.flying[which]
+        if not isinstance(packet.message, Piece):
+            return
+        payload = packet.payload + b"?"
+        message = replace_digest(packet.message, payload) if sealed else packet.message
+        self.tampered.add(message.lease)
+        self.flying[which] = replace(packet, message=message, payload=payload)
+
+    def cut(self) -> None:
+        """The connection goes: what is on its way is lost, and both sides learn of it."""
+        self.flying.clear()
+        for leased in [*self.decode.values()]:
+            leased.lost = True
+            self.at_decode(leased, leased.lease.gone("disconnected", self.now))
+        for owed in [*self.prefill.values()]:
+            owed.broken = True
+            self.at_prefill(owed, owed.lease.failed("disconnected", self.now))
+
+    # Time --------------------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Let every lease look at the clock; one that is not due has nothing to do."""
+        for leased in [*self.decode.values()]:
+            due = self.now >= leased.lease.next_tick
+            actions = leased.lease.tick(self.now)
+            assert due or actions == []
+            self.at_decode(leased, actions)
+            gone = self.now >= min(leased.begun + self.longest, leased.heard + leased.opening.silence)
+            assert leased.lease.outcome == ("expired" if gone else None)
+            assert leased.lease.next_tick > self.now
+            assert leased.lease.tick(self.now) == []
+        for owed in [*self.prefill.values()]:
+            due = self.now >= owed.lease.next_tick
+            actions = owed.lease.tick(self.now, working=self.working)
+            assert due or actions == []
+            if not self.working and owed.running:
+                assert [action for action in actions if isinstance(action, Say)] == [] or owed.lease.ended
+            self.at_prefill(owed, actions)
+            silence = owed.opening.silence
+            stuck = owed.sent > owed.credit and self.now >= owed.moved + silence
+            gone = stuck or self.now >= min(owed.begun + self.longest, owed.heard + silence)
+            assert owed.lease.ended == ("expired" if gone else None)
+            assert owed.lease.next_tick > self.now
+            assert owed.lease.tick(self.now, working=self.working) == []
+
+    def next_tick(self) -> float:
+        return min(side.lease.next_tick for side in (*self.decode.values(), *self.prefill.values()))
+
+    def wait(self, seconds: float, between: Callable[[], object] = lambda: None) -> None:
+        """Let time pass as the threads do that perform all this: they wake when a lease is due."""
+        until = self.now + seconds
+        while self.decode or self.prefill:
+            if (due := self.next_tick()) > until:
+                break
+            self.now = max(self.now, due)
+            self.tick()
+            between()
+        self.now = max(self.now, until)
+
+    # A calm world ------------------------------------------------------------------------------------------------
+
+    def go_on(self, rounds: int, *, compute: int = 1) -> None:
+        """Let everything take its course, without faults and without a loss of time."""
+        for _ in range(rounds):
+            for _ in range(len(self.flying)):
+                self.deliver(0)
+            for leased in [*self.decode.values()]:
+                while leased.taking:
+                    self.copy(leased, 0)
+            for owed in [*self.prefill.values()]:
+                if compute:
+                    self.compute(owed, compute)
+                while owed.puts:
+                    self.put(owed, 0)
+
+    def settle(self, *, compute: int = 1) -> None:
+        """Go on until nothing is on its way any more."""
+        for _ in range(1000):
+            self.go_on(1, compute=compute)
+            busy = any(leased.taking for leased in self.decode.values()) or any(
+                owed.puts or (compute and self.working and owed.accepted and owed.unfinished)
+                for owed in self.prefill.values()
+            )
+            if not (self.flying or busy):
+                return
+        raise AssertionError("the two sides never stop talking")
+
+
+def replace_digest(piece: Piece, payload: bytes) -> Piece:
+    return Piece(piece.lease, piece.index, seal(payload, 2**31), piece.reference)
