@@ -1,0 +1,108 @@
+"""What transfers did, in numbers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Mapping
+
+import msgspec
+
+__all__ = ["ReceiverStats", "SenderStats", "Tally"]
+
+_log = logging.getLogger(__name__)
+
+
+class ReceiverStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the decode side: counters since the start, and gauges of this moment."""
+
+    open_leases: int = 0
+    """Gauge: fetches that were not answered."""
+    peers: int = 0
+    """Gauge: prefill workers that there is a connection to."""
+    outcomes: dict[str, int] = {}
+    """Answered fetches by `fd_core.kv.effects.Outcome`."""
+    pieces: int = 0
+    """Checked and copied to the device."""
+    bytes: int = 0
+    """Of KV in those pieces."""
+    seconds: float = 0.0
+    """From fetch to last copy, of all that were transferred."""
+    dropped_frames: int = 0
+    """Messages that were not sealed, not understood or beyond a limit."""
+    late_messages: int = 0
+    """Messages for leases that were over or never given."""
+    errors: dict[str, int] = {}
+    """Failed calls: connector, cache."""
+
+
+class SenderStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the prefill side: counters since the start, and gauges of this moment."""
+
+    open_leases: int = 0
+    """Gauge."""
+    waiting_orders: int = 0
+    """Gauge: leases that the engine was not told of."""
+    open_sends: int = 0
+    """Gauge: sends that were not answered, whose blocks are pinned therefore."""
+    leases: int = 0
+    """Accepted."""
+    refused: dict[str, int] = {}
+    """Leases by what was wrong: malformed, terms, busy, connector, engine."""
+    ended: dict[str, int] = {}
+    """Accepted leases by `fd_core.disagg.lease.End`."""
+    pieces: int = 0
+    """Copied from the device and sent."""
+    bytes: int = 0
+    """Of KV in those pieces."""
+    seconds: float = 0.0
+    """From opening to confirmation, of all leases that were confirmed."""
+    dropped_frames: int = 0
+    """Messages that were not sealed, not understood or beyond a limit."""
+    late_messages: int = 0
+    """Messages for leases that were over or never opened."""
+    errors: dict[str, int] = {}
+    """Failed calls: connector, cache."""
+
+
+class Tally:
+    """The counters behind the stats; any thread adds, under a lock that is held for one addition."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._seconds = 0.0
+        self._labelled: dict[str, Counter[str]] = {}
+        self._logged: set[str] = set()
+
+    def add(self, name: str, count: int = 1) -> None:
+        """Add to the counter of that name."""
+        with self._lock:
+            self._counts[name] += count
+
+    def add_labelled(self, name: str, label: str) -> None:
+        """Add one to a label of the counters of that name."""
+        with self._lock:
+            self._labelled.setdefault(name, Counter())[label] += 1
+
+    def add_seconds(self, seconds: float) -> None:
+        """Add to `seconds`."""
+        with self._lock:
+            self._seconds += seconds
+
+    def error(self, part: str, call: str, error: Exception) -> None:
+        """Count a failed call of the `cache` or `connector`, and log its kind once, never its text."""
+        self.add_labelled("errors", part)
+        kind = f"{call}: {type(error).__name__}"
+        if kind not in self._logged:
+            self._logged.add(kind)
+            _log.warning(
+                "the %s of transfers failed in %s; such prompts are computed where they are decoded", part, kind
+            )
+
+    def read(self) -> Mapping[str, object]:
+        """Return all fields of a stats struct that were counted."""
+        with self._lock:
+            labelled = {name: dict(counts) for name, counts in self._labelled.items()}
+            return {**self._counts, **labelled, "seconds": self._seconds}
