@@ -312,7 +312,8 @@ class Sending:
         if not self._answers.begin_copy(number):
             return None
         try:
-            return np.ascontiguousarray(self._cache.export_blocks(block))[0]
+            array: npt.NDArray[Any] = np.ascontiguousarray(self._cache.export_blocks(block))[0]
+            return array
         except Exception as error:  # noqa: BLE001 - a backend's cache: what it cannot copy is not sent
             self._tally.error("cache", "export_blocks", error)
             return None

@@ -77,8 +77,8 @@ class Wire:
         self._block = block
         self._max_tokens = max_tokens
         self._encoder = msgspec.msgpack.Encoder()
-        self._from_decode = msgspec.msgpack.Decoder(FromDecode)
-        self._from_prefill = msgspec.msgpack.Decoder(FromPrefill)
+        self._from_decode: msgspec.msgpack.Decoder[FromDecode] = msgspec.msgpack.Decoder(FromDecode)
+        self._from_prefill: msgspec.msgpack.Decoder[FromPrefill] = msgspec.msgpack.Decoder(FromPrefill)
         self.payload_bytes = block.bytes
         """Bytes of KV in a piece."""
         self.value_bytes = block.bytes + HEADER_BYTES
