@@ -80,6 +80,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """File with the secret of stored values; None takes the user's own."""
     kv_store_compression: str = "none"
     """`none` or `zlib`."""
+    kv_events: bool | None = None
+    """Whether the engine tells which prefixes its device holds, for a router; None does not."""
     trace: str | None = None
     """File that receives what happens in each step, for `fdcore trace`; None writes none."""
     trace_limit: int = 256 * 2**20

@@ -43,6 +43,7 @@ PURE = (
     "scheduling",
     "kv/blocks.py",
     "kv/effects.py",
+    "kv/events.py",
     "kv/prefix.py",
     "kv/tiers/host.py",
     "kv/tiers/rates.py",

@@ -17,6 +17,7 @@ from fd_core.engine.outputs import Outputs
 from fd_core.engine.trace import TraceWriter, require_trace_file
 from fd_core.engine.trace_format import TraceHeader
 from fd_core.errors import BadRequest
+from fd_core.kv.events import KVEvent, Recorder
 from fd_core.plugins import installed_plugins
 from fd_core.runner.drafting import make_drafter
 from fd_core.runner.runner import Runner
@@ -148,6 +149,11 @@ class Engine:
             finished_error=ended[FinishReason.ERROR],
         )
 
+    def take_kv_events(self) -> tuple[KVEvent, ...]:
+        """Return which prefixes the device came to hold and lost since the last call; none unless asked to tell."""
+        recorder = self._scheduler.recorder
+        return () if recorder is None else recorder.take()
+
     def check_integrity(self) -> None:
         """Audit slots and blocks; raises `RuntimeError` if they contradict each other."""
         self._scheduler.check_integrity()
@@ -205,6 +211,7 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
     )
     runner = Runner(ops, model, limits, drafter)
     prefill_token = runner.warm_up(lambda done, total: progress("warmup", done, total))
+    recorder = Recorder() if config.kv_events and config.enable_prefix_caching else None
     info = EngineInfo(
         model=config.model,
         architecture=model.architecture,
@@ -226,12 +233,15 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
         kv_store=storage.about,
         kv_store_answers=storage.answers,
         emulated=backend.emulated,
+        kv_events=recorder is not None,
         epoch=epoch,
     )
     drafts = None
     if config.speculative is not None and limits.max_drafts:
         drafts = DraftControl(limits.max_num_seqs, limits.max_drafts, config.speculative.cheap_tokens)
-    scheduler = Scheduler(limits, policy, victims, storage.hasher, drafts, keep_kv=storage.keep, epoch=epoch)
+    scheduler = Scheduler(
+        limits, policy, victims, storage.hasher, drafts, keep_kv=storage.keep, recorder=recorder, epoch=epoch
+    )
     trace = None
     if config.trace is not None:
         header = TraceHeader(

@@ -7,6 +7,7 @@ from typing import Final, get_args
 import msgspec
 
 from fd_core.breaker import BreakerState
+from fd_core.kv.events import KVEvent
 from fd_core.kv.stores.contract import Trouble
 from fd_core.kv.tiers.stats import TierStats
 from fd_core.scheduling.tradeoff import Pace
@@ -78,6 +79,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it could be used when the engine started."""
     emulated: bool = False
     """The backend computes on another device than the one it is for, and results say nothing about that one."""
+    kv_events: bool = False
+    """Whether it tells which prefixes its device holds."""
     epoch: int = 1
 
 
@@ -144,6 +147,8 @@ class StepEvents(msgspec.Struct, frozen=True, tag="step"):
     epoch: int = 1
     admitted: tuple[str, ...] = ()
     """Requests that entered a slot; told before the step that computes them, which may be the engine's last."""
+    kv: tuple[KVEvent, ...] = ()
+    """Which prefixes the device came to hold and lost, if somebody wants to know."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

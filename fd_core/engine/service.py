@@ -62,7 +62,8 @@ def serve_engine(engine: Engine, inbox: Inbox, send: Callable[[EngineMessage], N
             stats, last_stats = engine.stats(), now
             if stats != told:
                 news = told = stats
-        if deltas or news is not None:
-            send(StepEvents(deltas, news, engine.info.epoch))
+        kv = engine.take_kv_events()
+        if deltas or news is not None or kv:
+            send(StepEvents(deltas, news, engine.info.epoch, kv=kv))
         was_busy = busy
     engine.close()

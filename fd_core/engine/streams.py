@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from fd_core.engine.client import EngineClient
+from fd_core.engine.kv_log import KVLog
 from fd_core.engine.ledger import Ledger
 from fd_core.engine.messages import Abort, ClientMessage, Delta, EngineInfo, EngineStats, StepEvents, Submit
 from fd_core.errors import BadRequest, EngineDead
@@ -143,6 +144,8 @@ class StreamingClient(EngineClient):
         self.info = info
         self._stats = EngineStats(kv_blocks_total=info.num_kv_blocks)
         self._alive, self._interrupted = True, False
+        if info.kv_events and self.kv_log is None:
+            self.kv_log = KVLog(info.block_size)
         left_over = self._ledger.resubmissions()
         self._requeued += len(left_over)
         for spec in left_over:
@@ -152,6 +155,7 @@ class StreamingClient(EngineClient):
         """The engine died and another will be started: its requests wait, except those that are over or given up."""
         self._alive, self._interrupted = False, True
         self._death = reason
+        self._forget_kv()
         self._left.clear()
         for end in self._ledger.died(reason):
             self._streams.pop(end.request_id).push(end)
@@ -160,17 +164,24 @@ class StreamingClient(EngineClient):
         """The engine is gone for good, and every request with it."""
         self._alive = self._interrupted = False
         self._death = reason
+        self._forget_kv()
         streams, self._streams = self._streams, {}
         self._ledger = Ledger()
         self._left.clear()
         for stream in streams.values():
             stream.fail(reason)
 
+    def _forget_kv(self) -> None:
+        if self.kv_log is not None:
+            self.kv_log.restart()
+
     def _dispatch(self, events: StepEvents) -> None:
         if not self._alive or events.epoch != self.info.epoch:
             return  # of an epoch that is over: what it says is delivered by its successor
         if events.stats is not None:
             self._stats = events.stats
+        if events.kv and self.kv_log is not None:
+            self.kv_log.extend(events.kv)
         self._ledger.admitted(events.admitted)
         for delta in events.deltas:
             if delta.finish_reason is not None:

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from fd_core.kv.events import Recorder
 from fd_core.types import IntArray, frozen
 
 __all__ = ["BlockPool"]
@@ -27,8 +28,10 @@ __all__ = ["BlockPool"]
 class BlockPool:
     """Owner of the block numbers 0 to `num_blocks - 1`."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, recorder: Recorder | None = None) -> None:
+        """`recorder` is told which prefixes are known no longer."""
         self.num_blocks = num_blocks
+        self._recorder = recorder
         self._references = np.zeros(num_blocks, np.int32)
         self._fence = np.full(num_blocks, -1, np.int64)
         """Last step scheduled to touch a block, over all owners it had since it was free."""
@@ -67,6 +70,10 @@ class BlockPool:
     def num_owned(self) -> int:
         """Blocks with at least one owner."""
         return self.num_blocks - self.num_free - self.num_fenced
+
+    def knows(self, key: bytes) -> bool:
+        """Whether a block holds the content named by `key`, if only a fenced one."""
+        return key in self._block_of
 
     def match(self, keys: Iterable[bytes]) -> IntArray:
         """Return the blocks that hold the longest known prefix of the chain `keys`; takes and evicts nothing.
@@ -157,11 +164,16 @@ class BlockPool:
 
     # Known prefixes ---------------------------------------------------------------------------------------
 
-    def register(self, block: int, key: bytes) -> None:
-        """Remember that an owned block holds the settled tokens named by `key`; the first holder stays."""
-        if key not in self._block_of and block not in self._key_of:
-            self._block_of[key] = block
-            self._key_of[block] = key
+    def register(self, block: int, key: bytes) -> bool:
+        """Remember that an owned block holds the settled tokens named by `key`; return whether that was not known.
+
+        The first holder of a key stays its holder.
+        """
+        if key in self._block_of or block in self._key_of:
+            return False
+        self._block_of[key] = block
+        self._key_of[block] = key
+        return True
 
     def forget_prefixes(self) -> None:
         """Drop all reusable content; owners keep their blocks."""
@@ -169,6 +181,8 @@ class BlockPool:
         self._key_of.clear()
         cached, self._cached = self._cached, OrderedDict()
         self._push_blank(np.fromiter(cached, np.int32, len(cached)))
+        if self._recorder is not None:
+            self._recorder.cleared()
 
     # Audit ------------------------------------------------------------------------------------------------
 
@@ -196,8 +210,11 @@ class BlockPool:
 
     def _evict(self, count: int) -> IntArray:
         taken = [self._cached.popitem(last=False)[0] for _ in range(count)]
-        for block in taken:
-            del self._block_of[self._key_of.pop(block)]
+        keys = [self._key_of.pop(block) for block in taken]
+        for key in keys:
+            del self._block_of[key]
+        if self._recorder is not None:
+            self._recorder.removed(keys)
         return np.array(taken, np.int32)
 
     def _set_free(self, blocks: IntArray) -> None:

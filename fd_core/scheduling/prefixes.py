@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fd_core.kv.blocks import BlockPool
+from fd_core.kv.events import Recorder
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.scheduling.requests import Request
 from fd_core.types import IntArray
@@ -19,9 +20,11 @@ __all__ = ["Prefixes"]
 class Prefixes:
     """Names the blocks of one scheduler's requests; knows nothing if there is no hasher."""
 
-    def __init__(self, hasher: PrefixHasher | None, pool: BlockPool) -> None:
+    def __init__(self, hasher: PrefixHasher | None, pool: BlockPool, recorder: Recorder | None = None) -> None:
+        """`recorder` is told which prefixes become known."""
         self.hasher = hasher
         self._pool = pool
+        self._recorder = recorder
         self._computing: dict[bytes, int] = {}
         """Block keys that running prefills are about to compute, with how many of them."""
 
@@ -55,10 +58,14 @@ class Prefixes:
         """Entries `first` to `upto` of a request's block `table` hold settled KV of its `tokens`: name them."""
         if self.hasher is None:
             return
-        self.hasher.extend(request.chain, request.root, tokens, upto * self.hasher.block_size)
+        size = self.hasher.block_size
+        self.hasher.extend(request.chain, request.root, tokens, upto * size)
+        named = False
         for index in range(first, upto):
-            self._pool.register(int(table[index]), request.chain[index])
+            named |= self._pool.register(int(table[index]), request.chain[index])
             self._no_longer(request.chain[index])
+        if named and self._recorder is not None and not request.spec.cache_salt:
+            self._recorder.stored(request.chain, tokens, size, first, upto, self._pool.knows)
 
     def give_up(self, keys: Iterable[bytes]) -> None:
         """A request leaves without having completed the blocks of `keys`."""

@@ -22,6 +22,7 @@ from fd_core.config import Limits
 from fd_core.errors import BadRequest
 from fd_core.kv.blocks import BlockPool
 from fd_core.kv.effects import Completion, Effect, Found, Loaded, Saved, Transferred
+from fd_core.kv.events import Recorder
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.scheduling.budget import Budget, allot_decodes
 from fd_core.scheduling.drafts import DraftControl
@@ -66,16 +67,19 @@ class Scheduler:
         *,
         keep_kv: KeepKV | None = None,
         paired: bool = False,
+        recorder: Recorder | None = None,
         epoch: int = 1,
     ) -> None:
         """`hasher` None turns prefix caching off; `keep_kv` None keeps no KV outside the device.
 
-        `paired`: prompts may be computed by other workers, or for them. Both need a hasher.
+        `paired`: prompts may be computed by other workers, or for them. Both need a hasher. `recorder` notes which
+        prefixes the device holds.
         """
         self.limits = limits
         self.epoch = epoch
         self.slots = SlotTable(limits.max_num_seqs, limits.max_model_len, limits.block_size)
-        self.pool = BlockPool(limits.num_kv_blocks)
+        self.recorder = recorder
+        self.pool = BlockPool(limits.num_kv_blocks, recorder)
         self.waiting = WaitingQueue(policy)
         self.drafts = drafts
         self.counters = Counters()
@@ -85,7 +89,7 @@ class Scheduler:
         self._victims = victims
         self._forecast = UsageForecast()
         self._return_cost = ReturnCost(0.0 if keep_kv is not None and keep_kv.preempted else 1.0)
-        self.prefixes = Prefixes(hasher, self.pool)
+        self.prefixes = Prefixes(hasher, self.pool, recorder)
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
         self._step = 0

@@ -1,0 +1,86 @@
+"""The events of an engine's KV, kept in the client's process for those who follow them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable
+from itertools import islice
+from typing import Final
+
+from fd_core.kv.events import Cleared, HeldBlocks, KVEvent
+
+__all__ = ["KVLog"]
+
+_CAPACITY: Final = 1 << 14
+"""Blocks in the events that are kept; who is further behind is told everything from the beginning."""
+
+
+class KVLog:
+    """Numbered events, the latest of them, and what they add up to. Used from one event loop."""
+
+    def __init__(self, block_size: int, capacity: int = _CAPACITY) -> None:
+        self.block_size = block_size
+        self._capacity = capacity
+        self._held = HeldBlocks(block_size)
+        self._events: deque[tuple[KVEvent, int]] = deque()
+        """With the number of blocks in each."""
+        self._size = 0
+        self._next = 0
+        """Number of the next event."""
+        self._closed = False
+        self._waiting: set[asyncio.Event] = set()
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more will be told."""
+        return self._closed
+
+    def extend(self, events: Iterable[KVEvent]) -> None:
+        """The engine told these events."""
+        for event in events:
+            self._held.apply(event)
+            size = 1 if isinstance(event, Cleared) else len(event.keys)
+            self._events.append((event, size))
+            self._size += size
+            self._next += 1
+        while self._size > self._capacity:
+            self._size -= self._events.popleft()[1]
+        self._wake()
+
+    def restart(self) -> None:
+        """The engine is gone, and its KV with it."""
+        self.extend((Cleared(),))
+
+    def read(self, after: int | None) -> tuple[int, tuple[KVEvent, ...]]:
+        """Return the number of the next event and the events from number `after` on.
+
+        None, and a number whose events are not kept, give all that is held; these events begin with `Cleared`.
+        """
+        first = self._next - len(self._events)
+        if after is None or not first <= after <= self._next:
+            return self._next, self._held.events()
+        return self._next, tuple(event for event, _ in islice(self._events, after - first, None))
+
+    async def wait(self, after: int | None, seconds: float) -> None:
+        """Wait until `read` would return something, for at most so many seconds."""
+        if after != self._next or self._closed:
+            return
+        woken = asyncio.Event()
+        self._waiting.add(woken)
+        try:
+            async with asyncio.timeout(seconds):
+                await woken.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._waiting.discard(woken)
+
+    def close(self) -> None:
+        """Let nobody wait any longer: the server ends."""
+        self._closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        for woken in self._waiting:
+            woken.set()

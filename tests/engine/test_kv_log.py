@@ -1,0 +1,106 @@
+"""Late readers, lost readers, and engines that end."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fd_core.engine.kv_log import KVLog
+from fd_core.engine.messages import StepEvents
+from fd_core.kv.events import BEGINNING, Cleared, Removed, Stored
+from tests.engine.helpers import null_engine, random_specs, run
+from tests.kv.following import SIZE, Reader, ids
+from tests.server.fakes import FakeClient
+
+
+def stored(key: bytes, *tokens: int, parent: bytes = BEGINNING) -> Stored:
+    return Stored(parent, (key,), ids(tokens))
+
+
+A, B, C = stored(b"a", 1, 2), stored(b"b", 3, 4, parent=b"a"), stored(b"c", 5, 6)
+
+
+def follow(reader: Reader, log: KVLog, after: int | None) -> int:
+    number, events = log.read(after)
+    for event in events:
+        reader.apply(event)
+    return number
+
+
+def test_a_reader_goes_on_where_it_was() -> None:
+    log, reader = KVLog(SIZE), Reader()
+    log.extend([A])
+    number = follow(reader, log, None)
+    log.extend([B, C])
+    assert log.read(number) == (3, (B, C))
+    assert follow(reader, log, number) == 3 and log.read(3) == (3, ())
+    log.extend([Removed((b"a",))])
+    follow(reader, log, 3)
+    assert reader.paths == {(1, 2, 3, 4), (5, 6)}
+
+
+def test_who_is_too_late_or_ahead_is_told_everything() -> None:
+    log = KVLog(SIZE, capacity=2)
+    log.extend([A, B, C, Removed((b"a",))])
+    whole = (Cleared(), Stored(BEGINNING, (b"a", b"b"), ids([1, 2, 3, 4])), C, Removed((b"a",)))
+    for after in (None, 0, 1, 5, -1):
+        assert log.read(after) == (4, whole)
+    assert log.read(2) == (4, (C, Removed((b"a",))))
+    log.extend([Stored(BEGINNING, (b"d", b"e", b"f"), ids([7] * 6))])
+    assert log.read(4)[1][0] == Cleared(), "an event larger than all that is kept"
+
+
+def test_an_engine_that_died_holds_nothing() -> None:
+    async def scenario() -> None:
+        client = FakeClient(kv_events=True, block_size=SIZE)
+        assert client.kv_log is not None
+        client._dispatch(StepEvents([], kv=(A, B)))
+        assert client.kv_log.read(0) == (2, (A, B))
+        client._went_away("it died")
+        assert client.kv_log.read(None)[1] == (Cleared(),) and client.kv_log.read(2) == (3, (Cleared(),))
+        client._dispatch(StepEvents([], kv=(C,)))
+        assert client.kv_log.read(3) == (3, ()), "an epoch that is over told something"
+        assert FakeClient().kv_log is None
+
+    asyncio.run(scenario())
+
+
+def test_whoever_waits_is_woken_by_news_and_by_the_end() -> None:
+    async def scenario() -> None:
+        log = KVLog(SIZE)
+        for end in (lambda: log.extend([A]), log.close):
+            number = log.read(None)[0]
+            waiting = asyncio.create_task(log.wait(number, 60))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            end()
+            await asyncio.wait_for(waiting, 1)
+        await asyncio.wait_for(log.wait(log.read(None)[0], 60), 1)
+        assert log.closed and not log._waiting
+        fresh = KVLog(SIZE)
+        await fresh.wait(0, 0.01)
+
+    asyncio.run(scenario())
+
+
+def test_a_whole_engine_tells_what_its_pool_knows() -> None:
+    """Far more prompts than blocks, two steps in flight: after each turn the log holds what the pool knows."""
+    engine = null_engine(kv_events=True, num_kv_blocks=26, block_size=16, pipeline_depth=2)
+    log, told = KVLog(16), 0
+    for spec in random_specs(30, seed=3):
+        engine.submit(spec)
+    while engine.has_work:
+        engine.step()
+        events = engine.take_kv_events()
+        told += len(events)
+        log.extend(events)
+        assert set(log._held) == set(engine._scheduler.pool._block_of)
+    assert engine.info.kv_events and told > 40
+    assert engine.stats().kv_blocks_cached == len(log._held) > 0
+
+
+def test_an_engine_tells_nothing_unless_asked() -> None:
+    engine = null_engine()
+    run(engine, random_specs(3, seed=1))
+    assert engine.take_kv_events() == () and not engine.info.kv_events
+    assert not null_engine(kv_events=True, enable_prefix_caching=False).info.kv_events
