@@ -1,0 +1,218 @@
+import math
+
+import pytest
+
+from fd_core.disagg.decode_lease import DecodeLease
+from fd_core.disagg.lease import Action, DecodeEnd, Say, Take, commit_digest, wanted
+from fd_core.disagg.messages import (
+    Abort,
+    Accept,
+    Alive,
+    Commit,
+    Confirm,
+    Credit,
+    FromPrefill,
+    Open,
+    Piece,
+    Refuse,
+)
+from tests.disagg.world import opening
+
+SILENCE = 8.0
+OPEN = opening(7, 2, first=1, silence=SILENCE)
+NAME = OPEN.lease
+TOKENS = len(OPEN.tokens) // 4
+DIGESTS = {1: b"a" * 16, 2: b"b" * 16}
+COMMIT = Commit(NAME, TOKENS, commit_digest(DIGESTS), 4)
+
+
+def piece(index: int) -> Piece:
+    return Piece(NAME, index, DIGESTS.get(index, b""))
+
+
+def begun(message: Open = OPEN, *, longest: float = 100.0) -> DecodeLease:
+    lease = DecodeLease(message, wanted(message), longest=longest)
+    assert lease.begin(0.0) == [Say(message)]
+    return lease
+
+
+def with_piece(lease: DecodeLease, index: int, now: float = 0.0) -> list[Action]:
+    assert lease.heard(piece(index), now) == [Take(piece(index))]
+    return lease.copied(index, DIGESTS[index], now)
+
+
+def abort_and(outcome: str, actions: list[Action]) -> str:
+    """Return the reason, told to the other side too."""
+    said, end = actions
+    assert isinstance(said, Say) and isinstance(said.message, Abort)
+    assert isinstance(end, DecodeEnd) and end.outcome == outcome
+    assert said.message.reason == end.reason
+    return end.reason
+
+
+TRANSFERRED = [Say(Confirm(NAME)), DecodeEnd("transferred", "")]
+
+
+def test_pieces_then_commit() -> None:
+    lease = begun()
+    assert lease.heard(Accept(NAME), 0.0) == []
+    assert with_piece(lease, 1) == [Say(Credit(NAME, 1))]
+    assert with_piece(lease, 2) == [Say(Credit(NAME, 2))]
+    assert lease.outcome is None
+    assert lease.heard(COMMIT, 0.0) == TRANSFERRED
+    assert (lease.outcome, lease.cached, lease.next_tick) == ("transferred", 4, math.inf)
+
+
+def test_everything_backwards() -> None:
+    lease = begun()
+    assert lease.heard(COMMIT, 0.0) == []
+    assert with_piece(lease, 2) == [Say(Credit(NAME, 1))]
+    assert with_piece(lease, 1) == TRANSFERRED
+
+
+def test_credit_is_for_what_was_copied_not_for_what_came() -> None:
+    lease = begun()
+    lease.heard(piece(1), 0.0)
+    lease.heard(piece(2), 0.0)
+    assert lease.copied(2, DIGESTS[2], 0.0) == [Say(Credit(NAME, 1))]
+
+
+def test_a_piece_is_taken_once() -> None:
+    lease = begun()
+    lease.heard(piece(1), 0.0)
+    assert lease.heard(piece(1), 0.0) == []
+    lease.copied(1, DIGESTS[1], 0.0)
+    assert lease.heard(piece(1), 0.0) == []
+    assert lease.copied(1, b"z" * 16, 0.0) == []
+    assert with_piece(lease, 2) == [Say(Credit(NAME, 2))]
+    assert lease.heard(COMMIT, 0.0) == TRANSFERRED
+
+
+@pytest.mark.parametrize("index", [-1, 0, 3, 2**40])
+def test_a_piece_that_nobody_wants_is_not_taken(index: int) -> None:
+    assert begun().heard(Piece(NAME, index, b""), 0.0) == []
+
+
+def test_what_was_never_taken_cannot_have_been_copied() -> None:
+    lease = begun()
+    assert lease.copied(1, DIGESTS[1], 0.0) == []
+    assert lease.spoiled(1, "?", 0.0) == []
+    assert lease.outcome is None
+
+
+def test_more_pieces_than_the_window_has_are_damage() -> None:
+    lease = begun(opening(7, 2, first=1, window=1))
+    lease.heard(piece(1), 0.0)
+    assert "more than 1 pieces" in abort_and("damaged", lease.heard(piece(2), 0.0))
+
+
+def test_a_spoiled_piece_is_damage() -> None:
+    lease = begun()
+    lease.heard(piece(1), 0.0)
+    assert abort_and("damaged", lease.spoiled(1, "its digest is wrong", 0.0)) == "piece 1: its digest is wrong"
+
+
+@pytest.mark.parametrize("tokens", [TOKENS - 1, TOKENS + 1, 0, -1])
+def test_a_commit_of_other_tokens_is_damage(tokens: int) -> None:
+    lease = begun()
+    commit = Commit(NAME, tokens, COMMIT.digest)
+    assert f"{tokens} tokens" in abort_and("damaged", lease.heard(commit, 0.0))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_commit_that_does_not_cover_what_was_copied_is_damage(first: bool) -> None:
+    lease = begun()
+    commit = Commit(NAME, TOKENS, commit_digest(DIGESTS | {2: b"c" * 16}))
+    if first:
+        lease.heard(commit, 0.0)
+    with_piece(lease, 1)
+    actions = with_piece(lease, 2)
+    abort_and("damaged", actions if first else lease.heard(commit, 0.0))
+
+
+def test_what_was_copied_counts_not_what_was_announced() -> None:
+    lease = begun()
+    lease.heard(COMMIT, 0.0)
+    lease.heard(piece(1), 0.0)
+    lease.copied(1, b"?" * 16, 0.0)
+    lease.heard(piece(2), 0.0)
+    abort_and("damaged", lease.copied(2, DIGESTS[2], 0.0))
+
+
+def test_the_first_commit_counts() -> None:
+    lease = begun()
+    lease.heard(COMMIT, 0.0)
+    assert lease.heard(Commit(NAME, TOKENS, b"?" * 16), 0.0) == []
+    with_piece(lease, 1)
+    assert with_piece(lease, 2) == TRANSFERRED
+
+
+@pytest.mark.parametrize(("said", "cached"), [(-5, 0), (0, 0), (TOKENS, TOKENS), (10**9, TOKENS)])
+def test_no_more_tokens_were_cached_than_there_are(said: int, cached: int) -> None:
+    lease = begun()
+    with_piece(lease, 1)
+    with_piece(lease, 2)
+    lease.heard(Commit(NAME, TOKENS, COMMIT.digest, said), 0.0)
+    assert lease.cached == cached
+
+
+def test_a_refusal_is_told_with_its_reason() -> None:
+    assert begun().heard(Refuse(NAME, "--block-size is 16 there"), 0.0) == [
+        DecodeEnd("refused", "--block-size is 16 there")
+    ]
+
+
+@pytest.mark.parametrize(("given", "told"), [("out of room", "out of room"), ("", "the prefill worker broke off")])
+def test_an_abort_of_the_other_side_is_a_loss(given: str, told: str) -> None:
+    assert begun().heard(Abort(NAME, given), 0.0) == [DecodeEnd("lost", told)]
+
+
+def test_a_connection_that_goes_is_a_loss() -> None:
+    assert begun().gone("disconnected", 0.0) == [DecodeEnd("lost", "disconnected")]
+
+
+def test_the_other_side_is_told_of_an_abort() -> None:
+    abort_and("aborted", begun().abort(0.0))
+
+
+def test_nothing_happens_after_the_end() -> None:
+    lease = begun()
+    lease.heard(piece(1), 0.0)
+    lease.abort(0.0)
+    heard: list[FromPrefill] = [Accept(NAME), Refuse(NAME, ""), piece(2), COMMIT, Alive(NAME), Abort(NAME)]
+    for message in heard:
+        assert lease.heard(message, 1.0) == []
+    assert lease.copied(1, DIGESTS[1], 1.0) == lease.spoiled(1, "", 1.0) == []
+    assert lease.gone("", 1.0) == lease.abort(1.0) == lease.tick(1e9) == []
+    assert lease.outcome == "aborted"
+
+
+def test_silence_ends_it() -> None:
+    lease = begun()
+    lease.heard(Accept(NAME), 1.0)
+    assert abort_and("expired", lease.tick(1.0 + SILENCE)) == "the other side is silent"
+
+
+def test_any_word_keeps_it_alive_up_to_its_longest() -> None:
+    lease = begun(longest=30.0)
+    for now in range(30):
+        lease.heard(Alive(NAME), float(now))
+        lease.tick(float(now))
+        assert lease.outcome is None
+    assert "longer" in abort_and("expired", lease.tick(30.0))
+
+
+def test_it_opens_again_until_it_hears_something() -> None:
+    lease = begun()
+    assert lease.tick(lease.next_tick) == [Say(OPEN)]
+    lease.heard(Alive(NAME), 3.0)
+    assert lease.tick(lease.next_tick) == [Say(Alive(NAME))]
+
+
+def test_it_repeats_its_credit_when_it_is_quiet() -> None:
+    lease = begun()
+    with_piece(lease, 1, now=1.0)
+    assert lease.next_tick == 1.0 + SILENCE / 4
+    assert lease.tick(lease.next_tick - 0.1) == []
+    assert lease.tick(lease.next_tick) == [Say(Credit(NAME, 1))]
+    assert lease.next_tick == 1.0 + SILENCE / 2

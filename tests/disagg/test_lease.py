@@ -1,0 +1,89 @@
+import math
+from hashlib import blake2b
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fd_core.disagg.lease import Clock, commit_digest, flaw, wanted
+from fd_core.disagg.messages import Open
+from tests.disagg.world import opening
+
+DIGESTS = st.dictionaries(st.integers(0, 2**31 - 1), st.binary(min_size=16, max_size=16), max_size=5)
+
+
+def changed(**fields: object) -> Open:
+    return msgspec.structs.replace(opening(1, 2), **fields)
+
+
+@given(digests=DIGESTS)
+def test_a_commit_digest_does_not_depend_on_the_order_of_arrival(digests: dict[int, bytes]) -> None:
+    assert commit_digest(digests) == commit_digest(dict(reversed(digests.items())))
+
+
+@given(one=DIGESTS, other=DIGESTS)
+def test_a_commit_digest_is_of_indices_and_digests(one: dict[int, bytes], other: dict[int, bytes]) -> None:
+    assert (commit_digest(one) == commit_digest(other)) == (one == other)
+
+
+def test_a_commit_digest_is_what_the_other_version_computes_too() -> None:
+    expected = blake2b(b"\0\0\0\0" + b"a" * 16 + b"\1\0\0\0" + b"b" * 16, digest_size=16).digest()
+    assert commit_digest({1: b"b" * 16, 0: b"a" * 16}) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "first", "indices"),
+    [(1, 0, [0]), (2, 0, [0]), (3, 0, [0, 1]), (4, 1, [1]), (5, 1, [1, 2]), (4, 2, [])],
+)
+def test_wanted_are_all_blocks_of_the_tokens_but_the_first(tokens: int, first: int, indices: list[int]) -> None:
+    assert [*wanted(changed(tokens=bytes(4 * tokens), first=first))] == indices
+
+
+def test_a_good_opening_has_no_flaw() -> None:
+    assert flaw(opening(1, 2)) is None
+    assert flaw(opening(2**128 - 1, 1, first=3, window=1, silence=0.05)) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"lease": ""}, "32 hexadecimal digits"),
+        ({"lease": "g" * 32}, "32 hexadecimal digits"),
+        ({"lease": "A" * 32}, "32 hexadecimal digits"),
+        ({"lease": "0" * 32 + "\n"}, "32 hexadecimal digits"),
+        ({"lease": "\N{ARABIC-INDIC DIGIT ONE}" * 32}, "32 hexadecimal digits"),
+        ({"tokens": b""}, "no KV"),
+        ({"tokens": bytes(11)}, "no KV"),
+        ({"first": -1}, "no KV"),
+        ({"first": 2}, "no KV"),
+        ({"first": 2**70}, "no KV"),
+        ({"window": 0}, "window"),
+        ({"silence": 0.0}, "0.05 to 3600 seconds"),
+        ({"silence": -1.0}, "0.05 to 3600 seconds"),
+        ({"silence": math.nan}, "0.05 to 3600 seconds"),
+        ({"silence": math.inf}, "0.05 to 3600 seconds"),
+    ],
+)
+def test_an_opening_that_cannot_be_is_told_why(fields: dict[str, object], words: str) -> None:
+    assert words in str(flaw(changed(**fields)))
+
+
+def test_a_side_speaks_four_times_before_the_other_takes_it_for_dead() -> None:
+    clock = Clock(8.0, 100.0, now=50.0)
+    assert clock.next == 52.0
+    assert [clock.quiet(now) for now in (51.9, 52.0)] == [False, True]
+    clock.said(52.0)
+    assert clock.next == 54.0
+    clock.postpone(54.0)
+    assert clock.next == 54.5
+
+
+def test_a_side_is_late_after_its_silence_or_after_all() -> None:
+    clock = Clock(8.0, 20.0, now=0.0)
+    assert clock.late(7.9) is None
+    assert "silent" in str(clock.late(8.0))
+    clock.heard(7.0)
+    clock.heard(14.0)
+    assert clock.late(19.9) is None
+    assert "longer than any" in str(clock.late(20.0))

@@ -1,0 +1,91 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fd_core.disagg.ticket import read_ticket, sign_ticket
+
+KEY = b"k" * 32
+PEER = "10.0.0.7:5001"
+ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=20)  # halves of surrogates too
+
+
+@pytest.mark.parametrize(
+    "peer", [PEER, "worker-1.example.com:1", "a_b:65535", "[::1]:5001", "[fe80::1]:5001", "[::ffff:10.0.0.7]:80"]
+)
+def test_a_signed_address_is_read_back(peer: str) -> None:
+    assert read_ticket(KEY, "r1", sign_ticket(KEY, "r1", peer)) == peer
+
+
+def test_a_ticket_is_good_for_its_request_only() -> None:
+    assert read_ticket(KEY, "r2", sign_ticket(KEY, "r1", PEER)) is None
+
+
+def test_a_ticket_is_good_with_its_secret_only() -> None:
+    assert read_ticket(b"z" * 32, "r1", sign_ticket(KEY, "r1", PEER)) is None
+
+
+def test_a_ticket_is_good_for_its_address_only() -> None:
+    mac = sign_ticket(KEY, "r1", PEER).partition(";")[2]
+    assert read_ticket(KEY, "r1", f"10.0.0.8:5001;{mac}") is None
+
+
+@given(place=st.integers(0, 200), sign=st.characters())
+def test_a_changed_ticket_is_none(place: int, sign: str) -> None:
+    ticket = sign_ticket(KEY, "r1", PEER)
+    place %= len(ticket)
+    changed = ticket[:place] + sign + ticket[place + 1 :]
+    assert (read_ticket(KEY, "r1", changed) == PEER) == (changed == ticket)
+
+
+@given(ticket=ANY_TEXT)
+def test_anything_else_is_no_ticket(ticket: str) -> None:
+    assert read_ticket(KEY, "r1", ticket) is None
+    assert read_ticket(KEY, "r1", f"{PEER};{ticket}") is None
+
+
+@given(one=st.tuples(ANY_TEXT, ANY_TEXT), other=st.tuples(ANY_TEXT, ANY_TEXT))
+def test_no_two_pairs_of_request_and_address_share_a_signature(one: tuple[str, str], other: tuple[str, str]) -> None:
+    signatures = [sign_ticket(KEY, request, peer).rpartition(";")[2] for request, peer in (one, other)]
+    assert (signatures[0] == signatures[1]) == (one == other)
+
+
+def test_a_line_end_does_not_move_text_between_request_and_address() -> None:
+    mac = sign_ticket(KEY, "r1", f"x\n{PEER}").rpartition(";")[2]
+    assert read_ticket(KEY, "r1\nx", f"{PEER};{mac}") is None
+
+
+@given(request=ANY_TEXT)
+def test_any_request_id_can_be_signed(request: str) -> None:
+    assert read_ticket(KEY, request, sign_ticket(KEY, request, PEER)) == PEER
+
+
+@pytest.mark.parametrize(
+    "peer",
+    [
+        "",
+        "host",
+        "host:",
+        ":80",
+        "host:0",
+        "host:65536",
+        "host:99999",
+        "host:80\n",
+        "host:80:80",
+        "a b:80",
+        "host/path:80",
+        "user@host:80",
+        "tcp://host:80",
+        "[::1:80",
+        "::1:80",
+        "*:80",
+        "host:\N{ARABIC-INDIC DIGIT EIGHT}0",
+        "h\N{LATIN SMALL LETTER O WITH DIAERESIS}st:80",
+        "h" * 254 + ":80",
+    ],
+)
+def test_what_cannot_be_an_address_is_none_even_if_it_was_signed(peer: str) -> None:
+    assert read_ticket(KEY, "r1", sign_ticket(KEY, "r1", peer)) is None
+
+
+def test_a_long_ticket_is_not_even_looked_at() -> None:
+    assert read_ticket(KEY, "r1", sign_ticket(KEY, "r1", PEER) + " " * 10**6) is None
