@@ -1,0 +1,235 @@
+"""A real `fdcore route` and real workers behind it, each a process that can be killed, stopped and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+__all__ = ["Cluster", "Node", "Usage", "cluster_of", "eventually"]
+
+_START_SECONDS = 120.0
+_END_SECONDS = 60.0
+_ASK_SECONDS = aiohttp.ClientTimeout(total=20)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a process and its children hold."""
+
+    descriptors: int
+    threads: int
+    resident_bytes: int
+
+
+@dataclass(slots=True)
+class Node:
+    """One `fdcore` process at a port of its own, and the engine's process below it if it has one."""
+
+    name: str
+    role: str
+    port: int
+    arguments: Sequence[str]
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    starts: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "fd_core.cli", *self.arguments, "--port", str(self.port)]
+        with self.log.open("ab") as output:
+            self.process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        self.starts += 1
+
+    def children(self) -> list[int]:
+        """Return the processes right below: a worker's engine."""
+        found: list[int] = []
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{self.pid}/task").iterdir():
+                found += map(int, (task / "children").read_text().split())
+        return found
+
+    def usage(self) -> Usage:
+        """Add up descriptors, threads and memory of the process and its children."""
+        pids = [self.pid, *self.children()]
+        return Usage(
+            sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids),  # noqa: PTH208  # counts names, needs no paths
+            sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids),  # noqa: PTH208
+            sum(_resident(pid) for pid in pids),
+        )
+
+    async def kill(self) -> None:
+        """SIGKILL the process alone: what it started has to notice by itself."""
+        children = self.children()
+        os.kill(self.pid, signal.SIGKILL)
+        assert self.process is not None
+        await asyncio.to_thread(self.process.wait, 10)
+        await eventually(lambda: not any(map(_lives, children)), 15, f"an engine of {self.name} outlives its server")
+
+    def send_all(self, number: signal.Signals) -> None:
+        """Send a signal to the process and its children."""
+        for pid in (self.pid, *self.children()):
+            os.kill(pid, number)
+
+    async def leave(self) -> None:
+        """Ctrl-C, as an operator does it: the process drains and ends in order."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGINT)
+        code = await asyncio.to_thread(self.process.wait, _END_SECONDS)
+        assert code in (0, 130), f"{self.name} ended with {code}:\n{self.said()}"
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def destroy(self) -> None:
+        """Leave nothing behind, whatever state it is in."""
+        if self.process is None or self.process.poll() is not None:
+            return
+        for pid in (*self.children(), self.pid):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(10)
+
+
+@dataclass(slots=True)
+class Cluster:
+    """The router, its workers, and a session to ask them how they are."""
+
+    router: Node
+    workers: list[Node]
+    session: aiohttp.ClientSession
+
+    async def status(self) -> Any:
+        async with self.session.get(f"{self.router.url}/status.json") as answer:
+            return await answer.json()
+
+    async def metrics(self, node: Node) -> dict[str, float]:
+        """Return every sample of a node by its name and labels as they are written."""
+        async with self.session.get(f"{node.url}/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        return {
+            name.removeprefix("fdcore_"): float(value)
+            for name, _, value in (line.rpartition(" ") for line in lines if line and line[0] != "#")
+        }
+
+    async def healthy(self, *nodes: Node) -> bool:
+        """Whether the router would send requests to these, as the processes that they are at this moment."""
+        try:
+            shown = {each["worker"]["url"]: each["state"] for each in (await self.status())["workers"]}
+            return all(shown.get(node.url) == "healthy" for node in nodes) and all(
+                [await self._serves(node) for node in nodes]
+            )
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+
+    async def _serves(self, node: Node) -> bool:
+        async with self.session.get(f"{node.url}/ready") as answer:
+            return answer.status == 200
+
+    async def come_up(self, *nodes: Node, seconds: float = _START_SECONDS) -> None:
+        """Wait until these are served."""
+        ends = time.monotonic() + seconds
+        while not await self.healthy(*nodes):
+            for node in nodes:
+                assert node.process is not None
+                assert node.process.poll() is None, f"{node.name} ended by itself:\n{node.said()}"
+            if time.monotonic() > ends:
+                logs = "\n".join(f"--- {node.name}\n{node.said()}" for node in (self.router, *nodes))
+                raise AssertionError(f"{[node.name for node in nodes]} do not come up:\n{logs}")
+            await asyncio.sleep(0.1)
+
+
+@contextlib.asynccontextmanager
+async def cluster_of(
+    folder: Path, serve: Sequence[str], route: Sequence[str], roles: Sequence[str]
+) -> AsyncIterator[Cluster]:
+    """Run a router and a worker for each of `roles`, every other mixed one registered by itself; end all with Ctrl-C.
+
+    `serve` and `route` are what follows `fdcore serve` and `fdcore route` for all of them.
+    """
+    secret = folder / "secret"
+    secret.write_text("a-secret-of-this-cluster\n")
+    secret.chmod(0o600)
+    port, admin, *ports = _free_ports(2 + len(roles))
+    joins = ("--router", f"http://127.0.0.1:{admin}", "--router-secret-file", str(secret))
+    workers: list[Node] = []
+    named: list[str] = []
+    for role, at in zip(roles, ports, strict=True):
+        number = sum(worker.role == role for worker in workers) + 1
+        node = Node(f"{role}-{number}", role, at, ["serve", *serve], folder / f"{role}-{number}.log")
+        if role != "mixed":
+            node.arguments = [*node.arguments, "--role", role, "--transfer-secret-file", str(secret)]
+        if role == "mixed" and number % 2:
+            node.arguments = [*node.arguments, *joins]
+        else:
+            named += ["--worker" if role == "mixed" else f"--{role}", node.url]
+        workers.append(node)
+    own = ("--admin-port", str(admin), "--router-secret-file", str(secret))
+    router = Node("router", "router", port, ["route", *route, *own, *named], folder / "router.log")
+    if set(roles) - {"mixed"}:
+        router.arguments = [*router.arguments, "--transfer-secret-file", str(secret)]
+    try:
+        for node in (router, *workers):
+            node.start()
+        async with aiohttp.ClientSession(timeout=_ASK_SECONDS) as session:
+            cluster = Cluster(router, workers, session)
+            await cluster.come_up(*workers)
+            yield cluster
+        await asyncio.gather(*(worker.leave() for worker in workers))
+        await router.leave()
+        for node in (router, *workers):
+            assert "Traceback" not in node.said(), f"{node.name}:\n{node.said()}"
+    finally:
+        for node in (router, *workers):
+            node.destroy()
+
+
+async def eventually(true: Any, seconds: float, otherwise: str) -> None:
+    """Wait until `true()` is."""
+    ends = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < ends, otherwise
+        await asyncio.sleep(0.05)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Return ports below the range that outgoing connections take, so that a worker that is away keeps its own."""
+    found: list[int] = []
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in range(low - 1 - os.getpid() % 4000, 1024, -1):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise AssertionError("there are no free ports")
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _resident(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

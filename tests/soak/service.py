@@ -1,0 +1,244 @@
+"""A service of several workers under a crowd of clients and a plan of troubles, and what must hold whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+from tests.server.processes import serving
+from tests.soak.cluster import Cluster, Usage, cluster_of
+from tests.soak.crowd import Answer, Crowd, Manner, Prompt, Report, ask_alone, manners
+from tests.soak.troubles import KINDS, Executed, Kind, plan, work_off
+from tests.soak.watching import Watch, at_rest, usages
+
+__all__ = ["NULL", "SMALL", "SMOLLM2", "Scale", "endure"]
+
+_STEMS: Final = 12
+_NO_ENDS: Final = ("selected", "prompt_blocks", "hit_blocks")
+"""What is no end of a selection in a tally."""
+_MIB: Final = 1 << 20
+_SPARE_DESCRIPTORS: Final = 12
+"""For each connection that can be idle by then: health checks keep some of those to each worker in use."""
+_SPARE_THREADS: Final = 4
+_SPARE_BYTES: Final = 24 * _MIB
+"""What the router's memory may grow by in the last half of a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is asked of which model."""
+
+    model: str
+    serve: tuple[str, ...]
+    route: tuple[str, ...]
+    vocabulary: tuple[int, int]
+    requests: int
+    at_once: int
+    prompts: int
+    """Different ones; each is asked many times."""
+    long_tokens: int
+    """Tokens of an answer that fills every buffer on its way."""
+    longest: float
+    """Seconds that one request may take."""
+    rounds: int = 2
+    kinds: tuple[Kind, ...] = KINDS
+    rests: float = 12.0
+    """Seconds after which nothing may be counted or leased any more."""
+
+
+_HEALTH: Final = ("--health-check-interval-secs", "0.5", "--health-check-timeout-secs", "2")
+_SERVE: Final = ("--num-threads", "1", "--log-level", "warning", "--block-size", "16")
+NULL: Final = Scale(
+    model="null",
+    serve=(
+        *("null", "--backend", "null", "--max-model-len", "2048", "--max-num-seqs", "24", "--num-kv-blocks", "256"),
+        *_SERVE,
+    ),
+    route=("--policy", "cache_aware", "--tokenizer", "bytes", "--cache-block-size", "16", *_HEALTH),
+    vocabulary=(0, 256),
+    requests=10_000,
+    at_once=96,
+    prompts=300,
+    long_tokens=1200,
+    longest=60.0,
+)
+SMALL: Final = replace(NULL, requests=800, at_once=16, prompts=60, long_tokens=800, rounds=1)
+"""Less than a minute."""
+SMOLLM2: Final = Scale(
+    model="smollm2",
+    serve=("smollm2", "--backend", "cpu", "--max-model-len", "512", "--num-kv-blocks", "256", *_SERVE),
+    route=("--policy", "cache_aware", "--tokenizer", "smollm2", "--cache-block-size", "16", *_HEALTH),
+    vocabulary=(1000, 20000),
+    requests=300,
+    at_once=16,
+    prompts=40,
+    long_tokens=120,
+    longest=300.0,
+    rounds=1,
+)
+
+
+@dataclass(slots=True)
+class Run:
+    """Everything that is known of a run at its end."""
+
+    report: Report
+    done: Executed
+    watch: Watch
+    before: dict[str, Usage] = field(default_factory=dict)
+    after: dict[str, Usage] = field(default_factory=dict)
+    seconds: float = 0.0
+    rested: float = 0.0
+    streams_broken: int = 0
+    requeued: float = 0.0
+
+
+def endure(folder: Path, scale: Scale, roles: Sequence[str], seed: int) -> Run:
+    """Run it all and check everything; prints what happened."""
+    print(f"seed {seed}")
+    prompts = _prompts(scale, seed)
+    with serving(folder / "alone.log", *scale.serve, "--num-kv-blocks", "2048") as alone:
+        whole = asyncio.run(ask_alone(alone.url, prompts))
+    run = asyncio.run(_run(folder, scale, roles, seed, prompts, whole))
+    _tell(run)
+    _check(run, scale)
+    return run
+
+
+async def _run(
+    folder: Path, scale: Scale, roles: Sequence[str], seed: int, prompts: list[Prompt], whole: list[list[Answer]]
+) -> Run:
+    every = manners(prompts, scale.requests, seed)
+    async with cluster_of(folder, scale.serve, scale.route, roles) as cluster:
+        crowd = Crowd(cluster.router.url, prompts, whole, at_once=scale.at_once, longest=scale.longest)
+        # What is allocated once, such as threads at the first request, belongs to the start.
+        await crowd.ask_all(manners(prompts, scale.requests // 20, seed + 1))
+        await at_rest(cluster, scale.rests)
+        before = await _usages_at_rest(cluster, None)
+        watch, done = Watch(cluster), Executed()
+        lanes = plan(roles, seed, kinds=scale.kinds, rounds=scale.rounds)
+        began = time.monotonic()
+
+        async def begins(share: float) -> None:
+            while crowd.asked < scale.requests // 20 + share * scale.requests:
+                await asyncio.sleep(0.05)
+
+        async with asyncio.TaskGroup() as group:
+            looking = group.create_task(watch.look())
+            working = [group.create_task(work_off(lane, cluster, done, begins)) for lane in lanes.values()]
+            await crowd.ask_all(_until_worked_off(every, working))
+            await asyncio.gather(*working)
+            looking.cancel()
+        run = Run(crowd.report, done, watch, before, seconds=time.monotonic() - began)
+        run.rested = await at_rest(cluster, scale.rests)
+        shown = await cluster.status()
+        assert shown["faults"] == 0
+        for each in shown["workers"]:
+            tally = each["tally"]
+            ends = sum(count for name, count in tally.items() if name not in _NO_ENDS)
+            assert tally["selected"] == ends, each
+        run.streams_broken = shown["streams_broken"]
+        for worker in cluster.workers:
+            run.requeued += (await cluster.metrics(worker))["requests_requeued_total"]
+        run.after = await _usages_at_rest(cluster, before)
+        return run
+
+
+def _until_worked_off(every: Sequence[Manner], working: Sequence[asyncio.Task[None]]) -> Iterator[Manner]:
+    """Yield all, and then again from the beginning for as long as there is trouble."""
+    yield from every
+    again = itertools.cycle(every)
+    while not all(task.done() for task in working):
+        yield next(again)
+
+
+def _prompts(scale: Scale, seed: int) -> list[Prompt]:
+    """Return prompts that begin alike in groups, as ids or as a conversation; some with two answers, some long."""
+    rng = random.Random(seed)
+    stems = [[rng.randrange(*scale.vocabulary) for _ in range(rng.randrange(16, 96))] for _ in range(_STEMS)]
+    made = []
+    for index in range(scale.prompts):
+        long = index % 25 == 0
+        body = {
+            "model": scale.model,
+            "max_tokens": scale.long_tokens if long else rng.randrange(4, 56),
+            "temperature": (0.0, 0.7, 1.2)[index % 3],
+            "top_p": 0.9 if index % 4 == 0 else 1.0,
+            "seed": index,
+            "ignore_eos": long or index % 2 == 0,
+            "return_token_ids": True,
+        }
+        stem, tail = stems[index % _STEMS], [rng.randrange(*scale.vocabulary) for _ in range(rng.randrange(1, 40))]
+        if index % 3:
+            body |= {"prompt": stem + tail, "n": 2 if index % 20 == 1 else 1}
+            made.append(Prompt("/v1/completions", body, long))
+        else:
+            words = " ".join(map(str, stem[:24])), " ".join(map(str, tail[:8]))
+            turns = [{"role": "system", "content": words[0]}, {"role": "user", "content": words[1]}]
+            made.append(Prompt("/v1/chat/completions", {**body, "messages": turns}, long))
+    return made
+
+
+async def _usages_at_rest(cluster: Cluster, before: dict[str, Usage] | None) -> dict[str, Usage]:
+    """Return what every process holds once connections that nobody uses are closed, or at last."""
+    ends = time.monotonic() + 15.0
+    await asyncio.sleep(4.0)
+    while True:
+        found = usages(cluster)
+        if before is None or not _grown(before, found) or time.monotonic() > ends:
+            return found
+        await asyncio.sleep(0.5)
+
+
+def _grown(before: dict[str, Usage], after: dict[str, Usage]) -> list[str]:
+    """Say who holds more than at the start, also if it was started anew in between."""
+    return [
+        f"{name}: {before[name]} became {now}"
+        for name, now in after.items()
+        if now.descriptors > before[name].descriptors + _SPARE_DESCRIPTORS * (len(after) if name == "router" else 1)
+        or now.threads > before[name].threads + _SPARE_THREADS
+    ]
+
+
+def _tell(run: Run) -> None:
+    """Print what happened, for whoever reads the report."""
+    report, done, watch = run.report, run.done, run.watch
+    print(f"{report.requests} requests in {run.seconds:.1f} s, the slowest took {report.longest:.1f} s")
+    for name, count in sorted(report.outcomes.items()):
+        print(f"  {name}: {count}")
+    print(*done.happened, sep="\n")
+    print(
+        f"{len(done.kills)} servers killed under {done.requests_at_kills} requests, {run.streams_broken} streams broken"
+    )
+    print(f"{run.requeued:.0f} requests taken up by another engine; at rest after {run.rested:.2f} s")
+    print(f"{watch.samples} samples; at most {watch.most_requests} requests; {watch.most_by_gauge}")
+    resident = [size // _MIB for size in watch.resident_bytes]
+    print(
+        f"router: {resident[:: max(1, len(resident) // 12)]} MiB; {run.before['router']} became {run.after['router']}"
+    )
+    for violation in report.violations[:20]:
+        print(f"  WRONG {violation}")
+
+
+def _check(run: Run, scale: Scale) -> None:
+    report, done, watch = run.report, run.done, run.watch
+    assert not report.violations and not watch.violations, (report.violations[:5], watch.violations)
+    assert report.requests >= scale.requests
+    assert report.count("left") > 0.2 * report.requests
+    assert not report.count("refused"), "somebody could have taken it"
+    for broken in report.broken:
+        assert broken.code == "worker_lost", broken
+        assert any(broken.began <= dead and broken.ended >= before for before, dead in done.kills), (
+            f"a stream broke off that no killed worker had begun: {broken}, {done.kills}"
+        )
+    # What came to a worker between the look at it and its end is not counted there.
+    assert len(report.broken) <= run.streams_broken <= done.requests_at_kills + 8 * len(done.kills)
+    assert not (grown := _grown(run.before, run.after)), grown
+    half = watch.resident_bytes[len(watch.resident_bytes) // 2]
+    assert run.after["router"].resident_bytes < half + _SPARE_BYTES

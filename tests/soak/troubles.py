@@ -1,0 +1,118 @@
+"""What befalls workers while they serve: a plan made from a seed, and its execution."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from tests.soak.cluster import Cluster, Node
+
+__all__ = ["Executed", "Kind", "Trouble", "plan", "work_off"]
+
+Kind = Literal["kill", "stop", "kill_engine", "drain"]
+KINDS: Final[tuple[Kind, ...]] = ("kill", "stop", "kill_engine", "drain")
+_RECOVERS_SECONDS: Final = 120.0
+_BUSY_SECONDS: Final = 5.0
+"""How long a worker that is to be killed is waited for to have something to lose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """One thing that befalls one worker, by its number."""
+
+    kind: Kind
+    worker: int
+    seconds: float
+    """How long it is away, or stands still, before somebody does something about it."""
+
+
+@dataclass(slots=True)
+class Executed:
+    """What has happened so far."""
+
+    kills: list[tuple[float, float]] = field(default_factory=list)
+    """When servers were killed: from just before until they were surely dead."""
+    happened: list[str] = field(default_factory=list)
+    requests_at_kills: int = 0
+    """Requests that the router counted on workers right before they were killed."""
+
+
+def plan(
+    roles: Sequence[str], seed: int, *, kinds: Sequence[Kind] = KINDS, rounds: int = 1
+) -> dict[str, list[Trouble]]:
+    """Return for each role every kind of trouble, `rounds` times over, in an order and for workers by chance."""
+    rng = random.Random(seed)
+    lanes = {}
+    for role in sorted(set(roles)):
+        those = [number for number, each in enumerate(roles) if each == role]
+        lane = [Trouble(kind, rng.choice(those), _away(kind, rng)) for kind in kinds * rounds]
+        rng.shuffle(lane)
+        lanes[role] = lane
+    return lanes
+
+
+def _away(kind: Kind, rng: random.Random) -> float:
+    return rng.uniform(3.0, 6.0) if kind == "stop" else rng.uniform(0.2, 1.2)
+
+
+async def work_off(
+    lane: Sequence[Trouble], cluster: Cluster, done: Executed, begins: Callable[[float], Awaitable[None]]
+) -> None:
+    """Let everything happen to the workers of one role, one thing after the other.
+
+    The next one comes when all is well again and `begins` returns, which is called with a share of the run.
+    """
+    for number, trouble in enumerate(lane):
+        await begins((number + 0.5) / (len(lane) + 1))
+        worker, at = cluster.workers[trouble.worker], time.monotonic()
+        await _HAPPENS[trouble.kind](cluster, worker, trouble.seconds, done)
+        await cluster.come_up(worker, seconds=_RECOVERS_SECONDS)
+        done.happened.append(f"{trouble.kind} {worker.name}: well again after {time.monotonic() - at:.1f} s")
+
+
+async def _kill(cluster: Cluster, worker: Node, seconds: float, done: Executed) -> None:
+    ends = time.monotonic() + _BUSY_SECONDS
+    while not (running := await _requests_at(cluster, worker)) and time.monotonic() < ends:
+        await asyncio.sleep(0.01)
+    done.requests_at_kills += running
+    before = time.monotonic()
+    await worker.kill()
+    done.kills.append((before, time.monotonic()))
+    await asyncio.sleep(seconds)
+    worker.start()
+
+
+async def _stop(cluster: Cluster, worker: Node, seconds: float, done: Executed) -> None:
+    worker.send_all(signal.SIGSTOP)
+    await asyncio.sleep(seconds)
+    worker.send_all(signal.SIGCONT)
+
+
+async def _kill_engine(cluster: Cluster, worker: Node, seconds: float, done: Executed) -> None:
+    epoch = (await cluster.metrics(worker))["engine_epoch"]
+    (engine,) = worker.children()
+    os.kill(engine, signal.SIGKILL)
+    ends = time.monotonic() + _RECOVERS_SECONDS
+    while (await cluster.metrics(worker))["engine_epoch"] == epoch:
+        assert time.monotonic() < ends, f"{worker.name} has no other engine:\n{worker.said()}"
+        await asyncio.sleep(0.1)
+
+
+async def _drain(cluster: Cluster, worker: Node, seconds: float, done: Executed) -> None:
+    await worker.leave()
+    await asyncio.sleep(seconds)
+    worker.start()
+
+
+async def _requests_at(cluster: Cluster, worker: Node) -> int:
+    shown = (await cluster.status())["workers"]
+    return sum(each["load"]["requests"] for each in shown if each["worker"]["url"] == worker.url)
+
+
+_HAPPENS: Final = {"kill": _kill, "stop": _stop, "kill_engine": _kill_engine, "drain": _drain}

@@ -1,0 +1,107 @@
+"""Looks at the router and the workers all the time while they are in trouble, and at what they have left at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Final
+
+import aiohttp
+
+from tests.server.processes import GAUGES
+from tests.soak.cluster import Cluster, Node, Usage
+
+__all__ = ["Watch", "at_rest", "gauges_of", "usages"]
+
+_EVERY_SECONDS: Final = 0.5
+_NOTHING: Final = {"requests": 0, "waiting": 0, "prefill_tokens": 0}
+_OPEN_LEASES: Final = "leases_open"
+_ROUTER_GAUGES: Final = (
+    *("router_requests", "router_prefill_tokens"),
+    *("router_worker_requests", "router_worker_prefill_tokens"),
+)
+
+
+@dataclass(slots=True)
+class Watch:
+    """Samples that were taken during a run."""
+
+    cluster: Cluster
+    samples: int = 0
+    most_requests: int = 0
+    most_by_gauge: dict[str, float] = field(default_factory=dict)
+    resident_bytes: list[int] = field(default_factory=list)
+    """Of the router."""
+    violations: set[str] = field(default_factory=set)
+
+    async def look(self) -> None:
+        """Take samples until cancelled."""
+        while True:
+            await self._router()
+            for worker in self.cluster.workers:
+                await self._worker(worker)
+            await asyncio.sleep(_EVERY_SECONDS)
+
+    async def _router(self) -> None:
+        shown = await self.cluster.status()
+        self.samples += 1
+        self.resident_bytes.append(self.cluster.router.usage().resident_bytes)
+        self.most_requests = max(self.most_requests, shown["total"]["requests"])
+        if shown["faults"]:
+            self.violations.add(f"the router counts {shown['faults']} faults")
+        loads = [shown["total"], *(each["load"] for each in shown["workers"]), *(each[1] for each in shown["departed"])]
+        if any(value < 0 for load in loads for value in load.values()):
+            self.violations.add(f"a load below zero: {loads}")
+        self._not_negative("router", await self.cluster.metrics(self.cluster.router))
+
+    async def _worker(self, worker: Node) -> None:
+        try:
+            async with asyncio.timeout(1.0):
+                metrics = await self.cluster.metrics(worker)
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return  # it is in trouble
+        self._not_negative(worker.name, metrics)
+        for name in gauges_of(metrics):
+            self.most_by_gauge[name] = max(self.most_by_gauge.get(name, 0.0), metrics[name])
+
+    def _not_negative(self, name: str, metrics: dict[str, float]) -> None:
+        self.violations |= {f"{name}: {sample} is {value}" for sample, value in metrics.items() if value < 0}
+
+
+def gauges_of(metrics: dict[str, float]) -> dict[str, float]:
+    """Return a worker's gauges that only requests and leases raise."""
+    names = (*GAUGES, "requests_loading", *(name for name in metrics if _OPEN_LEASES in name))
+    return {name: metrics[name] for name in names}
+
+
+async def at_rest(cluster: Cluster, seconds: float) -> float:
+    """Wait until nothing is counted anywhere; return after how many seconds that was so."""
+    began = time.monotonic()
+    while True:
+        left = await _left(cluster)
+        if not left:
+            return time.monotonic() - began
+        assert time.monotonic() < began + seconds, f"still counted after {seconds:g} s: {left}"
+        await asyncio.sleep(0.1)
+
+
+async def _left(cluster: Cluster) -> dict[str, object]:
+    shown = await cluster.status()
+    metrics = await cluster.metrics(cluster.router)
+    held = {
+        "router": (shown["total"], shown["departed"]),
+        **{each["worker"]["url"]: each["load"] for each in shown["workers"]},
+        **{name: value for name, value in metrics.items() if name.startswith(_ROUTER_GAUGES)},
+    }
+    left = {key: value for key, value in held.items() if value not in (0, _NOTHING, (_NOTHING, []))}
+    for worker in cluster.workers:
+        gauges = {name: value for name, value in gauges_of(await cluster.metrics(worker)).items() if value}
+        if gauges:
+            left[worker.name] = gauges
+    return left
+
+
+def usages(cluster: Cluster) -> dict[str, Usage]:
+    """Return what every process holds, by name."""
+    return {node.name: node.usage() for node in (cluster.router, *cluster.workers)}
