@@ -13,7 +13,6 @@ from fd_core.cli.flags import (
     CONFIG_FILE,
     ENGINE_FLAGS,
     GATEWAY_FLAGS,
-    PAIR_FLAGS,
     ROUTER_FLAGS,
     SERVER_FLAGS,
 )
@@ -24,7 +23,7 @@ README = (ROOT / "README.md").read_text()
 TOUR = (ROOT / "docs" / "tour.md").read_text()
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
 SERVING = (*ENGINE_FLAGS, *SERVER_FLAGS, API_KEY_FILE, CONFIG_FILE)
-FLAGS = tuple(dict.fromkeys((*SERVING, *GATEWAY_FLAGS, *ROUTER_FLAGS, *PAIR_FLAGS)))
+FLAGS = tuple(dict.fromkeys((*SERVING, *GATEWAY_FLAGS, *ROUTER_FLAGS)))
 ELSEWHERE = {"--index-url", "--engines", "--http", "--out", "--rounds"}
 """Flags of other programs that the documents name."""
 

@@ -25,10 +25,10 @@ __all__ = [
     "CONFIG_FILE",
     "ENGINE_FLAGS",
     "GATEWAY_FLAGS",
-    "PAIR_FLAGS",
     "ROUTER_FLAGS",
     "SERVER_FLAGS",
     "TALK_FLAGS",
+    "TRANSFER_SECRET_FILE",
     "Flag",
     "Given",
     "takes_flags",
@@ -224,12 +224,12 @@ ROUTER_FLAGS: Final = (
     Flag(
         "policy",
         values.optional_text,
-        "Who chooses a worker: random, round_robin, power_of_two, request_num, process_tokens, metrics_score, "
+        "Who chooses a mixed worker: random, round_robin, power_of_two, request_num, process_tokens, metrics_score, "
         "cache_aware, prefix_hash, session or a plugin's.",
         "NAME",
     ),
     Flag("cache_block_size", values.whole(1, 65536), "Tokens in a block of the router's prefix index.", "TOKENS"),
-    Flag("max_attempts", values.whole(1, 1000), "Workers that one request is tried on.", "N"),
+    Flag("max_attempts", values.whole(1, 1000), "Workers, or pairs, that one request is tried on.", "N"),
     Flag("max_requests_per_worker", values.whole(0), "Requests that one worker gets at a time; 0 sets no bound.", "N"),
     Flag(
         "health_check_interval_secs",
@@ -257,6 +257,8 @@ GATEWAY_FLAGS: Final = (
         "MODEL",
     ),
     Flag("worker_api_keys", values.keys_in_file, "File with the key of the workers.", "FILE", name="--worker-key-file"),
+    Flag("prefill_policy", values.optional_text, "Who chooses the prefill worker of a pair.", "NAME"),
+    Flag("decode_policy", values.optional_text, "Who chooses the decode worker of a pair.", "NAME"),
     Flag(
         "read_seconds",
         values.number(0, 86400, above=True),
@@ -270,15 +272,12 @@ GATEWAY_FLAGS: Final = (
 )
 """Settings of `GatewayConfig`."""
 
-PAIR_FLAGS: Final = (
-    Flag("prefill", values.names, "Prefill worker of a pair: not served yet.", "URL", repeated=True),
-    Flag("decode", values.names, "Decode worker of a pair: not served yet.", "URL", repeated=True),
-)
-"""Refused with the reason."""
-
 API_KEY_FILE: Final = Flag("api_key_file", values.keys_in_file, "File with API keys, one a line.", "FILE")
 """Adds to `api_keys`."""
 
+    Flag("prefill", values.names, "Address of a prefill worker; may be repeated.", "URL", repeated=True),
+    Flag("decode", values.names, "Address of a decode worker; may be repeated.", "URL", repeated=True),
+    TRANSFER_SECRET_FILE,
 TALK_FLAGS: Final = (
     *(flag for flag in SERVER_FLAGS if flag.field in ("api_keys", "chat_template", "engine")),
     API_KEY_FILE,

@@ -11,7 +11,6 @@ from fd_core.cli.flags import (
     API_KEY_FILE,
     CONFIG_FILE,
     GATEWAY_FLAGS,
-    PAIR_FLAGS,
     ROUTER_FLAGS,
     Given,
     takes_flags,
@@ -28,14 +27,15 @@ __all__ = ["route"]
 
 
 @reports_errors
-@takes_flags(GATEWAY_FLAGS, ROUTER_FLAGS, PAIR_FLAGS, (API_KEY_FILE, CONFIG_FILE))
+@takes_flags(GATEWAY_FLAGS, ROUTER_FLAGS, (API_KEY_FILE, CONFIG_FILE))
 def route(given: Given) -> None:
     """Serve several workers as one: requests go where they are computed soonest.
 
-    Workers are named with --worker, in a file, or register themselves: `fdcore serve MODEL --router URL`.
+    Workers are named with --worker, or as pairs with --prefill and --decode, on the command line or in a file, or they
+    register themselves: `fdcore serve MODEL --router URL`.
     The TOML or JSON file of --config takes every setting, by the names that FastDeploy's router uses too.
     """
-    from fd_core.cli.router_settings import merge_route
+    from fd_core.cli.router_settings import ROLE_FLAGS, merge_route
 
     settings = merge_route(given, os.environ)
     os.environ.pop("FD_API_KEY", None)
@@ -48,6 +48,7 @@ def route(given: Given) -> None:
         from fd_core.cli.serve import loop_factory
         from fd_core.errors import BadRequest, ConfigError
         from fd_core.plugins import installed_plugins
+        from fd_core.router.gateway.pairs import ticket_key
         from fd_core.router.router import Router
         from fd_core.server.listening import bind_socket
 
@@ -57,11 +58,13 @@ def route(given: Given) -> None:
     logging.basicConfig(level=gateway.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     plugins = installed_plugins()
     router = Router(settings.router, plugins.router_policy_class)
-    for url in gateway.workers:
-        try:
-            router.register(url, "mixed", 0.0)
-        except BadRequest as error:
-            raise ConfigError(error.message, field="--worker", hint=error.hint) from error
+    for role, urls in gateway.by_role.items():
+        for url in urls:
+            try:
+                router.register(url, role, 0.0)
+            except BadRequest as error:
+                raise ConfigError(error.message, field=ROLE_FLAGS[role], hint=error.hint) from error
+    key = ticket_key(gateway)
     console = Console(stderr=True)
     text = _text(gateway.tokenizer, console)
     sock = bind_socket(gateway.host, gateway.port)
@@ -71,7 +74,8 @@ def route(given: Given) -> None:
             admin_sock = bind_socket(
                 gateway.admin_host, gateway.admin_port, flag="--admin-port", host_flag="--admin-host"
             )
-        uses_prefix = plugins.router_policy_class(settings.router.policy_of("mixed")).uses_prefix
+        policies = [plugins.router_policy_class(settings.router.policy_of(role)) for role in gateway.roles]
+        uses_prefix = any(policy.uses_prefix for policy in policies)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             from fd_core.router.gateway.serving import serve_gateway
 
@@ -81,6 +85,7 @@ def route(given: Given) -> None:
                     router,
                     text,
                     learns=uses_prefix,
+                    ticket_key=key,
                     sock=sock,
                     admin_sock=admin_sock,
                     on_ready=lambda url: _show(console, settings, url, text, uses_prefix),

@@ -11,18 +11,27 @@ from typing import Any, Final
 
 import msgspec
 
-from fd_core.cli.flags import API_KEY_FILE, CONFIG_FILE, GATEWAY_FLAGS, PAIR_FLAGS, ROUTER_FLAGS, Flag, Given
+from fd_core.cli.flags import API_KEY_FILE, CONFIG_FILE, GATEWAY_FLAGS, ROUTER_FLAGS, Flag, Given
 from fd_core.cli.settings import read_file, read_layer
 from fd_core.errors import ConfigError
 from fd_core.router.config import RouterConfig, router_config
 from fd_core.router.gateway.config import GatewayConfig
+from fd_core.router.workers import Role
 
-__all__ = ["RouteSettings", "merge_route"]
+__all__ = ["ROLE_FLAGS", "RouteSettings", "merge_route"]
 
-_FLAGS: Final = {flag.field: flag for flag in (*ROUTER_FLAGS, *GATEWAY_FLAGS, *PAIR_FLAGS, API_KEY_FILE)}
+_FLAGS: Final = {flag.field: flag for flag in (*ROUTER_FLAGS, *GATEWAY_FLAGS, API_KEY_FILE)}
 _OF_ROUTER: Final = frozenset(flag.field for flag in ROUTER_FLAGS)
-_ALSO: Final = {"workers": "worker", "api-keys": "api-key"}
-"""Keys of a file that may be spelt in the plural."""
+_ALSO: Final = {
+    "workers": "worker",
+    "api-keys": "api-key",
+    "prefills": "prefill",
+    "decodes": "decode",
+    "prefill-workers": "prefill",
+    "decode-workers": "decode",
+}
+"""Other spellings of keys in a file, such as the plural."""
+ROLE_FLAGS: Final[Mapping[Role, str]] = {"mixed": "--worker", "prefill": "--prefill", "decode": "--decode"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,25 +51,44 @@ def merge_route(given: Given, environment: Mapping[str, str]) -> RouteSettings:
         lambda flag: flag.variable,
     )
     merged |= read_layer({flag: given[name] for name, flag in _FLAGS.items() if name in given}, lambda flag: flag.flag)
-    for flag in PAIR_FLAGS:
-        if merged.pop(flag.field, ()):
-            raise ConfigError(
-                "pairs of prefill and decode workers are not served by this router yet",
-                field=flag.flag,
-                hint="start workers without a role and give each with --worker",
-            )
     more_keys = merged.pop(API_KEY_FILE.field, ())
     if more_keys:
         merged["api_keys"] = tuple(dict.fromkeys((*merged.get("api_keys", ()), *more_keys)))
     router = msgspec.structs.replace(of_file, **{name: merged.pop(name) for name in _OF_ROUTER & merged.keys()})
     gateway = GatewayConfig(**merged)
-    if not gateway.workers and not gateway.router_secret:
+    _check_workers(gateway)
+    return RouteSettings(gateway, router)
+
+
+def _check_workers(gateway: GatewayConfig) -> None:
+    """Raise `ConfigError` if somebody has two roles, or if nobody could be served."""
+    roles: dict[str, Role] = {}
+    for role, urls in gateway.by_role.items():
+        for url in {url.strip().rstrip("/") for url in urls}:
+            if url in roles:
+                raise ConfigError(
+                    f"{url} is given as a {roles[url]} worker and as a {role} worker",
+                    field=ROLE_FLAGS[role],
+                    hint="give each worker once, with the role that it was started with",
+                )
+            roles[url] = role
+    if gateway.router_secret:
+        return
+    if not roles:
         raise ConfigError(
             "there is no worker to send requests to",
             field="--worker",
             hint="give http://HOST:PORT of each, or --router-secret-file so that they can register",
         )
-    return RouteSettings(gateway, router)
+    sides: tuple[tuple[Role, Role], ...] = (("prefill", "decode"), ("decode", "prefill"))
+    for role, other in sides:
+        if role in roles.values() and other not in roles.values():
+            flag = ROLE_FLAGS[other]
+            raise ConfigError(
+                f"a {role} worker serves nobody without a {other} worker",
+                field=flag,
+                hint=f"give {flag} http://HOST:PORT, or --router-secret-file so that one can register",
+            )
 
 
 def _file_layer(path: Path) -> tuple[dict[str, Any], RouterConfig]:

@@ -68,6 +68,11 @@ class Placing:
             members.append(next(member for member in pools[role] if member.worker == chosen.worker))
         return Placement(tuple(members), keys, hits)
 
+    def possible(self) -> bool:
+        """Whether a mixed worker, or both sides of a pair, are well enough to be chosen."""
+        fit = [one for one in self._registry if one.state is WorkerState.HEALTHY and not one.unfit]
+        return _sufficient({role: [one for one in fit if one.worker.role == role] for role in ROLES})
+
     def _eligible(self, tried: frozenset[str], now: float) -> dict[Role, list[Member]] | NoWorker:
         """Return the workers that may be chosen, by role, or the first thing that leaves too few of them."""
         pools: dict[Role, list[Member]] = {role: [] for role in ROLES}

@@ -2,6 +2,7 @@
 
 selection = router.select(request, now, rng)      # Selection, or NoWorker
 with selection:                                   # releases at the end, however that comes
+    router.prefilled(selection, now)              # of a pair: its prefill side did its part, or failed, or declined
     ...                                           # stream; selection.first_token() before its first byte goes out
     router.served(selection, now)                 # or router.failed(selection, worker, now)
 selection = router.retry(selection, now, rng)     # after a failure: another worker, only before the first byte
@@ -9,6 +10,7 @@ selection = router.retry(selection, now, rng)     # after a failure: another wor
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 
@@ -17,7 +19,7 @@ from fd_core.router.config import RouterConfig, check
 from fd_core.router.placing import Placement, Placing
 from fd_core.router.policies import Policy
 from fd_core.router.prefix_index import PrefixIndex
-from fd_core.router.selection import NoWorker, RouteRequest, Selection, Verdict
+from fd_core.router.selection import Mode, NoWorker, RouteRequest, Selection, Verdict
 from fd_core.router.snapshot import RouterSnapshot, Tally, WorkerSnapshot
 from fd_core.router.workers import ROLES, Member, Registry, Role, Worker
 
@@ -50,7 +52,8 @@ class Router:
         self._policies: dict[Role, Policy] = {role: policy_class(config.policy_of(role))(config) for role in ROLES}
         self._placing = Placing(config, self._policies, self._registry, self._ledger, self._index)
         self._tallies: dict[Worker, Tally] = {}
-        self._tally = Tally()
+        self._by_role: dict[Role, Tally] = dict.fromkeys(ROLES, Tally())
+        self._modes: dict[Mode, int] = {"mixed": 0, "pd": 0}
         self._refused: Counter[str] = Counter()
         self._retries = 0
         self._next_sweep = 0.0
@@ -73,19 +76,33 @@ class Router:
             self._on_idle(worker)
         return worker
 
-    def health(self, worker: Worker, ok: bool, now: float, *, instance: str | None = None) -> Worker:
+    def health(
+        self,
+        worker: Worker,
+        ok: bool,
+        now: float,
+        *,
+        instance: str | None = None,
+        role: str | None = None,
+        kv_port: int | None = None,
+    ) -> Worker:
         """Take the result of one health check; return the incarnation that has the address from here on.
 
-        `instance` is what the worker answered about its process, if anything. Results for an incarnation that was
-        replaced change nothing. Counters are never touched.
+        `instance` is what the worker answered about its process, if anything, `role` and `kv_port` what it says it is:
+        who says another role than it was given is not chosen, nor is a prefill worker without a port for its KV.
+        Results for an incarnation that was replaced change nothing. Counters are never touched.
         """
-        after = self._registry.health(worker, ok, now, instance=instance)
+        after = self._registry.health(worker, ok, now, instance=instance, role=role, kv_port=kv_port)
         self._replaced(worker, after)
         return after
 
     def workers(self) -> tuple[Worker, ...]:
         """Return every incarnation that is there, draining ones too: those whose health is to be checked."""
         return tuple(member.worker for member in self._registry)
+
+    def ready(self) -> bool:
+        """Whether somebody is well enough to serve a request: a mixed worker, or both sides of a pair."""
+        return self._placing.possible()
 
     def select(self, request: RouteRequest, now: float, rng: float) -> Selection | NoWorker:
         """Choose a worker, or a pair, for a new request, and count it there until the selection is released."""
@@ -103,29 +120,34 @@ class Router:
         if selection.attempt >= self.config.max_attempts:
             tries = f"{selection.attempt} attempts" if selection.attempt > 1 else "the only attempt"
             return self._refuse(NoWorker("too_many_attempts", f"{tries} failed", None))
-        failed = [worker for worker, verdict in selection.verdicts.items() if verdict == "failed"]
+        failed = [worker for worker, verdict in selection.verdicts.items() if verdict != "served"]
         tried = selection.tried | {worker.url for worker in failed or selection.workers}
         following = self._attempt(selection.request, tried, selection.attempt + 1, now, rng)
         self._retries += isinstance(following, Selection)
         return following
 
+    def prefilled(self, selection: Selection, now: float) -> None:
+        """The prefill side of a pair computed the prompt: its prefix is recorded there, whatever becomes of the answer.
+
+        Raises `ValueError` if the selection is no pair.
+        """
+        if selection.mode != "pd":
+            raise ValueError("a mixed worker has no prefill side of its own")
+        self._did_well(selection, selection.prefill, now)
+
     def served(self, selection: Selection, now: float) -> None:
-        """The answer ended well: its prefix is recorded for the workers that served it."""
-        for worker in selection.workers:
-            if not self._judge(selection, worker, "served"):
-                continue
-            self._count(worker, Tally(served=1))
-            member = self._registry.member(worker)
-            if member is None:
-                continue
-            member.circuit.success()
-            if self._policies[worker.role].uses_prefix:
-                self._index.record(worker, selection.keys, now)
+        """The answer ended well: its prefix is recorded for the worker that gave it."""
+        self._did_well(selection, selection.decode, now)
+
+    def declined(self, selection: Selection, worker: Worker) -> None:
+        """`worker` had no room or serves something else: nothing is wrong with it, but a retry goes elsewhere."""
+        _check(selection, worker)
+        if self._judge(selection, worker, "declined"):
+            self._count(worker, Tally(declined=1))
 
     def failed(self, selection: Selection, worker: Worker, now: float, *, severe: bool = False) -> None:
         """`worker`, one of the selection's, failed; `severe` if it cannot even be reached."""
-        if worker not in selection.workers:
-            raise ValueError(f"{worker} is not a worker of this selection")
+        _check(selection, worker)
         if not self._judge(selection, worker, "failed"):
             return
         self._count(worker, Tally(failed=1))
@@ -148,6 +170,8 @@ class Router:
                 load=loads.pop(member.worker, IDLE),
                 tally=self._tallies.get(member.worker, Tally()),
                 index_blocks=self._index.blocks(member.worker),
+                kv_port=member.kv_port,
+                unfit=member.unfit,
             )
             for member in self._registry
         )
@@ -156,7 +180,9 @@ class Router:
             departed=tuple(loads.items()),
             index_blocks=len(self._index),
             total=total,
-            tally=self._tally,
+            tally=functools.reduce(Tally.plus, self._by_role.values()),
+            roles=dict(self._by_role),
+            modes=dict(self._modes),
             refused=dict(self._refused),
             retries=self._retries,
             faults=self._ledger.faults,
@@ -180,7 +206,7 @@ class Router:
             for worker in workers
         )
         self._count_selected(placement)
-        return Selection(
+        chosen = Selection(
             request,
             guards,
             ledger=self._ledger,
@@ -189,12 +215,26 @@ class Router:
             hits=placement.hits,
             tried=tried,
             trials=frozenset(trials),
+            kv_port=placement.members[0].kv_port if len(workers) > 1 else None,
             attempt=attempt,
         )
+        self._modes[chosen.mode] += 1
+        return chosen
 
     def _refuse(self, answer: NoWorker) -> NoWorker:
         self._refused[answer.reason] += 1
         return answer
+
+    def _did_well(self, selection: Selection, worker: Worker, now: float) -> None:
+        if not self._judge(selection, worker, "served"):
+            return
+        self._count(worker, Tally(served=1))
+        member = self._registry.member(worker)
+        if member is None:
+            return
+        member.circuit.success()
+        if self._policies[worker.role].uses_prefix:
+            self._index.record(worker, selection.keys, now)
 
     def _judge(self, selection: Selection, worker: Worker, verdict: Verdict) -> bool:
         """Take down a verdict; one that comes twice or after the release counts as a fault and nothing else."""
@@ -205,12 +245,13 @@ class Router:
         return True
 
     def _on_release(self, selection: Selection) -> None:
+        ended_well = selection.verdicts.get(selection.decode) == "served"
         for worker in selection.workers:
-            if worker in selection.verdicts:
-                continue
-            self._count(worker, Tally(left=1))
+            verdict = selection.verdicts.get(worker)
+            if verdict is None:
+                self._count(worker, Tally(unused=1) if ended_well else Tally(left=1))
             member = self._registry.member(worker)
-            if member is not None and worker in selection.trials:
+            if verdict in (None, "declined") and member is not None and worker in selection.trials:
                 member.circuit.withdraw()
 
     def _on_idle(self, worker: Worker) -> None:
@@ -243,9 +284,14 @@ class Router:
             self._count(member.worker, Tally(selected=1, prompt_blocks=blocks, hit_blocks=hits))
 
     def _count(self, worker: Worker, more: Tally) -> None:
-        self._tally = self._tally.plus(more)
+        self._by_role[worker.role] = self._by_role[worker.role].plus(more)
         if self._registry.member(worker) is not None:
             self._tallies[worker] = self._tallies.get(worker, Tally()).plus(more)
+
+
+def _check(selection: Selection, worker: Worker) -> None:
+    if worker not in selection.workers:
+        raise ValueError(f"{worker} is not a worker of this selection")
 
 
 def _is_trial(member: Member, now: float) -> bool:

@@ -15,7 +15,7 @@ from fd_core.types import IntArray, frozen
 __all__ = ["Mode", "NoWorker", "Reason", "RouteRequest", "Selection", "Verdict"]
 
 Mode = Literal["mixed", "pd"]
-Verdict = Literal["served", "failed"]
+Verdict = Literal["served", "failed", "declined"]
 Reason = Literal["none_registered", "none_healthy", "all_busy", "all_tried", "too_many_attempts", "answer_started"]
 
 
@@ -68,7 +68,8 @@ class Selection:
     """The workers of one attempt, and the guards that count it; made by `Router.select` and `Router.retry`.
 
     The stream that it was made for tells `first_token` when the first byte of the answer comes and `release` in its
-    own `finally`, or uses it as a context manager. Verdicts (`Router.served`, `Router.failed`) come before `release`.
+    own `finally`, or uses it as a context manager. Verdicts (`Router.served`, `prefilled`, `failed`, `declined`) come
+    before `release`.
     """
 
     __slots__ = (
@@ -80,6 +81,7 @@ class Selection:
         "guards",
         "hits",
         "keys",
+        "kv_port",
         "mode",
         "prefill",
         "request",
@@ -100,6 +102,7 @@ class Selection:
         hits: int = 0,
         tried: frozenset[str] = frozenset(),
         trials: frozenset[Worker] = frozenset(),
+        kv_port: int | None = None,
         attempt: int = 1,
     ) -> None:
         self.request = request
@@ -117,6 +120,8 @@ class Selection:
         """Addresses that earlier attempts failed on."""
         self.trials = trials
         """Workers whose circuit breaker let this one request through."""
+        self.kv_port = kv_port
+        """Of the prefill side of a pair: the port from which the decode side takes its KV; None for a mixed worker."""
         self.attempt = attempt
         """1 for the first."""
         self.started = False

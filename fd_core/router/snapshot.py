@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from fd_core.breaker import BreakerState
 from fd_core.router.accounting import Load
-from fd_core.router.workers import Worker, WorkerState
+from fd_core.router.selection import Mode
+from fd_core.router.workers import Role, Worker, WorkerState
 
 __all__ = ["RouterSnapshot", "Tally", "WorkerSnapshot"]
 
@@ -18,6 +19,10 @@ class Tally:
     selected: int = 0
     served: int = 0
     failed: int = 0
+    declined: int = 0
+    """It had no room, or does not serve what was asked for; nothing is wrong with it."""
+    unused: int = 0
+    """Ended well without it: the decode side of the pair had the KV of the prompt, or computed it itself."""
     left: int = 0
     """Ended without a verdict: the client left, or the other side of the pair failed."""
     prompt_blocks: int = 0
@@ -31,6 +36,8 @@ class Tally:
             self.selected + more.selected,
             self.served + more.served,
             self.failed + more.failed,
+            self.declined + more.declined,
+            self.unused + more.unused,
             self.left + more.left,
             self.prompt_blocks + more.prompt_blocks,
             self.hit_blocks + more.hit_blocks,
@@ -50,6 +57,10 @@ class WorkerSnapshot:
     tally: Tally
     index_blocks: int
     """Blocks that it is believed to hold."""
+    kv_port: int | None = None
+    """The port of its transfers, if it told one."""
+    unfit: str = ""
+    """Why it is not chosen for its role although it is healthy, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +76,10 @@ class RouterSnapshot:
     """Everything that is counted, on `departed` ones too."""
     tally: Tally
     """Of all workers there ever were."""
+    roles: dict[Role, Tally]
+    """The same by role."""
+    modes: dict[Mode, int]
+    """Attempts on a mixed worker, and on a pair."""
     refused: dict[str, int]
     """Requests that got no worker, by reason."""
     retries: int

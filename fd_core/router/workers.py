@@ -70,6 +70,10 @@ class Member:
     """Health checks passed in a row."""
     missed: int = 0
     """Health checks failed in a row."""
+    says: str | None = None
+    """The role that its last passed check told; None if it tells none."""
+    kv_port: int | None = None
+    """The port of its transfers, at the host of its address, if its last passed check told one."""
 
     def turn(self, state: WorkerState, now: float) -> None:
         """Change the state, if it is another."""
@@ -78,7 +82,16 @@ class Member:
 
     def open_to_requests(self, now: float) -> bool:
         """Whether it may be chosen."""
-        return self.state is WorkerState.HEALTHY and self.circuit.ready(now)
+        return self.state is WorkerState.HEALTHY and self.circuit.ready(now) and not self.unfit
+
+    @property
+    def unfit(self) -> str:
+        """Why it cannot have the role that it was given, in words; empty if it can, as far as is known."""
+        if self.says not in (None, self.worker.role):
+            return f"it is given as a {self.worker.role} worker and says that its role is {self.says}"
+        if self.worker.role == "prefill" and self.kv_port is None and self.state is WorkerState.HEALTHY:
+            return "it names no port from which decode workers could take what it computes"
+        return ""
 
     @property
     def broken(self) -> bool:
@@ -149,12 +162,21 @@ class Registry:
         del self._members[worker.url]
         return True
 
-    def health(self, worker: Worker, ok: bool, now: float, *, instance: str | None = None) -> Worker:
+    def health(
+        self,
+        worker: Worker,
+        ok: bool,
+        now: float,
+        *,
+        instance: str | None = None,
+        role: str | None = None,
+        kv_port: int | None = None,
+    ) -> Worker:
         """Take the result of one health check of `worker`; return the incarnation that has the address from here on.
 
-        `instance` is what the worker answered about its process. The result of a check of another incarnation changes
-        nothing. A process that is known to be another, or a worker that was unhealthy and is not known to be the same
-        process, is a new incarnation.
+        `instance` is what the worker answered about its process, `role` and `kv_port` about itself; None where it said
+        nothing. The result of a check of another incarnation changes nothing. A process that is known to be another, or
+        a worker that was unhealthy and is not known to be the same process, is a new incarnation.
         """
         member = self.member(worker)
         if member is None or member.state is WorkerState.DRAINING:
@@ -164,6 +186,13 @@ class Registry:
             if member.missed >= self.failure_threshold:
                 member.turn(WorkerState.UNHEALTHY, now)
             return worker
+        member = self._passed(member, now, instance)
+        member.says, member.kv_port = role, kv_port
+        return member.worker
+
+    def _passed(self, member: Member, now: float, instance: str | None) -> Member:
+        """Take a check that passed; return who has the address from here on."""
+        worker = member.worker
         if instance is not None and member.instance not in (None, instance):
             member = self._enter(replace(worker, incarnation=next(self._numbers)), now, instance)
         same_process = instance is not None and instance == member.instance
@@ -171,12 +200,12 @@ class Registry:
         if instance is not None and member.state is not WorkerState.UNHEALTHY:
             member.instance = instance
         if member.passed < self.success_threshold or member.state is WorkerState.HEALTHY:
-            return member.worker
+            return member
         if member.state is WorkerState.UNHEALTHY and not same_process:
             member = self._enter(replace(worker, incarnation=next(self._numbers)), now, instance)
             member.passed = self.success_threshold
         member.turn(WorkerState.HEALTHY, now)
-        return member.worker
+        return member
 
     def _enter(self, worker: Worker, now: float, instance: str | None) -> Member:
         circuit = Circuit(first=self.circuit_seconds, longest=self.circuit_max_seconds, patience=self.circuit_failures)

@@ -38,6 +38,41 @@ MUTANTS = (
         (ROUTER, 'ends_at_first_token=worker.role == "prefill"', "ends_at_first_token=False"),
     ),
     mutant(
+        "a-client-writes-tickets",
+        "6: a prefill worker is named by a router that knows the secret, never by a client",
+        ("router/gateway/headers.py", "_HOP_BY_HOP | _ROUTERS_OWN | {", "_HOP_BY_HOP | {"),
+    ),
+    mutant(
+        "a-prefill-that-was-not-done-is-recorded",
+        _SERVED,
+        (
+            ROUTER,
+            "        self._did_well(selection, selection.decode, now)\n",
+            "        for worker in selection.workers:\n"
+            "            if worker not in selection.verdicts or worker is selection.decode:\n"
+            "                self._did_well(selection, worker, now)\n",
+        ),
+    ),
+    mutant(
+        "a-lost-prefill-counts-as-done",
+        _SERVED,
+        ("router/gateway/pairs.py", 'if outcome == "transferred":', 'if outcome in ("transferred", "lost"):'),
+    ),
+    mutant(
+        "a-worker-of-another-role-is-chosen",
+        "7.1: the two sides of a pair are what they were given as",
+        (WORKERS, " and not self.unfit", ""),
+    ),
+    mutant(
+        "a-decode-worker-that-declines-takes-its-partner-with-it",
+        _RETRY,
+        (
+            "router/gateway/forwarding.py",
+            "            self._router.declined(selection, selection.decode)\n",
+            "            pass\n",
+        ),
+    ),
+    mutant(
         "only-one-side-of-a-pair-is-released",
         _COUNTED,
         (
@@ -196,8 +231,8 @@ MUTANTS = (
         _SERVED,
         (
             ROUTER,
-            "            if member is None:\n                continue\n            member.circuit.success()\n",
-            "            if member is not None:\n                member.circuit.success()\n",
+            "        if member is None:\n            return\n        member.circuit.success()\n",
+            "        if member is not None:\n            member.circuit.success()\n",
         ),
     ),
     mutant(

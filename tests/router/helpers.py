@@ -13,6 +13,7 @@ from fd_core.router.router import Router
 from fd_core.router.selection import NoWorker, RouteRequest, Selection
 from fd_core.router.workers import Role, Worker
 
+KV_PORT = 7001
 BUILTINS = Plugins.discover([])
 
 
@@ -27,7 +28,13 @@ def router_of(mixed: int = 0, prefill: int = 0, decode: int = 0, **settings: obj
 
 def add(router: Router, url: str, role: Role = "mixed", now: float = 0.0, instance: str | None = None) -> Worker:
     """Register a worker whose first check passes."""
-    return router.health(router.register(url, role, now, instance=instance), True, now, instance=instance)
+    return well(router, router.register(url, role, now, instance=instance), now, instance)
+
+
+def well(router: Router, worker: Worker, now: float = 0.0, instance: str | None = None) -> Worker:
+    """Let a check pass in which the worker says what its role needs."""
+    port = KV_PORT if worker.role == "prefill" else None
+    return router.health(worker, True, now, instance=instance, role=worker.role, kv_port=port)
 
 
 def request(tokens: Sequence[int] = (1, 2, 3), **more: object) -> RouteRequest:
@@ -52,6 +59,8 @@ def serve(router: Router, tokens: Sequence[int] = (1, 2, 3), now: float = 0.0, r
     """Let one request pass from beginning to end; return who gave the answer."""
     with place(router, tokens, now, rng) as selection:
         selection.first_token()
+        if selection.mode == "pd":
+            router.prefilled(selection, now)
         router.served(selection, now)
     return selection.decode
 

@@ -15,7 +15,7 @@ from fd_core.router.accounting import IDLE, Load
 from fd_core.router.config import RouterConfig
 from fd_core.router.router import Router
 from fd_core.router.selection import NoWorker, Selection
-from fd_core.router.workers import Role, Worker
+from fd_core.router.workers import ROLES, Role, Worker
 from tests.router.helpers import BUILTINS, is_idle, request
 
 URLS: dict[str, Role] = {
@@ -72,11 +72,13 @@ class Interleavings(RuleBasedStateMachine):
         self.replaced: list[Worker] = []
         self.processes: dict[str, str | None] = {}
         self.states: dict[str, str] = {}
+        self.ports: dict[str, int | None] = {}
+        self.says: dict[str, str | None] = {}
         self.running: list[Attempt] = []
         self.ended: list[Attempt] = []
         self.holds: dict[Worker, set[tuple[int, ...]]] = {}
         self.faults = 0
-        self.served = self.failed = self.left = 0
+        self.served = self.failed = self.left = self.declined = self.unused = 0
 
     @initialize(policy=st.sampled_from(POLICIES), prefill=st.sampled_from(POLICIES))
     def start(self, policy: str, prefill: str) -> None:
@@ -113,12 +115,14 @@ class Interleavings(RuleBasedStateMachine):
         url=st.sampled_from(list(URLS)),
         ok=st.sampled_from([True, True, False]),
         process=st.sampled_from([None, "one", "two"]),
+        port=st.sampled_from([None, 7001, 7001, 7002]),
+        says=st.sampled_from([None, None, None, *ROLES]),
     )
-    def check(self, url: str, ok: bool, process: str | None) -> None:
+    def check(self, url: str, ok: bool, process: str | None, port: int | None = 7000, says: str | None = None) -> None:
         if url not in self.there:
             return
         worker, known, state = self.there[url], self.processes[url], self.states[url]
-        after = self.ready().health(worker, ok, self.now, instance=process)
+        after = self.ready().health(worker, ok, self.now, instance=process, role=says, kv_port=port)
         if state == "draining":
             assert after == worker
         elif not ok:
@@ -126,6 +130,7 @@ class Interleavings(RuleBasedStateMachine):
             self.states[url] = "unhealthy"
         else:
             self.states[url] = "healthy"
+            self.ports[url], self.says[url] = port, says
             other = process is not None and known not in (None, process)
             came_back = state == "unhealthy" and (process is None or process != known)
             if other or came_back:
@@ -184,6 +189,10 @@ class Interleavings(RuleBasedStateMachine):
         self.select(tokens, rng, None)
         if len(self.running) > before:
             self.first_token(before)
+            attempt = self.running[before]
+            if attempt.selection.mode == "pd":
+                self.ready().prefilled(attempt.selection, self.now)
+                self.did_well(attempt, attempt.selection.prefill)
             self.succeed(before)
             self.end(before)
 
@@ -194,6 +203,11 @@ class Interleavings(RuleBasedStateMachine):
         for worker in answer.workers:
             assert self.there[worker.url] == worker and self.states[worker.url] == "healthy"
             assert worker.url not in avoided
+            assert self.says[worker.url] in (None, worker.role)
+        if answer.mode == "pd":
+            assert answer.kv_port is not None and answer.kv_port == self.ports[answer.prefill.url]
+        else:
+            assert answer.kv_port is None
         if self.ready().config.policy_of(answer.prefill.role) == "cache_aware":
             assert answer.hits == self.leading(answer.prefill, tokens)
         self.running.append(Attempt(answer, tokens, avoided))
@@ -217,15 +231,39 @@ class Interleavings(RuleBasedStateMachine):
             return
         attempt = self.running[which % len(self.running)]
         self.ready().served(attempt.selection, self.now)
-        for worker in attempt.selection.workers:
-            if worker in attempt.verdicts:
-                self.faults += 1
-                continue
-            attempt.verdicts[worker] = "served"
-            self.served += 1
-            aware = self.ready().config.policy_of(worker.role) == "cache_aware"
-            if aware and self.there.get(worker.url) == worker:
-                self.holds.setdefault(worker, set()).update(blocks(attempt.tokens))
+        self.did_well(attempt, attempt.selection.decode)
+
+    @rule(which=st.integers(0, 99))
+    def prefill(self, which: int) -> None:
+        pairs = [attempt for attempt in self.running if attempt.selection.mode == "pd"]
+        if not pairs:
+            return
+        attempt = pairs[which % len(pairs)]
+        self.ready().prefilled(attempt.selection, self.now)
+        self.did_well(attempt, attempt.selection.prefill)
+
+    def did_well(self, attempt: Attempt, worker: Worker) -> None:
+        if worker in attempt.verdicts:
+            self.faults += 1
+            return
+        attempt.verdicts[worker] = "served"
+        self.served += 1
+        aware = self.ready().config.policy_of(worker.role) == "cache_aware"
+        if aware and self.there.get(worker.url) == worker:
+            self.holds.setdefault(worker, set()).update(blocks(attempt.tokens))
+
+    @rule(which=st.integers(0, 99), side=st.booleans())
+    def decline(self, which: int, side: bool) -> None:
+        if not self.running:
+            return
+        attempt = self.running[which % len(self.running)]
+        worker = attempt.selection.decode if side else attempt.selection.prefill
+        self.ready().declined(attempt.selection, worker)
+        if worker in attempt.verdicts:
+            self.faults += 1
+        else:
+            attempt.verdicts[worker] = "declined"
+            self.declined += 1
 
     @rule(which=st.integers(0, 99), side=st.booleans(), severe=st.booleans())
     def fail(self, which: int, side: bool, severe: bool) -> None:
@@ -247,7 +285,11 @@ class Interleavings(RuleBasedStateMachine):
             return
         attempt = self.running.pop(which % len(self.running))
         assert attempt.selection.release()
-        self.left += sum(worker not in attempt.verdicts for worker in attempt.selection.workers)
+        silent = sum(worker not in attempt.verdicts for worker in attempt.selection.workers)
+        if attempt.verdicts.get(attempt.selection.decode) == "served":
+            self.unused += silent
+        else:
+            self.left += silent
         self.ended.append(attempt)
         self.see_who_drained()
 
@@ -258,7 +300,7 @@ class Interleavings(RuleBasedStateMachine):
         attempt = self.ended[which % len(self.ended)]
         if late:
             self.ready().served(attempt.selection, self.now)
-            self.faults += len(attempt.selection.workers)
+            self.faults += 1
         else:
             assert not attempt.selection.release()
             self.faults += 1
@@ -270,7 +312,7 @@ class Interleavings(RuleBasedStateMachine):
         promising = [attempt for attempt in self.ended if not attempt.started] or self.ended
         attempt = promising[which % len(promising)]
         answer = self.ready().retry(attempt.selection, self.now, rng)
-        failed = {worker.url for worker, verdict in attempt.verdicts.items() if verdict == "failed"}
+        failed = {worker.url for worker, verdict in attempt.verdicts.items() if verdict != "served"}
         avoided = attempt.avoided | (failed or {worker.url for worker in attempt.selection.workers})
         assert not (attempt.started and isinstance(answer, Selection))
         self.see(answer, attempt.tokens, frozenset(avoided))
@@ -302,7 +344,7 @@ class Interleavings(RuleBasedStateMachine):
         for load in (*shown.values(), state.total):
             assert min(load.requests, load.waiting, load.prefill_tokens) >= 0
         assert (state.faults, state.tally.served, state.tally.failed) == (self.faults, self.served, self.failed)
-        assert state.tally.left == self.left
+        assert (state.tally.left, state.tally.declined, state.tally.unused) == (self.left, self.declined, self.unused)
 
     @invariant()
     def those_who_are_there_are_shown_as_they_are(self) -> None:

@@ -10,9 +10,21 @@ from fd_core.router.accounting import IDLE, Load
 from fd_core.router.config import RouterConfig
 from fd_core.router.policies import Candidate, Policy, View
 from fd_core.router.router import Router
-from fd_core.router.selection import RouteRequest
-from fd_core.router.workers import WorkerState
-from tests.router.helpers import BUILTINS, add, chosen, is_idle, place, refused, request, router_of, serve
+from fd_core.router.selection import RouteRequest, Selection
+from fd_core.router.workers import Role, WorkerState
+from tests.router.helpers import (
+    BUILTINS,
+    KV_PORT,
+    add,
+    chosen,
+    is_idle,
+    place,
+    refused,
+    request,
+    router_of,
+    serve,
+    well,
+)
 
 PROMPT = tuple(range(8))
 AWARE = {"policy": "cache_aware", "prefill_policy": "cache_aware", "cache_block_size": 2}
@@ -93,6 +105,80 @@ def test_a_pair_records_where_a_policy_asks_for_it() -> None:
     router = router_of(prefill=1, decode=1, **AWARE)
     serve(router, PROMPT)
     assert {one.worker.role: one.index_blocks for one in router.snapshot().workers} == {"prefill": 4, "decode": 0}
+
+
+def test_a_prefill_that_was_not_needed_is_not_recorded() -> None:
+    router = router_of(prefill=1, decode=1, **AWARE)
+    with place(router, PROMPT) as selection:
+        router.served(selection, 0.0)
+    roles = router.snapshot().roles
+    assert {one.worker.role: one.index_blocks for one in router.snapshot().workers} == {"prefill": 0, "decode": 0}
+    assert (roles["prefill"].served, roles["prefill"].unused, roles["decode"].served) == (0, 1, 1)
+
+
+def test_what_was_prefilled_is_recorded_although_the_answer_broke_off() -> None:
+    router = router_of(prefill=1, decode=1, **AWARE)
+    with place(router, PROMPT) as selection:
+        router.prefilled(selection, 0.0)
+        router.failed(selection, selection.decode, 0.0)
+    assert {one.worker.role: one.index_blocks for one in router.snapshot().workers} == {"prefill": 4, "decode": 0}
+    with pytest.raises(ValueError, match="no prefill side"):
+        router.prefilled(place(router_of(mixed=1)), 0.0)
+
+
+def test_a_pair_knows_where_its_decode_side_finds_the_kv() -> None:
+    router = router_of(prefill=1, decode=1)
+    assert place(router).kv_port == KV_PORT
+    assert place(router_of(mixed=1)).kv_port is None
+
+
+@pytest.mark.parametrize(
+    ("role", "says", "port", "eligible"),
+    [
+        ("prefill", "prefill", 1, True),
+        ("prefill", None, 1, True),
+        ("prefill", "prefill", None, False),
+        ("prefill", "mixed", 1, False),
+        ("decode", None, None, True),
+        ("decode", "prefill", 1, False),
+        ("mixed", None, None, True),
+        ("mixed", "decode", None, False),
+    ],
+)
+def test_who_says_another_role_or_no_port_is_not_chosen(role: Role, says: str, port: int, eligible: bool) -> None:
+    roles = {"prefill": {"decode": 1}, "decode": {"prefill": 1}, "mixed": {}}[role]
+    router = router_of(**roles)  # type: ignore[arg-type]
+    worker = router.register("http://it", role, 0.0)
+    router.health(worker, True, 0.0, role=says, kv_port=port)
+    answer = router.select(request(), 0.0, 0.0)
+    assert router.ready() == isinstance(answer, Selection) == eligible
+    (shown,) = (one for one in router.snapshot().workers if one.worker == worker)
+    assert bool(shown.unfit) == (not eligible) and shown.kv_port == port
+    if not eligible:
+        assert refused(answer).reason == "none_healthy"
+        well(router, worker)
+        assert place(router).workers
+
+
+def test_one_check_that_failed_does_not_make_up_for_a_port() -> None:
+    router = router_of(decode=1, health_failure_threshold=3)
+    worker = router.register("http://p", "prefill", 0.0)
+    router.health(worker, True, 0.0)
+    router.health(worker, False, 0.0)
+    assert refused(router.select(request(), 0.0, 0.0)).reason == "none_healthy"
+
+
+def test_who_declined_is_blameless_and_not_asked_again() -> None:
+    router = router_of(prefill=1, decode=2, circuit_failure_threshold=1)
+    with place(router) as first:
+        router.declined(first, first.decode)
+    with chosen(router.retry(first, 0.0, 0.0)) as second:
+        assert second.prefill == first.prefill and second.decode != first.decode
+        router.declined(second, second.prefill)
+        router.served(second, 0.0)
+    tally = router.snapshot().tally
+    assert (tally.declined, tally.left, tally.served, tally.failed) == (2, 1, 1, 0)
+    assert all(one.circuit == "closed" for one in router.snapshot().workers)
 
 
 def test_a_prefix_expires_and_its_memory_is_given_back() -> None:

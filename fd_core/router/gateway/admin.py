@@ -42,11 +42,12 @@ _decoder: Final = msgspec.json.Decoder(_Member)
 class Admin:
     """The handler of the admin port."""
 
-    def __init__(self, router: Router, secret: str, on_change: Callable[[], None]) -> None:
-        """`on_change` is called when somebody came or went."""
+    def __init__(self, router: Router, secret: str, on_change: Callable[[], None], *, pairs: bool) -> None:
+        """`on_change` is called when somebody came or went; `pairs`: whether there is a secret for those of pairs."""
         self._router = router
         self._ring = KeyRing([secret])
         self._on_change = on_change
+        self._pairs = pairs
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request."""
@@ -73,9 +74,13 @@ class Admin:
             member = _decoder.decode(await read_body(request, _MAX_BODY_BYTES))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ApiError(400, f"the body is wrong: {error}", code="invalid_body") from None
-        if member.role != "mixed":
+        if member.role != "mixed" and not self._pairs:
             raise ApiError(
-                400, f"this router serves mixed workers, not the role {member.role}", param="role", code="wrong_role"
+                400,
+                f"this router has no secret for pairs, so it takes no {member.role} workers: "
+                "start it with --transfer-secret-file",
+                param="role",
+                code="wrong_role",
             )
         return self._register(member) if request.path == "/register" else self._deregister(member)
 

@@ -9,10 +9,12 @@ import time
 
 import aiohttp
 
+from fd_core.disagg.ticket import KV_PORT_HEADER, ROLE_HEADER
 from fd_core.router.gateway.relaying import TROUBLE
 from fd_core.router.gateway.waits import Waits
 from fd_core.router.router import Router
-from fd_core.router.workers import Worker, WorkerState
+from fd_core.router.snapshot import WorkerSnapshot
+from fd_core.router.workers import ROLES, Worker, WorkerState
 
 __all__ = ["HealthChecks"]
 
@@ -27,6 +29,8 @@ class HealthChecks:
         self._session = session
         self._waits = waits
         self._running: dict[Worker, asyncio.Task[None]] = {}
+        self._complaints: dict[str, str] = {}
+        """By address: why it cannot have its role, as it was said."""
         self._wake = asyncio.Event()
         self._timeout = aiohttp.ClientTimeout(total=router.config.health_check_timeout_secs)
 
@@ -52,7 +56,8 @@ class HealthChecks:
                 task.cancel()
 
     async def _check(self, worker: Worker) -> None:
-        ok, reached, instance = False, False, None
+        ok, reached = False, False
+        instance, role, port = None, None, None
         before = self._state(worker)
         try:
             async with self._session.get(
@@ -60,17 +65,45 @@ class HealthChecks:
             ) as answer:
                 reached, ok = True, answer.status == 200
                 instance = answer.headers.get("X-Instance", "")[:128] or None
+                role = _role(answer.headers.get(ROLE_HEADER))
+                port = _port(answer.headers.get(KV_PORT_HEADER, ""))
         except (*TROUBLE, ValueError):
             pass
-        after = self._router.health(worker, ok, time.monotonic(), instance=instance)
-        state = self._state(after)
+        now = time.monotonic()
+        after = self._router.health(worker, ok, now, instance=instance, role=role, kv_port=port)
+        shown = self._shown(after)
+        state = None if shown is None else shown.state
         if state is not before or after != worker:
-            shown = "gone" if state is None else state.value
-            log.info("worker %s is %s%s", after.url, shown, "" if after == worker else ", as a new process")
+            name = "gone" if state is None else state.value
+            log.info("worker %s is %s%s", after.url, name, "" if after == worker else ", as a new process")
+        self._complain(after, "" if shown is None else shown.unfit)
         if not reached and state is WorkerState.UNHEALTHY:
             # Whoever waits for its first byte is better served elsewhere. A worker that answers at all, if only that
             # it is not well, may still be about to go on with what it has.
             self._waits.cut(worker)
 
+    def _complain(self, worker: Worker, unfit: str) -> None:
+        """Say once that a worker which is well cannot be used, and once that it can."""
+        if unfit == self._complaints.get(worker.url, ""):
+            return
+        if unfit:
+            self._complaints[worker.url] = unfit
+            log.warning("worker %s gets no requests: %s", worker.url, unfit)
+        else:
+            del self._complaints[worker.url]
+
     def _state(self, worker: Worker) -> WorkerState | None:
-        return next((each.state for each in self._router.snapshot().workers if each.worker == worker), None)
+        shown = self._shown(worker)
+        return None if shown is None else shown.state
+
+    def _shown(self, worker: Worker) -> WorkerSnapshot | None:
+        return next((each for each in self._router.snapshot().workers if each.worker == worker), None)
+
+
+def _role(said: str | None) -> str | None:
+    """Return a role that there is, `strange` for any other, None if nothing was said."""
+    return said if said is None or said in ROLES else "strange"
+
+
+def _port(said: str) -> int | None:
+    return int(said) if said.isascii() and said.isdecimal() and len(said) <= 5 and 0 < int(said) < 65536 else None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from fd_core.router.workers import ROLES, Role
+
 __all__ = ["GatewayConfig"]
 
 
@@ -19,6 +21,12 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
     workers: tuple[str, ...] = ()
     """Addresses of mixed workers."""
+    prefill: tuple[str, ...] = ()
+    """Addresses of prefill workers."""
+    decode: tuple[str, ...] = ()
+    """Addresses of decode workers."""
+    transfer_secret_file: str | None = None
+    """File with the secret that signs where decode workers take KV from; None takes the user's own."""
     worker_api_keys: tuple[str, ...] = ()
     """The first is sent to the workers."""
     tokenizer: str | None = None
@@ -32,3 +40,13 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long connecting to a worker may take."""
     read_seconds: float = 600.0
     """How long a worker may be silent within one request."""
+
+    @property
+    def by_role(self) -> dict[Role, tuple[str, ...]]:
+        """Addresses of the workers that are given, by role."""
+        return {"mixed": self.workers, "prefill": self.prefill, "decode": self.decode}
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Roles that workers may have here: those given, and every one if workers may register."""
+        return tuple(role for role in ROLES if self.router_secret or self.by_role[role])

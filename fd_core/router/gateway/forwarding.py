@@ -16,6 +16,7 @@ from yarl import URL
 from fd_core.router.gateway.answers import error_event, error_response, lost, refusal
 from fd_core.router.gateway.headers import AUTO_HEADERS, to_client
 from fd_core.router.gateway.metrics import GatewayMetrics
+from fd_core.router.gateway.pairs import Pairs
 from fd_core.router.gateway.relaying import TROUBLE, UpstreamAnswer, WorkerLost, read_up_to
 from fd_core.router.gateway.waits import Waits
 from fd_core.router.router import Router
@@ -56,10 +57,13 @@ class _Elsewhere(Exception):
 class Forwarder:
     """Sends requests to the workers that the router chooses, and tells the router what became of them."""
 
-    def __init__(self, router: Router, session: aiohttp.ClientSession, waits: Waits, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self, router: Router, session: aiohttp.ClientSession, waits: Waits, pairs: Pairs, metrics: GatewayMetrics
+    ) -> None:
         self._router = router
         self._session = session
         self._waits = waits
+        self._pairs = pairs
         self._metrics = metrics
 
     async def forward(self, exchange: Exchange) -> web.StreamResponse:
@@ -91,10 +95,11 @@ class Forwarder:
                         exchange.request.method,
                         URL(worker.url + exchange.target, encoded=True),
                         data=exchange.body,
-                        headers=exchange.headers,
+                        headers=self._pairs.headers(selection, exchange.headers, exchange.request_id),
                         skip_auto_headers=AUTO_HEADERS,
                         allow_redirects=False,
                     )
+                    self._pairs.told(selection, response.headers)
                     refused = await self._refused(exchange, selection, response)
                     if refused is not None:
                         return refused
@@ -139,6 +144,8 @@ class Forwarder:
             kept.headers.setdefault("Retry-After", "1")
         if status in _BROKEN:
             self._router.failed(selection, selection.decode, time.monotonic())
+        else:
+            self._router.declined(selection, selection.decode)
         raise _Elsewhere(kept)
 
     async def _stream(

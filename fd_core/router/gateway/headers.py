@@ -6,6 +6,8 @@ from typing import Final
 
 from multidict import CIMultiDict, CIMultiDictProxy
 
+from fd_core.disagg.ticket import OUTCOME_HEADER, TICKET_HEADER
+
 __all__ = ["AUTO_HEADERS", "to_client", "to_worker", "to_worker_itself"]
 
 _HOP_BY_HOP: Final = frozenset(
@@ -15,7 +17,9 @@ _HOP_BY_HOP: Final = frozenset(
     }
 )
 """Belong to one connection (RFC 9110, section 7.6.1)."""
-_REQUEST_ONLY: Final = _HOP_BY_HOP | {"host", "content-length", "expect", "x-request-id"}
+_ROUTERS_OWN: Final = frozenset({TICKET_HEADER.lower(), OUTCOME_HEADER.lower()})
+"""What only a router may tell a worker: no client sends one to an address of its choice."""
+_REQUEST_ONLY: Final = _HOP_BY_HOP | _ROUTERS_OWN | {"host", "content-length", "expect", "x-request-id"}
 _ANSWER_ONLY: Final = _HOP_BY_HOP | {"content-length", "date", "server", "x-request-id"}
 AUTO_HEADERS: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 """What the HTTP client would add of its own."""

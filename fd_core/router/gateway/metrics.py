@@ -33,6 +33,8 @@ _COUNTERS: Final[Sequence[tuple[str, str, Callable[[WorkerSnapshot], int]]]] = (
     ("selected", "Times it was chosen", lambda w: w.tally.selected),
     ("served", "Answers that ended well", lambda w: w.tally.served),
     ("failed", "Attempts that failed", lambda w: w.tally.failed),
+    ("declined", "Attempts that it had no room for, or not the model", lambda w: w.tally.declined),
+    ("unused", "Answers that ended well without its prefill", lambda w: w.tally.unused),
     ("left", "Attempts that ended without either, such as by a client that left", lambda w: w.tally.left),
     ("prompt_blocks", "Blocks of prompts looked up", lambda w: w.tally.prompt_blocks),
     ("hit_blocks", "Those of them that it was believed to hold", lambda w: w.tally.hit_blocks),
@@ -55,6 +57,8 @@ class GatewayMetrics(Collector):
         """Attempts that ended before their first byte."""
         self.streams_broken = 0
         """Answers that broke off behind it."""
+        self.transfers: Counter[str] = Counter()
+        """Attempts on a pair by the outcome that the decode worker told."""
         self.registry = CollectorRegistry()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
@@ -78,6 +82,12 @@ class GatewayMetrics(Collector):
         for (path, status), count in self.answers.items():
             answers.add_metric((path, str(status)), count)
         yield answers
+        transfers = CounterMetricFamily(
+            "fdcore_router_transfers", "Attempts on a pair by what became of the prefill", labels=("outcome",)
+        )
+        for outcome, count in self.transfers.items():
+            transfers.add_metric((outcome,), count)
+        yield transfers
         for name, text, count in (
             ("disconnects", "Clients that left before their answer ended", self.disconnects),
             ("attempts_lost", "Attempts that ended before their first byte", self.attempts_lost),
@@ -113,6 +123,17 @@ def _of_router(snapshot: RouterSnapshot) -> Iterator[Metric]:
         ("hit_blocks", "Those of them that the chosen worker was believed to hold", snapshot.tally.hit_blocks),
     ):
         yield CounterMetricFamily(f"fdcore_router_{name}", text, value=value)
+    attempts = CounterMetricFamily("fdcore_router_attempts", "Attempts on a mixed worker or a pair", labels=("mode",))
+    for mode, count in snapshot.modes.items():
+        attempts.add_metric((mode,), count)
+    yield attempts
+    outcomes = CounterMetricFamily(
+        "fdcore_router_outcomes", "What became of what workers were given", labels=("role", "outcome")
+    )
+    for role, tally in snapshot.roles.items():
+        for outcome in ("served", "failed", "declined", "unused", "left"):
+            outcomes.add_metric((role, outcome), getattr(tally, outcome))
+    yield outcomes
     refused = CounterMetricFamily("fdcore_router_refused", "Requests that got no worker", labels=("reason",))
     for reason, count in snapshot.refused.items():
         refused.add_metric((reason,), count)

@@ -14,7 +14,7 @@ import fd_core
 from fd_core.router.gateway.answers import json_response
 from fd_core.router.gateway.metrics import GatewayMetrics
 from fd_core.router.router import Router
-from fd_core.router.workers import WorkerState
+from fd_core.router.workers import ROLES, WorkerState
 from fd_core.server.answer_schemas import HealthAnswer, VersionAnswer
 
 __all__ = ["Pages"]
@@ -47,8 +47,10 @@ class Pages:
         """Say why requests are refused, or return None."""
         if self.draining:
             return "the router is shutting down"
+        if self._router.ready():
+            return None
         healthy = any(each.state is WorkerState.HEALTHY for each in self._router.snapshot().workers)
-        return None if healthy else "no worker is healthy"
+        return "neither a mixed worker nor both sides of a pair can be used" if healthy else "no worker is healthy"
 
     def version(self) -> web.Response:
         """Return the version of fd_core."""
@@ -69,7 +71,8 @@ class Pages:
         shown: dict[str, Any] = msgspec.to_builtins(self._router.snapshot())
         config = self._router.config
         shown |= {
-            "policy": config.policy_of("mixed"),
+            "policies": {role: config.policy_of(role) for role in ROLES},
+            "transfers": dict(self._metrics.transfers),
             "block_tokens": config.cache_block_size,
             "prompts": self.prompts,
             "not_ready": self.not_ready(),

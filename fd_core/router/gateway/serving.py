@@ -24,6 +24,7 @@ from fd_core.router.gateway.headers import to_worker_itself
 from fd_core.router.gateway.metrics import GatewayMetrics
 from fd_core.router.gateway.models import Models
 from fd_core.router.gateway.pages import Pages
+from fd_core.router.gateway.pairs import Pairs
 from fd_core.router.gateway.tokens import ModelText, find_text
 from fd_core.router.gateway.waits import Waits
 from fd_core.router.router import Router
@@ -68,6 +69,7 @@ async def serve_gateway(
     text: ModelText | None,
     *,
     learns: bool,
+    ticket_key: bytes | None = None,
     sock: socket.socket,
     admin_sock: socket.socket | None = None,
     on_ready: Callable[[str], None] | None = None,
@@ -76,8 +78,9 @@ async def serve_gateway(
     """Serve until SIGINT, SIGTERM or `stop`; then drain and return.
 
     `text` is how the workers read text; if it is None and `learns`, a worker is asked which model it serves, and that
-    model is looked for on this machine. Workers register on `admin_sock` if it is given. Drain: new requests get 503,
-    running ones go on for `config.drain_seconds`; a second signal does not wait.
+    model is looked for on this machine. `ticket_key`, from `pairs.ticket_key`, is needed for pairs. Workers register on
+    `admin_sock` if it is given. Drain: new requests get 503, running ones go on for `config.drain_seconds`; a second
+    signal does not wait.
     Raises `ConfigError` if a port is taken.
     """
     stop, hurry = stop or asyncio.Event(), asyncio.Event()
@@ -94,10 +97,10 @@ async def serve_gateway(
         ) as session,
         contextlib.AsyncExitStack() as stack,
     ):
-        parts = _assemble(config, router, text, session)
+        parts = _assemble(config, router, text, ticket_key, session)
         stack.callback(lambda: parts.gate.reader.close())
         if admin_sock is not None:
-            admin = Admin(router, config.router_secret, parts.checks.wake)
+            admin = Admin(router, config.router_secret, parts.checks.wake, pairs=ticket_key is not None)
             await _listen(admin, admin_sock, config.admin_host, "--admin-port", stack)
         await _listen(parts.gate, sock, config.host, "--port", stack)
         tasks = [asyncio.create_task(parts.checks.run())]
@@ -113,11 +116,18 @@ async def serve_gateway(
             await _drain(parts, config.drain_seconds, hurry)
 
 
-def _assemble(config: GatewayConfig, router: Router, text: ModelText | None, session: aiohttp.ClientSession) -> _Parts:
+def _assemble(
+    config: GatewayConfig,
+    router: Router,
+    text: ModelText | None,
+    ticket_key: bytes | None,
+    session: aiohttp.ClientSession,
+) -> _Parts:
     metrics, waits = GatewayMetrics(router), Waits()
     pages, models = Pages(router, metrics), Models(router, session)
     pages.prompts = BY_BYTES if text is None else by_tokenizer(text.name)
-    gate = Gate(config, _reader(text), Forwarder(router, session, waits, metrics), models, pages, metrics)
+    forwarder = Forwarder(router, session, waits, Pairs(router, metrics, ticket_key), metrics)
+    gate = Gate(config, _reader(text), forwarder, models, pages, metrics)
     return _Parts(router, session, gate, pages, models, HealthChecks(router, session, waits))
 
 

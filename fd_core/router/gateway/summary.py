@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from fd_core.router.config import RouterConfig
 from fd_core.router.gateway.config import GatewayConfig
 from fd_core.router.gateway.tokens import ModelText
+from fd_core.router.workers import Role
 
 __all__ = ["summary"]
+
+_WORKERS: Final[dict[Role, str]] = {"mixed": "Workers", "prefill": "Prefill", "decode": "Decode"}
 
 
 def summary(
@@ -19,11 +24,11 @@ def summary(
     return [
         ("URL", f"{url}/v1"),
         ("Live page", url),
-        ("Workers", ", ".join(gateway.workers) or "those that register"),
+        *_workers(gateway),
         ("May register", admin),
-        ("Policy", router.policy_of("mixed")),
+        ("Policy", ", ".join(f"{router.policy_of(role)} for {role}" for role in gateway.roles)),
         ("Prompts", _prompts(text, uses_prefix)),
-        ("Attempts", f"{router.max_attempts} workers, before the first byte"),
+        ("Attempts", f"{router.max_attempts} workers or pairs, before the first byte"),
         (
             "Health checks",
             f"{router.health_check_endpoint} every {router.health_check_interval_secs:g} s, "
@@ -31,6 +36,11 @@ def summary(
         ),
         ("Clients", f"at {gateway.host}, {clients}"),
     ]
+
+
+def _workers(gateway: GatewayConfig) -> list[tuple[str, str]]:
+    given = [(_WORKERS[role], ", ".join(urls)) for role, urls in gateway.by_role.items() if urls]
+    return given or [("Workers", "those that register")]
 
 
 def _prompts(text: ModelText | None, uses_prefix: bool) -> str:

@@ -16,6 +16,7 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
+from fd_core.disagg.ticket import KV_PORT_HEADER, OUTCOME_HEADER, ROLE_HEADER, TICKET_HEADER, read_ticket
 from fd_core.plugins import installed_plugins
 from fd_core.router.accounting import IDLE
 from fd_core.router.config import RouterConfig
@@ -23,10 +24,12 @@ from fd_core.router.gateway.config import GatewayConfig
 from fd_core.router.gateway.serving import serve_gateway
 from fd_core.router.gateway.tokens import ModelText
 from fd_core.router.router import Router
+from fd_core.router.workers import Role
 from fd_core.server.listening import bind_socket
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+TICKET_KEY = b"k" * 32
 
 
 def in_loop(scenario: Callable[..., Awaitable[None]]) -> Callable[..., None]:
@@ -48,8 +51,17 @@ async def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> Non
 class FakeWorker:
     """Does what `script` says, one word for each request, then what `usual` says."""
 
-    def __init__(self, name: str = "w", usual: str = "stream", *, models: tuple[str, ...] = ("m",)) -> None:
+    def __init__(
+        self, name: str = "w", usual: str = "stream", *, models: tuple[str, ...] = ("m",), role: Role = "mixed"
+    ) -> None:
         self.name = name
+        self.role = role
+        self.says: str | None = role
+        self.kv_port: int | None = 7001 if role == "prefill" else None
+        self.outcome: str | None = "transferred"
+        """What a decode worker answers to a ticket that it finds good; None if it does not know tickets."""
+        self.peers: list[str | None] = []
+        """What the tickets of requests named, None for one that is not good."""
         self.usual = usual
         self.script: deque[str] = deque()
         self.models = models
@@ -85,15 +97,15 @@ class FakeWorker:
         if self.hangs:
             await asyncio.sleep(3600)
         if request.path == "/health":
-            status = 200 if self.healthy else 503
-            return web.Response(status=status, headers={"X-Instance": self.instance})
+            return web.Response(status=200 if self.healthy else 503, headers=self._itself())
         if request.path == "/v1/models":
             data = [{"id": name, "object": "model", "root": name} for name in self.models]
             return web.json_response({"object": "list", "data": data})
         self.seen.append((request.raw_path, request.headers, await request.read()))
         self.running += 1
         try:
-            return await self._act(request, self.script.popleft() if self.script else self.usual)
+            word = self.script.popleft() if self.script else self.usual
+            return await self._act(request, word, self._read_ticket(request))
         except asyncio.CancelledError:
             self.left += 1
             raise
@@ -104,7 +116,24 @@ class FakeWorker:
         finally:
             self.running -= 1
 
-    async def _act(self, request: web.BaseRequest, word: str) -> web.StreamResponse:
+    def _itself(self) -> dict[str, str]:
+        said = {"X-Instance": self.instance}
+        if self.says is not None:
+            said[ROLE_HEADER] = self.says
+        if self.kv_port is not None:
+            said[KV_PORT_HEADER] = str(self.kv_port)
+        return said
+
+    def _read_ticket(self, request: web.BaseRequest) -> dict[str, str]:
+        """Return the header of the answer to a request with a ticket."""
+        ticket = request.headers.get(TICKET_HEADER)
+        if ticket is None:
+            return {}
+        peer = read_ticket(TICKET_KEY, request.headers["X-Request-Id"], ticket)
+        self.peers.append(peer)
+        return {} if peer is None or self.outcome is None else {OUTCOME_HEADER: self.outcome}
+
+    async def _act(self, request: web.BaseRequest, word: str, told: Mapping[str, str]) -> web.StreamResponse:
         if word == "hang":
             await asyncio.sleep(3600)
         if word == "die":
@@ -112,10 +141,10 @@ class FakeWorker:
             return web.Response()
         if word.isdecimal():
             code = {"404": "model_not_found", "400": "invalid_value"}.get(word)
-            return web.json_response({"error": {"message": word, "code": code}}, status=int(word))
+            return web.json_response({"error": {"message": word, "code": code}}, status=int(word), headers=told)
         if word == "json":
             await asyncio.sleep(self.pause)
-            return web.json_response({"worker": self.name}, headers={"Set-Cookie": "a=b"})
+            return web.json_response({"worker": self.name}, headers={"Set-Cookie": "a=b", **told})
         if word in ("big", "big_dies"):
             size = 3 << 20
             out = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": str(size)})
@@ -133,11 +162,11 @@ class FakeWorker:
             await out.write(b'{"worker": ')
             request.protocol.force_close()
             return out
-        return await self._stream(request, word)
+        return await self._stream(request, word, told)
 
-    async def _stream(self, request: web.BaseRequest, word: str) -> web.StreamResponse:
+    async def _stream(self, request: web.BaseRequest, word: str, told: Mapping[str, str]) -> web.StreamResponse:
         """`stream`, `head` (dies behind the head), `after:N`, `torn:N`, `unended`, `error`."""
-        out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        out = web.StreamResponse(headers={"Content-Type": "text/event-stream", **told})
         await out.prepare(request)
         await out.write(b"")
         kind, _, count = word.partition(":")
@@ -212,6 +241,7 @@ async def routed(
     text: ModelText | None = None,
     learns: bool = False,
     healthy: int | None = None,
+    ticket_key: bytes | None = TICKET_KEY,
     **settings: Any,
 ) -> AsyncIterator[Live]:
     """Put a gateway before workers that serve already; at the end every counter must be zero."""
@@ -219,7 +249,7 @@ async def routed(
     chosen = {"policy": "round_robin", "health_check_interval_secs": 0.05, "health_check_timeout_secs": 0.2}
     made = Router(RouterConfig(**chosen | (router or {})), installed_plugins().router_policy_class)
     for worker in workers:
-        made.register(worker.url, "mixed", 0.0)
+        made.register(worker.url, worker.role, 0.0)
     sock, admin_sock = bind_socket("127.0.0.1", 0), bind_socket("127.0.0.1", 0)
     admin = f"http://127.0.0.1:{admin_sock.getsockname()[1]}"
     stop, ready = asyncio.Event(), asyncio.Event()
@@ -230,7 +260,17 @@ async def routed(
         ready.set()
 
     serving = asyncio.create_task(
-        serve_gateway(config, made, text, learns=learns, sock=sock, admin_sock=admin_sock, on_ready=on_ready, stop=stop)
+        serve_gateway(
+            config,
+            made,
+            text,
+            learns=learns,
+            ticket_key=ticket_key,
+            sock=sock,
+            admin_sock=admin_sock,
+            on_ready=on_ready,
+            stop=stop,
+        )
     )
     waiting = asyncio.create_task(ready.wait())
     await asyncio.wait((serving, waiting), return_when=asyncio.FIRST_COMPLETED)

@@ -53,7 +53,7 @@ async def test_a_worker_registers_serves_and_leaves() -> None:
         ("register", {"url": "http://user:word@host"}, SECRET, 400),
         ("register", {"url": 1}, SECRET, 400),
         ("register", b"{", SECRET, 400),
-        ("register", {"url": "http://127.0.0.1:1", "role": "prefill"}, SECRET, 400),
+        ("register", {"url": "http://127.0.0.1:1", "role": "both"}, SECRET, 400),
         ("register", b"x" * 20_000, SECRET, 413),
         ("health", {}, SECRET, 404),
     ],
@@ -64,6 +64,20 @@ async def test_who_may_not_register(what: str, body: Any, secret: str, status: i
         got, told = await tell(live, what, body, secret)
         assert got == status and told["error"]["message"]
         assert live.router.workers() == ()
+
+
+@in_loop
+async def test_workers_of_a_pair_register_where_there_is_a_secret_for_pairs() -> None:
+    async with FakeWorker("p", role="prefill") as p, FakeWorker("d", role="decode") as d:
+        async with routed(router_secret=SECRET) as live:
+            for worker in (p, d):
+                body = {"url": worker.url, "role": worker.role, "instance": worker.instance}
+                assert (await tell(live, "register", body))[0] == 200
+            await live.healthy(2)
+            assert (await live.post())[0] == 200 and d.peers == ["127.0.0.1:7001"]
+        async with routed(router_secret=SECRET, ticket_key=None) as live:
+            status, told = await tell(live, "register", {"url": p.url, "role": "prefill"})
+            assert status == 400 and "--transfer-secret-file" in told["error"]["message"]
 
 
 @in_loop

@@ -68,7 +68,7 @@ async def test_what_fails_before_the_first_byte_is_tried_on_another_worker(word:
         assert shown.retries == 1
         tally = next(each.tally for each in shown.workers if each.worker.url == first.url)
         blameless = word in ("429", "503", "404")
-        assert (tally.failed, tally.left) == ((0, 1) if blameless else (1, 0))
+        assert (tally.failed, tally.declined) == ((0, 1) if blameless else (1, 0))
 
 
 @in_loop

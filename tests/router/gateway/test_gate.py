@@ -116,7 +116,7 @@ async def test_metrics_and_page_show_workers_load_hits_and_failures() -> None:
         assert found[f"fdcore_router_answers_total[{COMPLETIONS}][200]"] == 4
         assert found["fdcore_router_first_byte_seconds_count"] == 4
         status = await live.status()
-        assert status["workers"][0]["tally"]["hit_blocks"] > 0 and status["policy"] == "cache_aware"
+        assert status["workers"][0]["tally"]["hit_blocks"] > 0 and status["policies"]["mixed"] == "cache_aware"
         page = (await live.get("/"))[1].decode()
         assert "/status.json" in page and "http://" not in page and "https://" not in page
 

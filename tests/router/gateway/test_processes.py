@@ -142,8 +142,10 @@ def test_two_servers_behind_a_router(logs: Path) -> None:
     [
         ((), 2, "there is no worker to send requests to"),
         (("--worker", "ftp://x"), 2, "--worker"),
-        (("--worker", "http://x:1", "--prefill", "http://x:2"), 2, "pairs of prefill and decode workers"),
-        (("--decode", "http://x:2"), 2, "pairs of prefill and decode workers"),
+        (("--worker", "http://x:1", "--prefill", "http://x:2"), 2, "serves nobody without a decode worker"),
+        (("--decode", "http://x:2"), 2, "serves nobody without a prefill worker"),
+        (("--prefill", "http://x:1", "--decode", "ftp://x"), 2, "--decode"),
+        (("--prefill", "http://x:1", "--decode", "http://x:2", "--prefill-policy", "none"), 4, "none"),
         (("--worker", "http://x:1", "--tokenizer", "no-such-model"), 3, "no such model"),
         (("--worker", "http://x:1", "--policy", "no_such_policy"), 4, "no_such_policy"),
         (("--worker", "http://x:1", "--port", "70000"), 2, "--port"),

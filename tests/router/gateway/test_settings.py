@@ -11,8 +11,10 @@ from fd_core.cli.router_settings import merge_route
 from fd_core.errors import ConfigError
 from fd_core.router.config import RouterConfig
 from fd_core.router.gateway.config import GatewayConfig
+from fd_core.router.gateway.pairs import ticket_key
 from fd_core.router.gateway.summary import summary
 from fd_core.router.gateway.tokens import find_text
+from fd_core.router.workers import ROLES
 
 WORKER = {"workers": ["http://127.0.0.1:1"]}
 
@@ -61,7 +63,10 @@ def test_a_file_may_be_json_and_what_is_typed_wins(tmp_path: Path) -> None:
         ("polcy = 'x'", "no setting 'polcy'"),
         ("policy = 3", "policy"),
         ("[scheduler]\ncache-block-size = 0", "at least 1"),
-        ("prefill = ['http://x:1']", "pairs of prefill and decode"),
+        ("prefill = ['http://x:1']", "a prefill worker serves nobody without a decode worker"),
+        ("decodes = ['http://x:1']", "a decode worker serves nobody without a prefill worker"),
+        ("prefill = 'http://x:1'\ndecode = 'http://x:1/'", "as a prefill worker and as a decode worker"),
+        ("decode-workers = 'http://127.0.0.1:1'\nprefill = 'http://x:1'", "as a mixed worker and as a decode worker"),
         ("worker = 'a'\nworkers = 'b'", "given twice"),
         ("port = 'x'", "port in"),
         ("=", "not valid TOML"),
@@ -73,6 +78,49 @@ def test_files_that_cannot_be_used(tmp_path: Path, text: str, said: str) -> None
     with pytest.raises(ConfigError, match=said) as caught:
         merge_route({"config": str(path), **WORKER}, {})
     assert caught.value.exit_code == 2
+
+
+def test_pairs_come_from_flags_the_environment_and_files(tmp_path: Path) -> None:
+    path = tmp_path / "router.toml"
+    path.write_text("prefill-workers = ['http://p:1', 'http://p:2']\n[scheduler]\nprefill-policy = 'cache_aware'\n")
+    settings = merge_route({"config": str(path), "decode_policy": "session"}, {"FD_DECODE": "http://d:1,http://d:2"})
+    assert settings.gateway.by_role == {
+        "mixed": (),
+        "prefill": ("http://p:1", "http://p:2"),
+        "decode": ("http://d:1", "http://d:2"),
+    }
+    assert settings.gateway.roles == ("prefill", "decode")
+    assert [settings.router.policy_of(role) for role in ROLES] == ["request_num", "cache_aware", "session"]
+    shown = dict(summary(settings.gateway, settings.router, "http://127.0.0.1:8000", None, True))
+    assert shown["Prefill"] == "http://p:1, http://p:2" and "Workers" not in shown
+    assert shown["Policy"] == "cache_aware for prefill, session for decode"
+
+
+def test_one_side_of_a_pair_may_be_given_where_the_other_may_register(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text("long-enough-a-secret\n")
+    settings = merge_route({"prefill": ["http://p:1"], "router_secret": str(path)}, {})
+    assert settings.gateway.roles == ROLES
+
+
+def test_the_secret_of_pairs_is_read_where_there_may_be_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert ticket_key(GatewayConfig(workers=("http://a",))) is None
+    own = ticket_key(GatewayConfig(prefill=("http://p",), decode=("http://d",)))
+    assert own is not None and own == ticket_key(GatewayConfig(router_secret="s" * 16))
+    path = tmp_path / "secret"
+    path.write_text("0123456789abcdef")
+    path.chmod(0o600)
+    given = ticket_key(GatewayConfig(workers=("http://a",), transfer_secret_file=str(path)))
+    assert given is not None and given != own
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="others may read") as caught:
+        ticket_key(GatewayConfig(transfer_secret_file=str(path)))
+    assert caught.value.field == "--transfer-secret-file"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path))
+    assert ticket_key(GatewayConfig(router_secret="s" * 16)) is None
+    with pytest.raises(ConfigError, match="secret"):
+        ticket_key(GatewayConfig(prefill=("http://p",)))
 
 
 def test_secrets_come_from_files(tmp_path: Path) -> None:

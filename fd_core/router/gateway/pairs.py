@@ -1,0 +1,81 @@
+"""Pairs of a prefill and a decode worker: the ticket that brings them together, and what the answer says came of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, get_args
+
+from multidict import CIMultiDict
+from yarl import URL
+
+from fd_core.disagg.ticket import OUTCOME_HEADER, PURPOSE, TICKET_HEADER, sign_ticket
+from fd_core.errors import ConfigError
+from fd_core.kv.effects import Outcome
+from fd_core.kv.stores.secret import derive, load_secret
+from fd_core.router.gateway.config import GatewayConfig
+from fd_core.router.gateway.metrics import GatewayMetrics
+from fd_core.router.router import Router
+from fd_core.router.selection import Selection
+
+__all__ = ["NOT_TOLD", "Pairs", "ticket_key"]
+
+NOT_TOLD: Final = "not_told"
+"""Stands for the outcome where the decode worker told none: it does not know tickets, or takes no notice of them."""
+_OUTCOMES: Final = frozenset(get_args(Outcome))
+_FAILED: Final = frozenset({"lost", "expired", "damaged"})
+"""Outcomes that speak against the prefill worker. `held` and `aborted` say nothing about it."""
+
+
+def ticket_key(config: GatewayConfig) -> bytes | None:
+    """Return the key of tickets, or None if this gateway can have no pairs.
+
+    Raises `ConfigError` if the secret cannot be read. The user's own is not insisted on where pairs could only come by
+    registration; None then.
+    """
+    if not (config.prefill or config.transfer_secret_file or config.router_secret):
+        return None
+    file = config.transfer_secret_file
+    try:
+        return derive(load_secret(Path(file) if file is not None else None), PURPOSE)
+    except ConfigError as error:
+        if not config.prefill and file is None:
+            return None
+        raise ConfigError(error.message, field="--transfer-secret-file", hint=error.hint) from error
+
+
+class Pairs:
+    """Writes tickets and reads outcomes."""
+
+    def __init__(self, router: Router, metrics: GatewayMetrics, key: bytes | None) -> None:
+        """Without a key no ticket is written, and every prompt is computed by the decode worker."""
+        self._router = router
+        self._metrics = metrics
+        self._key = key
+
+    def headers(self, selection: Selection, headers: CIMultiDict[str], request_id: str) -> CIMultiDict[str]:
+        """Return the headers of a request; those to the decode worker of a pair send it to the prefill worker.
+
+        `request_id` is the one that the worker will read in them.
+        """
+        if selection.kv_port is None or self._key is None:
+            return headers
+        host = URL(selection.prefill.url).raw_host or ""
+        peer = f"[{host}]:{selection.kv_port}" if ":" in host else f"{host}:{selection.kv_port}"
+        signed = CIMultiDict(headers)
+        signed[TICKET_HEADER] = sign_ticket(self._key, request_id, peer)
+        return signed
+
+    def told(self, selection: Selection, headers: Mapping[str, str]) -> None:
+        """Take the head of the decode worker's answer: it tells what the prefill side did, if it was a pair's."""
+        if selection.mode != "pd":
+            return
+        outcome = headers.get(OUTCOME_HEADER, "")
+        self._metrics.transfers[outcome if outcome in _OUTCOMES else NOT_TOLD] += 1
+        if outcome == "transferred":
+            self._router.prefilled(selection, time.monotonic())
+        elif outcome == "refused":
+            self._router.declined(selection, selection.prefill)
+        elif outcome in _FAILED:
+            self._router.failed(selection, selection.prefill, time.monotonic())
