@@ -96,6 +96,14 @@ class Flag:
         ]
 
 
+TRANSFER_SECRET_FILE: Final = Flag(
+    "transfer_secret_file",
+    values.optional_text,
+    "File with the secret that prefill and decode workers share; the user's own if left out.",
+    "FILE",
+)
+"""For workers of pairs and for the router that brings them together."""
+
 ENGINE_FLAGS: Final = (
     Flag("backend", values.optional_text, "Hardware backend, or `auto` for the best that is available.", "NAME"),
     Flag("dtype", values.choice("auto", "float32", "bfloat16"), "auto, float32 or bfloat16.", "TYPE"),
@@ -228,6 +236,8 @@ ROUTER_FLAGS: Final = (
         "cache_aware, prefix_hash, session or a plugin's.",
         "NAME",
     ),
+    Flag("prefill_policy", values.optional_text, "Who chooses the prefill worker of a pair.", "NAME"),
+    Flag("decode_policy", values.optional_text, "Who chooses the decode worker of a pair.", "NAME"),
     Flag("cache_block_size", values.whole(1, 65536), "Tokens in a block of the router's prefix index.", "TOKENS"),
     Flag("max_attempts", values.whole(1, 1000), "Workers, or pairs, that one request is tried on.", "N"),
     Flag("max_requests_per_worker", values.whole(0), "Requests that one worker gets at a time; 0 sets no bound.", "N"),
@@ -250,6 +260,9 @@ _SECRET: Final = next(flag for flag in SERVER_FLAGS if flag.field == "router_sec
 GATEWAY_FLAGS: Final = (
     *(flag for flag in SERVER_FLAGS if flag.field in ("host", "port", "api_keys", "drain_seconds", "log_level")),
     Flag("workers", values.names, "Address of a worker; may be repeated.", "URL", name="--worker", repeated=True),
+    Flag("prefill", values.names, "Address of a prefill worker; may be repeated.", "URL", repeated=True),
+    Flag("decode", values.names, "Address of a decode worker; may be repeated.", "URL", repeated=True),
+    TRANSFER_SECRET_FILE,
     Flag(
         "tokenizer",
         values.optional_text,
@@ -257,8 +270,6 @@ GATEWAY_FLAGS: Final = (
         "MODEL",
     ),
     Flag("worker_api_keys", values.keys_in_file, "File with the key of the workers.", "FILE", name="--worker-key-file"),
-    Flag("prefill_policy", values.optional_text, "Who chooses the prefill worker of a pair.", "NAME"),
-    Flag("decode_policy", values.optional_text, "Who chooses the decode worker of a pair.", "NAME"),
     Flag(
         "read_seconds",
         values.number(0, 86400, above=True),
@@ -275,9 +286,6 @@ GATEWAY_FLAGS: Final = (
 API_KEY_FILE: Final = Flag("api_key_file", values.keys_in_file, "File with API keys, one a line.", "FILE")
 """Adds to `api_keys`."""
 
-    Flag("prefill", values.names, "Address of a prefill worker; may be repeated.", "URL", repeated=True),
-    Flag("decode", values.names, "Address of a decode worker; may be repeated.", "URL", repeated=True),
-    TRANSFER_SECRET_FILE,
 TALK_FLAGS: Final = (
     *(flag for flag in SERVER_FLAGS if flag.field in ("api_keys", "chat_template", "engine")),
     API_KEY_FILE,
