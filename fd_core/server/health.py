@@ -27,7 +27,7 @@ async def health(request: Request) -> Response:
     """Answer 200 unless the engine is dead, also while the server shuts down."""
     state = state_of(request)
     answer = _health(None if state.client.alive else "the engine is not running", "dead")
-    answer.headers["X-Instance"] = state.instance
+    answer.headers["X-Instance"] = state.incarnation
     return answer
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from typing import Final
 
 import aiohttp
@@ -26,11 +27,13 @@ _TIMEOUT: Final = aiohttp.ClientTimeout(total=3)
 class Registration:
     """Keeps one server registered with one router; what the router does not answer never disturbs the server."""
 
-    def __init__(self, router: str, secret: str, url: str, instance: str) -> None:
-        """`router` is the router's admin address, `url` where it finds the server, `instance` names the process."""
+    def __init__(self, router: str, secret: str, url: str, instance: Callable[[], str], role: str) -> None:
+        """`router` is the router's admin address, `url` where it finds the server, `instance` names what serves."""
         self._router = router.rstrip("/")
         self._secret = secret
-        self._body = {"url": url, "role": "mixed", "instance": instance}
+        self._url = url
+        self._role = role
+        self._instance = instance
         self._task: asyncio.Task[None] | None = None
         self._said = ""
 
@@ -55,10 +58,11 @@ class Registration:
 
     async def _post(self, what: str) -> bool:
         """Send one message; say its failure once for each kind."""
+        body = {"url": self._url, "role": self._role, "instance": self._instance()}
         try:
             async with (
                 aiohttp.ClientSession(timeout=_TIMEOUT, headers={"Authorization": f"Bearer {self._secret}"}) as session,
-                session.post(f"{self._router}/{what}", json=self._body, allow_redirects=False) as answer,
+                session.post(f"{self._router}/{what}", json=body, allow_redirects=False) as answer,
             ):
                 trouble = "" if answer.status == 200 else f"it answered {answer.status}"
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
@@ -71,8 +75,13 @@ class Registration:
         return not trouble
 
 
-def registration_of(config: ServerConfig, url: str, instance: str) -> Registration | None:
-    """Return the registration that the settings ask for, or None. Raises `ConfigError` if it cannot work."""
+def registration_of(
+    config: ServerConfig, url: str, instance: Callable[[], str], role: str = "mixed"
+) -> Registration | None:
+    """Return the registration that the settings ask for, or None. Raises `ConfigError` if it cannot work.
+
+    `instance` is asked each time: it is what the server answers to health checks, and another one after a restart.
+    """
     if config.router is None:
         return None
     if not config.router.startswith(("http://", "https://")):
@@ -91,4 +100,4 @@ def registration_of(config: ServerConfig, url: str, instance: str) -> Registrati
             field="--advertise-url",
             hint="for example http://10.0.0.5:8000",
         )
-    return Registration(config.router, config.router_secret, config.advertise_url or url, instance)
+    return Registration(config.router, config.router_secret, config.advertise_url or url, instance, role)

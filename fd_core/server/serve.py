@@ -53,7 +53,7 @@ async def serve_http(
     app = create_app(config, client, tokenizer, template)
     state: ServerState = app.state.fd
     url = listening.url_of(config.host, sock)
-    registration = registration_of(config, url, state.instance)
+    registration = registration_of(config, url, lambda: state.incarnation)
 
     def started() -> None:
         if registration is not None:

@@ -81,6 +81,11 @@ class ServerState:
     """Takes long texts off the event loop, one at a time, so that they do not crowd out the engine."""
 
     @property
+    def incarnation(self) -> str:
+        """Names this process and its engine's start: whoever answers under another name has an empty cache."""
+        return f"{self.instance}.{self.client.info.epoch}"
+
+    @property
     def model_names(self) -> tuple[str, ...]:
         """Names under which the model answers, the main one first."""
         return self.config.served_model_names or (self.client.info.model,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 import fd_core
@@ -20,6 +21,14 @@ def test_models_are_listed_under_their_served_names() -> None:
         assert server.post("/v1/completions", {"prompt": "a"}).json["model"] == "main"
         assert server.post("/v1/completions", {"prompt": "a", "model": "org/alias"}).json["model"] == "org/alias"
         assert server.post("/v1/completions", {"prompt": "a", "model": "fake"}).status == 404
+
+
+def test_another_start_of_the_engine_answers_under_another_name() -> None:
+    with live() as server:
+        first = server.get("/health").headers["x-instance"]
+        assert server.get("/health").headers["x-instance"] == first
+        server.client.info = msgspec.structs.replace(server.client.info, epoch=2)
+        assert server.get("/health").headers["x-instance"] != first
 
 
 def test_tokenize_and_detokenize(server: LiveServer) -> None:

@@ -84,7 +84,7 @@ async def test_workers_of_a_pair_register_where_there_is_a_secret_for_pairs() ->
 async def test_a_server_keeps_itself_registered_and_leaves() -> None:
     async with FakeWorker() as worker, routed(router_secret=SECRET) as live:
         config = ServerConfig(router=live.admin, router_secret=SECRET)
-        registration = registration_of(config, worker.url, worker.instance)
+        registration = registration_of(config, worker.url, lambda: worker.instance, "mixed")
         assert registration is not None
         registration.start()
         await live.healthy(1)
@@ -94,9 +94,27 @@ async def test_a_server_keeps_itself_registered_and_leaves() -> None:
 
 
 @in_loop
+async def test_a_server_whose_engine_was_started_again_registers_as_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fd_core.server.registration._AGAIN_SECONDS", 0.02)
+    async with FakeWorker(role="decode") as worker, routed(router_secret=SECRET) as live:
+        config = ServerConfig(router=live.admin, router_secret=SECRET)
+        registration = registration_of(config, worker.url, lambda: worker.instance, "decode")
+        assert registration is not None
+        registration.start()
+        await live.healthy(1)
+        (first,) = live.router.workers()
+        await asyncio.sleep(0.1)
+        assert live.router.workers() == (first,) and first.role == "decode"
+        worker.instance = "w-2"
+        await eventually(lambda: live.router.workers() != (first,))
+        await live.healthy(1)
+        await registration.leave()
+
+
+@in_loop
 async def test_a_router_that_is_not_there_does_not_disturb_a_server(caplog: pytest.LogCaptureFixture) -> None:
     config = ServerConfig(router="http://127.0.0.1:9", router_secret=SECRET)
-    registration = registration_of(config, "http://127.0.0.1:1", "i")
+    registration = registration_of(config, "http://127.0.0.1:1", lambda: "i")
     assert registration is not None
     registration.start()
     await asyncio.sleep(0.1)
@@ -114,9 +132,9 @@ async def test_a_router_that_is_not_there_does_not_disturb_a_server(caplog: pyte
 )
 def test_registrations_that_cannot_work(settings: dict[str, str], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        registration_of(ServerConfig(**settings), "http://localhost:1", "i")
+        registration_of(ServerConfig(**settings), "http://localhost:1", lambda: "i")
     assert caught.value.field == field
 
 
 def test_a_server_without_a_router_registers_nowhere() -> None:
-    assert registration_of(ServerConfig(), "http://127.0.0.1:1", "i") is None
+    assert registration_of(ServerConfig(), "http://127.0.0.1:1", lambda: "i") is None
