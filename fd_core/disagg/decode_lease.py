@@ -47,7 +47,7 @@ class DecodeLease:
         self._clock.heard(now)
         match message:
             case Refuse(reason=reason):
-                return self._end("refused", reason)
+                return self._end("refused", reason or "the prefill worker gave no reason")
             case Abort(reason=reason):
                 return self._end("lost", reason or "the prefill worker broke off")
             case Piece():
@@ -87,7 +87,7 @@ class DecodeLease:
             return self._break("expired", late)
         if not self._clock.quiet(now):
             return []
-        if self._met and self._copied:
+        if self._copied:
             return self._credit(now)
         self._clock.said(now)
         return [Say(Alive(self._opening.lease) if self._met else self._opening)]

@@ -156,10 +156,11 @@ def test_no_more_tokens_were_cached_than_there_are(said: int, cached: int) -> No
     assert lease.cached == cached
 
 
-def test_a_refusal_is_told_with_its_reason() -> None:
-    assert begun().heard(Refuse(NAME, "--block-size is 16 there"), 0.0) == [
-        DecodeEnd("refused", "--block-size is 16 there")
-    ]
+@pytest.mark.parametrize(
+    ("given", "told"), [("--block-size is 16", "--block-size is 16"), ("", "the prefill worker gave no reason")]
+)
+def test_a_refusal_is_told_with_its_reason(given: str, told: str) -> None:
+    assert begun().heard(Refuse(NAME, given), 0.0) == [DecodeEnd("refused", told)]
 
 
 @pytest.mark.parametrize(("given", "told"), [("out of room", "out of room"), ("", "the prefill worker broke off")])

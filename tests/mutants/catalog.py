@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants import blocks, budget, golden_stream, restarts, router, signalling, storage
+from tests.mutants import blocks, budget, disagg, golden_stream, restarts, router, signalling, storage
 from tests.mutants.mutant import Mutant, NotApplicable
 
 __all__ = ["MUTANTS", "NOT_APPLICABLE"]
@@ -15,5 +15,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *restarts.MUTANTS,
     *storage.MUTANTS,
     *router.MUTANTS,
+    *disagg.MUTANTS,
 )
 NOT_APPLICABLE: tuple[NotApplicable, ...] = ()

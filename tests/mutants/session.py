@@ -35,6 +35,8 @@ FIRST = (
     "tests/kv/tiers",
     "tests/router",
     "tests/router/gateway/test_pairs.py",
+    *(f"tests/disagg/test_{name}.py" for name in ("decode_lease", "lease", "lease_liveness", "lease_machine")),
+    *(f"tests/disagg/test_{name}.py" for name in ("prefill_lease", "terms", "ticket")),
 )
 """Cheapest first, so that most mutants die within seconds; before all, what mirrors a mutant's files and folders."""
 LEFT_OUT = ("tests/engine/test_process.py", "tests/engine/test_restarts.py")
