@@ -80,6 +80,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """File with the secret of stored values; None takes the user's own."""
     kv_store_compression: str = "none"
     """`none` or `zlib`."""
+    role: str = "mixed"
+    """`mixed` computes prompts and texts, `prefill` prompts for other workers, `decode` texts whose prompts others
+    compute."""
+    kv_connector: str = "tcp"
+    """How KV travels from a prefill worker to this decode worker: `tcp`, `shared_memory`, `kv_store` or a plugin's."""
+    transfer_host: str = "127.0.0.1"
+    """Where a prefill worker listens for decode workers."""
+    transfer_port: int = 0
+    """0 takes a free one."""
+    transfer_secret_file: str | None = None
+    """File with the secret that prefill and decode workers share; None takes the user's own."""
+    lease_seconds: float = 10.0
+    """A prefill worker that is silent for so long is given up, and the prompt computed by the decode worker."""
     kv_events: bool | None = None
     """Whether the engine tells which prefixes its device holds, for a router; None does not."""
     trace: str | None = None

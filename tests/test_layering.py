@@ -33,7 +33,8 @@ ALLOWED: dict[str, set[str]] = {
     "runner": BASE | {"backends", "hookspecs", "ops"},
     "engine": BASE | {"backends", "disagg", "kv", "models", "plugins", "runner", "scheduling", "signals", "text"},
     "server": BASE | {"disagg", "engine", "kv", "text"},
-    "cli": BASE | {"engine", "hookspecs", "models", "plugins", "router", "router/gateway", "server", "testing", "text"},
+    "cli": BASE
+    | {"disagg", "engine", "hookspecs", "models", "plugins", "router", "router/gateway", "server", "testing", "text"},
     "testing": BASE
     | {"backends", "disagg", "engine", "kv", "models", "ops", "plugins", "runner", "scheduling", "signals"},
 }

@@ -157,6 +157,27 @@ ENGINE_FLAGS: Final = (
         "FILE",
     ),
     Flag("kv_store_compression", values.choice("none", "zlib"), "Compression of stored KV: none or zlib.", "HOW"),
+    Flag(
+        "role",
+        values.choice("mixed", "prefill", "decode"),
+        "prefill computes prompts for decode workers, decode texts whose prompts they compute, mixed does both.",
+        "ROLE",
+    ),
+    Flag(
+        "kv_connector",
+        values.optional_text,
+        "How KV comes to a decode worker: tcp, shared_memory, kv_store or a plugin's.",
+        "NAME",
+    ),
+    Flag("transfer_host", values.optional_text, "Where a prefill worker listens for decode workers.", "ADDRESS"),
+    Flag("transfer_port", values.whole(0, 65535), "Port of that; 0 takes a free one.", "PORT"),
+    TRANSFER_SECRET_FILE,
+    Flag(
+        "lease_seconds",
+        values.number(0.1, 3600),
+        "A prefill worker that is silent for so long is given up, and the prompt computed by the decode worker.",
+        "SECONDS",
+    ),
     Flag("num_threads", values.whole(1, 4096), "Processor threads of the backend.", "N"),
     Flag("native_kernels", values.switch, "Compile and use native kernels if the backend has them."),
     Flag(

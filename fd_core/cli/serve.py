@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fd_core.cli.settings import Settings
+    from fd_core.config import EngineConfig
 
 __all__ = ["loop_factory", "serve"]
 
@@ -83,11 +84,21 @@ async def _serve(settings: Settings, listener: socket.socket, console: Console) 
             client,
             model.tokenizer,
             model.template,
+            ticket_key=_ticket_key(settings.engine),
             sock=listener,
             on_ready=lambda url: show_summary(console, summary(client.info, settings.server, url)),
         )
     finally:
         await engine.__aexit__(None, None, None)
+
+
+def _ticket_key(engine: EngineConfig) -> bytes | None:
+    """Return the key of what a router tells this worker; None unless it takes prompts that others compute."""
+    if engine.role != "decode":
+        return None
+    from fd_core.disagg.keys import ticket_key
+
+    return ticket_key(engine.transfer_secret_file)
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -35,6 +35,7 @@ def summary(info: EngineInfo, server: ServerConfig, url: str) -> list[tuple[str,
         ),
         ("KV on the host", format_size(info.host_kv_bytes) if info.host_kv_bytes else "none"),
         ("KV store", _store(info)),
+        *([("Role", _role(info))] if info.role != "mixed" else []),
         ("max_num_seqs", f"{info.max_num_seqs:,}"),
         ("max_num_batched_tokens", f"{info.max_num_batched_tokens:,}"),
         ("max_model_len", f"{info.max_model_len:,}"),
@@ -58,6 +59,12 @@ def _store(info: EngineInfo) -> str:
     if info.kv_store is None:
         return "none: KV ends with the engine"
     return info.kv_store if info.kv_store_answers else _LOUD + info.kv_store
+
+
+def _role(info: EngineInfo) -> str:
+    if info.role == "prefill":
+        return f"prefill: computes prompts for decode workers, which reach it at port {info.kv_port}"
+    return f"decode: prompts come from the prefill workers that a router names, through {info.kv_connector}"
 
 
 def _clients(server: ServerConfig) -> str:

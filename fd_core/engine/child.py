@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -26,16 +27,30 @@ class _SocketInbox:
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
         self._decoder = msgspec.msgpack.Decoder(ClientMessage)
+        self._woken, self._wake = os.pipe()
+        os.set_blocking(self._woken, False)
+        os.set_blocking(self._wake, False)
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._woken, zmq.POLLIN)
 
     def receive(self, timeout: float) -> list[ClientMessage]:
         messages: list[ClientMessage] = []
-        if timeout and not self._socket.poll(int(timeout * 1000)):
-            return messages
+        if timeout:
+            ready = dict(self._poller.poll(int(timeout * 1000)))
+            if self._woken in ready:
+                os.read(self._woken, 4096)
+            if self._socket not in ready:
+                return messages
         try:
             while True:
                 messages.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
         except zmq.Again:
             return messages
+
+    def wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # full of calls already
+            os.write(self._wake, b"\0")
 
 
 def main() -> int:

@@ -7,17 +7,21 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import msgspec
+
 from fd_core.backends.contract import Backend
 from fd_core.config import EngineConfig, resolve_limits
 from fd_core.engine.client import StartProgress
 from fd_core.engine.device import Device, make_device
-from fd_core.engine.kept_kv import KeptKV, open_kv_storage
+from fd_core.engine.kept_kv import KeptKV, kv_identity, open_kv_storage
+from fd_core.engine.leased_kv import LeasedKV, open_leased_kv, require_role
 from fd_core.engine.messages import Delta, EngineInfo, EngineStats
 from fd_core.engine.outputs import Outputs
 from fd_core.engine.trace import TraceWriter, require_trace_file
 from fd_core.engine.trace_format import TraceHeader
 from fd_core.errors import BadRequest
 from fd_core.kv.events import KVEvent, Recorder
+from fd_core.kv.one_at_a_time import OneAtATime
 from fd_core.plugins import installed_plugins
 from fd_core.runner.drafting import make_drafter
 from fd_core.runner.runner import Runner
@@ -43,6 +47,7 @@ class Engine:
         *,
         watchdog_seconds: float,
         kept_kv: KeptKV | None = None,
+        leased_kv: LeasedKV | None = None,
         trace: TraceWriter | None = None,
     ) -> None:
         self.info = info
@@ -51,6 +56,7 @@ class Engine:
         self._device = device
         self._watchdog_seconds = watchdog_seconds
         self._kept_kv = kept_kv
+        self._leased_kv = leased_kv
         self._trace = trace
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
         """Plans that were not answered, with when they were submitted."""
@@ -74,6 +80,16 @@ class Engine:
         """Abort requests; returns the last deltas of those that ended at once. Idempotent."""
         return [delta for request_id in request_ids for delta in self._outputs.abort_waiting(request_id)]
 
+    def wake_by(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called, by any thread, when a step would do something that nobody submitted here."""
+        if self._leased_kv is not None:
+            self._leased_kv.wake_by(wake)
+
+    def stop(self) -> None:
+        """Take no more requests of other workers; those that run go on."""
+        if self._leased_kv is not None:
+            self._leased_kv.stop()
+
     def abort_all(self) -> list[Delta]:
         """Abort everything."""
         return self.abort(self._scheduler.request_ids())
@@ -93,8 +109,9 @@ class Engine:
             self._in_flight.append((plan, time.monotonic()))
         self._exchange_kv()
         if not self._in_flight:
-            if self._kept_kv is not None:
-                self._kept_kv.wait()
+            for kv in (self._kept_kv, self._leased_kv):
+                if kv is not None:
+                    kv.wait()
             return []
         output = self._device.collect(self._watchdog_seconds)
         plan, submitted = self._in_flight.popleft()
@@ -142,6 +159,7 @@ class Engine:
             saved_tokens=kept.saved_tokens,
             pace=Pace() if storage is None else storage.tradeoff.pace,
             kv=None if self._kept_kv is None else self._kept_kv.stats(),
+            leases=None if self._leased_kv is None else self._leased_kv.stats(),
             stale_outputs=delivered.stale_outputs,
             finished_stop=ended[FinishReason.STOP],
             finished_length=ended[FinishReason.LENGTH],
@@ -162,6 +180,8 @@ class Engine:
         """Stop the engine's threads; what is in flight is computed and dropped, what waits for a store written."""
         if self._kept_kv is not None:
             self._kept_kv.close()
+        if self._leased_kv is not None:
+            self._leased_kv.close()
         self._device.close()
         if self._trace is not None:
             self._trace.close(time.monotonic_ns())
@@ -170,6 +190,8 @@ class Engine:
         """Begin what was decided about KV outside the device, and learn what became of it."""
         if self._kept_kv is not None:
             self._kept_kv.exchange()
+        if self._leased_kv is not None:
+            self.abort(self._leased_kv.exchange())
 
     def _commit(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
         deltas = self._outputs.commit(plan, output)
@@ -185,6 +207,7 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
     """
     if config.trace is not None:
         require_trace_file(Path(config.trace))
+    require_role(config)
     plugins = installed_plugins()
     choice = plugins.choose_backend(config.backend)
     policy = plugins.scheduler_class(config.scheduling_policy)()
@@ -198,7 +221,8 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
         drafter = make_drafter(chosen, config, backend, ops, model, lambda *parts: progress("load", *parts))
     shape = model.kv_shape(config.block_size)
     bytes_per_block = shape.bytes_per_block(_ITEM_BYTES[ops.dtype])
-    storage = open_kv_storage(config, plugins, path, f"{ops.name}/{ops.dtype}/{shape}")
+    identity = kv_identity(path, f"{ops.name}/{ops.dtype}/{shape}")
+    storage = open_kv_storage(config, plugins, identity)
     if drafter is not None and drafter.kv_shape is not None:
         bytes_per_block += drafter.kv_shape.bytes_per_block(_ITEM_BYTES[ops.dtype])
     limits = resolve_limits(
@@ -232,6 +256,8 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
         host_kv_bytes=0 if storage.keep is None else config.host_kv_memory,
         kv_store=storage.about,
         kv_store_answers=storage.answers,
+        role=config.role,
+        kv_connector=config.kv_connector if config.role == "decode" else None,
         emulated=backend.emulated,
         kv_events=recorder is not None,
         epoch=epoch,
@@ -239,8 +265,17 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
     drafts = None
     if config.speculative is not None and limits.max_drafts:
         drafts = DraftControl(limits.max_num_seqs, limits.max_drafts, config.speculative.cheap_tokens)
+    paired = config.role != "mixed"
     scheduler = Scheduler(
-        limits, policy, victims, storage.hasher, drafts, keep_kv=storage.keep, recorder=recorder, epoch=epoch
+        limits,
+        policy,
+        victims,
+        storage.hasher,
+        drafts,
+        keep_kv=storage.keep,
+        paired=paired,
+        recorder=recorder,
+        epoch=epoch,
     )
     trace = None
     if config.trace is not None:
@@ -254,11 +289,23 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
             limits=limits,
         )
         trace = TraceWriter(Path(config.trace), header, time.monotonic_ns(), config.trace_limit)
+    cache = OneAtATime(runner.cache)
     kept_kv = None
     if storage.keep is not None:
-        kept_kv = KeptKV.join(storage, scheduler, runner, ops.dtype, config, prefill_token, trace)
+        kept_kv = KeptKV.join(storage, scheduler, cache, ops.dtype, config, prefill_token, trace)
+    leased_kv = open_leased_kv(config, plugins, scheduler, cache, ops.dtype, identity) if paired else None
+    if leased_kv is not None:
+        info = msgspec.structs.replace(info, kv_port=leased_kv.port)
     device = make_device(runner, limits.pipeline_depth, config.output_transport)
-    return Engine(info, scheduler, device, watchdog_seconds=config.watchdog_seconds, kept_kv=kept_kv, trace=trace)
+    return Engine(
+        info,
+        scheduler,
+        device,
+        watchdog_seconds=config.watchdog_seconds,
+        kept_kv=kept_kv,
+        leased_kv=leased_kv,
+        trace=trace,
+    )
 
 
 def _described(backend: Backend) -> str:

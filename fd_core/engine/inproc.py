@@ -28,17 +28,21 @@ _log = logging.getLogger(__name__)
 
 class _QueueInbox:
     def __init__(self) -> None:
-        self.queue: queue.SimpleQueue[ClientMessage] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[ClientMessage | None] = queue.SimpleQueue()
+        """None wakes who waits."""
 
     def receive(self, timeout: float) -> list[ClientMessage]:
-        messages: list[ClientMessage] = []
+        messages: list[ClientMessage | None] = []
         try:
             if timeout:
                 messages.append(self.queue.get(timeout=timeout))
             while True:
                 messages.append(self.queue.get_nowait())
         except queue.Empty:
-            return messages
+            return [message for message in messages if message is not None]
+
+    def wake(self) -> None:
+        self.queue.put(None)
 
 
 class InprocClient(StreamingClient):

@@ -17,6 +17,7 @@ from fd_core.config import EngineConfig
 from fd_core.engine.kv_trace import KVTrace
 from fd_core.engine.trace import TraceWriter
 from fd_core.errors import ConfigError, ModelError
+from fd_core.kv.one_at_a_time import OneAtATime
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.kv.stores.contract import KVStore, StoreError
 from fd_core.kv.stores.envelope import Compression, Envelope
@@ -26,13 +27,12 @@ from fd_core.kv.tiers.stats import TierStats
 from fd_core.kv.tiers.tiers import KVTiers
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.plugins import Plugins
-from fd_core.runner.runner import Runner
 from fd_core.scheduling.scheduler import Scheduler
 from fd_core.scheduling.storage import KeepKV
 from fd_core.scheduling.tradeoff import Pace
 from fd_core.types import StepPlan
 
-__all__ = ["KVStorage", "KeptKV", "open_kv_storage"]
+__all__ = ["KVStorage", "KeptKV", "kv_identity", "open_kv_storage"]
 
 _log = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class KeptKV:
         cls,
         storage: KVStorage,
         scheduler: Scheduler,
-        runner: Runner,
+        cache: OneAtATime,
         dtype: str,
         config: EngineConfig,
         prefill_token: float,
@@ -148,7 +148,7 @@ class KeptKV:
     ) -> KeptKV:
         """Start the tiers for an engine's scheduler and cache."""
         tiers = KVTiers(
-            runner.cache,
+            cache,
             dtype=dtype,
             host_bytes=config.host_kv_memory,
             store=storage.store,
@@ -158,11 +158,11 @@ class KeptKV:
         return cls(scheduler, tiers, storage.store, prefill_token, None if trace is None else KVTrace(trace))
 
 
-def open_kv_storage(config: EngineConfig, plugins: Plugins, path: Path | None, numerics: str) -> KVStorage:
+def open_kv_storage(config: EngineConfig, plugins: Plugins, identity: str) -> KVStorage:
     """Decide how blocks are named and where their KV is kept.
 
-    `numerics` tells apart whatever computes or arranges the KV of one checkpoint differently: pack, dtype, shape.
-    A store that cannot be reached does not keep the engine from starting: requests compute what it would have held.
+    `identity` is that of the KV, see `kv_identity`. A store that cannot be reached does not keep the engine from
+    starting: requests compute what it would have held.
     Raises `ConfigError` or `PluginError` for settings that can never work.
     """
     if not config.enable_prefix_caching:
@@ -173,7 +173,6 @@ def open_kv_storage(config: EngineConfig, plugins: Plugins, path: Path | None, n
                 hint="leave out --no-enable-prefix-caching",
             )
         return KVStorage(None)
-    identity = _identity(path, numerics)
     if config.kv_store is None:
         hasher = PrefixHasher(block_size=config.block_size, identity=identity, secret=os.urandom(32))
         kept = config.save_preempted_kv and config.host_kv_memory > 0
@@ -199,8 +198,11 @@ def open_kv_storage(config: EngineConfig, plugins: Plugins, path: Path | None, n
     )
 
 
-def _identity(path: Path | None, numerics: str) -> str:
-    """Name everything but the tokens that decides the bytes of a block: a change of any of it is another name."""
+def kv_identity(path: Path | None, numerics: str) -> str:
+    """Name everything but the tokens that decides the bytes of a block: a change of any of it is another name.
+
+    `numerics` tells apart whatever computes or arranges the KV of one checkpoint differently: pack, dtype, shape.
+    """
     weights = tokenizer = "none"
     if path is not None:
         with open_checkpoint(path) as checkpoint:

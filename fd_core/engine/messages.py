@@ -7,6 +7,8 @@ from typing import Final, get_args
 import msgspec
 
 from fd_core.breaker import BreakerState
+from fd_core.disagg.stats import ReceiverStats, SenderStats
+from fd_core.kv.effects import Outcome
 from fd_core.kv.events import KVEvent
 from fd_core.kv.stores.contract import Trouble
 from fd_core.kv.tiers.stats import TierStats
@@ -23,6 +25,7 @@ __all__ = [
     "EngineMessage",
     "EngineStats",
     "Fault",
+    "LeaseStats",
     "Shutdown",
     "StepEvents",
     "Submit",
@@ -48,6 +51,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """Prompt tokens served from the prefix cache; set in the first delta."""
     error: str | None = None
     """Set with finish reason `error`."""
+    prefill: Outcome | None = None
+    """What became of a prompt that another worker was to compute; set in the first delta."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,11 +82,32 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A line about the KV store, without secrets."""
     kv_store_answers: bool = True
     """Whether it could be used when the engine started."""
+    role: str = "mixed"
+    """`mixed`, `prefill` or `decode`."""
+    kv_port: int | None = None
+    """Where decode workers reach a prefill worker's transfers."""
+    kv_connector: str | None = None
+    """How KV comes to a decode worker."""
     emulated: bool = False
     """The backend computes on another device than the one it is for, and results say nothing about that one."""
     kv_events: bool = False
     """Whether it tells which prefixes its device holds."""
     epoch: int = 1
+
+
+class LeaseStats(msgspec.Struct, frozen=True, kw_only=True):
+    """KV that travels between workers; counters only grow within an epoch."""
+
+    open: int = 0
+    """Leases that are not over, on this side."""
+    outcomes: dict[str, int] = {}
+    """Requests whose prompt was to be computed elsewhere, by what became of that."""
+    fetched_tokens: int = 0
+    sent_blocks: int = 0
+    given_up: int = 0
+    """Requests of other workers that ended without all their KV."""
+    receiver: ReceiverStats | None = None
+    sender: SenderStats | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,6 +157,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """What computing and loading were measured to cost."""
     kv: TierStats | None = None
     """Of KV outside the device; None if none is kept there."""
+    leases: LeaseStats | None = None
+    """Of KV that travels between workers; None for one that does both."""
     stale_outputs: int = 0
     """Outputs dropped because epoch, step or gen did not match."""
     finished_stop: int = 0

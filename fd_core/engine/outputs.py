@@ -191,11 +191,11 @@ class Outputs:
         logprobs: tuple[TokenLogprobs, ...] | None,
     ) -> Delta:
         request_id = request.spec.request_id
-        cached = None
+        cached = prefill = None
         if request_id not in self._told_cached:
             self._told_cached.add(request_id)
-            cached = request.cached_tokens
-        return Delta(request_id, token_ids, reason, logprobs, cached)
+            cached, prefill = request.cached_tokens, request.prefill
+        return Delta(request_id, token_ids, reason, logprobs, cached, prefill=prefill)
 
     def _end(self, request_id: str, reason: FinishReason) -> Delta:
         self._count_end(request_id, reason)

@@ -33,9 +33,13 @@ class Inbox(Protocol):
     def receive(self, timeout: float) -> list[ClientMessage]:
         """Return what arrived; wait up to `timeout` seconds for the first message, not at all if it is 0."""
 
+    def wake(self) -> None:
+        """End a wait in `receive`, or the next one; any thread."""
+
 
 def serve_engine(engine: Engine, inbox: Inbox, send: Callable[[EngineMessage], None]) -> None:
     """Serve until told to shut down. Errors of a step end the loop: the client sees a dead engine."""
+    engine.wake_by(inbox.wake)
     engine.on_admission = lambda admitted: send(StepEvents([], None, engine.info.epoch, admitted))
     last_stats = 0.0
     told: EngineStats | None = None
@@ -51,6 +55,7 @@ def serve_engine(engine: Engine, inbox: Inbox, send: Callable[[EngineMessage], N
                     deltas += engine.abort_all() if everything else engine.abort(request_ids)
                 case Shutdown(drain):
                     stopping = True
+                    engine.stop()
                     deltas += [] if drain else engine.abort_all()
         deltas += engine.step()
         now = time.monotonic()

@@ -214,4 +214,5 @@ def _merged(deltas: list[Delta]) -> Delta:
         tuple(score for group in scores for score in group) if scores else None,
         next((delta.cached_tokens for delta in deltas if delta.cached_tokens is not None), None),
         last.error,
+        next((delta.prefill for delta in deltas if delta.prefill is not None), None),
     )

@@ -20,15 +20,21 @@ __all__ = ["create_app"]
 
 
 def create_app(
-    config: ServerConfig, client: EngineClient, tokenizer: Tokenizer, template: ChatTemplate | None
+    config: ServerConfig,
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    ticket_key: bytes | None = None,
 ) -> FastAPI:
     """Return the ASGI application over one engine; its shared state is `app.state.fd`, a `ServerState`.
+
+    `ticket_key` is for decode workers, see `fd_core.disagg.ticket`.
 
     The interactive pages of FastAPI are left out: they load scripts from elsewhere.
     """
     app = FastAPI(title="fd_core", version=fd_core.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     metrics = ServerMetrics(client)
-    app.state.fd = ServerState(config, client, tokenizer, template, metrics)
+    app.state.fd = ServerState(config, client, tokenizer, template, metrics, ticket_key=ticket_key)
     for family in (chat, completions, models, tokenize, admin, health):
         app.include_router(family.router)
     install_handlers(app)

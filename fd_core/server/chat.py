@@ -20,6 +20,7 @@ from fd_core.server.request_schemas import ChatRequest
 from fd_core.server.sampling import choices_per_prompt
 from fd_core.server.state import state_of
 from fd_core.server.streaming import GenerationResponse
+from fd_core.server.tickets import prefill_peer
 from fd_core.server.unsupported import CHAT
 
 __all__ = ["ChatFormat", "router"]
@@ -35,13 +36,14 @@ async def create_chat_completion(request: Request) -> Response:
     body, headers = await _BODY.read(request, state.config.max_body_bytes)
     model = state.model_name(body.model)
     state.admit(1)
+    prefill_at = prefill_peer(state, request)
     logprobs = _logprobs(body)
     usage_in_stream = check_stream(body)
     n = choices_per_prompt(body, 1)
     prompt = await chat_prompt(
         state, body.messages, body.add_generation_prompt is not False, body.chat_template_kwargs or {}
     )
-    job = build_job(state, body, request.state.request_id, [prompt], n, logprobs)
+    job = build_job(state, body, request.state.request_id, [prompt], n, logprobs, prefill_at)
     shown = Shown(
         answer_id=f"chatcmpl-{job.request_id}",
         model=model,

@@ -21,6 +21,7 @@ from fd_core.server.request_schemas import CompletionRequest
 from fd_core.server.sampling import choices_per_prompt
 from fd_core.server.state import state_of
 from fd_core.server.streaming import GenerationResponse
+from fd_core.server.tickets import prefill_peer
 from fd_core.server.unsupported import COMPLETIONS
 
 __all__ = ["CompletionFormat", "router"]
@@ -36,11 +37,13 @@ async def create_completion(request: Request) -> Response:
     body, headers = await _BODY.read(request, state.config.max_body_bytes)
     model = state.model_name(body.model)
     state.admit(1)
+    prefill_at = prefill_peer(state, request)
     _check(body)
     usage_in_stream = check_stream(body)
     prompts = await completion_prompts(state, body.prompt, body.add_special_tokens is not False)
     n = choices_per_prompt(body, len(prompts))
-    job = build_job(state, body, request.state.request_id, [each.ids for each in prompts], n, body.logprobs)
+    ids = [each.ids for each in prompts]
+    job = build_job(state, body, request.state.request_id, ids, n, body.logprobs, prefill_at)
     echoes = None
     if body.echo:
         skip = job.rules.skip_special

@@ -18,6 +18,7 @@ import msgspec
 
 from fd_core.engine.messages import Delta
 from fd_core.errors import EngineDead
+from fd_core.kv.effects import Outcome
 from fd_core.server.answer_schemas import PromptTokensDetails, Usage
 from fd_core.server.errors import ApiError
 from fd_core.server.sampling import choice_seed
@@ -52,6 +53,8 @@ class Job:
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
+    prefill_at: str = ""
+    """`host:port` of the prefill worker that computes the prompts."""
 
 
 class Piece(NamedTuple):
@@ -87,6 +90,7 @@ class Choice:
         "cached_tokens",
         "finished",
         "index",
+        "prefill",
         "prompt_index",
         "tokens",
     )
@@ -97,6 +101,8 @@ class Choice:
         self.tokens = 0
         """Tokens generated, up to and including the one that ended the text."""
         self.cached_tokens = 0
+        self.prefill: Outcome | None = None
+        """What became of a prompt that another worker was to compute; known with the first token."""
         self.finished: str | None = None
         self._deltas = deltas
         self._every_token = job.every_token
@@ -134,6 +140,8 @@ class Choice:
     def _read(self, delta: Delta) -> Piece:
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
+        if delta.prefill is not None:
+            self.prefill = delta.prefill
         ids, reason, logprobs = delta.token_ids, delta.finish_reason, delta.logprobs or ()
         if ids:
             self._observe(len(ids))
@@ -242,6 +250,7 @@ class Generation:
             priority=job.priority,
             tenant=job.tenant,
             cache_salt=job.cache_salt,
+            prefill_at=job.prefill_at,
         )
         deltas = cast(_Deltas, client.submit(spec))
         await self._open.enter_async_context(aclosing(deltas))

@@ -11,6 +11,7 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import fd_core
+from fd_core.disagg.ticket import KV_PORT_HEADER, ROLE_HEADER
 from fd_core.server.answer_schemas import HealthAnswer, VersionAnswer
 from fd_core.server.openapi import endpoint
 from fd_core.server.state import state_of
@@ -28,6 +29,9 @@ async def health(request: Request) -> Response:
     state = state_of(request)
     answer = _health(None if state.client.alive else "the engine is not running", "dead")
     answer.headers["X-Instance"] = state.incarnation
+    answer.headers[ROLE_HEADER] = state.client.info.role
+    if state.client.info.kv_port is not None:
+        answer.headers[KV_PORT_HEADER] = str(state.client.info.kv_port)
     return answer
 
 

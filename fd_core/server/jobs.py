@@ -18,8 +18,12 @@ def build_job(
     prompts: list[tuple[int, ...]],
     n: int,
     logprobs: int | None,
+    prefill_at: str = "",
 ) -> Job:
-    """Return what the request wants generated; `ApiError` (400) names a field that does not fit the model."""
+    """Return what the request wants generated; `ApiError` (400) names a field that does not fit the model.
+
+    `prefill_at` is `host:port` of the prefill worker that computes the prompts, empty to compute them here.
+    """
     rules = TextRules(stop_strings(body), bool(body.include_stop_str_in_output), body.skip_special_tokens is not False)
     return Job(
         request_id=request_id,
@@ -31,6 +35,7 @@ def build_job(
         priority=body.priority or 0,
         tenant=body.user or "",
         cache_salt=body.cache_salt or "",
+        prefill_at=prefill_at,
     )
 
 

@@ -20,6 +20,7 @@ import fd_core
 from fd_core.engine.client import EngineClient
 from fd_core.engine.messages import EngineStats
 from fd_core.server.kv_metrics import kv_metrics
+from fd_core.server.lease_metrics import lease_metrics
 
 __all__ = ["Histogram", "ServerMetrics"]
 
@@ -151,6 +152,7 @@ class ServerMetrics(Collector):
                 family.add_metric([str(position)], count)
             yield family
         yield from kv_metrics(stats, client.info.block_size)
+        yield from lease_metrics(stats.leases)
         finished = CounterMetricFamily("fdcore_engine_finished", "Requests that the engine ended", labels=["reason"])
         for reason in ("stop", "length", "abort", "error"):
             finished.add_metric([reason], getattr(stats, f"finished_{reason}"))

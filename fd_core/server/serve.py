@@ -36,6 +36,7 @@ async def serve_http(
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
     *,
+    ticket_key: bytes | None = None,
     sock: socket.socket | None = None,
     on_ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
@@ -46,14 +47,15 @@ async def serve_http(
     the rest is aborted and its clients get what there is. A second signal aborts at once. `sock` comes from
     `bind_socket`; without it the socket is bound here. `on_ready` is called with the URL once requests are taken.
     With `config.router` the server registers itself there once it is ready, and deregisters before it refuses.
+    `ticket_key` is for decode workers, see `create_app`.
     Raises `ConfigError` if the port is in use, or a registration that cannot work is asked for.
     """
     sock = sock or bind_socket(config.host, config.port)
     warn_if_open(config)
-    app = create_app(config, client, tokenizer, template)
+    app = create_app(config, client, tokenizer, template, ticket_key)
     state: ServerState = app.state.fd
     url = listening.url_of(config.host, sock)
-    registration = registration_of(config, url, lambda: state.incarnation)
+    registration = registration_of(config, url, lambda: state.incarnation, client.info.role)
 
     def started() -> None:
         if registration is not None:

@@ -76,6 +76,8 @@ class ServerState:
     created: int = field(default_factory=lambda: int(time.time()))
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Names this process, so that a router notices another one at the same address."""
+    ticket_key: bytes | None = None
+    """Signs what a router says about who computes a prompt; None but for decode workers."""
     draining: bool = False
     text_worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "fdcore-text"))
     """Takes long texts off the event loop, one at a time, so that they do not crowd out the engine."""
@@ -113,7 +115,13 @@ class ServerState:
         return None
 
     def admit(self, count: int) -> None:
-        """Raise `ApiError` (503) if `count` more generations cannot be taken."""
+        """Raise `ApiError` (503) if `count` more generations cannot be taken, 400 if none ever is."""
+        if self.client.info.role == "prefill":
+            raise ApiError(
+                400,
+                "this worker only computes prompts, for decode workers; ask one of those, or a router",
+                code="prefill_worker",
+            )
         reason = self.not_ready()
         if reason is not None:
             raise unavailable(reason, "draining" if self.draining else "engine_dead", retry_after=5)

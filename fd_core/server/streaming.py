@@ -10,6 +10,7 @@ import msgspec
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from fd_core.disagg.ticket import OUTCOME_HEADER
 from fd_core.server.answers import AnswerFormat, Collected
 from fd_core.server.disconnect import UntilDisconnect
 from fd_core.server.errors import to_api_error
@@ -62,7 +63,8 @@ class GenerationResponse(Response):
             return
         collected.sort(key=lambda each: each.choice.index)
         body = msgspec.json.encode(self._answers.whole(collected, generation.usage()))
-        await Response(body, headers=self._extra, media_type="application/json")(scope, receive, send)
+        headers = self._extra | _prefill_header(collected[0].choice)
+        await Response(body, headers=headers, media_type="application/json")(scope, receive, send)
 
     async def _send_stream(self, receive: Receive, send: Send) -> None:
         answers = self._answers
@@ -70,6 +72,7 @@ class GenerationResponse(Response):
 
         async def follow(choice: Choice) -> None:
             piece = await choice.next()
+            events.headers.update(_prefill_header(choice))
             if piece is not None:
                 await events.write(answers.first(choice) + answers.event(choice, piece))
             while (piece := await choice.next()) is not None:
@@ -89,12 +92,18 @@ class GenerationResponse(Response):
         await events.close(usage + _DONE)
 
 
+def _prefill_header(choice: Choice) -> dict[str, str]:
+    """Tell a router what became of the prefill that it wanted elsewhere."""
+    return {} if choice.prefill is None else {OUTCOME_HEADER: choice.prefill}
+
+
 class _Events:
     """Sends server-sent events; the head of the answer goes with the first."""
 
     def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
         self._send = send
-        self._headers = {**_STREAM_HEADERS, **headers}
+        self.headers = {**_STREAM_HEADERS, **headers}
+        """Go out with the first event."""
         self._one_at_a_time = asyncio.Lock()
         self.started = False
 
@@ -113,5 +122,5 @@ class _Events:
     async def _start(self) -> None:
         if not self.started:
             self.started = True
-            headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in self._headers.items()]
+            headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in self.headers.items()]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -250,6 +250,10 @@ def test_a_settings_file_can_hold_every_setting(file, tmp_path):
         "kv-store": "disk:kv",
         "kv-store-secret-file": "secret",
         "kv-store-compression": "zlib",
+        "role": "decode",
+        "kv-connector": "shared_memory",
+        "transfer-host": "127.0.0.1",
+        "transfer-secret-file": "secret",
     }
     whole = [flag.key for flag in (*ENGINE_FLAGS, *SERVER_FLAGS) if flag.key not in values]
     values |= {key: 16 for key in whole if key not in ("num-kv-blocks", "gpu-memory-utilization")}

@@ -100,7 +100,8 @@ def test_whatever_decides_the_kv_of_a_block_decides_its_name(secret: str, monkey
 
     def name(path: str, numerics: str, block_size: int = 16, salt: str = "") -> bytes:
         config = EngineConfig(model="x", kv_store="memory:", kv_store_secret_file=secret, block_size=block_size)
-        hasher = kept_kv.open_kv_storage(config, installed_plugins(), Path(path), numerics).hasher
+        identity = kept_kv.kv_identity(Path(path), numerics)
+        hasher = kept_kv.open_kv_storage(config, installed_plugins(), identity).hasher
         assert hasher is not None
         return hasher.root(salt)
 

@@ -20,6 +20,9 @@ class ScriptedInbox:
         self._sent = sent
         self._until = time.monotonic() + 10
 
+    def wake(self) -> None:
+        raise AssertionError("nobody else asks this engine for anything")
+
     def receive(self, timeout: float) -> list[ClientMessage]:
         if self._first:
             return [self._first.pop()]

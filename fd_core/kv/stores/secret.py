@@ -18,7 +18,6 @@ from fd_core.places import cache_folder
 __all__ = ["derive", "load_secret"]
 
 _NAME: Final = "kv-store-secret"
-_FIELD: Final = "--kv-store-secret-file"
 _NEW_BYTES: Final = 32
 _MIN_BYTES: Final = 16
 _MAX_BYTES: Final = 4096
@@ -34,44 +33,45 @@ def derive(secret: bytes, purpose: str) -> bytes:
     return HKDF(SHA256(), length=32, salt=None, info=f"fd_core KV store {purpose}".encode()).derive(secret)
 
 
-def load_secret(file: Path | None = None) -> bytes:
+def load_secret(file: Path | None = None, *, field: str = "--kv-store-secret-file") -> bytes:
     """Return the secret in `file`, or this user's own from the cache folder, which is made at the first call.
 
-    A line end after it does not count. Engines that share a store must have the same one. Raises `ConfigError` if it
-    cannot be read or made, is open to others, or is shorter than 16 or longer than 4096 bytes.
+    A line end after it does not count. Engines that share a store must have the same one, and so must prefill and
+    decode workers and their router. `field` is the flag that errors name. Raises `ConfigError` if it cannot be read or
+    made, is open to others, or is shorter than 16 or longer than 4096 bytes.
     """
     if file is not None:
-        return _read(file.expanduser())
+        return _read(file.expanduser(), field)
     own = cache_folder() / _NAME
     with contextlib.suppress(OSError):  # reading it says what is wrong
         if not own.is_file():
-            _create(own)
-    return _read(own)
+            _create(own, field)
+    return _read(own, field)
 
 
-def _read(file: Path) -> bytes:
+def _read(file: Path, field: str) -> bytes:
     try:
         # Without O_NONBLOCK a pipe of that name would keep us waiting for its writer.
         with os.fdopen(os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as opened:
             mode = os.fstat(opened.fileno()).st_mode
             data = opened.read(_MAX_BYTES + 2) if stat.S_ISREG(mode) else None
     except OSError as error:
-        raise ConfigError(f"cannot read the secret {file}: {error.strerror or error}", field=_FIELD) from error
+        raise ConfigError(f"cannot read the secret {file}: {error.strerror or error}", field=field) from error
     if data is None:
-        raise ConfigError(f"the secret {file} is not a file", field=_FIELD)
+        raise ConfigError(f"the secret {file} is not a file", field=field)
     if os.name == "posix" and mode & _OPEN_TO_OTHERS:
-        raise ConfigError(f"others may read or change the secret {file}", field=_FIELD, hint=f"chmod 600 {file}")
+        raise ConfigError(f"others may read or change the secret {file}", field=field, hint=f"chmod 600 {file}")
     data = data.removesuffix(b"\n").removesuffix(b"\r")
     if not _MIN_BYTES <= len(data) <= _MAX_BYTES:
         raise ConfigError(
             f"the secret {file} must have {_MIN_BYTES} to {_MAX_BYTES} bytes",
-            field=_FIELD,
+            field=field,
             hint="write random bytes into it; values stored with another secret will not be read",
         )
     return data
 
 
-def _create(file: Path) -> None:
+def _create(file: Path, field: str) -> None:
     """Make the file whole or not at all; of several processes that try at once, the first one's stays."""
     draft = file.with_name(f"{_NAME}.{secrets.token_hex(8)}")
     try:
@@ -89,6 +89,6 @@ def _create(file: Path) -> None:
     except OSError as error:
         raise ConfigError(
             f"cannot make the secret {file}: {error.strerror or error}",
-            field=_FIELD,
+            field=field,
             hint="name a file of yours with at least 16 random bytes",
         ) from error

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Final, get_args
 
 from multidict import CIMultiDict
 from yarl import URL
 
-from fd_core.disagg.ticket import OUTCOME_HEADER, PURPOSE, TICKET_HEADER, sign_ticket
+from fd_core.disagg import keys
+from fd_core.disagg.ticket import OUTCOME_HEADER, TICKET_HEADER, sign_ticket
 from fd_core.errors import ConfigError
 from fd_core.kv.effects import Outcome
-from fd_core.kv.stores.secret import derive, load_secret
 from fd_core.router.gateway.config import GatewayConfig
 from fd_core.router.gateway.metrics import GatewayMetrics
 from fd_core.router.router import Router
@@ -36,13 +35,12 @@ def ticket_key(config: GatewayConfig) -> bytes | None:
     """
     if not (config.prefill or config.transfer_secret_file or config.router_secret):
         return None
-    file = config.transfer_secret_file
     try:
-        return derive(load_secret(Path(file) if file is not None else None), PURPOSE)
-    except ConfigError as error:
-        if not config.prefill and file is None:
-            return None
-        raise ConfigError(error.message, field="--transfer-secret-file", hint=error.hint) from error
+        return keys.ticket_key(config.transfer_secret_file)
+    except ConfigError:
+        if config.prefill or config.transfer_secret_file:
+            raise
+        return None
 
 
 class Pairs:
