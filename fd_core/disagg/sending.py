@@ -215,12 +215,12 @@ class Sending:
         self._say(route, Refuse(lease, reason))
 
     def _say(self, route: bytes, message: FromPrefill, frames: Sequence[Bytes] = ()) -> bool:
-        """Send a message; return whether the connection is there."""
+        """Send a message; return whether it left."""
         try:
             self._socket.send_multipart(
                 [route, self._wire.seal_from_prefill(message), *frames], zmq.NOBLOCK, copy=not frames
             )
-        except zmq.ZMQError:
+        except (zmq.ZMQError, Unfit):  # the connection is gone, or the engine said what no message can hold
             return False
         return True
 
@@ -240,7 +240,7 @@ class Sending:
                 case PrefillEnd():
                     self._end(lease, action)
         if unheard:
-            reason = "the connection to the decode worker is gone"
+            reason = "the decode worker cannot be told any more"
             self._act(lease, lease.machine.failed(reason, self._clock()))
         self._due = min(self._due, lease.machine.next_tick)
 

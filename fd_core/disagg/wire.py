@@ -140,7 +140,7 @@ class Wire:
                 ):
                     flaw = "a piece has an impossible index, digest or reference"
             case Commit(tokens=tokens, digest=digest, cached=cached):
-                if not (0 < tokens <= _MAX_NUMBER and 0 <= cached <= tokens) or len(digest) != _DIGEST_BYTES:
+                if not 0 < tokens <= _MAX_NUMBER or not 0 <= cached <= _MAX_NUMBER or len(digest) != _DIGEST_BYTES:
                     flaw = "a commit has an impossible number or digest"
             case Credit(taken=taken):
                 flaw = None if 0 <= taken <= _MAX_NUMBER else "a credit has an impossible number"

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from fd_core.disagg.terms import Terms
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.effects import Cancel, Fetch, Fetched, GiveUp, Send
 from fd_core.kv.stores.envelope import Envelope
+from fd_core.ops.contract import KVCache
 from tests.kv.tiers.scripted import SECRET, SHAPE, ScriptedCache, content
 
 BLOCK = BlockFormat.of(SHAPE, "float32")
@@ -182,17 +184,20 @@ class Fetches:
             self.free += blocks
 
 
-def make_sender(cache: ScriptedCache, connector: Connector | None = None, **options) -> Sender:
+def make_sender(cache: KVCache, connector: Connector | None = None, **options: Any) -> Sender:
     chosen = connector or Frames()
-    options = {"max_leases": 1000, "max_tokens": 100_000, "terms": TERMS, "secret": SECRET, **options}
-    envelope, terms = Envelope(options.pop("secret")), options.pop("terms")
-    return Sender(cache, BLOCK, terms, envelope, lambda name: chosen, **options)
+    options = {"max_leases": 1000, "max_tokens": 100_000, **options}
+    return Sender(cache, *_common(options), lambda name: chosen, **options)
 
 
-def make_receiver(cache: ScriptedCache, connector: Connector | None = None, **options) -> Receiver:
-    options = {"silence": 5.0, "terms": TERMS, "secret": SECRET, **options}
-    envelope, terms = Envelope(options.pop("secret")), options.pop("terms")
-    return Receiver(cache, BLOCK, terms, envelope, connector or Frames(), **options)
+def make_receiver(cache: KVCache, connector: Connector | None = None, **options: Any) -> Receiver:
+    options = {"silence": 5.0, **options}
+    return Receiver(cache, *_common(options), connector or Frames(), **options)
+
+
+def _common(options: dict[str, Any]) -> tuple[BlockFormat, Terms, Envelope]:
+    envelope = Envelope(options.pop("secret", SECRET))
+    return options.pop("block", BLOCK), options.pop("terms", TERMS), options.pop("envelope", envelope)
 
 
 def pump(condition: Callable[[], bool], *sides: Computer | Fetches, seconds: float = PATIENCE) -> None:

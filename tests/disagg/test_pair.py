@@ -1,12 +1,608 @@
 """Receiver and sender over loopback in one process: what is transferred, and every way in which it is not."""
 
-from .pair import Pair
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+
+import msgspec
+import numpy as np
+import pytest
+
+from fd_core.disagg import fetching
+from fd_core.disagg.connectors.contract import ConnectorError, Put
+from fd_core.errors import ConfigError
+from fd_core.kv.block_format import BlockFormat
+from fd_core.kv.effects import Fetch, Fetched, Send, Sent
+from fd_core.kv.stores.envelope import Envelope
+from fd_core.ops.contract import KVCache, KVShape
+from fd_core.ops.numpy_ops import NumpyKVCache
+from tests.kv.tiers.scripted import ScriptedCache
+
+from .pair import (
+    PATIENCE,
+    SECRET,
+    SIZE,
+    TERMS,
+    Fetches,
+    FrameInbox,
+    FrameOutbox,
+    Frames,
+    Pair,
+    make_receiver,
+    make_sender,
+    pump,
+)
 
 
-def test_a_prompt_is_transferred_block_by_block() -> None:
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# What is transferred ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 5, 37])
+def test_a_prompt_is_transferred_block_by_block(tokens: int) -> None:
     with Pair() as pair:
-        fetched = pair.answer(pair.fetch(4 * 9 + 1))
-        assert (fetched.outcome, fetched.cached) == ("transferred", 3)
+        fetched = pair.answer(pair.fetch(tokens))
+        assert (fetched.outcome, fetched.reason) == ("transferred", "")
+        assert fetched.cached == min(3, tokens)
+        assert fetched.seconds > 0
         pair.idle()
-        assert pair.receiver.stats().pieces == pair.sender.stats().pieces == 10
+        count = -(-tokens // SIZE)
+        assert pair.receiver.stats().pieces == pair.sender.stats().pieces == count
+        assert pair.receiver.stats().outcomes == {"transferred": 1}
         assert pair.sender.stats().ended == {"confirmed": 1}
+        assert pair.sender.stats().bytes == pair.receiver.stats().bytes > 0
+        assert pair.sender.stats().seconds > 0
+        assert pair.connector.log.count("close inbox") == pair.connector.log.count("close outbox") == 1
+
+
+def test_an_order_says_what_is_wanted() -> None:
+    with Pair() as pair:
+        pair.answer(pair.fetch(21, first=2, salt="pepper", priority=-3, tenant="t"))
+        (order,) = pair.prefill.orders
+        assert order.tokens.tolist() == list(range(21))
+        assert order.tokens.dtype == np.int32
+        assert (order.first, order.salt, order.priority, order.tenant) == (2, "pepper", -3, "t")
+        assert pair.receiver.stats().pieces == 4
+
+
+def test_what_the_decode_side_has_is_not_asked_for() -> None:
+    with Pair() as pair:
+        assert pair.answer(pair.fetch(8, first=2)).outcome == "held"
+        assert pair.prefill.orders == []
+
+
+def test_blocks_that_nobody_wants_are_answered_at_once() -> None:
+    """A prefill engine may send from the first block on, whatever the decode side has."""
+    with Pair() as pair:
+        number = pair.fetch(12, first=2)
+        pair.until(lambda: pair.sender.open_leases == 1 and len(pair.sender._orders) > 0)
+        pair.prefill.computes = False
+        pair.until(lambda: bool(pair.prefill.jobs))
+        (job,) = pair.prefill.jobs.values()
+        job.at = 0
+        pair.prefill.compute(job)
+        pair.until(lambda: not pair.prefill.pinned)
+        assert number not in pair.decode.fetched
+        pair.prefill.computes = True
+        assert pair.answer(number).outcome == "transferred"
+
+
+def test_many_leases_at_once_through_a_small_window() -> None:
+    with Pair(receiver={"window": 2, "silence": 30.0}, blocks=900) as pair:
+        numbers = [pair.fetch(1 + number % 16, salt=f"s{number}") for number in range(200)]
+        assert {fetched.outcome for fetched in pair.answers(numbers)} == {"transferred"}
+        pair.idle()
+        assert pair.sender.stats().ended == {"confirmed": 200}
+        assert len(pair.prefill.free) == len(pair.decode.free) == 900
+
+
+def test_several_prefill_workers_at_once() -> None:
+    with Pair() as one, Pair() as two:
+        numbers = [one.decode.fetch(peer, 9, salt=peer) for peer in (one.peer, two.peer) * 3]
+        pump(lambda: len(one.decode.fetched) == 6, one.decode, one.prefill, two.prefill)
+        assert {one.decode.fetched[number].outcome for number in numbers} == {"transferred"}
+        assert one.receiver.stats().peers == 2
+        assert len(two.prefill.orders) == 3
+
+
+def test_a_name_is_tried_in_either_family() -> None:
+    with Pair(receiver={"silence": 20.0}) as pair:
+        number = pair.decode.fetch(f"localhost:{pair.sender.port}", 9)
+        assert pair.answer(number).outcome == "transferred"
+
+
+def test_ipv6() -> None:
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6")
+    try:
+        with Pair(sender={"host": "::1"}) as pair:
+            pair.peer = f"[::1]:{pair.sender.port}"
+            assert pair.answer(pair.fetch(9)).outcome == "transferred"
+    except ConfigError:
+        pytest.skip("no IPv6 on this machine")
+
+
+@pytest.mark.parametrize("pack", ["numpy", "torch float32", "torch bfloat16"])
+def test_real_caches_hold_the_same_bits_afterwards(pack: str) -> None:
+    shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4)
+    caches: list[KVCache]
+    if pack == "numpy":
+        caches = [NumpyKVCache(shape, 12) for _ in range(2)]
+    else:
+        torch = pytest.importorskip("torch")
+        from fd_core.ops.torch_attention import TorchKVCache
+
+        caches = [TorchKVCache(shape, 12, getattr(torch, pack.split()[1]), "cpu") for _ in range(2)]
+    dtype = "bfloat16" if "bfloat16" in pack else "float32"
+    block = BlockFormat.of(shape, dtype)
+    every = np.arange(12, dtype=np.int32)
+    noise = np.random.default_rng(7).standard_normal((12, *block.shape)).astype(np.float32)
+    caches[0].import_blocks(every, noise if dtype == "float32" else (noise.view(np.uint32) >> 16).astype(np.uint16))
+    terms = msgspec.structs.replace(TERMS, dtype=dtype, num_layers=3)
+    sender = make_sender(caches[0], block=block, terms=terms)
+    receiver = make_receiver(caches[1], block=block, terms=terms)
+    there, here = np.array([3, 1, 11, 0, 5], np.int32), np.array([9, 2, 4, 7, 8], np.int32)
+    try:
+        receiver.perform([Fetch(1, f"127.0.0.1:{sender.port}", np.arange(18, dtype=np.int32), 0, here)])
+        fetched: list[Fetched] = []
+        until = time.monotonic() + PATIENCE
+        while not fetched and time.monotonic() < until:
+            sender.turned()
+            for order in sender.orders():
+                sender.perform([Send(7, order.lease, 0, there[:3]), Send(8, order.lease, 3, there[3:], tokens=18)])
+            receiver.wait(0.01)
+            fetched = receiver.completed()
+        assert [one.outcome for one in fetched] == ["transferred"]
+        assert sorted(sent.operation for sent in sender.completed()) == [7, 8]
+    finally:
+        receiver.close(5)
+        sender.close(5)
+    assert caches[1].export_blocks(here).tobytes() == caches[0].export_blocks(there).tobytes()
+    others = np.setdiff1d(every, here).astype(np.int32)
+    assert not caches[1].export_blocks(others).any()
+
+
+# Pace -------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_copied_as_the_window_allows_and_pinned_no_longer() -> None:
+    with Pair(receiver={"window": 2}) as pair:
+        gate = threading.Event()
+        pair.decode_cache.between = lambda: gate.wait(PATIENCE) and None
+        pair.prefill.chunk = 1
+        number = pair.fetch(4 * 8)
+        pair.until(lambda: pair.prefill_cache.exported == 2 and len(pair.prefill.pinned) == 6)
+        time.sleep(0.1)
+        pair.prefill.step()
+        assert pair.prefill_cache.exported == 2
+        assert len(pair.prefill.pinned) == 6
+        gate.set()
+        assert pair.answer(number).outcome == "transferred"
+
+
+def test_a_slow_import_slows_nobody_else_down_and_loses_nothing() -> None:
+    with Pair(receiver={"window": 2, "silence": 1.0}) as pair:
+        pair.decode_cache.between = lambda: time.sleep(0.02)
+        numbers = [pair.fetch(4 * 20), pair.fetch(4)]
+        pair.answer(numbers[1])
+        assert numbers[0] not in pair.decode.fetched
+        assert {fetched.outcome for fetched in pair.answers(numbers)} == {"transferred"}
+
+
+def test_posting_waits_for_nothing() -> None:
+    with Pair() as pair:
+        gate = threading.Event()
+        pair.decode_cache.between = lambda: gate.wait(PATIENCE) and None
+        first = pair.fetch(8)
+        pair.until(lambda: pair.receiver._answers._copying == first)
+        began = time.perf_counter()
+        second = pair.fetch(8)
+        pair.decode.cancel(second)
+        pair.decode.step()
+        assert time.perf_counter() - began < 1
+        assert pair.decode.fetched[second].outcome == "aborted"
+        gate.set()
+        assert pair.answer(first).outcome == "transferred"
+
+
+def test_a_lease_lives_as_long_as_the_engine_turns_and_not_longer() -> None:
+    with Pair(receiver={"silence": 0.4}) as pair:
+        pair.prefill.computes = False
+        number = pair.fetch(8)
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            pair.prefill.step()
+            pair.decode.step()
+            time.sleep(0.01)
+        assert number not in pair.decode.fetched
+        pump(lambda: number in pair.decode.fetched, pair.decode)
+        assert pair.decode.fetched[number].outcome == "expired"
+        pair.until(lambda: len(pair.prefill.ended) == 1)
+        pair.idle()
+
+
+def test_no_lease_is_longer_than_the_longest() -> None:
+    with Pair(receiver={"longest": 0.3}) as pair:
+        pair.prefill.computes = False
+        assert pair.answer(pair.fetch(8)).outcome == "expired"
+        pair.idle()
+    with Pair(sender={"longest": 0.3}) as pair:
+        pair.prefill.computes = False
+        assert pair.answer(pair.fetch(8)).outcome == "lost"
+        pair.idle()
+        assert pair.sender.stats().ended == {"expired": 1}
+
+
+# What is refused --------------------------------------------------------------------------------------------
+
+
+def test_other_terms_are_refused_in_words() -> None:
+    with Pair(sender={"terms": msgspec.structs.replace(TERMS, block_size=8)}) as pair:
+        fetched = pair.answer(pair.fetch(9))
+        assert fetched.outcome == "refused"
+        assert fetched.reason == "--block-size is 8 at the prefill worker and 4 at the decode worker"
+        assert pair.sender.stats().refused == {"terms": 1}
+        assert pair.prefill.orders == []
+
+
+def test_leases_beyond_the_limit_are_refused() -> None:
+    with Pair(sender={"max_leases": 2}) as pair:
+        pair.prefill.computes = False
+        numbers = [pair.fetch(4) for _ in range(5)]
+        pair.until(lambda: len(pair.decode.fetched) == 3)
+        pair.prefill.computes = True
+        outcomes = [fetched.outcome for fetched in pair.answers(numbers)]
+        assert sorted(outcomes) == ["refused"] * 3 + ["transferred"] * 2
+        assert pair.sender.stats().refused == {"busy": 3}
+
+
+def test_a_prompt_that_is_too_long_is_refused_and_costs_others_nothing() -> None:
+    with Pair(sender={"max_tokens": 20}) as pair:
+        numbers = [pair.fetch(20), pair.fetch(21), pair.fetch(8)]
+        assert [fetched.outcome for fetched in pair.answers(numbers)] == ["transferred", "refused", "transferred"]
+        assert "21 tokens" in pair.decode.fetched[numbers[1]].reason
+
+
+def test_the_engine_may_refuse() -> None:
+    with Pair() as pair:
+        pair.prefill.refuses = "it is shutting down"
+        fetched = pair.answer(pair.fetch(8))
+        assert (fetched.outcome, fetched.reason) == ("refused", "it is shutting down")
+        pair.idle()
+        assert pair.prefill.ended == []
+
+
+def test_a_salt_that_no_message_holds_is_refused_here() -> None:
+    with Pair() as pair:
+        assert pair.answer(pair.fetch(8, salt="x" * 2000)).outcome == "refused"
+
+
+def test_another_secret_gets_no_answer_at_all() -> None:
+    with Pair(sender={"secret": bytes(32)}, receiver={"silence": 0.3}) as pair:
+        assert pair.answer(pair.fetch(8)).outcome == "expired"
+        assert pair.sender.stats().dropped_frames > 0
+        assert pair.sender.stats().leases == 0
+        assert pair.receiver.stats().late_messages == pair.receiver.stats().dropped_frames == 0
+
+
+def test_a_connector_that_is_not_there_is_refused_in_words(caplog: pytest.LogCaptureFixture) -> None:
+    with Pair() as pair:
+
+        def missing(name: str) -> Frames:
+            raise ConfigError("there is no connector of that name")
+
+        pair.sender._sending._make_connector = missing
+        fetched = pair.answer(pair.fetch(8))
+        assert fetched.outcome == "refused"
+        assert "there is no connector of that name" in fetched.reason
+
+
+# Who ends it ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["at once", "ordered", "half", "copying"])
+def test_a_cancelled_fetch_is_answered_at_once_and_ends_the_lease_on_both_sides(when: str) -> None:
+    with Pair(receiver={"window": 1}) as pair:
+        pair.prefill.computes = when in ("half", "copying")
+        gate = threading.Event()
+        if when == "copying":
+            pair.decode_cache.between = lambda: gate.wait(PATIENCE) and None
+        elif when == "half":
+            pair.decode_cache.between = lambda: time.sleep(0.01)
+        number = pair.fetch(4 * 12)
+        reached = {
+            "at once": lambda: True,
+            "ordered": lambda: len(pair.prefill.orders) == 1,
+            "half": lambda: pair.receiver.stats().pieces >= 3,
+            "copying": lambda: pair.receiver._answers._copying == number,
+        }
+        pair.until(reached[when])
+        pair.decode.cancel(number)
+        pair.decode.step()
+        assert (number in pair.decode.fetched) == (when != "copying" or gate.is_set())
+        gate.set()
+        assert pair.answer(number).outcome == "aborted"
+        pair.idle()
+        pair.until(lambda: len(pair.prefill.free) == 64)
+        assert pair.receiver.stats().outcomes == {"aborted": 1}
+        if when == "ordered":
+            pair.until(lambda: len(pair.prefill.ended) == 1)
+
+
+def test_a_request_that_is_given_up_ends_the_lease() -> None:
+    with Pair() as pair:
+        pair.prefill.computes = False
+        number = pair.fetch(8)
+        pair.until(lambda: bool(pair.prefill.jobs))
+        pair.prefill.give_up(pair.prefill.orders[0].lease)
+        fetched = pair.answer(number)
+        assert (fetched.outcome, fetched.reason) == ("lost", "the request was aborted")
+        pair.idle()
+        assert pair.prefill.ended == []
+
+
+def test_a_cancelled_send_is_answered_at_once_and_ends_the_lease() -> None:
+    with Pair(receiver={"window": 1}) as pair:
+        gate = threading.Event()
+        pair.decode_cache.between = lambda: gate.wait(PATIENCE) and None
+        pair.prefill.chunk = 1
+        number = pair.fetch(4 * 6)
+        pair.until(lambda: len(pair.prefill.pinned) == 5)
+        last = max(pair.prefill.pinned)
+        from fd_core.kv.effects import Cancel
+
+        pair.sender.perform([Cancel(last)])
+        pair.prefill.step()
+        assert last not in pair.prefill.pinned
+        gate.set()
+        assert pair.answer(number).outcome == "lost"
+        pair.idle()
+        assert pair.sender.stats().ended == {"failed": 1}
+
+
+def test_sends_for_leases_that_are_over_are_answered() -> None:
+    with Pair() as pair:
+        pair.sender.perform([Send(5, "f" * 32, 0, np.array([1, 2], np.int32), tokens=8)])
+        pair.prefill.pinned[5] = []
+        pair.until(lambda: not pair.prefill.pinned)
+
+
+def test_closing_the_prefill_side_loses_what_is_open() -> None:
+    with Pair() as pair:
+        pair.prefill.computes = False
+        numbers = [pair.fetch(8), pair.fetch(8)]
+        pair.until(lambda: len(pair.prefill.jobs) == 2)
+        pair.sender.close(5)
+        pair.sender.perform([Send(99, "f" * 32, 0, np.array([1], np.int32))])
+        assert pair.sender.completed() == [Sent(99)]
+        pump(lambda: len(pair.decode.fetched) == 2, pair.decode)
+        assert {pair.decode.fetched[number].outcome for number in numbers} == {"lost"}
+
+
+def test_closing_the_decode_side_answers_everything_and_tells_the_other() -> None:
+    with Pair() as pair:
+        pair.prefill.computes = False
+        numbers = [pair.fetch(8), pair.fetch(8)]
+        pair.until(lambda: len(pair.prefill.jobs) == 2)
+        pair.receiver.close(5)
+        pair.decode.step()
+        assert [pair.decode.fetched[number].outcome for number in numbers] == ["aborted", "aborted"]
+        later = pair.fetch(8)
+        pair.decode.step()
+        assert pair.decode.fetched[later].outcome == "aborted"
+        pump(lambda: len(pair.prefill.ended) == 2, pair.prefill)
+        assert pair.sender.stats().ended == {"aborted": 2}
+        pair.receiver.close(5)
+
+
+def test_closing_does_not_wait_for_a_copy_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
+    with Pair() as pair:
+        gate = threading.Event()
+        pair.decode_cache.between = lambda: gate.wait(PATIENCE) and None
+        stuck = pair.fetch(8)
+        pair.until(lambda: pair.receiver._answers._copying == stuck)
+        other = pair.fetch(8)
+        began = time.monotonic()
+        pair.receiver.close(0.1)
+        assert time.monotonic() - began < 5
+        pair.decode.step()
+        assert other in pair.decode.fetched
+        assert stuck not in pair.decode.fetched  # its block may still be written
+        assert "left behind" in caplog.text
+        gate.set()
+        pump(lambda: stuck in pair.decode.fetched, pair.decode)
+
+
+def test_a_thread_that_is_stuck_in_a_connector_keeps_no_fetch_for_ever() -> None:
+    gate = threading.Event()
+
+    class Stuck(FrameInbox):
+        def take(self, index, reference, frames):
+            gate.wait(PATIENCE)
+            raise ConnectorError("too late")
+
+    with Pair(receiver={"longest": 0.1}) as pair:
+        pair.connector.inbox = Stuck
+        assert pair.answer(pair.fetch(8)).outcome == "expired"
+        gate.set()
+
+
+# Connections ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+def test_a_refused_connection_is_lost_at_once(host: str) -> None:
+    cache = ScriptedCache()
+    receiver = make_receiver(cache, silence=60.0)
+    decode = Fetches(receiver, cache)
+    try:
+        numbers = [decode.fetch(f"{host}:{closed_port()}", 8) for _ in range(3)]
+        pump(lambda: len(decode.fetched) == 3, decode)
+        assert {decode.fetched[number].outcome for number in numbers} == {"lost"}
+        assert receiver.stats().peers == 0
+    finally:
+        receiver.close(5)
+
+
+@pytest.mark.parametrize("peer", ["nowhere", "127.0.0.1:99999", "no.such.host.invalid:1000", ":", "a b:1"])
+def test_an_address_that_leads_nowhere_is_lost(peer: str) -> None:
+    cache = ScriptedCache()
+    receiver = make_receiver(cache, silence=60.0)
+    decode = Fetches(receiver, cache)
+    try:
+        number = decode.fetch(peer, 8)
+        pump(lambda: number in decode.fetched, decode, seconds=40)
+        assert decode.fetched[number].outcome == "lost"
+    finally:
+        receiver.close(5)
+
+
+def test_a_worker_that_comes_back_is_used_again() -> None:
+    with Pair() as first:
+        assert first.answer(first.fetch(8)).outcome == "transferred"
+        port = first.sender.port
+        first.sender.close(5)
+        pump(lambda: first.receiver.stats().peers == 0, first.decode)
+        with Pair(sender={"port": port}) as second:
+            number = first.fetch(8)
+            pump(lambda: number in first.decode.fetched, first.decode, second.prefill)
+            assert first.decode.fetched[number].outcome == "transferred"
+
+
+def test_a_connection_without_leases_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "_KEEP_SECONDS", 0.1)
+    with Pair() as pair:
+        pair.answer(pair.fetch(8))
+        pair.until(lambda: pair.receiver.stats().peers == 0)
+        assert pair.answer(pair.fetch(8)).outcome == "transferred"
+
+
+def test_a_port_that_is_taken_is_said_with_the_flag() -> None:
+    with Pair() as pair, pytest.raises(ConfigError, match="cannot listen") as error:
+        make_sender(ScriptedCache(), port=pair.sender.port)
+    assert error.value.field == "--transfer-port"
+
+
+@pytest.mark.parametrize("host", ["203.0.113.7", "no.such.host.invalid"])
+def test_a_host_that_is_not_this_machine_is_said_with_the_flag(host: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        make_sender(ScriptedCache(), host=host)
+    assert error.value.field == "--transfer-host"
+
+
+# Faults of parts --------------------------------------------------------------------------------------------
+
+
+class Fails:
+    """Makes ends of a connector that fail in one call."""
+
+    def __init__(self, call: str, error: type[Exception]) -> None:
+        self.call, self.error = call, error
+
+    def fail(self, *_: object) -> None:
+        raise self.error("secret words of the connector")
+
+    def apply(self, pair: Pair) -> None:
+        side = "inbox" if self.call in ("take", "done", "close inbox") else "outbox"
+        base = FrameInbox if side == "inbox" else FrameOutbox
+        setattr(pair.connector, side, type("Failing", (base,), {self.call.partition(" ")[0]: self.fail}))
+
+
+@pytest.mark.parametrize("error", [ConnectorError, ValueError, MemoryError])
+@pytest.mark.parametrize(
+    "call, outcome", [("take", "damaged"), ("done", "damaged"), ("put", "lost"), ("close inbox", "transferred")]
+)
+def test_a_connector_that_fails_ends_that_lease(
+    call: str, outcome: str, error: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with Pair() as pair:
+        Fails(call, error).apply(pair)
+        for number in (pair.fetch(16), pair.fetch(16)):
+            assert pair.answer(number).outcome == outcome
+        pair.idle()
+        errors = {**pair.sender.stats().errors, **pair.receiver.stats().errors}
+        assert errors.keys() == {"connector"}
+        assert len(caplog.records) == 1
+        assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize("call", ["open_inbox", "open_outbox"])
+def test_a_connector_that_opens_no_end(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Pair() as pair:
+        monkeypatch.setattr(pair.connector, call, Fails(call, RuntimeError).fail, raising=True)
+        monkeypatch.setattr(
+            pair.connector, call, lambda *a, **k: (_ for _ in ()).throw(RuntimeError("x")), raising=True
+        )
+        outcome = pair.answer(pair.fetch(8)).outcome
+        assert outcome == ("lost" if call == "open_inbox" else "refused")
+
+
+@pytest.mark.parametrize("value", [None, b"", "text", 7, [b"x"], b"x" * 10_000, np.zeros((4, 4))[:, ::2]])
+def test_a_connector_that_returns_nonsense(value: object) -> None:
+    class Nonsense(FrameInbox):
+        def take(self, index, reference, frames):
+            return value
+
+    with Pair() as pair:
+        pair.connector.inbox = Nonsense
+        assert pair.answer(pair.fetch(8)).outcome == "damaged"
+        pair.idle()
+
+
+def test_a_reference_that_is_too_long_ends_the_lease() -> None:
+    class Long(FrameOutbox):
+        def put(self, index, parts):
+            return Put(bytes(1025))
+
+    with Pair() as pair:
+        pair.connector.outbox = Long
+        assert pair.answer(pair.fetch(8)).outcome == "lost"
+        pair.idle()
+
+
+def test_pieces_that_are_exchanged_on_their_way_are_damaged() -> None:
+    class Swapping(FrameOutbox):
+        def put(self, index, parts):
+            return Put(b"", tuple(bytes(part)[::-1] for part in parts))
+
+    with Pair() as pair:
+        pair.connector.outbox = Swapping
+        fetched = pair.answer(pair.fetch(8))
+        assert fetched.outcome == "damaged"
+        assert "piece 0" in fetched.reason
+        pair.until(lambda: pair.sender.stats().ended == {"aborted": 1})
+
+
+@pytest.mark.parametrize("side, outcome", [("prefill_cache", "lost"), ("decode_cache", "damaged")])
+def test_a_cache_that_fails_ends_that_lease(side: str, outcome: str, caplog: pytest.LogCaptureFixture) -> None:
+    with Pair() as pair:
+        getattr(pair, side).fails = RuntimeError
+        for number in (pair.fetch(16), pair.fetch(16)):
+            assert pair.answer(number).outcome == outcome
+        pair.idle()
+        assert len(caplog.records) == 1
+        getattr(pair, side).fails = None
+        assert pair.answer(pair.fetch(16)).outcome == "transferred"
+
+
+def test_blocks_that_do_not_fit_the_tokens_are_a_fault_that_is_answered() -> None:
+    with Pair() as pair:
+        pair.receiver.perform([Fetch(77, pair.peer, np.arange(20, dtype=np.int32), 0, np.array([1, 2], np.int32))])
+        until = time.monotonic() + PATIENCE
+        while not (answers := pair.receiver.completed()):
+            assert time.monotonic() < until
+        assert [one.outcome for one in answers] == ["aborted"]
+
+
+def test_transfers_are_sealed_without_compression() -> None:
+    with pytest.raises(ValueError, match="compress"):
+        make_receiver(ScriptedCache(), envelope=Envelope(SECRET, "zlib"))

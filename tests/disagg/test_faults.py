@@ -1,0 +1,280 @@
+"""Networks and workers that misbehave: nothing foreign is taken, nothing is kept, everything is answered."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from fd_core.disagg.messages import Abort, Alive, Credit, Open, Piece
+from fd_core.disagg.wire import Wire
+from fd_core.kv.stores.envelope import Envelope
+from tests.kv.tiers.scripted import ScriptedCache
+
+from .pair import BLOCK, PATIENCE, SECRET, TERMS, Computer, Fetches, Pair, make_receiver, make_sender, pump
+from .proxy import Proxy, hostile
+
+ROOT = Path(__file__).parents[2]
+LEASE = "ab" * 16
+WIRE = Wire(Envelope(SECRET), BLOCK)
+
+
+# Networks ---------------------------------------------------------------------------------------------------
+
+NETWORKS = {
+    "repeats": {"repeat": 0.7},
+    "reorders": {"delay": 0.7, "longest": 0.03},
+    "repeats and reorders": {"repeat": 0.5, "delay": 0.5, "longest": 0.03},
+    "drops": {"drop": 0.1},
+    "flips": {"flip": 0.1},
+    "everything": {"drop": 0.03, "repeat": 0.2, "delay": 0.4, "flip": 0.03},
+}
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_bad_network_costs_time_and_nothing_else(network: str, seed: int) -> None:
+    chances = NETWORKS[network]
+    harmless = not {"drop", "flip"} & set(chances)
+    silence = 10.0 if harmless else 0.4
+    with (
+        Pair(receiver={"window": 3, "silence": silence}, blocks=200) as pair,
+        Proxy(pair.peer, hostile(seed, **chances)) as proxy,
+    ):
+        pair.peer = proxy.address
+        numbers = [pair.fetch(1 + 3 * number, salt=f"s{number}") for number in range(12)]
+        outcomes = [fetched.outcome for fetched in pair.answers(numbers)]
+        if harmless:
+            assert set(outcomes) == {"transferred"}
+        else:
+            assert set(outcomes) <= {"transferred", "expired", "damaged", "lost"}
+        pair.idle()
+        pair.until(lambda: len(pair.prefill.free) == len(pair.decode.free) == 200)
+
+
+def test_a_flipped_value_is_damaged_and_the_next_prompt_is_not() -> None:
+    def judge(direction, parts):
+        if direction == "down" and len(parts) > 1 and not flipped:
+            flipped.append(1)
+            parts[-1] = bytes([parts[-1][0] ^ 1]) + parts[-1][1:]
+        return [(0.0, parts)]
+
+    flipped: list[int] = []
+    with Pair() as pair, Proxy(pair.peer, judge) as proxy:
+        pair.peer = proxy.address
+        assert pair.answer(pair.fetch(12)).outcome == "damaged"
+        assert pair.answer(pair.fetch(12)).outcome == "transferred"
+        pair.idle()
+
+
+def test_a_lost_open_is_repeated() -> None:
+    def judge(direction, parts):
+        return [] if len(proxy.seen) == 1 else [(0.0, parts)]
+
+    with Pair(receiver={"silence": 2.0}) as pair, Proxy(pair.peer) as proxy:
+        proxy.judge = judge
+        pair.peer = proxy.address
+        assert pair.answer(pair.fetch(12)).outcome == "transferred"
+        pair.idle()
+
+
+def test_an_open_that_comes_again_after_the_end_opens_nothing() -> None:
+    def judge(direction, parts):
+        if direction == "up" and isinstance(WIRE.open_from_decode(parts[0]), Open):
+            return [(0.0, parts), (0.5, parts)]
+        return [(0.0, parts)]
+
+    with Pair() as pair, Proxy(pair.peer, judge) as proxy:
+        pair.peer = proxy.address
+        assert pair.answer(pair.fetch(12)).outcome == "transferred"
+        pair.until(lambda: pair.sender.stats().late_messages > 0)
+        pair.idle()
+        assert len(pair.prefill.orders) == 1
+
+
+def test_late_pieces_are_answered_with_an_abort() -> None:
+    def judge(direction, parts):
+        late = direction == "down" and isinstance(WIRE.open_from_prefill(parts[0]), Piece)
+        return [(0.6 if late else 0.0, parts)]
+
+    with Pair() as pair, Proxy(pair.peer, judge) as proxy:
+        pair.peer = proxy.address
+        number = pair.fetch(12)
+        pair.until(lambda: pair.prefill_cache.exported == 3)
+        pair.decode.cancel(number)
+        assert pair.answer(number).outcome == "aborted"
+        pair.until(lambda: pair.receiver.stats().late_messages >= 3)
+        pair.idle()
+
+
+# Strangers --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def dealer(port: int) -> Iterator[zmq.Socket]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(f"tcp://127.0.0.1:{port}")
+        yield socket
+
+
+def hears(socket: zmq.Socket, seconds: float = PATIENCE) -> object:
+    return WIRE.open_from_prefill(socket.recv_multipart()[0]) if socket.poll(int(seconds * 1000)) else None
+
+
+def test_strangers_are_not_answered() -> None:
+    with Pair() as pair, dealer(pair.sender.port) as stranger:
+        frames = [
+            [b""],
+            [b"", b""],
+            [b"x" * 1000],
+            [b"a"] * 1000,
+            [b"".join(Envelope(bytes(32)).seal(b"fd_core/decode", b"x"))],
+            [WIRE.seal_from_prefill(Alive(LEASE))],
+            [WIRE.seal_from_decode(Alive(LEASE)), b"more"],
+        ]
+        for parts in frames:
+            stranger.send_multipart(parts)
+        pair.until(lambda: pair.sender.stats().dropped_frames == len(frames))
+        assert not stranger.poll(200)
+        assert pair.answer(pair.fetch(8)).outcome == "transferred"
+
+
+def test_a_frame_that_is_too_large_costs_its_sender_the_connection() -> None:
+    with Pair() as pair, dealer(pair.sender.port) as stranger:
+        stranger.send(bytes(64 * 2**20))
+        assert pair.answer(pair.fetch(8)).outcome == "transferred"
+        assert not stranger.poll(100)
+        assert pair.sender.stats().dropped_frames == 0
+
+
+def test_those_who_know_the_secret_are_told_what_is_wrong() -> None:
+    with Pair() as pair, dealer(pair.sender.port) as socket:
+        socket.send(WIRE.seal_from_decode(Credit(LEASE, 3)))
+        assert hears(socket) == Abort(LEASE, "the prefill worker has no such lease")
+        socket.send(WIRE.seal_from_decode(Abort(LEASE)))
+        opening = Open(LEASE, TERMS, bytes(8), 0, 4, 5.0, "frames", b"")
+        odd = msgspec.structs.replace(opening, window=-1)
+        socket.send(b"".join(Envelope(SECRET).seal(b"fd_core/decode", msgspec.msgpack.encode(odd))))
+        answer = hears(socket)
+        assert getattr(answer, "reason", "").startswith("the window has to be")
+        socket.send(WIRE.seal_from_decode(msgspec.structs.replace(opening, silence=float("nan"))))
+        assert "silence" in getattr(hears(socket), "reason", "")
+        socket.send(WIRE.seal_from_decode(msgspec.structs.replace(opening, first=5)))
+        assert getattr(hears(socket), "reason", "") == "no KV is asked for"
+        assert pair.sender.stats().refused == {"malformed": 3}
+
+
+def test_a_decode_side_that_says_nothing_after_its_open_holds_nothing_for_long() -> None:
+    with Pair() as pair:
+        with dealer(pair.sender.port) as socket:
+            socket.send(WIRE.seal_from_decode(Open(LEASE, TERMS, bytes(4 * 40), 0, 1, 0.3, "frames", b"")))
+            pair.until(lambda: len(pair.prefill.pinned) > 3)
+            pair.until(lambda: not pair.prefill.pinned)
+        assert pair.sender.stats().ended == {"expired": 1}
+
+
+def test_a_decode_side_that_closes_its_connection_holds_nothing_for_long() -> None:
+    with Pair() as pair:
+        with dealer(pair.sender.port) as socket:
+            socket.send(WIRE.seal_from_decode(Open(LEASE, TERMS, bytes(4 * 40), 0, 1, 8.0, "frames", b"")))
+            pair.until(lambda: len(pair.prefill.pinned) > 3)
+        pair.until(lambda: not pair.prefill.pinned, seconds=7)
+        assert pair.sender.stats().ended == {"failed": 1}
+
+
+# Processes --------------------------------------------------------------------------------------------------
+
+
+class Other:
+    """The other side in a process of its own."""
+
+    def __init__(self, role: str, *arguments: object) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.disagg.other", role, *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        assert self.process.stdout is not None
+        self.out = self.process.stdout
+
+    def __enter__(self) -> Other:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGCONT)
+        self.process.kill()
+        self.process.wait()
+        self.out.close()
+
+    def says(self) -> str:
+        return self.out.readline().strip()
+
+    def stop(self, how: signal.Signals) -> None:
+        os.kill(self.process.pid, how)
+
+
+@pytest.mark.parametrize(
+    "how, outcome, within",
+    [(signal.SIGKILL, "lost", 4.0), (signal.SIGSTOP, "expired", 10.0)],
+    ids=["killed", "stopped"],
+)
+def test_a_prefill_worker_that_goes_away_in_the_middle(how: signal.Signals, outcome: str, within: float) -> None:
+    silence = 8.0 if how is signal.SIGKILL else 0.5
+    cache = ScriptedCache(200)
+    receiver = make_receiver(cache, silence=silence, window=2)
+    decode = Fetches(receiver, cache)
+    try:
+        with Other("prefill", 0.01) as other:
+            peer = f"127.0.0.1:{other.says()}"
+            quick = decode.fetch(peer, 8)
+            pump(lambda: quick in decode.fetched, decode)
+            assert decode.fetched[quick].outcome == "transferred"
+            before = receiver.stats().pieces
+            numbers = [decode.fetch(peer, 4 * 60, salt=f"{number}") for number in range(3)]
+            pump(lambda: receiver.stats().pieces > before + 5, decode)
+            other.stop(how)
+            pump(lambda: len(decode.fetched) == 4, decode, seconds=within)
+            assert {decode.fetched[number].outcome for number in numbers} == {outcome}
+            if how is signal.SIGSTOP:
+                other.stop(signal.SIGCONT)
+                again = decode.fetch(peer, 8)
+                pump(lambda: again in decode.fetched, decode)
+                assert decode.fetched[again].outcome == "transferred"
+            assert len(decode.free) == 200
+            assert cache.broken_rules == []
+    finally:
+        receiver.close(5)
+
+
+@pytest.mark.parametrize(
+    "how, silence, within", [(signal.SIGKILL, 4.0, 4.0), (signal.SIGSTOP, 0.5, 6.0)], ids=["killed", "stopped"]
+)
+def test_a_decode_worker_that_goes_away_in_the_middle(how: signal.Signals, silence: float, within: float) -> None:
+    cache = ScriptedCache(200)
+    sender = make_sender(cache)
+    prefill = Computer(sender, cache)
+    try:
+        with Other("decode", sender.port, silence) as other:
+            pump(lambda: cache.exported > 10, prefill)
+            other.stop(how)
+            assert sender.open_leases
+            began = time.monotonic()
+            pump(lambda: not (sender.open_leases or prefill.pinned), prefill, seconds=PATIENCE)
+            assert time.monotonic() - began < within
+            assert len(prefill.free) == 200
+            assert cache.broken_rules == []
+            assert not prefill.jobs
+    finally:
+        sender.close(5)

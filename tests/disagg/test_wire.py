@@ -1,0 +1,197 @@
+"""What is sealed comes back as it was; anything else is told apart before it is believed."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fd_core.disagg import messages as m
+from fd_core.disagg.wire import MAX_WINDOW, Unfit, Unsealed, Wire
+from fd_core.kv.stores.envelope import Damaged, Envelope
+
+from .pair import BLOCK, SECRET, TERMS, kv
+
+WIRE = Wire(Envelope(SECRET), BLOCK, max_tokens=1000)
+LEASE = "0123456789abcdef" * 2
+OPEN = m.Open(LEASE, TERMS, np.arange(9, dtype="<i4").tobytes(), 0, 4, 5.0, "frames", b"here")
+
+leases = st.text("0123456789abcdef", min_size=32, max_size=32)
+digests = st.binary(min_size=16, max_size=16)
+numbers = st.integers(0, 2**31 - 1)
+texts = st.text(max_size=100)
+from_prefill = st.one_of(
+    st.builds(m.Accept, leases),
+    st.builds(m.Refuse, leases, texts),
+    st.builds(m.Piece, leases, numbers, digests, st.binary(max_size=1024)),
+    st.builds(m.Commit, leases, st.integers(1, 2**31 - 1), digests),
+    st.builds(m.Alive, leases),
+    st.builds(m.Abort, leases, texts),
+)
+from_decode = st.one_of(
+    st.builds(
+        lambda lease, ids, first, window, salt: msgspec.structs.replace(
+            OPEN, lease=lease, tokens=np.array(ids, "<i4").tobytes(), first=first, window=window, salt=salt
+        ),
+        leases,
+        st.lists(numbers, min_size=1, max_size=1000),
+        numbers,
+        st.integers(1, MAX_WINDOW),
+        texts,
+    ),
+    st.builds(m.Credit, leases, numbers),
+    st.builds(m.Confirm, leases),
+    st.builds(m.Alive, leases),
+    st.builds(m.Abort, leases, texts),
+)
+
+
+@given(from_decode, from_prefill)
+def test_messages_come_back_as_they_were(request: m.FromDecode, answer: m.FromPrefill) -> None:
+    assert WIRE.open_from_decode(WIRE.seal_from_decode(request)) == request
+    assert WIRE.open_from_prefill(WIRE.seal_from_prefill(answer)) == answer
+
+
+@given(from_decode, from_prefill)
+def test_no_side_can_be_made_to_hear_itself(request: m.FromDecode, answer: m.FromPrefill) -> None:
+    with pytest.raises(Unsealed):
+        WIRE.open_from_prefill(WIRE.seal_from_decode(request))
+    with pytest.raises(Unsealed):
+        WIRE.open_from_decode(WIRE.seal_from_prefill(answer))
+
+
+@given(st.binary(max_size=300))
+def test_garbage_is_not_sealed(frame: bytes) -> None:
+    for read in (WIRE.open_from_decode, WIRE.open_from_prefill):
+        with pytest.raises(Unsealed):
+            read(frame)
+
+
+@given(from_decode, st.data())
+def test_no_bit_of_a_message_can_be_changed(message: m.FromDecode, data: st.DataObject) -> None:
+    frame = bytearray(WIRE.seal_from_decode(message))
+    bit = data.draw(st.integers(0, 8 * len(frame) - 1))
+    frame[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(Unsealed):
+        WIRE.open_from_decode(frame)
+
+
+def test_another_secret_opens_nothing() -> None:
+    other = Wire(Envelope(bytes(32)), BLOCK)
+    with pytest.raises(Unsealed):
+        other.open_from_decode(WIRE.seal_from_decode(OPEN))
+
+
+@settings(max_examples=300)
+@given(
+    st.one_of(
+        st.binary(max_size=200),
+        st.recursive(st.none() | st.integers(-5, 2**40) | st.text(max_size=5), st.lists).map(msgspec.msgpack.encode),
+        st.fixed_dictionaries(
+            {"type": st.sampled_from(["open", "accept", "piece", "commit", "credit", "abort", "odd"])},
+            optional={
+                "lease": st.just(LEASE) | st.text(max_size=40) | st.integers(),
+                "index": st.integers(-(2**40), 2**40) | st.none(),
+                "digest": digests | st.binary(max_size=20),
+                "taken": st.integers(-(2**40), 2**40),
+                "tokens": st.binary(max_size=20) | st.integers(-(2**40), 2**40),
+                "reason": st.text(max_size=5) | st.just("x" * 5000),
+            },
+        ).map(msgspec.msgpack.encode),
+        st.just(b"\x91" * 5000 + b"\xc0"),
+    )
+)
+def test_what_is_sealed_and_no_message_is_unfit_or_within_limits(body: bytes) -> None:
+    for key, read in ((b"fd_core/decode", WIRE.open_from_decode), (b"fd_core/prefill", WIRE.open_from_prefill)):
+        frame = b"".join(Envelope(SECRET).seal(key, body))
+        try:
+            message = read(frame)
+        except Unfit as unfit:
+            assert unfit.lease in (None, LEASE) or len(unfit.lease) == 32
+        else:
+            assert len(message.lease) == 32
+
+
+BEYOND = {
+    "lease": {"lease": LEASE.upper()},
+    "short lease": {"lease": LEASE[:-1]},
+    "no tokens": {"tokens": b""},
+    "half a token": {"tokens": b"123456"},
+    "negative token": {"tokens": np.array([1, -1, 2], "<i4").tobytes()},
+    "too many tokens": {"tokens": bytes(4004)},
+    "no window": {"window": 0},
+    "huge window": {"window": MAX_WINDOW + 1},
+    "negative first": {"first": -1},
+    "address": {"address": bytes(4097)},
+    "connector": {"connector": "x" * 65},
+    "salt": {"salt": "x" * 1025},
+    "tenant": {"tenant": "x" * 1025},
+    "priority": {"priority": 2**40},
+    "block size": {"terms": msgspec.structs.replace(TERMS, block_size=0)},
+    "model": {"terms": msgspec.structs.replace(TERMS, model="x" * 1025)},
+}
+
+
+@pytest.mark.parametrize("change", BEYOND.values(), ids=BEYOND)
+def test_what_is_beyond_a_limit_is_neither_said_nor_heard(change: dict[str, object]) -> None:
+    message = msgspec.structs.replace(OPEN, **change)
+    frame = b"".join(Envelope(SECRET).seal(b"fd_core/decode", msgspec.msgpack.encode(message)))
+    with pytest.raises(Unfit) as heard:
+        WIRE.open_from_decode(frame)
+    with pytest.raises(Unfit):
+        WIRE.seal_from_decode(message)
+    assert heard.value.lease == (None if "lease" in change else LEASE)
+
+
+def test_a_long_reason_is_cut() -> None:
+    heard = WIRE.open_from_prefill(WIRE.seal_from_prefill(m.Refuse(LEASE, "x" * 5000)))
+    assert isinstance(heard, m.Refuse)
+    assert heard.reason == "x" * 1024
+
+
+def test_a_piece_comes_back_and_its_digest_is_that_of_what_was_opened() -> None:
+    digest, parts = WIRE.seal_piece(LEASE, 7, kv("s", 7))
+    value = b"".join(parts)
+    assert len(value) == WIRE.value_bytes
+    opened, array = WIRE.open_piece(LEASE, 7, value)
+    assert opened == digest
+    assert (array == kv("s", 7)).all()
+    assert not array.flags.writeable
+
+
+def test_a_piece_is_copied_only_where_its_place_is_not_aligned() -> None:
+    _, parts = WIRE.seal_piece(LEASE, 7, kv("s", 7))
+    whole = b"x" + b"".join(parts)
+    _, array = WIRE.open_piece(LEASE, 7, memoryview(whole)[1:])
+    assert array.flags.aligned
+    assert (array == kv("s", 7)).all()
+
+
+@given(st.data())
+def test_a_changed_or_moved_piece_is_damaged(data: st.DataObject) -> None:
+    _, parts = WIRE.seal_piece(LEASE, 7, kv("s", 7))
+    value = bytearray(b"".join(parts))
+    bit = data.draw(st.integers(0, 8 * len(value) - 1))
+    for lease, index in ((LEASE, 6), (LEASE[::-1], 7)):
+        with pytest.raises(Damaged):
+            WIRE.open_piece(lease, index, value)
+    value[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(Damaged):
+        WIRE.open_piece(LEASE, 7, value)
+
+
+def test_an_envelope_that_compresses_is_refused() -> None:
+    with pytest.raises(ValueError, match="compress"):
+        Wire(Envelope(SECRET, "zlib"), BLOCK)
+
+
+def test_frames_have_room_for_every_message() -> None:
+    longest = Wire(Envelope(SECRET), BLOCK, max_tokens=2**21)
+    opening = msgspec.structs.replace(
+        OPEN, tokens=bytes(4 * 2**21), salt="\U0001f600" * 1024, tenant="\U0001f600" * 1024, address=bytes(4096)
+    )
+    assert len(longest.seal_from_decode(opening)) <= longest.max_request_frame
+    assert len(WIRE.seal_from_prefill(m.Refuse(LEASE, "\U0001f600" * 1024))) <= WIRE.max_frame
+    assert WIRE.max_frame >= WIRE.value_bytes
