@@ -298,6 +298,13 @@ GATEWAY_FLAGS: Final = (
         "SECONDS",
         name="--read-timeout",
     ),
+    Flag(
+        "unreachable_seconds",
+        values.number(0, 86400, above=True),
+        "An answer that stands still is ended if health checks do not reach its worker for so long.",
+        "SECONDS",
+        name="--unreachable-timeout",
+    ),
     Flag("admin_host", values.optional_text, "Address on which workers register.", "ADDRESS"),
     Flag("admin_port", values.whole(0, 65535), "Port on which workers register; 0 takes a free one.", "PORT"),
     _SECRET,

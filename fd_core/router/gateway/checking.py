@@ -24,11 +24,15 @@ log = logging.getLogger(__name__)
 class HealthChecks:
     """Checks every worker in turn at the router's interval; one that hangs does not hold up the others."""
 
-    def __init__(self, router: Router, session: aiohttp.ClientSession, waits: Waits) -> None:
+    def __init__(self, router: Router, session: aiohttp.ClientSession, waits: Waits, patience: float) -> None:
+        """`patience`: how long an answer may stand still whose worker is not reached."""
         self._router = router
         self._session = session
         self._waits = waits
+        self._patience = patience
         self._running: dict[Worker, asyncio.Task[None]] = {}
+        self._unreached: dict[str, float] = {}
+        """By address: when the first check was sent of those in a row that were not answered."""
         self._complaints: dict[str, str] = {}
         """By address: why it cannot have its role, as it was said."""
         self._wake = asyncio.Event()
@@ -45,6 +49,7 @@ class HealthChecks:
                 self._wake.clear()
                 for worker in [worker for worker, task in self._running.items() if task.done()]:
                     self._running.pop(worker).result()
+                self._forget_others({worker.url for worker in self._router.workers()})
                 for worker in self._router.workers():
                     if worker not in self._running:
                         self._running[worker] = asyncio.create_task(self._check(worker))
@@ -56,7 +61,7 @@ class HealthChecks:
                 task.cancel()
 
     async def _check(self, worker: Worker) -> None:
-        ok, reached = False, False
+        ok, reached, begun = False, False, time.monotonic()
         instance, role, port = None, None, None
         before = self._state(worker)
         try:
@@ -77,10 +82,22 @@ class HealthChecks:
             name = "gone" if state is None else state.value
             log.info("worker %s is %s%s", after.url, name, "" if after == worker else ", as a new process")
         self._complain(after, "" if shown is None else shown.unfit)
-        if not reached and state is WorkerState.UNHEALTHY:
-            # Whoever waits for its first byte is better served elsewhere. A worker that answers at all, if only that
-            # it is not well, may still be about to go on with what it has.
+        if reached:
+            # A worker that answers at all, if only that it is not well, may still be about to go on with what it has.
+            self._unreached.pop(worker.url, None)
+            return
+        if state is WorkerState.UNHEALTHY:
+            # Whoever waits for its first byte is better served elsewhere.
             self._waits.cut(worker)
+        if now - self._unreached.setdefault(worker.url, begun) >= self._patience:
+            cut = self._waits.cut_streams(worker, self._patience)
+            if cut:
+                log.warning("worker %s is not reached for %g s: %d answers broke off", worker.url, self._patience, cut)
+
+    def _forget_others(self, urls: set[str]) -> None:
+        for kept in (self._unreached, self._complaints):
+            for url in kept.keys() - urls:
+                del kept[url]
 
     def _complain(self, worker: Worker, unfit: str) -> None:
         """Say once that a worker which is well cannot be used, and once that it can."""

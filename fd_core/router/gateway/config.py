@@ -40,6 +40,8 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long connecting to a worker may take."""
     read_seconds: float = 600.0
     """How long a worker may be silent within one request."""
+    unreachable_seconds: float = 20.0
+    """How long it may be silent within an answer while no health check reaches it."""
 
     @property
     def by_role(self) -> dict[Role, tuple[str, ...]]:

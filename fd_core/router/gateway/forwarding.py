@@ -18,7 +18,7 @@ from fd_core.router.gateway.headers import AUTO_HEADERS, to_client
 from fd_core.router.gateway.metrics import GatewayMetrics
 from fd_core.router.gateway.pairs import Pairs
 from fd_core.router.gateway.relaying import TROUBLE, UpstreamAnswer, WorkerLost, read_up_to
-from fd_core.router.gateway.waits import Waits
+from fd_core.router.gateway.waits import Flow, Waits
 from fd_core.router.router import Router
 from fd_core.router.selection import RouteRequest, Selection
 
@@ -164,10 +164,14 @@ class Forwarder:
             out.content_length = response.content_length
         await out.prepare(request)
         await out.write(first)
+        flow: Flow | None = None
         try:
-            async for piece in answer.rest():
-                await out.write(piece)
-        except WorkerLost:
+            async with self._waits.stream(selection.decode) as flow:
+                async for piece in answer.rest(flow):
+                    await out.write(piece)
+        except (WorkerLost, TimeoutError) as error:
+            if isinstance(error, TimeoutError) and not (flow is not None and flow.was_cut):
+                raise
             self._router.failed(selection, selection.decode, time.monotonic())
             self._metrics.streams_broken += 1
             if not answer.is_stream:

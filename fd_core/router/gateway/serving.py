@@ -128,7 +128,9 @@ def _assemble(
     pages.prompts = BY_BYTES if text is None else by_tokenizer(text.name)
     forwarder = Forwarder(router, session, waits, Pairs(router, metrics, ticket_key), metrics)
     gate = Gate(config, _reader(text), forwarder, models, pages, metrics)
-    return _Parts(router, session, gate, pages, models, HealthChecks(router, session, waits))
+    return _Parts(
+        router, session, gate, pages, models, HealthChecks(router, session, waits, config.unreachable_seconds)
+    )
 
 
 def _reader(text: ModelText | None) -> PromptReader:

@@ -165,7 +165,7 @@ class FakeWorker:
         return await self._stream(request, word, told)
 
     async def _stream(self, request: web.BaseRequest, word: str, told: Mapping[str, str]) -> web.StreamResponse:
-        """`stream`, `head` (dies behind the head), `after:N`, `torn:N`, `unended`, `error`."""
+        """`stream`, `head` (dies behind the head), `after:N`, `torn:N`, `stops:N`, `unended`, `error`."""
         out = web.StreamResponse(headers={"Content-Type": "text/event-stream", **told})
         await out.prepare(request)
         await out.write(b"")
@@ -176,6 +176,8 @@ class FakeWorker:
                 await asyncio.sleep(self.pause)
             await out.write(b"data: " + json.dumps({"worker": self.name, "index": index}).encode() + b"\n\n")
             self.written += 1
+        if kind == "stops":
+            await asyncio.sleep(3600)
         if kind == "torn":
             await out.write(b'data: {"worker": "')
         if kind in ("head", "after", "torn"):

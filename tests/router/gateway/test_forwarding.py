@@ -11,6 +11,8 @@ import time
 import aiohttp
 import pytest
 
+from fd_core.router.gateway.waits import Waits
+from fd_core.router.workers import Worker
 from tests.router.gateway.fakes import CHAT, COMPLETIONS, FakeWorker, Live, events, eventually, in_loop, routed, turn
 
 
@@ -211,6 +213,50 @@ async def test_requests_that_wait_for_a_hanging_worker_go_elsewhere() -> None:
         first.hangs = True
         status, _, body = await running
         assert (status, events(body)[-1]) == (200, "[DONE]")
+
+
+@in_loop
+async def test_an_answer_that_stands_still_ends_when_its_worker_is_not_reached() -> None:
+    async with FakeWorker() as worker, routed(worker, unreachable_seconds=0.5) as live:
+        worker.pause = 0.01
+        worker.script.append("stops:2")
+        began = time.monotonic()
+        running = asyncio.create_task(live.post())
+        await eventually(lambda: worker.written == 2)
+        worker.hangs = True
+        _, _, body = await running
+        assert 0.5 <= time.monotonic() - began < 5.0
+        assert len(events(body)) == 3 and b"worker_lost" in body and b"[DONE]" not in body
+        assert live.router.snapshot().tally.failed == 1
+
+
+@in_loop
+async def test_an_answer_that_goes_on_is_not_ended_by_checks_that_are_not_answered() -> None:
+    async with FakeWorker() as worker, routed(worker, unreachable_seconds=0.5) as live:
+        worker.pause, worker.chunks = 0.05, 30
+        running = asyncio.create_task(live.post())
+        await eventually(lambda: worker.written >= 1)
+        worker.hangs = True
+        status, _, body = await running
+        assert (status, events(body)[-1]) == (200, "[DONE]")
+
+
+@in_loop
+async def test_a_client_that_reads_slowly_is_not_blamed_on_the_worker() -> None:
+    waits = Waits()
+    worker = Worker("http://a", "mixed", 1)
+    async with waits.stream(worker) as flow:
+        assert not waits.cut_streams(worker, 0.0), "nothing was waited for"
+        flow.waits()
+        assert not waits.cut_streams(worker, 10.0)
+        flow.came()
+        assert not waits.cut_streams(worker, 0.0)
+    with pytest.raises(TimeoutError):
+        async with waits.stream(worker) as flow:
+            flow.waits()
+            assert waits.cut_streams(Worker("http://a", "mixed", 2), 0.0) == 1
+            await asyncio.sleep(10)
+    assert flow.was_cut and not waits.cut_streams(worker, 0.0)
 
 
 @in_loop
