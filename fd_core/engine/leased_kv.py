@@ -6,6 +6,7 @@ The scheduler decides, `fd_core.disagg` performs on a thread of its own; what ha
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -18,7 +19,7 @@ from fd_core.disagg.terms import Terms
 from fd_core.engine.messages import LeaseStats
 from fd_core.errors import BadRequest, ConfigError
 from fd_core.kv.block_format import BlockFormat
-from fd_core.kv.effects import Cancel, Fetch, Transfer
+from fd_core.kv.effects import Cancel, Fetch, Fetched, Transfer
 from fd_core.kv.one_at_a_time import OneAtATime
 from fd_core.kv.stores.contract import KVStore
 from fd_core.kv.stores.envelope import Envelope
@@ -29,6 +30,11 @@ from fd_core.types import Leased, RequestSpec, SamplingParams
 
 __all__ = ["LeasedKV", "open_leased_kv", "require_role"]
 
+_log = logging.getLogger(__name__)
+
+_SILENT: Final = frozenset({"transferred", "held", "aborted"})
+_MOST_SAID: Final = 64
+"""Reasons come from another process."""
 _WAIT_SECONDS: Final = 0.002
 _CLOSE_SECONDS: Final = 2.0
 _NAME: Final = "lease-"
@@ -56,6 +62,7 @@ class LeasedKV:
         self._receiver = receiver
         self._sender = sender
         self._stopping = False
+        self._told: set[tuple[str, str]] = set()
 
     @property
     def port(self) -> int | None:
@@ -81,6 +88,7 @@ class LeasedKV:
             self._perform(effects)
         if self._receiver is not None and self._transfers.busy:
             for fetched in self._receiver.completed():
+                self._say(fetched)
                 self._scheduler.transferred(fetched)
         if self._sender is None:
             return []
@@ -126,6 +134,14 @@ class LeasedKV:
             self._receiver.perform(effect for effect in effects if isinstance(effect, Fetch | Cancel))
         if self._sender is not None:
             self._sender.perform(effect for effect in effects if not isinstance(effect, Fetch))
+
+    def _say(self, fetched: Fetched) -> None:
+        """Say for people why a prompt is computed here, once for each reason."""
+        told = (fetched.outcome, fetched.reason)
+        if fetched.outcome in _SILENT or told in self._told or len(self._told) >= _MOST_SAID:
+            return
+        self._told.add(told)
+        _log.warning("a prefill worker's KV was %s, so the prompt is computed here: %s", *told)
 
     def _take(self, sender: Sender, order: Order) -> None:
         if self._stopping:
