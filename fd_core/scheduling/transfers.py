@@ -58,8 +58,8 @@ class Transfers:
 
     @property
     def busy(self) -> bool:
-        """Whether a transfer holds blocks."""
-        return bool(self._fetches or self._sends)
+        """Whether a transfer holds blocks, or an effect waits to be performed."""
+        return bool(self._fetches or self._sends or self._effects)
 
     def take_effects(self) -> list[Transfer]:
         """Return the effects decided since the last call; the caller performs them in order."""

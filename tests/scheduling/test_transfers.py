@@ -1,0 +1,627 @@
+"""Prompts that other workers compute, and prompts that are computed for them: leases, their blocks and their ends."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fd_core.config import Limits
+from fd_core.kv.effects import Cancel, Fetch, Fetched, GiveUp, Outcome, Send, Sent
+from fd_core.scheduling.policies import Fcfs
+from fd_core.scheduling.requests import Request, State
+from fd_core.scheduling.scheduler import Scheduler
+from fd_core.scheduling.transfers import Transfers
+from fd_core.scheduling.victims import Youngest
+from fd_core.types import FinishReason, Leased, RequestSpec, SamplingParams
+from tests.scheduling.test_scheduler import HASHER, answer, planned
+
+FAILURES: list[Outcome] = ["refused", "lost", "expired", "damaged", "aborted"]
+
+
+def scheduler(**changes: int) -> Scheduler:
+    values = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "max_model_len": 40,
+        "block_size": 4,
+        "num_kv_blocks": 20,
+        "vocab_size": 100,
+    }
+    made = Scheduler(Limits(**(values | changes)), Fcfs(), Youngest(), HASHER, paired=True)
+    made._forecast.share = 0.0  # nothing is kept in reserve but what a test says
+    return made
+
+
+def elsewhere(name: str, length: int, max_tokens: int = 8, salt: str = "", first: int = 0) -> RequestSpec:
+    """A request whose prompt another worker computes."""
+    return RequestSpec(
+        request_id=name,
+        prompt=tuple(range(first, first + length)),
+        params=SamplingParams(max_tokens=max_tokens),
+        prefill_at="peer:1",
+        cache_salt=salt,
+    )
+
+
+def here(name: str, length: int, max_tokens: int = 8, first: int = 0) -> RequestSpec:
+    return RequestSpec(
+        request_id=name,
+        prompt=tuple(range(first, first + length)),
+        params=SamplingParams(max_tokens=max_tokens),
+    )
+
+
+def leased(name: str, length: int, first: int = 0, salt: str = "") -> RequestSpec:
+    """A request that computes its prompt for another worker, which has the `first` blocks of it."""
+    return RequestSpec(
+        request_id=name,
+        prompt=tuple(range(length)),
+        params=SamplingParams(max_tokens=1),
+        leased=Leased(f"lease of {name}", first),
+        cache_salt=salt,
+    )
+
+
+def transfers(s: Scheduler) -> Transfers:
+    assert s.transfers is not None
+    return s.transfers
+
+
+def fetch_of(s: Scheduler) -> Fetch:
+    (fetch,) = transfers(s).take_effects()
+    assert isinstance(fetch, Fetch)
+    return fetch
+
+
+def begin(s: Scheduler, spec: RequestSpec) -> tuple[Request, Fetch]:
+    """Add a request to an idle scheduler and have it wait for its KV."""
+    request = s.add(spec)
+    assert s.plan() is None
+    return request, fetch_of(s)
+
+
+def sends(s: Scheduler) -> list[Send]:
+    effects = transfers(s).take_effects()
+    assert all(isinstance(effect, Send) for effect in effects)
+    return [effect for effect in effects if isinstance(effect, Send)]
+
+
+def finish(s: Scheduler, request: Request, reason: FinishReason = FinishReason.LENGTH) -> None:
+    assert request.slot is not None
+    s.finish(request.slot, reason)
+
+
+def compute(s: Scheduler, spec: RequestSpec) -> None:
+    """Run a request to its end, so that the device has its prefix."""
+    request = s.add(spec)
+    for _ in range(20):
+        plan = planned(s)
+        answer(s, plan)
+        if plan.samples.any():
+            finish(s, request)
+            return
+
+
+def is_idle(s: Scheduler) -> bool:
+    s.check_integrity()
+    return not s.has_work and s.pool.num_free == s.limits.num_kv_blocks and not s.prefixes.num_computing
+
+
+def preempt(s: Scheduler, request: Request) -> None:
+    """Take a running request back for want of blocks, and let it wait again."""
+    slot = request.slot
+    hostage = s.pool.allocate(s.pool.num_free)
+    assert hostage is not None
+    for _ in range(12):
+        plan = planned(s)
+        answer(s, plan)
+        if slot in [back.slot for back in plan.take_backs]:
+            break
+    s.pool.release(hostage, -1)
+    assert request.state is State.WAITING
+
+
+# The decode side ----------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_fetched_but_for_its_last_token() -> None:
+    s = scheduler()
+    spec = RequestSpec(
+        request_id="a",
+        prompt=tuple(range(11)),
+        params=SamplingParams(max_tokens=8),
+        prefill_at="peer:1",
+        cache_salt="s",
+        priority=3,
+        tenant="t",
+    )
+    request, fetch = begin(s, spec)
+    assert request.state is State.LOADING
+    assert (fetch.peer, fetch.salt, fetch.priority, fetch.tenant) == ("peer:1", "s", 3, "t")
+    assert fetch.tokens.tolist() == list(range(10))
+    assert (fetch.first, fetch.blocks.tolist()) == (0, s.slots.blocks(0).tolist())
+    assert len(fetch.blocks) == 3, "the last block is a partial one"
+    s.check_integrity()
+
+
+def test_behind_transferred_kv_only_the_last_token_is_computed() -> None:
+    s = scheduler()
+    request, fetch = begin(s, elsewhere("a", 11))
+    s.transferred(Fetched(fetch.operation, "transferred", cached=8))
+    plan = planned(s)
+    (admission,) = plan.admissions
+    assert (admission.computed, admission.token_ids.tolist()) == (10, list(range(11)))
+    assert (plan.starts.tolist(), plan.num_tokens.tolist(), plan.samples.tolist()) == ([10], [1], [True])
+    assert (request.prefill, request.cached_tokens) == ("transferred", 8)
+    counters = transfers(s).counters
+    assert (counters.outcomes, counters.fetched_tokens) == ({"transferred": 1}, 10)
+    answer(s, plan)
+    finish(s, request)
+    assert is_idle(s)
+
+
+def test_complete_blocks_that_were_transferred_are_a_known_prefix_and_the_partial_one_is_not() -> None:
+    s = scheduler()
+    request, fetch = begin(s, elsewhere("a", 11))
+    assert not s.pool.knows(request.chain[0]), "nothing came yet"
+    s.transferred(Fetched(fetch.operation, "transferred"))
+    assert s.pool.match(request.chain).tolist() == fetch.blocks[:2].tolist()
+    assert s.slots.registered[0] == 2
+
+
+@pytest.mark.parametrize(("said", "cached"), [(0, 8), (8, 8), (10, 10), (99, 12)])
+def test_cached_is_what_either_side_had(said: int, cached: int) -> None:
+    s = scheduler()
+    compute(s, here("before", 9))
+    request, fetch = begin(s, elsewhere("a", 13))
+    assert (fetch.first, len(fetch.blocks)) == (2, 1)
+    s.transferred(Fetched(fetch.operation, "transferred", cached=said))
+    assert request.cached_tokens == cached
+    assert transfers(s).counters.fetched_tokens == 4
+
+
+@pytest.mark.parametrize("outcome", FAILURES)
+def test_whatever_else_became_of_it_the_prompt_is_computed_here(outcome: Outcome) -> None:
+    s = scheduler()
+    compute(s, here("before", 5))
+    request, fetch = begin(s, elsewhere("a", 11))
+    s.transferred(Fetched(fetch.operation, outcome, cached=8))
+    plan = planned(s)
+    assert (plan.starts.tolist(), plan.num_tokens.tolist()) == ([4], [7]), "behind what the device had"
+    assert (request.prefill, request.cached_tokens) == (outcome, 4)
+    assert transfers(s).counters.outcomes == {outcome: 1}
+    assert not transfers(s).counters.fetched_tokens
+    assert not transfers(s).take_effects(), "it is tried once"
+    answer(s, plan)
+    finish(s, request)
+    assert is_idle(s)
+
+
+@pytest.mark.parametrize("outcome", FAILURES)
+def test_blocks_of_a_failed_fetch_name_no_prefix(outcome: Outcome) -> None:
+    s = scheduler()
+    request, fetch = begin(s, elsewhere("a", 11))
+    s.transferred(Fetched(fetch.operation, outcome))
+    assert not s.pool.match(request.chain).tolist()
+    plan = planned(s)
+    assert not s.pool.knows(request.chain[0]), "it is being computed"
+    answer(s, plan)
+    assert s.pool.match(request.chain).tolist() == fetch.blocks[:2].tolist()
+
+
+@pytest.mark.parametrize(("known", "length", "asks"), [(0, 4, False), (0, 5, True), (9, 12, False), (9, 13, True)])
+def test_less_than_a_block_is_computed_here_without_asking(known: int, length: int, asks: bool) -> None:
+    s = scheduler()
+    if known:
+        compute(s, here("before", known))
+    request = s.add(elsewhere("a", length))
+    plan = s.plan()
+    if asks:
+        assert plan is None
+        assert len(fetch_of(s).blocks) == 1
+    else:
+        assert plan is not None
+        assert not transfers(s).take_effects()
+        assert request.prefill == "held"
+        assert transfers(s).counters.outcomes == {"held": 1}
+
+
+def test_a_request_without_a_peer_is_computed_here() -> None:
+    s = scheduler()
+    request = s.add(here("a", 11))
+    assert planned(s).num_tokens.tolist() == [11]
+    assert request.prefill is None
+    assert not transfers(s).counters.outcomes
+
+
+def test_a_restarted_request_that_has_a_text_goes_on_here() -> None:
+    s = scheduler()
+    spec = elsewhere("a", 11)
+    again = RequestSpec(
+        request_id="a", prompt=spec.prompt, params=spec.params, prefill_at=spec.prefill_at, delivered=(50, 51)
+    )
+    s.add(again)
+    assert planned(s).num_tokens.tolist() == [13]
+    assert not transfers(s).take_effects()
+
+
+@pytest.mark.parametrize("outcome", ["transferred", *FAILURES])
+def test_blocks_are_pinned_until_the_fetch_is_over_though_its_request_was_aborted(outcome: Outcome) -> None:
+    s = scheduler()
+    request, fetch = begin(s, elsewhere("a", 11))
+    assert s.abort("a")
+    assert not s.abort("a")
+    (cancel,) = transfers(s).take_effects()
+    assert cancel == Cancel(fetch.operation)
+    assert (request.state, s.num_loading) == (State.FINISHED, 0)
+    assert (s.pool.num_fenced, s.pool.num_owned) == (3, 0)
+    assert s.has_work, "somebody may still write the blocks"
+    s.check_integrity()
+    s.add(here("b", 9))
+    answer(s, planned(s))
+    assert not set(s.slots.blocks(0).tolist()) & set(fetch.blocks.tolist())
+    s.transferred(Fetched(fetch.operation, outcome, cached=8))
+    assert s.pool.num_fenced == 0
+    assert transfers(s).counters.outcomes == {"aborted": 1}
+    assert not transfers(s).counters.fetched_tokens
+    assert s.num_running == 1, "nobody came back"
+    finish(s, s._requests["b"])
+    assert is_idle(s)
+
+
+def test_a_late_answer_does_not_reach_another_request_of_the_same_name() -> None:
+    s = scheduler()
+    _, fetch = begin(s, elsewhere("a", 11))
+    s.abort("a")
+    transfers(s).take_effects()
+    second, other = begin(s, elsewhere("a", 11))
+    s.transferred(Fetched(fetch.operation, "transferred"))
+    assert second.state is State.LOADING
+    assert s.plan() is None
+    s.transferred(Fetched(other.operation, "transferred"))
+    assert second.state is State.RUNNING
+
+
+def test_one_fetches_and_whoever_has_the_same_prompt_waits_for_it() -> None:
+    s = scheduler()
+    requests = [s.add(elsewhere(name, 11)) for name in "abc"]
+    assert s.plan() is None
+    fetch = fetch_of(s)
+    assert [request.state for request in requests] == [State.LOADING, State.WAITING, State.WAITING]
+    s.transferred(Fetched(fetch.operation, "transferred"))
+    plan = planned(s)
+    assert [admission.computed for admission in plan.admissions] == [10, 8, 8]
+    assert [request.prefill for request in requests] == ["transferred", "held", "held"]
+    assert not transfers(s).take_effects()
+
+
+def test_if_the_one_who_fetches_is_aborted_the_next_one_fetches() -> None:
+    s = scheduler()
+    for name in "ab":
+        s.add(elsewhere(name, 11))
+    assert s.plan() is None
+    first = fetch_of(s)
+    s.abort("a")
+    assert transfers(s).take_effects() == [Cancel(first.operation)]
+    assert s.plan() is None
+    second = fetch_of(s)
+    assert not set(second.blocks.tolist()) & set(first.blocks.tolist())
+
+
+def test_the_same_prompt_under_another_salt_is_another_prompt() -> None:
+    s = scheduler()
+    s.add(elsewhere("a", 11, salt="x"))
+    s.add(elsewhere("b", 11, salt="y"))
+    assert s.plan() is None
+    assert [effect.salt for effect in transfers(s).take_effects() if isinstance(effect, Fetch)] == ["x", "y"]
+    assert s.num_loading == 2
+
+
+def test_who_waits_for_kv_counts_against_the_number_of_requests_at_a_time() -> None:
+    s = scheduler(max_num_seqs=2)
+    for index in range(3):
+        s.add(elsewhere(f"r{index}", 6, first=10 * index))
+    assert s.plan() is None
+    assert len(transfers(s).take_effects()) == 2
+    assert (s.num_loading, len(s.waiting)) == (2, 1)
+
+
+@pytest.mark.parametrize(("max_tokens", "leases"), [(1, 2), (5, 1)])
+def test_a_lease_is_taken_only_with_room_for_what_loading_requests_will_grow_to(max_tokens: int, leases: int) -> None:
+    s = scheduler(num_kv_blocks=10)
+    s._forecast.share = 1.0
+    s._return_cost.share = 10.0
+    s.add(elsewhere("a", 16, max_tokens))
+    s.add(elsewhere("b", 16, max_tokens, first=40))
+    assert s.plan() is None
+    assert len(transfers(s).take_effects()) == leases
+    assert s.num_loading == leases
+
+
+def test_who_is_aborted_between_arrival_and_plan_leaves_with_its_release() -> None:
+    s = scheduler()
+    request, fetch = begin(s, elsewhere("a", 11))
+    s.transferred(Fetched(fetch.operation, "transferred"))
+    assert not s.abort("a")
+    plan = planned(s)
+    assert [back.slot for back in plan.take_backs] == [0]
+    answer(s, plan)
+    assert request.ended is FinishReason.ABORT
+    assert is_idle(s)
+
+
+def test_preempted_behind_a_fetch_it_comes_back_like_any_other() -> None:
+    s = scheduler()
+    request, fetch = begin(s, elsewhere("a", 11))
+    s.transferred(Fetched(fetch.operation, "transferred"))
+    for _ in range(2):
+        answer(s, planned(s))
+    preempt(s, request)
+    s.pool.forget_prefixes()
+    known = 11 + len(request.generated)
+    assert known > 11
+    plan = planned(s)
+    assert (plan.starts.tolist(), plan.num_tokens.tolist()) == ([0], [known])
+    assert not transfers(s).take_effects(), "there is no second fetch"
+    assert request.prefill == "transferred"
+
+
+def test_an_answer_without_pairs_is_a_fault() -> None:
+    s = Scheduler(scheduler().limits, Fcfs(), Youngest(), HASHER)
+    with pytest.raises(RuntimeError, match="no KV is exchanged"):
+        s.transferred(Sent(1))
+
+
+# The prefill side ---------------------------------------------------------------------------------------------
+
+
+def test_settled_blocks_leave_once_and_in_order_while_the_rest_is_computed() -> None:
+    s = scheduler(max_num_batched_tokens=4)
+    request = s.add(leased("a", 11))
+    told = []
+    for _ in range(3):
+        plan = planned(s)
+        assert not transfers(s).take_effects(), "what is in flight is not settled"
+        answer(s, plan)
+        told += sends(s)
+    table = s.slots.blocks(0)
+    finish(s, request)
+    told += sends(s)
+    assert [(send.first, send.blocks.tolist(), send.tokens) for send in told] == [
+        (0, [table[0]], None),
+        (1, [table[1]], None),
+        (2, [table[2]], 11),
+    ]
+    assert {send.lease for send in told} == {"lease of a"}
+    assert transfers(s).counters.sent_blocks == 3
+    assert not transfers(s).take_effects(), "the last send is the end; there is nothing to give up"
+    for send in told:
+        s.transferred(Sent(send.operation))
+    assert is_idle(s)
+
+
+def test_with_steps_in_flight_only_answered_ones_count() -> None:
+    s = scheduler(max_num_batched_tokens=4)
+    s.add(leased("a", 14))
+    plans = [planned(s) for _ in range(3)]
+    assert not sends(s)
+    answer(s, plans[0])
+    assert [(send.first, len(send.blocks)) for send in sends(s)] == [(0, 1)]
+    answer(s, plans[1])
+    assert [(send.first, len(send.blocks)) for send in sends(s)] == [(1, 1)]
+
+
+def test_a_prompt_of_whole_blocks_ends_with_an_empty_send() -> None:
+    s = scheduler()
+    request = s.add(leased("a", 8))
+    answer(s, planned(s))
+    finish(s, request)
+    first, last = sends(s)
+    assert (first.first, len(first.blocks), first.tokens) == (0, 2, None)
+    assert (last.first, len(last.blocks), last.tokens) == (2, 0, 8)
+
+
+def test_blocks_of_a_cached_prefix_are_sent_before_anything_is_computed() -> None:
+    s = scheduler()
+    compute(s, here("before", 9))
+    request = s.add(leased("a", 11))
+    plan = planned(s)
+    (send,) = sends(s)
+    assert (send.first, send.blocks.tolist(), send.tokens) == (0, s.slots.blocks(0)[:2].tolist(), None)
+    answer(s, plan)
+    finish(s, request)
+    (last,) = sends(s)
+    assert (last.first, len(last.blocks), last.tokens, last.cached) == (2, 1, 11, 8)
+
+
+def test_a_prefix_cached_under_another_salt_is_not_used() -> None:
+    s = scheduler()
+    compute(s, here("before", 9))
+    s.add(leased("a", 11, salt="other"))
+    assert planned(s).num_tokens.tolist() == [11]
+    assert not sends(s)
+
+
+@pytest.mark.parametrize(("first", "expected"), [(1, [(1, 1), (2, 1)]), (2, [(2, 1)]), (3, [(3, 0)])])
+def test_blocks_that_the_other_worker_has_are_computed_but_not_sent(
+    first: int, expected: list[tuple[int, int]]
+) -> None:
+    s = scheduler()
+    request = s.add(leased("a", 11, first))
+    plan = planned(s)
+    assert plan.num_tokens.tolist() == [11]
+    answer(s, plan)
+    table = s.slots.blocks(0)
+    finish(s, request)
+    told = sends(s)
+    assert [(send.first, len(send.blocks)) for send in told] == expected
+    assert [block for send in told for block in send.blocks.tolist()] == table[first:].tolist()
+    assert [send.tokens for send in told] == [*[None] * (len(told) - 1), 11]
+
+
+def test_blocks_that_are_sent_are_pinned_until_they_were_read() -> None:
+    s = scheduler()
+    request = s.add(leased("a", 11))
+    answer(s, planned(s))
+    finish(s, request)
+    first, last = sends(s)
+    assert s.has_work, "somebody reads the blocks"
+    assert s.pool.num_fenced == 3
+    s.check_integrity()
+    s.transferred(Sent(last.operation))
+    assert s.pool.num_fenced == 2
+    s.transferred(Sent(first.operation))
+    assert is_idle(s)
+
+
+def test_a_block_that_two_leases_send_is_pinned_for_both() -> None:
+    s = scheduler()
+    compute(s, here("before", 5))
+    requests = [s.add(leased(name, 5)) for name in "ab"]
+    answer(s, planned(s))
+    for request in requests:
+        finish(s, request)
+    told = sends(s)
+    shared = [send for send in told if send.first == 0]
+    assert len(shared) == 2
+    assert shared[0].blocks.tolist() == shared[1].blocks.tolist()
+    s.transferred(Sent(shared[0].operation))
+    assert not set(shared[0].blocks.tolist()) & set(s.pool._cached)
+    for send in told:
+        if send is not shared[0]:
+            s.transferred(Sent(send.operation))
+    assert is_idle(s)
+
+
+def taken_back_in_the_middle(s: Scheduler) -> tuple[Request, Request]:
+    """Return an old request and a leased one that was preempted behind its first two blocks, both sent."""
+    old = s.add(here("old", 3, 30, first=50))
+    answer(s, planned(s))
+    request = s.add(leased("a", 16))
+    for _ in range(2):
+        answer(s, planned(s))
+    told = sends(s)
+    assert [(send.first, len(send.blocks)) for send in told] == [(0, 1), (1, 1)]
+    for send in told:
+        s.transferred(Sent(send.operation))
+    preempt(s, request)
+    return old, request
+
+
+@pytest.mark.parametrize("forgotten", [True, False])
+def test_preempted_in_the_middle_it_goes_on_behind_what_was_sent(forgotten: bool) -> None:
+    s = scheduler(max_num_batched_tokens=5)
+    _, request = taken_back_in_the_middle(s)
+    sent = request.sent
+    if forgotten:
+        s.pool.forget_prefixes()
+    transfers(s).take_effects()
+    told: list[Send] = []
+    for _ in range(8):
+        plan = planned(s)
+        samples = request.slot is not None and bool(plan.samples[plan.slots == request.slot].any())
+        answer(s, plan)
+        told += sends(s)
+        if samples:
+            break
+    finish(s, request)
+    told += sends(s)
+    places = [send.first + index for send in told for index in range(len(send.blocks))]
+    assert places == list(range(sent, 4))
+    assert [send.tokens for send in told if send.tokens is not None] == [16]
+    assert request.preemptions == 1
+
+
+def test_who_is_aborted_while_it_waits_gives_up_once() -> None:
+    s = scheduler()
+    s.add(leased("a", 11))
+    assert s.abort("a")
+    assert not s.abort("a")
+    assert s.has_work, "its decode worker is not told yet"
+    (effect,) = transfers(s).take_effects()
+    assert isinstance(effect, GiveUp)
+    assert effect.lease == "lease of a"
+    assert "abort" in effect.reason
+    assert transfers(s).counters.given_up == 1
+    assert is_idle(s)
+
+
+def test_who_is_aborted_while_it_runs_gives_up_with_its_release() -> None:
+    s = scheduler(max_num_batched_tokens=4)
+    s.add(leased("a", 11))
+    answer(s, planned(s))
+    (send,) = sends(s)
+    s.abort("a")
+    plan = planned(s)
+    assert not transfers(s).take_effects()
+    answer(s, plan)
+    (effect,) = transfers(s).take_effects()
+    assert isinstance(effect, GiveUp)
+    s.transferred(Sent(send.operation))
+    assert is_idle(s)
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORT])
+def test_who_fails_gives_up_and_sends_nothing_more(reason: FinishReason) -> None:
+    s = scheduler()
+    request = s.add(leased("a", 11))
+    answer(s, planned(s))
+    before = sends(s)
+    finish(s, request, reason)
+    (effect,) = transfers(s).take_effects()
+    assert isinstance(effect, GiveUp)
+    for send in before:
+        s.transferred(Sent(send.operation))
+    assert is_idle(s)
+
+
+def test_who_ends_while_it_drains_gives_up_once() -> None:
+    """Its blocks have no owner any more, so nobody may read them."""
+    s = scheduler()
+    old = s.add(here("old", 3, 30, first=50))
+    answer(s, planned(s))
+    request = s.add(leased("a", 11))
+    step = planned(s)
+    hostage = s.pool.allocate(s.pool.num_free)
+    assert hostage is not None
+    slot = request.slot
+    assert slot is not None
+    backs = []
+    while not backs:
+        plan = planned(s)
+        backs = plan.take_backs
+        if not backs:
+            s.slots.known[old.slot] += 1
+    assert [back.slot for back in backs] == [slot]
+    s.finish(slot, FinishReason.LENGTH)
+    (effect,) = transfers(s).take_effects()
+    assert isinstance(effect, GiveUp)
+    assert transfers(s).counters.given_up == 1
+    s.answered(step.step)
+    s.answered(plan.step)
+    s.released(slot)
+    assert not transfers(s).take_effects(), "it is said once"
+    s.pool.release(hostage, -1)
+
+
+def test_other_requests_send_nothing() -> None:
+    s = scheduler()
+    request = s.add(here("a", 11))
+    answer(s, planned(s))
+    finish(s, request)
+    s.add(here("b", 11))
+    s.abort("b")
+    assert not transfers(s).take_effects()
+    assert is_idle(s)
+
+
+def test_sent_blocks_are_a_copy_of_the_table() -> None:
+    s = scheduler()
+    request = s.add(leased("a", 11))
+    answer(s, planned(s))
+    finish(s, request)
+    first, _ = sends(s)
+    kept = first.blocks.copy()
+    s.slots.tables[:] = 0
+    assert np.array_equal(first.blocks, kept)
+    assert not first.blocks.flags.writeable
