@@ -20,6 +20,7 @@ from fd_core.config import ServerConfig
 from fd_core.engine.client import EngineClient
 from fd_core.engine.messages import Abort, ClientMessage, Delta, EngineInfo, EngineStats, StepEvents, Submit
 from fd_core.engine.streams import StreamingClient
+from fd_core.kv.effects import Outcome
 from fd_core.server.serve import bind_socket, serve_http
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.token_bytes import Decoding
@@ -87,6 +88,8 @@ class FakeClient(StreamingClient):
         self.fail_after: int | None = None
         """Tokens after which a request fails with an error."""
         self.cached_tokens = 0
+        self.prefill: Outcome | None = None
+        """What becomes of prompts that others compute."""
         self.specs: list[RequestSpec] = []
         self.aborts: list[str] = []
         self.live: dict[str, tuple[RequestSpec, int]] = {}
@@ -148,7 +151,8 @@ class FakeClient(StreamingClient):
             scores = tuple(
                 TokenLogprobs(-0.5, tuple(range(65, 65 + count)), (float("-inf"),) * count) for _ in range(len(ids))
             )
-        return Delta(spec.request_id, ids, reason, scores, self.cached_tokens if done == 0 else None, error)
+        cached, prefill = (self.cached_tokens, self.prefill) if done == 0 else (None, None)
+        return Delta(spec.request_id, ids, reason, scores, cached, error, prefill)
 
     def _statistics(self) -> EngineStats:
         return EngineStats(
@@ -187,9 +191,15 @@ class Answer(NamedTuple):
 class LiveServer:
     """A server on a free port of the loopback, in a thread with its own loop."""
 
-    def __init__(self, client: Callable[[], Coroutine[Any, Any, EngineClient]], config: ServerConfig) -> None:
+    def __init__(
+        self,
+        client: Callable[[], Coroutine[Any, Any, EngineClient]],
+        config: ServerConfig,
+        ticket_key: bytes | None = None,
+    ) -> None:
         self._make_client = client
         self._config = config
+        self._ticket_key = ticket_key
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._main, daemon=True)
         self.error: BaseException | None = None
@@ -211,6 +221,7 @@ class LiveServer:
                     self.client,
                     byte_tokenizer(),
                     chat_template(),
+                    ticket_key=self._ticket_key,
                     sock=sock,
                     on_ready=lambda _: self._ready.set(),
                     stop=self._stop,
@@ -282,7 +293,9 @@ def samples(server: LiveServer) -> dict[str, float]:
 
 @contextmanager
 def live(
-    make: Callable[[], EngineClient] | Callable[[], Coroutine[Any, Any, EngineClient]] = FakeClient, **settings: Any
+    make: Callable[[], EngineClient] | Callable[[], Coroutine[Any, Any, EngineClient]] = FakeClient,
+    ticket_key: bytes | None = None,
+    **settings: Any,
 ) -> Iterator[LiveServer]:
     """Run a server over what `make` returns, or awaits, until the block ends."""
 
@@ -290,7 +303,7 @@ def live(
         made = make()
         return made if isinstance(made, EngineClient) else await made
 
-    server = LiveServer(client, ServerConfig(**({"drain_seconds": 2.0} | settings)))
+    server = LiveServer(client, ServerConfig(**({"drain_seconds": 2.0} | settings)), ticket_key)
     server.start()
     try:
         yield server

@@ -1,0 +1,111 @@
+"""Workers of a pair: who takes tickets, who generates, and what a router is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.registry import Collector
+
+from fd_core.disagg.stats import ReceiverStats, SenderStats
+from fd_core.disagg.ticket import sign_ticket
+from fd_core.engine.messages import LeaseStats
+from fd_core.server.lease_metrics import lease_metrics
+from tests.server.fakes import FakeClient, LiveServer, live
+
+KEY = b"0123456789abcdef0123456789abcdef"
+PEER = "127.0.0.1:7001"
+BODIES = {
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+}
+
+
+@pytest.fixture(scope="module")
+def decode() -> Iterator[LiveServer]:
+    with live(partial(FakeClient, role="decode"), ticket_key=KEY) as server:
+        yield server
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+def test_a_ticket_names_who_computes_the_prompt_and_the_answer_says_what_became_of_it(
+    decode: LiveServer, path: str, stream: bool
+) -> None:
+    decode.call(decode.client.specs.clear)
+    decode.client.prefill = "transferred"
+    ticket = sign_ticket(KEY, "one", PEER)
+    answer = decode.post(path, BODIES[path] | {"stream": stream}, X_Request_Id="one", X_FD_Prefill=ticket)
+    assert answer.status == 200
+    assert answer.headers["x-fd-prefill-outcome"] == "transferred"
+    assert [spec.prefill_at for spec in decode.client.specs] == [PEER]
+
+
+def test_without_a_ticket_the_prompt_is_computed_here(decode: LiveServer) -> None:
+    decode.call(decode.client.specs.clear)
+    decode.client.prefill = None
+    answer = decode.post("/v1/completions", BODIES["/v1/completions"])
+    assert answer.status == 200
+    assert "x-fd-prefill-outcome" not in answer.headers
+    assert [spec.prefill_at for spec in decode.client.specs] == [""]
+
+
+@pytest.mark.parametrize(
+    "ticket",
+    [
+        sign_ticket(KEY, "another", PEER),
+        sign_ticket(b"another key", "one", PEER),
+        sign_ticket(KEY, "one", PEER).replace("7001", "7002"),
+        "",
+        PEER,
+    ],
+    ids=["other request", "other key", "other peer", "empty", "not signed"],
+)
+def test_a_ticket_that_was_not_signed_for_this_request_is_refused(decode: LiveServer, ticket: str) -> None:
+    decode.call(decode.client.specs.clear)
+    answer = decode.post("/v1/completions", BODIES["/v1/completions"], X_Request_Id="one", X_FD_Prefill=ticket)
+    assert (answer.status, answer.error["code"]) == (403, "bad_ticket")
+    assert "--transfer-secret-file" in answer.error["message"]
+    assert not decode.client.specs
+
+
+def test_a_worker_of_another_role_has_no_use_for_tickets(server: LiveServer) -> None:
+    ticket = sign_ticket(KEY, "one", PEER)
+    answer = server.post("/v1/completions", BODIES["/v1/completions"], X_Request_Id="one", X_FD_Prefill=ticket)
+    assert (answer.status, answer.error["code"]) == (400, "not_a_decode_worker")
+    assert "--role decode" in answer.error["message"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_prefill_worker_generates_nothing_but_says_where_it_is_reached(path: str) -> None:
+    with live(partial(FakeClient, role="prefill", kv_port=7001)) as server:
+        answer = server.post(path, BODIES[path])
+        assert (answer.status, answer.error["code"]) == (400, "prefill_worker")
+        health = server.get("/health")
+        assert (health.headers["x-fd-role"], health.headers["x-fd-kv-port"]) == ("prefill", "7001")
+        assert server.get("/ready").status == 200
+
+
+def lines(stats: LeaseStats | None) -> list[str]:
+    class Leases(Collector):
+        def collect(self):
+            return lease_metrics(stats)
+
+    registry = CollectorRegistry()
+    registry.register(Leases())
+    return [line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")]
+
+
+def test_the_metrics_of_either_side() -> None:
+    assert lines(None) == []
+    shown = lines(LeaseStats(open=2, outcomes={"lost": 3}, fetched_tokens=7, receiver=ReceiverStats(bytes=9)))
+    assert "fdcore_kv_leases_open 2.0" in shown
+    assert 'fdcore_prefills_elsewhere_total{outcome="lost"} 3.0' in shown
+    assert 'fdcore_prefills_elsewhere_total{outcome="transferred"} 0.0' in shown
+    assert "fdcore_kv_fetched_tokens_total 7.0" in shown
+    shown = lines(LeaseStats(sent_blocks=4, sender=SenderStats(ended={"confirmed": 5}, refused={"busy": 1})))
+    assert 'fdcore_kv_leases_ended_total{how="confirmed"} 5.0' in shown
+    assert 'fdcore_kv_leases_refused_total{reason="busy"} 1.0' in shown
+    assert "fdcore_kv_sent_blocks_total 4.0" in shown
