@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 from aiohttp import web
 
+from fd_core.router.gateway.aborting import ABORT_PATH, Aborts
 from fd_core.router.gateway.answers import error_response, json_response
 from fd_core.router.gateway.asking import PromptReader, read_body
 from fd_core.router.gateway.config import GatewayConfig
@@ -27,8 +28,6 @@ _PLACED: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embe
 """Paths that have a line of their own in the metrics; clients cannot make up others."""
 _COMPUTES_NOTHING: Final = frozenset({"/tokenize", "/detokenize"})
 """Leave nothing in a worker's cache, so their text is no prompt to the router."""
-_ONE_WORKERS: Final = frozenset({"/v1/abort_requests"})
-"""Concern requests of one worker, which a gateway would have to find; a client that leaves aborts its request."""
 
 
 class Gate:
@@ -40,6 +39,7 @@ class Gate:
         reader: PromptReader,
         forwarder: Forwarder,
         models: Models,
+        aborts: Aborts,
         pages: Pages,
         metrics: GatewayMetrics,
     ) -> None:
@@ -49,6 +49,7 @@ class Gate:
         """Replaced when the workers' tokenizer becomes known."""
         self._forwarder = forwarder
         self._models = models
+        self._aborts = aborts
         self._pages = pages
         self._metrics = metrics
         self._open: Mapping[str, Callable[[], web.Response]] = {
@@ -94,10 +95,11 @@ class Gate:
             return await self._list(path, self._to_worker(request, request_id))
         if not (path.startswith("/v1/") or path in _PLACED) or ".." in path:
             raise ApiError(404, "nothing is served at this path")
-        if path in _ONE_WORKERS:
-            raise ApiError(404, "a router does not serve this path: ask the worker itself, or close the connection")
         if request.method != "POST":
             raise _wrong_method("POST")
+        if path == ABORT_PATH:
+            body = await read_body(request, self._config.max_body_bytes)
+            return await self._aborts.abort(body, self._to_worker(request, request_id), request_id)
         if self._pages.draining:
             raise unavailable("the router is shutting down", "draining", retry_after=5)
         return await self._forward(request, request_id)

@@ -14,6 +14,7 @@ import aiohttp
 from aiohttp import web
 
 from fd_core.errors import FdError
+from fd_core.router.gateway.aborting import Aborts
 from fd_core.router.gateway.admin import Admin
 from fd_core.router.gateway.asking import PromptReader
 from fd_core.router.gateway.checking import HealthChecks
@@ -127,7 +128,7 @@ def _assemble(
     pages, models = Pages(router, metrics), Models(router, session)
     pages.prompts = BY_BYTES if text is None else by_tokenizer(text.name)
     forwarder = Forwarder(router, session, waits, Pairs(router, metrics, ticket_key), metrics)
-    gate = Gate(config, _reader(text), forwarder, models, pages, metrics)
+    gate = Gate(config, _reader(text), forwarder, models, Aborts(router, session), pages, metrics)
     return _Parts(
         router, session, gate, pages, models, HealthChecks(router, session, waits, config.unreachable_seconds)
     )

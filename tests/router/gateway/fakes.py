@@ -29,6 +29,7 @@ from fd_core.server.listening import bind_socket
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+ABORT = "/v1/abort_requests"
 TICKET_KEY = b"k" * 32
 
 
@@ -71,6 +72,8 @@ class FakeWorker:
         self.pause = 0.0
         """Seconds before each chunk."""
         self.chunks = 4
+        self.runs: set[str] = set()
+        """Ids that can be aborted."""
         self.seen: list[tuple[str, Mapping[str, str], bytes]] = []
         self.running = 0
         self.written = 0
@@ -104,7 +107,8 @@ class FakeWorker:
         self.seen.append((request.raw_path, request.headers, await request.read()))
         self.running += 1
         try:
-            word = self.script.popleft() if self.script else self.usual
+            usual = "abort" if request.path == ABORT else self.usual
+            word = self.script.popleft() if self.script else usual
             return await self._act(request, word, self._read_ticket(request))
         except asyncio.CancelledError:
             self.left += 1
@@ -142,6 +146,8 @@ class FakeWorker:
         if word.isdecimal():
             code = {"404": "model_not_found", "400": "invalid_value"}.get(word)
             return web.json_response({"error": {"message": word, "code": code}}, status=int(word), headers=told)
+        if word == "abort":
+            return self._abort(json.loads(self.seen[-1][2]))
         if word == "json":
             await asyncio.sleep(self.pause)
             return web.json_response({"worker": self.name}, headers={"Set-Cookie": "a=b", **told})
@@ -163,6 +169,14 @@ class FakeWorker:
             request.protocol.force_close()
             return out
         return await self._stream(request, word, told)
+
+    def _abort(self, body: Any) -> web.Response:
+        given = sorted(self.runs) if body.get("abort_all") else body.get("req_ids")
+        if given is None:
+            return web.json_response({"error": {"message": "neither"}}, status=400)
+        aborted = [each for each in given if each in self.runs]
+        self.runs -= set(aborted)
+        return web.json_response({"aborted": aborted, "not_found": [each for each in given if each not in aborted]})
 
     async def _stream(self, request: web.BaseRequest, word: str, told: Mapping[str, str]) -> web.StreamResponse:
         """`stream`, `head` (dies behind the head), `after:N`, `torn:N`, `stops:N`, `unended`, `error`."""

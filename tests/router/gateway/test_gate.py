@@ -9,7 +9,7 @@ import logging
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.router.gateway.fakes import CHAT, COMPLETIONS, FakeWorker, in_loop, routed, turn
+from tests.router.gateway.fakes import ABORT, CHAT, COMPLETIONS, FakeWorker, in_loop, routed, turn
 
 
 @in_loop
@@ -59,7 +59,7 @@ async def test_a_client_may_ask_before_it_sends_a_body() -> None:
         ("GET", CHAT, 405),
         ("POST", "/v1/models", 405),
         ("POST", "/metrics", 405),
-        ("POST", "/v1/abort_requests", 404),
+        ("GET", "/v1/abort_requests", 405),
         ("POST", "/v1/%2e%2e/admin", 404),
         ("GET", "/register", 404),
         ("POST", "/v1/embeddings", 200),
@@ -77,6 +77,40 @@ async def test_paths(method: str, path: str, status: int) -> None:
             assert len(answer.headers["X-Request-Id"]) == 32
             assert "error" in json.loads(await answer.read()) or status == 200
         assert len(worker.seen) == (status == 200)
+
+
+@in_loop
+async def test_requests_are_aborted_wherever_they_run() -> None:
+    ids = {"req_ids": ["one", "two", "three"]}
+    async with (
+        FakeWorker("a") as a,
+        FakeWorker("b") as b,
+        FakeWorker("p", role="prefill") as p,
+        routed(a, b, p, api_keys=("client-key",), worker_api_keys=("worker-key",)) as live,
+    ):
+        a.runs, b.runs = {"one", "other"}, {"three"}
+        assert (await live.post(ABORT, ids))[0] == 401 and not a.seen
+        status, headers, body = await live.post(ABORT, ids, Authorization="Bearer client-key", X_Request_Id="mine")
+        assert (status, json.loads(body)) == (200, {"aborted": ["one", "three"], "not_found": ["two"]})
+        assert headers["X-Request-Id"] == "mine" and a.seen[0][1]["Authorization"] == "Bearer worker-key"
+        assert (a.runs, b.runs, p.seen) == ({"other"}, set(), [])
+        status, _, body = await live.post(ABORT, {"abort_all": True}, Authorization="Bearer client-key")
+        assert (status, json.loads(body)) == (200, {"aborted": ["other"], "not_found": []})
+        assert live.router.snapshot().tally.selected == 0, "an abort counts nowhere"
+
+
+@in_loop
+async def test_an_abort_that_nobody_takes_is_refused() -> None:
+    async with FakeWorker("a") as a, FakeWorker("b") as b, routed(a, b) as live:
+        status, _, body = await live.post(ABORT, b"{}")
+        assert status == 400 and json.loads(body)["error"]["message"]
+        a.script.append("die")
+        b.runs = {"one"}
+        status, _, body = await live.post(ABORT, {"req_ids": ["one"]})
+        assert (status, json.loads(body)["aborted"]) == (200, ["one"])
+        a.script.append("die")
+        b.script.append("500")
+        assert (await live.post(ABORT, {"req_ids": ["one"]}))[0] == 503
 
 
 @in_loop
