@@ -8,23 +8,22 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Final
+from typing import cast
 
 import msgspec
 import numpy as np
-import zmq
 
 from fd_core.disagg.answers import Answers
+from fd_core.disagg.connections import Connections
 from fd_core.disagg.connectors.contract import Bytes, Connector, Inbox
 from fd_core.disagg.decode_lease import DecodeLease
 from fd_core.disagg.lease import Action, DecodeEnd, Say, Take, wanted
 from fd_core.disagg.loop import Loop
 from fd_core.disagg.messages import Abort, FromDecode, FromPrefill, Open, Piece, Refuse
-from fd_core.disagg.peer import Frames, Peer
+from fd_core.disagg.peer import Peer
 from fd_core.disagg.stats import Tally
 from fd_core.disagg.terms import Terms
-from fd_core.disagg.wire import Unfit, Unsealed, Wire
+from fd_core.disagg.wire import Unfit, Wire
 from fd_core.kv.effects import Fetch, Fetched, Outcome
 from fd_core.kv.stores.envelope import Damaged
 from fd_core.ops.contract import KVCache
@@ -32,9 +31,6 @@ from fd_core.ops.contract import KVCache
 __all__ = ["Fetching"]
 
 _log = logging.getLogger(__name__)
-
-_KEEP_SECONDS: Final = 30.0
-"""How long a connection without a lease is kept."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +63,9 @@ class Fetching:
         clock: Callable[[], float],
     ) -> None:
         self.loop = Loop("fdcore-kv-receiver", self._turn, self._end_all)
-        self.peers: dict[str, Peer] = {}
+        self.connections = Connections(
+            self.loop, wire, tally, hear=self._hear, begin=self._begin_again, gone=self._gone
+        )
         self._cache = cache
         self._wire = wire
         self._terms = terms
@@ -78,7 +76,6 @@ class Fetching:
         self._silence = silence
         self._longest = longest
         self._clock = clock
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
         self._leases: dict[str, _Lease] = {}
         self._lease_of: dict[int, str] = {}
         self._work: deque[_Lease] = deque()
@@ -121,12 +118,10 @@ class Fetching:
         opening = msgspec.structs.replace(opening, window=window, address=inbox.address)
         try:
             self._wire.seal_from_decode(opening)
-            peer = self._peer(effect.peer)
-        except (Unfit, zmq.ZMQError) as error:
+            peer = self.connections.get(effect.peer)
+        except (Unfit, ValueError) as error:
             self._close_inbox(inbox)
-            unfit = isinstance(error, Unfit)
-            reason = error.reason if isinstance(error, Unfit) else "the prefill worker's address cannot be used"
-            self._answer(effect, "refused" if unfit else "lost", reason, began, began)
+            self._answer(effect, "refused" if isinstance(error, Unfit) else "lost", str(error), began, began)
             return
         machine = DecodeLease(opening, pieces, longest=self._longest)
         lease = _Lease(effect, machine, opening, inbox, peer, began, began)
@@ -141,65 +136,22 @@ class Fetching:
         if lease is not None:
             self._act(lease, lease.machine.abort(self._clock()))
 
-    # Connections ------------------------------------------------------------------------------------------
+    # What prefill workers say -----------------------------------------------------------------------------
 
-    def _peer(self, address: str) -> Peer:
-        peer = self.peers.get(address)
-        if peer is None:
-            peer = self.peers[address] = Peer(self._context, address, max_frame=self._wire.max_frame)
-            self._watch(peer)
-        return peer
-
-    def _watch(self, peer: Peer) -> None:
-        self.loop.watch(peer.socket, partial(self._read, peer))
-        self.loop.watch(peer.monitor, partial(self._check, peer))
-
-    def _forget(self, peer: Peer) -> None:
-        self.loop.forget(peer.socket)
-        self.loop.forget(peer.monitor)
-
-    def _drop(self, peer: Peer) -> None:
-        self._forget(peer)
-        del self.peers[peer.address]
-        peer.close()
-
-    def _check(self, peer: Peer) -> None:
-        reason = peer.loss()
-        if reason is None:
-            return
-        self._forget(peer)
-        leases = [self._leases[name] for name in peer.leases]
-        if peer.again():
-            self._watch(peer)
-            for lease in leases:
-                self._send(peer, lease.opening)
-            return
-        del self.peers[peer.address]
-        for lease in leases:
-            self._act(lease, lease.machine.gone(reason, self._clock()))
-        peer.close()
-
-    def _read(self, peer: Peer) -> None:
-        for frames in peer.received():
-            try:
-                message = self._wire.open_from_prefill(frames[0].buffer)
-            except (Unsealed, Unfit):
-                self._tally.add("dropped_frames")
-                continue
-            self._hear(peer, message, frames)
-
-    def _hear(self, peer: Peer, message: FromPrefill, frames: Frames) -> None:
+    def _hear(self, peer: Peer, message: FromPrefill, values: Sequence[Bytes]) -> None:
         lease = self._leases.get(message.lease)
-        if lease is None or lease.peer is not peer:
-            self._tally.add("late_messages")
-            if not isinstance(message, Abort | Refuse):
-                self._send(peer, Abort(message.lease, "the lease is over"))
+        if lease is not None and lease.peer is peer:
+            self._act(lease, lease.machine.heard(message, self._clock()), values)
             return
-        values = [frame.buffer for frame in frames[1:]]
-        self._act(lease, lease.machine.heard(message, self._clock()), values)
+        self._tally.add("late_messages")
+        if not isinstance(message, Abort | Refuse):
+            self.connections.say(peer, Abort(message.lease, "the lease is over"))
 
-    def _send(self, peer: Peer, message: FromDecode) -> None:
-        peer.send(self._wire.seal_from_decode(message))
+    def _begin_again(self, name: str) -> None:
+        self.connections.say(self._leases[name].peer, self._leases[name].opening)
+
+    def _gone(self, name: str, reason: str) -> None:
+        self._act(self._leases[name], self._leases[name].machine.gone(reason, self._clock()))
 
     # Leases -----------------------------------------------------------------------------------------------
 
@@ -207,7 +159,7 @@ class Fetching:
         for action in actions:
             match action:
                 case Say(message):
-                    self._send(lease.peer, message)  # type: ignore[arg-type]  # it says what the decode side may
+                    self.connections.say(lease.peer, cast("FromDecode", message))
                 case Take(piece):
                     if not lease.takes:
                         self._work.append(lease)
@@ -222,7 +174,7 @@ class Fetching:
         lease.takes.clear()
         lease.peer.leases.discard(name)
         lease.peer.idle_since = self._clock()
-        self._due = min(self._due, lease.peer.idle_since + _KEEP_SECONDS)
+        self._due = min(self._due, self.connections.tidy(lease.peer.idle_since))
         self._close_inbox(lease.inbox)
         self._answer(lease.effect, outcome, reason, lease.began, lease.last_copy, lease.machine.cached)
 
@@ -259,12 +211,7 @@ class Fetching:
         self._due = math.inf
         for lease in list(self._leases.values()):
             self._act(lease, lease.machine.tick(now) if lease.machine.next_tick <= now else ())
-        for peer in list(self.peers.values()):
-            if not peer.leases:
-                if now >= peer.idle_since + _KEEP_SECONDS:
-                    self._drop(peer)
-                else:
-                    self._due = min(self._due, peer.idle_since + _KEEP_SECONDS)
+        self._due = min(self._due, self.connections.tidy(now))
 
     def _take(self, lease: _Lease, piece: Piece, values: Sequence[Bytes]) -> None:
         machine = lease.machine
@@ -317,6 +264,6 @@ class Fetching:
             for lease in list(self._leases.values()):
                 self._act(lease, lease.machine.abort(self._clock()))
         finally:
-            for peer in list(self.peers.values()):
-                self._drop(peer)
-            self._context.term()
+            for answer in self._answers.give_rest(lambda number: Fetched(number, "aborted", reason="the engine ends")):
+                self._tally.add_labelled("outcomes", answer.outcome)
+            self.connections.close()

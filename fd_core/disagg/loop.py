@@ -98,9 +98,13 @@ class Loop:
                     return
                 seconds = self._next()
         finally:
+            with self._lock:
+                self._stopping = True  # whatever ended the loop: nothing that is posted from here on would be done
             self._do(self._end)
-            self._bell.close()
-            self._ear.close()
+            with self._lock:
+                self._rung = True
+                self._bell.close()
+                self._ear.close()
 
     def _take(self) -> tuple[list[Job], bool]:
         with self._lock:

@@ -112,7 +112,7 @@ class Receiver:
     def stats(self) -> ReceiverStats:
         """Return counters and gauges."""
         counted = msgspec.convert(self._tally.read(), ReceiverStats)
-        return msgspec.structs.replace(counted, open_leases=len(self._answers), peers=len(self._fetching.peers))
+        return msgspec.structs.replace(counted, open_leases=len(self._answers), peers=len(self._fetching.connections))
 
     def close(self, seconds: float) -> None:
         """Answer everything and end the thread, within `seconds` and a moment. Idempotent.

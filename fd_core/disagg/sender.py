@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import socket
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final
 
 import msgspec
-import zmq
 
 from fd_core.disagg.answers import Answers
 from fd_core.disagg.connectors.contract import Connector
+from fd_core.disagg.listener import Listener
 from fd_core.disagg.orders import Order, Orders
 from fd_core.disagg.sending import Sending
 from fd_core.disagg.stats import SenderStats, Tally
 from fd_core.disagg.terms import Terms
 from fd_core.disagg.wire import Wire
-from fd_core.errors import ConfigError
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.effects import Cancel, GiveUp, Send, Sent, Transfer
 from fd_core.kv.stores.envelope import Envelope
@@ -62,14 +59,15 @@ class Sender:
         the same at each call, or raises an `FdError`; it is called on that thread, and connectors stay the caller's.
         """
         wire = Wire(envelope, block, max_tokens=max_tokens)
-        listening, self.port = _listen(host, port, wire.max_request_frame)
         self._answers: Answers[Sent] = Answers()
         self._orders = Orders()
         self._tally = Tally()
+        listener = Listener(wire, self._tally, host, port)
+        self.port = listener.port
         self._clock = clock
         self._closed = False
         self._sending = Sending(
-            listening,
+            listener,
             cache,
             wire,
             terms,
@@ -157,32 +155,3 @@ class Sender:
         self._answers.give_rest(Sent)
         if not (ended or self._loop.join(_JOIN_SECONDS)):
             _log.warning("a copy or a call of the connector does not return; its thread is left behind")
-
-
-def _listen(host: str, port: int, max_frame: int) -> tuple[zmq.Socket[bytes], int]:
-    """Return a bound ROUTER and its port."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ConfigError(f"{host} is no address of this machine: {error.strerror}", field="--transfer-host") from error
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
-    listening: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-    try:
-        listening.ipv6 = family == socket.AF_INET6
-        listening.linger = 0
-        listening.router_mandatory = True
-        listening.sndhwm = 0  # windows bound what a lease may have on its way
-        listening.maxmsgsize = max_frame
-        shown = f"[{address[0]}]" if family == socket.AF_INET6 else str(address[0])
-        listening.bind(f"tcp://{shown}:{port or '*'}")
-        endpoint = listening.getsockopt_string(zmq.LAST_ENDPOINT)
-    except zmq.ZMQError as error:
-        listening.close(linger=0)
-        context.term()
-        foreign = error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV)
-        raise ConfigError(
-            f"cannot listen for transfers at {host}:{port}: {error.strerror}",
-            field="--transfer-host" if foreign else "--transfer-port",
-            hint="name an address of this machine" if foreign else "0 takes a free port",
-        ) from error
-    return listening, int(endpoint.rpartition(":")[2])

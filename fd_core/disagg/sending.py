@@ -6,23 +6,24 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, cast
 
 import numpy as np
 import numpy.typing as npt
-import zmq
 
 from fd_core.disagg.answers import Answers
 from fd_core.disagg.connectors.contract import MAX_REFERENCE_BYTES, Bytes, Connector, Outbox, Put
 from fd_core.disagg.lease import Action, PrefillEnd, Say, flaw, wanted
 from fd_core.disagg.lease import Put as PutAction
+from fd_core.disagg.listener import Listener
 from fd_core.disagg.loop import Loop
 from fd_core.disagg.messages import Abort, Confirm, FromDecode, FromPrefill, Open, Refuse
 from fd_core.disagg.orders import Order, Orders
 from fd_core.disagg.prefill_lease import PrefillLease
 from fd_core.disagg.stats import Tally
 from fd_core.disagg.terms import Terms, difference
-from fd_core.disagg.wire import Unfit, Unsealed, Wire
+from fd_core.disagg.wire import Wire
 from fd_core.errors import FdError
 from fd_core.kv.effects import Send, Sent
 from fd_core.ops.contract import KVCache
@@ -30,11 +31,9 @@ from fd_core.types import IntArray, frozen
 
 __all__ = ["Sending"]
 
-_BATCH: Final = 64
-"""Messages in one go, so that blocks are copied in between."""
+_BROKE_OFF: Final = "the prefill worker broke off"
 _REMEMBERED: Final = 4096
 """Leases that ended lately: an `Open` that was repeated on its way must not open one again."""
-_LINGER_MS: Final = 200
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +59,7 @@ class Sending:
 
     def __init__(
         self,
-        socket: zmq.Socket[bytes],
+        listener: Listener,
         cache: KVCache,
         wire: Wire,
         terms: Terms,
@@ -74,10 +73,10 @@ class Sending:
         clock: Callable[[], float],
     ) -> None:
         self.loop = Loop("fdcore-kv-sender", self._turn, self._end_all)
-        self.loop.watch(socket, self._read)
+        self.loop.watch(listener.socket, partial(listener.read, self._hear, self._unfit))
         self.turned_at = clock()
         """When the engine's loop turned last; assigned by its thread."""
-        self._socket = socket
+        self._listener = listener
         self._cache = cache
         self._wire = wire
         self._terms = terms
@@ -104,8 +103,11 @@ class Sending:
         """Take in blocks that may be read from here on."""
         number, now = effect.operation, self._clock()
         lease = self._leases.get(effect.lease)
-        if lease is None or number not in self._answers:
+        if lease is None:
             self._answers.give(number, Sent(number))
+            return
+        if number not in self._answers:  # cancelled before it came here
+            self._act(lease, lease.machine.failed(_BROKE_OFF, now))
             return
         for at in range(len(effect.blocks)):
             index = effect.first + at
@@ -122,7 +124,7 @@ class Sending:
     def give_up(self, name: str, reason: str) -> None:
         """End a lease whose request ended without all its KV."""
         if (lease := self._leases.get(name)) is not None:
-            self._act(lease, lease.machine.gave_up(reason or "the prefill worker broke off", self._clock()))
+            self._act(lease, lease.machine.gave_up(reason or _BROKE_OFF, self._clock()))
 
     def refuse(self, name: str, reason: str) -> None:
         """End a lease that the engine does not take."""
@@ -134,32 +136,9 @@ class Sending:
         """End the lease of a send that was answered without having been done."""
         for lease in list(self._leases.values()):
             if operation in lease.left:
-                self._act(lease, lease.machine.failed("the prefill worker broke off", self._clock()))
+                self._act(lease, lease.machine.failed(_BROKE_OFF, self._clock()))
 
     # What decode workers say ------------------------------------------------------------------------------
-
-    def _read(self) -> None:
-        for _ in range(_BATCH):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            self._take_in(frames)
-
-    def _take_in(self, frames: Sequence[zmq.Frame]) -> None:
-        route = frames[0].bytes
-        try:
-            if len(frames) != 2:
-                raise Unsealed
-            message = self._wire.open_from_decode(frames[1].buffer)
-        except Unsealed:
-            self._tally.add("dropped_frames")
-        except Unfit as unfit:
-            self._tally.add("dropped_frames")
-            if unfit.lease is not None and unfit.lease not in self._leases:
-                self._turn_down(route, unfit.lease, "malformed", unfit.reason)
-        else:
-            self._hear(route, message)
 
     def _hear(self, route: bytes, message: FromDecode) -> None:
         lease = self._leases.get(message.lease)
@@ -173,7 +152,7 @@ class Sending:
         else:
             self._tally.add("late_messages")
             if not isinstance(message, Abort | Confirm):
-                self._say(route, Abort(message.lease, "the prefill worker has no such lease"))
+                self._listener.say(route, Abort(message.lease, "the prefill worker has no such lease"))
 
     def _open(self, route: bytes, opening: Open) -> None:
         sentence = difference(self._terms, opening.terms)
@@ -210,19 +189,13 @@ class Sending:
         # Afterwards, for the decode worker may turn out to be gone, which takes the order back.
         self._act(lease, machine.accept(now))
 
+    def _unfit(self, route: bytes, lease: str, reason: str) -> None:
+        if lease not in self._leases:
+            self._turn_down(route, lease, "malformed", reason)
+
     def _turn_down(self, route: bytes, lease: str, kind: str, reason: str) -> None:
         self._tally.add_labelled("refused", kind)
-        self._say(route, Refuse(lease, reason))
-
-    def _say(self, route: bytes, message: FromPrefill, frames: Sequence[Bytes] = ()) -> bool:
-        """Send a message; return whether it left."""
-        try:
-            self._socket.send_multipart(
-                [route, self._wire.seal_from_prefill(message), *frames], zmq.NOBLOCK, copy=not frames
-            )
-        except (zmq.ZMQError, Unfit):  # the connection is gone, or the engine said what no message can hold
-            return False
-        return True
+        self._listener.say(route, Refuse(lease, reason))
 
     # Leases -----------------------------------------------------------------------------------------------
 
@@ -231,7 +204,7 @@ class Sending:
         for action in actions:
             match action:
                 case Say(message):
-                    unheard |= not self._say(lease.route, message, frames)  # type: ignore[arg-type]  # it says what the prefill side may
+                    unheard |= not self._listener.say(lease.route, cast("FromPrefill", message), frames)
                     frames = ()
                 case PutAction(index):
                     if not lease.puts:
@@ -326,6 +299,6 @@ class Sending:
             for lease in list(self._leases.values()):
                 self._act(lease, lease.machine.gave_up("the prefill worker is shutting down", self._clock()))
         finally:
-            self.loop.forget(self._socket)
-            self._socket.close(linger=_LINGER_MS)
-            self._socket.context.term()
+            self._answers.give_rest(Sent)
+            self.loop.forget(self._listener.socket)
+            self._listener.close()

@@ -91,11 +91,7 @@ class Proxy:
             self._pass("up", parts, self._back(route).send_multipart)
         for route, back in self._backs.items():
             if back in ready:
-                self._pass(
-                    "down",
-                    back.recv_multipart(),
-                    lambda parts, route=route: self._front.send_multipart([route, *parts]),
-                )
+                self._pass("down", back.recv_multipart(), partial(self._forward, route))
 
     def _back(self, route: bytes) -> zmq.Socket:
         if route not in self._backs:

@@ -11,11 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from fd_core.disagg import fetching
+from fd_core.disagg import connections
 from fd_core.disagg.connectors.contract import ConnectorError, Put
 from fd_core.errors import ConfigError
 from fd_core.kv.block_format import BlockFormat
-from fd_core.kv.effects import Fetch, Fetched, Send, Sent
+from fd_core.kv.effects import Cancel, Fetch, Fetched, Send, Sent
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.ops.contract import KVCache, KVShape
 from fd_core.ops.numpy_ops import NumpyKVCache
@@ -316,7 +316,7 @@ def test_a_cancelled_fetch_is_answered_at_once_and_ends_the_lease_on_both_sides(
         if when == "copying":
             pair.decode_cache.between = lambda: gate.wait(PATIENCE) and None
         elif when == "half":
-            pair.decode_cache.between = lambda: time.sleep(0.01)
+            pair.decode_cache.between = lambda: time.sleep(0.05)
         number = pair.fetch(4 * 12)
         reached = {
             "at once": lambda: True,
@@ -357,8 +357,6 @@ def test_a_cancelled_send_is_answered_at_once_and_ends_the_lease() -> None:
         number = pair.fetch(4 * 6)
         pair.until(lambda: len(pair.prefill.pinned) == 5)
         last = max(pair.prefill.pinned)
-        from fd_core.kv.effects import Cancel
-
         pair.sender.perform([Cancel(last)])
         pair.prefill.step()
         assert last not in pair.prefill.pinned
@@ -366,6 +364,21 @@ def test_a_cancelled_send_is_answered_at_once_and_ends_the_lease() -> None:
         assert pair.answer(number).outcome == "lost"
         pair.idle()
         assert pair.sender.stats().ended == {"failed": 1}
+
+
+def test_a_send_that_is_cancelled_before_it_was_begun_ends_the_lease() -> None:
+    with Pair() as pair:
+        pair.prefill.computes = False
+        number = pair.fetch(4 * 6)
+        pair.until(lambda: bool(pair.prefill.jobs))
+        (job,) = pair.prefill.jobs.values()
+        blocks = np.arange(6, dtype=np.int32)
+        pair.prefill_cache.readable |= set(range(6))
+        pair.sender.perform([Send(70, job.order.lease, 0, blocks, tokens=24), Cancel(70), Cancel(70), Cancel(71)])
+        pair.prefill.pinned[70] = []
+        assert pair.answer(number).outcome == "lost"
+        pair.idle()
+        assert pair.prefill_cache.broken_rules == []
 
 
 def test_sends_for_leases_that_are_over_are_answered() -> None:
@@ -478,7 +491,7 @@ def test_a_worker_that_comes_back_is_used_again() -> None:
 
 
 def test_a_connection_without_leases_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "_KEEP_SECONDS", 0.1)
+    monkeypatch.setattr(connections, "_KEEP_SECONDS", 0.1)
     with Pair() as pair:
         pair.answer(pair.fetch(8))
         pair.until(lambda: pair.receiver.stats().peers == 0)
