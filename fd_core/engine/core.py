@@ -293,7 +293,7 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
     kept_kv = None
     if storage.keep is not None:
         kept_kv = KeptKV.join(storage, scheduler, cache, ops.dtype, config, prefill_token, trace)
-    leased_kv = open_leased_kv(config, plugins, scheduler, cache, ops.dtype, identity) if paired else None
+    leased_kv = open_leased_kv(config, plugins, scheduler, cache, ops.dtype, identity, trace) if paired else None
     if leased_kv is not None:
         info = msgspec.structs.replace(info, kv_port=leased_kv.port)
     device = make_device(runner, limits.pipeline_depth, config.output_transport)

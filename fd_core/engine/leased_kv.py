@@ -16,7 +16,9 @@ from fd_core.disagg.keys import transfer_key
 from fd_core.disagg.receiver import Receiver
 from fd_core.disagg.sender import Order, Sender
 from fd_core.disagg.terms import Terms
+from fd_core.engine.kv_trace import KVTrace
 from fd_core.engine.messages import LeaseStats
+from fd_core.engine.trace import TraceWriter
 from fd_core.errors import BadRequest, ConfigError
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.effects import Cancel, Fetch, Fetched, Transfer
@@ -52,6 +54,7 @@ class LeasedKV:
         connectors: Mapping[str, Connector],
         receiver: Receiver | None,
         sender: Sender | None,
+        trace: KVTrace | None = None,
     ) -> None:
         """`connectors`: those in use, which are closed at the end; others may join them meanwhile."""
         if scheduler.transfers is None:
@@ -61,6 +64,7 @@ class LeasedKV:
         self._connectors = connectors
         self._receiver = receiver
         self._sender = sender
+        self._trace = trace
         self._stopping = False
         self._told: set[tuple[str, str]] = set()
 
@@ -85,10 +89,14 @@ class LeasedKV:
         """
         effects = self._transfers.take_effects()
         if effects:
+            if self._trace is not None:
+                self._trace.began(effects, self._scheduler.slots)
             self._perform(effects)
         if self._receiver is not None and self._transfers.busy:
             for fetched in self._receiver.completed():
                 self._say(fetched)
+                if self._trace is not None:
+                    self._trace.ended(fetched)
                 self._scheduler.transferred(fetched)
         if self._sender is None:
             return []
@@ -176,7 +184,13 @@ def require_role(config: EngineConfig) -> None:
 
 
 def open_leased_kv(
-    config: EngineConfig, plugins: Plugins, scheduler: Scheduler, cache: OneAtATime, dtype: str, identity: str
+    config: EngineConfig,
+    plugins: Plugins,
+    scheduler: Scheduler,
+    cache: OneAtATime,
+    dtype: str,
+    identity: str,
+    trace: TraceWriter | None,
 ) -> LeasedKV:
     """Open a prefill or decode worker's side of leases.
 
@@ -200,7 +214,8 @@ def open_leased_kv(
             made[name] = plugins.connector_class(name)(settings)
         return made[name]
 
-    return LeasedKV(scheduler, made, *_side(config, scheduler, cache, block, terms, envelope, connector))
+    receiver, sender = _side(config, scheduler, cache, block, terms, envelope, connector)
+    return LeasedKV(scheduler, made, receiver, sender, None if trace is None else KVTrace(trace))
 
 
 def _store_maker(config: EngineConfig, plugins: Plugins) -> Callable[[], KVStore] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -217,6 +218,16 @@ def test_a_prefill_side_that_shuts_down_takes_no_more(secret: str) -> None:
         two.run(LONG[0])
         assert two.outcomes == {"r0": "refused"}
         assert two.texts.tokens == golden(LONG[:1])
+
+
+def test_the_trace_of_the_decode_side_shows_what_was_fetched(secret: str, tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    with pair(secret, decode={"trace": str(file)}) as two:
+        two.run(LONG[0])
+    loads = [entry for line in file.read_text().splitlines()[1:] for entry in json.loads(line).get("loads", ())]
+    ((began, ended, slot, request_id, blocks, loaded, from_host),) = loads
+    assert (slot, request_id, blocks, loaded, from_host) == (0, "r0", 7, 7, 0)
+    assert began <= ended
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
