@@ -156,7 +156,7 @@ class _Inbox(Inbox):
 class _Outbox(Outbox):
     def __init__(self, store: _Store, lease: str, address: bytes, value_bytes: int) -> None:
         self._store, self._lease, self._value_bytes = store, lease, value_bytes
-        self._put: list[bytes] = []
+        self._left = [_key(lease, _GREETING)]
         self._closed = False
         found = store.get(_key(lease, _GREETING), _GREETING_BYTES) if len(address) == _GREETING_BYTES else None
         if found is None or bytes(found) != address:
@@ -170,7 +170,7 @@ class _Outbox(Outbox):
             raise ConnectorError("the lease is over")
         flat, _ = flat_parts(parts, self._value_bytes)
         key = _key(self._lease, index)
-        self._put.append(key)  # even a call that fails may have stored it
+        self._left.append(key)  # even a call that fails may have stored it
         self._store.put(key, flat)
         return Put(b"")
 
@@ -178,9 +178,8 @@ class _Outbox(Outbox):
         if self._closed:
             return
         self._closed = True
-        if self._put:
-            with contextlib.suppress(ConnectorError):
-                self._store.delete(self._put)
+        with contextlib.suppress(ConnectorError):
+            self._store.delete(self._left)
 
 
 def _key(lease: str, index: int) -> bytes:

@@ -25,6 +25,8 @@ __all__ = ["Segment", "attach", "create"]
 
 _LEASE: Final = re.compile(r"[0-9A-Za-z_.-]{1,64}")
 _TOKEN_BYTES: Final = 16
+_MAX_BYTES: Final = 1 << 30
+"""The system gives an anonymous file memory until it has none left, so somebody has to stop before."""
 
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
@@ -71,6 +73,11 @@ class Segment:
 
 def create(lease: str, size: int) -> Segment:
     """Make a segment of `size` zero bytes for a lease. Raises `ConnectorError` if there is not enough memory."""
+    if size > _MAX_BYTES:
+        raise ConnectorError(
+            f"a lease would take {size:,} bytes of shared memory, which is over the limit of {_MAX_BYTES:,}",
+            hint="use --kv-connector tcp",
+        )
     token = secrets.token_bytes(_TOKEN_BYTES)
     try:
         host, processes = _here()

@@ -80,36 +80,35 @@ class _Inbox(Inbox):
         self._layout = layout
         self._segment: Segment | None = create(lease, layout.size)
         self.address = self._segment.address
-        self._places: dict[int, int] = {}
-        """Of pieces that were taken and are not done."""
 
     def take(self, index: int, reference: bytes, frames: Sequence[Bytes]) -> Bytes:
         if self._segment is None:
             raise ConnectorError("the lease is over")
-        if frames or len(reference) != _REFERENCE.size:
+        if frames:
+            raise ConnectorError("a piece that lies in shared memory came behind its message as well")
+        place, length = self._read(reference)
+        if self._segment.bytes[place] != _FULL:
+            raise ConnectorError("a reference leads to a place in shared memory that nothing was put in")
+        start = self._layout.start(place)
+        return self._segment.bytes[start : start + length].toreadonly()
+
+    def done(self, index: int, reference: bytes) -> None:
+        place, _ = self._read(reference)
+        if self._segment is not None:
+            self._segment.bytes[place] = _FREE
+
+    def close(self) -> None:
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
+
+    def _read(self, reference: bytes) -> tuple[int, int]:
+        if len(reference) != _REFERENCE.size:
             raise ConnectorError("a reference to shared memory cannot be read")
         place, length = _REFERENCE.unpack(reference)
         if place >= self._layout.window or length > self._layout.value_bytes:
             raise ConnectorError("a reference to shared memory leads out of it")
-        memory = self._segment.bytes
-        if memory[place] != _FULL:
-            raise ConnectorError("a reference leads to a place in shared memory that nothing was put in")
-        if self._places.get(index, place) != place or (index not in self._places and place in self._places.values()):
-            raise ConnectorError("a place in shared memory belongs to another piece")
-        self._places[index] = place
-        start = self._layout.start(place)
-        return memory[start : start + length].toreadonly()
-
-    def done(self, index: int, reference: bytes) -> None:
-        place = self._places.pop(index, None)
-        if place is not None and self._segment is not None:
-            self._segment.bytes[place] = _FREE
-
-    def close(self) -> None:
-        self._places.clear()
-        if self._segment is not None:
-            self._segment.close()
-            self._segment = None
+        return place, length
 
 
 class _Outbox(Outbox):

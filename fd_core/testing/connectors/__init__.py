@@ -1,0 +1,16 @@
+"""The connector kit: every connector runs it by naming itself.
+
+    class TestMyConnector(ConnectorSuite):
+        connector = "mine"
+
+`docs/write-a-connector.md` shows a whole plugin.
+"""
+
+import pytest
+
+pytest.register_assert_rewrite("fd_core.testing.connectors.suite", "fd_core.testing.connectors.transfers")
+
+from fd_core.testing.connectors.suite import ConnectorSuite  # noqa: E402 -- after the call above
+from fd_core.testing.requirements import OPEN, Requirement, closed  # noqa: E402 -- after the call above
+
+__all__ = ["OPEN", "ConnectorSuite", "Requirement", "closed"]

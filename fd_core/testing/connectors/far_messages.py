@@ -1,0 +1,79 @@
+"""What the two processes of the kit say to each other: a call of a connector or one of its ends, and its answer."""
+
+from __future__ import annotations
+
+import struct
+from typing import BinaryIO, Final
+
+import msgspec
+
+__all__ = ["Answer", "Call", "Census", "Recipe", "read", "write"]
+
+_LENGTH: Final = struct.Struct("<I")
+
+
+class Recipe(msgspec.Struct, frozen=True):
+    """What a connector is made from."""
+
+    cls: str
+    """`module:Class`."""
+    kv_store: str | None
+    timeout: float
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A method of a connector or an end; those that make one say under which number it is kept."""
+
+    method: str
+    target: int
+    made: int = 0
+    lease: str = ""
+    address: bytes = b""
+    first: int = 0
+    stop: int = 0
+    window: int = 0
+    value_bytes: int = 0
+    index: int = 0
+    reference: bytes = b""
+    buffers: tuple[bytes, ...] = ()
+    """Frames or parts."""
+    recipe: Recipe | None = None
+
+
+class Census(msgspec.Struct, frozen=True):
+    """What a process holds."""
+
+    descriptors: tuple[str, ...]
+    mapped: tuple[str, ...]
+    """Shared memory and files, by name."""
+    threads: tuple[str, ...]
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What came of a call."""
+
+    data: bytes = b""
+    """Address, reference or value."""
+    frames: tuple[bytes, ...] = ()
+    census: Census | None = None
+    refused: str | None = None
+    """Text of a `ConnectorError`."""
+    broken: str | None = None
+    """Type and text of another error, which no connector may raise."""
+
+
+def write(stream: BinaryIO, message: Call | Answer) -> None:
+    """Write one message."""
+    encoded = msgspec.msgpack.encode(message)
+    stream.write(_LENGTH.pack(len(encoded)) + encoded)
+    stream.flush()
+
+
+def read(stream: BinaryIO) -> bytes | None:
+    """Read one message, not decoded yet; None if the other process is gone."""
+    header = stream.read(_LENGTH.size)
+    if len(header) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(header)
+    encoded = stream.read(length)
+    return encoded if len(encoded) == length else None

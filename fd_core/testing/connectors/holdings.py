@@ -1,0 +1,34 @@
+"""What a process holds: counted before and after, so that nothing leaks unseen."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+
+from fd_core.testing.connectors.far_messages import Census
+
+__all__ = ["census", "more"]
+
+
+def census() -> Census:
+    """Count what this process holds; descriptors and mappings are found where there is /proc."""
+    gc.collect()
+    threads = tuple(sorted(thread.name for thread in threading.enumerate()))
+    own = Path("/proc/self")
+    if not own.exists():
+        return Census((), (), threads)
+    descriptors = []
+    for entry in (own / "fd").iterdir():
+        try:
+            descriptors.append(str(entry.readlink()))
+        except OSError:
+            continue  # the descriptor of the listing itself
+    lines = [line.split(maxsplit=5) for line in (own / "maps").read_text().splitlines()]
+    mapped = [line[5] for line in lines if len(line) == 6 and "s" in line[1]]
+    return Census(tuple(sorted(descriptors)), tuple(sorted(mapped)), threads)
+
+
+def more(there: tuple[str, ...], then: tuple[str, ...]) -> list[str]:
+    """Return what is there more often than it was."""
+    return [one for one in set(there) if there.count(one) > then.count(one)]

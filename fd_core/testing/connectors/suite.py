@@ -1,0 +1,374 @@
+"""The cases that every connector has to pass.
+
+Two processes take part: this one and another with a connector of its own, once as the decode side and once as the
+prefill side. After each case both have to hold what they held before it, and nothing may be left outside of them.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fd_core.disagg.connectors.contract import MAX_ADDRESS_BYTES, Bytes, Connector, ConnectorError, Inbox, Outbox
+from fd_core.testing.connectors.far import FarSide
+from fd_core.testing.connectors.far_messages import Recipe
+from fd_core.testing.connectors.holdings import census, more
+from fd_core.testing.connectors.recipe import make_connector
+from fd_core.testing.connectors.transfers import SLACK, VALUE_BYTES, carry, garbage, new_lease, put, value_of
+
+__all__ = ["ConnectorSuite"]
+
+WINDOW = 4
+PIECES = range(3, 40)
+
+_FAR = pytest.StashKey[FarSide]()
+_WARM = pytest.StashKey[set[str]]()
+
+OpenBoth = Callable[..., tuple[Inbox, Outbox]]
+
+
+class ConnectorSuite:
+    """Derive a class `Test...` from it and name the connector."""
+
+    connector: str
+    """What users write behind `--kv-connector`."""
+    timeout: float = 5.0
+    """Seconds that a call may take; long enough for a busy machine."""
+    examples: int = 25
+    """Random orders of one transfer; twice as many pieces of garbage."""
+
+    @pytest.fixture
+    def kv_store(self) -> str | None:
+        """The text after `--kv-store`, for connectors that need one."""
+        return None
+
+    def left_behind(self, kv_store: str | None) -> set[str]:
+        """Return the names of what lies where the connector puts things outside of both processes."""
+        return set()
+
+    def connector_class(self) -> type[Connector]:
+        """Return the class that a user would get; override it for one that no plugin offers."""
+        from fd_core.plugins import installed_plugins
+
+        return installed_plugins().connector_class(self.connector)
+
+    @pytest.fixture
+    def recipe(self, kv_store: str | None) -> Recipe:
+        """How both processes make the connector."""
+        cls = self.connector_class()
+        return Recipe(f"{cls.__module__}:{cls.__qualname__}", kv_store, self.timeout)
+
+    @pytest.fixture
+    def far(self, request: pytest.FixtureRequest, recipe: Recipe) -> FarSide:
+        """The other process of all cases, after a first transfer: what is loaded once is no leak."""
+        session = request.session
+        if _FAR not in session.stash:
+            session.stash[_FAR] = FarSide()
+            session.stash[_WARM] = set()
+            session.addfinalizer(session.stash[_FAR].close)
+        side, warm = session.stash[_FAR], session.stash[_WARM]
+        if recipe.cls not in warm:
+            warm.add(recipe.cls)
+            with suppress(ConnectorError):
+                near, other = make_connector(recipe), side.make(recipe)
+                for decode, prefill in ((near, other), (other, near)):
+                    inbox, outbox = _opened(decode, prefill)
+                    carry(inbox, outbox, [b"first"], PIECES.start, WINDOW, random.Random(0))  # noqa: S311
+                    outbox.close()
+                    inbox.close()
+                other.close()
+                near.close()
+        return side
+
+    @pytest.fixture
+    def doomed(self) -> Iterator[FarSide]:
+        """Another process that does not live to see the end of the case."""
+        side = FarSide()
+        yield side
+        side.close()
+
+    @pytest.fixture(params=["the prefill side is far", "the decode side is far"])
+    def sides(self, request: pytest.FixtureRequest, far: FarSide, recipe: Recipe) -> tuple[Connector, Connector]:
+        """Connectors of the decode side and the prefill side, in two processes."""
+        near, other = make_connector(recipe), far.make(recipe)
+        request.addfinalizer(other.close)
+        request.addfinalizer(near.close)
+        return (near, other) if request.param.startswith("the prefill") else (other, near)
+
+    @pytest.fixture
+    def open_both(self, sides: tuple[Connector, Connector]) -> Iterator[OpenBoth]:
+        """Return a function that opens the two ends of a lease, and closes them in the end."""
+        ends: list[Inbox | Outbox] = []
+
+        def opened(lease: str | None = None, value_bytes: int = VALUE_BYTES) -> tuple[Inbox, Outbox]:
+            both = _opened(*sides, lease=lease, value_bytes=value_bytes)
+            ends.extend(both)
+            return both
+
+        yield opened
+        for end in reversed(ends):
+            end.close()
+
+    @pytest.fixture(autouse=True)
+    def _nothing_is_left(self, far: FarSide, kv_store: str | None) -> Iterator[None]:
+        before, before_far, before_outside = census(), far.census(), self.left_behind(kv_store)
+        yield
+        for then, there in ((before, census()), (before_far, far.census())):
+            assert more(there.descriptors, then.descriptors) == [], "descriptors are left open"
+            assert more(there.mapped, then.mapped) == [], "memory is left mapped"
+            assert more(there.threads, then.threads) == [], "threads are left running"
+        assert self.left_behind(kv_store) - before_outside == set()
+
+    # Values
+
+    def test_values_arrive_as_they_were_sent_in_any_order(self, open_both: OpenBoth) -> None:
+        @settings(max_examples=self.examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @given(
+            sizes=st.lists(st.one_of(st.sampled_from([0, 1, 5000]), st.integers(0, 5000)), min_size=1, max_size=20),
+            chance=st.randoms(use_true_random=False),
+        )
+        def run(sizes: list[int], chance: random.Random) -> None:
+            inbox, outbox = open_both(value_bytes=5000)
+            values = [value_of(index, size) for index, size in enumerate(sizes)]
+            carry(inbox, outbox, values, PIECES.start, WINDOW, chance)
+            outbox.close()
+            inbox.close()
+
+        run()
+
+    def test_a_whole_prompt_arrives(self, open_both: OpenBoth) -> None:
+        inbox, outbox = open_both()
+        sizes = [VALUE_BYTES, *(VALUE_BYTES - index * 4093 for index in PIECES[1:])]
+        values = [value_of(index, size) for index, size in zip(PIECES, sizes, strict=True)]
+        carry(inbox, outbox, values, PIECES.start, WINDOW, random.Random(1))  # noqa: S311
+
+    def test_parts_of_every_kind_are_joined_in_order(self, open_both: OpenBoth) -> None:
+        inbox, outbox = open_both()
+        block = np.arange(256, dtype=np.uint8).reshape(16, 16).data
+        kinds: list[Bytes] = [
+            b"bytes",
+            bytearray(b"array"),
+            memoryview(b"a view")[2:],
+            block,
+            b"",
+            np.ones(4, np.float32).data,
+        ]
+        reference, frames = outbox.put(PIECES.start, kinds)
+        value = inbox.take(PIECES.start, reference, [bytes(frame) for frame in frames])
+        assert bytes(value) == b"".join(bytes(part) for part in kinds)
+
+    def test_a_value_over_the_limit_is_refused_and_harms_no_other(self, open_both: OpenBoth) -> None:
+        inbox, outbox = open_both(value_bytes=1000)
+        first = put(outbox, 3, value_of(3, 1000))
+        with pytest.raises(ConnectorError):
+            outbox.put(4, [bytes(1), bytes(1000)])
+        second = put(outbox, 4, value_of(4, 1000))
+        assert bytes(inbox.take(4, *second)) == value_of(4, 1000)
+        assert bytes(inbox.take(3, *first)) == value_of(3, 1000)
+
+    def test_frames_over_the_limit_are_refused(self, open_both: OpenBoth) -> None:
+        inbox, _ = open_both(value_bytes=1000)
+        with pytest.raises(ConnectorError):
+            inbox.take(3, b"", [bytes(1000), bytes(1)])
+
+    def test_a_piece_may_be_taken_again_until_it_is_done(self, open_both: OpenBoth) -> None:
+        inbox, outbox = open_both()
+        there = put(outbox, 3, value_of(3, 1000))
+        assert bytes(inbox.take(3, *there)) == bytes(inbox.take(3, *there)) == value_of(3, 1000)
+
+    def test_leases_do_not_mix(self, open_both: OpenBoth) -> None:
+        both = [open_both() for _ in range(3)]
+        there = [put(outbox, 3, value_of(number, 1000)) for number, (_, outbox) in enumerate(both)]
+        for number, (inbox, _) in reversed(list(enumerate(both))):
+            assert bytes(inbox.take(3, *there[number])) == value_of(number, 1000)
+
+    def test_one_connector_serves_threads_with_a_lease_each(self, recipe: Recipe) -> None:
+        decode, prefill = make_connector(recipe), make_connector(recipe)
+        problems: list[BaseException] = []
+
+        def work(number: int) -> None:
+            try:
+                inbox, outbox = _opened(decode, prefill, value_bytes=50_000)
+                values = [value_of(100 * number + index, 50_000) for index in range(10)]
+                carry(inbox, outbox, values, PIECES.start, WINDOW, random.Random(number))  # noqa: S311
+                outbox.close()
+                inbox.close()
+            except BaseException as error:  # noqa: BLE001 -- the test raises it again
+                problems.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        prefill.close()
+        decode.close()
+        for problem in problems:
+            raise problem
+
+    # What others send
+
+    def test_garbage_for_a_piece_is_refused_and_harms_no_other(self, open_both: OpenBoth) -> None:
+        inbox, outbox = open_both(value_bytes=1000)
+        values = {index: value_of(index, 1000 - index) for index in PIECES[:WINDOW]}
+        there = {index: put(outbox, index, value) for index, value in values.items()}
+        truth = there[3]
+
+        @settings(max_examples=2 * self.examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @given(
+            index=st.one_of(st.sampled_from(PIECES[: WINDOW + 1]), st.integers(-(2**63), 2**63 - 1)),
+            reference=garbage(truth.reference),
+            frames=st.lists(st.binary(max_size=1200), max_size=3),
+        )
+        def run(index: int, reference: bytes, frames: list[bytes]) -> None:
+            try:
+                value = inbox.take(index, reference, frames)
+            except ConnectorError:
+                return
+            assert len(bytes(value)) <= 1000
+
+        run()
+        for index, value in values.items():
+            assert bytes(inbox.take(index, *there[index])) == value
+
+    def test_a_garbage_address_is_refused_or_leads_nowhere(
+        self, sides: tuple[Connector, Connector], open_both: OpenBoth
+    ) -> None:
+        lease = new_lease()
+        inbox, outbox = open_both(lease, value_bytes=1000)
+        there = put(outbox, 3, value_of(3, 1000))
+        assert len(inbox.address) <= MAX_ADDRESS_BYTES
+
+        @settings(max_examples=2 * self.examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @given(address=garbage(inbox.address), same=st.booleans())
+        def run(address: bytes, same: bool) -> None:
+            try:
+                stranger = sides[1].open_outbox(
+                    lease if same and inbox.address else new_lease(), address, window=WINDOW, value_bytes=1000
+                )
+            except ConnectorError:
+                return
+            with suppress(ConnectorError):
+                stranger.put(4, [b"from a stranger"])
+            stranger.close()
+
+        run()
+        assert bytes(inbox.take(3, *there)) == value_of(3, 1000)
+
+    def test_the_address_of_another_lease_gives_no_way_into_it(
+        self, sides: tuple[Connector, Connector], open_both: OpenBoth
+    ) -> None:
+        inbox, outbox = open_both()
+        there = [put(outbox, index, value_of(index, 1000)) for index in (3, 4)]
+        with suppress(ConnectorError):
+            stranger = sides[1].open_outbox(new_lease(), inbox.address, window=WINDOW, value_bytes=VALUE_BYTES)
+            for index in (3, 4, 5):
+                with suppress(ConnectorError):
+                    stranger.put(index, [bytes(1000)])
+            stranger.close()
+        for index, each in zip((3, 4), there, strict=True):
+            assert bytes(inbox.take(index, *each)) == value_of(index, 1000)
+
+    # The end
+
+    def test_a_closed_inbox_gives_nothing(self, open_both: OpenBoth) -> None:
+        inbox, outbox = open_both()
+        there = put(outbox, 3, value_of(3, 1000))
+        inbox.close()
+        inbox.close()
+        with pytest.raises(ConnectorError):
+            inbox.take(3, *there)
+
+    def test_a_closed_outbox_takes_nothing(self, open_both: OpenBoth) -> None:
+        _, outbox = open_both()
+        outbox.close()
+        outbox.close()
+        with pytest.raises(ConnectorError):
+            outbox.put(3, [b"value"])
+
+    def test_late_writes_harm_no_later_lease(self, open_both: OpenBoth) -> None:
+        inbox, late = open_both()
+        put(late, 3, value_of(3, VALUE_BYTES))
+        inbox.close()
+        inbox, outbox = open_both()
+        there = [put(outbox, index, value_of(index, VALUE_BYTES)) for index in PIECES[:WINDOW]]
+        for index in PIECES[1:WINDOW]:
+            with suppress(ConnectorError):
+                late.put(index, [bytes(VALUE_BYTES)])
+        for index, each in zip(PIECES, there, strict=False):
+            assert bytes(inbox.take(index, *each)) == value_of(index, VALUE_BYTES)
+
+    def test_a_lease_may_end_with_pieces_on_their_way(self, open_both: OpenBoth) -> None:
+        inbox, outbox = open_both()
+        there = [put(outbox, index, value_of(index, 1000)) for index in PIECES[:WINDOW]]
+        held = inbox.take(4, *there[1])
+        inbox.close()
+        outbox.close()
+        del held
+
+    @pytest.mark.parametrize("told", [0, 2, WINDOW], ids=lambda told: f"{told} of {WINDOW} pieces announced")
+    def test_the_prefill_side_is_killed(self, recipe: Recipe, doomed: FarSide, told: int) -> None:
+        decode = make_connector(recipe)
+        inbox, outbox = _opened(decode, doomed.make(recipe))
+        there = [put(outbox, index, value_of(index, 1000)) for index in PIECES[:WINDOW]]
+        doomed.kill()
+        for index, each in zip(PIECES, there[:told], strict=False):
+            with suppress(ConnectorError):
+                assert bytes(inbox.take(index, *each)) == value_of(index, 1000)
+                inbox.done(index, each.reference)
+        inbox.close()
+        decode.close()
+
+    @pytest.mark.parametrize("taken", [0, 2])
+    def test_the_decode_side_is_killed(self, recipe: Recipe, doomed: FarSide, taken: int) -> None:
+        prefill = make_connector(recipe)
+        inbox, outbox = _opened(doomed.make(recipe), prefill)
+        for index in PIECES[: WINDOW - 1]:
+            there = put(outbox, index, value_of(index, 1000))
+            if index - PIECES.start < taken:
+                inbox.take(index, *there)
+                inbox.done(index, there.reference)
+        doomed.kill()
+        with suppress(ConnectorError):
+            outbox.put(PIECES[WINDOW - 1], [b"nobody takes this"])
+        outbox.close()
+        prefill.close()
+
+    def test_the_decode_side_is_gone_before_the_prefill_side_begins(self, recipe: Recipe, doomed: FarSide) -> None:
+        lease, prefill = new_lease(), make_connector(recipe)
+        decode = doomed.make(recipe)
+        address = decode.open_inbox(lease, pieces=PIECES, window=WINDOW, value_bytes=VALUE_BYTES).address
+        doomed.kill()
+        with suppress(ConnectorError):
+            prefill.open_outbox(lease, address, window=WINDOW, value_bytes=VALUE_BYTES).close()
+        prefill.close()
+
+    def test_no_call_waits_for_a_side_that_stands_still(self, recipe: Recipe, doomed: FarSide) -> None:
+        prefill = make_connector(recipe)
+        inbox, outbox = _opened(doomed.make(recipe), prefill)
+        with doomed.stopped():
+            for index in PIECES[:WINDOW]:
+                start = time.monotonic()
+                with suppress(ConnectorError):
+                    outbox.put(index, [bytes(1000)])
+                assert time.monotonic() - start < self.timeout + SLACK
+            outbox.close()
+        inbox.close()
+        prefill.close()
+
+
+def _opened(
+    decode: Connector, prefill: Connector, *, lease: str | None = None, value_bytes: int = VALUE_BYTES
+) -> tuple[Inbox, Outbox]:
+    lease = lease or new_lease()
+    inbox = decode.open_inbox(lease, pieces=PIECES, window=WINDOW, value_bytes=value_bytes)
+    outbox = prefill.open_outbox(lease, inbox.address, window=WINDOW, value_bytes=value_bytes)
+    return inbox, outbox

@@ -1,0 +1,69 @@
+"""Values and whole transfers that the cases of the connector kit share."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from fd_core.disagg.connectors.contract import MAX_REFERENCE_BYTES, Bytes, Inbox, Outbox, Put
+
+__all__ = ["SLACK", "VALUE_BYTES", "carry", "garbage", "new_lease", "put", "value_of"]
+
+VALUE_BYTES = 720 * 1024 + 80
+"""A block's KV, sealed: a size that real values have."""
+SLACK = 1.5
+"""Seconds by which a call may be late on a busy machine."""
+
+
+def new_lease() -> str:
+    """Return the name of a lease as the core makes them."""
+    return secrets.token_hex(16)
+
+
+def value_of(index: int, length: int) -> bytes:
+    """Return a value that no other index has, of `length` bytes."""
+    return random.Random(index * 1_000_003 + length).randbytes(length)  # noqa: S311 -- must be the same each time
+
+
+def put(outbox: Outbox, index: int, value: bytes) -> Put:
+    """Put a value in two parts, as the core does, and look at what comes back."""
+    done = outbox.put(index, (value[:80], value[80:]))
+    assert isinstance(done.reference, bytes)
+    assert len(done.reference) <= MAX_REFERENCE_BYTES
+    return Put(done.reference, tuple(bytes(frame) for frame in done.frames))
+
+
+def carry(
+    inbox: Inbox, outbox: Outbox, values: Sequence[bytes], first: int, window: int, chance: random.Random
+) -> None:
+    """Carry values in a random order that the window allows, and compare what arrives, when taken and when done."""
+    left = dict(enumerate(values, first))
+    unsent, announced, taken = list(left), dict[int, Put](), dict[int, Bytes]()
+    while left:
+        moves = [("take", index) for index in announced if index not in taken]
+        moves += [("done", index) for index in taken]
+        if unsent and len(announced) < window:
+            moves.append(("put", unsent[0]))
+        move, index = chance.choice(moves)
+        if move == "put":
+            announced[index] = put(outbox, unsent.pop(0), left[index])
+        elif move == "take":
+            taken[index] = inbox.take(index, *announced[index])
+            assert bytes(taken[index]) == left[index], f"piece {index} did not arrive as it was sent"
+        else:
+            assert bytes(taken.pop(index)) == left.pop(index), f"piece {index} changed before it was done"
+            inbox.done(index, announced.pop(index).reference)
+
+
+def garbage(truth: bytes) -> st.SearchStrategy[bytes]:
+    """Bytes that somebody else sends where `truth` is expected: any at all, and such as look like it."""
+
+    def bent(change: tuple[int, int, bytes]) -> bytes:
+        start, length, text = change
+        return truth[:start] + text + truth[start + length :]
+
+    changes = st.tuples(st.integers(0, len(truth)), st.integers(0, 8), st.binary(max_size=8))
+    return st.one_of(st.binary(max_size=80), st.just(b"x" * 5000), changes.map(bent)).filter(lambda it: it != truth)

@@ -1,0 +1,106 @@
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from fd_core.disagg.connectors.contract import ConnectorError, ConnectorSettings
+from fd_core.disagg.connectors.kv_store import KVStoreConnector
+from fd_core.errors import ConfigError
+from fd_core.kv.stores.disk import DiskStore
+from fd_core.kv.stores.location import parse_location
+from fd_core.kv.stores.memory import MemoryStore
+from fd_core.testing.connectors import ConnectorSuite
+
+LEASE = "5a" * 16
+LIMITS = {"window": 2, "value_bytes": 100}
+
+
+def values_in(folder):
+    return {found.name for found in folder.rglob("*") if found.is_file() and found.name != "usage"}
+
+
+class TestThroughDisk(ConnectorSuite):
+    connector = "kv_store"
+
+    @pytest.fixture
+    def kv_store(self, tmp_path):
+        return f"disk:{tmp_path / 'kv'}"
+
+    def left_behind(self, kv_store):
+        return values_in(Path(kv_store.removeprefix("disk:")))
+
+
+def connector_on(folder, cls=DiskStore, timeout=1.0):
+    return KVStoreConnector(ConnectorSettings(partial(cls, parse_location(f"disk:{folder}")), timeout))
+
+
+@pytest.fixture
+def ends(tmp_path):
+    connector = connector_on(tmp_path / "kv")
+    inbox = connector.open_inbox(LEASE, pieces=range(40), **LIMITS)
+    return inbox, connector.open_outbox(LEASE, inbox.address, **LIMITS)
+
+
+def test_a_store_is_needed():
+    with pytest.raises(ConfigError, match="needs a KV store") as caught:
+        KVStoreConnector(ConnectorSettings())
+    assert "--kv-store" in str(caught.value)
+
+
+def test_a_store_that_others_do_not_see_is_refused():
+    with pytest.raises(ConfigError, match="memory:, which other processes do not see"):
+        KVStoreConnector(ConnectorSettings(partial(MemoryStore, parse_location("memory:"))))
+
+
+def test_workers_with_different_stores_find_out_before_anything_is_computed(tmp_path):
+    inbox = connector_on(tmp_path / "one").open_inbox(LEASE, pieces=range(4), **LIMITS)
+    with pytest.raises(ConnectorError, match="give both workers the same --kv-store"):
+        connector_on(tmp_path / "other").open_outbox(LEASE, inbox.address, **LIMITS)
+
+
+def test_a_store_that_cannot_be_reached_is_an_error_when_the_lease_begins(tmp_path):
+    (tmp_path / "kv").write_text("this is not a folder")
+    with pytest.raises(ConnectorError, match="is not a folder"):
+        connector_on(tmp_path / "kv").open_inbox(LEASE, pieces=range(4), **LIMITS)
+
+
+def test_a_value_that_the_store_forgot_is_an_error(ends, tmp_path):
+    inbox, outbox = ends
+    put = outbox.put(3, [b"value"])
+    for found in (tmp_path / "kv").glob("*/*.kv"):
+        found.unlink()
+    with pytest.raises(ConnectorError, match="not in the KV store"):
+        inbox.take(3, *put)
+
+
+def test_what_was_taken_is_deleted_while_the_lease_goes_on(ends, tmp_path):
+    inbox, outbox = ends
+    for index in range(40):
+        inbox.take(index, *outbox.put(index, [b"value"]))
+        inbox.done(index, b"")
+        assert len(values_in(tmp_path / "kv")) <= 1 + 2 * LIMITS["window"]  # the greeting, and what may be on its way
+
+
+def test_a_store_without_room_is_an_error(tmp_path):
+    make = partial(DiskStore, parse_location(f"disk:{tmp_path / 'kv'}?max_bytes=50"))
+    connector = KVStoreConnector(ConnectorSettings(make))
+    inbox = connector.open_inbox(LEASE, pieces=range(4), **LIMITS)
+    with pytest.raises(ConnectorError, match="no room"):
+        connector.open_outbox(LEASE, inbox.address, **LIMITS).put(0, [bytes(100)])
+
+
+def test_an_end_that_waits_for_another_gives_up_in_time(tmp_path):
+    class Slow(DiskStore):
+        def put(self, values, timeout):
+            time.sleep(0.5)
+            return super().put(values, 10)
+
+    connector = connector_on(tmp_path / "kv", Slow, timeout=0.1)
+    other = threading.Thread(target=lambda: connector.open_inbox(LEASE, pieces=range(4), **LIMITS))
+    other.start()
+    time.sleep(0.1)
+    with pytest.raises(ConnectorError, match="in time"):
+        connector.open_inbox(LEASE[::-1], pieces=range(4), **LIMITS)
+    other.join()

@@ -1,0 +1,140 @@
+import errno
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fd_core.disagg.connectors import segment
+from fd_core.disagg.connectors.contract import ConnectorError, ConnectorSettings
+from fd_core.disagg.connectors.shared_memory import SharedMemoryConnector
+from fd_core.errors import ConfigError
+from fd_core.testing.connectors import ConnectorSuite
+from fd_core.testing.connectors.holdings import census
+
+LEASE = "5a" * 16
+
+
+class TestSharedMemoryConnector(ConnectorSuite):
+    connector = "shared_memory"
+
+
+@pytest.fixture
+def made():
+    made = segment.create(LEASE, 4096)
+    yield made
+    made.close()
+
+
+def changed(address, place, value):
+    fields = msgspec.msgpack.decode(address)
+    fields[place] = value
+    return msgspec.msgpack.encode(fields)
+
+
+def test_what_one_side_writes_the_other_reads_until_both_are_closed(made):
+    found = segment.attach(LEASE, made.address, 4096)
+    found.bytes[7] = 42
+    made.close()
+    assert found.bytes[7] == 42
+    found.close()
+
+
+def test_nothing_has_a_name_in_a_file_system(made):
+    assert not list(Path("/dev/shm").glob("*fd_core*"))
+
+
+@pytest.mark.parametrize("what", ["another lease", "another size"])
+def test_what_is_not_the_segment_of_the_lease_is_not_opened(made, what):
+    lease, size = (LEASE[::-1], 4096) if what == "another lease" else (LEASE, 8192)
+    with pytest.raises(ConnectorError, match="not the shared memory of this lease"):
+        segment.attach(lease, made.address, size)
+
+
+def test_another_descriptor_is_not_opened_whatever_it_is(made, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with Path("/dev/null").open("wb") as null, (tmp_path / "file").open("wb") as file:
+        file.truncate(4096)
+        waiting = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        for descriptor in (null.fileno(), file.fileno(), waiting):
+            with pytest.raises(ConnectorError, match="not the shared memory of this lease"):
+                segment.attach(LEASE, changed(made.address, 3, descriptor), 4096)
+        os.close(waiting)
+    with pytest.raises(ConnectorError, match="cannot be opened"):
+        segment.attach(LEASE, changed(made.address, 3, 2**31 - 1), 4096)
+
+
+def test_memory_that_its_maker_could_cut_off_is_not_mapped(made):
+    name = Path(f"/proc/self/fd/{msgspec.msgpack.decode(made.address)[3]}").readlink().name
+    unsealed = os.memfd_create(name.removeprefix("memfd:").removesuffix(" (deleted)"), os.MFD_CLOEXEC)
+    os.truncate(unsealed, 4096)
+    with pytest.raises(ConnectorError, match="not sealed"):
+        segment.attach(LEASE, changed(made.address, 3, unsealed), 4096)
+    os.close(unsealed)
+
+
+def test_nobody_can_cut_it_off(made):
+    descriptor = msgspec.msgpack.decode(made.address)[3]
+    with pytest.raises(PermissionError):
+        os.truncate(descriptor, 100)
+    assert os.fstat(descriptor).st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("place, value", [(0, "another start of it"), (1, 1)], ids=["host", "processes"])
+def test_a_worker_elsewhere_is_told_apart(made, place, value):
+    with pytest.raises(ConnectorError, match="runs on another host") as caught:
+        segment.attach(LEASE, changed(made.address, place, value), 4096)
+    assert "--kv-connector tcp" in str(caught.value)
+
+
+def test_memory_that_is_not_there_is_an_error_and_leaves_nothing_open(monkeypatch):
+    def none_left(descriptor, start, size):
+        raise OSError(errno.ENOSPC, "No space left")
+
+    monkeypatch.setattr(os, "posix_fallocate", none_left)
+    before = census()
+    with pytest.raises(ConnectorError, match="no shared memory of 4,096 bytes: No space left"):
+        segment.create(LEASE, 4096)
+    assert census() == before
+
+
+def test_a_lease_that_would_take_all_memory_is_refused_before_it_takes_any():
+    with pytest.raises(ConnectorError, match="over the limit"):
+        segment.create(LEASE, 2**40)
+
+
+def test_a_name_that_could_lead_elsewhere_is_refused():
+    with pytest.raises(ConnectorError):
+        segment.create("../../etc", 4096)
+
+
+def test_more_pieces_than_the_window_are_refused():
+    connector = SharedMemoryConnector(ConnectorSettings())
+    inbox = connector.open_inbox(LEASE, pieces=range(9), window=2, value_bytes=100)
+    outbox = connector.open_outbox(LEASE, inbox.address, window=2, value_bytes=100)
+    there = [outbox.put(index, [b"value"]) for index in range(2)]
+    with pytest.raises(ConnectorError, match="no place"):
+        outbox.put(2, [b"value"])
+    inbox.done(1, there[1].reference)
+    assert outbox.put(2, [b"value"]).reference == there[1].reference
+    outbox.close()
+    inbox.close()
+
+
+def test_a_piece_that_is_done_is_not_there_any_more():
+    connector = SharedMemoryConnector(ConnectorSettings())
+    inbox = connector.open_inbox(LEASE, pieces=range(9), window=2, value_bytes=100)
+    outbox = connector.open_outbox(LEASE, inbox.address, window=2, value_bytes=100)
+    reference, _ = outbox.put(0, [b"value"])
+    inbox.done(0, reference)
+    with pytest.raises(ConnectorError, match="nothing was put"):
+        inbox.take(0, reference, ())
+    outbox.close()
+    inbox.close()
+
+
+def test_it_says_that_it_needs_linux(monkeypatch):
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(ConfigError, match="needs Linux"):
+        SharedMemoryConnector(ConnectorSettings())

@@ -1,0 +1,127 @@
+"""The kit can fail: each of these connectors breaks one promise, and a case notices."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fd_core.testing.connectors import ConnectorSuite
+
+ROOT = Path(__file__).parents[2]
+
+SHARED = "shared_memory:SharedMemoryConnector"
+DISK = "kv_store:KVStoreConnector"
+TCP = "tcp:TCPConnector"
+
+ARRIVE = "values_arrive_as_they_were_sent_in_any_order"
+BROKEN = {
+    "sends the first part only": (TCP, "o.put = lambda i, parts: whole.put(i, parts[:1])", ARRIVE),
+    "joins parts in another order": (TCP, "o.put = lambda i, parts: whole.put(i, parts[::-1])", "parts_of_every_kind"),
+    "ignores the limit when it sends": (TCP, "whole._value_bytes = 1 << 40", "a_value_over_the_limit"),
+    "ignores the limit when it takes": (TCP, "i.take = lambda n, r, f: b''.join(f)", "frames_over_the_limit"),
+    "raises what it likes": (TCP, "i.take = lambda n, r, f: f[0] + f[1]", "garbage_for_a_piece"),
+    "gives something after its end": (TCP, "i.close = lambda: None", "a_closed_inbox"),
+    "takes something after its end": (TCP, "o.close = lambda: None", "a_closed_outbox"),
+    "has one place only": (SHARED, "o.put = lambda i, parts: (narrow(whole), whole.put(i, parts))[1]", ARRIVE),
+    "frees a place when it is taken": (
+        SHARED,
+        "i.take = lambda n, r, f: (whole.take(n, r, f), whole.done(n, r))[0]",
+        "may_be_taken_again",
+    ),
+    "believes references": (SHARED, "i.take = lambda n, r, f: whole._segment.bytes[r[0] : r[1]]", ARRIVE),
+    "leaves memory mapped": (SHARED, "o.close = lambda: None", "a_whole_prompt"),
+    "gives memory that changes": (SHARED, "i.take = lambda n, r, f: again(whole.take(n, r, f))", ARRIVE),
+    "leaves values behind": (DISK, "i.close = lambda: None; o.close = lambda: None", "a_whole_prompt"),
+    "leaves what it was not told of": (
+        DISK,
+        "i.close = lambda: (setattr(whole, '_window', 0), whole.close())",
+        "the_prefill_side_is_killed",
+    ),
+    "leaves what a dead side put": (
+        DISK,
+        "o.close = lambda: (whole._left.pop(0), whole.close())",
+        "the_decode_side_is_killed",
+    ),
+    "mixes leases": (DISK, "whole._lease = 'one'", "leases_do_not_mix"),
+}
+"""What is whole otherwise, what is done to each end, and the case that notices."""
+
+FILE = """
+import pytest
+from types import SimpleNamespace
+from hypothesis import Phase, settings
+from fd_core.disagg.connectors.{module} import {cls} as Whole
+from fd_core.testing.connectors import ConnectorSuite
+
+settings.register_profile("as found", phases=[Phase.generate])  # shrinking takes long and is for people
+settings.load_profile("as found")
+
+buffer = bytearray(1 << 20)
+
+def again(value):
+    buffer[: len(value)] = value
+    return memoryview(buffer)[: len(value)]
+
+def narrow(outbox):
+    outbox._layout = outbox._layout._replace(window=1)
+
+class Broken(Whole):
+    def open_inbox(self, lease, **limits):
+        whole = super().open_inbox(lease, **limits)
+        i, o = SimpleNamespace(address=whole.address, take=whole.take, done=whole.done, close=whole.close), Ignored()
+        {change}
+        return i
+
+    def open_outbox(self, lease, address, **limits):
+        whole = super().open_outbox(lease, address, **limits)
+        i, o = Ignored(), SimpleNamespace(put=whole.put, close=whole.close)
+        {change}
+        return o
+
+class Ignored:
+    pass
+
+class TestBroken(ConnectorSuite):
+    examples = 5
+    timeout = 1.0
+
+    @pytest.fixture
+    def kv_store(self, tmp_path):
+        return f"disk:{{tmp_path / 'kv'}}"
+
+    def left_behind(self, kv_store):
+        from pathlib import Path
+        return {{found.name for found in Path(kv_store[5:]).rglob("*.kv")}}
+
+    def connector_class(self):
+        return Broken
+"""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """What the kit says of all of them, in one run."""
+    folder = tmp_path_factory.mktemp("kit")
+    cases = []
+    for number, (built_in, change, case) in enumerate(BROKEN.values()):
+        module, _, cls = built_in.partition(":")
+        (folder / f"test_broken_{number}.py").write_text(FILE.format(module=module, cls=cls, change=change))
+        [name] = [name for name in vars(ConnectorSuite) if name.startswith("test_") and case in name]
+        cases.append(f"test_broken_{number}.py::TestBroken::{name}")
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rfE", "--tb=no", *cases],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return ended.stdout
+
+
+@pytest.mark.parametrize("number, what", list(enumerate(BROKEN)), ids=BROKEN)
+def test_a_connector_that_breaks_a_promise_fails(outcomes, number, what):
+    assert re.search(rf"(FAILED|ERROR) test_broken_{number}.py::TestBroken::", outcomes), outcomes
