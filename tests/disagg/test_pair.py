@@ -373,8 +373,10 @@ def test_a_send_that_is_cancelled_before_it_was_begun_ends_the_lease() -> None:
         pair.until(lambda: bool(pair.prefill.jobs))
         (job,) = pair.prefill.jobs.values()
         blocks = np.arange(6, dtype=np.int32)
-        pair.prefill_cache.readable |= set(range(6))
+        gate = threading.Event()
+        pair.sender._loop.post(lambda: gate.wait(PATIENCE) and None)  # the thread is busy meanwhile
         pair.sender.perform([Send(70, job.order.lease, 0, blocks, tokens=24), Cancel(70), Cancel(70), Cancel(71)])
+        gate.set()
         pair.prefill.pinned[70] = []
         assert pair.answer(number).outcome == "lost"
         pair.idle()
