@@ -1,0 +1,314 @@
+"""Two engines and what lies between them, in tests: leases whose every message and copy happens when a test says so.
+
+Copies are made as late as the contract allows: a block is read when its `Send` is answered, a prompt is written when
+its `Fetch` is. Until then, and in every lease that fails, the leased blocks hold garbage: a block that somebody else
+uses too early, or uses although it was not transferred, changes a text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fd_core.backends.null import _chain
+from fd_core.engine.core import Engine
+from fd_core.kv.effects import Cancel, Fetch, Fetched, GiveUp, Outcome, Send, Sent, Transfer
+from fd_core.scheduling.transfers import Transfers
+from fd_core.testing.texts import Texts
+from fd_core.types import IntArray, Leased, RequestSpec, SamplingParams
+from tests.engine.stepping import How, Stepper
+
+__all__ = ["Lease", "Pair", "Worker"]
+
+_ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+
+
+@dataclass(slots=True)
+class Lease:
+    """What the network knows of one lease, whose sides may both have forgotten it."""
+
+    name: str
+    fetch: Fetch
+    asked: bool = False
+    """Whether the prefill worker took the order."""
+    over_here: bool = False
+    """Whether the decode worker was told how it ended."""
+    over_there: bool = False
+    """Whether the prefill worker has nothing to do with it any more."""
+    cancelled: bool = False
+    pieces: dict[int, Any] = field(default_factory=dict)
+    said: int = 0
+    """Leading blocks that were offered in sends, each once and in order."""
+    tokens: int | None = None
+    cached: int = 0
+    unread: int = 0
+    """Sends that were not answered."""
+    ends: int = 0
+    """Last sends and give-ups of the prefill worker: one at most."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether everything arrived, so that a transfer may succeed."""
+        first, count = self.fetch.first, len(self.fetch.blocks)
+        return self.tokens == len(self.fetch.tokens) and self.pieces.keys() >= set(range(first, first + count))
+
+
+class Worker(Stepper):
+    """One engine of a pair. It hands its transfers to the pair and is audited for blocks that they hold."""
+
+    def __init__(self, engine: Engine, pair: Pair, *, eager: bool) -> None:
+        super().__init__(engine, eager=eager)
+        self.pair = pair
+        self.scheduler.transfers = Transfers(self.scheduler.pool, self.limits.block_size)
+        self.holding: dict[int, Fetch | Send] = {}
+        """Transfers that may still read or write their blocks."""
+
+    @property
+    def transfers(self) -> Transfers:
+        assert self.scheduler.transfers is not None
+        return self.scheduler.transfers
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is left to do or to be answered."""
+        return self.engine.has_work or bool(self.in_flight)
+
+    def perform(self) -> None:
+        super().perform()
+        for effect in self.transfers.take_effects():
+            if isinstance(effect, Fetch | Send):
+                self.holding[effect.operation] = effect
+            self.pair.take(self, effect)
+
+    def turn(self, depth: int, times: int = 1) -> None:
+        """Do as the engine's loop does."""
+        for _ in range(times):
+            self.perform()
+            while len(self.in_flight) < depth and self.plan() is not None:
+                pass
+            if self.in_flight:
+                self.answer()
+            if self.tiers is not None and self.tiers.pending:
+                self.complete(0, How.WELL)
+
+    def told(self, answer: Fetched | Sent) -> None:
+        """Tell the scheduler what became of a transfer."""
+        del self.holding[answer.operation]
+        self.scheduler.transferred(answer)
+        self.audit()
+
+    def check_idle(self) -> None:
+        super().check_idle()
+        assert not self.holding
+        assert not self.transfers.busy, "the scheduler believes in a transfer that is over"
+        assert not self.scheduler.pool._pins.any(), "a block stays pinned"
+        assert self.scheduler.pool.num_free == self.limits.num_kv_blocks
+
+    def audit(self) -> None:
+        super().audit()
+        free = self.free_blocks()
+        for effect in self.holding.values():
+            blocks = set(effect.blocks.tolist())
+            assert not blocks & free, "a block is free while a transfer reads or writes it"
+            if isinstance(effect, Fetch):
+                assert not any(blocks & touched for touched in self._touched.values()), "a step touches leased blocks"
+
+    def spoil(self, blocks: IntArray) -> None:
+        """Leave garbage in blocks."""
+        garbage = np.full_like(self.runner.cache.export_blocks(blocks), 1.5)
+        self.runner.cache.import_blocks(blocks, garbage)
+
+
+class Pair:
+    """A decode and a prefill engine, and the leases between them."""
+
+    def __init__(self, decode: Engine, prefill: Engine, *, eager: bool = False) -> None:
+        self.eager = eager
+        self.decode = Worker(decode, self, eager=eager)
+        self.prefill = Worker(prefill, self, eager=eager)
+        self.leases: list[Lease] = []
+        """Those that one of the sides still knows, oldest first."""
+        self.reading: list[tuple[Lease, Send]] = []
+        """Sends that were not answered, oldest first."""
+        self.outcomes: list[Outcome] = []
+        self._count = 0
+
+    # What the engines want --------------------------------------------------------------------------------
+
+    def take(self, worker: Worker, effect: Transfer) -> None:
+        """An engine wants something of a transfer."""
+        match effect:
+            case Fetch():
+                assert worker is self.decode
+                self._count += 1
+                self.leases.append(Lease(f"l{self._count}", effect))
+                worker.spoil(effect.blocks)
+            case Cancel():
+                for lease in self.leases:
+                    lease.cancelled |= worker is self.decode and lease.fetch.operation == effect.operation
+            case Send():
+                assert worker is self.prefill
+                self._take_send(effect)
+            case GiveUp():
+                assert worker is self.prefill
+                lease = self._named(effect.lease)
+                lease.ends += 1
+                assert lease.ends == 1, "a lease ends twice"
+                self._over_there(lease)
+
+    def _take_send(self, send: Send) -> None:
+        """Each block of a prompt behind those that the decode worker has is offered once, in order, and is settled."""
+        lease, size = self._named(send.lease), self.prefill.limits.block_size
+        assert not lease.ends, "something is sent behind the end"
+        assert send.first == max(lease.said, lease.fetch.first), "a block is left out or sent twice"
+        assert len(send.blocks) or send.tokens is not None, "a send without blocks says nothing"
+        lease.said = send.first + len(send.blocks)
+        hashes = _chain(np.uint64(0), lease.fetch.tokens)
+        for place, block in enumerate(send.blocks.tolist(), send.first):
+            wanted = hashes[place * size : (place + 1) * size].tolist()
+            held = self.prefill.runner.cache.layer(0)[block, : len(wanted)].tolist()
+            assert held == wanted, "a block is sent that does not hold its part of the prompt"
+            assert len(wanted) == size or send.tokens is not None, "a block is sent before it is settled"
+        if send.tokens is not None:
+            assert send.tokens == len(lease.fetch.tokens)
+            assert lease.said == -(-send.tokens // size), "the last send leaves blocks out"
+            lease.ends += 1
+        lease.unread += 1
+        self.reading.append((lease, send))
+
+    def _named(self, name: str) -> Lease:
+        (lease,) = [lease for lease in self.leases if lease.name == name]
+        return lease
+
+    # What the network does --------------------------------------------------------------------------------
+
+    @property
+    def unasked(self) -> list[Lease]:
+        """Leases that the prefill worker has not heard of."""
+        return [lease for lease in self.leases if not lease.asked and not lease.over_there]
+
+    @property
+    def awaited(self) -> list[Lease]:
+        """Leases whose end the decode worker was not told."""
+        return [lease for lease in self.leases if not lease.over_here]
+
+    @property
+    def unwanted(self) -> list[Lease]:
+        """Leases that are over for the decode worker, which the prefill worker still serves."""
+        return [lease for lease in self.leases if lease.over_here and lease.asked and not lease.over_there]
+
+    def ask(self, lease: Lease) -> None:
+        """The order arrives at the prefill worker; of a lease that is over it may arrive late."""
+        lease.asked = True
+        fetch = lease.fetch
+        self.prefill.submit(
+            RequestSpec(
+                request_id=lease.name,
+                prompt=tuple(fetch.tokens.tolist()),
+                params=_ONE_TOKEN,
+                cache_salt=fetch.salt,
+                priority=fetch.priority,
+                tenant=fetch.tenant,
+                leased=Leased(lease.name, fetch.first),
+            )
+        )
+
+    def refuse(self, lease: Lease) -> None:
+        """The prefill worker does not take the order."""
+        self._over_there(lease)
+
+    def read(self, index: int) -> None:
+        """A send is done: its blocks were read, if anybody still wanted them."""
+        lease, send = self.reading.pop(index)
+        lease.unread -= 1
+        if not lease.over_here:
+            for place, block in enumerate(send.blocks, send.first):
+                lease.pieces[place] = self.prefill.runner.cache.export_blocks(np.array([block], np.int32))
+            if send.tokens is not None:
+                lease.tokens, lease.cached = send.tokens, send.cached
+        self.prefill.told(Sent(send.operation))
+        self._forget(lease)
+
+    def end(self, lease: Lease, outcome: Outcome = "transferred") -> None:
+        """The decode worker is told what became of a lease; without everything in place it is not transferred."""
+        if outcome == "transferred" and not lease.complete:
+            outcome = "aborted" if lease.cancelled else "lost"
+        blocks = lease.fetch.blocks
+        if outcome == "transferred":
+            for place, block in enumerate(blocks, lease.fetch.first):
+                self.decode.runner.cache.import_blocks(np.array([block], np.int32), lease.pieces[place])
+        else:
+            self.decode.spoil(blocks)
+        self._over_here(lease)
+        self.outcomes.append(outcome)
+        self.decode.told(Fetched(lease.fetch.operation, outcome, cached=lease.cached))
+
+    def abort(self, lease: Lease) -> None:
+        """The prefill worker hears that nobody wants a lease any more, or finds that out itself."""
+        self.prefill.abort(lease.name)
+        self.prefill.perform()
+
+    def replace(self, worker: Worker, engine: Engine) -> Worker:
+        """An engine dies with its leases; return the next epoch's, which has the texts of what was delivered."""
+        new = Worker(engine, self, eager=self.eager)
+        if worker is self.prefill:
+            self.prefill = new
+            self.reading.clear()
+            for lease in list(self.leases):
+                lease.unread = 0
+                if lease.asked:
+                    self._over_there(lease)
+        else:
+            self.decode = new
+            for lease in list(self.leases):
+                self._over_here(lease)
+        new.texts = worker.texts
+        return new
+
+    def calm(self) -> None:
+        """Everything that is on its way arrives, and what cannot succeed any more ends."""
+        for lease in self.unwanted:
+            if not lease.ends:
+                self.abort(lease)
+        for lease in self.unasked:
+            if lease.over_here:
+                self.refuse(lease)
+            else:
+                self.ask(lease)
+        while self.reading:
+            self.read(0)
+        for lease in self.awaited:
+            if lease.complete or lease.over_there or lease.cancelled:
+                self.end(lease)
+
+    def _over_here(self, lease: Lease) -> None:
+        lease.over_here = True
+        self._forget(lease)
+
+    def _over_there(self, lease: Lease) -> None:
+        lease.over_there = True
+        self._forget(lease)
+
+    def _forget(self, lease: Lease) -> None:
+        if not lease.unread and lease.ends:
+            lease.over_there = True
+        if lease.over_here and lease.over_there and not lease.unread and lease in self.leases:
+            self.leases.remove(lease)
+
+    # To the end -------------------------------------------------------------------------------------------
+
+    def run(self, depth: int = 1, turns: int = 3000) -> Texts:
+        """Let both engines work over a calm network until nothing is left; return what the decode worker delivered."""
+        for _ in range(turns):
+            self.decode.turn(depth)
+            self.prefill.turn(depth)
+            self.calm()
+            if not (self.decode.busy or self.prefill.busy or self.leases):
+                break
+        assert not self.leases, "a lease has no end"
+        for worker in (self.decode, self.prefill):
+            assert not worker.busy, "an engine did not come to rest"
+            worker.check_idle()
+        return self.decode.texts

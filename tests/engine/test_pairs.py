@@ -1,0 +1,255 @@
+"""A decode and a prefill engine, one request at a time: what a text is made of, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from fd_core.engine.messages import Delta
+from fd_core.kv.effects import Outcome, Send
+from fd_core.scheduling.requests import State
+from fd_core.types import FinishReason, RequestSpec
+from tests.engine.helpers import golden
+from tests.engine.leased import Pair
+from tests.engine.stepping import greedy, small_engine
+from tests.engine.stored import keep_kv
+
+LONG = greedy("long", range(38), 20)
+FAILURES: list[Outcome] = ["refused", "lost", "expired", "damaged"]
+
+
+def elsewhere(*specs: RequestSpec) -> list[RequestSpec]:
+    return [msgspec.structs.replace(spec, prefill_at="peer:1") for spec in specs]
+
+
+def pair_of(
+    *specs: RequestSpec, k: int = 0, decode: dict[str, Any] | None = None, prefill: dict[str, Any] | None = None
+) -> Pair:
+    return Pair(
+        small_engine(list(specs), k, 0.3, **(decode or {})),
+        small_engine(list(specs), **(prefill or {"num_kv_blocks": 40})),
+        eager=True,
+    )
+
+
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("length", [5, 8, 9, 38])
+def test_a_text_behind_transferred_kv_is_the_golden_one(length: int, depth: int, k: int) -> None:
+    spec = greedy("a", range(length), 20)
+    pair = pair_of(spec, k=k)
+    pair.decode.submit(*elsewhere(spec))
+    assert pair.run(depth).tokens == golden([spec])
+    assert pair.outcomes == ["transferred"]
+    assert sum(pair.decode.computed) < length + 20 * (1 + k), "the prompt was computed here after all"
+    assert sum(pair.prefill.computed) == length - 1
+
+
+@pytest.mark.parametrize("outcome", FAILURES)
+def test_a_text_is_the_golden_one_though_the_transfer_failed(outcome: Outcome) -> None:
+    pair = pair_of(LONG)
+    pair.decode.submit(*elsewhere(LONG))
+    pair.decode.turn(1)
+    (lease,) = pair.unasked
+    pair.ask(lease)
+    for _ in range(2):
+        pair.prefill.turn(1)
+    pair.end(lease, outcome)
+    assert pair.run().tokens == golden([LONG])
+    assert pair.outcomes == [outcome]
+
+
+def test_a_client_is_told_once_what_became_of_it() -> None:
+    pair = pair_of(LONG)
+    told: list[Delta] = []
+    take = pair.decode.texts.take
+    pair.decode.texts.take = lambda deltas: (told.extend(deltas), take(deltas))[1]  # type: ignore[method-assign]  # listens
+    pair.decode.submit(*elsewhere(LONG))
+    pair.run()
+    assert [delta.prefill for delta in told] == ["transferred", *[None] * (len(told) - 1)]
+
+
+def test_a_prefix_on_the_device_is_not_sent() -> None:
+    other = greedy("other", [*range(17), *range(50, 70)], 20)
+    pair = pair_of(LONG, other)
+    pair.decode.submit(*elsewhere(LONG))
+    pair.run()
+    pair.decode.submit(*elsewhere(other))
+    pair.decode.turn(1)
+    (lease,) = pair.unasked
+    assert (lease.fetch.first, len(lease.fetch.blocks)) == (4, 5)
+    assert pair.run().tokens == golden([LONG, other])
+    assert pair.prefill.transfers.counters.sent_blocks == 10 + 5
+
+
+def test_requests_of_one_prompt_fetch_it_once() -> None:
+    specs = [greedy(f"r{index}", range(38), 6) for index in range(4)]
+    pair = pair_of(*specs, decode={"num_kv_blocks": 40})
+    pair.decode.submit(*elsewhere(*specs))
+    assert pair.run().tokens == golden(specs)
+    assert pair.outcomes == ["transferred"]
+    assert pair.decode.transfers.counters.outcomes == {"transferred": 1, "held": 3}
+
+
+def test_of_another_salt_nothing_is_shared() -> None:
+    specs = [LONG, greedy("salted", LONG.prompt, 20, cache_salt="s")]
+    pair = pair_of(*specs, decode={"num_kv_blocks": 40})
+    for spec in specs:
+        pair.decode.submit(*elsewhere(spec))
+        pair.run()
+    assert pair.decode.texts.tokens == golden(specs)
+    assert sum(pair.prefill.computed) == 2 * 37
+
+
+def test_every_slot_waits_for_a_prefill_worker_that_refuses() -> None:
+    specs = [greedy(f"r{index}", range(20 * index, 20 * index + 14), 20) for index in range(8)]
+    pair = pair_of(*specs)
+    pair.decode.submit(*elsewhere(*specs))
+    pair.decode.turn(1)
+    assert pair.decode.scheduler.num_loading == 4
+    assert pair.decode.scheduler.num_running == 0
+    for _ in range(200):
+        for lease in pair.unasked:
+            pair.refuse(lease)
+            pair.end(lease, "refused")
+        pair.decode.turn(1)
+    assert pair.run().tokens == golden(specs)
+    assert pair.outcomes == ["refused"] * 8
+    assert not sum(pair.prefill.computed)
+
+
+def test_who_runs_gets_on_beside_slots_that_wait() -> None:
+    """Leases that take long hold back whoever needs their blocks, not whoever has its own."""
+    runs = greedy("runs", [1, 2, 3], 20)
+    specs = [runs, *(greedy(f"r{index}", range(20 * index, 20 * index + 9), 3) for index in range(3))]
+    pair = pair_of(*specs)
+    pair.decode.submit(runs)
+    pair.decode.turn(1)
+    pair.decode.submit(*elsewhere(*specs[1:]))
+    pair.decode.turn(1, times=25)
+    assert pair.decode.scheduler.num_loading == 3
+    assert pair.decode.texts.ends == {"runs": FinishReason.LENGTH}
+    assert pair.run().tokens == golden(specs)
+
+
+def test_preempted_in_the_middle_a_prompt_is_sent_on_behind_what_left() -> None:
+    direct = greedy("direct", range(60, 63), 50)
+    pair = pair_of(LONG, direct, prefill={"max_num_batched_tokens": 4, "victim_policy": "youngest"})
+    pair.prefill.submit(direct)
+    pair.prefill.turn(1)
+    pair.decode.submit(*elsewhere(LONG))
+    pair.decode.turn(1)
+    (lease,) = pair.unasked
+    pair.ask(lease)
+    pair.prefill.turn(1, times=5)
+    while pair.reading:
+        pair.read(0)
+    said = lease.said
+    assert 0 < said < 10
+    pool = pair.prefill.scheduler.pool
+    hostage = pool.allocate(pool.num_free)
+    assert hostage is not None
+    audit, pair.prefill.audit = pair.prefill.audit, lambda: None  # type: ignore[method-assign]  # a foreign owner
+    while pair.prefill.state_of(lease.name) is not State.WAITING:
+        pair.prefill.turn(1)
+        assert lease.tokens is None
+        while pair.reading:
+            pair.read(0)
+    pool.release(hostage, -1)
+    pair.prefill.audit = audit  # type: ignore[method-assign]
+    assert lease.said >= said
+    assert pair.run().tokens == golden([LONG])
+    assert pair.outcomes == ["transferred"]
+    assert pair.prefill.scheduler.counters.preemptions == 1
+    assert pair.prefill.texts.tokens["direct"] == golden([direct])["direct"]
+
+
+def test_an_abort_at_the_decode_worker_frees_the_prefill_worker() -> None:
+    pair = pair_of(LONG, prefill={"max_num_batched_tokens": 4})
+    pair.decode.submit(*elsewhere(LONG))
+    pair.decode.turn(1)
+    (lease,) = pair.unasked
+    pair.ask(lease)
+    pair.prefill.turn(1, times=3)
+    pair.decode.abort("long")
+    assert pair.decode.texts.ends == {"long": FinishReason.ABORT}
+    pair.run()
+    assert pair.outcomes == ["aborted"]
+    assert sum(pair.prefill.computed) < 37
+    assert pair.prefill.transfers.counters.given_up == 1
+
+
+def test_blocks_that_are_read_are_waited_for_before_anybody_is_preempted() -> None:
+    other = greedy("other", range(60, 80), 20)
+    pair = pair_of(LONG, other, prefill={"num_kv_blocks": 16})
+    pair.decode.submit(*elsewhere(LONG))
+    pair.decode.turn(1)
+    pair.ask(pair.unasked[0])
+    pair.prefill.turn(1, times=3)
+    assert pair.prefill.scheduler.pool.num_fenced == 10, "nobody has read them"
+    pair.prefill.submit(other)
+    pair.prefill.turn(1, times=30)
+    assert pair.prefill.state_of("other") is State.RUNNING
+    assert pair.prefill.plan() is None, "it needs a block that will come"
+    assert pair.run().tokens == golden([LONG])
+    assert pair.prefill.texts.tokens["other"] == golden([other])["other"]
+    assert not pair.prefill.scheduler.counters.preemptions
+
+
+def test_a_prefix_kept_at_the_prefill_worker_is_sent_as_soon_as_it_is_loaded() -> None:
+    pair = pair_of(LONG)
+    tiers = keep_kv(pair.prefill, finished=True)
+    pair.decode.submit(*elsewhere(LONG))
+    pair.run()
+    assert tiers.values
+    for worker in (pair.decode, pair.prefill):
+        worker.scheduler.pool.forget_prefixes()
+    before = len(pair.prefill.computed)
+    again = greedy("again", LONG.prompt, 20)
+    pair.decode.submit(*elsewhere(again))
+    assert pair.run().tokens["again"] == golden([LONG])["long"]
+    assert pair.outcomes == ["transferred"] * 2
+    assert sum(pair.prefill.computed[before:]) == 1
+    assert pair.prefill.transfers.counters.sent_blocks == 20
+
+
+def test_an_engine_of_the_next_epoch_fetches_a_prompt_again_but_not_behind_a_text() -> None:
+    second = greedy("second", range(60, 80), 20)
+    pair = pair_of(LONG, second, decode={"num_kv_blocks": 40})
+    specs = elsewhere(LONG, second)
+    pair.decode.submit(specs[0])
+    for _ in range(12):
+        pair.decode.turn(1)
+        pair.prefill.turn(1)
+        pair.calm()
+    pair.decode.submit(specs[1])
+    pair.decode.turn(1)
+    delivered = tuple(pair.decode.texts.tokens["long"])
+    assert 0 < len(delivered) < 20
+    assert len(pair.unasked) == 1
+    old = pair.unasked[0].name
+    pair.replace(pair.decode, small_engine([LONG, second], num_kv_blocks=40))
+    pair.decode.submit(msgspec.structs.replace(specs[0], delivered=delivered), specs[1])
+    pair.decode.turn(1, times=3)
+    assert [lease.fetch.tokens[0] for lease in pair.awaited if lease.name != old] == [60]
+    assert pair.run().tokens == golden([LONG, second])
+
+
+def test_a_send_says_what_was_cached() -> None:
+    pair = pair_of(LONG)
+    pair.decode.submit(*elsewhere(LONG))
+    pair.run()
+    pair.decode.scheduler.pool.forget_prefixes()
+    again = greedy("again", LONG.prompt, 4)
+    pair.decode.submit(*elsewhere(again))
+    pair.decode.turn(1)
+    pair.ask(pair.unasked[0])
+    pair.prefill.turn(1)
+    last: list[Send] = [send for _, send in pair.reading if send.tokens is not None]
+    assert [send.cached for send in last] == [36]
+    request = pair.decode.scheduler._requests["again"]
+    pair.calm()
+    assert request.cached_tokens == 36
+    pair.run()
