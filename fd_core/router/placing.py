@@ -54,7 +54,7 @@ class Placing:
 
     def place(self, request: RouteRequest, tried: frozenset[str], now: float, random: float) -> Placement | NoWorker:
         """Choose for a request that failed on the addresses `tried`."""
-        pools = self._eligible(tried, now)
+        pools = self._eligible(request.model, tried, now)
         if isinstance(pools, NoWorker):
             return pools
         roles = PARTS[self._mode(pools)]
@@ -73,12 +73,14 @@ class Placing:
         fit = [one for one in self._registry if one.state is WorkerState.HEALTHY and not one.unfit]
         return _sufficient({role: [one for one in fit if one.worker.role == role] for role in ROLES})
 
-    def _eligible(self, tried: frozenset[str], now: float) -> dict[Role, list[Member]] | NoWorker:
+    def _eligible(self, model: str | None, tried: frozenset[str], now: float) -> dict[Role, list[Member]] | NoWorker:
         """Return the workers that may be chosen, by role, or the first thing that leaves too few of them."""
         pools: dict[Role, list[Member]] = {role: [] for role in ROLES}
         for member in self._registry:
             if member.state is not WorkerState.DRAINING:
                 pools[member.worker.role].append(member)
+        if model is not None:
+            pools = _serving(model, pools)
         if not _sufficient(pools):
             return NoWorker("none_registered", "no worker is registered", self._config.health_check_interval_secs)
         healthy = {role: [one for one in pool if one.open_to_requests(now)] for role, pool in pools.items()}
@@ -130,6 +132,23 @@ class Placing:
 
 def _nothing(*_: object) -> int:
     return 0
+
+
+def _serving(model: str, pools: dict[Role, list[Member]]) -> dict[Role, list[Member]]:
+    """Leave out who serves other models, if anybody is known to serve this one; else a worker refuses its name.
+
+    Prefill workers may have it under another name: they are left out only where another prefill worker names it.
+    """
+
+    def named(role: Role) -> bool:
+        return any(one.models is not None and model in one.models for one in pools[role])
+
+    answered = named("mixed") or named("decode")
+    strict = {"mixed": answered, "decode": answered, "prefill": named("prefill")}
+    return {
+        role: [one for one in pool if one.models is None or model in one.models] if strict[role] else pool
+        for role, pool in pools.items()
+    }
 
 
 def _sufficient(pools: Mapping[Role, list[Member]]) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from fd_core.router.accounting import IDLE, Ledger, Load
 from fd_core.router.config import RouterConfig, check
@@ -95,6 +95,12 @@ class Router:
         after = self._registry.health(worker, ok, now, instance=instance, role=role, kv_port=kv_port)
         self._replaced(worker, after)
         return after
+
+    def serves(self, worker: Worker, models: Collection[str]) -> None:
+        """`worker` serves the models of these names: it gets no request for another one that somebody else serves."""
+        member = self._registry.member(worker)
+        if member is not None:
+            member.models = frozenset(models)
 
     def workers(self) -> tuple[Worker, ...]:
         """Return every incarnation that is there, draining ones too: those whose health is to be checked."""

@@ -32,6 +32,8 @@ class RouteRequest:
     """Requests of different salts share no prefix."""
     prefill_tokens: int | None = None
     """What is counted as the length of the prompt; None counts `tokens`."""
+    model: str | None = None
+    """What is asked for by name; None takes whatever is served."""
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or not len(self.tokens):

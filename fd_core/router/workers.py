@@ -74,6 +74,8 @@ class Member:
     """The role that its last passed check told; None if it tells none."""
     kv_port: int | None = None
     """The port of its transfers, at the host of its address, if its last passed check told one."""
+    models: frozenset[str] | None = None
+    """Names of what it serves; None if it is not known."""
 
     def turn(self, state: WorkerState, now: float) -> None:
         """Change the state, if it is another."""

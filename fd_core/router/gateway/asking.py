@@ -41,6 +41,7 @@ class _Body(msgspec.Struct):
     session_id: Any = None
     user: Any = None
     cache_salt: Any = None
+    model: Any = None
 
 
 _decoder: Final = msgspec.json.Decoder(_Body)
@@ -96,6 +97,14 @@ class PromptReader:
             return self._read(body, session)
         return await asyncio.get_running_loop().run_in_executor(self._worker, self._read, body, session)
 
+    @staticmethod
+    def model(body: bytes) -> str | None:
+        """Return the name of the model that a body asks for, of which nothing is computed."""
+        try:
+            return _text(_decoder.decode(body).model)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+
     def _read(self, body: bytes, session: str | None) -> RouteRequest:
         try:
             asked = _decoder.decode(body)
@@ -105,9 +114,9 @@ class PromptReader:
         salt = _text(asked.cache_salt) or ""
         prompts = self._prompts(asked) if self._tokenizer is not None else _ids(asked.prompt)
         if prompts is None or not prompts.first:
-            return _by_bytes(_bytes_of(asked) or body, session, salt)
+            return _by_bytes(_bytes_of(asked) or body, session, salt, _text(asked.model))
         tokens = np.fromiter(prompts.first, np.int32, len(prompts.first))
-        return RouteRequest(tokens, session, salt, prompts.length)
+        return RouteRequest(tokens, session, salt, prompts.length, _text(asked.model))
 
     def _prompts(self, asked: _Body) -> _Prompts | None:
         """Tokenize as a worker would; None for what only a worker can refuse properly."""
@@ -176,9 +185,9 @@ def _message_bytes(message: Any) -> bytes:
     return msgspec.json.encode(message, order="sorted") + b"\n"
 
 
-def _by_bytes(data: bytes, session: str | None, salt: str) -> RouteRequest:
+def _by_bytes(data: bytes, session: str | None, salt: str, model: str | None = None) -> RouteRequest:
     tokens: IntArray = np.frombuffer(data or b"\0", np.uint8).astype(np.int32)
-    return RouteRequest(tokens, session, salt, max(1, len(data) // BYTES_PER_TOKEN))
+    return RouteRequest(tokens, session, salt, max(1, len(data) // BYTES_PER_TOKEN), model)
 
 
 def _text(value: Any) -> str | None:

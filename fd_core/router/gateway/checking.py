@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
+from collections.abc import Mapping
+from typing import Final
 
 import aiohttp
 
 from fd_core.disagg.ticket import KV_PORT_HEADER, ROLE_HEADER
+from fd_core.router.gateway.models import Models
 from fd_core.router.gateway.relaying import TROUBLE
 from fd_core.router.gateway.waits import Waits
 from fd_core.router.router import Router
@@ -18,15 +22,34 @@ from fd_core.router.workers import ROLES, Worker, WorkerState
 
 __all__ = ["HealthChecks"]
 
+_MODELS_SECONDS: Final = 60.0
+"""So often a worker is asked which models it serves: adapters may come and go."""
+
 log = logging.getLogger(__name__)
 
 
 class HealthChecks:
     """Checks every worker in turn at the router's interval; one that hangs does not hold up the others."""
 
-    def __init__(self, router: Router, session: aiohttp.ClientSession, waits: Waits, patience: float) -> None:
-        """`patience`: how long an answer may stand still whose worker is not reached."""
+    def __init__(
+        self,
+        router: Router,
+        session: aiohttp.ClientSession,
+        waits: Waits,
+        models: Models,
+        *,
+        headers: Mapping[str, str],
+        patience: float,
+    ) -> None:
+        """`patience`: how long an answer may stand still whose worker is not reached.
+
+        `headers` are those with which workers tell their models.
+        """
         self._router = router
+        self._models = models
+        self._headers = headers
+        self._asked: dict[Worker, float] = {}
+        """When workers were asked for their models."""
         self._session = session
         self._waits = waits
         self._patience = patience
@@ -85,6 +108,8 @@ class HealthChecks:
         if reached:
             # A worker that answers at all, if only that it is not well, may still be about to go on with what it has.
             self._unreached.pop(worker.url, None)
+            if ok:
+                await self._learn_models(after, now)
             return
         if state is WorkerState.UNHEALTHY:
             # Whoever waits for its first byte is better served elsewhere.
@@ -94,10 +119,21 @@ class HealthChecks:
             if cut:
                 log.warning("worker %s is not reached for %g s: %d answers broke off", worker.url, self._patience, cut)
 
+    async def _learn_models(self, worker: Worker, now: float) -> None:
+        """Ask which models a worker serves, once for each incarnation and then now and then."""
+        if now - self._asked.get(worker, -math.inf) < _MODELS_SECONDS:
+            return
+        self._asked[worker] = now
+        names = await self._models.names(worker, self._headers)
+        if names is not None:
+            self._router.serves(worker, names)
+
     def _forget_others(self, urls: set[str]) -> None:
         for kept in (self._unreached, self._complaints):
             for url in kept.keys() - urls:
                 del kept[url]
+        for worker in self._asked.keys() - set(self._router.workers()):
+            del self._asked[worker]
 
     def _complain(self, worker: Worker, unfit: str) -> None:
         """Say once that a worker which is well cannot be used, and once that it can."""

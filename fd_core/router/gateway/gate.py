@@ -108,7 +108,7 @@ class Gate:
         body = await read_body(request, self._config.max_body_bytes)
         session = request.headers.get("X-Session-Id", "")[:256] or None
         if request.path in _COMPUTES_NOTHING:
-            asked = RouteRequest(np.zeros(1, np.int32), session)
+            asked = RouteRequest(np.zeros(1, np.int32), session, model=self.reader.model(body))
         else:
             asked = await self.reader.read(body, session)
         exchange = Exchange(

@@ -63,6 +63,13 @@ class Models:
         root = models[0].get("root") or models[0].get("id") if models else None
         return root if isinstance(root, str) else None
 
+    async def names(self, worker: Worker, headers: Mapping[str, str]) -> frozenset[str] | None:
+        """Return the names of what one worker serves; None if it does not say."""
+        found = await self._of(worker, headers)
+        if isinstance(found, ApiError):
+            return None
+        return frozenset(name for model in found if isinstance(name := model.get("id"), str))
+
     async def _of(self, worker: Worker, headers: Mapping[str, str]) -> list[dict[str, Any]] | ApiError:
         try:
             async with self._session.get(

@@ -129,9 +129,15 @@ def _assemble(
     pages.prompts = BY_BYTES if text is None else by_tokenizer(text.name)
     forwarder = Forwarder(router, session, waits, Pairs(router, metrics, ticket_key), metrics)
     gate = Gate(config, _reader(text), forwarder, models, Aborts(router, session), pages, metrics)
-    return _Parts(
-        router, session, gate, pages, models, HealthChecks(router, session, waits, config.unreachable_seconds)
+    checks = HealthChecks(
+        router,
+        session,
+        waits,
+        models,
+        headers=to_worker_itself(config.worker_api_keys),
+        patience=config.unreachable_seconds,
     )
+    return _Parts(router, session, gate, pages, models, checks)
 
 
 def _reader(text: ModelText | None) -> PromptReader:

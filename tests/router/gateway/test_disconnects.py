@@ -16,12 +16,14 @@ WORDS = ("die", "head", "after:1", "torn:2", "429", "503", "500", "json", "unend
 @in_loop
 async def test_a_quarter_leaves_early_and_workers_fail_at_random(policy: str) -> None:
     rng = random.Random(7)
-    total = 2000
+    total = 1000
+    settings = {"policy": policy, "circuit_open_secs": 0.01, "circuit_max_open_secs": 0.02}
+    settings["health_check_timeout_secs"] = 10.0  # all of them share one event loop, which is busy
     async with (
         FakeWorker("a") as a,
         FakeWorker("b") as b,
         FakeWorker("c") as c,
-        routed(a, b, c, router={"policy": policy, "circuit_open_secs": 0.01, "circuit_max_open_secs": 0.02}) as live,
+        routed(a, b, c, router=settings) as live,
     ):
         for worker in (a, b, c):
             worker.pause = 0.001
@@ -47,7 +49,7 @@ async def test_a_quarter_leaves_early_and_workers_fail_at_random(policy: str) ->
                     outcomes["told"] += 1
 
         await asyncio.gather(*(ask() for _ in range(total)))
-        assert sum(outcomes.values()) == total and outcomes["left"] > 400 and outcomes["whole"] > 800
+        assert sum(outcomes.values()) == total and outcomes["left"] > 200 and outcomes["whole"] > 400
         await live.comes_to_rest()
         await asyncio.sleep(0.05)
         assert a.running == b.running == c.running == 0

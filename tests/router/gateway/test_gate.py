@@ -79,6 +79,23 @@ async def test_paths(method: str, path: str, status: int) -> None:
         assert len(worker.seen) == (status == 200)
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize"])
+@in_loop
+async def test_requests_go_to_who_serves_their_model(path: str) -> None:
+    async with (
+        FakeWorker("a", "json", models=("m",)) as a,
+        FakeWorker("b", "json", models=("n",)) as b,
+        routed(a, b, worker_api_keys=("worker-key",)) as live,
+    ):
+        await asyncio.sleep(0.15)
+        for _ in range(3):
+            assert json.loads((await live.post(path, {"prompt": "x", "model": "n"}))[2])["worker"] == "b"
+        assert not a.seen and len(b.seen) == 3
+        a.usual = b.usual = "404"
+        status, _, body = await live.post(path, {"prompt": "x", "model": "unknown"})
+        assert (status, json.loads(body)["error"]["code"]) == (404, "model_not_found")
+
+
 @in_loop
 async def test_requests_are_aborted_wherever_they_run() -> None:
     ids = {"req_ids": ["one", "two", "three"]}
