@@ -8,7 +8,7 @@ import pytest
 
 from tests.soak.service import SMALL, endure
 
-CAST = ("mixed",) * 6
+CAST = ("prefill", "decode", "mixed") * 2
 
 
 @pytest.mark.slow

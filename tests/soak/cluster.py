@@ -13,15 +13,17 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import aiohttp
 
 __all__ = ["Cluster", "Node", "Usage", "cluster_of", "eventually"]
 
-_START_SECONDS = 120.0
-_END_SECONDS = 60.0
-_ASK_SECONDS = aiohttp.ClientTimeout(total=20)
+_START_SECONDS: Final = 120.0
+_END_SECONDS: Final = 60.0
+_ASK_SECONDS: Final = aiohttp.ClientTimeout(total=20)
+_CONNECTORS: Final = ("tcp", "shared_memory")
+"""Of decode workers, in turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,33 +162,35 @@ class Cluster:
 
 @contextlib.asynccontextmanager
 async def cluster_of(
-    folder: Path, serve: Sequence[str], route: Sequence[str], roles: Sequence[str]
+    folder: Path, roles: Sequence[str], *, serve: Sequence[str], pair: Sequence[str], route: Sequence[str]
 ) -> AsyncIterator[Cluster]:
-    """Run a router and a worker for each of `roles`, every other mixed one registered by itself; end all with Ctrl-C.
+    """Run a router and a worker for each of `roles`; end all with Ctrl-C, and look for tracebacks.
 
-    `serve` and `route` are what follows `fdcore serve` and `fdcore route` for all of them.
+    `serve` and `route` are what follows `fdcore serve` and `fdcore route` for all of them, `pair` what follows for
+    prefill and decode workers. Every other worker of a role registers itself, the rest is named to the router.
     """
     secret = folder / "secret"
     secret.write_text("a-secret-of-this-cluster\n")
     secret.chmod(0o600)
     port, admin, *ports = _free_ports(2 + len(roles))
     joins = ("--router", f"http://127.0.0.1:{admin}", "--router-secret-file", str(secret))
+    shared = ("--transfer-secret-file", str(secret))
     workers: list[Node] = []
-    named: list[str] = []
+    route = [*route, "--admin-port", str(admin), "--router-secret-file", str(secret), *shared]
     for role, at in zip(roles, ports, strict=True):
-        number = sum(worker.role == role for worker in workers) + 1
-        node = Node(f"{role}-{number}", role, at, ["serve", *serve], folder / f"{role}-{number}.log")
+        number = sum(worker.role == role for worker in workers)
+        arguments = ["serve", *serve]
         if role != "mixed":
-            node.arguments = [*node.arguments, "--role", role, "--transfer-secret-file", str(secret)]
-        if role == "mixed" and number % 2:
-            node.arguments = [*node.arguments, *joins]
+            arguments += ["--role", role, *shared, *pair]
+        if role == "decode":
+            arguments += ["--kv-connector", _CONNECTORS[number % len(_CONNECTORS)]]
+        node = Node(f"{role}-{number + 1}", role, at, arguments, folder / f"{role}-{number + 1}.log")
+        if number % 2:
+            route += ["--worker" if role == "mixed" else f"--{role}", node.url]
         else:
-            named += ["--worker" if role == "mixed" else f"--{role}", node.url]
+            arguments += joins
         workers.append(node)
-    own = ("--admin-port", str(admin), "--router-secret-file", str(secret))
-    router = Node("router", "router", port, ["route", *route, *own, *named], folder / "router.log")
-    if set(roles) - {"mixed"}:
-        router.arguments = [*router.arguments, "--transfer-secret-file", str(secret)]
+    router = Node("router", "router", port, ["route", *route], folder / "router.log")
     try:
         for node in (router, *workers):
             node.start()

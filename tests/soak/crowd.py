@@ -98,21 +98,25 @@ class Manner:
     when: float
     """Within [0, 1): how early or late that is."""
     slow: bool
+    salt: str
+    """Prompts of one salt share their prefixes; it changes no answer."""
 
 
 def manners(prompts: Sequence[Prompt], count: int, seed: int) -> list[Manner]:
-    """Return who asks what and how: a quarter leaves, a fifth does not stream, one in forty reads slowly."""
+    """Return who asks what and how: a quarter leaves, a fifth does not stream, one in forty reads slowly, half of
+    them share prefixes."""
     rng = random.Random(seed)
     short = [index for index, prompt in enumerate(prompts) if not prompt.long]
     long = [index for index, prompt in enumerate(prompts) if prompt.long]
     made: list[Manner] = []
-    for _ in range(count):
+    for number in range(count):
         slow = rng.random() < 0.025
         stream = slow or rng.random() < 0.8
         leaves: Leaves = "never"
         if rng.random() < 0.25:
             leaves = rng.choice(("before", "middle", "middle", "end")) if stream else "before"
-        made.append(Manner(rng.choice(long if slow else short), stream, leaves, rng.random(), slow))
+        salt = f"{seed}-{number}" if rng.random() < 0.5 else "shared"
+        made.append(Manner(rng.choice(long if slow else short), stream, leaves, rng.random(), slow, salt))
     return made
 
 
@@ -166,11 +170,6 @@ class Crowd:
         self._whole = whole
         self._at_once = at_once
         self._longest = longest
-        self._bodies = {
-            (index, stream): msgspec.json.encode({**prompt.body, "stream": stream})
-            for index, prompt in enumerate(prompts)
-            for stream in (False, True)
-        }
         self.asked = 0
 
     async def ask_all(self, every: Iterable[Manner]) -> None:
@@ -218,7 +217,7 @@ class Crowd:
         prompt = self._prompts[manner.prompt]
         asking = session.post(
             prompt.path,
-            data=self._bodies[manner.prompt, manner.stream],
+            data=msgspec.json.encode({**prompt.body, "stream": manner.stream, "cache_salt": manner.salt}),
             headers={"Content-Type": "application/json"},
         )
         if manner.leaves == "before":

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Final
 from tests.server.processes import serving
 from tests.soak.cluster import Cluster, Usage, cluster_of
 from tests.soak.crowd import Answer, Crowd, Manner, Prompt, Report, ask_alone, manners
-from tests.soak.troubles import KINDS, Executed, Kind, plan, work_off
+from tests.soak.troubles import KINDS, SHORT, UNREACHABLE_SECONDS, Executed, Kind, plan, work_off
 from tests.soak.watching import Watch, at_rest, usages
 
 __all__ = ["NULL", "SMALL", "SMOLLM2", "Scale", "endure"]
@@ -23,6 +24,8 @@ _STEMS: Final = 12
 _NO_ENDS: Final = ("selected", "prompt_blocks", "hit_blocks")
 """What is no end of a selection in a tally."""
 _MIB: Final = 1 << 20
+_NOTICES_SECONDS: Final = 1.0
+"""How much later than the router a busy client may find that its answer has begun."""
 _SPARE_DESCRIPTORS: Final = 12
 """For each connection that can be idle by then: health checks keep some of those to each worker in use."""
 _SPARE_THREADS: Final = 4
@@ -46,13 +49,20 @@ class Scale:
     """Tokens of an answer that fills every buffer on its way."""
     longest: float
     """Seconds that one request may take."""
+    pair: tuple[str, ...]
+    """What prefill and decode workers are told besides."""
     rounds: int = 2
     kinds: tuple[Kind, ...] = KINDS
-    rests: float = 12.0
+    rests: float = 5.0
     """Seconds after which nothing may be counted or leased any more."""
 
 
-_HEALTH: Final = ("--health-check-interval-secs", "0.5", "--health-check-timeout-secs", "2")
+_HEALTH: Final = (
+    *("--health-check-interval-secs", "0.5", "--health-check-timeout-secs", "2"),
+    *("--unreachable-timeout", str(UNREACHABLE_SECONDS)),
+    # Up to three workers are in trouble at a time, and one of the others can take every request.
+    *("--max-attempts", "6"),
+)
 _SERVE: Final = ("--num-threads", "1", "--log-level", "warning", "--block-size", "16")
 NULL: Final = Scale(
     model="null",
@@ -67,8 +77,9 @@ NULL: Final = Scale(
     prompts=300,
     long_tokens=1200,
     longest=60.0,
+    pair=("--lease-seconds", "2"),
 )
-SMALL: Final = replace(NULL, requests=800, at_once=16, prompts=60, long_tokens=800, rounds=1)
+SMALL: Final = replace(NULL, requests=800, at_once=16, prompts=60, long_tokens=800, rounds=1, kinds=SHORT)
 """Less than a minute."""
 SMOLLM2: Final = Scale(
     model="smollm2",
@@ -80,6 +91,7 @@ SMOLLM2: Final = Scale(
     prompts=40,
     long_tokens=120,
     longest=300.0,
+    pair=("--lease-seconds", "5"),
     rounds=1,
 )
 
@@ -96,7 +108,6 @@ class Run:
     seconds: float = 0.0
     rested: float = 0.0
     streams_broken: int = 0
-    requeued: float = 0.0
 
 
 def endure(folder: Path, scale: Scale, roles: Sequence[str], seed: int) -> Run:
@@ -115,7 +126,7 @@ async def _run(
     folder: Path, scale: Scale, roles: Sequence[str], seed: int, prompts: list[Prompt], whole: list[list[Answer]]
 ) -> Run:
     every = manners(prompts, scale.requests, seed)
-    async with cluster_of(folder, scale.serve, scale.route, roles) as cluster:
+    async with cluster_of(folder, roles, serve=scale.serve, pair=scale.pair, route=scale.route) as cluster:
         crowd = Crowd(cluster.router.url, prompts, whole, at_once=scale.at_once, longest=scale.longest)
         # What is allocated once, such as threads at the first request, belongs to the start.
         await crowd.ask_all(manners(prompts, scale.requests // 20, seed + 1))
@@ -130,13 +141,14 @@ async def _run(
                 await asyncio.sleep(0.05)
 
         async with asyncio.TaskGroup() as group:
-            looking = group.create_task(watch.look())
+            looking = group.create_task(watch.look_on())
             working = [group.create_task(work_off(lane, cluster, done, begins)) for lane in lanes.values()]
             await crowd.ask_all(_until_worked_off(every, working))
             await asyncio.gather(*working)
             looking.cancel()
         run = Run(crowd.report, done, watch, before, seconds=time.monotonic() - began)
         run.rested = await at_rest(cluster, scale.rests)
+        await watch.look()
         shown = await cluster.status()
         assert shown["faults"] == 0
         for each in shown["workers"]:
@@ -144,8 +156,6 @@ async def _run(
             ends = sum(count for name, count in tally.items() if name not in _NO_ENDS)
             assert tally["selected"] == ends, each
         run.streams_broken = shown["streams_broken"]
-        for worker in cluster.workers:
-            run.requeued += (await cluster.metrics(worker))["requests_requeued_total"]
         run.after = await _usages_at_rest(cluster, before)
         return run
 
@@ -213,11 +223,10 @@ def _tell(run: Run) -> None:
     for name, count in sorted(report.outcomes.items()):
         print(f"  {name}: {count}")
     print(*done.happened, sep="\n")
-    print(
-        f"{len(done.kills)} servers killed under {done.requests_at_kills} requests, {run.streams_broken} streams broken"
-    )
-    print(f"{run.requeued:.0f} requests taken up by another engine; at rest after {run.rested:.2f} s")
-    print(f"{watch.samples} samples; at most {watch.most_requests} requests; {watch.most_by_gauge}")
+    print(f"{len(done.hits)} workers lost under {done.requests_hit} requests, {run.streams_broken} streams broken")
+    print(f"at rest after {run.rested:.2f} s; {watch.samples} samples")
+    print(f"at most {watch.most_requests} requests on workers; at most on one worker: {watch.most_by_gauge}")
+    print("workers together:", *(f"{name}={count}" for name, count in sorted(watch.counted().items())))
     resident = [size // _MIB for size in watch.resident_bytes]
     print(
         f"router: {resident[:: max(1, len(resident) // 12)]} MiB; {run.before['router']} became {run.after['router']}"
@@ -234,11 +243,21 @@ def _check(run: Run, scale: Scale) -> None:
     assert not report.count("refused"), "somebody could have taken it"
     for broken in report.broken:
         assert broken.code == "worker_lost", broken
-        assert any(broken.began <= dead and broken.ended >= before for before, dead in done.kills), (
-            f"a stream broke off that no killed worker had begun: {broken}, {done.kills}"
+        assert any(broken.began <= dead + _NOTICES_SECONDS and broken.ended >= before for before, dead in done.hits), (
+            f"a stream broke off that no lost worker had begun: {broken}, {done.hits}"
         )
     # What came to a worker between the look at it and its end is not counted there.
-    assert len(report.broken) <= run.streams_broken <= done.requests_at_kills + 8 * len(done.kills)
+    assert len(report.broken) <= run.streams_broken <= done.requests_hit + 8 * len(done.hits)
     assert not (grown := _grown(run.before, run.after)), grown
     half = watch.resident_bytes[len(watch.resident_bytes) // 2]
     assert run.after["router"].resident_bytes < half + _SPARE_BYTES
+    _check_work(watch.counted(), watch.cluster)
+
+
+def _check_work(counted: Counter[str], cluster: Cluster) -> None:
+    """Check what the workers say of their own work, which has to be of every kind, and none of it wrong."""
+    wrong = ('engine_finished_total{reason="error"}', "stale_outputs_total", "kv_transfer_dropped_frames_total")
+    assert not any(counted[name] for name in (*wrong, 'prefills_elsewhere_total{outcome="damaged"}')), counted
+    if any(worker.role == "decode" for worker in cluster.workers):
+        assert counted['prefills_elsewhere_total{outcome="transferred"}'] > 0
+        assert counted['prefills_elsewhere_total{outcome="held"}'] > 0

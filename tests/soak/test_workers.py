@@ -15,7 +15,7 @@ from tests.soak.service import NULL, SMOLLM2, Scale, endure
 pytestmark = pytest.mark.soak
 
 SEED = int(os.environ.get("FD_SOAK_SEED", "20261121"))
-CAST = ("mixed",) * 6
+CAST = ("prefill", "decode", "mixed") * 2
 
 
 @pytest.mark.timeout(900)

@@ -9,14 +9,19 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from tests.soak.cluster import Cluster, Node
 
-__all__ = ["Executed", "Kind", "Trouble", "plan", "work_off"]
+__all__ = ["KINDS", "SHORT", "UNREACHABLE_SECONDS", "Executed", "Kind", "Trouble", "plan", "work_off"]
 
-Kind = Literal["kill", "stop", "kill_engine", "drain"]
-KINDS: Final[tuple[Kind, ...]] = ("kill", "stop", "kill_engine", "drain")
+Kind = Literal["kill", "stop", "hang", "kill_engine", "drain"]
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+SHORT: Final[tuple[Kind, ...]] = ("kill", "stop", "kill_engine", "drain")
+UNREACHABLE_SECONDS: Final = 8
+"""For so long a stopped worker may hold its streams up: longer than a stop, shorter than a hang."""
+_SECONDS: Final[dict[Kind, tuple[float, float]]] = {"stop": (3.0, 6.0), "hang": (12.0, 14.0)}
+_SECONDS_AWAY: Final = (0.2, 1.2)
 _RECOVERS_SECONDS: Final = 120.0
 _BUSY_SECONDS: Final = 5.0
 """How long a worker that is to be killed is waited for to have something to lose."""
@@ -36,11 +41,11 @@ class Trouble:
 class Executed:
     """What has happened so far."""
 
-    kills: list[tuple[float, float]] = field(default_factory=list)
-    """When servers were killed: from just before until they were surely dead."""
+    hits: list[tuple[float, float]] = field(default_factory=list)
+    """When workers were killed or began to hang: from just before until they were surely gone."""
     happened: list[str] = field(default_factory=list)
-    requests_at_kills: int = 0
-    """Requests that the router counted on workers right before they were killed."""
+    requests_hit: int = 0
+    """Requests that the router counted on those workers right before."""
 
 
 def plan(
@@ -51,14 +56,12 @@ def plan(
     lanes = {}
     for role in sorted(set(roles)):
         those = [number for number, each in enumerate(roles) if each == role]
-        lane = [Trouble(kind, rng.choice(those), _away(kind, rng)) for kind in kinds * rounds]
+        lane = [
+            Trouble(kind, rng.choice(those), rng.uniform(*_SECONDS.get(kind, _SECONDS_AWAY))) for kind in kinds * rounds
+        ]
         rng.shuffle(lane)
         lanes[role] = lane
     return lanes
-
-
-def _away(kind: Kind, rng: random.Random) -> float:
-    return rng.uniform(3.0, 6.0) if kind == "stop" else rng.uniform(0.2, 1.2)
 
 
 async def work_off(
@@ -77,19 +80,23 @@ async def work_off(
 
 
 async def _kill(cluster: Cluster, worker: Node, seconds: float, done: Executed) -> None:
-    ends = time.monotonic() + _BUSY_SECONDS
-    while not (running := await _requests_at(cluster, worker)) and time.monotonic() < ends:
-        await asyncio.sleep(0.01)
-    done.requests_at_kills += running
-    before = time.monotonic()
+    before = await _about_to_hit(cluster, worker, done)
     await worker.kill()
-    done.kills.append((before, time.monotonic()))
+    done.hits.append((before, time.monotonic()))
     await asyncio.sleep(seconds)
     worker.start()
 
 
 async def _stop(cluster: Cluster, worker: Node, seconds: float, done: Executed) -> None:
     worker.send_all(signal.SIGSTOP)
+    await asyncio.sleep(seconds)
+    worker.send_all(signal.SIGCONT)
+
+
+async def _hang(cluster: Cluster, worker: Node, seconds: float, done: Executed) -> None:
+    before = await _about_to_hit(cluster, worker, done)
+    worker.send_all(signal.SIGSTOP)
+    done.hits.append((before, time.monotonic()))
     await asyncio.sleep(seconds)
     worker.send_all(signal.SIGCONT)
 
@@ -110,9 +117,18 @@ async def _drain(cluster: Cluster, worker: Node, seconds: float, done: Executed)
     worker.start()
 
 
+async def _about_to_hit(cluster: Cluster, worker: Node, done: Executed) -> float:
+    """Wait until the worker has something to lose; return the time."""
+    ends = time.monotonic() + _BUSY_SECONDS
+    while not (running := await _requests_at(cluster, worker)) and time.monotonic() < ends:
+        await asyncio.sleep(0.01)
+    done.requests_hit += running
+    return time.monotonic()
+
+
 async def _requests_at(cluster: Cluster, worker: Node) -> int:
     shown = (await cluster.status())["workers"]
     return sum(each["load"]["requests"] for each in shown if each["worker"]["url"] == worker.url)
 
 
-_HAPPENS: Final = {"kill": _kill, "stop": _stop, "kill_engine": _kill_engine, "drain": _drain}
+_HAPPENS: Final = {"kill": _kill, "stop": _stop, "hang": _hang, "kill_engine": _kill_engine, "drain": _drain}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -16,6 +17,18 @@ __all__ = ["Watch", "at_rest", "gauges_of", "usages"]
 
 _EVERY_SECONDS: Final = 0.5
 _NOTHING: Final = {"requests": 0, "waiting": 0, "prefill_tokens": 0}
+_COUNTERS: Final = (
+    *("preemptions_total", "requests_requeued", "prefix_hits", "stale_outputs", "prefills_elsewhere"),
+    *(
+        "kv_leases_ended",
+        "kv_leases_refused",
+        "kv_fetched_tokens",
+        "kv_sent_blocks",
+        "kv_transfer_dropped",
+        "engine_finished_total",
+    ),
+)
+"""What tells whether a run has tried what it was to try."""
 _OPEN_LEASES: Final = "leases_open"
 _ROUTER_GAUGES: Final = (
     *("router_requests", "router_prefill_tokens"),
@@ -34,14 +47,26 @@ class Watch:
     resident_bytes: list[int] = field(default_factory=list)
     """Of the router."""
     violations: set[str] = field(default_factory=set)
+    _counted: dict[tuple[str, int, float], dict[str, float]] = field(default_factory=dict)
 
-    async def look(self) -> None:
+    def counted(self) -> Counter[str]:
+        """Return what every life of every worker has counted, up to the last look at it."""
+        total: Counter[str] = Counter()
+        for counts in self._counted.values():
+            total.update({name: int(count) for name, count in counts.items() if count})
+        return total
+
+    async def look_on(self) -> None:
         """Take samples until cancelled."""
         while True:
-            await self._router()
-            for worker in self.cluster.workers:
-                await self._worker(worker)
+            await self.look()
             await asyncio.sleep(_EVERY_SECONDS)
+
+    async def look(self) -> None:
+        """Take a sample of every process."""
+        await self._router()
+        for worker in self.cluster.workers:
+            await self._worker(worker)
 
     async def _router(self) -> None:
         shown = await self.cluster.status()
@@ -62,6 +87,8 @@ class Watch:
         except (aiohttp.ClientError, TimeoutError, OSError):
             return  # it is in trouble
         self._not_negative(worker.name, metrics)
+        life = (worker.name, worker.starts, metrics["engine_epoch"])
+        self._counted[life] = {name: count for name, count in metrics.items() if name.startswith(_COUNTERS)}
         for name in gauges_of(metrics):
             self.most_by_gauge[name] = max(self.most_by_gauge.get(name, 0.0), metrics[name])
 
