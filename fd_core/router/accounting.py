@@ -26,7 +26,7 @@ class Load:
     waiting: int = 0
     """Those of them of which no token came yet."""
     prefill_tokens: int = 0
-    """Tokens of the prompts of those."""
+    """Tokens of the prompts of those, without what the worker was believed to hold or to compute already."""
 
     def plus(self, other: Load) -> Load:
         """Both together."""
@@ -112,7 +112,7 @@ class Ledger:
         self._faults += 1
 
     def take(self, worker: Worker, prefill_tokens: int, *, ends_at_first_token: bool = False) -> Guard:
-        """Count one request with so many prompt tokens to compute on `worker`; the guard gives it back."""
+        """Count one request with so many prompt tokens left to compute on `worker`; the guard gives it back."""
         held = Load(requests=1, waiting=1, prefill_tokens=prefill_tokens)
         self._loads[worker] = self.load(worker).plus(held)
         return Guard(self, worker, held, ends_at_first_token=ends_at_first_token)

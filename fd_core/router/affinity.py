@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import numpy as np
 
@@ -14,30 +14,38 @@ from fd_core.router.policies import Candidate, Policy, View, by_requests, by_tok
 
 __all__ = ["CacheAware", "PrefixHash", "Session"]
 
+_TWICE: Final = 6
+"""What a token costs that is computed though another worker holds it: its own time; that of those which its block
+pushes out of the cache, now there and here; and both again when the conversation goes on. Between 4 (the first token
+comes soonest) and 8 (the most hits) the choice is flat on recorded conversations, see `benchmarks/NOTES.md`."""
+_REQUEST: Final = 256
+"""Prompt tokens that cost the others on a worker as much as a request that decodes there."""
+
 
 class CacheAware(Policy):
-    """Where the longest part of the prompt is cached, weighed against load, as FastDeploy's router weighs them.
+    """Where the least is left to compute, of this prompt and of those before it.
 
-    The smallest `(1 - hit) * hit-ratio-weight + load / largest load * load-balance-weight`, then the fewest prefill
-    tokens; `hit` is the share of the prompt's blocks that the worker holds, `load` its requests. If loads differ by
-    more than both thresholds, prefill tokens alone decide until they do not.
+    The smallest `missing * hit-ratio-weight + load * load-balance-weight`, both in prompt tokens: `missing` are those
+    that the worker neither holds nor computes at this moment, each worth several (`_TWICE`), `load` those that others
+    on it still wait for, and a share for each of its requests. If the requests of two workers differ by more than both
+    thresholds, prompt tokens still to compute decide alone until they do not.
     """
 
     uses_prefix: ClassVar[bool] = True
 
     def choose(self, view: View) -> Candidate:
-        """The best sum of hit and load, or the fewest tokens where load is out of balance."""
+        """The smallest sum of hit and load, or the fewest tokens where load is out of balance."""
         loads = [candidate.load.requests for candidate in view.candidates]
         largest = max(loads)
         apart = largest - min(loads)
         if apart > self.config.balance_abs_threshold and apart > self.config.balance_rel_threshold * largest:
             return least(view.candidates, by_tokens, view.random)
-        blocks = max(1, len(view.keys))
 
         def cost(candidate: Candidate) -> tuple[float, ...]:
-            missing = (blocks - candidate.hits) / blocks * self.config.hit_ratio_weight
-            busy = candidate.load.requests / max(1, largest) * self.config.load_balance_weight
-            return (missing + busy, candidate.load.prefill_tokens)
+            missing = len(view.tokens) - candidate.coming * self.config.cache_block_size
+            load = candidate.load.prefill_tokens + candidate.load.requests * _REQUEST
+            weights = (self.config.hit_ratio_weight, self.config.load_balance_weight)
+            return (missing * _TWICE * weights[0] + load * weights[1],)
 
         return least(view.candidates, cost, view.random)
 

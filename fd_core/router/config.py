@@ -41,12 +41,15 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, rename="kebab", fo
     """Blocks that the prefix index remembers of each worker."""
     max_sessions: int = 65_536
     """Sessions that the policy `session` remembers."""
-    balance_abs_threshold: float = 1.0
+    balance_abs_threshold: float = 32.0
     """cache_aware looks at load alone if the requests of two workers differ by more than this, and by more than..."""
-    balance_rel_threshold: float = 0.2
-    """...this share of those of the most loaded one."""
+    balance_rel_threshold: float = 0.5
+    """...this share of those of the most loaded one. FastDeploy's 1 and 0.2 leave few hits where a worker has several
+    requests at a time."""
     hit_ratio_weight: float = 1.0
+    """For cache_aware: what the tokens count that a worker would have to compute..."""
     load_balance_weight: float = 1.0
+    """...against those that it still has to compute for others."""
     waiting_weight: float = 1.0
     """What a request that waits for its first token weighs against a running one in metrics_score."""
     prefix_hash_blocks: int = 1

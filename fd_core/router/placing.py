@@ -9,9 +9,9 @@ from fd_core.errors import PluginError
 from fd_core.router.accounting import Ledger
 from fd_core.router.config import RouterConfig
 from fd_core.router.policies import Candidate, Policy, View
-from fd_core.router.prefix_index import PrefixIndex, block_hasher, block_keys
+from fd_core.router.prefix_index import Computing, PrefixIndex, block_hasher, block_keys
 from fd_core.router.selection import Mode, NoWorker, RouteRequest
-from fd_core.router.workers import ROLES, Member, Registry, Role, WorkerState
+from fd_core.router.workers import ROLES, Member, Registry, Role, Worker, WorkerState
 
 __all__ = ["PARTS", "Placement", "Placing"]
 
@@ -32,6 +32,8 @@ class Placement:
     """One for each role of `PARTS[mode]`."""
     keys: tuple[bytes, ...]
     hits: int
+    missing: int
+    """Tokens of the prompt that the prefill side is believed to have to compute."""
 
 
 class Placing:
@@ -44,12 +46,14 @@ class Placing:
         registry: Registry,
         ledger: Ledger,
         index: PrefixIndex,
+        computing: Computing,
     ) -> None:
         self._config = config
         self._policies = policies
         self._registry = registry
         self._ledger = ledger
         self._index = index
+        self._computing = computing
         self._hasher = block_hasher(config.cache_block_size)
 
     def place(self, request: RouteRequest, tried: frozenset[str], now: float, random: float) -> Placement | NoWorker:
@@ -61,12 +65,13 @@ class Placing:
         keys: tuple[bytes, ...] = ()
         if any(self._policies[role].uses_prefix for role in roles):
             keys = block_keys(self._hasher, request.tokens, request.salt)
-        members, hits = [], 0
+        members, hits, missing = [], 0, request.length
         for role, number in zip(roles, (random, random * _SECOND_DRAW % 1.0), strict=False):
             chosen = self._choose(role, pools[role], request, keys, now, number)
-            hits = chosen.hits if role != "decode" else hits
+            if role != "decode":
+                hits, missing = chosen.hits, self._missing(request, chosen)
             members.append(next(member for member in pools[role] if member.worker == chosen.worker))
-        return Placement(tuple(members), keys, hits)
+        return Placement(tuple(members), keys, hits, missing)
 
     def possible(self) -> bool:
         """Whether a mixed worker, or both sides of a pair, are well enough to be chosen."""
@@ -118,9 +123,9 @@ class Placing:
         random: float,
     ) -> Candidate:
         policy = self._policies[role]
-        match = self._index.match if policy.uses_prefix else _nothing
+        known = self._known if policy.uses_prefix else _nothing
         candidates = tuple(
-            Candidate(one.worker, self._ledger.load(one.worker), match(one.worker, keys, now)) for one in pool
+            Candidate(one.worker, self._ledger.load(one.worker), *known(one.worker, keys, now)) for one in pool
         )
         seen = keys if policy.uses_prefix else ()
         chosen = policy.choose(View(candidates, request.tokens, seen, request.session, random, now))
@@ -129,9 +134,19 @@ class Placing:
             raise PluginError(f"router policy {name} chose {chosen!r:.200}, which is not one of the candidates")
         return chosen
 
+    def _known(self, worker: Worker, keys: tuple[bytes, ...], now: float) -> tuple[int, int]:
+        """Return the leading blocks that a worker is believed to hold, and those with what it computes for others."""
+        hits = self._index.match(worker, keys, now)
+        return hits, max(hits, self._computing.match(worker, keys))
 
-def _nothing(*_: object) -> int:
-    return 0
+    def _missing(self, request: RouteRequest, chosen: Candidate) -> int:
+        """Return the tokens that are left to compute; the last one always is."""
+        left = request.length - chosen.coming * self._config.cache_block_size
+        return min(request.length, max(1, left))
+
+
+def _nothing(*_: object) -> tuple[int, int]:
+    return 0, 0
 
 
 def _serving(model: str, pools: dict[Role, list[Member]]) -> dict[Role, list[Member]]:

@@ -38,6 +38,8 @@ class Candidate:
     load: Load
     hits: int = 0
     """Leading blocks of the prompt that it is believed to hold; 0 unless the policy says `uses_prefix`."""
+    coming: int = 0
+    """Leading blocks that it holds or computes for another request; at least `hits`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

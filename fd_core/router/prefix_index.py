@@ -7,14 +7,15 @@ them. Only what a worker really served is recorded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+from collections.abc import Callable, Sequence
 
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.router.expiring import Expiring
 from fd_core.router.workers import Worker
 from fd_core.types import IntArray
 
-__all__ = ["PrefixIndex", "block_hasher", "block_keys"]
+__all__ = ["Computing", "PrefixIndex", "block_hasher", "block_keys"]
 
 
 def block_hasher(block_size: int) -> PrefixHasher:
@@ -32,8 +33,9 @@ def block_keys(hasher: PrefixHasher, tokens: IntArray, salt: str = "") -> tuple[
 class PrefixIndex:
     """Which leading blocks each worker is believed to hold, for so many seconds and at most so many of each worker.
 
-    Recording and matching cost time in proportion to the blocks of the prompt, whatever the index holds. Of a prefix
-    the end leaves before the beginning: what is held of a worker is always whole paths from the root.
+    Recording costs time in proportion to the blocks of the prompt, matching in proportion to their logarithm, whatever
+    the index holds. Of a prefix the end leaves before the beginning: what is held of a worker is always whole paths
+    from the root.
     """
 
     def __init__(self, *, duration: float, capacity: int) -> None:
@@ -58,10 +60,7 @@ class PrefixIndex:
         held = self._held.get(worker)
         if held is None:
             return 0
-        for length, key in enumerate(keys):
-            if not held.has(key, now):
-                return length
-        return len(keys)
+        return _leading(len(keys), lambda block: held.has(keys[block], now))
 
     def remove(self, worker: Worker) -> None:
         """Forget all that `worker` held: it is gone, or came back empty."""
@@ -77,3 +76,45 @@ class PrefixIndex:
     def blocks(self, worker: Worker) -> int:
         """Return how many blocks are kept for `worker`, expired ones that no sweep has met included."""
         return len(self._held.get(worker, ()))
+
+
+class Computing:
+    """Prompts that workers have been given and that have not ended there: what they are about to hold.
+
+    Nothing of it is remembered behind the end. Matching looks only at prompts that have their first block in common.
+    """
+
+    def __init__(self) -> None:
+        self._chains: dict[tuple[Worker, bytes], list[tuple[bytes, ...]]] = {}
+
+    def __len__(self) -> int:
+        """Prompts that are noted."""
+        return sum(map(len, self._chains.values()))
+
+    def begin(self, worker: Worker, keys: tuple[bytes, ...]) -> None:
+        """`worker` was given a prompt of these blocks; `end` has to follow."""
+        if keys:
+            self._chains.setdefault((worker, keys[0]), []).append(keys)
+
+    def end(self, worker: Worker, keys: tuple[bytes, ...]) -> None:
+        """It is through with it, well or not."""
+        if not keys:
+            return
+        chains = self._chains[worker, keys[0]]
+        chains.remove(keys)
+        if not chains:
+            del self._chains[worker, keys[0]]
+
+    def match(self, worker: Worker, keys: Sequence[bytes]) -> int:
+        """Return how many leading blocks `worker` is computing for others."""
+        chains = self._chains.get((worker, keys[0]), ()) if keys else ()
+        return max((_in_common(chain, keys) for chain in chains), default=0)
+
+
+def _in_common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
+    return _leading(min(len(one), len(other)), lambda block: one[block] == other[block])
+
+
+def _leading(blocks: int, there: Callable[[int], bool]) -> int:
+    """Return how many leading blocks are there, given that none is behind one that is not."""
+    return bisect.bisect_left(range(blocks), True, key=lambda block: not there(block))

@@ -18,7 +18,7 @@ from fd_core.router.accounting import IDLE, Ledger, Load
 from fd_core.router.config import RouterConfig, check
 from fd_core.router.placing import Placement, Placing
 from fd_core.router.policies import Policy
-from fd_core.router.prefix_index import PrefixIndex
+from fd_core.router.prefix_index import Computing, PrefixIndex
 from fd_core.router.selection import Mode, NoWorker, RouteRequest, Selection, Verdict
 from fd_core.router.snapshot import RouterSnapshot, Tally, WorkerSnapshot
 from fd_core.router.workers import ROLES, Member, Registry, Role, Worker
@@ -50,7 +50,8 @@ class Router:
         self._ledger = Ledger(self._on_idle)
         self._index = PrefixIndex(duration=config.eviction_duration, capacity=config.max_index_blocks)
         self._policies: dict[Role, Policy] = {role: policy_class(config.policy_of(role))(config) for role in ROLES}
-        self._placing = Placing(config, self._policies, self._registry, self._ledger, self._index)
+        self._computing = Computing()
+        self._placing = Placing(config, self._policies, self._registry, self._ledger, self._index, self._computing)
         self._tallies: dict[Worker, Tally] = {}
         self._by_role: dict[Role, Tally] = dict.fromkeys(ROLES, Tally())
         self._modes: dict[Mode, int] = {"mixed": 0, "pd": 0}
@@ -206,7 +207,7 @@ class Router:
         guards = tuple(
             self._ledger.take(
                 worker,
-                request.length if worker is first else 0,
+                placement.missing if worker is first else 0,
                 ends_at_first_token=worker.role == "prefill",
             )
             for worker in workers
@@ -225,6 +226,7 @@ class Router:
             attempt=attempt,
         )
         self._modes[chosen.mode] += 1
+        self._computing.begin(first, placement.keys)
         return chosen
 
     def _refuse(self, answer: NoWorker) -> NoWorker:
@@ -251,6 +253,7 @@ class Router:
         return True
 
     def _on_release(self, selection: Selection) -> None:
+        self._computing.end(selection.prefill, selection.keys)
         ended_well = selection.verdicts.get(selection.decode) == "served"
         for worker in selection.workers:
             verdict = selection.verdicts.get(worker)

@@ -40,7 +40,7 @@ def test_the_keys_of_fastdeploys_router_are_understood() -> None:
     assert (config.health_failure_threshold, config.health_check_endpoint) == (3, "/ready")
 
 
-def test_defaults_are_fastdeploys_and_keys_may_stand_outside_of_tables() -> None:
+def test_defaults_are_fastdeploys_but_for_balance_and_keys_may_stand_outside_of_tables() -> None:
     assert router_config({}) == RouterConfig()
     assert router_config({"cache_block_size": 16}) == router_config({"cache-block-size": 16})
     config = RouterConfig()
@@ -48,7 +48,7 @@ def test_defaults_are_fastdeploys_and_keys_may_stand_outside_of_tables() -> None
         *("request_num", "process_tokens", "request_num")
     ]
     assert (config.eviction_interval_secs, config.eviction_duration_mins, config.cache_block_size) == (60, 30, 64)
-    assert (config.balance_abs_threshold, config.balance_rel_threshold) == (1, 0.2)
+    assert (config.balance_abs_threshold, config.balance_rel_threshold) == (32, 0.5)
     assert (config.health_check_timeout_secs, config.health_check_interval_secs) == (5, 5)
 
 

@@ -48,6 +48,8 @@ class Attempt:
     selection: Selection
     tokens: tuple[int, ...]
     avoided: frozenset[str]
+    missing: int
+    """Prompt tokens that the prefill side neither holds nor computes for an earlier attempt."""
     started: bool = False
     verdicts: dict[Worker, str] = field(default_factory=dict)
 
@@ -59,7 +61,7 @@ class Attempt:
             elif worker.role == "mixed" and self.started:
                 counted[worker] = Load(1, 0, 0)
             elif not self.started:
-                counted[worker] = Load(1, 1, len(self.tokens))
+                counted[worker] = Load(1, 1, self.missing)
         return counted
 
 
@@ -208,13 +210,13 @@ class Interleavings(RuleBasedStateMachine):
             assert answer.kv_port is not None and answer.kv_port == self.ports[answer.prefill.url]
         else:
             assert answer.kv_port is None
+        missing = len(tokens)
         if self.ready().config.policy_of(answer.prefill.role) == "cache_aware":
-            assert answer.hits == self.leading(answer.prefill, tokens)
-        self.running.append(Attempt(answer, tokens, avoided))
-
-    def leading(self, worker: Worker, tokens: tuple[int, ...]) -> int:
-        held = self.holds.get(worker, set())
-        return next((count for count, block in enumerate(blocks(tokens)) if block not in held), len(blocks(tokens)))
+            held = self.holds.get(answer.prefill, set())
+            assert answer.hits == leading(held, tokens)
+            computed = (blocks(one.tokens) for one in self.running if one.selection.prefill == answer.prefill)
+            missing = max(1, missing - BLOCK * leading(held.union(*computed), tokens))
+        self.running.append(Attempt(answer, tokens, avoided, missing))
 
     @rule(which=st.integers(0, 99))
     def first_token(self, which: int) -> None:
@@ -363,6 +365,10 @@ class Interleavings(RuleBasedStateMachine):
             self.counters_are_what_the_attempts_in_force_add_up_to()
         if self.router is not None:
             assert is_idle(self.router)
+
+
+def leading(held: set[tuple[int, ...]], tokens: tuple[int, ...]) -> int:
+    return next((count for count, block in enumerate(blocks(tokens)) if block not in held), len(blocks(tokens)))
 
 
 def blocks(tokens: tuple[int, ...]) -> list[tuple[int, ...]]:

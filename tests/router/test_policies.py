@@ -24,8 +24,11 @@ def policy(name: str, **settings: object) -> Policy:
     return BUILTINS.router_policy_class(name)(RouterConfig(**settings))  # type: ignore[arg-type]
 
 
-def candidate(number: int, requests: int = 0, tokens: int = 0, hits: int = 0, waiting: int = 0) -> Candidate:
-    return Candidate(Worker(f"http://{number}", "mixed", number), Load(requests, waiting, tokens), hits)
+def candidate(
+    number: int, requests: int = 0, tokens: int = 0, hits: int = 0, waiting: int = 0, coming: int = 0
+) -> Candidate:
+    worker = Worker(f"http://{number}", "mixed", number)
+    return Candidate(worker, Load(requests, waiting, tokens), hits, max(hits, coming))
 
 
 def view(
@@ -101,27 +104,47 @@ def test_metrics_score_weighs_those_that_wait() -> None:
     assert number(policy("metrics_score", waiting_weight=2.0).choose(view(waits, runs))) == 1
 
 
+FOUR_BLOCKS = tuple(range(4 * 64))
+
+
 def test_a_cached_prefix_is_worth_as_much_load_as_the_weights_say() -> None:
-    idle, warm = candidate(0, requests=1), candidate(1, requests=2, hits=3)
-    assert number(policy("cache_aware").choose(view(idle, warm, blocks=4))) == 1
-    barely = candidate(1, requests=2, hits=1)
-    assert number(policy("cache_aware").choose(view(idle, barely, blocks=4))) == 0
-    assert number(policy("cache_aware", load_balance_weight=0.1).choose(view(idle, barely, blocks=4))) == 1
-    assert number(policy("cache_aware", hit_ratio_weight=0.1).choose(view(idle, warm, blocks=4))) == 0
+    idle, warm = candidate(0), candidate(1, tokens=1000, hits=3)
+    asked = view(idle, warm, tokens=FOUR_BLOCKS, blocks=4)
+    assert number(policy("cache_aware").choose(asked)) == 1
+    assert number(policy("cache_aware", load_balance_weight=2).choose(asked)) == 0
+    assert number(policy("cache_aware", hit_ratio_weight=0.5).choose(asked)) == 0
+    barely = candidate(1, tokens=1000, hits=2)
+    assert number(policy("cache_aware").choose(view(idle, barely, tokens=FOUR_BLOCKS, blocks=4))) == 0
 
 
-def test_equal_costs_are_decided_by_tokens() -> None:
-    assert number(policy("cache_aware").choose(view(candidate(0, 1, 50, 1), candidate(1, 1, 40, 1), blocks=2))) == 1
+def test_what_a_worker_computes_for_another_counts_as_if_it_held_it() -> None:
+    idle, busy = candidate(0), candidate(1, requests=1, tokens=256, coming=4)
+    assert number(policy("cache_aware").choose(view(idle, busy, tokens=FOUR_BLOCKS, blocks=4))) == 1
+
+
+def test_between_equal_hits_the_shorter_queue_decides_then_the_fewer_requests() -> None:
+    aware = policy("cache_aware")
+    assert (
+        number(aware.choose(view(candidate(0, 1, 900, 1), candidate(1, 2, 40, 1), tokens=FOUR_BLOCKS, blocks=4))) == 1
+    )
+    assert number(aware.choose(view(candidate(0, 2, 0, 1), candidate(1, 1, 0, 1), tokens=FOUR_BLOCKS, blocks=4))) == 1
+
+
+def test_a_long_history_stays_while_the_queue_is_shorter_than_computing_it_again() -> None:
+    history = tuple(range(100 * 64))
+    home, idle = candidate(0, requests=3, tokens=20_000, hits=99), candidate(1)
+    assert number(policy("cache_aware").choose(view(home, idle, tokens=history, blocks=100))) == 0
 
 
 @pytest.mark.parametrize(
     "busy, settings, out_of_balance",
     [
-        (2, {}, True),
-        (1, {}, False),
-        (2, {"balance_abs_threshold": 2}, False),
-        (2, {"balance_rel_threshold": 1.0}, False),
-        (2, {"balance_rel_threshold": 0.9}, True),
+        (33, {}, True),
+        (32, {}, False),
+        (33, {"balance_abs_threshold": 33}, False),
+        (33, {"balance_rel_threshold": 1.0}, False),
+        (33, {"balance_rel_threshold": 0.9}, True),
+        (2, {"balance_abs_threshold": 1}, True),
     ],
 )
 def test_where_load_is_out_of_balance_tokens_alone_decide(
@@ -129,7 +152,7 @@ def test_where_load_is_out_of_balance_tokens_alone_decide(
 ) -> None:
     warm, cold = candidate(0, requests=busy, tokens=10, hits=4), candidate(1, requests=0, tokens=5)
     weights = {"load_balance_weight": 0.1} | settings
-    chosen = policy("cache_aware", **weights).choose(view(warm, cold, blocks=4))
+    chosen = policy("cache_aware", **weights).choose(view(warm, cold, tokens=FOUR_BLOCKS, blocks=4))
     assert number(chosen) == int(out_of_balance)
 
 

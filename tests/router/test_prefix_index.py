@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fd_core.router.prefix_index import PrefixIndex, block_hasher, block_keys
+from fd_core.router.prefix_index import Computing, PrefixIndex, block_hasher, block_keys
 from fd_core.router.workers import Worker
 
 WORKERS = [Worker(f"http://{name}", "mixed", number) for number, name in enumerate("abc")]
@@ -120,4 +120,31 @@ def test_the_cost_grows_with_the_prompt_and_not_with_what_is_held() -> None:
     once = looks(4, 16)
     assert once <= 16 * 4
     assert [looks(4 * times, 16) for times in (4, 16)] == [once, once]
-    assert [looks(4, 16 * times) for times in (4, 16)] == [once * 4, once * 16]
+    assert once < looks(4, 16 * 4) <= once * 4
+
+
+def test_matching_looks_at_few_blocks_of_a_long_prompt() -> None:
+    index = PrefixIndex(duration=10.0, capacity=10_000)
+    chain = [CountedKey(b"%d" % block) for block in range(8192)]
+    index.record(WORKERS[0], chain[:5000], 0.0)
+    CountedKey.looks = 0
+    assert index.match(WORKERS[0], chain, 0.0) == 5000
+    assert CountedKey.looks <= 14
+
+
+@given(st.lists(st.tuples(st.sampled_from(WORKERS), PROMPTS), max_size=8), PROMPTS, st.data())
+def test_what_is_computed_counts_from_its_beginning_to_its_end(
+    given_out: list[tuple[Worker, list[int]]], asked: list[int], data: st.DataObject
+) -> None:
+    computing = Computing()
+    for worker, tokens in given_out:
+        computing.begin(worker, keys(tokens))
+    for ended in data.draw(st.lists(st.sampled_from(given_out), unique_by=id) if given_out else st.just([])):
+        given_out.remove(ended)
+        computing.end(ended[0], keys(ended[1]))
+    for worker in WORKERS:
+        shared = (
+            len(set(prefixes(asked)) & set(prefixes(tokens))) for computes, tokens in given_out if computes == worker
+        )
+        assert computing.match(worker, keys(asked)) == max(shared, default=0)
+    assert len(computing) == sum(len(tokens) >= 2 for _, tokens in given_out)
