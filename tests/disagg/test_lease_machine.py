@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from fd_core.disagg.lease import wanted
-from fd_core.disagg.messages import Accept, Alive, Piece
+from fd_core.disagg.messages import Accept, Alive, Credit, Piece
 from tests.disagg.world import LONGEST, SILENCE, Leased, Owed, Packet, World
 
 T = TypeVar("T")
@@ -27,6 +27,8 @@ class Leases(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.world = World()
+        self.lied_to: set[str] = set()
+        """Leases whose prefill side was given credit for nothing; only `longest` ends them for certain."""
 
     # What engines do ---------------------------------------------------------------------------------------------
 
@@ -83,7 +85,10 @@ class Leases(RuleBasedStateMachine):
 
     # What ends leases --------------------------------------------------------------------------------------------
 
-    @rule(how=st.sampled_from(["abort", "abort", "give up", "give up", "break", "break", "crash", "cut"]), which=WHICH)
+    @rule(
+        how=st.sampled_from(["abort", "abort", "give up", "give up", "stop early", "break", "crash", "cut"]),
+        which=WHICH,
+    )
     def end(self, how: str, which: int) -> None:
         world = self.world
         if how == "abort":
@@ -92,6 +97,9 @@ class Leases(RuleBasedStateMachine):
         elif how == "give up":
             for owed in chosen([owed for owed in world.prefill.values() if owed.running], which):
                 world.give_up(owed)
+        elif how == "stop early":
+            for owed in chosen([owed for owed in world.prefill.values() if owed.unfinished], which):
+                world.finish_early(owed)
         elif how == "break":
             for owed in chosen(self.with_puts(), which):
                 world.break_put(owed, which % len(owed.puts))
@@ -124,10 +132,13 @@ class Leases(RuleBasedStateMachine):
         if self.world.arrived:
             self.world.repeat(which % len(self.world.arrived))
 
-    @rule()
-    def repeat_the_last(self) -> None:
-        if self.world.arrived:
-            self.world.repeat(-1)
+    @rule(which=WHICH)
+    def repeat_a_piece(self, which: int) -> None:
+        """Of a lease that is still open if there is one, and at once: before or after it was copied."""
+        arrived = [place for place, packet in enumerate(self.world.arrived) if isinstance(packet.message, Piece)]
+        open_ones = [place for place in arrived if self.world.arrived[place].message.lease in self.world.decode]
+        for place in chosen(open_ones or arrived, which):
+            self.world.repeat(place)
             self.world.deliver(-1)
 
     @rule(how=st.sampled_from(["lose", "repeat", "damage", "mix up"]), which=WHICH)
@@ -149,13 +160,19 @@ class Leases(RuleBasedStateMachine):
 
     @rule(which=WHICH, index=st.sampled_from([-1, 0, 99]))
     def nonsense(self, which: int, index: int) -> None:
-        """What is none of a lease's business changes nothing, but for its being a sign of life."""
+        """What is known, or none of a lease's business, changes nothing, but for its being a sign of life."""
         for leased in chosen(self.world.decode.values(), which):
             name, blocks = leased.opening.lease, wanted(leased.opening)
             outside = Piece(name, index if index not in blocks else blocks.stop, b"")
             for message in (outside, Accept(name), Alive(name)):
                 self.world.hear_at_decode(Packet(True, message))
             assert leased.lease.outcome is None
+        for owed in chosen(self.world.prefill.values(), which):
+            self.world.tell_again(owed)
+            self.world.hear_at_prefill(Packet(False, Credit(owed.opening.lease, index)))
+            if index == 99:  # more than was taken: neither is the window kept any more nor a lost piece noticed
+                self.world.tampered.add(owed.opening.lease)
+                self.lied_to.add(owed.opening.lease)
 
     # Time --------------------------------------------------------------------------------------------------------
 
@@ -183,7 +200,10 @@ class Leases(RuleBasedStateMachine):
         working = world.working
         world.settle()
         world.wait(3 * SILENCE, world.settle)
-        assert world.decode == {} and world.prefill == {}, f"leases outlive their silence, {working=}"
+        left = {*world.decode, *world.prefill}
+        assert left <= self.lied_to, f"leases outlive their silence, {working=}"
+        world.wait(LONGEST, world.settle)
+        assert world.decode == {} and world.prefill == {}
         for leased in self.with_takes():
             while leased.taking:
                 world.copy(leased, 0)

@@ -32,6 +32,17 @@ SILENCE = 8.0
 LONGEST = 100.0
 
 
+LAST_AT_DECODE: dict[str, tuple[type, ...]] = {
+    "transferred": (Confirm,),
+    **dict.fromkeys(["damaged", "expired", "aborted"], (Abort,)),
+}
+"""What is said with the end of a lease, by its outcome."""
+LAST_AT_PREFILL: dict[str, tuple[type, ...]] = {
+    "refused": (Refuse,),
+    **dict.fromkeys(["gave_up", "failed", "expired"], (Abort,)),
+}
+
+
 def opening(number: int, blocks: int, *, first: int = 0, window: int = 2, silence: float = SILENCE) -> Open:
     """Ask for `blocks` blocks behind the `first`, the last of them not full."""
     tokens = (first + blocks) * TERMS.block_size - 1
@@ -143,6 +154,7 @@ class World:
                 case DecodeEnd(outcome=outcome, reason=reason):
                     assert side.lease.outcome == outcome
                     assert (reason == "") == (outcome == "transferred")
+                    assert said(actions) == LAST_AT_DECODE.get(outcome, ())
                     self.outcomes[name], self.reasons[name] = outcome, reason
                     del self.decode[name]
                     self.over_decode.append(side)
@@ -174,6 +186,7 @@ class World:
         digest = seal(payload, int.from_bytes(piece.digest[:4], "little"))
         if digest != piece.digest:
             self.at_decode(side, side.lease.spoiled(piece.index, "the digest does not match", self.now))
+            assert side.lease.outcome == "damaged"
         else:
             side.blocks[piece.index] = payload
             self.at_decode(side, side.lease.copied(piece.index, digest, self.now))
@@ -230,6 +243,7 @@ class World:
                     assert side.issued - side.credit <= side.opening.window
                 case PrefillEnd(end=end, abort=abort):
                     assert side.lease.ended == end
+                    assert said(actions) == LAST_AT_PREFILL.get(end, ())
                     assert abort == (side.running and not side.gave_up and end != "refused")
                     del self.prefill[name]
                     self.over_prefill.append(side)
@@ -298,6 +312,15 @@ class World:
             side.running = False
             self.at_prefill(side, side.lease.finished(len(side.opening.tokens) // 4, 1, self.now))
 
+    def tell_again(self, side: Owed) -> None:
+        self.at_prefill(side, side.lease.ready(0, wanted(side.opening).start + side.computed, self.now))
+
+    def finish_early(self, side: Owed) -> None:
+        """End a request that was not wholly computed as if it had been."""
+        side.running, side.gave_up = False, True
+        self.at_prefill(side, side.lease.finished(len(side.opening.tokens) // 4, 0, self.now))
+        assert side.lease.ended == "gave_up"
+
     def put(self, side: Owed, which: int) -> None:
         index = side.puts.pop(which)
         name = side.opening.lease
@@ -319,6 +342,8 @@ class World:
         if self.prefill.get(side.opening.lease) is side:
             side.broken = True
             self.at_prefill(side, side.lease.failed("the connector failed", self.now))
+        else:
+            assert side.lease.failed("the connector failed", self.now) == []
 
     def give_up(self, side: Owed) -> None:
         if side.running:
@@ -435,6 +460,10 @@ class World:
             if not (self.flying or busy):
                 return
         raise AssertionError("the two sides never stop talking")
+
+
+def said(actions: list[Action]) -> tuple[type, ...]:
+    return tuple(type(action.message) for action in actions if isinstance(action, Say))
 
 
 def replace_digest(piece: Piece, payload: bytes) -> Piece:
