@@ -48,12 +48,14 @@ from_decode = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(from_decode, from_prefill)
 def test_messages_come_back_as_they_were(request: m.FromDecode, answer: m.FromPrefill) -> None:
     assert WIRE.open_from_decode(WIRE.seal_from_decode(request)) == request
     assert WIRE.open_from_prefill(WIRE.seal_from_prefill(answer)) == answer
 
 
+@settings(deadline=None)
 @given(from_decode, from_prefill)
 def test_no_side_can_be_made_to_hear_itself(request: m.FromDecode, answer: m.FromPrefill) -> None:
     with pytest.raises(Unsealed):
@@ -62,6 +64,7 @@ def test_no_side_can_be_made_to_hear_itself(request: m.FromDecode, answer: m.Fro
         WIRE.open_from_decode(WIRE.seal_from_prefill(answer))
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300))
 def test_garbage_is_not_sealed(frame: bytes) -> None:
     for read in (WIRE.open_from_decode, WIRE.open_from_prefill):
@@ -69,6 +72,7 @@ def test_garbage_is_not_sealed(frame: bytes) -> None:
             read(frame)
 
 
+@settings(deadline=None)
 @given(from_decode, st.data())
 def test_no_bit_of_a_message_can_be_changed(message: m.FromDecode, data: st.DataObject) -> None:
     frame = bytearray(WIRE.seal_from_decode(message))
@@ -84,7 +88,7 @@ def test_another_secret_opens_nothing() -> None:
         other.open_from_decode(WIRE.seal_from_decode(OPEN))
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(
     st.one_of(
         st.binary(max_size=200),
@@ -176,6 +180,7 @@ def test_a_piece_is_copied_only_where_its_place_is_not_aligned() -> None:
     assert (array == kv("s", 7)).all()
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_a_changed_or_moved_piece_is_damaged(data: st.DataObject) -> None:
     _, parts = WIRE.seal_piece(LEASE, 7, kv("s", 7))
