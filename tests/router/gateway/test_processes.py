@@ -137,6 +137,43 @@ def test_two_servers_behind_a_router(logs: Path) -> None:
         assert "fdcore routes" in shown and "a-secret" not in shown and "France" not in shown
 
 
+def test_a_pair_behind_a_router(logs: Path) -> None:
+    """Prompts come from the prefill worker, texts are those of the decode worker alone; nothing stays counted."""
+    router, first, second = (free_port() for _ in range(3))
+    url, alone = f"http://127.0.0.1:{router}", f"http://127.0.0.1:{second}"
+    secret = logs / "of-pairs"
+    secret.write_text("a-secret-of-these-pairs\n")
+    secret.chmod(0o600)
+    shares = ("--transfer-secret-file", str(secret))
+    with ExitStack() as stack:
+        null = ("serve", *NULL, "--block-size", "4", *shares)
+        prefill = stack.enter_context(running(logs / "p", *null, "--role", "prefill", "--port", str(first)))
+        stack.enter_context(running(logs / "d", *null, "--role", "decode", "--port", str(second)))
+        pair = ("--prefill", f"http://127.0.0.1:{first}", "--decode", alone)
+        often = ("--health-check-interval-secs", "0.3", "--health-check-timeout-secs", "2")
+        stack.enter_context(running(logs / "r", "route", "--port", str(router), *pair, *often, *shares))
+        until(lambda: status(url)["not_ready"] is None, logs / "r")
+
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        text = streamed(client, 1)
+        assert status(url)["transfers"] == {"transferred": 1}
+        assert text == streamed(openai.OpenAI(base_url=f"{alone}/v1", api_key="none"), 1)
+        assert [streamed(client, 1), streamed(client, 1)] == [text, text]
+        assert status(url)["transfers"] == {"transferred": 1, "held": 2}
+        forged = client.with_options(default_headers={"X-FD-Prefill": "127.0.0.1:9;00"})
+        assert streamed(forged, 1) == text
+        until(lambda: value(url, "fdcore_router_requests") == 0, logs / "r", 10)
+        roles = status(url)["roles"]
+        assert (roles["prefill"]["served"], roles["prefill"]["unused"], roles["decode"]["served"]) == (1, 3, 4)
+
+        os.killpg(prefill.pid, signal.SIGKILL)
+        until(lambda: status(url)["not_ready"] is not None, logs / "r", 10)
+        with pytest.raises(openai.InternalServerError, match="healthy"):
+            streamed(client, 1)
+        assert status(url)["total"] == {"requests": 0, "waiting": 0, "prefill_tokens": 0}
+        assert value(url, "fdcore_router_faults_total") == 0 and "a-secret" not in (logs / "r").read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
