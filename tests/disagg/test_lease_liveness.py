@@ -101,4 +101,5 @@ def test_where_each_message_arrives_once_both_sides_agree(
     world = live(leases, delays, computing, ["arrive"])
     assert list(world.outcomes.values()) == ["transferred"] * len(leases)
     ended = [owed.lease.ended for owed in world.over_prefill if world.incarnations[owed.opening.lease] == 1]
-    assert set(ended) <= {"confirmed"}
+    # A commit that was repeated meanwhile is answered with an abort, which may come before the confirmation.
+    assert set(ended) <= {"confirmed", "aborted"}

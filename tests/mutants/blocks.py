@@ -53,8 +53,8 @@ MUTANTS = (
         "3.6: at idle every gauge equals its value at start",
         (
             SCHEDULER,
-            "self._save(slot, request)\n        self._give_up_blocks(slot, request)\n        self.slots.vacate(slot)\n",
-            "self._save(slot, request)\n        self.slots.vacate(slot)\n",
+            "self.slots.blocks(slot), reason)\n        self._give_up_blocks(slot, request)\n",
+            "self.slots.blocks(slot), reason)\n",
         ),
     ),
     mutant(
@@ -104,12 +104,12 @@ MUTANTS = (
     mutant(
         "a-prefix-keeps-its-second-holder",
         "3.1: a prefix names one block",
-        (POOL, "if key not in self._block_of and block not in self._key_of:", "if block not in self._key_of:"),
+        (POOL, "if key in self._block_of or block in self._key_of:", "if block in self._key_of:"),
     ),
     mutant(
         "a-reused-block-keeps-its-prefix",
         "3.5: a block answers for a prefix only while it holds it",
-        (POOL, "            del self._block_of[self._key_of.pop(block)]\n", "            self._key_of.pop(block)\n"),
+        (POOL, "            del self._block_of[key]\n", "            self._block_of[key] = self._block_of[key]\n"),
     ),
     mutant(
         "a-prefill-that-left-still-claims-its-prefix",

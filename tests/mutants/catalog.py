@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants import blocks, budget, disagg, golden_stream, restarts, router, signalling, storage
+from tests.mutants import blocks, budget, disagg, golden_stream, restarts, router, signalling, storage, transfers
 from tests.mutants.mutant import Mutant, NotApplicable
 
 __all__ = ["MUTANTS", "NOT_APPLICABLE"]
@@ -16,5 +16,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *storage.MUTANTS,
     *router.MUTANTS,
     *disagg.MUTANTS,
+    *transfers.MUTANTS,
 )
 NOT_APPLICABLE: tuple[NotApplicable, ...] = ()

@@ -36,8 +36,8 @@ MUTANTS = (
         "4: what was not computed is not skipped",
         (
             SCHEDULER,
-            "        cached = cached_blocks * self.limits.block_size\n",
-            "        cached = min((cached_blocks + 1) * self.limits.block_size, int(slots.known[slot]) - 1)\n",
+            "                cached = len(matched) * self.limits.block_size\n",
+            "                cached = min((len(matched) + 1) * self.limits.block_size, len(tokens) - 1)\n",
         ),
     ),
     mutant(

@@ -133,7 +133,11 @@ MUTANTS = (
     mutant(
         "credit-only-for-the-deepest-match",
         "7.2: credit for the longest prefix of each worker",
-        (INDEX, "                return length\n", "                return 0\n"),
+        (
+            INDEX,
+            "        return _leading(len(keys), lambda block: held.has(keys[block], now))\n",
+            "        return len(keys) if keys and held.has(keys[-1], now) else 0\n",
+        ),
     ),
     mutant(
         "an-expired-prefix-still-attracts",

@@ -366,6 +366,21 @@ def test_preempted_behind_a_fetch_it_comes_back_like_any_other() -> None:
     assert request.prefill == "transferred"
 
 
+def test_preempted_before_its_first_token_it_does_not_fetch_again_either() -> None:
+    s = scheduler(max_num_batched_tokens=4)
+    s.add(here("old", 3, 30, first=50))
+    answer(s, planned(s))
+    request = s.add(elsewhere("a", 30))
+    answer(s, planned(s))
+    s.transferred(Fetched(fetch_of(s).operation, "lost"))
+    answer(s, planned(s))
+    preempt(s, request)
+    assert not len(request.generated)
+    answer(s, planned(s))
+    assert request.state is State.RUNNING
+    assert not transfers(s).take_effects()
+
+
 def test_an_answer_without_pairs_is_a_fault() -> None:
     s = Scheduler(scheduler().limits, Fcfs(), Youngest(), HASHER)
     with pytest.raises(RuntimeError, match="no KV is exchanged"):

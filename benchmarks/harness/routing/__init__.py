@@ -1,0 +1,1 @@
+"""Compare routers in front of the same simulated workers."""

@@ -1,0 +1,72 @@
+"""A worker's prefix cache as an engine keeps it: blocks of text, the least recently used leave first. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+CHARS_PER_TOKEN = 4
+"""What a token is taken to be."""
+BLOCK_TOKENS = 16
+_BLOCK_CHARS = BLOCK_TOKENS * CHARS_PER_TOKEN
+
+
+def tokens_of(text: str) -> int:
+    """Return the tokens of a prompt."""
+    return -(-len(text) // CHARS_PER_TOKEN)
+
+
+def blocks_of(text: str) -> list[int]:
+    """Return a name for each full block; equal where everything up to the block's end is."""
+    names, parent = [], 0
+    for start in range(0, len(text) - _BLOCK_CHARS + 1, _BLOCK_CHARS):
+        parent = hash((parent, text[start : start + _BLOCK_CHARS]))
+        names.append(parent)
+    return names
+
+
+@dataclass(slots=True)
+class Seen:
+    """What a cache was asked for so far."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    evicted_blocks: int = 0
+
+
+class PrefixCache:
+    """At most `capacity` blocks. A block leaves before those that it follows, as a block table needs it."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self.seen = Seen()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def compute(self, text: str) -> int:
+        """Take in a prompt; return how many of its tokens were not there. The last token is always computed."""
+        names, total = blocks_of(text), tokens_of(text)
+        hits = 0
+        for name in names:
+            if name not in self._blocks:
+                break
+            hits += 1
+        cached = min(hits * BLOCK_TOKENS, total - 1)
+        self.seen.requests += 1
+        self.seen.prompt_tokens += total
+        self.seen.cached_tokens += cached
+        for name in reversed(names[: self._capacity]):
+            self._blocks[name] = None
+            self._blocks.move_to_end(name)
+        while len(self._blocks) > self._capacity:
+            self._blocks.popitem(last=False)
+            self.seen.evicted_blocks += 1
+        return total - cached
+
+    def clear(self) -> None:
+        """Forget everything, the counts too."""
+        self._blocks.clear()
+        self.seen = Seen()

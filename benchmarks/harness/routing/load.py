@@ -1,0 +1,133 @@
+"""The two loads: as many small requests as go through at a concurrency, and conversations of users who think."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .http import Answer, Connection, request
+from .trace import Conversation
+
+PATH = "/v1/chat/completions"
+
+
+class WrongAnswerError(Exception):
+    """An answer was not what the worker sends, so its time means nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """Small requests through one router, or straight to the workers, at one concurrency."""
+
+    first_s: list[float]
+    """To the first byte of each answer's body."""
+    wall_s: float
+    cpu_s: float
+    """Processor time of the router."""
+
+    @property
+    def per_second(self) -> float:
+        """Requests answered."""
+        return len(self.first_s) / self.wall_s
+
+    @property
+    def cpu_each_s(self) -> float:
+        """Processor time of the router for each request."""
+        return self.cpu_s / len(self.first_s)
+
+
+async def burst(
+    ports: Sequence[int],
+    bodies: Sequence[bytes],
+    *,
+    events: int,
+    concurrency: int,
+    seconds: float,
+    cpu: Callable[[], float],
+) -> Burst:
+    """Ask on so many connections, over and over, for so long; `events` is what a whole stream has, 0 for none.
+
+    Raises WrongAnswerError, and OSError where a connection breaks.
+    """
+    connections = [await Connection.to(ports[at % len(ports)]) for at in range(concurrency)]
+    requests = [request("POST", PATH, body) for body in bodies]
+    first_s: list[float] = []
+    begin_cpu, begin = cpu(), time.perf_counter()
+    until = begin + seconds
+
+    async def one(connection: Connection, at: int) -> None:
+        while time.perf_counter() < until:
+            answer = await connection.ask(requests[at % len(requests)])
+            _check(answer, events)
+            first_s.append(answer.first_s)
+            at += concurrency
+
+    try:
+        await asyncio.gather(*(one(connection, at) for at, connection in enumerate(connections)))
+    finally:
+        for connection in connections:
+            connection.close()
+    return Burst(first_s, time.perf_counter() - begin, cpu() - begin_cpu)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request of a conversation."""
+
+    conversation: str
+    number: int
+    first_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Think:
+    """How users behave."""
+
+    users: int = 16
+    """Conversations at a time."""
+    mean_s: float = 0.5
+    """From an answer to the next request, exponentially distributed."""
+    seed: int = 0
+
+
+async def replay(
+    port: int, played: Sequence[Conversation], bodies: dict[str, list[bytes]], think: Think, events: int
+) -> tuple[list[Turn], float]:
+    """Play all conversations; return every turn and the seconds that they took together.
+
+    `bodies` are those of each conversation by name. Pauses depend on conversation and turn alone, so that every router
+    gets the same. Raises WrongAnswerError, and OSError where a connection breaks.
+    """
+    waiting = list(reversed(played))
+    turns: list[Turn] = []
+    begin = time.perf_counter()
+
+    async def user(number: int) -> None:
+        await asyncio.sleep(think.mean_s * number / think.users)
+        while waiting:
+            one = waiting.pop()
+            pause = random.Random(f"{think.seed}/{one.name}")
+            connection = await Connection.to(port)
+            try:
+                for at, body in enumerate(bodies[one.name]):
+                    if at:
+                        await asyncio.sleep(pause.expovariate(1 / think.mean_s))
+                    answer = await connection.ask(request("POST", PATH, body, session=one.name))
+                    _check(answer, events)
+                    turns.append(Turn(one.name, at, answer.first_s, answer.end_s))
+            finally:
+                connection.close()
+
+    await asyncio.gather(*(user(number) for number in range(think.users)))
+    return turns, time.perf_counter() - begin
+
+
+def _check(answer: Answer, events: int) -> None:
+    if answer.status != 200:
+        raise WrongAnswerError(f"HTTP {answer.status}: {answer.body[:200]!r}")
+    if events and answer.events != events:
+        raise WrongAnswerError(f"{answer.events} events instead of {events}")

