@@ -73,7 +73,7 @@ def test_every_turn_begins_with_all_of_the_one_before():
     turns = split(say("a", "b", "c", "d", "e", "f"), max_turns=9, max_chars=99)
     assert [[each["content"] for each in turn] for turn in turns] == [["a"], list("abc"), list("abcde")]
     texts = [text_of_messages(turn) for turn in turns]
-    assert all(later.startswith(text) for text, later in zip(texts, texts[1:], strict=False))
+    assert all(later.startswith(text) for text, later in itertools.pairwise(texts))
     assert len(split(say(*"abcdef"), max_turns=2, max_chars=99)) == 2
     assert len(split(say("a" * 5, "b" * 5, "c"), max_turns=9, max_chars=10)) == 1
     assert split(say("a" * 11), max_turns=9, max_chars=10) == ()
