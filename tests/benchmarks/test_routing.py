@@ -1,5 +1,6 @@
 """The pure parts of the router's figures: percentiles, traces, the simulated cache, HTTP by hand."""
 
+import itertools
 import json
 import zipfile
 

@@ -45,6 +45,7 @@ async def burst(
     *,
     events: int,
     concurrency: int,
+    quick_acks: bool,
     seconds: float,
     cpu: Callable[[], float],
 ) -> Burst:
@@ -52,7 +53,7 @@ async def burst(
 
     Raises WrongAnswerError, and OSError where a connection breaks.
     """
-    connections = [await Connection.to(ports[at % len(ports)]) for at in range(concurrency)]
+    connections = [await Connection.to(ports[at % len(ports)], quick_acks=quick_acks) for at in range(concurrency)]
     requests = [request("POST", PATH, body) for body in bodies]
     first_s: list[float] = []
     begin_cpu, begin = cpu(), time.perf_counter()
@@ -100,7 +101,7 @@ async def replay(
     """Play all conversations; return every turn and the seconds that they took together.
 
     `bodies` are those of each conversation by name. Pauses depend on conversation and turn alone, so that every router
-    gets the same. Raises WrongAnswerError, and OSError where a connection breaks.
+    gets the same, and packets are acknowledged at once, so that what differs is the choice. Raises WrongAnswerError, and OSError where a connection breaks.
     """
     waiting = list(reversed(played))
     turns: list[Turn] = []
@@ -111,7 +112,7 @@ async def replay(
         while waiting:
             one = waiting.pop()
             pause = random.Random(f"{think.seed}/{one.name}")
-            connection = await Connection.to(port)
+            connection = await Connection.to(port, quick_acks=True)
             try:
                 for at, body in enumerate(bodies[one.name]):
                     if at:
