@@ -189,6 +189,11 @@ ENGINE_FLAGS: Final = (
         name="--speculative-config",
     ),
     Flag("revision", values.optional_text, "Branch, tag or commit of a Hugging Face model.", "NAME"),
+    Flag(
+        "kv_events",
+        values.switch,
+        "Tell the router which prefixes this server holds; on with --router, else it needs --router-secret-file.",
+    ),
     Flag("trace", values.optional_text, "Write what happens in each step to FILE, for `fdcore trace`.", "FILE"),
     Flag("trace_limit", values.size, "Largest size of that file; what happens later is not in it.", "SIZE"),
 )

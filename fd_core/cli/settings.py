@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
+
+import msgspec
 
 from fd_core.cli.flags import API_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, SERVER_FLAGS, Flag, Given
 from fd_core.config import EngineConfig, ServerConfig
@@ -60,7 +62,27 @@ def merge(
         merged["api_keys"] = tuple(dict.fromkeys((*merged.get("api_keys", ()), *more_keys)))
     server = {name: value for name, value in merged.items() if name in _SERVER_FIELDS}
     engine = {name: value for name, value in merged.items() if name not in _SERVER_FIELDS}
-    return Settings(EngineConfig(model=model, **engine), ServerConfig(**server))
+    return _with_kv_events(Settings(EngineConfig(model=model, **engine), ServerConfig(**server)))
+
+
+def _with_kv_events(settings: Settings) -> Settings:
+    """Let a server that has a router tell it which prefixes it holds, unless that was decided."""
+    engine, server = settings.engine, settings.server
+    if engine.kv_events is None and server.router is not None and engine.enable_prefix_caching:
+        return replace(settings, engine=msgspec.structs.replace(engine, kv_events=True))
+    if engine.kv_events and not engine.enable_prefix_caching:
+        raise ConfigError(
+            "there is nothing to tell without prefix caching",
+            field="--kv-events",
+            hint="leave out --no-enable-prefix-caching",
+        )
+    if engine.kv_events and not server.router_secret:
+        raise ConfigError(
+            "what this server holds is told to nobody who does not know a secret",
+            field="--kv-events",
+            hint="give --router-secret-file, to `fdcore serve` and to the router",
+        )
+    return settings
 
 
 def _older_variables(environment: Mapping[str, str]) -> dict[Flag, Any]:

@@ -10,6 +10,7 @@ from fd_core.router.accounting import Ledger
 from fd_core.router.config import RouterConfig
 from fd_core.router.policies import Candidate, Policy, View
 from fd_core.router.prefix_index import Computing, PrefixIndex, block_hasher, block_keys
+from fd_core.router.published import Prompt, Published
 from fd_core.router.selection import Mode, NoWorker, RouteRequest
 from fd_core.router.workers import ROLES, Member, Registry, Role, Worker, WorkerState
 
@@ -47,6 +48,7 @@ class Placing:
         ledger: Ledger,
         index: PrefixIndex,
         computing: Computing,
+        published: Published,
     ) -> None:
         self._config = config
         self._policies = policies
@@ -54,6 +56,7 @@ class Placing:
         self._ledger = ledger
         self._index = index
         self._computing = computing
+        self._published = published
         self._hasher = block_hasher(config.cache_block_size)
 
     def place(self, request: RouteRequest, tried: frozenset[str], now: float, random: float) -> Placement | NoWorker:
@@ -124,8 +127,10 @@ class Placing:
     ) -> Candidate:
         policy = self._policies[role]
         known = self._known if policy.uses_prefix else _nothing
+        prompt = Prompt(request.tokens, self._hasher, keys)
         candidates = tuple(
-            Candidate(one.worker, self._ledger.load(one.worker), *known(one.worker, keys, now)) for one in pool
+            Candidate(one.worker, self._ledger.load(one.worker), *known(one.worker, request, prompt, keys, now))
+            for one in pool
         )
         seen = keys if policy.uses_prefix else ()
         chosen = policy.choose(View(candidates, request.tokens, seen, request.session, random, now))
@@ -134,9 +139,16 @@ class Placing:
             raise PluginError(f"router policy {name} chose {chosen!r:.200}, which is not one of the candidates")
         return chosen
 
-    def _known(self, worker: Worker, keys: tuple[bytes, ...], now: float) -> tuple[int, int]:
-        """Return the leading blocks that a worker is believed to hold, and those with what it computes for others."""
-        hits = self._index.match(worker, keys, now)
+    def _known(
+        self, worker: Worker, request: RouteRequest, prompt: Prompt, keys: tuple[bytes, ...], now: float
+    ) -> tuple[int, int]:
+        """Return the leading blocks that a worker holds, and those with what it computes for others.
+
+        It holds what it tells, or else what it served. What it tells can be compared only with the tokens of the
+        workers, and is nothing of prompts with a salt.
+        """
+        told = self._published.tokens(worker, prompt) if request.tokenized and not request.salt else None
+        hits = self._index.match(worker, keys, now) if told is None else told // self._hasher.block_size
         return hits, max(hits, self._computing.match(worker, keys))
 
     def _missing(self, request: RouteRequest, chosen: Candidate) -> int:

@@ -19,6 +19,7 @@ from fd_core.router.config import RouterConfig, check
 from fd_core.router.placing import Placement, Placing
 from fd_core.router.policies import Policy
 from fd_core.router.prefix_index import Computing, PrefixIndex
+from fd_core.router.published import Published
 from fd_core.router.selection import Mode, NoWorker, RouteRequest, Selection, Verdict
 from fd_core.router.snapshot import RouterSnapshot, Tally, WorkerSnapshot
 from fd_core.router.workers import ROLES, Member, Registry, Role, Worker
@@ -51,7 +52,17 @@ class Router:
         self._index = PrefixIndex(duration=config.eviction_duration, capacity=config.max_index_blocks)
         self._policies: dict[Role, Policy] = {role: policy_class(config.policy_of(role))(config) for role in ROLES}
         self._computing = Computing()
-        self._placing = Placing(config, self._policies, self._registry, self._ledger, self._index, self._computing)
+        self.published = Published(self._registry, config.max_index_blocks)
+        """What workers tell of what they hold."""
+        self._placing = Placing(
+            config,
+            self._policies,
+            self._registry,
+            self._ledger,
+            self._index,
+            self._computing,
+            self.published,
+        )
         self._tallies: dict[Worker, Tally] = {}
         self._by_role: dict[Role, Tally] = dict.fromkeys(ROLES, Tally())
         self._modes: dict[Mode, int] = {"mixed": 0, "pd": 0}
@@ -110,6 +121,10 @@ class Router:
     def ready(self) -> bool:
         """Whether somebody is well enough to serve a request: a mixed worker, or both sides of a pair."""
         return self._placing.possible()
+
+    def compares(self, worker: Worker) -> bool:
+        """Whether the policy that chooses `worker` looks at what it holds."""
+        return self._policies[worker.role].uses_prefix
 
     def select(self, request: RouteRequest, now: float, rng: float) -> Selection | NoWorker:
         """Choose a worker, or a pair, for a new request, and count it there until the selection is released."""
@@ -177,6 +192,8 @@ class Router:
                 load=loads.pop(member.worker, IDLE),
                 tally=self._tallies.get(member.worker, Tally()),
                 index_blocks=self._index.blocks(member.worker),
+                held_blocks=self.published.blocks(member.worker),
+                kv_events=self.published.events(member.worker),
                 kv_port=member.kv_port,
                 unfit=member.unfit,
             )
@@ -274,6 +291,7 @@ class Router:
     def _forget(self, worker: Worker) -> None:
         """Drop what was remembered of an incarnation; what runs there stays counted until its guards give it back."""
         self._index.remove(worker)
+        self.published.remove(worker)
         self._tallies.pop(worker, None)
         for policy in self._policies.values():
             policy.departed(worker)

@@ -34,6 +34,8 @@ class RouteRequest:
     """What is counted as the length of the prompt; None counts `tokens`."""
     model: str | None = None
     """What is asked for by name; None takes whatever is served."""
+    tokenized: bool = True
+    """Whether `tokens` are those of the workers, and not numbers of the gateway's own."""
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or not len(self.tokens):

@@ -56,7 +56,11 @@ class WorkerSnapshot:
     load: Load
     tally: Tally
     index_blocks: int
-    """Blocks that it is believed to hold."""
+    """Blocks that it is believed to hold, as it served them."""
+    held_blocks: int | None = None
+    """Blocks of its own size that it says it holds; None if it does not tell."""
+    kv_events: int = 0
+    """What it told of them, so many times."""
     kv_port: int | None = None
     """The port of its transfers, if it told one."""
     unfit: str = ""

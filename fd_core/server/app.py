@@ -7,7 +7,7 @@ from fastapi import FastAPI
 import fd_core
 from fd_core.config import ServerConfig
 from fd_core.engine.client import EngineClient
-from fd_core.server import admin, chat, completions, health, models, openapi, tokenize
+from fd_core.server import admin, chat, completions, health, kv_events, models, openapi, tokenize
 from fd_core.server.auth import KeyRing
 from fd_core.server.errors import install_handlers
 from fd_core.server.gate import Gate
@@ -35,7 +35,7 @@ def create_app(
     app = FastAPI(title="fd_core", version=fd_core.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     metrics = ServerMetrics(client)
     app.state.fd = ServerState(config, client, tokenizer, template, metrics, ticket_key=ticket_key)
-    for family in (chat, completions, models, tokenize, admin, health):
+    for family in (chat, completions, models, tokenize, admin, health, kv_events):
         app.include_router(family.router)
     install_handlers(app)
     app.add_middleware(Gate, keys=KeyRing(config.api_keys), metrics=metrics)

@@ -12,6 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 import fd_core
 from fd_core.disagg.ticket import KV_PORT_HEADER, ROLE_HEADER
+from fd_core.server import kv_events
 from fd_core.server.answer_schemas import HealthAnswer, VersionAnswer
 from fd_core.server.openapi import endpoint
 from fd_core.server.state import state_of
@@ -29,6 +30,8 @@ async def health(request: Request) -> Response:
     state = state_of(request)
     answer = _health(None if state.client.alive else "the engine is not running", "dead")
     answer.headers["X-Instance"] = state.incarnation
+    if kv_events.offers(state):
+        answer.headers[kv_events.OFFER_HEADER] = "1"
     answer.headers[ROLE_HEADER] = state.client.info.role
     if state.client.info.kv_port is not None:
         answer.headers[KV_PORT_HEADER] = str(state.client.info.kv_port)

@@ -93,6 +93,8 @@ async def serve_http(
                 drain.cancel()
                 if registration is not None:
                     await registration.leave()
+                if client.kv_log is not None:
+                    client.kv_log.close()
                 server.should_exit = True
                 await serving
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 import uuid
@@ -15,6 +16,7 @@ from fd_core.engine.client import EngineClient
 from fd_core.server.errors import ApiError, unavailable
 from fd_core.server.metrics import ServerMetrics
 from fd_core.text.chat_template import ChatTemplate
+from fd_core.text.reading import reading_of
 from fd_core.text.tokenizer import Tokenizer
 
 __all__ = ["ActiveRequests", "ServerState", "state_of"]
@@ -86,6 +88,11 @@ class ServerState:
     def incarnation(self) -> str:
         """Names this process and its engine's start: whoever answers under another name has an empty cache."""
         return f"{self.instance}.{self.client.info.epoch}"
+
+    @functools.cached_property
+    def reading(self) -> str:
+        """Names how this server turns text into tokens."""
+        return reading_of(self.tokenizer, self.template)
 
     @property
     def model_names(self) -> tuple[str, ...]:

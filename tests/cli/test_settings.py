@@ -246,6 +246,7 @@ def test_a_settings_file_can_hold_every_setting(file, tmp_path):
         "victim-policy": "youngest",
         "output-transport": "zmq",
         "native-kernels": True,
+        "kv-events": False,
         "save-preempted-kv": False,
         "kv-store": "disk:kv",
         "kv-store-secret-file": "secret",

@@ -8,11 +8,38 @@ SCHEDULER = "scheduling/scheduler.py"
 OUTPUTS = "engine/outputs.py"
 POOL = "kv/blocks.py"
 PREFIX = "kv/prefix.py"
+EVENTS = "kv/events.py"
+PREFIXES = "scheduling/prefixes.py"
 
 _RELEASE = "self.pool.release(slots.blocks(slot), int(slots.last_step[slot]))"
 _SETTLED = "upto = np.where(sampled, table.known[slots] - 1, plan.starts[rows] + plan.num_tokens[rows])"
 
+_TOLD = "whoever follows the events knows exactly what the pool knows"
+
 MUTANTS = (
+    mutant(
+        "an-eviction-is-not-told", _TOLD, (POOL, "            self._recorder.removed(keys)\n", "            pass\n")
+    ),
+    mutant(
+        "events-are-told-in-reverse",
+        _TOLD,
+        (EVENTS, "self._size = tuple(self._events), [], 0", "self._size = tuple(self._events[::-1]), [], 0"),
+    ),
+    mutant(
+        "the-path-to-a-stored-block-is-not-told",
+        _TOLD,
+        (EVENTS, "            start -= 1\n", "            break\n"),
+    ),
+    mutant(
+        "a-path-is-told-as-held",
+        _TOLD,
+        (EVENTS, "        self.removed([key for key in keys if not holds(key)])\n", ""),
+    ),
+    mutant(
+        "a-salted-prefix-is-told",
+        "prompts of one salt are nothing to another",
+        (PREFIXES, " is not None and not request.spec.cache_salt", " is not None"),
+    ),
     mutant(
         "free-with-a-step-in-flight",
         "3.2: a block leaves fenced only when the last step that touches it was answered",

@@ -8,6 +8,7 @@ ACCOUNTING = "router/accounting.py"
 AFFINITY = "router/affinity.py"
 INDEX = "router/prefix_index.py"
 PLACING = "router/placing.py"
+PUBLISHED = "router/published.py"
 ROUTER = "router/router.py"
 SELECTION = "router/selection.py"
 WORKERS = "router/workers.py"
@@ -21,7 +22,25 @@ _BACK = "7.4: a worker that comes back is a new incarnation; health checks never
 _GIVE_BACK = "        self._released = True\n        self._give_back(self._held)\n"
 _TRIED = "tried = selection.tried | {worker.url for worker in failed or selection.workers}"
 
+_HELD = "7.2: what a worker tells counts exactly, for its own incarnation and while it goes on telling"
+
 MUTANTS = (
+    mutant(
+        "events-count-for-a-later-incarnation",
+        _HELD,
+        (PUBLISHED, "if member is None or member.instance not in (None, instance):\n", "if member is None:\n"),
+    ),
+    mutant("who-is-gone-still-holds-what-it-told", _HELD, (ROUTER, "        self.published.remove(worker)\n", "")),
+    mutant(
+        "what-is-dropped-still-counts",
+        _HELD,
+        (PUBLISHED, "            account.keys.difference_update(keys)\n", "            pass\n"),
+    ),
+    mutant(
+        "a-salted-prompt-is-compared-with-what-is-told",
+        _HELD,
+        (PLACING, "if request.tokenized and not request.salt else None", "if request.tokenized else None"),
+    ),
     mutant(
         "prefill-tokens-are-not-released",
         _COUNTED,

@@ -16,6 +16,7 @@ from fd_core.errors import FdError
 from fd_core.router.selection import RouteRequest
 from fd_core.server.errors import ApiError
 from fd_core.text.chat_template import ChatTemplate
+from fd_core.text.reading import reading_of
 from fd_core.text.tokenizer import Tokenizer
 from fd_core.types import IntArray
 
@@ -85,6 +86,8 @@ class PromptReader:
         """Without a tokenizer prompts are compared by the bytes of their text."""
         self._tokenizer = tokenizer
         self._template = template
+        self.reading = None if tokenizer is None else reading_of(tokenizer, template)
+        """Names how text becomes tokens; None if it does not."""
         self._worker = ThreadPoolExecutor(1, "fdcore-text")
 
     def close(self) -> None:
@@ -187,7 +190,7 @@ def _message_bytes(message: Any) -> bytes:
 
 def _by_bytes(data: bytes, session: str | None, salt: str, model: str | None = None) -> RouteRequest:
     tokens: IntArray = np.frombuffer(data or b"\0", np.uint8).astype(np.int32)
-    return RouteRequest(tokens, session, salt, max(1, len(data) // BYTES_PER_TOKEN), model)
+    return RouteRequest(tokens, session, salt, max(1, len(data) // BYTES_PER_TOKEN), model, tokenized=False)
 
 
 def _text(value: Any) -> str | None:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 import time
+from collections.abc import Callable
 from collections.abc import Mapping
 from typing import Final
 
@@ -19,6 +20,7 @@ from fd_core.router.gateway.waits import Waits
 from fd_core.router.router import Router
 from fd_core.router.snapshot import WorkerSnapshot
 from fd_core.router.workers import ROLES, Worker, WorkerState
+from fd_core.server.kv_events import OFFER_HEADER
 
 __all__ = ["HealthChecks"]
 
@@ -59,6 +61,8 @@ class HealthChecks:
         self._complaints: dict[str, str] = {}
         """By address: why it cannot have its role, as it was said."""
         self._wake = asyncio.Event()
+        self.on_offer: Callable[[Worker], None] = lambda _: None
+        """Called with each worker that is well and says that it tells which prefixes it holds."""
         self._timeout = aiohttp.ClientTimeout(total=router.config.health_check_timeout_secs)
 
     def wake(self) -> None:
@@ -86,6 +90,7 @@ class HealthChecks:
     async def _check(self, worker: Worker) -> None:
         ok, reached, begun = False, False, time.monotonic()
         instance, role, port = None, None, None
+        offers = False
         before = self._state(worker)
         try:
             async with self._session.get(
@@ -93,6 +98,7 @@ class HealthChecks:
             ) as answer:
                 reached, ok = True, answer.status == 200
                 instance = answer.headers.get("X-Instance", "")[:128] or None
+                offers = ok and OFFER_HEADER in answer.headers
                 role = _role(answer.headers.get(ROLE_HEADER))
                 port = _port(answer.headers.get(KV_PORT_HEADER, ""))
         except (*TROUBLE, ValueError):
@@ -101,6 +107,8 @@ class HealthChecks:
         after = self._router.health(worker, ok, now, instance=instance, role=role, kv_port=port)
         shown = self._shown(after)
         state = None if shown is None else shown.state
+        if offers:
+            self.on_offer(after)
         if state is not before or after != worker:
             name = "gone" if state is None else state.value
             log.info("worker %s is %s%s", after.url, name, "" if after == worker else ", as a new process")

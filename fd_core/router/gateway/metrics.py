@@ -27,7 +27,9 @@ _GAUGES: Final[Sequence[tuple[str, str, Callable[[WorkerSnapshot], float]]]] = (
     ("requests", "Requests that it was given and that have not ended", lambda w: w.load.requests),
     ("requests_waiting", "Those of which no byte came yet", lambda w: w.load.waiting),
     ("prefill_tokens", "Tokens of the prompts of those", lambda w: w.load.prefill_tokens),
-    ("index_blocks", "Blocks of prompts that it is believed to hold", lambda w: w.index_blocks),
+    ("index_blocks", "Blocks of prompts that it is believed to hold, as it served them", lambda w: w.index_blocks),
+    ("tells_kv", "Whether it tells which prefixes it holds", lambda w: w.held_blocks is not None),
+    ("held_blocks", "Blocks of its own size that it says it holds", lambda w: w.held_blocks or 0),
 )
 _COUNTERS: Final[Sequence[tuple[str, str, Callable[[WorkerSnapshot], int]]]] = (
     ("selected", "Times it was chosen", lambda w: w.tally.selected),
@@ -38,6 +40,7 @@ _COUNTERS: Final[Sequence[tuple[str, str, Callable[[WorkerSnapshot], int]]]] = (
     ("left", "Attempts that ended without either, such as by a client that left", lambda w: w.tally.left),
     ("prompt_blocks", "Blocks of prompts looked up", lambda w: w.tally.prompt_blocks),
     ("hit_blocks", "Those of them that it was believed to hold", lambda w: w.tally.hit_blocks),
+    ("kv_events", "Times that it told which prefixes it came to hold or lost", lambda w: w.kv_events),
 )
 
 

@@ -22,6 +22,7 @@ from fd_core.router.gateway.config import GatewayConfig
 from fd_core.router.gateway.forwarding import Forwarder
 from fd_core.router.gateway.gate import Gate
 from fd_core.router.gateway.headers import to_worker_itself
+from fd_core.router.gateway.kv_events import KVFollowers
 from fd_core.router.gateway.metrics import GatewayMetrics
 from fd_core.router.gateway.models import Models
 from fd_core.router.gateway.pages import Pages
@@ -100,6 +101,9 @@ async def serve_gateway(
     ):
         parts = _assemble(config, router, text, ticket_key, session)
         stack.callback(lambda: parts.gate.reader.close())
+        followers = KVFollowers(router, session, config.router_secret, lambda: parts.gate.reader.reading)
+        stack.push_async_callback(followers.close)
+        parts.checks.on_offer = followers.offered
         if admin_sock is not None:
             admin = Admin(router, config.router_secret, parts.checks.wake, pairs=ticket_key is not None)
             await _listen(admin, admin_sock, config.admin_host, "--admin-port", stack)

@@ -1,0 +1,76 @@
+"""GET /kv_events: which prefixes this server's device holds, for its router and nobody else.
+
+The answer holds token ids, and so prompts. It is given only for the secret that router and workers share; API keys of
+clients do not open it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from fd_core.kv.events import KVPage
+from fd_core.server.auth import KeyRing
+from fd_core.server.errors import ApiError, invalid, unavailable
+from fd_core.server.state import ServerState, state_of
+
+__all__ = ["OFFER_HEADER", "PATH", "WAIT_SECONDS", "offers", "router"]
+
+PATH: Final = "/kv_events"
+OFFER_HEADER: Final = "X-KV-Events"
+"""In the answer of /health: this server tells what it holds."""
+WAIT_SECONDS: Final = 10.0
+"""An answer without news is given after so long."""
+
+router = APIRouter()
+
+
+def offers(state: ServerState) -> bool:
+    """Whether there is something to tell, and somebody to whom."""
+    return state.client.kv_log is not None and bool(state.config.router_secret)
+
+
+@router.get(PATH, include_in_schema=False)
+async def kv_events(request: Request) -> Response:
+    """Answer with the events from number `after` on, once there are some; without it with all that is held."""
+    state = state_of(request)
+    told = state.client.kv_log
+    if told is None or not offers(state):
+        raise ApiError(
+            404, "this server does not tell what it holds; it would with --kv-events and --router-secret-file"
+        )
+    _check(state.config.router_secret, request)
+    after = _after(request)
+    if request.query_params.get("instance") != state.incarnation:
+        after = None  # the number is another process's
+    await told.wait(after, WAIT_SECONDS)
+    if told.closed:
+        raise unavailable("the server is shutting down", "draining", retry_after=5)
+    number, events = told.read(after)
+    page = KVPage(
+        instance=state.incarnation, reading=state.reading, block_size=told.block_size, next=number, events=events
+    )
+    return Response(msgspec.msgpack.encode(page), media_type="application/msgpack")
+
+
+def _check(secret: str, request: Request) -> None:
+    try:
+        KeyRing([secret]).check(PATH, request.headers.get("authorization", "").encode())
+    except ApiError:
+        raise ApiError(
+            403,
+            "the router's secret is required: send the header 'Authorization: Bearer SECRET'",
+            code="invalid_secret",
+        ) from None
+
+
+def _after(request: Request) -> int | None:
+    given = request.query_params.get("after")
+    if given is None:
+        return None
+    if not (given.isascii() and given.isdecimal() and len(given) <= 18):
+        raise invalid("after is not the number of an event", "after")
+    return int(given)
