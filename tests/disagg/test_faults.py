@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import zmq
 
-from fd_core.disagg.messages import Abort, Alive, Credit, Open, Piece
+from fd_core.disagg.messages import Abort, Alive, Commit, Credit, Open, Piece, Refuse
 from fd_core.disagg.wire import Wire
 from fd_core.kv.stores.envelope import Envelope
 from tests.kv.tiers.scripted import ScriptedCache
@@ -172,6 +172,30 @@ def test_those_who_know_the_secret_are_told_what_is_wrong() -> None:
         socket.send(WIRE.seal_from_decode(msgspec.structs.replace(opening, first=5)))
         assert getattr(hears(socket), "reason", "") == "no KV is asked for"
         assert pair.sender.stats().refused == {"malformed": 3}
+
+
+def test_whoever_sends_for_a_lease_that_is_over_is_told_so_and_nobody_who_breaks_off_is() -> None:
+    cache = ScriptedCache()
+    receiver = make_receiver(cache)
+    decode = Fetches(receiver, cache)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as prefill:
+        prefill.linger = 0
+        decode.fetch(f"127.0.0.1:{prefill.bind_to_random_port('tcp://127.0.0.1')}", 8)
+        try:
+            route, frame = prefill.recv_multipart()
+            opening = WIRE.open_from_decode(frame)
+            for message in (Abort(LEASE), Refuse(LEASE, "no"), Piece(LEASE, 0, bytes(16)), Commit(LEASE, 8, bytes(16))):
+                prefill.send_multipart([route, WIRE.seal_from_prefill(message)])
+            answers = [WIRE.open_from_decode(prefill.recv_multipart()[1]) for _ in range(2)]
+            assert answers == [Abort(LEASE, "the lease is over")] * 2
+            assert receiver.stats().late_messages == 4
+            prefill.send_multipart([route, b"garbage"])
+            prefill.send_multipart([route, WIRE.seal_from_prefill(Refuse(opening.lease, "not today"))])
+            pump(lambda: bool(decode.fetched), decode)
+            assert [(one.outcome, one.reason) for one in decode.fetched.values()] == [("refused", "not today")]
+            assert receiver.stats().dropped_frames == 1
+        finally:
+            receiver.close(5)
 
 
 def test_a_decode_side_that_says_nothing_after_its_open_holds_nothing_for_long() -> None:

@@ -6,6 +6,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 
 from fd_core.disagg import connections
 from fd_core.disagg.connectors.contract import ConnectorError, Put
+from fd_core.disagg.peer import Endpoint
 from fd_core.errors import ConfigError
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.effects import Cancel, Fetch, Fetched, Send, Sent
@@ -31,6 +33,7 @@ from .pair import (
     FrameOutbox,
     Frames,
     Pair,
+    kv,
     make_receiver,
     make_sender,
     pump,
@@ -113,8 +116,25 @@ def test_several_prefill_workers_at_once() -> None:
         assert len(two.prefill.orders) == 3
 
 
-def test_a_name_is_tried_in_either_family() -> None:
-    with Pair(receiver={"silence": 20.0}) as pair:
+def test_a_name_is_tried_at_each_of_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within less than a quarter of the silence, after which a lease would say its first word again by itself."""
+    with Pair(receiver={"silence": 400.0}) as pair:
+        endpoints = [(f"tcp://127.0.0.1:{port}", False) for port in (closed_port(), closed_port(), pair.sender.port)]
+        asked = []
+
+        def look_up(host: str, port: int, found: Callable[[list[Endpoint]], object]) -> list[Endpoint]:
+            asked.append((host, port))
+            threading.Timer(0.05, found, [endpoints]).start()
+            return []
+
+        monkeypatch.setattr(connections, "look_up", look_up)
+        numbers = [pair.decode.fetch("some.name:77", 9, salt=salt) for salt in "ab"]
+        assert {fetched.outcome for fetched in pair.answers(numbers)} == {"transferred"}
+        assert asked == [("some.name", 77)]
+
+
+def test_a_name_of_this_machine_is_found() -> None:
+    with Pair() as pair:
         number = pair.decode.fetch(f"localhost:{pair.sender.port}", 9)
         assert pair.answer(number).outcome == "transferred"
 
@@ -596,6 +616,21 @@ def test_pieces_that_are_exchanged_on_their_way_are_damaged() -> None:
         assert fetched.outcome == "damaged"
         assert "piece 0" in fetched.reason
         pair.until(lambda: pair.sender.stats().ended == {"aborted": 1})
+
+
+def test_a_value_that_is_not_the_one_that_was_announced_is_damaged() -> None:
+    """Whole, sealed with the secret, for that lease and index: and another one all the same."""
+
+    class Exchanging(FrameOutbox):
+        def put(self, index, parts):
+            (order,) = pair.prefill.orders
+            return Put(b"", tuple(pair.sender._sending._wire.seal_piece(order.lease, index, kv("other", index))[1]))
+
+    with Pair() as pair:
+        pair.connector.outbox = Exchanging
+        fetched = pair.answer(pair.fetch(4))
+        assert (fetched.outcome, fetched.reason) == ("damaged", "piece 0: damaged (another piece)")
+        assert not pair.decode_cache.data.any()
 
 
 @pytest.mark.parametrize("side, outcome", [("prefill_cache", "lost"), ("decode_cache", "damaged")])
