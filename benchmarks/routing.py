@@ -32,7 +32,7 @@ from harness.processes import EngineFailedError
 from harness.routing import contenders, tables
 from harness.routing.contenders import Contender, Running, Workers, body
 from harness.routing.fake_worker import Settings, text_of_messages
-from harness.routing.figures import DIRECT, Cell, Played, percentile
+from harness.routing.figures import DIRECT, KINDS, Cell, Played, percentile
 from harness.routing.load import Think, WrongAnswerError, burst, replay
 from harness.routing.trace import Conversation, Limits, conversations, read_sessions, size_of
 from peers import RESULTS
@@ -49,7 +49,7 @@ TROUBLE = (EngineFailedError, WrongAnswerError, OSError)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line; `bursts` comes back as pairs of whether it streams and how many at a time."""
+    """Read the command line; `bursts` comes back as pairs of a kind and how many at a time."""
     parser = argparse.ArgumentParser(
         prog="routing.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -63,8 +63,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1.0, help="of one burst (default: 1)")
     parser.add_argument(
         "--bursts",
-        default="1s,8s,32s,64s,32,64",
-        help="requests at a time, with s streamed (default: 1s,8s,32s,64s,32,64)",
+        default="1s,1q,8q,32q,64q,32,64",
+        help="requests at a time, each with a letter: none for answers in one piece, s for streams, q for streams to "
+        "clients that acknowledge packets at once (default: 1s,1q,8q,32q,64q,32,64)",
     )
     parser.add_argument("--workers", type=int, choices=(2, 4), default=2, help="for bursts (default: 2)")
     parser.add_argument("--plays", type=int, default=2, help="rounds of conversations (default: 2)")
@@ -73,10 +74,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of prompts, order and pauses (default: 0)")
     parser.add_argument("--out", default="routing", help="name or path of the result, without suffix")
     options = parser.parse_args(arguments)
-    found = [re.fullmatch(r"([1-9]\d*)(s?)", word) for word in options.bursts.split(",") if word]
+    found = [re.fullmatch(r"([1-9]\d*)([sq]?)", word) for word in options.bursts.split(",") if word]
     if not all(found):
-        parser.error("--bursts wants numbers, each with s behind it if it is to stream, with commas between them")
-    options.bursts = [(bool(one[2]), int(one[1])) for one in found if one]
+        parser.error("--bursts wants numbers, each with s, q or nothing behind it, with commas between them")
+    options.bursts = [(one[2], int(one[1])) for one in found if one]
     for flag in ("rounds", "plays"):
         if getattr(options, flag) < 0:
             parser.error(f"--{flag} cannot be negative")
@@ -136,26 +137,27 @@ class Bench:
                     self._leave_out(running, error, alive)
             for number in range(self._options.rounds + 1):  # the first is a warm-up
                 self.loads.append(machine.load_average())
-                for at, (streamed, concurrency) in enumerate(self._options.bursts):
+                for at, (kind, concurrency) in enumerate(self._options.bursts):
                     for turn in rotated([None, *alive], number + at):
                         if turn is None or turn in alive:
-                            await self._burst(turn, workers, alive, number, streamed, concurrency)
+                            await self._burst(turn, workers, alive, number, kind, concurrency)
         finally:
             for running in alive:
                 running.close()
             workers.close()
 
     async def _burst(
-        self, turn: Running | None, workers: Workers, alive: list[Running], number: int, streamed: bool, many: int
+        self, turn: Running | None, workers: Workers, alive: list[Running], number: int, kind: str, many: int
     ) -> None:
         texts = small_prompts(f"{self._options.seed}/{number}/{many}", 512)
-        bodies = [body({"role": "user", "content": text}, tokens=EVENTS - 2, stream=streamed) for text in texts]
+        bodies = [body({"role": "user", "content": text}, tokens=EVENTS - 2, stream=bool(kind)) for text in texts]
         try:
             result = await burst(
                 workers.ports if turn is None else [turn.port],
                 bodies,
-                events=EVENTS if streamed else 0,
+                events=EVENTS if kind else 0,
                 concurrency=many,
+                quick_acks=kind == "q",
                 seconds=self._options.seconds,
                 cpu=(lambda: 0.0) if turn is None else turn.cpu_seconds,
             )
@@ -166,12 +168,11 @@ class Bench:
             return
         name = DIRECT if turn is None else turn.name
         p50, p99 = (percentile(result.first_s, share) for share in (0.5, 0.99))
-        cell = Cell(name, number, streamed, many, p50, p99, result.per_second, result.cpu_each_s)
+        cell = Cell(name, number, kind, many, p50, p99, result.per_second, result.cpu_each_s)
         if number:
             self.cells.append(cell)
         self._tell(
-            f"round {number}, {many}{' streamed' if streamed else ''}, {name}: first byte {1e3 * p50:.2f} ms, "
-            f"{cell.per_second:,.0f}/s"
+            f"round {number}, {KINDS[kind]}, {many}, {name}: first byte {1e3 * p50:.2f} ms, {cell.per_second:,.0f}/s"
         )
 
     def _leave_out(self, running: Running, error: Exception, alive: list[Running]) -> None:

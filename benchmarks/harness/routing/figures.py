@@ -7,6 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+KINDS = {
+    "": "answers in one piece",
+    "s": "streams",
+    "q": "streams to clients that acknowledge every packet at once",
+}
+"""What bursts ask for, by its letter on the command line."""
 DIRECT = "direct"
 """The workers without a router between."""
 
@@ -23,7 +29,8 @@ class Cell:
 
     contender: str
     round: int
-    streamed: bool
+    kind: str
+    """One of KINDS."""
     concurrency: int
     p50_s: float
     p99_s: float
@@ -32,9 +39,9 @@ class Cell:
     cpu_each_s: float
 
     @property
-    def load(self) -> tuple[bool, int]:
+    def load(self) -> tuple[str, int]:
         """What is asked at once."""
-        return self.streamed, self.concurrency
+        return self.kind, self.concurrency
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +49,8 @@ class Passing:
     """A contender at one load, medians over rounds; `added` and `share` are against the workers in the same round."""
 
     contender: str
-    streamed: bool
+    kind: str
+    """One of KINDS."""
     concurrency: int
     p50_s: float
     added_p50_s: float
@@ -56,7 +64,7 @@ class Passing:
 
 def passing(cells: Sequence[Cell], reference: str) -> list[Passing]:
     """Summarise bursts, one load after the other: the workers themselves, then routers as they first appear."""
-    rounds: dict[tuple[tuple[bool, int], str], dict[int, Cell]] = {}
+    rounds: dict[tuple[tuple[str, int], str], dict[int, Cell]] = {}
     for cell in cells:
         rounds.setdefault((cell.load, cell.contender), {})[cell.round] = cell
     result = []

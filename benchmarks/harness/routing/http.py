@@ -64,8 +64,8 @@ class Answer:
 class Connection(asyncio.Protocol):
     """A client's connection: one request at a time.
 
-    With `quick_acks` it acknowledges every packet at once. Otherwise Linux waits up to 40 ms for something to send along,
-    and a sender that does not set TCP_NODELAY waits for that before its next small packet.
+    With `quick_acks` it acknowledges every packet at once. Otherwise Linux waits up to 40 ms for something to send
+    along, and a sender that does not set TCP_NODELAY waits for that before its next small packet.
     """
 
     def __init__(self, *, quick_acks: bool = False) -> None:

@@ -101,7 +101,8 @@ async def replay(
     """Play all conversations; return every turn and the seconds that they took together.
 
     `bodies` are those of each conversation by name. Pauses depend on conversation and turn alone, so that every router
-    gets the same, and packets are acknowledged at once, so that what differs is the choice. Raises WrongAnswerError, and OSError where a connection breaks.
+    gets the same, and packets are acknowledged at once, so that what differs is the choice. Raises WrongAnswerError,
+    and OSError where a connection breaks.
     """
     waiting = list(reversed(played))
     turns: list[Turn] = []

