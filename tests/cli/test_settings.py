@@ -277,3 +277,17 @@ def test_the_older_variable_selects_the_socket_transport():
     assert merge("m", {}, {"FD_USE_GET_SAVE_OUTPUT_V1": "0"}).engine.output_transport == "memory"
     both = {"FD_USE_GET_SAVE_OUTPUT_V1": "1", "FD_OUTPUT_TRANSPORT": "memory"}
     assert merge("m", {}, both).engine.output_transport == "memory"
+
+
+def test_a_server_with_a_router_tells_it_what_it_holds(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("a-secret-of-a-cluster\n")
+    joins = {"router": "http://127.0.0.1:8081", "router_secret": str(secret)}
+    assert engine(joins).kv_events is True
+    assert engine(joins, kv_events=False).kv_events is False
+    assert engine(joins, enable_prefix_caching=False).kv_events is None
+    assert engine(kv_events=True, router_secret=str(secret)).kv_events is True
+    with pytest.raises(ConfigError, match="does not know a secret"):
+        engine(kv_events=True)
+    with pytest.raises(ConfigError, match="without prefix caching"):
+        engine(joins, kv_events=True, enable_prefix_caching=False)
