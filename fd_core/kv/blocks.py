@@ -7,8 +7,11 @@
 
 A block is *owned* while its reference count, the number of its owners, is above zero. It is *fenced* when nobody owns
 it any more but a step that may still touch it has not been answered, or an operation outside steps has it *pinned*: a
-copy to the host, a load. Everything else is *free*; a free block may keep the content of a known prefix until it is
-needed for something else, least recently used first.
+copy to the host, a load, a transfer to or from another worker. Everything else is *free*; a free block may keep the
+content of a known prefix until it is needed for something else, least recently used first.
+
+A block that keeps a known prefix is complete and not written again, so what has it pinned only reads it: who matches
+that prefix may own it meanwhile.
 """
 
 from __future__ import annotations
@@ -78,12 +81,13 @@ class BlockPool:
     def match(self, keys: Iterable[bytes]) -> IntArray:
         """Return the blocks that hold the longest known prefix of the chain `keys`; takes and evicts nothing.
 
-        A fenced block does not match: it may not get an owner before its fence was answered.
+        A block that is fenced by a step does not match: it gets no owner before that step was answered. One that is
+        only pinned does.
         """
         found = []
         for key in keys:
             block = self._block_of.get(key)
-            if block is None or (self._references[block] == 0 and block not in self._cached):
+            if block is None or not (self._references[block] or block in self._cached or block in self._pinned):
                 break
             found.append(block)
         return np.array(found, np.int32)
@@ -107,7 +111,7 @@ class BlockPool:
         """Add an owner to blocks that `match` returned."""
         for block in blocks.tolist():
             if self._references[block] == 0:
-                del self._cached[block]
+                del (self._pinned if self._pins[block] else self._cached)[block]
             self._references[block] += 1
 
     def release(self, blocks: IntArray, fence: int) -> None:

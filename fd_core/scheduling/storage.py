@@ -116,11 +116,12 @@ class Storage:
     def ask(self, request: Request, keys: list[bytes]) -> None:
         """Ask how much of a waiting request's prefix is held outside the device; it waits for the answer.
 
-        Nothing is asked while the device holds it all: see `ask_after_all`.
+        Nothing is asked while the device holds it all: see `ask_after_all`. Who was taken back asks at once, since its
+        blocks are wanted.
         """
         request.held = request.held_on_host = 0
         request.asked = False
-        if len(self._pool.match(keys)) < len(keys):
+        if request.preemptions or len(self._pool.match(keys)) < len(keys):
             self.ask_after_all(request, keys)
 
     def ask_after_all(self, request: Request, keys: list[bytes]) -> bool:

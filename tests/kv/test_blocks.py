@@ -14,13 +14,14 @@ BLOCKS = 12
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Drives a pool beside a plain model: a list of owners and the step that each block was last touched in."""
+    """Drives a pool beside a plain model: owners, the step that each block was last touched in, and who reads."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(BLOCKS)
         self.owners: list[np.ndarray] = []
         self.keys: dict[int, list[bytes]] = {}
+        self.readers: list[np.ndarray] = []
         self.step = 0
         self.answered = -1
         self.touched: dict[int, int] = {}
@@ -36,6 +37,8 @@ class PoolMachine(RuleBasedStateMachine):
             assert not owned & set(blocks.tolist()), "a block that somebody owns was handed out"
             for block in blocks.tolist():
                 assert self.touched.get(block, -1) <= self.answered, "a fenced block was handed out"
+            read = {block for reader in self.readers for block in reader.tolist()}
+            assert not read & set(blocks.tolist()), "a block that is being read was handed out"
             self.owners.append(blocks)
 
     @rule()
@@ -68,12 +71,27 @@ class PoolMachine(RuleBasedStateMachine):
         for block, key in zip(owner.tolist(), keys, strict=True):
             self.pool.register(block, key)
 
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def begin_to_read(self, data: st.DataObject) -> None:
+        owner = self.owners[data.draw(st.integers(0, len(self.owners) - 1))]
+        self.pool.pin(owner)
+        self.readers.append(owner)
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data())
+    def end_reading(self, data: st.DataObject) -> None:
+        self.pool.unpin(self.readers.pop(data.draw(st.integers(0, len(self.readers) - 1))))
+
     @precondition(lambda self: self.names)
     @rule(data=st.data())
     def match_and_acquire(self, data: st.DataObject) -> None:
         free = self.pool.num_free
         matched = self.pool.match(self.keys[data.draw(st.integers(0, self.names - 1))])
         assert self.pool.num_free == free, "matching took or evicted something"
+        owned = {block for owner in self.owners for block in owner.tolist()}
+        for block in set(matched.tolist()) - owned:
+            assert self.touched.get(block, -1) <= self.answered, "a fenced block matched"
         self.pool.acquire(matched)
         self.owners.append(matched)
 
@@ -108,6 +126,27 @@ def test_a_shared_block_stays_fenced_for_the_latest_of_its_owners() -> None:
     assert (pool.num_free, pool.num_fenced) == (0, 1)
     pool.answered(7)
     assert (pool.num_free, pool.num_fenced) == (1, 0)
+
+
+def test_a_block_that_is_only_read_goes_on_as_a_prefix_and_to_nobody_else() -> None:
+    pool = BlockPool(2)
+    blocks = pool.allocate(2)
+    assert blocks is not None
+    pool.register(int(blocks[0]), b"complete")
+    pool.pin(blocks)
+    pool.release(blocks, -1)
+    assert (pool.num_free, pool.num_fenced) == (0, 2)
+    matched = pool.match([b"complete"])
+    assert matched.tolist() == blocks[:1].tolist()
+    pool.acquire(matched)
+    assert (pool.num_owned, pool.num_fenced) == (1, 1)
+    pool.release(matched, -1)
+    assert (pool.num_free, pool.num_fenced) == (0, 2), "it is still read"
+    pool.acquire(pool.match([b"complete"]))
+    pool.unpin(blocks)
+    assert (pool.num_owned, pool.num_free) == (1, 1), "the owner that came meanwhile keeps it"
+    pool.release(matched, -1)
+    assert (pool.num_free, pool.num_cached) == (2, 1)
 
 
 def test_the_tail_of_a_prefix_is_evicted_before_its_head() -> None:

@@ -489,6 +489,26 @@ def test_blocks_that_are_sent_are_pinned_until_they_were_read() -> None:
     assert is_idle(s)
 
 
+def test_blocks_that_are_still_sent_are_a_known_prefix() -> None:
+    s = scheduler()
+    request = s.add(leased("a", 11))
+    answer(s, planned(s))
+    finish(s, request)
+    told = sends(s)
+    again = s.add(leased("b", 11))
+    plan = planned(s)
+    assert plan.num_tokens.tolist() == [3], "nothing of it is computed twice"
+    assert s.slots.blocks(0)[:2].tolist() == [block for send in told for block in send.blocks.tolist()][:2]
+    s.check_integrity()
+    for send in told:
+        s.transferred(Sent(send.operation))
+    answer(s, plan)
+    finish(s, again)
+    for send in sends(s):
+        s.transferred(Sent(send.operation))
+    assert is_idle(s)
+
+
 def test_a_block_that_two_leases_send_is_pinned_for_both() -> None:
     s = scheduler()
     compute(s, here("before", 5))
