@@ -12,6 +12,7 @@ empty caches for every replay, and count hits themselves. Routers take turns in 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import re
 import shlex
@@ -69,7 +70,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--workers", type=int, choices=(2, 4), default=2, help="for bursts (default: 2)")
     parser.add_argument("--plays", type=int, default=2, help="rounds of conversations (default: 2)")
-    parser.add_argument("--users", type=int, default=16, help="conversations at a time (default: 16)")
+    parser.add_argument("--users", default="16,32", help="conversations at a time, one table each (default: 16,32)")
     parser.add_argument("--copies", type=int, default=4, help="of each recorded session (default: 4)")
     parser.add_argument("--seed", type=int, default=0, help="of prompts, order and pauses (default: 0)")
     parser.add_argument("--out", default="routing", help="name or path of the result, without suffix")
@@ -81,7 +82,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     for flag in ("rounds", "plays"):
         if getattr(options, flag) < 0:
             parser.error(f"--{flag} cannot be negative")
-    for flag in ("users", "copies", "seconds"):
+    users = [word for word in options.users.split(",") if word]
+    if not users or not all(re.fullmatch(r"[1-9]\d*", word) for word in users):
+        parser.error("--users wants numbers above 0 with commas between them")
+    options.users = [int(word) for word in users]
+    for flag in ("copies", "seconds"):
         if getattr(options, flag) <= 0:
             parser.error(f"--{flag} must be more than 0")
     return options
@@ -184,10 +189,10 @@ class Bench:
     async def conversations(self, played: Sequence[Conversation]) -> None:
         """Play all conversations through every router, each time with empty caches and a router just started."""
         bodies = {one.name: [body(*turn, tokens=REPLY_TOKENS) for turn in one.turns] for one in played}
-        think = Think(users=self._options.users, seed=self._options.seed)
         workers = Workers(PLAYING_WORKERS, ENGINE, self._folder)
         try:
-            for number in range(1, self._options.plays + 1):
+            for number, users in itertools.product(range(1, self._options.plays + 1), self._options.users):
+                think = Think(users=users, seed=self._options.seed)
                 self.loads.append(machine.load_average())
                 for contender in rotated(players(self._options), number - 1):
                     running = Running(contender, workers.urls, self._folder)
@@ -208,7 +213,7 @@ class Bench:
                     one = Played(contender.name, number, think.users, first_s, wall_s, cpu_s, stats)
                     self.played.append(one)
                     self._tell(
-                        f"round {number}, {one.contender}: hit rate {one.hit_rate:.3f}, TTFT p50 "
+                        f"round {number}, {users} users, {one.contender}: hit rate {one.hit_rate:.3f}, TTFT p50 "
                         f"{1e3 * percentile(first_s, 0.5):.0f} ms, mean {1e3 * sum(first_s) / len(first_s):.0f} ms"
                     )
         finally:
