@@ -1,0 +1,19 @@
+"""Carries KV with the transfer engine NIXL; importing this imports no NIXL."""
+
+from __future__ import annotations
+
+from fd_core.hookspecs import Entry, hookimpl
+
+FD_CONTRACT = 1
+
+
+@hookimpl
+def fd_register_connectors() -> list[Entry]:
+    """Offer `nixl`."""
+    return [
+        Entry(
+            "nixl",
+            "fd_connector_nixl.connector:NixlConnector",
+            "the transfer engine NIXL, over TCP or RDMA; both workers on a network that is trusted",
+        )
+    ]

@@ -1,0 +1,122 @@
+"""How the memory of a lease is laid out, on both sides alike, and what is said about its places.
+
+    16 bytes                  the lease's token: who reads it has found this lease's memory
+    4 bytes, `window` times   of each place: how often it was freed, written by the decode side alone
+    then `window` places      of `value_bytes` each; all of it aligned to 64 bytes
+
+The n-th value in a place has the turn n. The prefill side may write to a place when it was freed as often as it was
+written to; it reads the counts to find out. So each word has one writer, and none is ever taken back.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final, NamedTuple
+
+from fd_core.disagg.connectors.contract import ConnectorError
+
+__all__ = ["TOKEN_BYTES", "Layout", "Notice", "Reference", "Spot"]
+
+TOKEN_BYTES: Final = 16
+_ALIGNMENT: Final = 64
+_COUNT: Final = struct.Struct("<I")
+_REFERENCE: Final = struct.Struct("<III")
+_NOTICE: Final = struct.Struct(f"<{TOKEN_BYTES}sq{_REFERENCE.size}s")
+
+
+class Spot(NamedTuple):
+    """Bytes of a lease's memory."""
+
+    start: int
+    length: int
+
+
+class Layout(NamedTuple):
+    """Where things are in the memory of a lease."""
+
+    window: int
+    value_bytes: int
+
+    @property
+    def header(self) -> Spot:
+        """Token and counts."""
+        return Spot(0, TOKEN_BYTES + self.window * _COUNT.size)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all of it."""
+        return self.place(self.window, 0).start
+
+    def place(self, place: int, length: int) -> Spot:
+        """Return where a value of `length` bytes lies in a place."""
+        return Spot(_aligned(self.header.length) + place * _aligned(self.value_bytes), length)
+
+    def counter(self, place: int) -> Spot:
+        """Return where it is written how often a place was freed."""
+        return Spot(TOKEN_BYTES + place * _COUNT.size, _COUNT.size)
+
+    def write_header(self, memory: memoryview, token: bytes) -> None:
+        """Begin a lease: nothing was freed."""
+        memory[: self.header.length] = token + bytes(self.window * _COUNT.size)
+
+    def write_count(self, memory: memoryview, place: int, count: int) -> None:
+        """Say how often a place was freed."""
+        _COUNT.pack_into(memory, self.counter(place).start, count)
+
+    def read_header(self, memory: memoryview) -> tuple[bytes, list[int]]:
+        """Return the token, and how often each place was freed."""
+        counts = struct.unpack_from(f"<{self.window}I", memory, TOKEN_BYTES)
+        return bytes(memory[:TOKEN_BYTES]), list(counts)
+
+
+class Reference(NamedTuple):
+    """Where a value is."""
+
+    place: int
+    turn: int
+    length: int
+
+    def encode(self) -> bytes:
+        """Return what travels as `Piece.reference`."""
+        return _REFERENCE.pack(*self)
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> Reference:
+        """Read what travelled. Raises `ConnectorError`."""
+        if len(encoded) != _REFERENCE.size:
+            raise ConnectorError("a reference to a place of NIXL cannot be read")
+        return cls(*_REFERENCE.unpack(encoded))
+
+
+class Notice(NamedTuple):
+    """What follows a write, or, with an index below 0, the last write of a lease."""
+
+    token: bytes
+    piece: int
+    reference: Reference
+
+    @classmethod
+    def of_the_end(cls, token: bytes) -> Notice:
+        """Return the word that nothing more will be written for a lease."""
+        return cls(token, -1, Reference(0, 0, 0))
+
+    @property
+    def ends(self) -> bool:
+        """Whether nothing more will be written."""
+        return self.piece < 0
+
+    def encode(self) -> bytes:
+        """Return what NIXL carries."""
+        return _NOTICE.pack(self.token, self.piece, self.reference.encode())
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> Notice | None:
+        """Read what somebody sent; None for what is no notice."""
+        if len(encoded) != _NOTICE.size:
+            return None
+        token, piece, reference = _NOTICE.unpack(encoded)
+        return cls(token, piece, Reference.decode(reference))
+
+
+def _aligned(length: int) -> int:
+    return -(-max(length, 1) // _ALIGNMENT) * _ALIGNMENT

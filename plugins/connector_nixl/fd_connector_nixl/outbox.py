@@ -1,0 +1,133 @@
+"""The prefill side's end of a lease: it writes to places of the decode side's memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from fd_core.disagg.connectors.contract import Bytes, ConnectorError, Outbox, Put
+from fd_core.disagg.connectors.values import flat_parts
+
+from fd_connector_nixl.address import read_address
+from fd_connector_nixl.agent import Transfer
+from fd_connector_nixl.layout import Layout, Notice, Reference
+from fd_connector_nixl.places import Departures
+from fd_connector_nixl.station import Station
+
+__all__ = ["NixlOutbox"]
+
+_PAUSE: Final = 20e-6
+
+
+class NixlOutbox(Outbox):
+    """Values are copied to memory that is laid out like the other side's, and written from there."""
+
+    def __init__(self, station: Station, lease: str, address: bytes, layout: Layout, timeout: float) -> None:
+        """`station` was entered for it. Raises `ConnectorError` if the decode side's memory cannot be read."""
+        self._station, self._layout, self._timeout = station, layout, timeout
+        self._departures = Departures(layout.window)
+        self._writes: dict[int, Transfer] = {}
+        """The last one from each place."""
+        self._read: Transfer | None = None
+        self._closed = False
+        there = read_address(lease, address)
+        if there.size != layout.size:
+            raise ConnectorError("the decode worker's memory has another size than was agreed on")
+        self._token, self._there = there.token, there.start
+        self._slab, _ = station.lend(layout.size)
+        try:
+            self._peer = station.meet(there.agent, there.metadata)
+        except ConnectorError:
+            station.give_back(self._slab)
+            raise
+        try:
+            self._learn(time.monotonic() + timeout)
+        except ConnectorError:
+            self._part()
+            raise
+
+    def put(self, index: int, parts: Sequence[Bytes]) -> Put:
+        """Copy a value to a free place and begin to write it; `Inbox.take` waits for it to land."""
+        if self._closed:
+            raise ConnectorError("the lease is over")
+        flat, length = flat_parts(parts, self._layout.value_bytes)
+        self._check()
+        deadline = time.monotonic() + self._timeout
+        place = self._departures.free()
+        if place is None:
+            self._learn(deadline)
+            place = self._departures.free()
+            if place is None:
+                raise ConnectorError("no place in the decode worker's memory is free")
+        if (last := self._writes.get(place)) is not None:
+            self._finish(last, deadline)
+        start, _ = self._layout.place(place, length)
+        at = start
+        for part in flat:
+            self._slab.bytes[at : at + len(part)] = part
+            at += len(part)
+        reference = Reference(place, self._departures.write(place), length)
+        # A value of no bytes is announced by a write, too, so that there is one way only.
+        self._writes[place] = self._begin(start, max(length, 1), Notice(self._token, index, reference))
+        self._station.nudge()
+        return Put(reference.encode())
+
+    def close(self) -> None:
+        """Leave the rest to the station: what is on its way, and to say when it has landed."""
+        if self._closed:
+            return
+        self._closed = True
+        self._part()
+        self._station.leave()
+
+    def _part(self) -> None:
+        transfers = [*self._writes.values()] + ([self._read] if self._read is not None else [])
+        self._station.part(self._peer, self._slab, self._token, transfers)
+
+    def _begin(self, start: int, length: int, notice: Notice) -> Transfer:
+        try:
+            there = self._there + start
+            return self._station.agent.write(self._slab.start + start, length, self._peer.name, there, notice)
+        except ConnectorError:
+            self._peer.broken = True
+            raise
+
+    def _learn(self, deadline: float) -> None:
+        """Read what the decode side's memory says about its places."""
+        start, length = self._layout.header
+        agent = self._station.agent
+        if self._read is None:
+            try:
+                self._read = agent.read(self._slab.start + start, length, self._peer.name, self._there + start)
+            except ConnectorError:
+                self._peer.broken = True
+                raise
+        self._finish(self._read, deadline)
+        self._read = None
+        token, freed = self._layout.read_header(self._slab.bytes)
+        if token != self._token:
+            raise ConnectorError("the decode worker's memory is not this lease's any more")
+        self._departures.learn(freed)
+
+    def _check(self) -> None:
+        """Give up once a write has failed, whichever it was."""
+        try:
+            for write in self._writes.values():
+                write.require()
+        except ConnectorError:
+            self._peer.broken = True
+            raise
+
+    def _finish(self, transfer: Transfer, deadline: float) -> None:
+        try:
+            while not transfer.require():
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+                self._station.poll()
+                time.sleep(_PAUSE)
+        except TimeoutError as error:
+            raise ConnectorError("the decode worker does not answer in time") from error
+        except ConnectorError:
+            self._peer.broken = True
+            raise

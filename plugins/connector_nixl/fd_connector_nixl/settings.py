@@ -1,0 +1,72 @@
+"""What the environment says about transports, devices and memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from fd_core.errors import ConfigError
+
+__all__ = ["Settings", "read_settings"]
+
+_CHOICE: Final = re.compile(r"\^?[A-Za-z0-9_.:*-]+(,[A-Za-z0-9_.:*-]+)*")
+_DEFAULT_MB: Final = 4096
+_MOST_MB: Final = 1 << 20
+
+
+class Settings(NamedTuple):
+    """How NIXL is started, and what it may use."""
+
+    transports: str = "tcp"
+    """Transports of UCX."""
+    devices: str = "lo"
+    """Network devices of UCX; it listens on each of them."""
+    memory: int = _DEFAULT_MB << 20
+    """Bytes that values of all leases of this process may take."""
+
+    @property
+    def engine_config(self) -> str:
+        """What NIXL hands to UCX. It takes one word for each, so a list comes from UCX's own variables."""
+        pairs = (("TLS", self.transports), ("NET_DEVICES", self.devices))
+        return ",".join(f"{name}={value}" for name, value in pairs if "," not in value)
+
+
+def read_settings(environment: Mapping[str, str]) -> Settings:
+    """Return what the environment asks for.
+
+    Raises `ConfigError` for what cannot be used, and for variables of UCX that say something else: they would win, and
+    might let anybody on another network write into this process.
+    """
+    return Settings(
+        _chosen(environment, "FD_NIXL_TLS", "UCX_TLS", Settings().transports),
+        _chosen(environment, "FD_NIXL_NET_DEVICES", "UCX_NET_DEVICES", Settings().devices),
+        _megabytes(environment, "FD_NIXL_MEMORY_MB") << 20,
+    )
+
+
+def _chosen(environment: Mapping[str, str], name: str, of_ucx: str, default: str) -> str:
+    chosen = environment.get(name, default)
+    if not _CHOICE.fullmatch(chosen):
+        raise ConfigError(
+            f"{name} is no list of words with commas between them", field=name, hint=f"for example {name}={default}"
+        )
+    its_own = environment.get(of_ucx)
+    if its_own is None and "," in chosen:
+        raise ConfigError(
+            f"{name} is a list, which NIXL cannot hand on to UCX", field=name, hint=f"set {of_ucx}={chosen} as well"
+        )
+    if its_own is not None and its_own != chosen:
+        raise ConfigError(
+            f"{of_ucx} is set and would win over {name}, which is {chosen}",
+            field=of_ucx,
+            hint=f"unset {of_ucx}, or give {name} the same value if you mean it",
+        )
+    return chosen
+
+
+def _megabytes(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, str(_DEFAULT_MB))
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= _MOST_MB):
+        raise ConfigError(f"{name} is no number of MiB from 1 to {_MOST_MB:,}", field=name)
+    return int(text)

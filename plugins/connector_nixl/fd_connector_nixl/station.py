@@ -1,0 +1,269 @@
+"""An agent, the memory registered with it, and who uses which of it.
+
+Memory that somebody may still write to is held back: until the prefill side's word that it writes no more, or until
+the agent is closed, for whoever still writes then writes to nobody. The connector closes a station that holds back
+much, once the leases that began there are over, and goes on with another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from fd_core.disagg.connectors.contract import ConnectorError
+
+from fd_connector_nixl.agent import Agent, Transfer
+from fd_connector_nixl.layout import Notice
+from fd_connector_nixl.library import Library
+from fd_connector_nixl.memory import Memory, Slab, fitting
+from fd_connector_nixl.pump import Pump
+from fd_connector_nixl.settings import Settings
+
+__all__ = ["Peer", "Station"]
+
+_IDLE_PEERS: Final = 16
+"""Connections that are kept for the next lease."""
+_LINGER_SECONDS: Final = 0.1
+"""After the last use, for the last word to leave."""
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """The agent of a decode worker."""
+
+    name: str
+    known: set[bytes] = field(default_factory=set)
+    """Metadata that NIXL was given."""
+    users: int = 0
+    broken: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Parting:
+    """What is left of the prefill side of a lease: writes that are not over."""
+
+    peer: Peer
+    slab: Slab
+    token: bytes
+    transfers: list[Transfer]
+
+
+class Station:
+    """Safe to use from several threads. `leave` comes once for every `enter`."""
+
+    def __init__(self, library: Library, settings: Settings, memory: Memory) -> None:
+        """Start an agent and the thread that polls it."""
+        self._memory, self._limit = memory, settings.memory
+        self.agent = Agent(library, settings)
+        self._lock = threading.RLock()
+        self._metadata: dict[Slab, bytes] = {}
+        self._free: list[Slab] = []
+        self._held_back: dict[bytes, Slab] = {}
+        """By token."""
+        self._listeners: dict[bytes, Callable[[Notice], None]] = {}
+        self._peers: OrderedDict[str, Peer] = OrderedDict()
+        self._partings: list[_Parting] = []
+        self._inside = 0
+        self._retired = False
+        self._closed = False
+        self._used_at = time.monotonic()
+        self._pump = Pump(self.poll, self._wanted)
+
+    @property
+    def closed(self) -> bool:
+        """Whether its agent is gone."""
+        return self._closed
+
+    @property
+    def held_back(self) -> int:
+        """Bytes that nobody may use yet."""
+        return sum(slab.size for slab in list(self._held_back.values()))
+
+    # Coming and going -------------------------------------------------------------------------------------
+
+    def enter(self) -> None:
+        """An end of a lease is about to be opened."""
+        with self._lock:
+            self._inside += 1
+        self.nudge()
+
+    def leave(self) -> None:
+        """An end is closed."""
+        with self._lock:
+            self._inside -= 1
+            self._used_at = time.monotonic()
+            last = self._retired and not self._inside
+        if last:
+            self.close()
+
+    def retire(self) -> None:
+        """Close as soon as the last end is closed."""
+        with self._lock:
+            self._retired = True
+            last = not self._inside
+        if last:
+            self.close()
+
+    def close(self) -> None:
+        """Break everything off and let others have the memory. Idempotent, never raises."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._pump.stop()
+        with self._lock:
+            self._listeners.clear()
+            self._partings.clear()
+            self.agent.close()
+            # Nobody reaches these pages any more, so what was held back is not.
+            for slab in self._metadata:
+                self._memory.give_back(slab)
+            self._metadata.clear()
+            self._free.clear()
+            self._held_back.clear()
+            self._peers.clear()
+
+    # Memory -----------------------------------------------------------------------------------------------
+
+    def lend(self, size: int) -> tuple[Slab, bytes]:
+        """Return registered memory, and what others have to know to write to it."""
+        with self._lock:
+            if self._closed:
+                raise ConnectorError("NIXL was closed")
+            slab = fitting(self._free, size)
+            if slab is not None:
+                self._free.remove(slab)
+                return slab, self._metadata[slab]
+            slab = self._memory.lend(size, self._limit)
+            try:
+                self._metadata[slab] = self.agent.register(slab.start, slab.size).metadata
+            except ConnectorError:
+                self._memory.give_back(slab)
+                raise
+            return slab, self._metadata[slab]
+
+    def give_back(self, slab: Slab) -> None:
+        """Let the next lease have memory that nobody writes to any more."""
+        with self._lock:
+            if slab in self._metadata:
+                self._free.append(slab)
+
+    def hold_back(self, slab: Slab, token: bytes) -> None:
+        """Keep memory from others until the prefill side says that it writes no more."""
+        with self._lock:
+            if slab in self._metadata:
+                self._held_back[token] = slab
+
+    # Notices ----------------------------------------------------------------------------------------------
+
+    def listen(self, token: bytes, listener: Callable[[Notice], None]) -> None:
+        """Have `listener` called for each notice of a lease, under `lock`."""
+        with self._lock:
+            self._listeners[token] = listener
+
+    def unlisten(self, token: bytes) -> None:
+        """Pass over notices of a lease, but for its last one."""
+        with self._lock:
+            self._listeners.pop(token, None)
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held while a listener is called."""
+        return self._lock
+
+    def poll(self) -> bool:
+        """Let bytes move and hand out what came; return whether anything did. Never raises."""
+        with self._lock:
+            if self._closed:
+                return False
+            try:
+                found = self.agent.poll()
+            except ConnectorError:
+                return False
+            for encoded in found:
+                self._hear(Notice.decode(encoded))
+            self._partings = [parting for parting in self._partings if not self._parted(parting)]
+            return bool(found)
+
+    def nudge(self) -> None:
+        """Poll often for a while."""
+        self._used_at = time.monotonic()
+        self._pump.nudge()
+
+    def _hear(self, notice: Notice | None) -> None:
+        if notice is None:
+            return
+        if (listener := self._listeners.get(notice.token)) is not None:
+            listener(notice)
+        elif notice.ends and (slab := self._held_back.pop(notice.token, None)) is not None:
+            self._free.append(slab)
+
+    def _wanted(self) -> bool:
+        return bool(self._inside or self._partings) or time.monotonic() - self._used_at < _LINGER_SECONDS
+
+    # Peers ------------------------------------------------------------------------------------------------
+
+    def meet(self, name: str, metadata: bytes) -> Peer:
+        """Return another agent that is going to be written to. `part` or `drop` comes once for each call."""
+        with self._lock:
+            peer = self._peers.get(name)
+            if peer is not None and peer.broken and not peer.users:
+                self._forget(peer)
+                peer = None
+            if peer is not None and peer.broken:
+                raise ConnectorError("the connection to the decode worker is broken")
+            if name == self.agent.name:
+                raise ConnectorError("the decode worker is this one")
+            if peer is None or metadata not in peer.known:
+                met = self.agent.meet(metadata)
+                if met != name:
+                    if met not in self._peers:
+                        self.agent.forget(met)
+                    raise ConnectorError("the address for NIXL is another agent's")
+                peer = peer or Peer(name)
+                peer.known.add(metadata)
+            self._peers[name] = peer
+            self._peers.move_to_end(name)
+            peer.users += 1
+            return peer
+
+    def part(self, peer: Peer, slab: Slab, token: bytes, transfers: Iterable[Transfer]) -> None:
+        """End the prefill side of a lease: tell the other side once all its writes are over, and free its memory."""
+        with self._lock:
+            if self._closed:
+                return
+            parting = _Parting(peer, slab, token, list(transfers))
+            if not self._parted(parting):
+                self._partings.append(parting)
+        self.nudge()
+
+    def _parted(self, parting: _Parting) -> bool:
+        if not all(transfer.over for transfer in parting.transfers):
+            return False
+        parting.peer.broken |= any(transfer.flaw is not None for transfer in parting.transfers)
+        self.give_back(parting.slab)
+        if not parting.peer.broken:
+            with contextlib.suppress(ConnectorError):  # it has other ways to find out
+                self.agent.tell(parting.peer.name, Notice.of_the_end(parting.token))
+        self._leave_peer(parting.peer)
+        return True
+
+    def _leave_peer(self, peer: Peer) -> None:
+        peer.users -= 1
+        idle = [one for one in self._peers.values() if not one.users]
+        for one in idle:
+            if one.broken:
+                self._forget(one)
+        idle = [one for one in idle if not one.broken]
+        for one in idle[: max(0, len(idle) - _IDLE_PEERS)]:
+            self._forget(one)
+
+    def _forget(self, peer: Peer) -> None:
+        if self._peers.get(peer.name) is peer:
+            del self._peers[peer.name]
+            self.agent.forget(peer.name)

@@ -1,0 +1,60 @@
+"""Where things are in the memory of a lease."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from fd_core.disagg.connectors.contract import ConnectorError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fd_connector_nixl.layout import TOKEN_BYTES, Layout, Notice, Reference
+
+LAYOUTS = st.builds(Layout, st.integers(1, 64), st.integers(0, 1 << 20))
+NUMBERS = st.integers(0, 2**32 - 1)
+REFERENCES = st.builds(Reference, NUMBERS, NUMBERS, NUMBERS)
+TOKEN = bytes(range(TOKEN_BYTES))
+
+
+@given(LAYOUTS)
+def test_nothing_overlaps_and_everything_fits(layout: Layout) -> None:
+    room = max(layout.value_bytes, 1)  # a value of no bytes is written as one
+    spots = [layout.header] + [layout.place(place, room) for place in range(layout.window)]
+    for one, following in itertools.pairwise(spots):
+        assert one.start + one.length <= following.start
+    assert spots[-1].start + spots[-1].length <= layout.size
+    assert all(spot.start % 64 == 0 for spot in spots)
+
+
+def test_counts_are_read_as_they_were_written() -> None:
+    layout = Layout(5, 100)
+    memory = memoryview(bytearray(b"\xff" * layout.size))
+    layout.write_header(memory, TOKEN)
+    assert layout.read_header(memory) == (TOKEN, [0] * 5)
+    layout.write_count(memory, 3, 2**32 - 1)
+    layout.write_count(memory, 0, 7)
+    assert layout.read_header(memory) == (TOKEN, [7, 0, 0, 2**32 - 1, 0])
+
+
+@given(REFERENCES, st.integers(-(2**63), 2**63 - 1))
+def test_what_is_said_is_read_as_it_was_said(reference: Reference, piece: int) -> None:
+    notice = Notice(TOKEN, piece, reference)
+    assert Reference.decode(reference.encode()) == reference
+    assert Notice.decode(notice.encode()) == notice
+
+
+def test_the_end_is_no_piece() -> None:
+    last = Notice.decode(Notice.of_the_end(TOKEN).encode())
+    assert last is not None
+    assert last.ends
+    assert not Notice(TOKEN, 0, Reference(0, 1, 0)).ends
+
+
+@given(st.binary(max_size=100))
+def test_garbage_is_no_reference_and_no_notice(garbage: bytes) -> None:
+    if len(garbage) != len(Reference(0, 0, 0).encode()):
+        with pytest.raises(ConnectorError):
+            Reference.decode(garbage)
+    if len(garbage) != len(Notice.of_the_end(TOKEN).encode()):
+        assert Notice.decode(garbage) is None

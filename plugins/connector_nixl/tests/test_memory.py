@@ -1,0 +1,42 @@
+"""Pages that are never given back to the system."""
+
+from __future__ import annotations
+
+import pytest
+from fd_core.disagg.connectors.contract import ConnectorError
+
+from fd_connector_nixl.memory import Memory
+
+MIB = 1 << 20
+
+
+def test_what_was_given_back_serves_again() -> None:
+    memory = Memory()
+    slab = memory.lend(MIB - 5, 10 * MIB)
+    slab.bytes[:5] = b"hello"
+    memory.give_back(slab)
+    assert memory.lend(MIB, 10 * MIB) is slab
+    assert bytes(slab.bytes[:5]) == b"hello", "it was mapped all the time"
+    assert memory.lend(MIB, 10 * MIB) is not slab
+    assert memory.taken == 2 * MIB
+
+
+def test_the_limit_holds() -> None:
+    memory = Memory()
+    memory.lend(MIB, 2 * MIB)
+    memory.lend(MIB, 2 * MIB)
+    with pytest.raises(ConnectorError, match="FD_NIXL_MEMORY_MB"):
+        memory.lend(1, 2 * MIB)
+
+
+def test_a_small_lease_does_not_get_a_large_piece() -> None:
+    memory = Memory()
+    large = memory.lend(8 * MIB, 20 * MIB)
+    memory.give_back(large)
+    assert memory.lend(MIB, 20 * MIB) is not large
+    assert memory.lend(5 * MIB, 20 * MIB) is large
+
+
+def test_more_than_there_is_is_an_error_of_the_connector() -> None:
+    with pytest.raises(ConnectorError):
+        Memory().lend(1 << 62, 1 << 63)

@@ -1,0 +1,171 @@
+"""Memory that somebody may still write to is nobody else's."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fd_core.disagg.connectors.contract import Connector, ConnectorError, ConnectorSettings, Inbox, Outbox
+from fd_core.testing.connectors.far import FarSide
+from fd_core.testing.connectors.far_messages import Recipe
+from fd_core.testing.connectors.transfers import carry, new_lease, put, value_of
+from needs import needs_nixl
+
+from fd_connector_nixl.connector import NixlConnector
+
+pytestmark = needs_nixl
+
+WINDOW = 4
+PIECES = range(12)
+VALUE_BYTES = 700_000
+
+
+@pytest.fixture
+def near(monkeypatch: pytest.MonkeyPatch) -> Iterator[NixlConnector]:
+    monkeypatch.setenv("FD_NIXL_MEMORY_MB", "64")
+    connector = NixlConnector(ConnectorSettings(timeout=1.0))
+    yield connector
+    connector.close()
+
+
+@pytest.fixture
+def side() -> Iterator[FarSide]:
+    side = FarSide()
+    yield side
+    side.close()
+
+
+@pytest.fixture
+def far(side: FarSide) -> Connector:
+    return side.make(Recipe(f"{NixlConnector.__module__}:NixlConnector", None, 1.0))
+
+
+def opened(decode: Connector, prefill: Connector) -> tuple[Inbox, Outbox]:
+    lease = new_lease()
+    inbox = decode.open_inbox(lease, pieces=PIECES, window=WINDOW, value_bytes=VALUE_BYTES)
+    return inbox, prefill.open_outbox(lease, inbox.address, window=WINDOW, value_bytes=VALUE_BYTES)
+
+
+def in_time(true: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 5
+    while not true():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def held_back(connector: NixlConnector) -> int:
+    return connector._station.held_back
+
+
+def test_a_whole_lease_holds_nothing_back(near: NixlConnector, far: Connector) -> None:
+    inbox, outbox = opened(near, far)
+    carry(inbox, outbox, [value_of(index, 5000) for index in PIECES], 0, WINDOW, random.Random(0))
+    inbox.close()
+    assert held_back(near) == 0
+    outbox.close()
+
+
+@pytest.mark.parametrize("first", ["decode", "prefill"])
+def test_the_word_of_the_prefill_side_frees_what_was_held_back(near: NixlConnector, far: Connector, first: str) -> None:
+    inbox, outbox = opened(near, far)
+    put(outbox, 0, value_of(0, VALUE_BYTES))
+    if first == "decode":
+        inbox.close()
+        time.sleep(0.05)
+        assert held_back(near) > VALUE_BYTES
+        outbox.close()
+    else:
+        outbox.close()
+        assert in_time(lambda: inbox._left)  # type: ignore[attr-defined] # of NixlInbox
+        inbox.close()
+    assert in_time(lambda: held_back(near) == 0)
+
+
+def test_much_that_is_held_back_makes_it_start_anew(near: NixlConnector, far: Connector) -> None:
+    first, kept = near._station, opened(near, far)
+    for _ in range(40):  # nobody answers these; they would take more than twice what there is
+        near.open_inbox(new_lease(), pieces=PIECES, window=WINDOW, value_bytes=VALUE_BYTES).close()
+        if near._station is not first:
+            break
+    assert near._station is not first
+    assert not first.closed, "a lease is open there"
+    carry(*kept, [value_of(index, 5000) for index in PIECES], 0, WINDOW, random.Random(1))
+    kept[1].close()
+    kept[0].close()
+    assert first.closed
+    for _ in range(40):
+        near.open_inbox(new_lease(), pieces=PIECES, window=WINDOW, value_bytes=VALUE_BYTES).close()
+
+
+def test_a_late_write_of_a_stopped_worker_reaches_no_later_lease(
+    near: NixlConnector, far: Connector, side: FarSide
+) -> None:
+    """Its first writes lie in the system's buffers, the others in its own, when the memory gets another lease."""
+    inbox, outbox = opened(near, far)
+    first, late = near._station, inbox._slab  # type: ignore[attr-defined] # of NixlInbox
+    first._pump.stop()  # nothing lands while it is not polled
+    for index in range(WINDOW):
+        put(outbox, index, b"\xff" * VALUE_BYTES)
+    with side.stopped():
+        inbox.close()
+        near._renew()
+        assert first.closed
+        late.bytes[:] = bytes(late.size)
+        leases = [near.open_inbox(new_lease(), pieces=PIECES, window=WINDOW, value_bytes=VALUE_BYTES)]
+        while leases[-1]._slab is not late:  # type: ignore[attr-defined] # of NixlInbox
+            leases.append(near.open_inbox(new_lease(), pieces=PIECES, window=WINDOW, value_bytes=VALUE_BYTES))
+    with pytest.raises(ConnectorError):
+        for index in range(WINDOW, len(PIECES)):
+            time.sleep(0.05)
+            put(outbox, index, b"\xff" * VALUE_BYTES)
+    for _ in range(100):
+        first.poll()
+        time.sleep(0.001)
+    assert b"\xff" * 64 not in bytes(late.bytes)
+    outbox.close()
+    for lease in leases:
+        lease.close()
+
+
+def test_dead_workers_leave_no_descriptors(near: NixlConnector) -> None:
+    counts = []
+    for _ in range(4):
+        doomed = FarSide()
+        try:
+            far = doomed.make(Recipe(f"{NixlConnector.__module__}:NixlConnector", None, 1.0))
+            ours, theirs = opened(near, far), opened(far, near)
+            put(ours[1], 0, value_of(0, VALUE_BYTES))
+            put(theirs[1], 0, value_of(0, VALUE_BYTES))
+        finally:
+            doomed.close()
+        ours[0].close()
+        theirs[1].close()
+        assert in_time(lambda: not near._station._partings)
+        counts.append(sum(1 for _ in Path("/proc/self/fd").iterdir()))
+    assert counts[-1] <= counts[1] + 1, "more than a connection that was not used since"
+
+
+def test_an_idle_connector_does_not_poll(near: NixlConnector, far: Connector) -> None:
+    inbox, outbox = opened(near, far)
+    outbox.close()
+    inbox.close()
+    time.sleep(0.3)
+    polled = []
+    near._station._pump._poll = lambda: polled.append(1) is None
+    time.sleep(0.2)
+    assert not polled
+
+
+def test_memory_that_is_another_leases_by_now_is_refused(near: NixlConnector, far: Connector) -> None:
+    lease = new_lease()
+    inbox = near.open_inbox(lease, pieces=PIECES, window=WINDOW, value_bytes=VALUE_BYTES)
+    inbox._slab.bytes[:16] = bytes(16)  # type: ignore[attr-defined] # of NixlInbox
+    with pytest.raises(ConnectorError, match="any more"):
+        far.open_outbox(lease, inbox.address, window=WINDOW, value_bytes=VALUE_BYTES)
+    inbox.close()
+    assert in_time(lambda: held_back(near) == 0)
