@@ -84,6 +84,15 @@ def onnx(session: nox.Session) -> None:
 
 
 @nox.session
+def nixl(session: nox.Session) -> None:
+    """The connector on NIXL, with NIXL, which is large and asks for PyTorch; elsewhere its transfers are skipped."""
+    session.install("-e", ".[cpu]")
+    session.install("-e", ".[cpu,test]", "-e", "plugins/connector_nixl[cu13,test]")
+    with session.chdir("plugins/connector_nixl"):
+        session.run("pytest", *session.posargs)
+
+
+@nox.session
 def conformance(session: nox.Session) -> None:
     """The conformance kit on every backend that runs without a device of its own; writes the table in docs/."""
     session.install("-e", ".[cpu]")
