@@ -14,6 +14,6 @@ def fd_register_connectors() -> list[Entry]:
         Entry(
             "nixl",
             "fd_connector_nixl.connector:NixlConnector",
-            "the transfer engine NIXL, over TCP or RDMA; both workers on a network that is trusted",
+            "the transfer engine NIXL, over TCP or RDMA, where everybody who can connect is trusted",
         )
     ]

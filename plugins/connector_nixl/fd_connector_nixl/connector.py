@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -21,12 +22,14 @@ from fd_connector_nixl.station import Station
 
 __all__ = ["NixlConnector"]
 
+_log = logging.getLogger(__name__)
+
 _MOST_HELD_BACK: Final = 1 / 4
 """Of the memory that the settings allow; more of it makes the connector start anew."""
 
 
 class NixlConnector(Connector):
-    """For workers that reach each other over a network where nobody else does."""
+    """For workers that reach each other where nobody else does: NIXL checks nothing where it writes to."""
 
     name = "nixl"
 
@@ -42,6 +45,10 @@ class NixlConnector(Connector):
         self._closed = False
         self._station = self._start()
         self._retired: list[Station] = []
+        _log.warning(
+            "NIXL listens on the devices %s and checks nobody: who connects may read and write this process's memory",
+            self._nixl_settings.devices,
+        )
 
     def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> Inbox:
         """Return an inbox with memory for `window` values."""

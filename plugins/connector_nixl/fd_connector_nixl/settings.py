@@ -36,7 +36,7 @@ def read_settings(environment: Mapping[str, str]) -> Settings:
     """Return what the environment asks for.
 
     Raises `ConfigError` for what cannot be used, and for variables of UCX that say something else: they would win, and
-    might let anybody on another network write into this process.
+    might let everybody on another network write into this process.
     """
     return Settings(
         _chosen(environment, "FD_NIXL_TLS", "UCX_TLS", Settings().transports),

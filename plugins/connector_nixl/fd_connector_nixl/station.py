@@ -81,8 +81,10 @@ class Station:
 
     @property
     def held_back(self) -> int:
-        """Bytes that nobody may use yet."""
-        return sum(slab.size for slab in list(self._held_back.values()))
+        """Bytes of leases that are over, which nobody may use yet."""
+        with self._lock:
+            parting = sum(parting.slab.size for parting in self._partings)
+            return parting + sum(slab.size for slab in self._held_back.values())
 
     # Coming and going -------------------------------------------------------------------------------------
 

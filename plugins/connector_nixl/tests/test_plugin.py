@@ -63,6 +63,12 @@ def test_a_variable_of_ucx_is_refused_before_nixl_is_looked_for(monkeypatch: pyt
 
 
 @needs_nixl
+def test_it_says_that_it_listens_and_checks_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    NixlConnector(ConnectorSettings()).close()
+    assert "devices lo and checks nobody" in caplog.text
+
+
+@needs_nixl
 def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FD_NIXL_NET_DEVICES", "nosuch0")
     with pytest.raises(PluginError, match="nosuch0") as caught:

@@ -161,6 +161,17 @@ def test_an_idle_connector_does_not_poll(near: NixlConnector, far: Connector) ->
     assert not polled
 
 
+def test_what_is_read_by_a_stopped_worker_is_held_back(near: NixlConnector, far: Connector, side: FarSide) -> None:
+    inbox, outbox = opened(far, near)
+    with side.stopped():
+        put(outbox, 0, value_of(0, VALUE_BYTES))
+        outbox.close()
+        time.sleep(0.05)
+        assert held_back(near) > VALUE_BYTES
+    assert in_time(lambda: held_back(near) == 0)
+    inbox.close()
+
+
 def test_memory_that_is_another_leases_by_now_is_refused(near: NixlConnector, far: Connector) -> None:
     lease = new_lease()
     inbox = near.open_inbox(lease, pieces=PIECES, window=WINDOW, value_bytes=VALUE_BYTES)
