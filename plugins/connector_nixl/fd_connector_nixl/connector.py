@@ -46,7 +46,7 @@ class NixlConnector(Connector):
         self._station = self._start()
         self._retired: list[Station] = []
         _log.warning(
-            "NIXL listens on the devices %s and checks nobody: who connects may read and write this process's memory",
+            "NIXL listens on the devices %s and checks nobody: whoever connects can alter this process's memory",
             self._nixl_settings.devices,
         )
 
