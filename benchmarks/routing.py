@@ -33,8 +33,8 @@ from harness.processes import EngineFailedError
 from harness.routing import contenders, tables
 from harness.routing.contenders import Contender, Running, Workers, body
 from harness.routing.fake_worker import Settings, text_of_messages
-from harness.routing.figures import DIRECT, KINDS, Cell, Played, percentile
-from harness.routing.load import Think, WrongAnswerError, burst, replay
+from harness.routing.figures import DIRECT, RATE, Cell, Played, load_name, percentile
+from harness.routing.load import Think, WrongAnswerError, arrivals, burst, replay
 from harness.routing.trace import Conversation, Limits, conversations, read_sessions, size_of
 from peers import RESULTS
 from rich.console import Console
@@ -64,9 +64,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1.0, help="of one burst (default: 1)")
     parser.add_argument(
         "--bursts",
-        default="1s,1q,8q,32q,64q,32,64",
+        default="1s,1q,8q,32q,64q,32,64,200r,500r,1000r",
         help="requests at a time, each with a letter: none for answers in one piece, s for streams, q for streams to "
-        "clients that acknowledge packets at once (default: 1s,1q,8q,32q,64q,32,64)",
+        "clients that acknowledge packets at once; with r streams that arrive at random, so many a second "
+        "(default: 1s,1q,8q,32q,64q,32,64,200r,500r,1000r)",
     )
     parser.add_argument("--workers", type=int, choices=(2, 4), default=2, help="for bursts (default: 2)")
     parser.add_argument("--plays", type=int, default=2, help="rounds of conversations (default: 2)")
@@ -75,9 +76,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of prompts, order and pauses (default: 0)")
     parser.add_argument("--out", default="routing", help="name or path of the result, without suffix")
     options = parser.parse_args(arguments)
-    found = [re.fullmatch(r"([1-9]\d*)([sq]?)", word) for word in options.bursts.split(",") if word]
+    found = [re.fullmatch(r"([1-9]\d*)([sqr]?)", word) for word in options.bursts.split(",") if word]
     if not all(found):
-        parser.error("--bursts wants numbers, each with s, q or nothing behind it, with commas between them")
+        parser.error("--bursts wants numbers, each with s, q, r or nothing behind it, with commas between them")
     options.bursts = [(one[2], int(one[1])) for one in found if one]
     for flag in ("rounds", "plays"):
         if getattr(options, flag) < 0:
@@ -156,16 +157,18 @@ class Bench:
     ) -> None:
         texts = small_prompts(f"{self._options.seed}/{number}/{many}", 512)
         bodies = [body({"role": "user", "content": text}, tokens=EVENTS - 2, stream=bool(kind)) for text in texts]
+        ports = workers.ports if turn is None else [turn.port]
+        cpu = (lambda: 0.0) if turn is None else turn.cpu_seconds
+        seconds, events = self._options.seconds, EVENTS if kind else 0
         try:
-            result = await burst(
-                workers.ports if turn is None else [turn.port],
-                bodies,
-                events=EVENTS if kind else 0,
-                concurrency=many,
-                quick_acks=kind == "q",
-                seconds=self._options.seconds,
-                cpu=(lambda: 0.0) if turn is None else turn.cpu_seconds,
-            )
+            if kind == RATE:
+                seed = f"{self._options.seed}/{number}"
+                result = await arrivals(ports, bodies, events=events, rate=many, seconds=seconds, seed=seed, cpu=cpu)
+            else:
+                acks = kind == "q"
+                result = await burst(
+                    ports, bodies, events=events, concurrency=many, quick_acks=acks, seconds=seconds, cpu=cpu
+                )
         except TROUBLE as error:
             if turn is None:
                 raise
@@ -177,7 +180,7 @@ class Bench:
         if number:
             self.cells.append(cell)
         self._tell(
-            f"round {number}, {KINDS[kind]}, {many}, {name}: first byte {1e3 * p50:.2f} ms, {cell.per_second:,.0f}/s"
+            f"round {number}, {load_name(kind, many)}, {name}: first byte {1e3 * p50:.2f} ms, {cell.per_second:,.0f}/s"
         )
 
     def _leave_out(self, running: Running, error: Exception, alive: list[Running]) -> None:

@@ -38,10 +38,14 @@ KNOWN_PLUGINS: Final[Mapping[str, str]] = {
     "xpu": "fd-xpu",
     "metax": "fd-metax",
     "storage_redis": "fd-storage-redis",
+    "connector_nixl": "fd-connector-nixl",
 }
 """Short names of the project's own plugins and their distributions."""
 
-_PLUGIN_OF: Final[Mapping[str, str]] = dict.fromkeys(("redis", "rediss", "unix", "valkey", "valkeys"), "storage_redis")
+_PLUGIN_OF: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("redis", "rediss", "unix", "valkey", "valkeys"), "storage_redis"),
+    "nixl": "connector_nixl",
+}
 """Names, up to a `+`, that plugins of other names offer."""
 
 _BUILTIN_MODULES: Final = (

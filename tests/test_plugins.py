@@ -153,6 +153,11 @@ def test_a_scheme_whose_plugin_is_missing_says_how_to_install_it(scheme):
     assert caught.value.exit_code == 4
 
 
+def test_a_connector_whose_plugin_is_missing_says_how_to_install_it():
+    with pytest.raises(PluginError, match="`fdcore install connector_nixl`"):
+        Plugins.discover([]).connector_class("nixl")
+
+
 def test_a_scheme_whose_plugin_is_broken_says_what_is_wrong_with_it(site, monkeypatch):
     monkeypatch.delitem(sys.modules, "fd_storage_redis", raising=False)  # the real one, where it is installed
     site.install("fd-storage-redis", "FD_CONTRACT = 99")

@@ -85,7 +85,7 @@ def new(
 
 @reports_errors
 def install(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="gpu_cuda, xpu, metax, storage_redis, any distribution.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A plugin of this project, or any distribution.")],
 ) -> None:
     """Install a plugin into this environment.
 

@@ -1,14 +1,15 @@
 """The pure parts of the router's figures: percentiles, traces, the simulated cache, HTTP by hand."""
 
+import asyncio
 import itertools
 import json
 import zipfile
 
 import pytest
 import routing
-from harness.routing import tables
+from harness.routing import contenders, load, tables
 from harness.routing.cache import BLOCK_TOKENS, CHARS_PER_TOKEN, PrefixCache, blocks_of, tokens_of
-from harness.routing.fake_worker import text_of_messages
+from harness.routing.fake_worker import Settings, text_of_messages
 from harness.routing.figures import DIRECT, Cell, Played, conversing, passing, percentile
 from harness.routing.http import dechunked, request
 from harness.routing.trace import MEMBER, Limits, conversations, longest, read_sessions, size_of, split
@@ -150,6 +151,23 @@ def test_the_report_names_the_command_and_who_was_left_out():
     assert "| r | 5.00 | 1.00 | 2.00 | 10 | 0.50 | 1.00 | 1,000 |" in text
     assert "| r | 0.500 | 0.500 to 0.500 | 200 | 300 | 200 | 1.33 | 5.0 | 100.0 |" in text
     assert "- x left out: it broke" in text
+
+
+def test_arrivals_keep_their_rate_and_count_what_they_waited(tmp_path):
+    workers = contenders.Workers(1, Settings(), tmp_path)
+    bodies = [contenders.body({"role": "user", "content": "x"}, tokens=3)]
+    try:
+        result = asyncio.run(
+            load.arrivals(workers.ports, bodies, events=5, rate=200, seconds=1.0, seed="s", cpu=lambda: 0.0)
+        )
+        assert 150 <= len(result.first_s) <= 250
+        assert all(0 < first < 1 for first in result.first_s)
+        with pytest.raises(load.WrongAnswerError, match="5 events instead of 6"):
+            asyncio.run(
+                load.arrivals(workers.ports, bodies, events=6, rate=200, seconds=0.1, seed="s", cpu=lambda: 0.0)
+            )
+    finally:
+        workers.close()
 
 
 def test_chunks_are_put_together_once_the_last_one_came():

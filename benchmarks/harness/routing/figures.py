@@ -11,10 +11,18 @@ KINDS = {
     "": "answers in one piece",
     "s": "streams",
     "q": "streams to clients that acknowledge every packet at once",
+    "r": "streams that arrive at random",
 }
 """What bursts ask for, by its letter on the command line."""
+RATE = "r"
+"""The kind whose number is one of requests a second instead of requests at a time."""
 DIRECT = "direct"
 """The workers without a router between."""
+
+
+def load_name(kind: str, number: int) -> str:
+    """Return what people read of a load."""
+    return f"{KINDS[kind]}, {number:,} {'a second' if kind == RATE else 'at a time'}"
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -32,6 +40,7 @@ class Cell:
     kind: str
     """One of KINDS."""
     concurrency: int
+    """Requests at a time; of RATE those a second."""
     p50_s: float
     p99_s: float
     """To the first byte of an answer's body."""

@@ -12,6 +12,8 @@ from .http import Answer, Connection, request
 from .trace import Conversation
 
 PATH = "/v1/chat/completions"
+_CONNECTIONS = 32
+"""Open from the start where requests arrive at random; more are opened where they are needed."""
 
 
 class WrongAnswerError(Exception):
@@ -70,6 +72,53 @@ async def burst(
         await asyncio.gather(*(one(connection, at) for at, connection in enumerate(connections)))
     finally:
         for connection in connections:
+            connection.close()
+    return Burst(first_s, time.perf_counter() - begin, cpu() - begin_cpu)
+
+
+async def arrivals(
+    ports: Sequence[int],
+    bodies: Sequence[bytes],
+    *,
+    events: int,
+    rate: int,
+    seconds: float,
+    seed: str,
+    cpu: Callable[[], float],
+) -> Burst:
+    """Ask for streams at random times, `rate` a second in the mean, whatever was answered; each counts from then.
+
+    Raises WrongAnswerError, and OSError where a connection breaks.
+    """
+    draw = random.Random(seed)
+    requests = [request("POST", PATH, body) for body in bodies]
+    free = [await Connection.to(ports[at % len(ports)], quick_acks=True) for at in range(_CONNECTIONS)]
+    everyone = list(free)
+    first_s: list[float] = []
+
+    async def one(due: float, at: int) -> None:
+        if not free:
+            everyone.append(await Connection.to(ports[at % len(ports)], quick_acks=True))
+            free.append(everyone[-1])
+        connection = free.pop()
+        sent = time.perf_counter()
+        answer = await connection.ask(requests[at % len(requests)])
+        _check(answer, events)
+        first_s.append(sent - due + answer.first_s)
+        free.append(connection)
+
+    begin_cpu, begin = cpu(), time.perf_counter()
+    try:
+        async with asyncio.TaskGroup() as group:
+            due, at = begin, 0
+            while (due := due + draw.expovariate(rate)) < begin + seconds:
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
+                group.create_task(one(due, at))
+                at += 1
+    except ExceptionGroup as several:
+        raise several.exceptions[0] from None
+    finally:
+        for connection in everyone:
             connection.close()
     return Burst(first_s, time.perf_counter() - begin, cpu() - begin_cpu)
 

