@@ -1,4 +1,4 @@
-"""Put the medians of `results/{peers,peers-http,pressure,return_ttft}.json` into the README's tables of speed.
+"""Put the medians of what is in `results` into the README's tables of speed.
 
 python benchmarks/readme_speed.py           # rewrites README.md
 python benchmarks/readme_speed.py --check   # exits 1 if README.md says something else
@@ -9,7 +9,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from harness.routing.figures import RATE, Cell, Played, conversing, passing
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN = "<!-- speed: filled from benchmarks/results by a script -->"
@@ -89,6 +94,73 @@ def returns(folder: Path) -> list[str]:
     return [*lines, ""]
 
 
+ROUTERS = {
+    "fd_core cache_aware": "fdcore route",
+    "sglang-router cache_aware": "sglang-router",
+    "vllm-router cache_aware": "vllm-router",
+}
+RATE_SHOWN = 1000
+AT_ONCE_SHOWN = 64
+
+
+def routers(folder: Path) -> list[str]:
+    """Return the lines about routers before simulated workers."""
+    results = json.loads((folder / "routing.json").read_text())
+    rates = json.loads((folder / "routing-rates.json").read_text())
+    reference = next(iter(ROUTERS))
+    whole = {row.contender: row for row in _bursts(results, reference) if row.load == ("", AT_ONCE_SHOWN)}
+    random = {row.contender: row for row in _bursts(rates, reference) if row.load == (RATE, RATE_SHOWN)}
+    plays = conversing([Played(**each) for each in results["replays"]])
+    talks = {(row.contender, row.users): row for row in plays}
+    users = list(dict.fromkeys(row.users for row in plays))
+    lines = [
+        f"Routers by cache, before workers that cost nothing and, for recorded conversations, simulated ones of which "
+        f"a worker that forgets nothing would hold {results['trace']['possible_hit_rate']:.3f} of the prompts (`"
+        f"{results['command']}`, [every figure](benchmarks/results/routing.md); `{rates['command']}`, [every "
+        f"figure](benchmarks/results/routing-rates.md)).",
+        "",
+        f"| | ms added to the first byte, {RATE_SHOWN:,} streams a second: p50 (p99) | most answers a second | "
+        + " | ".join(f"{number} conversations: hit rate, mean TTFT ms" for number in users)
+        + " |",
+        "|---|---:|---:|" + "---:|" * len(users),
+    ]
+    for router, name in ROUTERS.items():
+        late = random[router]
+        talk = (
+            f"{talks[router, number].hit_rate:.3f}, {1e3 * talks[router, number].ttft_mean_s:.0f}" for number in users
+        )
+        lines.append(
+            f"| {name} | {1e3 * late.added_p50_s:.2f} ({1e3 * late.added_p99_s:.2f}) "
+            f"| {whole[router].per_second:,.0f} | {' | '.join(talk)} |"
+        )
+    return [*lines, ""]
+
+
+def _bursts(results: dict[str, Any], reference: str) -> list[Any]:
+    return passing([Cell(**each) for each in results["bursts"]], reference)
+
+
+def pairs(folder: Path) -> list[str]:
+    """Return the lines about a prefill and a decode worker beside two mixed ones."""
+    results = json.loads((folder / "pairs.json").read_text())
+    runs, settings = results["runs"], results["settings"]
+    lines = [
+        f"A prefill and a decode worker beside two mixed ones, a processor for each: {settings['chats']} chats without "
+        f"end, and a prompt of {settings['long_tokens']:,} tokens every {settings['long_every']:g} s; medians of "
+        f"{settings['rounds']} rounds (`{results['command']}`, [every figure](benchmarks/results/pairs.md)).",
+        "",
+        "| | tokens/s | longest pause in a text, ms | long prompt: TTFT s | chat: TTFT s |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name in dict.fromkeys(run["arrangement"] for run in runs):
+        rate, pause, late, chat = (
+            median(run[value] for run in runs if run["arrangement"] == name)
+            for value in ("tokens_per_second", "gap_max", "long_ttft_p50", "chat_ttft_p50")
+        )
+        lines.append(f"| {name} | {rate:.0f} | {1e3 * pause:.0f} | {late:.2f} | {chat:.2f} |")
+    return [*lines, ""]
+
+
 def section(folder: Path) -> str:
     """Return what stands between the marks."""
     lines = [""]
@@ -106,7 +178,7 @@ def section(folder: Path) -> str:
             *table(results),
             "",
         ]
-    for file, more in (("pressure", pressure), ("return_ttft", returns)):
+    for file, more in (("pressure", pressure), ("return_ttft", returns), ("routing", routers), ("pairs", pairs)):
         if (folder / f"{file}.json").exists():
             lines += more(folder)
     return "\n".join(lines)

@@ -70,6 +70,11 @@ class Passing:
     """Requests/s over those of the first router, in the same round."""
     cpu_each_s: float
 
+    @property
+    def load(self) -> tuple[str, int]:
+        """What was asked at once."""
+        return self.kind, self.concurrency
+
 
 def passing(cells: Sequence[Cell], reference: str) -> list[Passing]:
     """Summarise bursts, one load after the other: the workers themselves, then routers as they first appear."""
