@@ -15,6 +15,7 @@ _RELEASE = "self.pool.release(slots.blocks(slot), int(slots.last_step[slot]))"
 _SETTLED = "upto = np.where(sampled, table.known[slots] - 1, plan.starts[rows] + plan.num_tokens[rows])"
 
 _TOLD = "whoever follows the events knows exactly what the pool knows"
+_ACQUIRED = "                del (self._pinned if self._pins[block] else self._cached)[block]\n"
 
 MUTANTS = (
     mutant(
@@ -99,10 +100,20 @@ MUTANTS = (
         "3.2: a fenced block gets no owner before its fence was answered",
         (
             POOL,
-            "if block is None or (self._references[block] == 0 and block not in self._cached):",
+            "if block is None or not (self._references[block] or block in self._cached or block in self._pinned):",
             "if block is None:",
         ),
-        (POOL, "                del self._cached[block]\n", "                self._cached.pop(block, None)\n"),
+        (POOL, _ACQUIRED, "                (self._pinned if self._pins[block] else self._cached).pop(block, None)\n"),
+    ),
+    mutant(
+        "a-block-that-is-read-is-no-prefix",
+        "3.3: what is known of a prefix stays known while nobody else needs its blocks",
+        (POOL, " or block in self._pinned):", "):"),
+    ),
+    mutant(
+        "a-block-that-is-read-has-an-owner-and-is-fenced",
+        "3.1: blocks are partitioned into free, owned and fenced",
+        (POOL, _ACQUIRED, "                self._cached.pop(block, None)\n"),
     ),
     mutant(
         "fenced-blocks-do-not-count-before-a-victim-is-chosen",
