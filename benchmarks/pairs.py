@@ -4,8 +4,8 @@
     python benchmarks/pairs.py --rounds 1 --seconds 10
 
 Each arrangement is a router and two workers with one processor each, on the same model and the same two processors. A
-number of chats goes on without end, each a short prompt and a text; every now and then a long prompt arrives that asks
-for a short answer. Arrangements take turns in every round. Times between tokens are those of the chats, taken where the
+number of chats goes on without end, each a short prompt and a text; at random times a long prompt arrives that asks for
+a short answer. Arrangements take turns in every round. Times between tokens are those of the chats, taken where the
 client reads them.
 """
 
@@ -178,8 +178,10 @@ async def crowd(url: str, options: argparse.Namespace, seed: int) -> Seen:
         async with asyncio.TaskGroup() as group:
             for _ in range(options.chats):
                 group.create_task(chat())
-            while time.perf_counter() < end:
-                await asyncio.sleep(options.long_every)
+            due, arrivals = time.perf_counter(), random.Random(f"{seed}/long")
+            # At random, or chats that wait for the same long prompt come back together with the next one.
+            while (due := due + arrivals.expovariate(1 / options.long_every)) < end:
+                await asyncio.sleep(max(0.0, due - time.perf_counter()))
                 group.create_task(long())
     return seen
 
@@ -239,7 +241,8 @@ def write(runs: Sequence[Run], rows: Sequence[tuple[str, ...]], options: argpars
         f"{options.chats} chats of {options.chat_tokens} tokens in and {options.chat_output} out at all times, ",
     ]
     lines[-1] += (
-        f"and a prompt of {options.long_tokens} tokens every {options.long_every:g} s; {failed} answers failed."
+        f"and a prompt of {options.long_tokens} tokens every {options.long_every:g} s in the mean; "
+        f"{failed} answers failed."
     )
     (RESULTS / "pairs.md").write_text("\n".join(lines) + "\n")
 
@@ -253,7 +256,7 @@ def main() -> None:
     parser.add_argument("--chat-tokens", type=int, default=100)
     parser.add_argument("--chat-output", type=int, default=150)
     parser.add_argument("--long-tokens", type=int, default=1200)
-    parser.add_argument("--long-every", type=float, default=2.5)
+    parser.add_argument("--long-every", type=float, default=2.5, help="seconds between long prompts, in the mean")
     parser.add_argument("--budget", type=int, default=2048, help="--max-num-batched-tokens of every worker")
     parser.add_argument("--connector", default="tcp")
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/pairs.*")

@@ -146,8 +146,9 @@ def pairs(folder: Path) -> list[str]:
     runs, settings = results["runs"], results["settings"]
     lines = [
         f"A prefill and a decode worker beside two mixed ones, a processor for each: {settings['chats']} chats without "
-        f"end, and a prompt of {settings['long_tokens']:,} tokens every {settings['long_every']:g} s; medians of "
-        f"{settings['rounds']} rounds (`{results['command']}`, [every figure](benchmarks/results/pairs.md)).",
+        f"end, and a prompt of {settings['long_tokens']:,} tokens every {settings['long_every']:g} s in the mean; "
+        f"medians of {settings['rounds']} rounds (`{results['command']}`, "
+        "[every figure](benchmarks/results/pairs.md)).",
         "",
         "| | tokens/s | longest pause in a text, ms | long prompt: TTFT s | chat: TTFT s |",
         "|---|---:|---:|---:|---:|",

@@ -18,11 +18,12 @@ def open_files() -> int:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    before = open_files()
+    before, others = open_files(), set(threading.enumerate())
     yield
     until = time.monotonic() + 5
     while True:
-        threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("fdcore-kv-")]
+        begun = set(threading.enumerate()) - others
+        threads = [thread.name for thread in begun if thread.name.startswith("fdcore-kv-")]
         # What ZeroMQ keeps for itself once it was used at all is a handful.
         left = open_files() - before
         if not threads and left <= 6:
