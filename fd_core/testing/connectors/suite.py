@@ -144,6 +144,15 @@ class ConnectorSuite:
 
         run()
 
+    def test_values_stay_as_they_are_until_they_are_done(self, open_both: OpenBoth) -> None:
+        inbox, outbox = open_both()
+        sent = {index: value_of(index, 5000) for index in PIECES[:WINDOW]}
+        told = {index: put(outbox, index, value) for index, value in sent.items()}
+        taken = {index: inbox.take(index, *told[index]) for index in reversed(sent)}
+        for index, value in sent.items():
+            assert bytes(taken.pop(index)) == value, f"piece {index} changed before it was done"
+            inbox.done(index, told[index].reference)
+
     def test_a_whole_prompt_arrives(self, open_both: OpenBoth) -> None:
         inbox, outbox = open_both()
         sizes = [VALUE_BYTES, *(VALUE_BYTES - index * 4093 for index in PIECES[1:])]

