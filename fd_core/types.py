@@ -22,10 +22,10 @@ __all__ = [
     "LogprobRows",
     "RawTensor",
     "RequestSpec",
+    "Revocation",
     "SamplingParams",
     "StepOutput",
     "StepPlan",
-    "TakeBack",
     "TokenLogprobs",
     "frozen",
 ]
@@ -144,8 +144,8 @@ class BlockGrant:
 
 
 @dataclass(frozen=True, slots=True)
-class TakeBack:
-    """A slot is taken back; exactly one -9 answers it."""
+class Revocation:
+    """A slot is revoked; exactly one -9 answers the revocation."""
 
     slot: int
     gen: int
@@ -155,7 +155,7 @@ class TakeBack:
 class StepPlan:
     """What one step computes. Rows are slots with work; row arrays have length `n`.
 
-    The runner applies, in this order: admissions, grants, take-backs, rows. A slot that is taken back has no row.
+    The runner applies, in this order: admissions, grants, revocations, rows. A revoked slot has no row.
     """
 
     epoch: int
@@ -175,7 +175,7 @@ class StepPlan:
     """bool[n], whether the row yields a token; false for an unfinished prefill chunk."""
     admissions: tuple[Admission, ...] = ()
     grants: tuple[BlockGrant, ...] = ()
-    take_backs: tuple[TakeBack, ...] = ()
+    revocations: tuple[Revocation, ...] = ()
 
     @property
     def total_tokens(self) -> int:

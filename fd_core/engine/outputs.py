@@ -156,7 +156,7 @@ class Outputs:
     def _acknowledge(self, plan: StepPlan, outcomes: signals.Outcomes, output: StepOutput) -> list[Delta]:
         """Match every -9 with the one take-back it answers."""
         table = self._scheduler.slots
-        expected = {back.slot: back.gen for back in plan.take_backs}
+        expected = {back.slot: back.gen for back in plan.revocations}
         seen = set(np.flatnonzero(outcomes.kinds == Outcome.RELEASED).tolist())
         if seen != set(expected):
             raise signals.MalformedOutput(

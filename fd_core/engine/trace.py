@@ -90,7 +90,7 @@ def line_of(record: StepRecord) -> StepLine:
         letters[record.loading] = ord(LOADING)
     prefills = ~plan.samples | (plan.num_tokens - plan.num_drafts > 1)
     letters[plan.slots] = np.where(prefills, ord(PREFILL), ord(DECODE))
-    for back in plan.take_backs:
+    for back in plan.revocations:
         letters[back.slot] = ord(DRAINING)
     chunked = plan.slots[prefills]
     drafted = accepted = ""
@@ -117,7 +117,7 @@ def line_of(record: StepRecord) -> StepLine:
             Admitted(entry.slot, entry.gen, entry.request_id, len(entry.token_ids), entry.computed)
             for entry in plan.admissions
         ),
-        taken_back=tuple((back.slot, back.gen) for back in plan.take_backs),
+        taken_back=tuple((back.slot, back.gen) for back in plan.revocations),
         finished=tuple(
             Ended(delta.request_id, delta.finish_reason) for delta in record.deltas if delta.finish_reason is not None
         ),

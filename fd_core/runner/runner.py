@@ -117,7 +117,7 @@ class Runner:
         of a step that waits for the device. Returns it, the drafts kept int32[N], and log-probabilities."""
         ops = self._ops
         slots = ops.from_host(rows.slots[rows.sampling])
-        taken_back = ops.from_host(np.array([back.slot for back in plan.take_backs], np.int32))
+        taken_back = ops.from_host(np.array([back.slot for back in plan.revocations], np.int32))
         matrix = ops.postprocess(sampled, accepted, slots, taken_back, self.limits.max_num_seqs)
         tokens, kept, *logprobs = ops.fetch([matrix, accepted, *(() if scores is None else scores.arrays)])
         return tokens, kept, None if scores is None else scores.on_host(*logprobs)

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from fd_core.scheduling.requests import Request
 from fd_core.scheduling.slots import SlotTable
-from fd_core.types import Admission, BlockGrant, IntArray, StepPlan, TakeBack, frozen
+from fd_core.types import Admission, BlockGrant, IntArray, Revocation, StepPlan, frozen
 
 __all__ = ["PlanBuilder"]
 
@@ -25,12 +25,12 @@ class PlanBuilder:
         self._num_drafts: list[IntArray] = []
         self._admissions: list[Admission] = []
         self._grants: list[BlockGrant] = []
-        self._take_backs: list[TakeBack] = []
+        self._revocations: list[Revocation] = []
 
     @property
     def empty(self) -> bool:
         """Whether the step would do nothing; a plan that only admits or only takes slots back is not empty."""
-        return not (self._slots or self._take_backs or self._admissions)
+        return not (self._slots or self._revocations or self._admissions)
 
     def add_rows(self, slots: npt.NDArray[np.intp], num_tokens: IntArray, num_drafts: IntArray) -> None:
         """Schedule several slots."""
@@ -66,7 +66,7 @@ class PlanBuilder:
     def take_back(self, slot: int, gen: int) -> None:
         """Take a slot back; blocks granted to it in the same pass are void."""
         self._grants = [grant for grant in self._grants if grant.slot != slot]
-        self._take_backs.append(TakeBack(slot, gen))
+        self._revocations.append(Revocation(slot, gen))
 
     def build(self, table: SlotTable) -> StepPlan:
         """Freeze the plan; positions are read from the slot table."""
@@ -85,5 +85,5 @@ class PlanBuilder:
             samples=frozen(starts + num_tokens - num_drafts >= table.length[slots]),
             admissions=tuple(self._admissions),
             grants=tuple(self._grants),
-            take_backs=tuple(self._take_backs),
+            revocations=tuple(self._revocations),
         )

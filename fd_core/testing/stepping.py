@@ -150,7 +150,7 @@ class Stepper:
         slots = self.scheduler.slots
         assert int(slots.occupied.sum()) <= self.limits.max_num_seqs
         for plan, _ in self.in_flight:
-            for back in plan.take_backs:
+            for back in plan.revocations:
                 assert slots.draining[back.slot] and slots.gen[back.slot] == back.gen, "left before its release"
         free = self.free_blocks()
         for step, blocks in self._touched.items():

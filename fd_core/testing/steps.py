@@ -10,7 +10,7 @@ from fd_core.engine.core import Engine
 from fd_core.engine.device import Device, SocketDevice, ThreadDevice
 from fd_core.signals import Outcomes, read
 from fd_core.testing.stepping import Stepper
-from fd_core.types import Admission, BlockGrant, SamplingParams, StepOutput, StepPlan, TakeBack
+from fd_core.types import Admission, BlockGrant, Revocation, SamplingParams, StepOutput, StepPlan
 
 __all__ = ["ByHand", "SentStepper", "device_of"]
 
@@ -84,7 +84,7 @@ class ByHand:
             samples=np.array([row[2] for row in full], np.bool_),
             admissions=admissions,
             grants=grants,
-            take_backs=tuple(TakeBack(slot, self._gens[slot]) for slot in back),
+            revocations=tuple(Revocation(slot, self._gens[slot]) for slot in back),
         )
         self._step += 1
         self._device.submit(plan)

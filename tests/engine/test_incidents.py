@@ -47,7 +47,7 @@ def test_a_batch_that_is_preempted_as_a_whole_is_answered(depth: int) -> None:
     specs = long_ones(2)
     stepper = pressed(specs)
     empty: list[StepPlan] = []
-    stepper.run(depth, watch=lambda plan: empty.append(plan) if plan.take_backs and not len(plan.slots) else None)
+    stepper.run(depth, watch=lambda plan: empty.append(plan) if plan.revocations and not len(plan.slots) else None)
     assert empty, "no step consisted of take-backs alone"
     assert stepper.texts.tokens == {spec.request_id: scripted(spec) for spec in specs}
 
@@ -60,7 +60,7 @@ def test_a_batch_that_is_aborted_as_a_whole_is_answered() -> None:
         stepper.abort(name)
     plan = stepper.plan()
     assert plan is not None
-    assert (len(plan.take_backs), len(plan.slots)) == (3, 0)
+    assert (len(plan.revocations), len(plan.slots)) == (3, 0)
     stepper.answer()
     assert set(stepper.texts.ends.values()) == {FinishReason.ABORT}
     stepper.check_idle()
@@ -84,7 +84,7 @@ def test_a_request_preempted_repeatedly_with_outputs_in_flight_loses_nothing(k: 
             )
             if samples
         }
-        victims.update(stepper.request_in(back.slot) for back in plan.take_backs if (back.slot, back.gen) in stays)
+        victims.update(stepper.request_in(back.slot) for back in plan.revocations if (back.slot, back.gen) in stays)
 
     stepper.run(3, watch=watch)
     assert max(victims.values()) >= 2, "nobody was preempted twice with outputs in flight"
@@ -94,7 +94,7 @@ def test_a_request_preempted_repeatedly_with_outputs_in_flight_loses_nothing(k: 
 def test_what_was_in_flight_at_a_preemption_is_delivered_not_computed_again() -> None:
     stepper = pressed(long_ones(3))
     plan_until(stepper, 3, State.DRAINING, "r2")
-    slot = next(plan.take_backs[0].slot for plan, _ in stepper.in_flight if plan.take_backs)
+    slot = next(plan.revocations[0].slot for plan, _ in stepper.in_flight if plan.revocations)
     promised = sum(
         int(plan.samples[plan.slots == slot].sum()) for plan, _ in stepper.in_flight if slot in plan.slots.tolist()
     )
@@ -148,7 +148,7 @@ def test_abort_between_two_chunks_of_a_prompt_takes_the_slot_back() -> None:
     stepper.abort("r0")
     plan = stepper.plan()
     assert plan is not None
-    assert (len(plan.take_backs), plan.total_tokens) == (1, 0)
+    assert (len(plan.revocations), plan.total_tokens) == (1, 0)
     assert not stepper.texts.ends
     stepper.run(2)
     assert (stepper.texts.ends, stepper.texts.tokens) == ({"r0": FinishReason.ABORT}, {"r0": []})
@@ -246,13 +246,13 @@ def test_one_victim_is_enough_while_its_blocks_are_fenced(depth: int) -> None:
         if len(stepper.in_flight) >= depth or (plan := stepper.plan()) is None:
             stepper.answer()
         else:
-            plan_until_taken = len(plan.take_backs)
+            plan_until_taken = len(plan.revocations)
     assert plan_until_taken == 1
     given_up = stepper.scheduler.pool.num_fenced
     assert given_up > 1, "the victim was meant to give up more than the one block that was short"
     while stepper.scheduler.pool.num_fenced == given_up:
         plan = stepper.plan() if len(stepper.in_flight) < depth else None
-        assert plan is None or not plan.take_backs, "another victim although the first one's blocks come free"
+        assert plan is None or not plan.revocations, "another victim although the first one's blocks come free"
         if plan is None:
             stepper.answer()
     stepper.run(depth)
@@ -262,7 +262,7 @@ def test_nobody_is_admitted_in_a_pass_that_preempted() -> None:
     specs = [*long_ones(3), *(greedy(f"short{index}", PROMPTS[index][:1], 1) for index in range(20))]
     stepper = pressed(specs, max_num_seqs=6)
     preempting: list[StepPlan] = []
-    stepper.run(1, watch=lambda plan: preempting.append(plan) if plan.take_backs else None)
+    stepper.run(1, watch=lambda plan: preempting.append(plan) if plan.revocations else None)
     assert preempting
     assert not any(plan.admissions for plan in preempting)
 

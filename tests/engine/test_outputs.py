@@ -96,7 +96,7 @@ def test_an_error_ends_its_own_request_only() -> None:
 def test_a_take_back_without_its_release_is_a_fault() -> None:
     stepper, plan, output = one_taken_back()
     tokens = output.tokens.copy()
-    tokens[plan.take_backs[0].slot, 0] = EMPTY_TOKEN_ID
+    tokens[plan.revocations[0].slot, 0] = EMPTY_TOKEN_ID
     with pytest.raises(MalformedOutput, match=r"takes back slots \[0\].*releases \[\]"):
         stepper.outputs.commit(plan, dataclasses.replace(output, tokens=tokens))
 
@@ -112,7 +112,7 @@ def test_a_release_that_nobody_asked_for_is_a_fault() -> None:
 def test_a_release_of_another_gen_leaves_the_slot_draining() -> None:
     stepper, plan, output = one_taken_back()
     gens = output.gens.copy()
-    gens[plan.take_backs[0].slot] -= 1
+    gens[plan.revocations[0].slot] -= 1
     assert names(stepper.outputs.commit(plan, dataclasses.replace(output, gens=gens))) == {"b"}
     assert stepper.state_of("a") is State.DRAINING
     assert stepper.outputs.counters.stale_outputs == 1

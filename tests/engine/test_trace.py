@@ -21,7 +21,7 @@ from fd_core.engine.messages import Delta
 from fd_core.engine.trace import StepRecord, line_of
 from fd_core.engine.trace_format import StepLine
 from fd_core.errors import ConfigError
-from fd_core.types import Admission, FinishReason, SamplingParams, StepOutput, StepPlan, TakeBack
+from fd_core.types import Admission, FinishReason, Revocation, SamplingParams, StepOutput, StepPlan
 from tests.engine.helpers import golden, null_engine, random_specs, run
 from tests.engine.stepping import greedy
 from tests.engine.test_speculation import SPECS, speculating
@@ -108,7 +108,7 @@ def test_a_line_carries_no_token() -> None:
         num_drafts=np.array([0, 2], np.int32),
         samples=np.array([True, True]),
         admissions=(Admission(2, 3, secret, 2, SamplingParams(), (1234567,), 0, "a"),),
-        take_backs=(TakeBack(1, 9),),
+        revocations=(Revocation(1, 9),),
     )
     tokens = np.array([[1234567, 7654321, -1], [-9, -1, -1], [1234567, -1, -1], [-1, -1, -1]], np.int32)
     output = StepOutput(1, 4, tokens, np.array([1, 9, 3, 0], np.int32))

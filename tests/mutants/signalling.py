@@ -100,7 +100,7 @@ MUTANTS = (
         (
             OUTPUTS,
             "        outcomes = signals.read(output.tokens, output.errors)\n",
-            "        if plan.step == 7 and not plan.take_backs:\n"
+            "        if plan.step == 7 and not plan.revocations:\n"
             "            return []\n"
             "        outcomes = signals.read(output.tokens, output.errors)\n",
         ),
@@ -117,14 +117,14 @@ MUTANTS = (
     mutant(
         "no-output-for-an-empty-batch",
         "1.3: a step whose whole batch was taken back still yields an output",
-        (RUNNER, "for back in plan.take_backs]", "for back in plan.take_backs if len(rows.slots)]"),
+        (RUNNER, "for back in plan.revocations]", "for back in plan.revocations if len(rows.slots)]"),
     ),
     mutant(
         "no-step-for-an-empty-batch",
         "1.3: a step whose whole batch was taken back still yields an output",
         (
             "scheduling/plan.py",
-            "return not (self._slots or self._take_backs or self._admissions)",
+            "return not (self._slots or self._revocations or self._admissions)",
             "return not (self._slots or self._admissions)",
         ),
     ),

@@ -15,7 +15,7 @@ from fd_core.ops.numpy_ops import NumpyOps
 from fd_core.runner.batch import PersistentBatch
 from fd_core.runner.inputs import BudgetExceeded, build_inputs, resolve_rows
 from fd_core.runner.runner import Runner
-from fd_core.types import Admission, BlockGrant, SamplingParams, StepPlan, TakeBack
+from fd_core.types import Admission, BlockGrant, Revocation, SamplingParams, StepPlan
 
 LIMITS = Limits(
     max_num_seqs=3,
@@ -155,6 +155,6 @@ def test_a_step_waits_for_the_device_once_with_penalties_and_logprobs() -> None:
     stay = replace(admission(0, 3), params=params)
     grant = BlockGrant(0, 0, ids(0, 1))
     runner.execute(replace(plan([0], [3], [0]), admissions=(stay,), grants=(grant,)))
-    output = runner.execute(replace(plan([3], [1], [0]), step=1, take_backs=(TakeBack(1, 1),)))
+    output = runner.execute(replace(plan([3], [1], [0]), step=1, revocations=(Revocation(1, 1),)))
     assert output.logprobs is not None
     assert ops.waits == 2

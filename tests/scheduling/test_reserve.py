@@ -154,7 +154,7 @@ class Simulation:
             if table.known[slot] - len(request.spec.prompt) >= self._outputs[request.spec.request_id]:
                 self.scheduler.finish(slot, FinishReason.STOP)
         self.scheduler.answered(plan.step)
-        for back in plan.take_backs:
+        for back in plan.revocations:
             self.scheduler.released(back.slot)
 
 

@@ -56,7 +56,7 @@ def answer(scheduler: Scheduler, plan: StepPlan, token: int = 50) -> None:
             table.known[slot] += 1
     scheduler.settle(plan.slots.astype(np.intp), plan.starts + plan.num_tokens)
     scheduler.answered(plan.step)
-    for back in plan.take_backs:
+    for back in plan.revocations:
         scheduler.released(back.slot)
 
 
@@ -115,7 +115,7 @@ def test_a_request_that_was_aborted_in_the_same_pass_is_not_charged() -> None:
     answer(s, planned(s))
     s.abort("a")
     plan = planned(s)
-    assert (plan.total_tokens, [back.slot for back in plan.take_backs]) == (0, [0])
+    assert (plan.total_tokens, [back.slot for back in plan.revocations]) == (0, [0])
 
 
 def test_a_take_back_happens_even_when_no_budget_is_left() -> None:
@@ -126,7 +126,7 @@ def test_a_take_back_happens_even_when_no_budget_is_left() -> None:
     s.abort("b")
     s.add(spec("d", length=10))
     plan = planned(s)
-    assert [back.slot for back in plan.take_backs] == [1]
+    assert [back.slot for back in plan.revocations] == [1]
     assert plan.total_tokens == 2
 
 
@@ -137,7 +137,7 @@ def test_blocks_running_out_takes_back_the_youngest_only() -> None:
     victims: list[int] = []
     while not victims:
         plan = planned(s)
-        victims = [back.slot for back in plan.take_backs]
+        victims = [back.slot for back in plan.revocations]
         assert not (victims and plan.admissions), "a pass that preempted admits nobody"
         answer(s, plan)
     assert victims == [2]
@@ -154,7 +154,7 @@ def test_blocks_that_are_fenced_are_waited_for_before_another_victim_is_taken() 
         plan = s.plan()
         if plan is not None:
             in_flight.append(plan)
-            taken += len(plan.take_backs)
+            taken += len(plan.revocations)
             if taken:
                 break
         if len(in_flight) > 1 or plan is None:
@@ -241,7 +241,7 @@ def test_a_request_waits_for_its_release_before_it_may_return() -> None:
     for index, name in enumerate("abc"):
         s.add(spec(name, length=4, max_tokens=30, first=10 * index))
     in_flight: list[StepPlan] = []
-    while not (in_flight and in_flight[-1].take_backs):
+    while not (in_flight and in_flight[-1].revocations):
         if len(in_flight) == 2:
             answer(s, in_flight.pop(0))
         if (plan := s.plan()) is not None:

@@ -115,7 +115,7 @@ def preempt(s: Scheduler, request: Request) -> None:
     for _ in range(12):
         plan = planned(s)
         answer(s, plan)
-        if slot in [back.slot for back in plan.take_backs]:
+        if slot in [back.slot for back in plan.revocations]:
             break
     s.pool.release(hostage, -1)
     assert request.state is State.WAITING
@@ -344,7 +344,7 @@ def test_who_is_aborted_between_arrival_and_plan_leaves_with_its_release() -> No
     s.transferred(Fetched(fetch.operation, "transferred"))
     assert not s.abort("a")
     plan = planned(s)
-    assert [back.slot for back in plan.take_backs] == [0]
+    assert [back.slot for back in plan.revocations] == [0]
     answer(s, plan)
     assert request.ended is FinishReason.ABORT
     assert is_idle(s)
@@ -624,7 +624,7 @@ def test_who_ends_while_it_drains_gives_up_once() -> None:
     backs = []
     while not backs:
         plan = planned(s)
-        backs = plan.take_backs
+        backs = plan.revocations
         if not backs:
             s.slots.known[old.slot] += 1
     assert [back.slot for back in backs] == [slot]

@@ -175,7 +175,9 @@ def test_preempted_again_and_again_nothing_is_lost(
     specs = long_ones(3, 34)
     victims: Counter[str] = Counter()
     with pressed(target, golden, specs, k, transport, num_kv_blocks=16) as stepper:
-        stepper.run(depth, watch=lambda plan: victims.update(stepper.request_in(back.slot) for back in plan.take_backs))
+        stepper.run(
+            depth, watch=lambda plan: victims.update(stepper.request_in(back.slot) for back in plan.revocations)
+        )
         assert sum(victims.values()) >= 2, "nobody was preempted"
         golden.check(specs, stepper.texts.tokens)
 
@@ -185,7 +187,7 @@ def test_a_batch_that_is_preempted_as_a_whole_goes_on(target: Target, golden: Go
     specs = long_ones(2)
     alone: list[StepPlan] = []
     with pressed(target, golden, specs, 0, transport) as stepper:
-        stepper.run(2, watch=lambda plan: alone.append(plan) if plan.take_backs and not len(plan.slots) else None)
+        stepper.run(2, watch=lambda plan: alone.append(plan) if plan.revocations and not len(plan.slots) else None)
         assert alone, "no step consisted of take-backs alone"
         golden.check(specs, stepper.texts.tokens)
 
@@ -196,7 +198,7 @@ def test_what_was_in_flight_at_a_preemption_is_delivered(target: Target, golden:
     with pressed(target, golden, specs) as stepper:
         assert stepper.plan_until(depth, State.DRAINING, "r2")
         before = len(stepper.texts.tokens["r2"])
-        slot = next(plan.take_backs[0].slot for plan, _ in stepper.in_flight if plan.take_backs)
+        slot = next(plan.revocations[0].slot for plan, _ in stepper.in_flight if plan.revocations)
         promised = sum(int(plan.samples[plan.slots == slot].sum()) for plan, _ in stepper.in_flight)
         while stepper.in_flight:
             stepper.answer()

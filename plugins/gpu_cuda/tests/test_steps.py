@@ -20,7 +20,7 @@ from fd_core.runner.inputs import BudgetExceeded  # noqa: E402
 from fd_core.runner.runner import Runner  # noqa: E402
 from fd_core.testing.arrays import Values, on_device, sample_input  # noqa: E402
 from fd_core.testing.checkpoints import write_checkpoint  # noqa: E402
-from fd_core.types import Admission, BlockGrant, SamplingParams, StepPlan, TakeBack  # noqa: E402
+from fd_core.types import Admission, BlockGrant, Revocation, SamplingParams, StepPlan  # noqa: E402
 from processor import OnProcessor, Processor, ids, make_ops, nothing_waits  # noqa: E402
 
 from fd_gpu_cuda.backend import largest_step  # noqa: E402
@@ -66,8 +66,8 @@ def conversation(params: list[dict[str, Any]], decodes: int = 5) -> list[StepPla
     plans = [plan(0, [(slot, 0, length) for slot, length in enumerate(lengths)], admissions=stays, grants=grants)]
     for step in range(decodes):
         live = range(min(step, len(params) - 1), len(params))
-        backs = (TakeBack(step - 1, 1),) if 0 < step < len(params) else ()
-        plans.append(plan(step + 1, [(slot, lengths[slot] + step, 1) for slot in live], take_backs=backs))
+        backs = (Revocation(step - 1, 1),) if 0 < step < len(params) else ()
+        plans.append(plan(step + 1, [(slot, lengths[slot] + step, 1) for slot in live], revocations=backs))
     return plans
 
 
