@@ -107,9 +107,6 @@ class Saved:
     """Leading blocks that were copied to the host."""
 
 
-Effect = Lookup | Load | Save | Cancel
-Completion = Found | Loaded | Saved
-
 Outcome = Literal["transferred", "held", "refused", "lost", "expired", "damaged", "aborted"]
 """What became of a prefill elsewhere. `held`: nothing was asked, as the decode side had the prefix; `lost`: the other
 side broke off or could not be reached; `damaged`: what came was not what was sent. All but the first are computed
@@ -181,3 +178,6 @@ class GiveUp:
 
 Transfer = Fetch | Send | GiveUp | Cancel
 Transferred = Fetched | Sent
+
+Effect = Lookup | Load | Save | Fetch | Send | GiveUp | Cancel
+Completion = Found | Loaded | Saved | Fetched | Sent

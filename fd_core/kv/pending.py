@@ -1,0 +1,147 @@
+"""Pending operations: each is completed exactly once, in time, and none of its device blocks is touched afterwards."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+__all__ = ["PendingOperations"]
+
+
+class _Numbered(Protocol):
+    @property
+    def operation(self) -> int: ...
+
+
+_Answer = TypeVar("_Answer", bound=_Numbered)
+
+
+@dataclass(slots=True, eq=False)
+class _Pending(Generic[_Answer]):
+    answer: _Answer
+    """The completion, if the operation were to end here."""
+    copying: bool = False
+    """A device block is being read or written."""
+    ending: bool = False
+    """Nobody waits any more; completed as soon as no copy is under way."""
+    settled: bool = False
+    """The copy that is under way does not change the completion."""
+
+
+class PendingOperations(Generic[_Answer]):
+    """The operations that one port performs, by number, and the completion that each would get now.
+
+    Any thread may use it. One lock, held for a few assignments and never during a copy, a call of a store or a message,
+    decides every race: a device block is touched between `begin_copy` and `end_copy`, and an operation that ends
+    meanwhile is completed by `end_copy`. So nobody waits for a copy, and no copy outlives its operation.
+    """
+
+    def __init__(self, complete: Callable[[_Answer], None]) -> None:
+        """`complete` takes each completion, on any thread and with the lock held, such as `CompletionQueue.put`."""
+        self._complete = complete
+        self._lock = threading.Lock()
+        self._pending: dict[int, _Pending[_Answer]] = {}
+        self._deadlines: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        """Return how many operations were not completed."""
+        return len(self._pending)
+
+    def __contains__(self, number: int) -> bool:
+        """Whether somebody still waits for an operation."""
+        pending = self._pending.get(number)
+        return pending is not None and not pending.ending
+
+    def holds(self, kind: type[_Answer]) -> bool:
+        """Whether an operation is pending whose completion is a `kind`."""
+        with self._lock:
+            return any(isinstance(pending.answer, kind) for pending in self._pending.values())
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of the operations that somebody still waits for, ascending."""
+        with self._lock:
+            return sorted(number for number, pending in self._pending.items() if not pending.ending)
+
+    def begin(self, answer: _Answer, deadline: float = math.inf) -> None:
+        """Open the operation that `answer` completes if nothing is done for it until `deadline`.
+
+        Raises `ValueError` if an operation of that number is pending.
+        """
+        number = answer.operation
+        with self._lock:
+            if number in self._pending:
+                raise ValueError(f"operation {number} is pending already")
+            self._pending[number] = _Pending(answer)
+            if deadline < math.inf:
+                heapq.heappush(self._deadlines, (deadline, number))
+
+    def advance(self, answer: _Answer) -> bool:
+        """Replace the completion that an operation would get now; return whether somebody still waits for it."""
+        with self._lock:
+            pending = self._pending.get(answer.operation)
+            if pending is None or pending.ending:
+                return False
+            pending.answer = answer
+            return True
+
+    def finish(self, answer: _Answer) -> bool:
+        """Complete an operation with `answer`, after the copy that is under way; False if it has ended before."""
+        with self._lock:
+            pending = self._pending.get(answer.operation)
+            if pending is None or pending.ending:
+                return False
+            pending.answer = answer
+            pending.settled = True
+            self._end(pending)
+            return True
+
+    def end(self, number: int) -> bool:
+        """Complete an operation as far as it came, after the copy that is under way; False if it has ended before."""
+        with self._lock:
+            pending = self._pending.get(number)
+            if pending is None or pending.ending:
+                return False
+            self._end(pending)
+            return True
+
+    def expire(self, now: float) -> list[_Answer]:
+        """End the operations that are past their deadline; return how far each of them came."""
+        if not self._deadlines or self._deadlines[0][0] > now:
+            return []
+        expired = []
+        with self._lock:
+            while self._deadlines and self._deadlines[0][0] <= now:
+                pending = self._pending.get(heapq.heappop(self._deadlines)[1])
+                if pending is not None and not pending.ending:
+                    expired.append(pending.answer)
+                    self._end(pending)
+        return expired
+
+    def begin_copy(self, number: int) -> bool:
+        """Ask whether a device block of an operation may be touched; if so, `end_copy` must follow."""
+        with self._lock:
+            pending = self._pending.get(number)
+            if pending is None or pending.ending:
+                return False
+            pending.copying = True
+            return True
+
+    def end_copy(self, number: int, answer: _Answer | None = None) -> None:
+        """Report that the block is not touched any more, and the completion that the operation would get now."""
+        with self._lock:
+            pending = self._pending[number]
+            pending.copying = False
+            if answer is not None and not pending.settled:
+                pending.answer = answer
+            if pending.ending:
+                self._end(pending)
+
+    def _end(self, pending: _Pending[_Answer]) -> None:
+        pending.ending = True
+        if not pending.copying:
+            del self._pending[pending.answer.operation]
+            self._complete(pending.answer)
