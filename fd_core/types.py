@@ -18,8 +18,8 @@ __all__ = [
     "BlockGrant",
     "FinishReason",
     "IntArray",
-    "Leased",
     "LogprobRows",
+    "PrefillJob",
     "RawTensor",
     "RequestSpec",
     "Revocation",
@@ -77,12 +77,28 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
-class Leased(msgspec.Struct, frozen=True):
-    """The KV of a request's prompt is for another worker, which has leased memory for it."""
+class PrefillJob(msgspec.Struct, frozen=True):
+    """A prompt that a prefill worker computes for a decode worker: one value from one scheduler to the other."""
 
-    lease: str
-    first: int
-    """Leading blocks that the other worker has."""
+    tokens: bytes
+    """int32[n], little-endian: the tokens whose KV is wanted, at least one."""
+    held_blocks: int = 0
+    """Leading blocks of the prompt that the decode worker holds; their KV is not wanted."""
+    cache_salt: str = ""
+    priority: int = 0
+    tenant: str = ""
+    lease: str = ""
+    """Name of the decode worker's lease on its blocks, 32 hexadecimal digits; empty until that worker names it."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens whose KV is wanted."""
+        return len(self.tokens) // np.dtype(np.int32).itemsize
+
+    @property
+    def token_ids(self) -> IntArray:
+        """int32[n], read-only: the tokens, which are not copied."""
+        return np.frombuffer(self.tokens, "<i4").astype(np.int32, copy=False)
 
 
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -103,8 +119,8 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     and random numbers count from the prompt, as if the engine had never died."""
     prefill_at: str = ""
     """`host:port` of the prefill worker that computes the prompt; empty computes it here."""
-    leased: Leased | None = None
-    """Set for a request that only computes its prompt, for another worker; its one token is nobody's."""
+    prefill_job: PrefillJob | None = None
+    """Set for a request that only computes a prompt for a decode worker; the one token that it samples is dropped."""
 
 
 class FinishReason(enum.StrEnum):

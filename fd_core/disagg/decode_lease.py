@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from fd_core.disagg.lease import TOKEN_BYTES, Action, Clock, DecodeEnd, Say, Take, commit_digest
+from fd_core.disagg.lease import Action, Clock, DecodeEnd, Say, Take, commit_digest
 from fd_core.disagg.messages import Abort, Alive, Commit, Confirm, Credit, FromPrefill, Open, Piece, Refuse
 from fd_core.kv.effects import Outcome
 
@@ -15,13 +15,13 @@ class DecodeLease:
     """A lease as the side sees it that holds the blocks."""
 
     def __init__(self, opening: Open, pieces: range, *, longest: float) -> None:
-        """Want `pieces`, the indices from `opening.first` on, at least one; it is over after `longest` seconds."""
+        """Want `pieces`, the indices of at least one block; the lease is over after `longest` seconds."""
         self.outcome: Outcome | None = None
         self.cached = 0
         """Tokens that the prefill side had in its prefix cache, known with its `Commit`."""
         self._opening = opening
         self._pieces = pieces
-        self._tokens = len(opening.tokens) // TOKEN_BYTES
+        self._tokens = opening.job.num_tokens
         self._clock = Clock(opening.silence, longest, 0.0)
         self._longest = longest
         self._met = False

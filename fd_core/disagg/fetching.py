@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import msgspec
-import numpy as np
 
 from fd_core.disagg.answers import Answers
 from fd_core.disagg.connections import Connections
@@ -89,17 +88,12 @@ class Fetching:
         if number not in self._answers:
             return
         opening = Open(
-            lease=secrets.token_hex(16),
+            job=msgspec.structs.replace(effect.job, lease=secrets.token_hex(16)),
             terms=self._terms,
-            tokens=np.ascontiguousarray(effect.tokens, "<i4").tobytes(),
-            first=effect.first,
             window=self._window,
             silence=self._silence,
             connector=self._connector.name,
             address=b"",
-            salt=effect.salt,
-            priority=effect.priority,
-            tenant=effect.tenant,
         )
         pieces = wanted(opening)
         if len(pieces) != len(effect.blocks):
@@ -248,7 +242,7 @@ class Fetching:
             return "damaged (another piece)"
         if not self._answers.begin_copy(effect.operation):
             return "nobody waits for it any more"
-        at = piece.index - effect.first
+        at = piece.index - effect.job.held_blocks
         try:
             self._cache.import_blocks(effect.blocks[at : at + 1], array[None])
         except Exception as error:  # noqa: BLE001 - a backend's cache: what it cannot copy was not transferred

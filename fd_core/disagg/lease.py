@@ -97,16 +97,15 @@ def commit_digest(digests: Mapping[int, bytes]) -> bytes:
 
 
 def wanted(opening: Open) -> range:
-    """Return the indices of the pieces that are asked for: those of all blocks of the tokens but the `first`."""
-    tokens = len(opening.tokens) // TOKEN_BYTES
-    return range(opening.first, -(-tokens // opening.terms.block_size))
+    """Return the indices of the pieces that are asked for: those of all blocks but the leading `held_blocks`."""
+    return range(opening.job.held_blocks, -(-opening.job.num_tokens // opening.terms.block_size))
 
 
 def flaw(opening: Open) -> str | None:
     """Say for people why no lease can be opened like that, None if one can. Its terms are this side's own."""
     if not _NAME.fullmatch(opening.lease):
         return "a lease has to be named by 32 hexadecimal digits"
-    if len(opening.tokens) % TOKEN_BYTES or opening.first < 0 or not wanted(opening):
+    if len(opening.job.tokens) % TOKEN_BYTES or opening.job.held_blocks < 0 or not wanted(opening):
         return "no KV is asked for"
     if opening.window < 1:
         return "the window has to hold at least one piece"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import msgspec
 
 from fd_core.disagg.terms import Terms
+from fd_core.types import PrefillJob
 
 __all__ = [
     "Abort",
@@ -34,13 +35,9 @@ __all__ = [
 class Open(msgspec.Struct, frozen=True, tag="open"):
     """The decode side holds blocks for a prompt and leases them to the prefill side."""
 
-    lease: str
-    """32 hexadecimal digits, never given twice."""
+    job: PrefillJob
+    """What is to be computed, under a name for the lease that is never given twice."""
     terms: Terms
-    tokens: bytes
-    """int32 little-endian: the tokens whose KV is wanted, at least one."""
-    first: int
-    """Leading blocks whose KV is not wanted: the decode side has them."""
     window: int
     """Pieces that may be on their way without a `Credit`, at least 1."""
     silence: float
@@ -49,10 +46,11 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     """Name of the connector that carries the pieces."""
     address: bytes
     """What that connector needs to reach the decode side's end; its own format, at most a few kilobytes."""
-    salt: str = ""
-    """Prompts share cached prefixes only with prompts of the same salt."""
-    priority: int = 0
-    tenant: str = ""
+
+    @property
+    def lease(self) -> str:
+        """Name of the lease."""
+        return self.job.lease
 
 
 class Accept(msgspec.Struct, frozen=True, tag="accept"):
@@ -74,7 +72,7 @@ class Piece(msgspec.Struct, frozen=True, tag="piece"):
 
     lease: str
     index: int
-    """Place of the block among those of the prompt, at least `Open.first`."""
+    """Place of the block among those of the prompt, at least `PrefillJob.held_blocks`."""
     digest: bytes
     """Of the sealed value, as `wire` computes it."""
     reference: bytes = b""

@@ -4,25 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from fd_core.types import IntArray
+from fd_core.types import PrefillJob
 
-__all__ = ["Order", "Orders"]
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """A lease that waits for a request."""
-
-    lease: str
-    tokens: IntArray
-    """int32[n], read-only: the tokens whose KV is wanted. None is negative; how large they may be is not checked."""
-    first: int
-    """Leading blocks whose KV is not wanted."""
-    salt: str = ""
-    priority: int = 0
-    tenant: str = ""
+__all__ = ["Orders"]
 
 
 class Orders:
@@ -35,16 +20,16 @@ class Orders:
         self.on_order: Callable[[], None] = lambda: None
         """Called on the sender's thread whenever there is something to collect."""
         self._lock = threading.Lock()
-        self._waiting: dict[str, Order] = {}
+        self._waiting: dict[str, PrefillJob] = {}
         self._over: list[str] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def put(self, order: Order) -> None:
+    def put(self, job: PrefillJob) -> None:
         """Have the engine compute a prompt."""
         with self._lock:
-            self._waiting[order.lease] = order
+            self._waiting[job.lease] = job
         self.on_order()
 
     def over(self, lease: str, *, abort: bool) -> None:
@@ -55,7 +40,7 @@ class Orders:
             self._over.append(lease)
         self.on_order()
 
-    def collect(self) -> list[Order]:
+    def collect(self) -> list[PrefillJob]:
         """Return the orders since the last call."""
         if not self._waiting:
             return []

@@ -27,7 +27,7 @@ class PrefillLease:
     """A lease as the side sees it that computes the prompt."""
 
     def __init__(self, opening: Open, pieces: range, *, longest: float, now: float) -> None:
-        """Owe `pieces`, the indices from `opening.first` on, at least one; it is over after `longest` seconds."""
+        """Owe `pieces`, the indices of at least one block; the lease is over after `longest` seconds."""
         self.ended: End | None = None
         self._opening = opening
         self._pieces = pieces

@@ -13,7 +13,7 @@ import msgspec
 from fd_core.disagg.answers import Answers
 from fd_core.disagg.connectors.contract import Connector
 from fd_core.disagg.listener import Listener
-from fd_core.disagg.orders import Order, Orders
+from fd_core.disagg.orders import Orders
 from fd_core.disagg.sending import Sending
 from fd_core.disagg.stats import SenderStats, Tally
 from fd_core.disagg.terms import Terms
@@ -22,8 +22,9 @@ from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.effects import Cancel, GiveUp, Send, Sent, Transfer
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.ops.contract import KVCache
+from fd_core.types import PrefillJob
 
-__all__ = ["Order", "Sender"]
+__all__ = ["Sender"]
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class Sender:
         """Leases that are not over."""
         return len(self._sending)
 
-    def orders(self) -> list[Order]:
+    def orders(self) -> list[PrefillJob]:
         """Return leases that wait for a request, since the last call."""
         return self._orders.collect()
 

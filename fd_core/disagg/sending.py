@@ -19,7 +19,7 @@ from fd_core.disagg.lease import Put as PutAction
 from fd_core.disagg.listener import Listener
 from fd_core.disagg.loop import Loop
 from fd_core.disagg.messages import Abort, Confirm, FromDecode, FromPrefill, Open, Refuse
-from fd_core.disagg.orders import Order, Orders
+from fd_core.disagg.orders import Orders
 from fd_core.disagg.prefill_lease import PrefillLease
 from fd_core.disagg.stats import Tally
 from fd_core.disagg.terms import Terms, difference
@@ -27,7 +27,7 @@ from fd_core.disagg.wire import Wire
 from fd_core.errors import FdError
 from fd_core.kv.effects import Send, Sent
 from fd_core.ops.contract import KVCache
-from fd_core.types import IntArray, frozen
+from fd_core.types import IntArray
 
 __all__ = ["Sending"]
 
@@ -184,8 +184,7 @@ class Sending:
         machine = PrefillLease(opening, pieces, longest=self._longest, now=now)
         lease = self._leases[opening.lease] = _Lease(opening, machine, outbox, route, now, pieces)
         self._tally.add("leases")
-        tokens: IntArray = frozen(np.frombuffer(opening.tokens, "<i4").astype(np.int32))
-        self._orders.put(Order(opening.lease, tokens, opening.first, opening.salt, opening.priority, opening.tenant))
+        self._orders.put(opening.job)
         # Afterwards, for the decode worker may turn out to be gone, which takes the order back.
         self._act(lease, machine.accept(now))
 

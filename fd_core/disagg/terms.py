@@ -8,7 +8,7 @@ import msgspec
 
 __all__ = ["FORMAT_VERSION", "Terms", "difference"]
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, Final, TypeVar
 
 import msgspec
-import numpy as np
 import numpy.typing as npt
 
 from fd_core.disagg.connectors.contract import MAX_ADDRESS_BYTES, MAX_REFERENCE_BYTES
@@ -152,17 +151,17 @@ class Wire:
             raise Unfit(flaw, lease)
 
     def _flaw_of_open(self, opening: Open) -> str | None:
-        tokens, terms = len(opening.tokens) // TOKEN_BYTES, opening.terms
-        texts = (opening.salt, opening.tenant, terms.model, terms.dtype)
+        job, terms = opening.job, opening.terms
+        texts = (job.cache_salt, job.tenant, terms.model, terms.dtype)
         numbers = (
             *(terms.version, terms.block_size, terms.num_layers, terms.num_kv_heads, terms.head_dim),
             *(terms.tensor_parallel_size, terms.pipeline_parallel_size),
         )
-        if len(opening.tokens) % TOKEN_BYTES or not tokens:
+        if len(job.tokens) % TOKEN_BYTES or not job.tokens:
             return "no KV is asked for"
-        if tokens > self._max_tokens:
-            return f"the prompt has {tokens} tokens, the prefill worker takes at most {self._max_tokens}"
-        if np.frombuffer(opening.tokens, "<i4").min() < 0:
+        if job.num_tokens > self._max_tokens:
+            return f"the prompt has {job.num_tokens} tokens, the prefill worker takes at most {self._max_tokens}"
+        if job.token_ids.min() < 0:
             return "a token is negative"
         if not 1 <= opening.window <= MAX_WINDOW:
             return f"the window has to be 1 to {MAX_WINDOW} pieces"
@@ -172,7 +171,7 @@ class Wire:
             return f"salt and tenant may have at most {_MAX_TEXT} characters"
         if not all(0 < number <= _MAX_NUMBER for number in numbers):
             return "the terms hold an impossible number"
-        if not 0 <= opening.first <= _MAX_NUMBER or abs(opening.priority) > _MAX_NUMBER:
+        if not 0 <= job.held_blocks <= _MAX_NUMBER or abs(job.priority) > _MAX_NUMBER:
             return "the first block or the priority is an impossible number"
         return None
 

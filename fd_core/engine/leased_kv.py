@@ -14,7 +14,7 @@ from fd_core.config import EngineConfig
 from fd_core.disagg.connectors.contract import Connector, ConnectorSettings
 from fd_core.disagg.keys import transfer_key
 from fd_core.disagg.receiver import Receiver
-from fd_core.disagg.sender import Order, Sender
+from fd_core.disagg.sender import Sender
 from fd_core.disagg.terms import Terms
 from fd_core.engine.kv_trace import KVTrace
 from fd_core.engine.messages import LeaseStats
@@ -28,7 +28,7 @@ from fd_core.kv.stores.envelope import Envelope
 from fd_core.kv.stores.location import parse_location
 from fd_core.plugins import Plugins
 from fd_core.scheduling.scheduler import Scheduler
-from fd_core.types import Leased, RequestSpec, SamplingParams
+from fd_core.types import PrefillJob, RequestSpec, SamplingParams
 
 __all__ = ["LeasedKV", "open_leased_kv", "require_role"]
 
@@ -103,8 +103,8 @@ class LeasedKV:
         self._sender.turned()
         for sent in self._sender.completed():
             self._scheduler.transferred(sent)
-        for order in self._sender.orders():
-            self._take(self._sender, order)
+        for job in self._sender.orders():
+            self._take(self._sender, job)
         return [_NAME + lease for lease in self._sender.ended()]
 
     def wait(self) -> None:
@@ -151,26 +151,26 @@ class LeasedKV:
         self._told.add(told)
         _log.warning("a prefill worker's KV was %s, so the prompt is computed here: %s", *told)
 
-    def _take(self, sender: Sender, order: Order) -> None:
+    def _take(self, sender: Sender, job: PrefillJob) -> None:
         if self._stopping:
-            sender.refuse(order.lease, "the prefill worker is shutting down")
+            sender.refuse(job.lease, "the prefill worker is shutting down")
             return
-        if int(order.tokens.max()) >= self._scheduler.limits.vocab_size:
-            sender.refuse(order.lease, "the prompt has tokens that the model does not know")
+        if int(job.token_ids.max()) >= self._scheduler.limits.vocab_size:
+            sender.refuse(job.lease, "the prompt has tokens that the model does not know")
             return
         spec = RequestSpec(
-            request_id=_NAME + order.lease,
-            prompt=tuple(order.tokens.tolist()),
+            request_id=_NAME + job.lease,
+            prompt=tuple(job.token_ids.tolist()),
             params=_ONE_TOKEN,
-            priority=order.priority,
-            tenant=order.tenant,
-            cache_salt=order.salt,
-            leased=Leased(order.lease, order.first),
+            priority=job.priority,
+            tenant=job.tenant,
+            cache_salt=job.cache_salt,
+            prefill_job=job,
         )
         try:
             self._scheduler.add(spec)
         except BadRequest as error:
-            sender.refuse(order.lease, error.message)
+            sender.refuse(job.lease, error.message)
 
 
 def require_role(config: EngineConfig) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fd_core.types import IntArray
+from fd_core.types import IntArray, PrefillJob
 
 __all__ = [
     "Cancel",
@@ -115,20 +115,15 @@ where the text is decoded."""
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Have another worker compute the KV of a prompt, and copy it into device blocks that are leased to it."""
+    """Have a prefill worker compute the KV of a prompt, and copy that KV into device blocks leased for it."""
 
     operation: int
     peer: str
     """`host:port` of the prefill worker's transfers."""
-    tokens: IntArray
-    """int32[n]: the tokens whose KV is wanted."""
-    first: int
-    """Leading blocks that this worker has; `blocks` follow behind them."""
+    job: PrefillJob
     blocks: IntArray
-    """int32[m]: device blocks up to the one of the last token; they belong to the operation meanwhile."""
-    salt: str = ""
-    priority: int = 0
-    tenant: str = ""
+    """int32[m]: device blocks behind `job.held_blocks`, up to the one of the last token; they belong to the operation
+    until it is completed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,16 +133,16 @@ class Fetched:
     operation: int
     outcome: Outcome
     cached: int = 0
-    """Tokens that the other worker had in its prefix cache."""
+    """Tokens whose KV the prefill worker had in its prefix cache."""
     seconds: float = 0.0
     """From the effect to the last copy."""
     reason: str = ""
-    """For people, where it failed; never holds a prompt."""
+    """Why the transfer failed, for people; empty if it did not. Never holds a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send settled device `blocks` to the decode worker that leased a request's KV; nobody writes them meanwhile."""
+    """Send settled device `blocks` to the decode worker that owns the lease; nobody writes the blocks meanwhile."""
 
     operation: int
     lease: str
@@ -170,10 +165,11 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The request that a lease waits for ended without all its KV."""
+    """The request that computes for a lease ended without all its KV, or the engine does not take the job at all."""
 
     lease: str
     reason: str = ""
+    """For people; never holds a prompt."""
 
 
 Transfer = Fetch | Send | GiveUp | Cancel

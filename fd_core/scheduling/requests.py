@@ -127,8 +127,8 @@ class Request:
         """Operation that has another worker compute the prompt while the request is LOADING."""
         self.prefill: Outcome | None = None
         """What became of that, if it was asked for."""
-        self.sent = 0 if spec.leased is None else spec.leased.first
-        """Leading blocks that were sent to the worker that leased the KV, or that it has."""
+        self.sent = 0 if spec.prefill_job is None else spec.prefill_job.held_blocks
+        """Leading blocks of a prefill job that were sent to the decode worker, or that the decode worker holds."""
         self.sent_all = False
 
     def known_tokens(self) -> IntArray:

@@ -473,7 +473,7 @@ class Scheduler:
 
     def _send_settled(self, slot: int, request: Request) -> None:
         """Send the settled blocks of a request that computes its prompt for another worker."""
-        if self.transfers is not None and request.spec.leased is not None:
+        if self.transfers is not None and request.spec.prefill_job is not None:
             self.transfers.settled(request, self.slots.blocks(slot)[: int(self.slots.registered[slot])])
 
     def finish(self, slot: int, reason: FinishReason) -> None:

@@ -18,7 +18,7 @@ from fd_core.kv.blocks import BlockPool
 from fd_core.kv.effects import Cancel, Fetch, Fetched, GiveUp, Outcome, Send, Transfer, Transferred
 from fd_core.scheduling.requests import Request
 from fd_core.scheduling.storage import Arrival
-from fd_core.types import FinishReason, IntArray, frozen
+from fd_core.types import FinishReason, IntArray, PrefillJob, frozen
 
 __all__ = ["TransferCounters", "Transfers"]
 
@@ -95,18 +95,9 @@ class Transfers:
         request.fetch = self._next()
         self._fetches[request.fetch] = _Fetching(request, slot, first, wanted, blocks)
         spec = request.spec
-        self._effects.append(
-            Fetch(
-                request.fetch,
-                spec.prefill_at,
-                frozen(tokens[:wanted].copy()),
-                first,
-                blocks,
-                spec.cache_salt,
-                spec.priority,
-                spec.tenant,
-            )
-        )
+        prompt = tokens[:wanted].astype("<i4", copy=False).tobytes()
+        job = PrefillJob(prompt, first, spec.cache_salt, spec.priority, spec.tenant)
+        self._effects.append(Fetch(request.fetch, spec.prefill_at, job, blocks))
         return True
 
     def abandon(self, request: Request) -> None:
@@ -138,24 +129,24 @@ class Transfers:
 
     def settled(self, request: Request, blocks: IntArray) -> None:
         """The leading `blocks` of a leased request hold settled KV: send those that were not sent."""
-        leased = request.spec.leased
-        if leased is not None and len(blocks) > request.sent:
-            self._send(request, leased.lease, blocks, None)
+        job = request.spec.prefill_job
+        if job is not None and len(blocks) > request.sent:
+            self._send(request, job.lease, blocks, None)
 
     def finished(self, request: Request, blocks: IntArray, reason: FinishReason) -> None:
         """A leased request has computed its prompt, whose KV is in `blocks`, its last one included: send the rest."""
-        leased = request.spec.leased
-        if leased is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
+        job = request.spec.prefill_job
+        if job is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
             prompt = len(request.spec.prompt)
-            self._send(request, leased.lease, blocks[: -(-prompt // self._block_size)], prompt)
+            self._send(request, job.lease, blocks[: -(-prompt // self._block_size)], prompt)
             request.sent_all = True
 
     def ended(self, request: Request, reason: FinishReason) -> None:
         """A leased request is over, however it ended."""
-        leased = request.spec.leased
-        if leased is not None and not request.sent_all:
+        job = request.spec.prefill_job
+        if job is not None and not request.sent_all:
             self.counters.given_up += 1
-            self._effects.append(GiveUp(leased.lease, f"the prefill worker ended the request: {reason.value}"))
+            self._effects.append(GiveUp(job.lease, f"the prefill worker ended the request: {reason.value}"))
 
     def _send(self, request: Request, lease: str, blocks: IntArray, tokens: int | None) -> None:
         first = min(request.sent, len(blocks))

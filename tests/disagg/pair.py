@@ -12,12 +12,13 @@ import numpy as np
 
 from fd_core.disagg.connectors.contract import Connector, ConnectorError, ConnectorSettings, Inbox, Outbox, Put
 from fd_core.disagg.receiver import Receiver
-from fd_core.disagg.sender import Order, Sender
+from fd_core.disagg.sender import Sender
 from fd_core.disagg.terms import Terms
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.effects import Cancel, Fetch, Fetched, GiveUp, Send
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.ops.contract import KVCache
+from fd_core.types import PrefillJob
 from tests.kv.tiers.scripted import SECRET, SHAPE, ScriptedCache, content
 
 BLOCK = BlockFormat.of(SHAPE, "float32")
@@ -79,8 +80,8 @@ def kv(salt: str, index: int) -> np.ndarray:
 
 
 @dataclass
-class Job:
-    order: Order
+class Computing:
+    job: PrefillJob
     at: int
     """Next block to compute."""
 
@@ -94,9 +95,9 @@ class Computer:
         self.chunk = chunk
         self.free = list(range(cache.num_blocks))
         self.pinned: dict[int, list[int]] = {}
-        self.jobs: dict[str, Job] = {}
+        self.jobs: dict[str, Computing] = {}
         self.ended: list[str] = []
-        self.orders: list[Order] = []
+        self.arrived: list[PrefillJob] = []
         self.numbers = itertools.count()
         self.computes = True
         self.refuses: str | None = None
@@ -111,35 +112,35 @@ class Computer:
         for lease in self.sender.ended():
             self.ended.append(lease)
             self.jobs.pop(lease, None)
-        for order in self.sender.orders():
-            self.orders.append(order)
+        for job in self.sender.orders():
+            self.arrived.append(job)
             if self.refuses:
-                self.sender.refuse(order.lease, self.refuses)
+                self.sender.refuse(job.lease, self.refuses)
             else:
-                self.jobs[order.lease] = Job(order, order.first)
+                self.jobs[job.lease] = Computing(job, job.held_blocks)
         if self.computes:
-            for job in list(self.jobs.values()):
-                self.compute(job)
+            for computing in list(self.jobs.values()):
+                self.compute(computing)
 
-    def compute(self, job: Job) -> None:
-        order = job.order
-        count = -(-len(order.tokens) // SIZE)
-        size = min(self.chunk, count - job.at)
+    def compute(self, computing: Computing) -> None:
+        job = computing.job
+        count = -(-job.num_tokens // SIZE)
+        size = min(self.chunk, count - computing.at)
         if len(self.free) < size:
             return
         blocks = [self.free.pop() for _ in range(size)]
         for at, block in enumerate(blocks):
-            self.cache.data[block] = kv(order.salt, job.at + at)
+            self.cache.data[block] = kv(job.cache_salt, computing.at + at)
         self.cache.readable |= set(blocks)
-        last = job.at + size == count
+        last = computing.at + size == count
         number = next(self.numbers)
         self.pinned[number] = blocks
-        tokens = len(order.tokens) if last else None
-        send = Send(number, order.lease, job.at, np.array(blocks, np.int32), tokens, cached=3 if last else 0)
+        tokens = job.num_tokens if last else None
+        send = Send(number, job.lease, computing.at, np.array(blocks, np.int32), tokens, cached=3 if last else 0)
         self.sender.perform([send])
-        job.at += size
+        computing.at += size
         if last:
-            del self.jobs[order.lease]
+            del self.jobs[job.lease]
 
     def give_up(self, lease: str) -> None:
         self.jobs.pop(lease, None)
@@ -162,8 +163,8 @@ class Fetches:
         count = -(-tokens // SIZE) - first
         blocks = [self.free.pop() for _ in range(count)]
         self.cache.writable |= set(blocks)
-        ids = np.arange(tokens, dtype=np.int32)
-        fetch = Fetch(number, peer, ids, first, np.array(blocks, np.int32), salt, **options)
+        job = PrefillJob(np.arange(tokens, dtype="<i4").tobytes(), first, salt, **options)
+        fetch = Fetch(number, peer, job, np.array(blocks, np.int32))
         self.open[number] = fetch
         self.receiver.perform([fetch])
         return number
@@ -179,7 +180,9 @@ class Fetches:
             blocks = fetch.blocks.tolist()
             if fetched.outcome == "transferred":
                 for at, block in enumerate(blocks):
-                    assert (self.cache.data[block] == kv(fetch.salt, fetch.first + at)).all(), "foreign KV"
+                    assert (self.cache.data[block] == kv(fetch.job.cache_salt, fetch.job.held_blocks + at)).all(), (
+                        "foreign KV"
+                    )
             self.cache.writable -= set(blocks)
             self.free += blocks
 

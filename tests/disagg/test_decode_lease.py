@@ -21,7 +21,7 @@ from tests.disagg.world import opening
 SILENCE = 8.0
 OPEN = opening(7, 2, first=1, silence=SILENCE)
 NAME = OPEN.lease
-TOKENS = len(OPEN.tokens) // 4
+TOKENS = OPEN.job.num_tokens
 DIGESTS = {1: b"a" * 16, 2: b"b" * 16}
 COMMIT = Commit(NAME, TOKENS, commit_digest(DIGESTS), 4)
 

@@ -18,6 +18,7 @@ import zmq
 from fd_core.disagg.messages import Abort, Alive, Commit, Credit, Open, Piece, Refuse
 from fd_core.disagg.wire import Wire
 from fd_core.kv.stores.envelope import Envelope
+from fd_core.types import PrefillJob
 from tests.kv.tiers.scripted import ScriptedCache
 
 from .pair import BLOCK, PATIENCE, SECRET, TERMS, Computer, Fetches, Pair, make_receiver, make_sender, pump
@@ -98,7 +99,7 @@ def test_an_open_that_comes_again_after_the_end_opens_nothing() -> None:
         assert pair.answer(pair.fetch(12)).outcome == "transferred"
         pair.until(lambda: pair.sender.stats().late_messages > 0)
         pair.idle()
-        assert len(pair.prefill.orders) == 1
+        assert len(pair.prefill.arrived) == 1
 
 
 def test_late_pieces_are_answered_with_an_abort() -> None:
@@ -162,14 +163,14 @@ def test_those_who_know_the_secret_are_told_what_is_wrong() -> None:
         socket.send(WIRE.seal_from_decode(Credit(LEASE, 3)))
         assert hears(socket) == Abort(LEASE, "the prefill worker has no such lease")
         socket.send(WIRE.seal_from_decode(Abort(LEASE)))
-        opening = Open(LEASE, TERMS, bytes(8), 0, 4, 5.0, "frames", b"")
+        opening = Open(PrefillJob(bytes(8), lease=LEASE), TERMS, 4, 5.0, "frames", b"")
         odd = msgspec.structs.replace(opening, window=-1)
         socket.send(b"".join(Envelope(SECRET).seal(b"fd_core/decode", msgspec.msgpack.encode(odd))))
         answer = hears(socket)
         assert getattr(answer, "reason", "").startswith("the window has to be")
         socket.send(WIRE.seal_from_decode(msgspec.structs.replace(opening, silence=float("nan"))))
         assert "silence" in getattr(hears(socket), "reason", "")
-        socket.send(WIRE.seal_from_decode(msgspec.structs.replace(opening, first=5)))
+        socket.send(WIRE.seal_from_decode(msgspec.structs.replace(opening, job=PrefillJob(bytes(8), 5, lease=LEASE))))
         assert getattr(hears(socket), "reason", "") == "no KV is asked for"
         assert pair.sender.stats().refused == {"malformed": 3}
 
@@ -201,7 +202,9 @@ def test_whoever_sends_for_a_lease_that_is_over_is_told_so_and_nobody_who_breaks
 def test_a_decode_side_that_says_nothing_after_its_open_holds_nothing_for_long() -> None:
     with Pair() as pair:
         with dealer(pair.sender.port) as socket:
-            socket.send(WIRE.seal_from_decode(Open(LEASE, TERMS, bytes(4 * 40), 0, 1, 0.3, "frames", b"")))
+            socket.send(
+                WIRE.seal_from_decode(Open(PrefillJob(bytes(4 * 40), lease=LEASE), TERMS, 1, 0.3, "frames", b""))
+            )
             pair.until(lambda: len(pair.prefill.pinned) > 3)
             pair.until(lambda: not pair.prefill.pinned)
         assert pair.sender.stats().ended == {"expired": 1}
@@ -210,7 +213,9 @@ def test_a_decode_side_that_says_nothing_after_its_open_holds_nothing_for_long()
 def test_a_decode_side_that_closes_its_connection_holds_nothing_for_long() -> None:
     with Pair() as pair:
         with dealer(pair.sender.port) as socket:
-            socket.send(WIRE.seal_from_decode(Open(LEASE, TERMS, bytes(4 * 40), 0, 1, 8.0, "frames", b"")))
+            socket.send(
+                WIRE.seal_from_decode(Open(PrefillJob(bytes(4 * 40), lease=LEASE), TERMS, 1, 8.0, "frames", b""))
+            )
             pair.until(lambda: len(pair.prefill.pinned) > 3)
         pair.until(lambda: not pair.prefill.pinned, seconds=7)
         assert pair.sender.stats().ended == {"failed": 1}

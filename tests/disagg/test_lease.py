@@ -14,7 +14,10 @@ DIGESTS = st.dictionaries(st.integers(0, 2**31 - 1), st.binary(min_size=16, max_
 
 
 def changed(**fields: object) -> Open:
-    return msgspec.structs.replace(opening(1, 2), **fields)
+    """Return an `Open` with other fields, its own or those of its job."""
+    plain = opening(1, 2)
+    of_job = {name: fields.pop(name) for name in plain.job.__struct_fields__ if name in fields}
+    return msgspec.structs.replace(plain, job=msgspec.structs.replace(plain.job, **of_job), **fields)
 
 
 @given(digests=DIGESTS)
@@ -37,7 +40,7 @@ def test_a_commit_digest_is_what_the_other_version_computes_too() -> None:
     [(1, 0, [0]), (2, 0, [0]), (3, 0, [0, 1]), (4, 1, [1]), (5, 1, [1, 2]), (4, 2, [])],
 )
 def test_wanted_are_all_blocks_of_the_tokens_but_the_first(tokens: int, first: int, indices: list[int]) -> None:
-    assert [*wanted(changed(tokens=bytes(4 * tokens), first=first))] == indices
+    assert [*wanted(changed(tokens=bytes(4 * tokens), held_blocks=first))] == indices
 
 
 def test_a_good_opening_has_no_flaw() -> None:
@@ -55,9 +58,9 @@ def test_a_good_opening_has_no_flaw() -> None:
         ({"lease": "\N{ARABIC-INDIC DIGIT ONE}" * 32}, "32 hexadecimal digits"),
         ({"tokens": b""}, "no KV"),
         ({"tokens": bytes(11)}, "no KV"),
-        ({"first": -1}, "no KV"),
-        ({"first": 2}, "no KV"),
-        ({"first": 2**70}, "no KV"),
+        ({"held_blocks": -1}, "no KV"),
+        ({"held_blocks": 2}, "no KV"),
+        ({"held_blocks": 2**70}, "no KV"),
         ({"window": 0}, "window"),
         ({"silence": 0.0}, "0.05 to 3600 seconds"),
         ({"silence": -1.0}, "0.05 to 3600 seconds"),

@@ -1,12 +1,11 @@
 """An order whose lease ended is taken back, or its end is told: one of both."""
 
-import numpy as np
+from fd_core.disagg.orders import Orders
+from fd_core.types import PrefillJob
 
-from fd_core.disagg.orders import Order, Orders
 
-
-def order(lease: str) -> Order:
-    return Order(lease, np.zeros(1, np.int32), 0)
+def order(lease: str) -> PrefillJob:
+    return PrefillJob(bytes(4), lease=lease)
 
 
 def test_an_order_is_collected_once_and_its_end_after_it() -> None:

@@ -21,6 +21,7 @@ from fd_core.kv.effects import Cancel, Fetch, Fetched, Send, Sent
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.ops.contract import KVCache, KVShape
 from fd_core.ops.numpy_ops import NumpyKVCache
+from fd_core.types import PrefillJob
 from tests.kv.tiers.scripted import ScriptedCache
 
 from .pair import (
@@ -69,17 +70,17 @@ def test_a_prompt_is_transferred_block_by_block(tokens: int) -> None:
 def test_an_order_says_what_is_wanted() -> None:
     with Pair() as pair:
         pair.answer(pair.fetch(21, first=2, salt="pepper", priority=-3, tenant="t"))
-        (order,) = pair.prefill.orders
-        assert order.tokens.tolist() == list(range(21))
-        assert order.tokens.dtype == np.int32
-        assert (order.first, order.salt, order.priority, order.tenant) == (2, "pepper", -3, "t")
+        (job,) = pair.prefill.arrived
+        assert job.token_ids.tolist() == list(range(21))
+        assert job.token_ids.dtype == np.int32
+        assert (job.held_blocks, job.cache_salt, job.priority, job.tenant) == (2, "pepper", -3, "t")
         assert pair.receiver.stats().pieces == 4
 
 
 def test_what_the_decode_side_has_is_not_asked_for() -> None:
     with Pair() as pair:
         assert pair.answer(pair.fetch(8, first=2)).outcome == "held"
-        assert pair.prefill.orders == []
+        assert pair.prefill.arrived == []
 
 
 def test_blocks_that_nobody_wants_are_answered_at_once() -> None:
@@ -113,7 +114,7 @@ def test_several_prefill_workers_at_once() -> None:
         pump(lambda: len(one.decode.fetched) == 6, one.decode, one.prefill, two.prefill)
         assert {one.decode.fetched[number].outcome for number in numbers} == {"transferred"}
         assert one.receiver.stats().peers == 2
-        assert len(two.prefill.orders) == 3
+        assert len(two.prefill.arrived) == 3
 
 
 def test_a_name_is_tried_at_each_of_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +172,7 @@ def test_real_caches_hold_the_same_bits_afterwards(pack: str) -> None:
     receiver = make_receiver(caches[1], block=block, terms=terms)
     there, here = np.array([3, 1, 11, 0, 5], np.int32), np.array([9, 2, 4, 7, 8], np.int32)
     try:
-        receiver.perform([Fetch(1, f"127.0.0.1:{sender.port}", np.arange(18, dtype=np.int32), 0, here)])
+        receiver.perform([Fetch(1, f"127.0.0.1:{sender.port}", PrefillJob(np.arange(18, dtype="<i4").tobytes()), here)])
         fetched: list[Fetched] = []
         until = time.monotonic() + PATIENCE
         while not fetched and time.monotonic() < until:
@@ -270,7 +271,7 @@ def test_other_terms_are_refused_in_words() -> None:
         assert fetched.outcome == "refused"
         assert fetched.reason == "--block-size is 8 at the prefill worker and 4 at the decode worker"
         assert pair.sender.stats().refused == {"terms": 1}
-        assert pair.prefill.orders == []
+        assert pair.prefill.arrived == []
 
 
 def test_leases_beyond_the_limit_are_refused() -> None:
@@ -340,7 +341,7 @@ def test_a_cancelled_fetch_is_answered_at_once_and_ends_the_lease_on_both_sides(
         number = pair.fetch(4 * 12)
         reached = {
             "at once": lambda: True,
-            "ordered": lambda: len(pair.prefill.orders) == 1,
+            "ordered": lambda: len(pair.prefill.arrived) == 1,
             "half": lambda: pair.receiver.stats().pieces >= 3,
             "copying": lambda: pair.receiver._answers._copying == number,
         }
@@ -363,7 +364,7 @@ def test_a_request_that_is_given_up_ends_the_lease() -> None:
         pair.prefill.computes = False
         number = pair.fetch(8)
         pair.until(lambda: bool(pair.prefill.jobs))
-        pair.prefill.give_up(pair.prefill.orders[0].lease)
+        pair.prefill.give_up(pair.prefill.arrived[0].lease)
         fetched = pair.answer(number)
         assert (fetched.outcome, fetched.reason) == ("lost", "the request was aborted")
         pair.idle()
@@ -396,7 +397,7 @@ def test_a_send_that_is_cancelled_before_it_was_begun_ends_the_lease() -> None:
         blocks = np.arange(6, dtype=np.int32)
         gate = threading.Event()
         pair.sender._loop.post(lambda: gate.wait(PATIENCE) and None)  # the thread is busy meanwhile
-        pair.sender.perform([Send(70, job.order.lease, 0, blocks, tokens=24), Cancel(70), Cancel(70), Cancel(71)])
+        pair.sender.perform([Send(70, job.job.lease, 0, blocks, tokens=24), Cancel(70), Cancel(70), Cancel(71)])
         gate.set()
         pair.prefill.pinned[70] = []
         assert pair.answer(number).outcome == "lost"
@@ -623,8 +624,8 @@ def test_a_value_that_is_not_the_one_that_was_announced_is_damaged() -> None:
 
     class Exchanging(FrameOutbox):
         def put(self, index, parts):
-            (order,) = pair.prefill.orders
-            return Put(b"", tuple(pair.sender._sending._wire.seal_piece(order.lease, index, kv("other", index))[1]))
+            (job,) = pair.prefill.arrived
+            return Put(b"", tuple(pair.sender._sending._wire.seal_piece(job.lease, index, kv("other", index))[1]))
 
     with Pair() as pair:
         pair.connector.outbox = Exchanging
@@ -647,7 +648,7 @@ def test_a_cache_that_fails_ends_that_lease(side: str, outcome: str, caplog: pyt
 
 def test_blocks_that_do_not_fit_the_tokens_are_a_fault_that_is_answered() -> None:
     with Pair() as pair:
-        pair.receiver.perform([Fetch(77, pair.peer, np.arange(20, dtype=np.int32), 0, np.array([1, 2], np.int32))])
+        pair.receiver.perform([Fetch(77, pair.peer, PrefillJob(bytes(80)), np.array([1, 2], np.int32))])
         until = time.monotonic() + PATIENCE
         while not (answers := pair.receiver.completed()):
             assert time.monotonic() < until

@@ -21,7 +21,7 @@ from tests.disagg.world import opening
 SILENCE = 8.0
 OPEN = opening(7, 3, first=1, window=2, silence=SILENCE)
 NAME = OPEN.lease
-TOKENS = len(OPEN.tokens) // 4
+TOKENS = OPEN.job.num_tokens
 DIGESTS = {index: bytes([index]) * 16 for index in (1, 2, 3)}
 COMMIT = Say(Commit(NAME, TOKENS, commit_digest(DIGESTS), 2))
 

@@ -1,11 +1,11 @@
 import msgspec
 import pytest
 
-from fd_core.disagg.terms import Terms, difference
+from fd_core.disagg.terms import FORMAT_VERSION, Terms, difference
 from tests.disagg.world import TERMS
 
 OTHER: dict[str, object] = {
-    "version": 2,
+    "version": FORMAT_VERSION + 1,
     "model": "another",
     "dtype": "bfloat16",
     "block_size": 16,

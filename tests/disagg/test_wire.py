@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from fd_core.disagg import messages as m
 from fd_core.disagg.wire import MAX_WINDOW, Unfit, Unsealed, Wire
 from fd_core.kv.stores.envelope import Damaged, Envelope
+from fd_core.types import PrefillJob
 
 from .pair import BLOCK, SECRET, TERMS, kv
 
 WIRE = Wire(Envelope(SECRET), BLOCK, max_tokens=1000)
 LEASE = "0123456789abcdef" * 2
-OPEN = m.Open(LEASE, TERMS, np.arange(9, dtype="<i4").tobytes(), 0, 4, 5.0, "frames", b"here")
+JOB = PrefillJob(np.arange(9, dtype="<i4").tobytes(), lease=LEASE)
+OPEN = m.Open(JOB, TERMS, 4, 5.0, "frames", b"here")
 
 leases = st.text("0123456789abcdef", min_size=32, max_size=32)
 digests = st.binary(min_size=16, max_size=16)
@@ -32,14 +34,14 @@ from_prefill = st.one_of(
 )
 from_decode = st.one_of(
     st.builds(
-        lambda lease, ids, first, window, salt: msgspec.structs.replace(
-            OPEN, lease=lease, tokens=np.array(ids, "<i4").tobytes(), first=first, window=window, salt=salt
+        lambda lease, ids, held, salt, window: msgspec.structs.replace(
+            OPEN, job=PrefillJob(np.array(ids, "<i4").tobytes(), held, salt, lease=lease), window=window
         ),
         leases,
         st.lists(numbers, min_size=1, max_size=1000),
         numbers,
-        st.integers(1, MAX_WINDOW),
         texts,
+        st.integers(1, MAX_WINDOW),
     ),
     st.builds(m.Credit, leases, numbers),
     st.builds(m.Confirm, leases),
@@ -103,6 +105,7 @@ def test_another_secret_opens_nothing() -> None:
                 "digest": digests | st.binary(max_size=20),
                 "taken": st.integers(-(2**40), 2**40),
                 "tokens": st.binary(max_size=20) | st.integers(-(2**40), 2**40),
+                "job": st.dictionaries(st.sampled_from(JOB.__struct_fields__), st.binary(max_size=5) | numbers),
                 "reason": st.text(max_size=5) | st.just("x" * 5000),
             },
         ).map(msgspec.msgpack.encode),
@@ -134,10 +137,10 @@ BEYOND = {
     "too many tokens": {"tokens": bytes(4004)},
     "no window": {"window": 0},
     "huge window": {"window": MAX_WINDOW + 1},
-    "negative first": {"first": -1},
+    "negative number of held blocks": {"held_blocks": -1},
     "address": {"address": bytes(4097)},
     "connector": {"connector": "x" * 65},
-    "salt": {"salt": "x" * 1025},
+    "salt": {"cache_salt": "x" * 1025},
     "tenant": {"tenant": "x" * 1025},
     "priority": {"priority": 2**40},
     "block size": {"terms": msgspec.structs.replace(TERMS, block_size=0)},
@@ -147,7 +150,9 @@ BEYOND = {
 
 @pytest.mark.parametrize("change", BEYOND.values(), ids=BEYOND)
 def test_what_is_beyond_a_limit_is_neither_said_nor_heard(change: dict[str, object]) -> None:
-    message = msgspec.structs.replace(OPEN, **change)
+    of_job = {name: value for name, value in change.items() if name in JOB.__struct_fields__}
+    others = {name: value for name, value in change.items() if name not in of_job}
+    message = msgspec.structs.replace(OPEN, job=msgspec.structs.replace(JOB, **of_job), **others)
     frame = b"".join(Envelope(SECRET).seal(b"fd_core/decode", msgspec.msgpack.encode(message)))
     with pytest.raises(Unfit) as heard:
         WIRE.open_from_decode(frame)
@@ -201,9 +206,8 @@ def test_an_envelope_that_compresses_is_refused() -> None:
 
 def test_frames_have_room_for_every_message() -> None:
     longest = Wire(Envelope(SECRET), BLOCK, max_tokens=2**21)
-    opening = msgspec.structs.replace(
-        OPEN, tokens=bytes(4 * 2**21), salt="\U0001f600" * 1024, tenant="\U0001f600" * 1024, address=bytes(4096)
-    )
+    job = PrefillJob(bytes(4 * 2**21), 0, "\U0001f600" * 1024, 0, "\U0001f600" * 1024, LEASE)
+    opening = msgspec.structs.replace(OPEN, job=job, address=bytes(4096))
     assert len(longest.seal_from_decode(opening)) <= longest.max_request_frame
     assert len(WIRE.seal_from_prefill(m.Refuse(LEASE, "\U0001f600" * 1024))) <= WIRE.max_frame
     assert WIRE.max_frame >= WIRE.value_bytes

@@ -26,6 +26,7 @@ from fd_core.disagg.messages import (
 )
 from fd_core.disagg.prefill_lease import PrefillLease
 from fd_core.disagg.terms import Terms
+from fd_core.types import PrefillJob
 
 TERMS = Terms(model="m", dtype="float32", block_size=2, num_layers=1, num_kv_heads=1, head_dim=4)
 SILENCE = 8.0
@@ -46,7 +47,8 @@ LAST_AT_PREFILL: dict[str, tuple[type, ...]] = {
 def opening(number: int, blocks: int, *, first: int = 0, window: int = 2, silence: float = SILENCE) -> Open:
     """Ask for `blocks` blocks behind the `first`, the last of them not full."""
     tokens = (first + blocks) * TERMS.block_size - 1
-    return Open(f"{number:032x}", TERMS, bytes(4 * tokens), first, window, silence, "tcp", b"")
+    job = PrefillJob(bytes(4 * tokens), first, lease=f"{number:032x}")
+    return Open(job, TERMS, window, silence, "tcp", b"")
 
 
 def content(lease: str, index: int) -> bytes:
@@ -310,7 +312,7 @@ class World:
         self.at_prefill(side, side.lease.ready(first, count, self.now))
         if side.computed == len(pieces):
             side.running = False
-            self.at_prefill(side, side.lease.finished(len(side.opening.tokens) // 4, 1, self.now))
+            self.at_prefill(side, side.lease.finished(side.opening.job.num_tokens, 1, self.now))
 
     def tell_again(self, side: Owed) -> None:
         self.at_prefill(side, side.lease.ready(0, wanted(side.opening).start + side.computed, self.now))
@@ -318,7 +320,7 @@ class World:
     def finish_early(self, side: Owed) -> None:
         """End a request that was not wholly computed as if it had been."""
         side.running, side.gave_up = False, True
-        self.at_prefill(side, side.lease.finished(len(side.opening.tokens) // 4, 0, self.now))
+        self.at_prefill(side, side.lease.finished(side.opening.job.num_tokens, 0, self.now))
         assert side.lease.ended == "gave_up"
 
     def put(self, side: Owed, which: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from fd_core.backends.null import _chain
@@ -17,7 +18,7 @@ from fd_core.engine.core import Engine
 from fd_core.kv.effects import Cancel, Fetch, Fetched, GiveUp, Outcome, Send, Sent, Transfer
 from fd_core.scheduling.transfers import Transfers
 from fd_core.testing.texts import Texts
-from fd_core.types import IntArray, Leased, RequestSpec, SamplingParams
+from fd_core.types import IntArray, RequestSpec, SamplingParams
 from tests.engine.stepping import How, Stepper
 
 __all__ = ["Lease", "Pair", "Worker"]
@@ -51,8 +52,8 @@ class Lease:
     @property
     def complete(self) -> bool:
         """Whether everything arrived, so that a transfer may succeed."""
-        first, count = self.fetch.first, len(self.fetch.blocks)
-        return self.tokens == len(self.fetch.tokens) and self.pieces.keys() >= set(range(first, first + count))
+        first, count = self.fetch.job.held_blocks, len(self.fetch.blocks)
+        return self.tokens == self.fetch.job.num_tokens and self.pieces.keys() >= set(range(first, first + count))
 
 
 class Worker(Stepper):
@@ -162,17 +163,17 @@ class Pair:
         """Each block of a prompt behind those that the decode worker has is offered once, in order, and is settled."""
         lease, size = self._named(send.lease), self.prefill.limits.block_size
         assert not lease.ends, "something is sent behind the end"
-        assert send.first == max(lease.said, lease.fetch.first), "a block is left out or sent twice"
+        assert send.first == max(lease.said, lease.fetch.job.held_blocks), "a block is left out or sent twice"
         assert len(send.blocks) or send.tokens is not None, "a send without blocks says nothing"
         lease.said = send.first + len(send.blocks)
-        hashes = _chain(np.uint64(0), lease.fetch.tokens)
+        hashes = _chain(np.uint64(0), lease.fetch.job.token_ids)
         for place, block in enumerate(send.blocks.tolist(), send.first):
             wanted = hashes[place * size : (place + 1) * size].tolist()
             held = self.prefill.runner.cache.layer(0)[block, : len(wanted)].tolist()
             assert held == wanted, "a block is sent that does not hold its part of the prompt"
             assert len(wanted) == size or send.tokens is not None, "a block is sent before it is settled"
         if send.tokens is not None:
-            assert send.tokens == len(lease.fetch.tokens)
+            assert send.tokens == lease.fetch.job.num_tokens
             assert lease.said == -(-send.tokens // size), "the last send leaves blocks out"
             lease.ends += 1
         lease.unread += 1
@@ -202,16 +203,16 @@ class Pair:
     def ask(self, lease: Lease) -> None:
         """The order arrives at the prefill worker; of a lease that is over it may arrive late."""
         lease.asked = True
-        fetch = lease.fetch
+        job = msgspec.structs.replace(lease.fetch.job, lease=lease.name)
         self.prefill.submit(
             RequestSpec(
                 request_id=lease.name,
-                prompt=tuple(fetch.tokens.tolist()),
+                prompt=tuple(job.token_ids.tolist()),
                 params=_ONE_TOKEN,
-                cache_salt=fetch.salt,
-                priority=fetch.priority,
-                tenant=fetch.tenant,
-                leased=Leased(lease.name, fetch.first),
+                cache_salt=job.cache_salt,
+                priority=job.priority,
+                tenant=job.tenant,
+                prefill_job=job,
             )
         )
 
@@ -237,7 +238,7 @@ class Pair:
             outcome = "aborted" if lease.cancelled else "lost"
         blocks = lease.fetch.blocks
         if outcome == "transferred":
-            for place, block in enumerate(blocks, lease.fetch.first):
+            for place, block in enumerate(blocks, lease.fetch.job.held_blocks):
                 self.decode.runner.cache.import_blocks(np.array([block], np.int32), lease.pieces[place])
         else:
             self.decode.spoil(blocks)

@@ -79,7 +79,7 @@ def test_a_prefix_on_the_device_is_not_sent() -> None:
     pair.decode.submit(*elsewhere(other))
     pair.decode.turn(1)
     (lease,) = pair.unasked
-    assert (lease.fetch.first, len(lease.fetch.blocks)) == (4, 5)
+    assert (lease.fetch.job.held_blocks, len(lease.fetch.blocks)) == (4, 5)
     assert pair.run().tokens == golden([LONG, other])
     assert pair.prefill.transfers.counters.sent_blocks == 10 + 5
 
@@ -233,7 +233,7 @@ def test_an_engine_of_the_next_epoch_fetches_a_prompt_again_but_not_behind_a_tex
     pair.replace(pair.decode, small_engine([LONG, second], num_kv_blocks=40))
     pair.decode.submit(msgspec.structs.replace(specs[0], delivered=delivered), specs[1])
     pair.decode.turn(1, times=3)
-    assert [lease.fetch.tokens[0] for lease in pair.awaited if lease.name != old] == [60]
+    assert [lease.fetch.job.token_ids[0] for lease in pair.awaited if lease.name != old] == [60]
     assert pair.run().tokens == golden([LONG, second])
 
 

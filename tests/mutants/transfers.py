@@ -76,7 +76,7 @@ MUTANTS = (
     mutant(
         "blocks-that-the-other-worker-has-are-sent",
         "6.1: a lease covers what it was opened for",
-        (REQUESTS, "self.sent = 0 if spec.leased is None else spec.leased.first", "self.sent = 0"),
+        (REQUESTS, "self.sent = 0 if spec.prefill_job is None else spec.prefill_job.held_blocks", "self.sent = 0"),
     ),
     mutant(
         "a-cached-prefix-is-sent-late",
@@ -109,7 +109,7 @@ MUTANTS = (
     mutant(
         "nobody-is-told-that-a-lease-was-given-up",
         _BOTH,
-        (TRANSFERS, "if leased is not None and not request.sent_all:", "if False:"),
+        (TRANSFERS, "if job is not None and not request.sent_all:", "if False:"),
     ),
     mutant(
         "a-lease-is-given-up-behind-its-last-send",

@@ -12,7 +12,7 @@ from fd_core.scheduling.requests import Request, State
 from fd_core.scheduling.scheduler import Scheduler
 from fd_core.scheduling.transfers import Transfers
 from fd_core.scheduling.victims import Youngest
-from fd_core.types import FinishReason, Leased, RequestSpec, SamplingParams
+from fd_core.types import FinishReason, PrefillJob, RequestSpec, SamplingParams
 from tests.scheduling.test_scheduler import HASHER, answer, planned
 
 FAILURES: list[Outcome] = ["refused", "lost", "expired", "damaged", "aborted"]
@@ -57,7 +57,7 @@ def leased(name: str, length: int, first: int = 0, salt: str = "") -> RequestSpe
         request_id=name,
         prompt=tuple(range(length)),
         params=SamplingParams(max_tokens=1),
-        leased=Leased(f"lease of {name}", first),
+        prefill_job=PrefillJob(b"", first, lease=f"lease of {name}"),
         cache_salt=salt,
     )
 
@@ -137,9 +137,9 @@ def test_a_prompt_is_fetched_but_for_its_last_token() -> None:
     )
     request, fetch = begin(s, spec)
     assert request.state is State.LOADING
-    assert (fetch.peer, fetch.salt, fetch.priority, fetch.tenant) == ("peer:1", "s", 3, "t")
-    assert fetch.tokens.tolist() == list(range(10))
-    assert (fetch.first, fetch.blocks.tolist()) == (0, s.slots.blocks(0).tolist())
+    assert fetch.peer == "peer:1"
+    assert fetch.job == PrefillJob(np.arange(10, dtype="<i4").tobytes(), 0, "s", 3, "t")
+    assert fetch.blocks.tolist() == s.slots.blocks(0).tolist()
     assert len(fetch.blocks) == 3, "the last block is a partial one"
     s.check_integrity()
 
@@ -174,7 +174,7 @@ def test_cached_is_what_either_side_had(said: int, cached: int) -> None:
     s = scheduler()
     compute(s, here("before", 9))
     request, fetch = begin(s, elsewhere("a", 13))
-    assert (fetch.first, len(fetch.blocks)) == (2, 1)
+    assert (fetch.job.held_blocks, len(fetch.blocks)) == (2, 1)
     s.transferred(Fetched(fetch.operation, "transferred", cached=said))
     assert request.cached_tokens == cached
     assert transfers(s).counters.fetched_tokens == 4
@@ -313,7 +313,7 @@ def test_the_same_prompt_under_another_salt_is_another_prompt() -> None:
     s.add(elsewhere("a", 11, salt="x"))
     s.add(elsewhere("b", 11, salt="y"))
     assert s.plan() is None
-    assert [effect.salt for effect in transfers(s).take_effects() if isinstance(effect, Fetch)] == ["x", "y"]
+    assert [effect.job.cache_salt for effect in transfers(s).take_effects() if isinstance(effect, Fetch)] == ["x", "y"]
     assert s.num_loading == 2
 
 
