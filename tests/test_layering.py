@@ -31,10 +31,14 @@ ALLOWED: dict[str, set[str]] = {
     "text": BASE | {"models"},
     "backends": BASE | {"hookspecs", "models", "ops", "runner"},
     "runner": BASE | {"backends", "hookspecs", "ops"},
-    "engine": BASE | {"backends", "disagg", "kv", "models", "plugins", "runner", "scheduling", "signals", "text"},
+    "simulation": BASE | {"engine", "kv", "scheduling", "signals"},
+    "tracing": BASE | {"engine", "kv", "scheduling", "signals"},
+    "engine": BASE
+    | {"backends", "disagg", "kv", "models", "plugins", "runner", "scheduling", "signals", "text", "tracing"},
     "server": BASE | {"disagg", "engine", "kv", "text"},
     "cli": BASE
-    | {"disagg", "engine", "hookspecs", "models", "plugins", "router", "router/gateway", "server", "testing", "text"},
+    | {"disagg", "engine", "hookspecs", "models", "plugins", "router", "router/gateway", "server", "simulation"}
+    | {"testing", "text", "tracing"},
     "testing": BASE
     | {"backends", "disagg", "engine", "kv", "models", "ops", "plugins", "runner", "scheduling", "signals"},
 }

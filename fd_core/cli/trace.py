@@ -10,7 +10,7 @@ import typer
 from fd_core.cli.report import reports_errors
 
 if TYPE_CHECKING:
-    from fd_core.cli.trace_page.reader import Trace
+    from fd_core.tracing.reader import TraceContents
 
 __all__ = ["trace"]
 
@@ -30,8 +30,8 @@ def trace(
     queue and step time. A trace that is cut off or damaged is shown as far as it can be read.
     """
     from fd_core.cli.trace_page.pack import page
-    from fd_core.cli.trace_page.reader import read_trace
     from fd_core.errors import ConfigError
+    from fd_core.tracing.reader import read_trace
 
     target = output if output is not None else file.with_suffix(".html")
     if target.resolve() == file.resolve():
@@ -49,12 +49,12 @@ def trace(
     print(f"{target}: {len(read.positions):,} steps, {target.stat().st_size / 1e6:.1f} MB")
 
 
-def _kept(read: Trace) -> str:
+def _kept(read: TraceContents) -> str:
     """Return a line about KV outside the device; nothing if the trace says nothing of it."""
     lines = [position.line for position in read.positions]
     loads = [load for line in lines for load in line.loads]
     saves = [save for line in lines for save in line.saves]
-    declined = sum(not choice.load for line in lines for choice in line.chosen)
+    declined = sum(not decision.load for line in lines for decision in line.decisions)
     if not (loads or saves or declined):
         return ""
     loaded, wanted = sum(load.loaded for load in loads), sum(load.blocks for load in loads)

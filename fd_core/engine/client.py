@@ -5,8 +5,8 @@ from __future__ import annotations
 import abc
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from fd_core.engine.kv_log import KVLog
 from fd_core.engine.messages import Delta, EngineInfo, EngineStats
+from fd_core.kv.event_log import KVEventLog
 from fd_core.types import RequestSpec
 
 __all__ = ["EngineClient", "StartProgress"]
@@ -24,7 +24,7 @@ class EngineClient(abc.ABC):
 
     info: EngineInfo
     """Valid from the moment the client was opened; replaced when the engine restarts with a new epoch."""
-    kv_log: KVLog | None = None
+    kv_log: KVEventLog | None = None
     """Which prefixes the device holds, if the engine was asked to tell; it outlives the engine."""
 
     @property

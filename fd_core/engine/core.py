@@ -17,8 +17,6 @@ from fd_core.engine.kept_kv import KeptKV, kv_identity, open_kv_storage
 from fd_core.engine.leased_kv import LeasedKV, open_leased_kv, require_role
 from fd_core.engine.messages import Delta, EngineInfo, EngineStats
 from fd_core.engine.outputs import Outputs
-from fd_core.engine.trace import TraceWriter, require_trace_file
-from fd_core.engine.trace_format import TraceHeader
 from fd_core.errors import BadRequest
 from fd_core.kv.events import KVEvent, Recorder
 from fd_core.kv.one_at_a_time import OneAtATime
@@ -29,6 +27,8 @@ from fd_core.scheduling.drafts import DraftControl
 from fd_core.scheduling.scheduler import Scheduler
 from fd_core.scheduling.storage import StorageCounters
 from fd_core.scheduling.tradeoff import Pace
+from fd_core.tracing.format import TraceHeader
+from fd_core.tracing.writer import TraceWriter, require_trace_file
 from fd_core.types import FinishReason, RequestSpec, StepOutput, StepPlan
 
 __all__ = ["Engine", "load_engine"]
@@ -196,7 +196,7 @@ class Engine:
     def _commit(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
         deltas = self._outputs.commit(plan, output)
         if self._trace is not None:
-            self._trace.step_ended(time.monotonic_ns(), self._scheduler, plan, output, deltas)
+            self._trace.step_ended(time.monotonic_ns(), plan, output, deltas, self._scheduler.gauges())
         return deltas
 
 

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Final
 
 from fd_core.config import EngineConfig
-from fd_core.engine.kv_trace import KVTrace
-from fd_core.engine.trace import TraceWriter
 from fd_core.errors import ConfigError, ModelError
 from fd_core.kv.one_at_a_time import OneAtATime
 from fd_core.kv.prefix import PrefixHasher
@@ -30,6 +28,8 @@ from fd_core.plugins import Plugins
 from fd_core.scheduling.scheduler import Scheduler
 from fd_core.scheduling.storage import KeepKV
 from fd_core.scheduling.tradeoff import Pace
+from fd_core.tracing.kv_operations import KVTrace
+from fd_core.tracing.writer import TraceWriter
 from fd_core.types import StepPlan
 
 __all__ = ["KVStorage", "KeptKV", "kv_identity", "open_kv_storage"]
@@ -92,7 +92,7 @@ class KeptKV:
         effects, choices = self._scheduler.take_effects(), storage.take_choices()
         if self._trace is not None:
             self._trace.decided(choices)
-            self._trace.began(effects, self._scheduler.slots)
+            self._trace.began(effects)
         if effects:
             self._tiers.perform(effects)
         if not storage.busy:

@@ -16,9 +16,7 @@ from fd_core.disagg.keys import transfer_key
 from fd_core.disagg.receiver import Receiver
 from fd_core.disagg.sender import Sender
 from fd_core.disagg.terms import Terms
-from fd_core.engine.kv_trace import KVTrace
 from fd_core.engine.messages import LeaseStats
-from fd_core.engine.trace import TraceWriter
 from fd_core.errors import BadRequest, ConfigError
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.effects import Cancel, Fetch, Fetched, Transfer
@@ -28,6 +26,8 @@ from fd_core.kv.stores.envelope import Envelope
 from fd_core.kv.stores.location import parse_location
 from fd_core.plugins import Plugins
 from fd_core.scheduling.scheduler import Scheduler
+from fd_core.tracing.kv_operations import KVTrace
+from fd_core.tracing.writer import TraceWriter
 from fd_core.types import PrefillJob, RequestSpec, SamplingParams
 
 __all__ = ["LeasedKV", "open_leased_kv", "require_role"]
@@ -90,7 +90,7 @@ class LeasedKV:
         effects = self._transfers.take_effects()
         if effects:
             if self._trace is not None:
-                self._trace.began(effects, self._scheduler.slots)
+                self._trace.began(effects)
             self._perform(effects)
         if self._receiver is not None and self._transfers.busy:
             for fetched in self._receiver.completed():

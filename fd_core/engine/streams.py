@@ -7,10 +7,10 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from fd_core.engine.client import EngineClient
-from fd_core.engine.kv_log import KVLog
 from fd_core.engine.ledger import Ledger
 from fd_core.engine.messages import Abort, ClientMessage, Delta, EngineInfo, EngineStats, StepEvents, Submit
 from fd_core.errors import BadRequest, EngineDead
+from fd_core.kv.event_log import KVEventLog
 from fd_core.types import FinishReason, RequestSpec
 
 __all__ = ["StreamingClient"]
@@ -145,7 +145,7 @@ class StreamingClient(EngineClient):
         self._stats = EngineStats(kv_blocks_total=info.num_kv_blocks)
         self._alive, self._interrupted = True, False
         if info.kv_events and self.kv_log is None:
-            self.kv_log = KVLog(info.block_size)
+            self.kv_log = KVEventLog(info.block_size)
         left_over = self._ledger.resubmissions()
         self._requeued += len(left_over)
         for spec in left_over:

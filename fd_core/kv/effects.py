@@ -54,6 +54,10 @@ class Load:
     operation: int
     keys: tuple[bytes, ...]
     blocks: IntArray
+    slot: int = 0
+    """The slot that waits for the blocks, for traces."""
+    request_id: str = ""
+    """The request in that slot, for traces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +128,10 @@ class Fetch:
     blocks: IntArray
     """int32[m]: device blocks behind `job.held_blocks`, up to the one of the last token; they belong to the operation
     until it is completed."""
+    slot: int = 0
+    """The slot that waits for the blocks, for traces."""
+    request_id: str = ""
+    """The request in that slot, for traces."""
 
 
 @dataclass(frozen=True, slots=True)

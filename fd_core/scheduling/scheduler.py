@@ -26,6 +26,7 @@ from fd_core.kv.events import Recorder
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.scheduling.budget import Budget, allot_decodes
 from fd_core.scheduling.drafts import DraftControl
+from fd_core.scheduling.gauges import SchedulerGauges
 from fd_core.scheduling.plan import PlanBuilder
 from fd_core.scheduling.policies import Policy
 from fd_core.scheduling.prefixes import Prefixes
@@ -174,6 +175,11 @@ class Scheduler:
     def num_loading(self) -> int:
         """Slots whose KV is on its way from outside the device."""
         return int(self.slots.loading.sum())
+
+    def gauges(self) -> SchedulerGauges:
+        """Return the length of the queue and the use of the KV blocks."""
+        pool = self.pool
+        return SchedulerGauges(len(self.waiting), pool.num_owned, pool.num_fenced, pool.num_cached)
 
     # Planning ---------------------------------------------------------------------------------------------
 

@@ -172,7 +172,7 @@ class Storage:
         loading = _Loading(request, slot, tuple(keys), frozen(blocks.copy()), first)
         self._pool.pin(loading.blocks)
         self._loads[request.load] = loading
-        self._effects.append(Load(request.load, loading.keys, loading.blocks))
+        self._effects.append(Load(request.load, loading.keys, loading.blocks, slot, request.spec.request_id))
         self.counters.loads += 1
 
     def abandon(self, request: Request) -> None:

@@ -97,7 +97,7 @@ class Transfers:
         spec = request.spec
         prompt = tokens[:wanted].astype("<i4", copy=False).tobytes()
         job = PrefillJob(prompt, first, spec.cache_salt, spec.priority, spec.tenant)
-        self._effects.append(Fetch(request.fetch, spec.prefill_at, job, blocks))
+        self._effects.append(Fetch(request.fetch, spec.prefill_at, job, blocks, slot, spec.request_id))
         return True
 
     def abandon(self, request: Request) -> None:

@@ -18,13 +18,13 @@ from typer.testing import CliRunner
 
 from fd_core.cli.app import app
 from fd_core.cli.trace_page.pack import KINDS, cells, page
-from fd_core.cli.trace_page.reader import EXITS, Trace, read_trace
 from fd_core.engine.messages import EngineStats
 from fd_core.errors import ConfigError
+from fd_core.tracing.reader import EXITS, TraceContents, read_trace
 from tests.engine.helpers import null_engine, random_specs
 from tests.engine.stepping import greedy
 from tests.engine.test_speculation import SPECS, speculating
-from tests.engine.test_trace import stored
+from tests.tracing.test_writer import stored
 
 ALL = 10**6
 
@@ -104,27 +104,27 @@ def test_the_page_adds_up_to_the_counters(run: tuple[Path, EngineStats]) -> None
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_stays_and_cells_agree(tmp_path: Path, depth: int) -> None:
+def test_residencies_and_cells_agree(tmp_path: Path, depth: int) -> None:
     trace_of(tmp_path / "t", depth=depth)
     read = read_trace(tmp_path / "t", ALL)
     kinds = cells(read)["cells"].reshape(8, -1)
     outside = np.ones_like(kinds, np.bool_)
-    for stay in read.stays:
-        span = kinds[stay.slot, stay.start : stay.end + 1]
-        assert outside[stay.slot, stay.start : stay.end + 1].all(), "two stays in one slot"
-        outside[stay.slot, stay.start : stay.end + 1] = False
+    for residency in read.residencies:
+        span = kinds[residency.slot, residency.start : residency.end + 1]
+        assert outside[residency.slot, residency.start : residency.end + 1].all(), "two residencies in one slot"
+        outside[residency.slot, residency.start : residency.end + 1] = False
         assert KINDS.index("idle") not in span
-        assert (span == KINDS.index("draining")).sum() == (stay.exit == "preempted")
+        assert (span == KINDS.index("draining")).sum() == (residency.exit == "preempted")
         assert span[0] in (KINDS.index("prefill"), KINDS.index("decode"))
     left = {KINDS[kind] for kind in np.unique(kinds[outside])}
     assert left <= {"idle", "loading"} | (set() if depth == 1 else {"overrun", "draining"})
-    assert {stay.exit for stay in read.stays} == {"stop", "length", "preempted"}
+    assert {residency.exit for residency in read.residencies} == {"stop", "length", "preempted"}
 
 
 def test_an_abort_is_not_a_preemption(tmp_path: Path) -> None:
     trace_of(tmp_path / "t", abort="r1")
     read = read_trace(tmp_path / "t", ALL)
-    assert [stay.exit for stay in read.stays if stay.request_id == "r1"] == ["abort"]
+    assert [residency.exit for residency in read.residencies if residency.request_id == "r1"] == ["abort"]
     assert sum(position.events["aborted"] for position in read.positions) == 1
 
 
@@ -151,11 +151,11 @@ def test_what_was_loaded_and_why_is_on_the_page_and_in_the_terminal(kept: tuple[
     facts, arrays = unpacked(path.with_suffix(".html").read_text())
     assert facts["problems"] == []
     assert arrays["loadedTokens"].sum() == 16 * arrays["loadLoaded"].sum() == stats.loaded_tokens > 0
-    assert arrays["choiceLoad"].sum() == len(arrays["loadStep"]) == arrays["loadsEnded"].sum() == stats.loads
+    assert arrays["decisionLoad"].sum() == len(arrays["loadStep"]) == arrays["loadsEnded"].sum() == stats.loads
     assert arrays["declined"].sum() == stats.declined
     assert (arrays["loadBegan"] <= arrays["loadEnded"]).all()
-    assert np.isnan(arrays["choiceLoadTime"][0])
-    assert facts["requests"][arrays["choiceRequest"][0]] == "r0"
+    assert np.isnan(arrays["decisionLoadTime"][0])
+    assert facts["requests"][arrays["decisionRequest"][0]] == "r0"
     assert arrays["recomputedTokens"].sum() <= stats.recomputed_tokens
 
 
@@ -196,8 +196,8 @@ def test_the_last_steps_alone(run: tuple[Path, EngineStats]) -> None:
     facts, arrays = unpacked(path.with_name("few.html").read_text())
     assert facts["numSteps"] == len(arrays["step"]) == 20
     assert arrays["step"][-1] == stats.steps - 1
-    assert (arrays["stayEnd"] >= 0).all()
-    assert (arrays["stayEnd"] < 20).all()
+    assert (arrays["residencyEnd"] >= 0).all()
+    assert (arrays["residencyEnd"] < 20).all()
 
 
 def test_a_cut_off_trace_shows_what_is_there(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
@@ -252,14 +252,16 @@ def test_dropped_steps_are_told_and_nobody_is_left_in_a_slot_by_mistake(tmp_path
     read = read_trace(path, ALL)
     assert read.problems == [f"{gap:,} steps are missing because the engine was faster than the writer of the trace."]
     last = len(read.positions) - 1
-    assert [(stay.slot, stay.request_id) for stay in read.stays if stay.end >= last] == [(0, "someone")]
-    assert "unknown" in {stay.exit for stay in read.stays}
+    assert [(residency.slot, residency.request_id) for residency in read.residencies if residency.end >= last] == [
+        (0, "someone")
+    ]
+    assert "unknown" in {residency.exit for residency in read.residencies}
     assert page(read, "t")
 
 
 def test_epochs_follow_each_other(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
     first = run[0].read_bytes()
-    longest = max(read_trace(run[0], ALL).stays, key=lambda stay: stay.end - stay.start)
+    longest = max(read_trace(run[0], ALL).residencies, key=lambda residency: residency.end - residency.start)
     cut = longest.start + 1
     first = first[: first.index(b'{"step":%d,' % cut)]
     second = run[0].read_bytes().replace(b'"epoch":1', b'"epoch":2', 1)
@@ -267,7 +269,7 @@ def test_epochs_follow_each_other(run: tuple[Path, EngineStats], tmp_path: Path)
     both.write_bytes(first + second)
     read = read_trace(both, ALL)
     assert read.problems == []
-    assert "engine ended" in {stay.exit for stay in read.stays}
+    assert "engine ended" in {residency.exit for residency in read.residencies}
     facts, arrays = unpacked(page(read, "both"))
     assert len(facts["headers"]) == 2
     assert np.unique(arrays["epoch"]).tolist() == [0, 1]
@@ -327,7 +329,7 @@ def test_any_damage_is_shown_or_refused(data: st.DataObject, run: tuple[Path, En
     path = run[0].with_name("damaged.jsonl")
     path.write_bytes(raw)
     try:
-        read: Trace = read_trace(path, ALL)
+        read: TraceContents = read_trace(path, ALL)
     except ConfigError as error:
         assert error.exit_code == 2
         return

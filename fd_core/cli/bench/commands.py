@@ -214,7 +214,7 @@ def scheduler(
     json: Json = None,
 ) -> None:
     """Without a model: time to plan a step of steady decode and to take in its answer."""
-    from fd_core.cli.bench.scheduler import DRAFTS, RUNNING, measure, prompts, rehearse
+    from fd_core.cli.bench.scheduler import DRAFTS, RUNNING, measure, prompts, steady_decode
     from fd_core.cli.bench.tables import show_steps, write
 
     console = _prepare(json)
@@ -224,8 +224,8 @@ def scheduler(
         task = bar.add_task("Measuring", total=len(cases))
         for count, k in cases:
             asked = prompts(count, block_size, seed)
-            rehearsal = rehearse(asked, steps=steps, drafts=k, block_size=block_size, seed=seed)
-            figures.append(measure(rehearsal, steps).figures(count, k))
+            workload = steady_decode(asked, steps, k, block_size, seed)
+            figures.append(measure(workload, steps).figures(count, k))
             bar.advance(task)
     settings = {"benchmark": "scheduler", "steps": steps, "block_size": block_size, "seed": seed}
     show_steps(console, figures, "bench scheduler: steady decode")

@@ -10,9 +10,9 @@ from typing import Any, Final
 import numpy as np
 
 from fd_core.cli.bench.workload import synthetic_ids
-from fd_core.engine.rehearsal import Rehearsal
+from fd_core.simulation.steady_decode import SteadyDecode
 
-__all__ = ["DRAFTS", "RUNNING", "VOCAB_SIZE", "WARM_UP", "StepTimes", "measure", "prompts", "rehearse"]
+__all__ = ["DRAFTS", "RUNNING", "VOCAB_SIZE", "WARM_UP", "StepTimes", "measure", "prompts", "steady_decode"]
 
 RUNNING: Final = (16, 256, 1024, 4096)
 DRAFTS: Final = (0, 3)
@@ -68,9 +68,9 @@ def prompts(count: int, block_size: int, seed: int) -> list[list[int]]:
     return [ids[: _PROMPT_TOKENS + index % block_size] for index, ids in enumerate(longest)]
 
 
-def rehearse(asked: Sequence[Sequence[int]], *, steps: int, drafts: int, block_size: int, seed: int) -> Rehearsal:
+def steady_decode(asked: Sequence[Sequence[int]], steps: int, drafts: int, block_size: int, seed: int) -> SteadyDecode:
     """Return requests in steady decode, warmed up and good for `steps` more steps."""
-    rehearsal = Rehearsal(
+    workload = SteadyDecode(
         asked,
         steps=WARM_UP + steps,
         num_drafts=drafts,
@@ -78,21 +78,21 @@ def rehearse(asked: Sequence[Sequence[int]], *, steps: int, drafts: int, block_s
         vocab_size=VOCAB_SIZE,
         draw=np.random.default_rng(seed),
     )
-    measure(rehearsal, WARM_UP)
-    return rehearsal
+    measure(workload, WARM_UP)
+    return workload
 
 
-def measure(rehearsal: Rehearsal, steps: int) -> StepTimes:
+def measure(workload: SteadyDecode, steps: int) -> StepTimes:
     """Time `steps` steps. Raises `RuntimeError` if one of them left a request or a draft out."""
-    full = rehearsal.limits.max_num_seqs * (1 + rehearsal.limits.max_drafts)
+    full = workload.limits.max_num_seqs * (1 + workload.limits.max_drafts)
     planning, committing = [], []
     for _ in range(steps):
         begin = time.perf_counter()
-        plan = rehearsal.plan()
+        plan = workload.plan()
         planned = time.perf_counter()
-        output = rehearsal.answer(plan)
+        output = workload.answer(plan)
         answered = time.perf_counter()
-        rehearsal.commit(plan, output)
+        workload.commit(plan, output)
         committed = time.perf_counter()
         if plan.total_tokens != full:
             raise RuntimeError(f"step {plan.step} computes {plan.total_tokens} tokens instead of {full}")

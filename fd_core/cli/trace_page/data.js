@@ -12,13 +12,13 @@ async function unpack() {
   for (const [name, [type, offset, length]] of Object.entries(facts.sections)) {
     data[name] = new types[type](buffer, offset, length);
   }
-  // Neighbouring stays of a slot are told apart by shade: one more kind for the decodes of every other gen.
+  // Neighbouring residencies of a slot are told apart by shade: one more kind for the decodes of every other gen.
   const decode = facts.kinds.indexOf("decode");
   facts.kinds.push("decode2");
-  for (let stay = 0; stay < data.staySlot.length; stay++) {
-    if (data.stayGen[stay] % 2) continue;
-    const row = data.staySlot[stay] * count;
-    for (let cell = row + data.stayStart[stay]; cell <= row + data.stayEnd[stay]; cell++) {
+  for (let residency = 0; residency < data.residencySlot.length; residency++) {
+    if (data.residencyGen[residency] % 2) continue;
+    const row = data.residencySlot[residency] * count;
+    for (let cell = row + data.residencyStart[residency]; cell <= row + data.residencyEnd[residency]; cell++) {
       if (data.cells[cell] === decode) data.cells[cell] = facts.kinds.length - 1;
     }
   }
@@ -34,9 +34,9 @@ async function unpack() {
   for (let chunk = 0; chunk < data.chunkStep.length; chunk++) {
     data.chunks.set(data.chunkSlot[chunk] * count + data.chunkStep[chunk], data.chunkTokens[chunk]);
   }
-  data.firstStay = new Int32Array(numSlots + 1);  // stays are sorted by slot
-  for (const slot of data.staySlot) data.firstStay[slot + 1]++;
-  for (let slot = 0; slot < numSlots; slot++) data.firstStay[slot + 1] += data.firstStay[slot];
+  data.firstResidency = new Int32Array(numSlots + 1);  // residencies are sorted by slot
+  for (const slot of data.residencySlot) data.firstResidency[slot + 1]++;
+  for (let slot = 0; slot < numSlots; slot++) data.firstResidency[slot + 1] += data.firstResidency[slot];
 }
 
 const sum = values => values.reduce((total, value) => total + value, 0);
@@ -50,20 +50,20 @@ function firstWhere(low, high, holds) {
   return low;
 }
 
-/** The stay in `slot` at `step`, or -1. */
-function stayAt(slot, step) {
-  const begin = data.firstStay[slot], end = data.firstStay[slot + 1];
-  const stay = firstWhere(begin, end, index => data.stayStart[index] > step) - 1;
-  return stay >= begin && data.stayEnd[stay] >= step ? stay : -1;
+/** The residency in `slot` at `step`, or -1. */
+function residencyAt(slot, step) {
+  const begin = data.firstResidency[slot], end = data.firstResidency[slot + 1];
+  const residency = firstWhere(begin, end, index => data.residencyStart[index] > step) - 1;
+  return residency >= begin && data.residencyEnd[residency] >= step ? residency : -1;
 }
 
-/** The load that a slot waits for at `step`, or whose KV the stay that begins there uses; -1 if there is none. */
-function loadAt(slot, step, stay) {
+/** The load that a slot waits for at `step`, or whose KV the residency that begins there uses; -1 if there is none. */
+function loadAt(slot, step, residency) {
   for (let load = data.loadStep.length - 1; load >= 0; load--) {
     if (data.loadSlot[load] !== slot) continue;
-    if (stay < 0 && data.loadBegan[load] <= data.ended[step] && data.loadStep[load] >= step) return load;
-    const gap = stay < 0 ? Infinity : data.stayStart[stay] - data.loadStep[load];
-    if (stay >= 0 && data.loadRequest[load] === data.stayRequest[stay] && Math.abs(gap) <= 4) return load;
+    if (residency < 0 && data.loadBegan[load] <= data.ended[step] && data.loadStep[load] >= step) return load;
+    const gap = residency < 0 ? Infinity : data.residencyStart[residency] - data.loadStep[load];
+    if (residency >= 0 && data.loadRequest[load] === data.residencyRequest[residency] && Math.abs(gap) <= 4) return load;
   }
   return -1;
 }

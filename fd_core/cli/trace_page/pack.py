@@ -13,23 +13,23 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.cli.trace_page.reader import EXITS, Position, Trace
-from fd_core.engine.trace_format import COUNT_LETTERS, DECODE, DRAINING, IDLE, LOADING, PREFILL
+from fd_core.tracing.format import COUNT_LETTERS, DECODE, DRAINING, IDLE, LOADING, PREFILL
+from fd_core.tracing.reader import EXITS, Position, TraceContents
 
 __all__ = ["KINDS", "cells", "columns", "page"]
 
-KINDS: Final = ("idle", "held", "prefill", "decode", "draining", "overrun", "loading")
-"""What a step did with a slot. *held*: its request was not scheduled; *overrun*: computed for a request that had ended
-by then, which a pipeline cannot avoid."""
-_HELD, _PREFILL, _DECODE, _OVERRUN = 1, 2, 3, 5
+KINDS: Final = ("idle", "unscheduled", "prefill", "decode", "draining", "overrun", "loading")
+"""What a step did with a slot. *unscheduled*: its request had no row in the step; *overrun*: computed for a request
+that had ended by then, which a pipeline cannot avoid."""
+_UNSCHEDULED, _PREFILL, _DECODE, _OVERRUN = 1, 2, 3, 5
 _EVENTS: Final = ("admitted", "returned", "preempted", "aborted", "late", "finished")
 _MARK: Final = re.compile(r"/\* (?:style|script) \*/|\{(?:facts|data)\}")
 _SCRIPTS: Final = ("data.js", "panels.js", "view.js")
 
 
-def page(trace: Trace, title: str) -> str:
+def page(trace: TraceContents, title: str) -> str:
     """Return the page as HTML text; `title` is what the browser's tab shows."""
-    sections = columns(trace) | _stays(trace) | _chunks(trace) | cells(trace) | _loads(trace) | _choices(trace)
+    sections = columns(trace) | _residencies(trace) | _chunks(trace) | cells(trace) | _loads(trace) | _decisions(trace)
     blob, places = _joined(sections)
     facts: dict[str, Any] = {
         "title": title,
@@ -56,7 +56,7 @@ def page(trace: Trace, title: str) -> str:
     return _MARK.sub(lambda mark: parts[mark[0]], template)
 
 
-def columns(trace: Trace) -> dict[str, npt.NDArray[Any]]:
+def columns(trace: TraceContents) -> dict[str, npt.NDArray[Any]]:
     """Return one float64[steps] for each figure of a step; times are milliseconds from the start of the trace."""
     offsets = _offsets(trace)
 
@@ -84,7 +84,7 @@ def columns(trace: Trace) -> dict[str, npt.NDArray[Any]]:
             loaded * limits.block_size,
             position.recomputed,
             len(line.loads),
-            sum(not choice.load for choice in line.chosen),
+            sum(not decision.load for decision in line.decisions),
             sum(save.saved for save in line.saves),
             *(position.events[name] for name in _EVENTS),
         )
@@ -99,24 +99,24 @@ def columns(trace: Trace) -> dict[str, npt.NDArray[Any]]:
     return {name: np.ascontiguousarray(table[:, index]) for index, name in enumerate(names)}
 
 
-def cells(trace: Trace) -> dict[str, npt.NDArray[np.uint8]]:
+def cells(trace: TraceContents) -> dict[str, npt.NDArray[np.uint8]]:
     """Return uint8[slots * steps], slot by slot: `cells` of `KINDS`, and drafts and kept drafts if there were any."""
     codes = {IDLE: 0, PREFILL: _PREFILL, DECODE: _DECODE, DRAINING: KINDS.index("draining")}
     codes[LOADING] = KINDS.index("loading")
     kinds = _matrix(trace, [position.line.slots for position in trace.positions], codes)
     depth = max(header.limits.pipeline_depth for header in trace.headers)
-    starts = {(stay.slot, stay.start) for stay in trace.stays}
-    for stay in trace.stays:
-        begin, end = max(stay.start - trace.first, 0), stay.end - trace.first
-        span = kinds[stay.slot, begin : end + 1]
-        span[span == 0] = _HELD
-        if stay.exit in ("open", "preempted", "unknown", "engine ended"):
+    starts = {(residency.slot, residency.start) for residency in trace.residencies}
+    for residency in trace.residencies:
+        begin, end = max(residency.start - trace.first, 0), residency.end - trace.first
+        span = kinds[residency.slot, begin : end + 1]
+        span[span == 0] = _UNSCHEDULED
+        if residency.exit in ("open", "preempted", "unknown", "engine ended"):
             continue
         for at in range(end + 1, min(end + depth, kinds.shape[1])):
-            if (stay.slot, at + trace.first) in starts:
+            if (residency.slot, at + trace.first) in starts:
                 break
-            if kinds[stay.slot, at] in (_PREFILL, _DECODE):
-                kinds[stay.slot, at] = _OVERRUN
+            if kinds[residency.slot, at] in (_PREFILL, _DECODE):
+                kinds[residency.slot, at] = _OVERRUN
     sections = {"cells": kinds.reshape(-1)}
     if any(position.line.drafted for position in trace.positions):
         numbers = {letter: number for number, letter in enumerate(COUNT_LETTERS)}
@@ -126,7 +126,7 @@ def cells(trace: Trace) -> dict[str, npt.NDArray[np.uint8]]:
     return sections
 
 
-def _matrix(trace: Trace, texts: list[str], codes: dict[str, int]) -> npt.NDArray[np.uint8]:
+def _matrix(trace: TraceContents, texts: list[str], codes: dict[str, int]) -> npt.NDArray[np.uint8]:
     """Return uint8[slots, steps] of the codes of letters; what a text leaves out is 0."""
     table = np.zeros(256, np.uint8)
     for letter, code in codes.items():
@@ -137,7 +137,7 @@ def _matrix(trace: Trace, texts: list[str], codes: dict[str, int]) -> npt.NDArra
     return np.ascontiguousarray(table[by_step].T)
 
 
-def _offsets(trace: Trace) -> list[float]:
+def _offsets(trace: TraceContents) -> list[float]:
     """Return when each epoch began, in milliseconds; never before the last step of the one before it."""
     ends = [0.0] * len(trace.headers)
     for position in trace.positions:
@@ -152,35 +152,35 @@ def _total(letters: str) -> int:
     return sum(COUNT_LETTERS.index(letter) * letters.count(letter) for letter in set(letters))
 
 
-def _request_ids(trace: Trace) -> list[str]:
+def _request_ids(trace: TraceContents) -> list[str]:
     lines = [position.line for position in trace.positions]
-    named = [stay.request_id for stay in trace.stays]
+    named = [residency.request_id for residency in trace.residencies]
     named += [load.request_id for line in lines for load in line.loads]
-    named += [choice.request_id for line in lines for choice in line.chosen]
+    named += [decision.request_id for line in lines for decision in line.decisions]
     return list(dict.fromkeys(named))
 
 
-def _stays(trace: Trace) -> dict[str, npt.NDArray[Any]]:
+def _residencies(trace: TraceContents) -> dict[str, npt.NDArray[Any]]:
     number = {request_id: index for index, request_id in enumerate(_request_ids(trace))}
     rows = [
         (
-            stay.slot,
-            stay.gen,
-            number[stay.request_id],
-            max(stay.start - trace.first, 0),
-            stay.end - trace.first,
-            stay.returned,
-            EXITS.index(stay.exit),
-            stay.tokens,
-            stay.computed,
+            residency.slot,
+            residency.gen,
+            number[residency.request_id],
+            max(residency.start - trace.first, 0),
+            residency.end - trace.first,
+            residency.returned,
+            EXITS.index(residency.exit),
+            residency.tokens,
+            residency.computed,
         )
-        for stay in sorted(trace.stays, key=lambda stay: (stay.slot, stay.start))
+        for residency in sorted(trace.residencies, key=lambda residency: (residency.slot, residency.start))
     ]
     names = ("Slot", "Gen", "Request", "Start", "End", "Returned", "Exit", "Tokens", "Computed")
-    return _named("stay", names, rows, np.int32)
+    return _named("residency", names, rows, np.int32)
 
 
-def _loads(trace: Trace) -> dict[str, npt.NDArray[Any]]:
+def _loads(trace: TraceContents) -> dict[str, npt.NDArray[Any]]:
     """Loads: the step that tells of each, its times in milliseconds from the start of the trace, and what came."""
     number = {request_id: index for index, request_id in enumerate(_request_ids(trace))}
     offsets = _offsets(trace)
@@ -198,17 +198,17 @@ def _loads(trace: Trace) -> dict[str, npt.NDArray[Any]]:
     return _named("load", names, rows, np.int32) | _named("load", ("Began", "Ended"), times, np.float64)
 
 
-def _choices(trace: Trace) -> dict[str, npt.NDArray[Any]]:
+def _decisions(trace: TraceContents) -> dict[str, npt.NDArray[Any]]:
     """Decisions whether to load or to compute; estimates are milliseconds, NaN where nothing was measured."""
     number = {request_id: index for index, request_id in enumerate(_request_ids(trace))}
-    chosen = [(index, choice) for index, position in enumerate(trace.positions) for choice in position.line.chosen]
+    decisions = [(index, each) for index, position in enumerate(trace.positions) for each in position.line.decisions]
     rows = [
         (index, number[each.request_id], each.load, each.host_blocks, each.store_blocks, each.tokens)
-        for index, each in chosen
+        for index, each in decisions
     ]
-    estimates = [[_milliseconds(time) for time in (each.load_time, each.compute_time)] for _, each in chosen]
+    estimates = [[_milliseconds(time) for time in (each.load_time, each.compute_time)] for _, each in decisions]
     names = ("Step", "Request", "Load", "Host", "Store", "Tokens")
-    return _named("choice", names, rows, np.int32) | _named("choice", ("LoadTime", "Time"), estimates, np.float64)
+    return _named("decision", names, rows, np.int32) | _named("decision", ("LoadTime", "Time"), estimates, np.float64)
 
 
 def _named(prefix: str, names: Sequence[str], rows: Sequence[Any], dtype: npt.DTypeLike) -> dict[str, npt.NDArray[Any]]:
@@ -221,7 +221,7 @@ def _milliseconds(microseconds: int | None) -> float:
     return np.nan if microseconds is None else microseconds / 1000
 
 
-def _chunks(trace: Trace) -> dict[str, npt.NDArray[Any]]:
+def _chunks(trace: TraceContents) -> dict[str, npt.NDArray[Any]]:
     """Prefills: int32 step, slot, tokens of each."""
     rows = [(index, *chunk) for index, position in enumerate(trace.positions) for chunk in position.line.chunks]
     return _named("chunk", ("Step", "Slot", "Tokens"), rows, np.int32)

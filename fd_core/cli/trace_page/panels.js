@@ -198,10 +198,10 @@ function drawSlots(panel, columns, view, followed) {
   context.putImageData(image, Math.round(GUTTER * scale), 0);
   slotNumbers(context, lane);
   const xOf = place(view, columns.width);
-  for (let stay = 0; stay < data.staySlot.length; stay++) {
-    const left = xOf(data.stayStart[stay], 0), right = xOf(data.stayEnd[stay], 1);
+  for (let residency = 0; residency < data.residencySlot.length; residency++) {
+    const left = xOf(data.residencyStart[residency], 0), right = xOf(data.residencyEnd[residency], 1);
     if (right < GUTTER || left > GUTTER + columns.width) continue;
-    drawStay(context, stay, Math.max(left, GUTTER), Math.min(right, GUTTER + columns.width), lane, followed);
+    drawResidency(context, residency, Math.max(left, GUTTER), Math.min(right, GUTTER + columns.width), lane, followed);
   }
   drawLoads(context, columns, view, lane, xOf);
 }
@@ -240,9 +240,9 @@ function slotLine(line, slot, columns, wide, stride) {
   }
 }
 
-function drawStay(context, stay, left, right, lane, followed) {
-  const top = data.staySlot[stay] * lane, tall = lane >= 5 ? lane - 1 : lane;
-  const exit = facts.exits[data.stayExit[stay]], mine = data.stayRequest[stay] === followed;
+function drawResidency(context, residency, left, right, lane, followed) {
+  const top = data.residencySlot[residency] * lane, tall = lane >= 5 ? lane - 1 : lane;
+  const exit = facts.exits[data.residencyExit[residency]], mine = data.residencyRequest[residency] === followed;
   if (exit === "preempted") {
     context.fillStyle = colours.draining;
     context.fillRect(Math.max(left, right - 2), top, 2, Math.max(tall, 1.5));
@@ -252,8 +252,8 @@ function drawStay(context, stay, left, right, lane, followed) {
     context.fillRect(right - 0.5, top, 1, tall);
   }
   if (lane >= 11 && right - left >= 36) {
-    const name = facts.requests[data.stayRequest[stay]];
-    const sign = data.stayReturned[stay] ? "↩ " : "", room = right - left - 8;
+    const name = facts.requests[data.residencyRequest[residency]];
+    const sign = data.residencyReturned[residency] ? "↩ " : "", room = right - left - 8;
     let text = sign + name;
     // Ids that are made by a server begin alike: their ends tell them apart.
     if (context.measureText(text).width > room) text = `${sign}…${name.slice(-Math.max(1, Math.floor((room - 12 - 2 * sign.length) / 7)))}`;

@@ -2,12 +2,12 @@
 
 const panels = [
   { title: "Slots", draw: drawSlots, keys: [["prefill", "prefill"], ["decode", "decode (two shades: neighbouring requests)"],
-    ["held", "waits for budget or blocks"], ["draining", "taken back"], ["overrun", "computed after the end"],
+    ["unscheduled", "waits for budget or blocks"], ["draining", "revoked"], ["overrun", "computed after the end"],
     ["loading", "KV is being loaded"]] },
   { title: "", draw: drawAxis },
   { title: "Events", draw: drawEvents, lanes: [
     { from: ["admitted"], colour: "prefill", label: "admitted" }, { from: ["finished"], colour: "decode", label: "finished" },
-    { from: ["preempted", "late"], colour: "draining", label: "preempted" }, { from: ["returned"], colour: "held", label: "returned" },
+    { from: ["preempted", "late"], colour: "draining", label: "preempted" }, { from: ["returned"], colour: "unscheduled", label: "returned" },
     { from: ["aborted"], colour: "overrun", label: "aborted" },
     { from: ["loadsEnded"], colour: "loading", label: "loaded", needs: "loadsEnded" },
     { from: ["savedBlocks"], colour: "cached", label: "saved", needs: "savedBlocks" }] },
@@ -24,7 +24,7 @@ const panels = [
     series: [{ from: "accepted", colour: "decode" }, { from: "rejected", colour: "drafts" }],
     keys: [["decode", "accepted"], ["drafts", "rejected"], ["max", "most drafted"]] },
   { title: "Queue, requests waiting", draw: drawStack, height: 56, peak: "waiting",
-    series: [{ from: "waiting", colour: "held" }], keys: [["held", "mean"], ["max", "largest"]] },
+    series: [{ from: "waiting", colour: "unscheduled" }], keys: [["unscheduled", "mean"], ["max", "largest"]] },
   { title: "Step time", draw: drawTime, height: 72, keys: [["prefill", "mean"], ["cached", "largest"], ["draining", "above the scale"]] },
 ];
 const view = { axis: "steps", from: 0, to: 1, tall: false };
@@ -115,11 +115,11 @@ function jump(direction) {
 /** Follow a request (an index, -1 for none) and bring it into view if `go`. */
 function follow(request, go) {
   followed = pinned = request;
-  const stays = [...data.stayRequest.keys()].filter(stay => data.stayRequest[stay] === request);
-  const back = stays.filter(stay => facts.exits[data.stayExit[stay]] === "preempted").length;
-  byId("found").textContent = request < 0 ? "" : `${facts.requests[request]}: ${plural(stays.length, "stay")}, ${plural(back, "preemption")}`;
-  if (go && stays.length) {
-    const first = Math.min(...stays.map(stay => data.stayStart[stay])), last = Math.max(...stays.map(stay => data.stayEnd[stay]));
+  const residencies = [...data.residencyRequest.keys()].filter(residency => data.residencyRequest[residency] === request);
+  const back = residencies.filter(residency => facts.exits[data.residencyExit[residency]] === "preempted").length;
+  byId("found").textContent = request < 0 ? "" : `${facts.requests[request]}: ${plural(residencies.length, "residency")}, ${plural(back, "preemption")}`;
+  if (go && residencies.length) {
+    const first = Math.min(...residencies.map(residency => data.residencyStart[residency])), last = Math.max(...residencies.map(residency => data.residencyEnd[residency]));
     const [from, to] = view.axis === "steps" ? [first, last + 1] : [data.began[first], data.ended[last]];
     show(from - 0.1 * (to - from), to + 0.1 * (to - from));
   }
@@ -137,19 +137,19 @@ function stepAt(x) {
 // Details under the cursor ------------------------------------------------------------------------------------
 
 function slotText(slot, step) {
-  const stay = stayAt(slot, step), cell = slot * count + step;
-  const words = { decode2: "decode", held: "not scheduled: waits for budget or blocks", overrun: "computed, but its request had ended", loading: "KV is being loaded", draining: "taken back" };
+  const residency = residencyAt(slot, step), cell = slot * count + step;
+  const words = { decode2: "decode", unscheduled: "not scheduled: waits for budget or blocks", overrun: "computed, but its request had ended", loading: "KV is being loaded", draining: "revoked" };
   const kind = facts.kinds[data.cells[cell]];
   let text = `slot ${slot}: ${words[kind] || kind}`;
   if (data.chunks.has(cell)) text += `, ${plural(data.chunks.get(cell), "token")}`;
   if (data.draftedCells?.[cell]) text += `, ${data.acceptedCells[cell]} of ${plural(data.draftedCells[cell], "draft")} accepted`;
-  const load = loadAt(slot, step, stay);
+  const load = loadAt(slot, step, residency);
   if (load >= 0) text += `\n${loadText(load)}`;
-  if (stay < 0) return text;
-  const exit = facts.exits[data.stayExit[stay]], end = data.stayEnd[stay];
-  text += `\nrequest ${facts.requests[data.stayRequest[stay]]}, gen ${data.stayGen[stay]}${data.stayReturned[stay] ? ", returned after a preemption" : ""}`;
-  text += `\nhere from step ${name(data.stayStart[stay])} to ${name(end)}${exit === "open" ? ", still here" : `: ${exit}`}`;
-  if (data.stayTokens[stay]) text += `\n${data.stayTokens[stay].toLocaleString("en")} tokens at the start, ${data.stayComputed[stay].toLocaleString("en")} of them held`;
+  if (residency < 0) return text;
+  const exit = facts.exits[data.residencyExit[residency]], end = data.residencyEnd[residency];
+  text += `\nrequest ${facts.requests[data.residencyRequest[residency]]}, gen ${data.residencyGen[residency]}${data.residencyReturned[residency] ? ", returned after a preemption" : ""}`;
+  text += `\nhere from step ${name(data.residencyStart[residency])} to ${name(end)}${exit === "open" ? ", still here" : `: ${exit}`}`;
+  if (data.residencyTokens[residency]) text += `\n${data.residencyTokens[residency].toLocaleString("en")} tokens at the start, ${data.residencyComputed[residency].toLocaleString("en")} of them with KV`;
   return text;
 }
 
@@ -160,21 +160,21 @@ function loadText(load) {
 }
 
 /** The decisions between loading and computing, with what was known and what came of them. */
-function listChoices() {
-  const total = data.choiceStep.length, shown = Math.min(total, 1000), loads = sum(data.choiceLoad);
+function listDecisions() {
+  const total = data.decisionStep.length, shown = Math.min(total, 1000), loads = sum(data.decisionLoad);
   if (!total) return;
-  const place = byId("choices"), body = place.querySelector("tbody"), estimate = ms => ms === ms ? duration(ms) : "not measured yet";
+  const place = byId("decisions"), body = place.querySelector("tbody"), estimate = ms => ms === ms ? duration(ms) : "not measured yet";
   place.hidden = false;
   place.querySelector("summary").textContent = `Load or compute: ${plural(total, "decision")}, ${loads} to load`
     + (shown < total ? `; the last ${shown}` : "");
   const taken = new Set();
-  for (let choice = total - shown; choice < total; choice++) {
-    const request = data.choiceRequest[choice], step = data.choiceStep[choice], load = !data.choiceLoad[choice] ? -1
+  for (let decision = total - shown; decision < total; decision++) {
+    const request = data.decisionRequest[decision], step = data.decisionStep[decision], load = !data.decisionLoad[decision] ? -1
       : data.loadRequest.findIndex((who, index) => who === request && data.loadStep[index] >= step && !taken.has(index));
     if (load >= 0) taken.add(load);
     const row = body.insertRow();
-    for (const text of [name(step), facts.requests[request], data.choiceLoad[choice] ? "load" : "compute", data.choiceHost[choice],
-      data.choiceStore[choice], data.choiceTokens[choice].toLocaleString("en"), estimate(data.choiceLoadTime[choice]), estimate(data.choiceTime[choice]),
+    for (const text of [name(step), facts.requests[request], data.decisionLoad[decision] ? "load" : "compute", data.decisionHost[decision],
+      data.decisionStore[decision], data.decisionTokens[decision].toLocaleString("en"), estimate(data.decisionLoadTime[decision]), estimate(data.decisionTime[decision]),
       load < 0 ? "–" : plural(data.loadLoaded[load], "block"), load < 0 ? "–" : duration(data.loadEnded[load] - data.loadBegan[load])]) {
       row.insertCell().textContent = text;
     }
@@ -200,7 +200,7 @@ function details(step, slot) {
   if (data.savedBlocks[step]) rows.push(["saved", plural(data.savedBlocks[step], "KV block")]);
   if (data.drafted[step]) rows.push(["drafts accepted", `${at(data.accepted)} of ${at(data.drafted)}`]);
   for (const event of ["admitted", "returned", "preempted", "aborted", "late", "finished"]) {
-    if (data[event][step]) rows.push([event === "late" ? "taken back after the end" : event, at(data[event])]);
+    if (data[event][step]) rows.push([event === "late" ? "revoked after the end" : event, at(data[event])]);
   }
   if (data.missing[step]) rows.push(["steps missing before", at(data.missing)]);
   const table = document.createElement("table");
@@ -223,8 +223,8 @@ function hover(event, panel) {
   tip.hidden = true;
   const inSlots = panel.draw === drawSlots && !outside;
   const slot = inSlots ? Math.min(Math.floor((event.clientY - box.top) / laneHeight()), numSlots - 1) : -1;
-  const stay = slot >= 0 ? stayAt(slot, stepAt(x)) : -1;
-  if (pinned < 0) followed = stay >= 0 ? data.stayRequest[stay] : -1;
+  const residency = slot >= 0 ? residencyAt(slot, stepAt(x)) : -1;
+  if (pinned < 0) followed = residency >= 0 ? data.residencyRequest[residency] : -1;
   if (!outside) {
     details(stepAt(x), slot);
     const left = event.clientX + 16 + tip.offsetWidth > innerWidth ? event.clientX - 16 - tip.offsetWidth : event.clientX + 16;
@@ -232,7 +232,7 @@ function hover(event, panel) {
     tip.style.top = `${Math.max(Math.min(event.clientY + 12, innerHeight - tip.offsetHeight - 6), 4)}px`;
   }
   redraw();
-  return stay;
+  return residency;
 }
 
 // Hands -------------------------------------------------------------------------------------------------------
@@ -271,8 +271,8 @@ function listen(panel) {
       cursor = null;
       show(start.from + (ends[0] - GUTTER) * unit, start.from + (ends[1] - GUTTER) * unit);
     } else if (start && !start.moved && event.type === "pointerup") {
-      const stay = hover(event, panel);
-      follow(stay >= 0 ? data.stayRequest[stay] : -1, false);
+      const residency = hover(event, panel);
+      follow(residency >= 0 ? data.residencyRequest[residency] : -1, false);
     }
     start = null;
     if (cursor) delete cursor.drag;
@@ -375,7 +375,7 @@ async function start() {
   document.documentElement.dataset.theme = wish.get("theme") || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   introduce();
   build();
-  listChoices();
+  listDecisions();
   listenToPage();
   readColours();
   show(...(wish.has("to") ? [+wish.get("from"), +wish.get("to")] : extent("steps")));

@@ -14,7 +14,7 @@ import openai
 import pytest
 from aiohttp import web
 
-from fd_core.engine.kv_log import KVLog
+from fd_core.kv.event_log import KVEventLog
 from fd_core.kv.events import BEGINNING, Cleared, KVEvent, KVPage, Removed, Stored
 from fd_core.router.gateway import kv_events
 from fd_core.router.gateway.tokens import find_text
@@ -41,7 +41,7 @@ class TellingWorker(FakeWorker):
 
     def __init__(self, name: str = "w") -> None:
         super().__init__(name)
-        self.log = KVLog(SIZE)
+        self.log = KVEventLog(SIZE)
         self.reading = READING
         self.asked: list[str | None] = []
         self.answer: Callable[[], web.Response] | None = None
@@ -122,7 +122,7 @@ async def test_another_process_at_the_same_address_begins_with_nothing() -> None
             await eventually(lambda: held(live) == 2)
             first = live.router.workers()[0]
             worker.instance = "w-2"
-            worker.log = KVLog(SIZE)
+            worker.log = KVEventLog(SIZE)
             worker.tell(stored("12345678" * 2))
             await eventually(lambda: live.router.workers()[0] != first and held(live) == 4)
             assert not live.router.published.holds(first, [b"k"])

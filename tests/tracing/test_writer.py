@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 
 from fd_core.config import EngineConfig, SpeculativeConfig
-from fd_core.engine import trace, trace_format
 from fd_core.engine.core import Engine, load_engine
 from fd_core.engine.messages import Delta
-from fd_core.engine.trace import StepRecord, line_of
-from fd_core.engine.trace_format import StepLine
 from fd_core.errors import ConfigError
+from fd_core.scheduling.gauges import SchedulerGauges
+from fd_core.tracing import format as trace_format
+from fd_core.tracing import writer
+from fd_core.tracing.format import StepLine
+from fd_core.tracing.writer import StepRecord, line_of
 from fd_core.types import Admission, FinishReason, Revocation, SamplingParams, StepOutput, StepPlan
 from tests.engine.helpers import golden, null_engine, random_specs, run
 from tests.engine.stepping import greedy
@@ -51,7 +53,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def sleepy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The writer's thread does nothing until its engine is closed."""
-    monkeypatch.setattr(trace, "_WRITE_SECONDS", 3600.0)
+    monkeypatch.setattr(writer, "_WRITE_SECONDS", 3600.0)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -69,7 +71,7 @@ def test_the_trace_adds_up_to_the_counters_under_preemption_and_speculation(path
     assert sum(line.budget for line in steps) == stats.budget_used
     assert max(line.budget for line in steps) <= 64
     assert sum(line.delivered for line in steps) == stats.generated_tokens
-    assert sum(len(line.taken_back) for line in steps) == stats.preemptions > 0
+    assert sum(len(line.revoked) for line in steps) == stats.preemptions > 0
     assert len(SPECS) < sum(len(line.admitted) for line in steps) <= len(SPECS) + stats.preemptions
     # With two steps in flight some drafts are computed for a request that has just ended; the counters leave them out.
     drafted, accepted = (sum(total(getattr(line, name)) for line in steps) for name in ("drafted", "accepted"))
@@ -92,7 +94,7 @@ def test_every_scheduled_slot_has_its_letter(path: Path) -> None:
     for line in lines_of(path)[1]:
         chunks = dict(line.chunks)
         assert [slot for slot, letter in enumerate(line.slots) if letter == trace_format.PREFILL] == sorted(chunks)
-        assert line.slots.count(trace_format.DRAINING) == len(line.taken_back)
+        assert line.slots.count(trace_format.DRAINING) == len(line.revoked)
         assert line.budget == sum(chunks.values()) + line.slots.count(trace_format.DECODE) + total(line.drafted)
 
 
@@ -113,7 +115,7 @@ def test_a_line_carries_no_token() -> None:
     tokens = np.array([[1234567, 7654321, -1], [-9, -1, -1], [1234567, -1, -1], [-1, -1, -1]], np.int32)
     output = StepOutput(1, 4, tokens, np.array([1, 9, 3, 0], np.int32))
     deltas = (Delta("a", (1234567,), FinishReason.STOP), Delta("b", (7654321,)))
-    line = line_of(StepRecord(10, 20, plan, output, deltas, 5, (1, 2, 3), 0, ()))
+    line = line_of(StepRecord(10, 20, plan, output, deltas, SchedulerGauges(5, 1, 2, 3)))
     assert line == StepLine(
         step=4,
         began=10,
@@ -126,9 +128,9 @@ def test_a_line_carries_no_token() -> None:
         drafted="2",
         accepted="1",
         chunks=((2, 2),),
-        admitted=(trace_format.Admitted(2, 3, "a", 2, 0),),
-        taken_back=((1, 9),),
-        finished=(trace_format.Ended("a", FinishReason.STOP),),
+        admitted=(trace_format.AdmissionEntry(2, 3, "a", 2, 0),),
+        revoked=((1, 9),),
+        finished=(trace_format.FinishEntry("a", FinishReason.STOP),),
     )
     encoded = msgspec.json.encode(line)
     assert b"1234567" not in encoded
@@ -147,11 +149,11 @@ def test_a_slot_whose_kv_is_on_its_way_has_a_letter_of_its_own() -> None:
         samples=np.array([True]),
     )
     output = StepOutput(1, 0, np.full((4, 1), -1, np.int32), np.ones(4, np.int32))
-    loading = np.array([True, True, False, True])
-    kept = (trace_format.SaveEnded(1, 3, 2, 2), trace_format.LoadEnded(2, 9, 0, "a", 3, 2, 1))
-    line = line_of(StepRecord(1, 2, plan, output, (), 0, (0, 0, 0), 0, (), loading, kept))
+    loading = (0, 1, 3)
+    kept = (trace_format.SaveEntry(1, 3, 2, 2), trace_format.LoadEntry(2, 9, 0, "a", 3, 2, 1))
+    line = line_of(StepRecord(1, 2, plan, output, (), SchedulerGauges(0, 0, 0, 0), loading=loading, kv_entries=kept))
     assert line.slots == "ld.l"
-    assert (line.saves, line.loads, line.chosen) == (kept[:1], kept[1:], ())
+    assert (line.saves, line.loads, line.decisions) == (kept[:1], kept[1:], ())
 
 
 def stored(folder: Path, **settings: object) -> Engine:
@@ -171,11 +173,11 @@ def test_decisions_loads_and_saves_are_told_with_times_and_amounts(tmp_path: Pat
     second.close()
     stats = second.stats()
     _, steps, _ = lines_of(path)
-    chosen = [choice for line in steps for choice in line.chosen]
+    decisions = [decision for line in steps for decision in line.decisions]
     loads = [load for line in steps for load in line.loads]
-    assert (len([choice for choice in chosen if choice.load]), len(loads)) == (stats.loads, stats.loads)
-    assert {choice.request_id for choice in chosen} == {spec.request_id for spec in specs}
-    assert (chosen[0].store_blocks, chosen[0].tokens, chosen[0].load_time) == (6, 96, None)
+    assert (len([decision for decision in decisions if decision.load]), len(loads)) == (stats.loads, stats.loads)
+    assert {decision.request_id for decision in decisions} == {spec.request_id for spec in specs}
+    assert (decisions[0].store_blocks, decisions[0].tokens, decisions[0].load_time) == (6, 96, None)
     assert sum(load.loaded for load in loads) * 16 == stats.loaded_tokens > 0
     assert stats.kv is not None
     assert sum(load.from_host for load in loads) == stats.kv.loaded_blocks_host
@@ -217,7 +219,7 @@ class StuckFile:
 
 
 def test_a_stuck_disk_does_not_stop_the_loop(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace, "_MAX_QUEUED", 5)
+    monkeypatch.setattr(writer, "_MAX_QUEUED", 5)
     engine = null_engine(trace=str(path))
     assert engine._trace is not None
     run(engine, SPECS[3:4])
@@ -235,7 +237,7 @@ def test_a_stuck_disk_does_not_stop_the_loop(path: Path, monkeypatch: pytest.Mon
 def test_dropped_steps_are_counted_and_the_next_one_says_who_is_there(
     path: Path, sleepy: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trace, "_MAX_QUEUED", 5)
+    monkeypatch.setattr(writer, "_MAX_QUEUED", 5)
     engine = null_engine(trace=str(path))
     for spec in SPECS[1:5]:
         engine.submit(spec)

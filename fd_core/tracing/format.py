@@ -1,6 +1,6 @@
 """The lines of a trace: what each holds, and the letters of its texts.
 
-Version 2 added `LOADING` and what became of KV outside the device; version 1 is what such a trace is without them.
+Format version 2 added `LOADING` and the entries about KV outside the device; a trace of version 1 has none of them.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ __all__ = [
     "LOADING",
     "OLDEST_VERSION",
     "PREFILL",
-    "Admitted",
-    "Chosen",
-    "Closed",
-    "Ended",
-    "Full",
-    "LoadEnded",
-    "SaveEnded",
-    "Stay",
+    "AdmissionEntry",
+    "ClosingLine",
+    "DecisionEntry",
+    "FinishEntry",
+    "KVEntry",
+    "LimitLine",
+    "LoadEntry",
+    "ResidencyEntry",
+    "SaveEntry",
     "StepLine",
     "TraceHeader",
 ]
 
 FORMAT_VERSION: Final = 2
 OLDEST_VERSION: Final = 1
-"""Of those that are read."""
+"""The oldest format version that can be read."""
 IDLE, PREFILL, DECODE, DRAINING, LOADING = ".", "p", "d", "x", "l"
 """Letters of `StepLine.slots`."""
 COUNT_LETTERS: Final = "0123456789abcdefg"
@@ -60,16 +61,16 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits
 
 
-class Stay(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request in a slot."""
+class ResidencyEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A request that holds a slot."""
 
     slot: Small
     gen: Small
     request_id: str
 
 
-class Admitted(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A stay begins."""
+class AdmissionEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A request enters a slot."""
 
     slot: Small
     gen: Small
@@ -77,18 +78,18 @@ class Admitted(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tokens: Small
     """Prompt and tokens delivered before."""
     computed: Small
-    """Tokens at the front whose KV was there: found in the prefix cache or loaded before."""
+    """Tokens at the front whose KV exists: found in the prefix cache, or loaded before the admission."""
 
 
-class Ended(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request was told its end."""
+class FinishEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The client of a request was told its end."""
 
     request_id: str
     reason: FinishReason
 
 
-class Chosen(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Whether to load a prefix or to compute it, with what was known."""
+class DecisionEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Whether to load a prefix or to recompute it, with the estimates that decided."""
 
     at: Count
     """Microseconds, like all times here."""
@@ -97,13 +98,14 @@ class Chosen(msgspec.Struct, frozen=True, array_like=True, gc=False):
     host_blocks: Small
     store_blocks: Small
     tokens: Small
-    """What need not be computed if the blocks are loaded."""
+    """Tokens that need not be computed if the blocks are loaded."""
     load_time: Count | None
-    """Estimates; None where nothing was measured, which is a reason to try."""
+    """Estimated time of the load; None before any load was measured, which is a reason to try."""
     compute_time: Count | None
+    """Estimated time to compute the tokens; None before any prefill was measured."""
 
 
-class LoadEnded(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class LoadEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A load of `blocks` KV blocks for a request that held `slot` meanwhile."""
 
     began: Count
@@ -112,12 +114,12 @@ class LoadEnded(msgspec.Struct, frozen=True, array_like=True, gc=False):
     request_id: str
     blocks: Small
     loaded: Small
-    """How many came; the rest was computed."""
+    """Blocks that were loaded; the others are computed."""
     from_host: Small
-    """How many of these came from the host tier, the others from the store."""
+    """Blocks among `loaded` that came from the host tier; the others came from the store."""
 
 
-class SaveEnded(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class SaveEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A save of `blocks` KV blocks."""
 
     began: Count
@@ -126,14 +128,18 @@ class SaveEnded(msgspec.Struct, frozen=True, array_like=True, gc=False):
     saved: Small
 
 
+KVEntry = DecisionEntry | LoadEntry | SaveEntry
+"""What a trace tells of KV outside the device."""
+
+
 class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One step. Times are microseconds since the header's `started`."""
 
     step: Count
     began: Count
-    """When the turn of the loop began that committed this step."""
+    """Begin of the turn of the engine's loop that committed this step."""
     ended: Count
-    """When it was committed; the time between is the step time."""
+    """End of the commit; the step time is `ended - began`."""
     budget: Count = 0
     """Tokens charged against the step token budget."""
     delivered: Count = 0
@@ -145,33 +151,35 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     slots: str = ""
     """One letter for each slot, up to the last that is not idle: what the step did with it."""
     drafted: str = ""
-    """One letter for each slot: drafts it verified. Empty if there were none."""
+    """One letter for each slot: drafts that the step verified for it. Empty if there were none."""
     accepted: str = ""
-    """Likewise: drafts that were kept."""
+    """One letter for each slot: drafts that were accepted. Empty if none were verified."""
     chunks: tuple[tuple[Small, Small], ...] = ()
     """(slot, tokens) of every prefill."""
-    admitted: tuple[Admitted, ...] = ()
-    taken_back: tuple[tuple[Small, Small], ...] = ()
-    """(slot, gen) of every take-back; the step's output acknowledged it."""
-    finished: tuple[Ended, ...] = ()
-    chosen: tuple[Chosen, ...] = ()
-    """What happened to KV outside the device since the line before: decisions, and operations that ended."""
-    loads: tuple[LoadEnded, ...] = ()
-    saves: tuple[SaveEnded, ...] = ()
+    admitted: tuple[AdmissionEntry, ...] = ()
+    revoked: tuple[tuple[Small, Small], ...] = msgspec.field(name="taken_back", default=())
+    """(slot, gen) of every slot that was revoked; the step's output acknowledged it."""
+    finished: tuple[FinishEntry, ...] = ()
+    decisions: tuple[DecisionEntry, ...] = msgspec.field(name="chosen", default=())
+    """Decisions to load or to recompute since the line before."""
+    loads: tuple[LoadEntry, ...] = ()
+    """Loads that ended since the line before."""
+    saves: tuple[SaveEntry, ...] = ()
+    """Saves that ended since the line before."""
     dropped: Count = 0
     """Steps before this one that the writer had no room for."""
-    occupants: tuple[Stay, ...] = ()
-    """Who held which slot after the step; only behind dropped steps."""
+    occupants: tuple[ResidencyEntry, ...] = ()
+    """Requests that hold a slot after the step; only behind dropped steps."""
 
 
-class Full(msgspec.Struct, frozen=True, kw_only=True):
+class LimitLine(msgspec.Struct, frozen=True, kw_only=True):
     """The file has reached its limit: no further step of this epoch follows."""
 
     full: Count
     """The limit in bytes."""
 
 
-class Closed(msgspec.Struct, frozen=True, kw_only=True):
+class ClosingLine(msgspec.Struct, frozen=True, kw_only=True):
     """Last line of a trace whose engine was closed in order."""
 
     closed: Count

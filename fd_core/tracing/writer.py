@@ -4,12 +4,12 @@
     step_ended(...) --> bounded queue --> line of the step as JSON --> header, steps, closing line
 
 The loop hands over frozen values and goes on: it does no I/O and waits for no lock. If the writer falls behind, steps
-are dropped and counted; the next step that is written says how many are missing and who holds which slot.
+are dropped and counted; the next step that is written says how many are missing and which request holds which slot.
 
 A trace holds request ids, numbers of tokens and times, never prompts or tokens. Gauges are those right after the
-step's commit; with two steps in flight the plan of the following step is in them already. After a restart of the
-engine the trace goes on in the same file behind a header with the next epoch. A file that has reached its limit gets a
-line that says so; later steps are counted and left out, so that a long run cannot fill the disk.
+step's commit; with two steps in flight they include the plan of the following step. After a restart of the engine the
+trace goes on in the same file behind a header with the next epoch. A file that has reached its limit gets a line that
+says so; later steps are counted and left out, so that a long run cannot fill the disk.
 """
 
 from __future__ import annotations
@@ -28,27 +28,28 @@ import numpy.typing as npt
 
 from fd_core import signals
 from fd_core.engine.messages import Delta
-from fd_core.engine.trace_format import (
+from fd_core.errors import ConfigError
+from fd_core.scheduling.gauges import SchedulerGauges
+from fd_core.sizes import format_size
+from fd_core.tracing.format import (
     COUNT_LETTERS,
     DECODE,
     DRAINING,
     IDLE,
     LOADING,
     PREFILL,
-    Admitted,
-    Chosen,
-    Closed,
-    Ended,
-    Full,
-    LoadEnded,
-    SaveEnded,
-    Stay,
+    AdmissionEntry,
+    ClosingLine,
+    DecisionEntry,
+    FinishEntry,
+    KVEntry,
+    LimitLine,
+    LoadEntry,
+    ResidencyEntry,
+    SaveEntry,
     StepLine,
     TraceHeader,
 )
-from fd_core.errors import ConfigError
-from fd_core.scheduling.scheduler import Scheduler
-from fd_core.sizes import format_size
 from fd_core.types import StepOutput, StepPlan
 
 __all__ = ["StepRecord", "TraceWriter", "line_of", "require_trace_file"]
@@ -59,39 +60,37 @@ _MAGIC: Final = b'{"fdcore_trace":'
 _MAX_QUEUED: Final = 4096
 """Steps that may wait for the writer; more are dropped."""
 _WRITE_SECONDS: Final = 0.05
-"""How long the writer sleeps when nothing is left; what it wrote is flushed before it sleeps."""
+"""Sleep of the writer when its queue is empty; it flushes the file before."""
 _LAST_BYTES: Final = 256
-"""Room that is kept for the lines `Full` and `Closed`."""
+"""Room that is kept for `LimitLine` and `ClosingLine`."""
 _LETTER_CODES: Final = np.frombuffer(COUNT_LETTERS.encode(), np.uint8)
 
 
 class StepRecord(msgspec.Struct, frozen=True, gc=False):
-    """What the loop hands to the writer: values that nobody changes any more."""
+    """A committed step as the engine's loop hands it to the writer: values that nobody changes any more."""
 
     began: int
     ended: int
     plan: StepPlan
     output: StepOutput
     deltas: tuple[Delta, ...]
-    waiting: int
-    kv: tuple[int, int, int]
-    dropped: int
-    occupants: tuple[Stay, ...]
-    loading: npt.NDArray[np.bool_] | None = None
-    """bool[num_slots]: whose KV is on its way, None if nobody's."""
-    kept: tuple[Chosen | LoadEnded | SaveEnded, ...] = ()
+    gauges: SchedulerGauges
+    dropped: int = 0
+    occupants: tuple[ResidencyEntry, ...] = ()
+    loading: tuple[int, ...] = ()
+    """Slots whose KV is being loaded."""
+    kv_entries: tuple[KVEntry, ...] = ()
 
 
 def line_of(record: StepRecord) -> StepLine:
     """Return the line that says what `record` holds, without tokens."""
     plan, output = record.plan, record.output
     letters = np.full(len(output.gens), ord(IDLE), np.uint8)
-    if record.loading is not None:
-        letters[record.loading] = ord(LOADING)
+    letters[list(record.loading)] = ord(LOADING)
     prefills = ~plan.samples | (plan.num_tokens - plan.num_drafts > 1)
     letters[plan.slots] = np.where(prefills, ord(PREFILL), ord(DECODE))
-    for back in plan.revocations:
-        letters[back.slot] = ord(DRAINING)
+    for revocation in plan.revocations:
+        letters[revocation.slot] = ord(DRAINING)
     chunked = plan.slots[prefills]
     drafted = accepted = ""
     if plan.num_drafts.any():
@@ -107,23 +106,25 @@ def line_of(record: StepRecord) -> StepLine:
         ended=record.ended,
         budget=plan.total_tokens,
         delivered=sum(len(delta.token_ids) for delta in record.deltas),
-        waiting=record.waiting,
-        kv=record.kv,
+        waiting=record.gauges.waiting,
+        kv=(record.gauges.owned, record.gauges.fenced, record.gauges.cached),
         slots=_text(letters, IDLE),
         drafted=drafted,
         accepted=accepted,
         chunks=tuple(zip(chunked.tolist(), plan.num_tokens[prefills].tolist(), strict=True)),
         admitted=tuple(
-            Admitted(entry.slot, entry.gen, entry.request_id, len(entry.token_ids), entry.computed)
+            AdmissionEntry(entry.slot, entry.gen, entry.request_id, len(entry.token_ids), entry.computed)
             for entry in plan.admissions
         ),
-        taken_back=tuple((back.slot, back.gen) for back in plan.revocations),
+        revoked=tuple((revocation.slot, revocation.gen) for revocation in plan.revocations),
         finished=tuple(
-            Ended(delta.request_id, delta.finish_reason) for delta in record.deltas if delta.finish_reason is not None
+            FinishEntry(delta.request_id, delta.finish_reason)
+            for delta in record.deltas
+            if delta.finish_reason is not None
         ),
-        chosen=tuple(entry for entry in record.kept if isinstance(entry, Chosen)),
-        loads=tuple(entry for entry in record.kept if isinstance(entry, LoadEnded)),
-        saves=tuple(entry for entry in record.kept if isinstance(entry, SaveEnded)),
+        decisions=tuple(entry for entry in record.kv_entries if isinstance(entry, DecisionEntry)),
+        loads=tuple(entry for entry in record.kv_entries if isinstance(entry, LoadEntry)),
+        saves=tuple(entry for entry in record.kv_entries if isinstance(entry, SaveEntry)),
         dropped=record.dropped,
         occupants=record.occupants,
     )
@@ -162,13 +163,17 @@ class TraceWriter:
         self._origin = self._began = origin
         self._queue: deque[StepRecord] = deque()
         self._dropped = 0
-        self._kept: list[Chosen | LoadEnded | SaveEnded] = []
-        """What the next line will say of KV outside the device."""
-        self._closed: Closed | None = None
+        self._kv_entries: list[KVEntry] = []
+        """Entries about KV outside the device for the next line."""
+        self._loading: set[int] = set()
+        """Slots whose KV is being loaded."""
+        self._occupants: dict[int, ResidencyEntry] = {}
+        """Requests that hold a slot, by slot."""
+        self._closed: ClosingLine | None = None
         self._ending = threading.Event()
         self._failed = self._full = False
         self._left_out = 0
-        """Steps that were queued when the file was full; the writer's own."""
+        """Steps that were in the queue when the file was full; used by the writer's thread only."""
         self._encoder = msgspec.json.Encoder()
         require_trace_file(path)
         try:
@@ -198,20 +203,28 @@ class TraceWriter:
         """Return a time in nanoseconds as lines have it."""
         return (now - self._origin) // 1000
 
-    def kept(self, entry: Chosen | LoadEnded | SaveEnded) -> None:
-        """Note what happened to KV outside the device; it is told with the next step."""
+    def note(self, entry: KVEntry) -> None:
+        """Note what happened to KV outside the device; the line of the next step carries it."""
         if not (self._failed or self._full):
-            self._kept.append(entry)
+            self._kv_entries.append(entry)
+
+    def load_began(self, slot: int) -> None:
+        """A request waits in `slot` until its KV is loaded."""
+        self._loading.add(slot)
+
+    def load_over(self, slot: int) -> None:
+        """The request in `slot` waits for no load any more."""
+        self._loading.discard(slot)
 
     def step_ended(
-        self, now: int, scheduler: Scheduler, plan: StepPlan, output: StepOutput, deltas: list[Delta]
+        self, now: int, plan: StepPlan, output: StepOutput, deltas: list[Delta], gauges: SchedulerGauges
     ) -> None:
         """Hand over a committed step, or count it as dropped if too many wait to be written."""
+        self._follow(plan, deltas)
         if len(self._queue) >= _MAX_QUEUED or self._failed or self._full:
             self._dropped += 1
-            self._kept.clear()
+            self._kv_entries.clear()
             return
-        pool, loading = scheduler.pool, scheduler.slots.loading
         self._queue.append(
             StepRecord(
                 self.clock(self._began),
@@ -219,24 +232,33 @@ class TraceWriter:
                 plan,
                 output,
                 tuple(deltas),
-                len(scheduler.waiting),
-                (pool.num_owned, pool.num_fenced, pool.num_cached),
+                gauges,
                 self._dropped,
-                _occupants(scheduler) if self._dropped else (),
-                loading.copy() if loading.any() else None,
-                tuple(self._kept),
+                tuple(self._occupants.values()) if self._dropped else (),
+                tuple(self._loading),
+                tuple(self._kv_entries),
             )
         )
-        self._kept.clear()
+        self._kv_entries.clear()
         self._dropped = 0
 
     def close(self, now: int) -> None:
         """Write what waits and the closing line; idempotent."""
         if self._closed is None:
-            self._closed = Closed(closed=self.clock(now), dropped=self._dropped)
+            self._closed = ClosingLine(closed=self.clock(now), dropped=self._dropped)
         self._end()
 
     # Inside -----------------------------------------------------------------------------------------------
+
+    def _follow(self, plan: StepPlan, deltas: list[Delta]) -> None:
+        """Keep track of which request holds which slot, through steps that are dropped as well."""
+        for entry in plan.admissions:
+            self._occupants[entry.slot] = ResidencyEntry(entry.slot, entry.gen, entry.request_id)
+        for revocation in plan.revocations:
+            self._occupants.pop(revocation.slot, None)
+        ended = {delta.request_id for delta in deltas if delta.finish_reason is not None}
+        if ended:
+            self._occupants = {slot: entry for slot, entry in self._occupants.items() if entry.request_id not in ended}
 
     def _end(self) -> None:
         atexit.unregister(self._end)
@@ -285,18 +307,8 @@ class TraceWriter:
 
     def _end_for_want_of_room(self) -> None:
         self._full = True
-        self._write(self._encoder.encode(Full(full=self._limit)))
+        self._write(self._encoder.encode(LimitLine(full=self._limit)))
         _log.warning("tracing ends: %s has reached its limit of %s", self._path, format_size(self._limit))
-
-
-def _occupants(scheduler: Scheduler) -> tuple[Stay, ...]:
-    slots = scheduler.slots
-    return tuple(
-        Stay(slot, int(slots.gen[slot]), request.spec.request_id)
-        for slot, request in enumerate(slots.requests)
-        # Who is being loaded was not admitted yet.
-        if request is not None and not slots.loading[slot]
-    )
 
 
 def _text(letters: npt.NDArray[np.uint8], blank: str) -> str:

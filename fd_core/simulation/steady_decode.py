@@ -1,6 +1,6 @@
-"""Scheduler and output side on their own: requests that decode steadily, answered with made-up tokens.
+"""The scheduler alone: requests that decode steadily, answered with made-up tokens.
 
-There is no device and no model, so what remains of a step is what planning it and taking in its answer cost.
+There is no device and no model, so a step costs its plan and its commit, and nothing else.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from fd_core.scheduling.victims import Cheapest
 from fd_core.signals import EMPTY_TOKEN_ID
 from fd_core.types import RequestSpec, SamplingParams, StepOutput, StepPlan
 
-__all__ = ["EOS", "REJECT_EVERY", "Rehearsal"]
+__all__ = ["EOS", "REJECT_EVERY", "SteadyDecode"]
 
 EOS: Final = 2
-"""Ends a request; no answer holds it, but every token is compared with it."""
+"""Token that ends a request. No answer holds it, but every token is compared with it."""
 REJECT_EVERY: Final = 8
-"""Every request loses its last draft in one of so many steps, another request in each."""
+"""In one of so many steps a request has its last draft rejected; the steps differ between requests."""
 
 
-class Rehearsal:
-    """All requests run from the first step on and none ends; blocks are plenty, so nothing is taken back."""
+class SteadyDecode:
+    """Requests that all run from the first step on; none ends, and none is preempted, because blocks are plenty."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Rehearsal:
         vocab_size: int = 32000,
         draw: np.random.Generator,
     ) -> None:
-        """Compute the prompts in one step, then leave room for `steps` more; `draw` makes up the tokens."""
+        """Compute the prompts in one step, with room for `steps` more; `draw` makes up the tokens."""
         count, per_step = len(prompts), 1 + num_drafts
         # One more step than asked for: the last may not be cut short by the length limit.
         self.max_tokens = (steps + 2) * per_step
@@ -59,7 +59,7 @@ class Rehearsal:
         )
         # Drafts of the whole batch count as cheap, so that each request verifies as many as it may.
         drafts = DraftControl(count, num_drafts, count * per_step) if num_drafts else None
-        hasher = PrefixHasher(block_size=block_size, identity="rehearsal", secret=draw.bytes(32))
+        hasher = PrefixHasher(block_size=block_size, identity="benchmark", secret=draw.bytes(32))
         self._scheduler = Scheduler(self.limits, Fcfs(), Cheapest(), hasher, drafts)
         self._outputs = Outputs(self._scheduler)
         self._gens = np.zeros(count, np.int32)
@@ -78,7 +78,7 @@ class Rehearsal:
         """Plan the next step."""
         plan = self._scheduler.plan()
         if plan is None:
-            raise RuntimeError("nothing is left to plan: the rehearsal has run longer than it was made for")
+            raise RuntimeError("nothing is left to plan: more steps were asked for than `steps` made room for")
         return plan
 
     def answer(self, plan: StepPlan) -> StepOutput:
@@ -99,7 +99,7 @@ class Rehearsal:
         )
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
-        """Take in the answer; returns what the clients would be told."""
+        """Commit the answer; returns what the clients would be told."""
         return self._outputs.commit(plan, output)
 
     def check_integrity(self) -> None:

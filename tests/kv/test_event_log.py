@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from fd_core.engine.kv_log import KVLog
 from fd_core.engine.messages import StepEvents
+from fd_core.kv.event_log import KVEventLog
 from fd_core.kv.events import BEGINNING, Cleared, Removed, Stored
 from tests.engine.helpers import null_engine, random_specs, run
 from tests.kv.following import SIZE, Reader, ids
@@ -19,7 +19,7 @@ def stored(key: bytes, *tokens: int, parent: bytes = BEGINNING) -> Stored:
 A, B, C = stored(b"a", 1, 2), stored(b"b", 3, 4, parent=b"a"), stored(b"c", 5, 6)
 
 
-def follow(reader: Reader, log: KVLog, after: int | None) -> int:
+def follow(reader: Reader, log: KVEventLog, after: int | None) -> int:
     number, events = log.read(after)
     for event in events:
         reader.apply(event)
@@ -27,7 +27,7 @@ def follow(reader: Reader, log: KVLog, after: int | None) -> int:
 
 
 def test_a_reader_goes_on_where_it_was() -> None:
-    log, reader = KVLog(SIZE), Reader()
+    log, reader = KVEventLog(SIZE), Reader()
     log.extend([A])
     number = follow(reader, log, None)
     log.extend([B, C])
@@ -39,7 +39,7 @@ def test_a_reader_goes_on_where_it_was() -> None:
 
 
 def test_who_is_too_late_or_ahead_is_told_everything() -> None:
-    log = KVLog(SIZE, capacity=2)
+    log = KVEventLog(SIZE, capacity=2)
     log.extend([A, B, C, Removed((b"a",))])
     whole = (Cleared(), Stored(BEGINNING, (b"a", b"b"), ids([1, 2, 3, 4])), C, Removed((b"a",)))
     for after in (None, 0, 1, 5, -1):
@@ -66,7 +66,7 @@ def test_an_engine_that_died_holds_nothing() -> None:
 
 def test_whoever_waits_is_woken_by_news_and_by_the_end() -> None:
     async def scenario() -> None:
-        log = KVLog(SIZE)
+        log = KVEventLog(SIZE)
         for end in (lambda: log.extend([A]), log.close):
             number = log.read(None)[0]
             waiting = asyncio.create_task(log.wait(number, 60))
@@ -77,7 +77,7 @@ def test_whoever_waits_is_woken_by_news_and_by_the_end() -> None:
             await asyncio.wait_for(waiting, 1)
         await asyncio.wait_for(log.wait(log.read(None)[0], 60), 1)
         assert log.closed and not log._waiting
-        fresh = KVLog(SIZE)
+        fresh = KVEventLog(SIZE)
         await fresh.wait(0, 0.01)
 
     asyncio.run(scenario())
@@ -86,7 +86,7 @@ def test_whoever_waits_is_woken_by_news_and_by_the_end() -> None:
 def test_a_whole_engine_tells_what_its_pool_knows() -> None:
     """Far more prompts than blocks, two steps in flight: after each turn the log holds what the pool knows."""
     engine = null_engine(kv_events=True, num_kv_blocks=26, block_size=16, pipeline_depth=2)
-    log, told = KVLog(16), 0
+    log, told = KVEventLog(16), 0
     for spec in random_specs(30, seed=3):
         engine.submit(spec)
     while engine.has_work:

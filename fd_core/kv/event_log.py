@@ -10,13 +10,13 @@ from typing import Final
 
 from fd_core.kv.events import Cleared, HeldBlocks, KVEvent
 
-__all__ = ["KVLog"]
+__all__ = ["KVEventLog"]
 
 _CAPACITY: Final = 1 << 14
 """Blocks in the events that are kept; who is further behind is told everything from the beginning."""
 
 
-class KVLog:
+class KVEventLog:
     """Numbered events, the latest of them, and what they add up to. Used from one event loop."""
 
     def __init__(self, block_size: int, capacity: int = _CAPACITY) -> None:

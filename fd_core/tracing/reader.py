@@ -10,7 +10,9 @@ from typing import Final
 
 import msgspec
 
-from fd_core.engine.trace_format import (
+from fd_core.errors import ConfigError
+from fd_core.sizes import format_size
+from fd_core.tracing.format import (
     COUNT_LETTERS,
     DECODE,
     DRAINING,
@@ -19,19 +21,17 @@ from fd_core.engine.trace_format import (
     LOADING,
     OLDEST_VERSION,
     PREFILL,
-    Closed,
-    Full,
+    ClosingLine,
+    LimitLine,
     StepLine,
     TraceHeader,
 )
-from fd_core.errors import ConfigError
-from fd_core.sizes import format_size
 from fd_core.types import FinishReason
 
-__all__ = ["EXITS", "StaySpan", "Trace", "read_trace"]
+__all__ = ["EXITS", "ResidencySpan", "TraceContents", "read_trace"]
 
 EXITS: Final = ("open", *(reason.value for reason in FinishReason), "preempted", "unknown", "engine ended")
-"""How a stay can end."""
+"""How a residency can end."""
 
 _MAX_LINE_BYTES: Final = 1 << 24
 _MAX_SLOTS: Final = 1 << 16
@@ -40,8 +40,8 @@ _MAX_CELLS: Final = 100_000_000
 
 
 @dataclass(slots=True)
-class StaySpan:
-    """A request's stay in a slot, in positions of the trace, both ends included."""
+class ResidencySpan:
+    """A request's residency in a slot, in positions of the trace, both ends included."""
 
     slot: int
     gen: int
@@ -61,24 +61,24 @@ class Position:
 
     line: StepLine
     epoch: int
-    """Index into `Trace.headers`."""
+    """Index into `TraceContents.headers`."""
     missing: int
     """Steps before it that the trace does not have."""
     events: Counter[str]
-    """`admitted`, `returned`, `preempted`, `aborted`, `late` (taken back after its request's end), `finished`."""
+    """`admitted`, `returned`, `preempted`, `aborted`, `late` (revoked after its request's end), `finished`."""
     recomputed: int
     """Tokens that requests which returned in this step must compute again."""
 
 
 @dataclass(slots=True)
-class Trace:
+class TraceContents:
     """What could be read."""
 
     headers: list[TraceHeader]
     positions: deque[Position]
     first: int = 0
-    """Number of the first of `positions`; stays count from the trace's own beginning."""
-    stays: list[StaySpan] = field(default_factory=list)
+    """Number of the first of `positions`; residencies count from the trace's own beginning."""
+    residencies: list[ResidencySpan] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     """What is missing, one sentence each."""
 
@@ -88,7 +88,7 @@ class Trace:
         return max(header.limits.max_num_seqs for header in self.headers)
 
 
-def read_trace(path: Path, last: int) -> Trace:
+def read_trace(path: Path, last: int) -> TraceContents:
     """Read the last `last` steps of a trace.
 
     Raises `ConfigError` if the file cannot be read, is not a trace, or is of another format version.
@@ -97,7 +97,7 @@ def read_trace(path: Path, last: int) -> Trace:
         with path.open("rb") as file:
             first = file.readline(_MAX_LINE_BYTES)
             header = _header(first, path)
-            reader = _Reader(header, last)
+            reader = _TraceReader(header, last)
             while raw := file.readline(_MAX_LINE_BYTES):
                 reader.feed(raw)
     except OSError as error:
@@ -130,14 +130,14 @@ def _header(raw: bytes, path: Path | str) -> TraceHeader:
     return header
 
 
-class _Reader:
+class _TraceReader:
     """Follows a trace line by line."""
 
     def __init__(self, header: TraceHeader, last: int) -> None:
         room = min(last, _MAX_CELLS // header.limits.max_num_seqs)
-        self._trace = Trace([header], deque(maxlen=room))
+        self._trace = TraceContents([header], deque(maxlen=room))
         self._decoder = msgspec.json.Decoder(StepLine)
-        self._stays = _Stays()
+        self._residencies = _Residencies()
         self._count = 0
         self._expected = 0
         self._dropped = self._missing = self._damaged = 0
@@ -158,10 +158,10 @@ class _Reader:
             if raw.startswith(b'{"fdcore_trace"'):
                 self._begin_epoch(_header(raw, "the trace"))
             elif raw.startswith(b'{"full"'):
-                self._limit = msgspec.json.decode(raw, type=Full).full
+                self._limit = msgspec.json.decode(raw, type=LimitLine).full
                 self._full = True
             elif raw.startswith(b'{"closed"'):
-                dropped = msgspec.json.decode(raw, type=Closed).dropped
+                dropped = msgspec.json.decode(raw, type=ClosingLine).dropped
                 if self._full:
                     self._later += dropped
                 else:
@@ -174,35 +174,37 @@ class _Reader:
         except (msgspec.MsgspecError, UnicodeDecodeError, ConfigError, ValueError):
             self._damaged += 1
 
-    def result(self) -> Trace:
+    def result(self) -> TraceContents:
         """Return what was read and say what was not."""
         trace = self._trace
-        self._stays.close_all(self._count - 1, "open")
+        self._residencies.close_all(self._count - 1, "open")
         trace.first = self._count - len(trace.positions)
-        for stay in self._stays.done:
-            self._shorten(stay)
-        trace.stays = [stay for stay in self._stays.done if stay.end >= trace.first and stay.end >= stay.start]
+        for span in self._residencies.done:
+            self._shorten(span)
+        trace.residencies = [
+            span for span in self._residencies.done if span.end >= trace.first and span.end >= span.start
+        ]
         trace.problems = list(self._problems())
         return trace
 
     # Inside -----------------------------------------------------------------------------------------------
 
-    def _shorten(self, stay: StaySpan) -> None:
-        """End a stay whose end is missing with the last step that computed something for it."""
+    def _shorten(self, residency: ResidencySpan) -> None:
+        """End a residency whose end is missing with the last step that computed something for it."""
         positions, first = self._trace.positions, self._trace.first
-        while stay.exit == "unknown" and stay.end > max(stay.start, first):
-            slots = positions[stay.end - first].line.slots
-            if slots[stay.slot : stay.slot + 1] not in ("", IDLE, LOADING):
+        while residency.exit == "unknown" and residency.end > max(residency.start, first):
+            slots = positions[residency.end - first].line.slots
+            if slots[residency.slot : residency.slot + 1] not in ("", IDLE, LOADING):
                 break
-            stay.end -= 1
+            residency.end -= 1
 
     def _begin_epoch(self, header: TraceHeader) -> None:
         if header.limits.max_num_seqs > self._trace.num_slots:
             room = min(self._trace.positions.maxlen or 1, _MAX_CELLS // header.limits.max_num_seqs)
             self._trace.positions = deque(self._trace.positions, maxlen=room)
         self._trace.headers.append(header)
-        self._stays.close_all(self._count - 1, "engine ended")
-        self._stays.seen.clear()
+        self._residencies.close_all(self._count - 1, "engine ended")
+        self._residencies.seen.clear()
         self._expected, self._closed, self._full = 0, False, False
 
     def _take(self, line: StepLine) -> None:
@@ -213,9 +215,9 @@ class _Reader:
         self._dropped += dropped
         self._missing += missing - dropped
         self._expected = line.step + 1
-        seen = self._stays.seen
+        seen = self._residencies.seen
         again = sum(entry.tokens - entry.computed for entry in line.admitted if entry.request_id in seen)
-        events = self._stays.follow(line, self._count)
+        events = self._residencies.follow(line, self._count)
         self._trace.positions.append(Position(line, len(self._trace.headers) - 1, missing, events, max(again, 0)))
         self._count += 1
 
@@ -241,8 +243,8 @@ class _Reader:
 def _check(line: StepLine, header: TraceHeader) -> None:
     """Raise `ValueError` if a line names what its header does not allow."""
     slots = header.limits.max_num_seqs
-    named = [slot for slot, _ in (*line.chunks, *line.taken_back)]
-    named += [entry.slot for entry in line.admitted] + [stay.slot for stay in line.occupants]
+    named = [slot for slot, _ in (*line.chunks, *line.revoked)]
+    named += [entry.slot for entry in line.admitted] + [residency.slot for residency in line.occupants]
     named += [load.slot for load in line.loads]
     if max(len(line.slots), len(line.drafted), len(line.accepted), 1 + max(named, default=0)) > slots:
         raise ValueError("a slot that does not exist")
@@ -256,32 +258,34 @@ def _check(line: StepLine, header: TraceHeader) -> None:
         raise ValueError("an operation that ends before it begins")
 
 
-class _Stays:
+class _Residencies:
     """Who holds which slot, followed over the steps."""
 
     def __init__(self) -> None:
-        self.done: list[StaySpan] = []
+        self.done: list[ResidencySpan] = []
         self.seen: set[str] = set()
         """Requests of this epoch that had a slot before."""
-        self._open: dict[int, StaySpan] = {}
-        self._of_request: dict[str, StaySpan] = {}
+        self._open: dict[int, ResidencySpan] = {}
+        self._of_request: dict[str, ResidencySpan] = {}
 
     def follow(self, line: StepLine, at: int) -> Counter[str]:
         """Apply a step and return what happened in it."""
         events: Counter[str] = Counter()
         for entry in line.admitted:
             returned = entry.request_id in self.seen
-            self._begin(StaySpan(entry.slot, entry.gen, entry.request_id, at, returned, entry.tokens, entry.computed))
+            self._begin(
+                ResidencySpan(entry.slot, entry.gen, entry.request_id, at, returned, entry.tokens, entry.computed)
+            )
             events["returned" if returned else "admitted"] += 1
-        reasons = {ended.request_id: ended.reason.value for ended in line.finished}
-        for slot, gen in line.taken_back:
-            stay = self._open.get(slot)
-            if stay is None or stay.gen != gen:
+        reasons = {entry.request_id: entry.reason.value for entry in line.finished}
+        for slot, gen in line.revoked:
+            residency = self._open.get(slot)
+            if residency is None or residency.gen != gen:
                 events["late"] += 1
                 continue
-            reason = reasons.get(stay.request_id)
+            reason = reasons.get(residency.request_id)
             events["aborted" if reason == FinishReason.ABORT else "preempted"] += 1
-            self._end(stay, at, reason or "preempted")
+            self._end(residency, at, reason or "preempted")
         for request_id, reason in reasons.items():
             events["finished"] += 1
             if request_id in self._of_request:
@@ -291,31 +295,31 @@ class _Stays:
         return events
 
     def close_all(self, at: int, how: str) -> None:
-        """End every stay that is open."""
-        for stay in list(self._open.values()):
-            self._end(stay, at, how)
+        """End every residency that is open."""
+        for residency in list(self._open.values()):
+            self._end(residency, at, how)
 
-    def _begin(self, stay: StaySpan) -> None:
-        before = self._open.get(stay.slot)
+    def _begin(self, residency: ResidencySpan) -> None:
+        before = self._open.get(residency.slot)
         if before is not None:
-            self._end(before, stay.start - 1, "unknown")
-        self.seen.add(stay.request_id)
-        self._open[stay.slot] = self._of_request[stay.request_id] = stay
+            self._end(before, residency.start - 1, "unknown")
+        self.seen.add(residency.request_id)
+        self._open[residency.slot] = self._of_request[residency.request_id] = residency
 
-    def _end(self, stay: StaySpan, at: int, how: str) -> None:
-        stay.end, stay.exit = at, how
-        self.done.append(stay)
-        del self._open[stay.slot]
-        if self._of_request.get(stay.request_id) is stay:
-            del self._of_request[stay.request_id]
+    def _end(self, residency: ResidencySpan, at: int, how: str) -> None:
+        residency.end, residency.exit = at, how
+        self.done.append(residency)
+        del self._open[residency.slot]
+        if self._of_request.get(residency.request_id) is residency:
+            del self._of_request[residency.request_id]
 
     def _reconcile(self, line: StepLine, at: int) -> None:
         """Steps are missing: the line says who is there."""
-        there = {stay.slot: stay for stay in line.occupants}
-        for slot, stay in list(self._open.items()):
+        there = {residency.slot: residency for residency in line.occupants}
+        for slot, residency in list(self._open.items()):
             now = there.get(slot)
-            if now is None or (now.gen, now.request_id) != (stay.gen, stay.request_id):
-                self._end(stay, at - 1, "unknown")
+            if now is None or (now.gen, now.request_id) != (residency.gen, residency.request_id):
+                self._end(residency, at - 1, "unknown")
         for slot, now in there.items():
             if slot not in self._open:
-                self._begin(StaySpan(slot, now.gen, now.request_id, at, now.request_id in self.seen, 0, 0))
+                self._begin(ResidencySpan(slot, now.gen, now.request_id, at, now.request_id in self.seen, 0, 0))
