@@ -71,6 +71,7 @@ class KVTiers:
         self._load_seconds = load_seconds
         self._operations = Operations(clock)
         self._counters = Counters()
+        self._block_size = cache.shape.block_size
         self._host = HostTier(host_bytes)
         self._store = None if store is None else store.location.shown
         self._unwritten: deque[bytes] = deque()
@@ -173,6 +174,7 @@ class KVTiers:
         counted = self._counters.snapshot()
         gauges = msgspec.structs.replace(
             counted,
+            block_size=self._block_size,
             host_blocks=len(self._host),
             host_bytes=self._host.bytes,
             host_limit_bytes=self._host.limit_bytes,
