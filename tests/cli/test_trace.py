@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fd_core.cli.app import app
-from fd_core.cli.trace_page.pack import KINDS, cells, page
+from fd_core.cli.trace_page.pack import cells, page
 from fd_core.engine.messages import EngineStats
 from fd_core.errors import ConfigError
+from fd_core.tracing.cells import KINDS
+from fd_core.tracing.perfetto import perfetto_events
 from fd_core.tracing.reader import EXITS, TraceContents, read_trace
 from tests.engine.helpers import null_engine, random_specs
 from tests.engine.stepping import greedy
@@ -320,7 +322,7 @@ def test_more_slots_than_can_be_are_refused(run: tuple[Path, EngineStats], tmp_p
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_damage_is_shown_or_refused(data: st.DataObject, run: tuple[Path, EngineStats]) -> None:
-    """Bytes replaced, removed or doubled anywhere: a page or a `ConfigError`, nothing else."""
+    """Bytes replaced, removed or doubled anywhere: a page and events, or a `ConfigError`, nothing else."""
     raw = bytearray(run[0].read_bytes())
     for _ in range(data.draw(st.integers(1, 8))):
         at = data.draw(st.integers(0, len(raw) - 1))
@@ -334,6 +336,7 @@ def test_any_damage_is_shown_or_refused(data: st.DataObject, run: tuple[Path, En
         assert error.exit_code == 2
         return
     facts, arrays = unpacked(page(read, "damaged"))
+    assert all((event.dur or 0) >= 0 <= (event.ts or 0) for event in perfetto_events(read))
     assert facts["exits"] == list(EXITS)
     assert len(arrays["cells"]) == facts["numSteps"] * facts["numSlots"]
 
