@@ -38,7 +38,6 @@ from rich.table import Table
 import fd_core
 from fd_core import LLM, SamplingParams
 from fd_core.errors import FdError
-from fd_core.metrics import snapshot
 from fd_core.scheduling.storage import KeepKV
 from fd_core.scheduling.tradeoff import Choice
 
@@ -96,10 +95,8 @@ class Returning:
             **settings,
         )
         self._scheduler = self._llm._engine._scheduler
-        self._kept = self._llm._engine._kept_kv
         storage = self._scheduler.storage
         assert storage is not None
-        assert self._kept is not None
         self._storage = storage
         # The host tier alone keeps preempted requests only; here each prompt is kept when it ends.
         storage.keep = KeepKV(preempted=True, finished=True, persist=storage.keep.persist)
@@ -122,13 +119,13 @@ class Returning:
         """Compute `prompt`, forget it on the device, get it again. Raises EngineFailedError where it was not kept."""
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         (first,) = self._llm.generate([list(prompt)], params)
-        self._wait_until_kept()
+        self._wait_until_saved()
         self._scheduler.pool.forget_prefixes()
         self._choices.clear()
-        before = snapshot(self._storage.counters)
+        before = replace(self._storage.counters)
         (again,) = self._llm.generate([list(prompt)], params)
         after = self._storage.counters
-        self._wait_until_kept()
+        self._wait_until_saved()
         self._scheduler.pool.forget_prefixes()
         choice = self._choices[0] if self._choices else None
         return Return(
@@ -149,13 +146,13 @@ class Returning:
         """End the engine's threads."""
         self._llm.close()
 
-    def _wait_until_kept(self) -> None:
+    def _wait_until_saved(self) -> None:
         until = time.monotonic() + PATIENCE
-        kept = self._kept
-        assert kept is not None
+        engine = self._llm._engine
         while True:
-            kept.exchange()
-            stats = kept.stats()
+            engine._exchange_kv()
+            stats = engine.stats().kv
+            assert stats is not None
             if not (self._storage.busy or stats.open_operations or stats.pending_write_bytes):
                 return
             if time.monotonic() > until:

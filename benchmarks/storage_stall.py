@@ -7,7 +7,7 @@ One engine on the null backend and a Redis server of its own. Requests that deco
 trickle of short ones, each of which asks the store for its prefix and writes it there when it is done. In every other
 turn the server is stopped (SIGSTOP) just before and continued after; between turns the engine goes on, uncounted, until
 it uses the store again. What is timed of each step is all that the engine's thread does about scheduling and KV outside
-the device: `Scheduler.plan` and both `KeptKV.exchange`.
+the device: `Scheduler.plan` and both exchanges of effects and completions.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from rich.console import Console
 import fd_core
 from fd_core.config import EngineConfig
 from fd_core.engine.core import load_engine
+from fd_core.engine.messages import TierStats
 from fd_core.types import RequestSpec, SamplingParams
 
 WELL, STOPPED = "well", "stopped"
@@ -107,13 +108,10 @@ class Bench:
         self._numbers = itertools.count()
         self._steps = 0
         self._spent = 0.0
-        kept_kv = self.engine._kept_kv
-        assert kept_kv is not None
-        self.kept_kv = kept_kv
         scheduler = self.engine._scheduler
         # Instance attributes before the methods: nothing of the engine is changed but that it is timed.
         scheduler.plan = self._timed(scheduler.plan)  # type: ignore[method-assign]
-        kept_kv.exchange = self._timed(kept_kv.exchange)  # type: ignore[method-assign]
+        self.engine._exchange_kv = self._timed(self.engine._exchange_kv)  # type: ignore[method-assign]
 
     def step(self) -> float:
         """Run a step; return the seconds that planning took."""
@@ -132,14 +130,19 @@ class Bench:
 
     def failures(self) -> int:
         """Return how many calls of the store failed so far."""
-        return sum(self.kept_kv.stats().store_errors.values())
+        return sum(self._kv_stats().store_errors.values())
+
+    def _kv_stats(self) -> TierStats:
+        stats = self.engine.stats().kv
+        assert stats is not None
+        return stats
 
     def settle(self, seconds: float) -> None:
         """Go on until the store is used again and nothing waits for it. Raises `TimeoutError`."""
         ends = time.monotonic() + seconds
         while True:
             self.turn(20)
-            stats = self.kept_kv.stats()
+            stats = self._kv_stats()
             if (stats.breaker, stats.write_breaker, stats.pending_write_bytes) == ("closed", "closed", 0):
                 return
             if time.monotonic() > ends:

@@ -70,18 +70,20 @@ def main() -> int:
         socket.send(encoder.encode(message))
 
     try:
+        inbox = _SocketInbox(socket)
         path = Path(start.path) if start.path is not None else None
         engine = load_engine(
             start.config,
             path,
             epoch=start.epoch,
             progress=lambda phase, done, total: send(Progress(phase, done, total)),
+            wake=inbox.wake,
         )
         # What is loaded stays: the collector need not look at it again in the middle of a step.
         gc.collect()
         gc.freeze()
         send(Ready(engine.info))
-        serve_engine(engine, _SocketInbox(socket), send)
+        serve_engine(engine, inbox, send)
     except FdError as error:
         send(Fault(error.message, error.field, error.hint, error.exit_code))
         return error.exit_code

@@ -13,26 +13,33 @@ from fd_core.backends.contract import Backend
 from fd_core.config import EngineConfig, resolve_limits
 from fd_core.engine.client import StartProgress
 from fd_core.engine.device import Device, make_device
-from fd_core.engine.kept_kv import KeptKV, kv_identity, open_kv_storage
+from fd_core.engine.kv_offload import kv_identity, open_kv_storage, start_kv_offload
 from fd_core.engine.leased_kv import LeasedKV, open_leased_kv, require_role
 from fd_core.engine.messages import Delta, EngineInfo, EngineStats
 from fd_core.engine.outputs import Outputs
+from fd_core.engine.prefill_pace import PrefillPace
 from fd_core.errors import BadRequest
+from fd_core.kv.effects import PrefillPaceMeasured
 from fd_core.kv.events import KVEvent, Recorder
-from fd_core.kv.one_at_a_time import OneAtATime
-from fd_core.metrics import snapshot
+from fd_core.kv.locked_kv_cache import LockedKVCache
+from fd_core.kv.port import CompletionQueue, KVPort, NullKVPort
+from fd_core.kv.tiers.stats import TierStats
 from fd_core.plugins import installed_plugins
 from fd_core.runner.drafting import make_drafter
 from fd_core.runner.runner import Runner
-from fd_core.scheduling.drafts import DraftControl, DraftStats
+from fd_core.scheduling.drafts import DraftControl
 from fd_core.scheduling.scheduler import Scheduler
 from fd_core.scheduling.storage import StorageCounters
+from fd_core.scheduling.tradeoff import Pace
 from fd_core.tracing.format import TraceHeader
+from fd_core.tracing.kv_operations import KVTrace
 from fd_core.tracing.writer import TraceWriter, require_trace_file
 from fd_core.types import FinishReason, RequestSpec, StepOutput, StepPlan
 
 __all__ = ["Engine", "load_engine"]
 
+_KV_WAIT_SECONDS = 0.005
+"""How long an engine whose requests all wait for KV outside the device sleeps before it looks at its messages."""
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -46,7 +53,8 @@ class Engine:
         device: Device,
         *,
         watchdog_seconds: float,
-        kept_kv: KeptKV | None = None,
+        prefill_token: float = 0.0,
+        kv: KVPort[TierStats | None] | None = None,
         leased_kv: LeasedKV | None = None,
         trace: TraceWriter | None = None,
     ) -> None:
@@ -55,7 +63,10 @@ class Engine:
         self._outputs = Outputs(scheduler)
         self._device = device
         self._watchdog_seconds = watchdog_seconds
-        self._kept_kv = kept_kv
+        self._kv = kv or NullKVPort()
+        self._kv_trace = None if trace is None else KVTrace(trace)
+        self._prefill_pace = PrefillPace(prefill_token)
+        scheduler.completed(PrefillPaceMeasured(prefill_token))
         self._leased_kv = leased_kv
         self._trace = trace
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
@@ -79,11 +90,6 @@ class Engine:
     def abort(self, request_ids: Iterable[str]) -> list[Delta]:
         """Abort requests; returns the last deltas of those that ended at once. Idempotent."""
         return [delta for request_id in request_ids for delta in self._outputs.abort_waiting(request_id)]
-
-    def wake_by(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called, by any thread, when a step would do something that nobody submitted here."""
-        if self._leased_kv is not None:
-            self._leased_kv.wake_by(wake)
 
     def stop(self) -> None:
         """Take no more requests of other workers; those that run go on."""
@@ -109,29 +115,63 @@ class Engine:
             self._in_flight.append((plan, time.monotonic()))
         self._exchange_kv()
         if not self._in_flight:
-            for kv in (self._kept_kv, self._leased_kv):
-                if kv is not None:
-                    kv.wait()
+            if self._scheduler.storage is not None and self._scheduler.storage.busy:
+                self._kv.wait(_KV_WAIT_SECONDS)
+            if self._leased_kv is not None:
+                self._leased_kv.wait()
             return []
         output = self._device.collect(self._watchdog_seconds)
         plan, submitted = self._in_flight.popleft()
-        if self._kept_kv is not None:
-            self._kept_kv.observe(plan, submitted, time.monotonic())
+        if (pace := self._prefill_pace.observe(plan, submitted, time.monotonic())) is not None:
+            self._scheduler.completed(pace)
         return self._commit(plan, output)
 
     def stats(self) -> EngineStats:
         """Return gauges and counters as they are now."""
-        scheduler = self._scheduler
-        drafts, storage = scheduler.drafts, scheduler.storage
+        scheduler, pool = self._scheduler, self._scheduler.pool
+        counters, delivered = scheduler.counters, self._outputs.counters
+        ended = delivered.finished
+        drafts = scheduler.drafts
+        proposed = () if drafts is None else tuple(drafts.drafted.tolist())
+        accepted = () if drafts is None else tuple(drafts.accepted.tolist())
+        storage = scheduler.storage
+        kept = StorageCounters() if storage is None else storage.counters
         return EngineStats(
-            scheduler=scheduler.stats(),
-            blocks=scheduler.pool.stats(),
-            outputs=snapshot(self._outputs.counters),
-            drafts=DraftStats() if drafts is None else drafts.stats(),
-            storage=StorageCounters() if storage is None else snapshot(storage.counters),
-            kv=None if self._kept_kv is None else self._kept_kv.stats(),
-            pace=None if storage is None else storage.tradeoff.pace,
+            running=scheduler.num_running,
+            loading=scheduler.num_loading,
+            waiting=len(scheduler.waiting),
+            take_backs_in_flight=scheduler.num_draining,
+            kv_blocks_used=pool.num_owned,
+            kv_blocks_fenced=pool.num_fenced,
+            kv_blocks_cached=pool.num_cached,
+            kv_blocks_total=pool.num_blocks,
+            steps=counters.steps,
+            budget_used=counters.budget_used,
+            budget_limit=counters.steps * scheduler.limits.max_num_batched_tokens,
+            prompt_tokens=counters.prompt_tokens,
+            generated_tokens=delivered.generated_tokens,
+            preemptions=counters.preemptions,
+            recomputed_tokens=counters.recomputed_tokens,
+            prefix_queries=counters.prefix_queries,
+            prefix_hits=counters.prefix_hits,
+            drafts_proposed=sum(proposed),
+            drafts_accepted=sum(accepted),
+            drafts_proposed_per_position=proposed,
+            drafts_accepted_per_position=accepted,
+            loads=kept.loads,
+            loaded_tokens=kept.loaded_tokens,
+            lost_tokens=kept.lost_tokens,
+            declined=kept.declined,
+            declined_tokens=kept.declined_tokens,
+            saved_tokens=kept.saved_tokens,
+            pace=Pace() if storage is None else storage.tradeoff.pace,
+            kv=self._kv.stats(),
             leases=None if self._leased_kv is None else self._leased_kv.stats(),
+            stale_outputs=delivered.stale_outputs,
+            finished_stop=ended[FinishReason.STOP],
+            finished_length=ended[FinishReason.LENGTH],
+            finished_abort=ended[FinishReason.ABORT],
+            finished_error=ended[FinishReason.ERROR],
         )
 
     def take_kv_events(self) -> tuple[KVEvent, ...]:
@@ -145,8 +185,7 @@ class Engine:
 
     def close(self) -> None:
         """Stop the engine's threads; what is in flight is computed and dropped, what waits for a store written."""
-        if self._kept_kv is not None:
-            self._kept_kv.close()
+        self._kv.close()
         if self._leased_kv is not None:
             self._leased_kv.close()
         self._device.close()
@@ -155,8 +194,16 @@ class Engine:
 
     def _exchange_kv(self) -> None:
         """Begin what was decided about KV outside the device, and learn what became of it."""
-        if self._kept_kv is not None:
-            self._kept_kv.exchange()
+        if (storage := self._scheduler.storage) is not None:
+            effects, decisions = self._scheduler.take_effects(), storage.take_choices()
+            if self._kv_trace is not None:
+                self._kv_trace.decided(decisions)
+                self._kv_trace.began(effects)
+            self._kv.perform(effects)
+            for completion in self._kv.completions():
+                if self._kv_trace is not None:
+                    self._kv_trace.ended(completion)
+                self._scheduler.completed(completion)
         if self._leased_kv is not None:
             self.abort(self._leased_kv.exchange())
 
@@ -167,10 +214,18 @@ class Engine:
         return deltas
 
 
-def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, progress: StartProgress) -> Engine:
+def load_engine(
+    config: EngineConfig,
+    path: Path | None,
+    *,
+    epoch: int = 1,
+    progress: StartProgress,
+    wake: Callable[[], None] = lambda: None,
+) -> Engine:
     """Choose the backend, load the model at `path`, size the KV cache, warm up.
 
-    `path` is None only for backends that need no checkpoint. Raises `ConfigError`, `ModelError` or `PluginError`.
+    `path` is None only for backends that need no checkpoint. `wake` is called, on any thread, when a step would do
+    something that nobody submitted. Raises `ConfigError`, `ModelError` or `PluginError`.
     """
     if config.trace is not None:
         require_trace_file(Path(config.trace))
@@ -221,8 +276,8 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
         kv_cache_bytes=limits.num_kv_blocks * bytes_per_block,
         pipeline_depth=limits.pipeline_depth,
         host_kv_bytes=0 if storage.keep is None else config.host_kv_memory,
-        kv_store=storage.about,
-        kv_store_answers=storage.answers,
+        kv_store=storage.summary,
+        kv_store_answers=storage.reachable,
         role=config.role,
         kv_connector=config.kv_connector if config.role == "decode" else None,
         emulated=backend.emulated,
@@ -256,12 +311,11 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
             limits=limits,
         )
         trace = TraceWriter(Path(config.trace), header, time.monotonic_ns(), config.trace_limit)
-    cache = OneAtATime(runner.cache)
-    kept_kv = None
-    if storage.keep is not None:
-        kept_kv = KeptKV.join(storage, scheduler, cache, ops.dtype, config, prefill_token, trace)
+    cache = LockedKVCache(runner.cache)
+    kv = start_kv_offload(storage, config, cache, ops.dtype, CompletionQueue(wake))
     leased_kv = open_leased_kv(config, plugins, scheduler, cache, ops.dtype, identity, trace) if paired else None
     if leased_kv is not None:
+        leased_kv.wake_by(wake)
         info = msgspec.structs.replace(info, kv_port=leased_kv.port)
     device = make_device(runner, limits.pipeline_depth, config.output_transport)
     return Engine(
@@ -269,7 +323,8 @@ def load_engine(config: EngineConfig, path: Path | None, *, epoch: int = 1, prog
         scheduler,
         device,
         watchdog_seconds=config.watchdog_seconds,
-        kept_kv=kept_kv,
+        prefill_token=prefill_token,
+        kv=kv,
         leased_kv=leased_kv,
         trace=trace,
     )

@@ -97,15 +97,16 @@ class InprocClient(StreamingClient):
     async def _start(self, progress: StartProgress) -> None:
         """Load an engine for the next epoch and run it in a thread of its own."""
         self._epoch += 1
-        engine = await asyncio.to_thread(self._load, progress)
-        self._inbox = _QueueInbox()
+        inbox = _QueueInbox()
+        engine = await asyncio.to_thread(self._load, progress, inbox)
+        self._inbox = inbox
         self._last_sign = time.monotonic()
-        self._thread = threading.Thread(target=self._run, args=(engine, self._inbox), name="fdcore-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(engine, inbox), name="fdcore-engine", daemon=True)
         self._came_up(engine.info)
         self._thread.start()
 
-    def _load(self, progress: StartProgress) -> Engine:
-        engine = load_engine(self._config, self._path, epoch=self._epoch, progress=progress)
+    def _load(self, progress: StartProgress, inbox: _QueueInbox) -> Engine:
+        engine = load_engine(self._config, self._path, epoch=self._epoch, progress=progress, wake=inbox.wake)
         if self._closing:
             engine.close()
             raise EngineDead("the engine was closed")

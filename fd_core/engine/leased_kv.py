@@ -20,11 +20,10 @@ from fd_core.engine.messages import LeaseStats
 from fd_core.errors import BadRequest, ConfigError
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.effects import Cancel, Fetch, Fetched, Transfer
-from fd_core.kv.one_at_a_time import OneAtATime
+from fd_core.kv.locked_kv_cache import LockedKVCache
 from fd_core.kv.stores.contract import KVStore
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.kv.stores.location import parse_location
-from fd_core.metrics import snapshot
 from fd_core.plugins import Plugins
 from fd_core.scheduling.scheduler import Scheduler
 from fd_core.tracing.kv_operations import KVTrace
@@ -118,10 +117,14 @@ class LeasedKV:
 
     def stats(self) -> LeaseStats:
         """Return counters and gauges."""
+        counters = self._transfers.counters
         sides = [side for side in (self._receiver, self._sender) if side is not None]
         return LeaseStats(
             open=sum(side.open_leases for side in sides),
-            transfers=snapshot(self._transfers.counters),
+            outcomes={str(outcome): count for outcome, count in counters.outcomes.items()},
+            fetched_tokens=counters.fetched_tokens,
+            sent_blocks=counters.sent_blocks,
+            given_up=counters.given_up,
             receiver=None if self._receiver is None else self._receiver.stats(),
             sender=None if self._sender is None else self._sender.stats(),
         )
@@ -184,14 +187,14 @@ def open_leased_kv(
     config: EngineConfig,
     plugins: Plugins,
     scheduler: Scheduler,
-    cache: OneAtATime,
+    cache: LockedKVCache,
     dtype: str,
     identity: str,
     trace: TraceWriter | None,
 ) -> LeasedKV:
     """Open a prefill or decode worker's side of leases.
 
-    `identity` is that of the KV, see `kept_kv.kv_identity`. Raises `ConfigError` or `PluginError`.
+    `identity` is that of the KV, see `kv_offload.kv_identity`. Raises `ConfigError` or `PluginError`.
     """
     envelope = Envelope(transfer_key(config.transfer_secret_file))
     shape, block = cache.shape, BlockFormat.of(cache.shape, dtype)
@@ -226,7 +229,7 @@ def _store_maker(config: EngineConfig, plugins: Plugins) -> Callable[[], KVStore
 def _side(
     config: EngineConfig,
     scheduler: Scheduler,
-    cache: OneAtATime,
+    cache: LockedKVCache,
     block: BlockFormat,
     terms: Terms,
     envelope: Envelope,

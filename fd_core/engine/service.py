@@ -39,7 +39,6 @@ class Inbox(Protocol):
 
 def serve_engine(engine: Engine, inbox: Inbox, send: Callable[[EngineMessage], None]) -> None:
     """Serve until told to shut down. Errors of a step end the loop: the client sees a dead engine."""
-    engine.wake_by(inbox.wake)
     engine.on_admission = lambda admitted: send(StepEvents([], None, engine.info.epoch, admitted))
     last_stats = 0.0
     told: EngineStats | None = None

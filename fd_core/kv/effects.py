@@ -1,13 +1,17 @@
 """What the scheduler wants done with KV outside a step, and what became of it.
 
-Effects are values: the scheduler returns them, the engine's loop hands them to `fd_core.kv.tiers`, which performs them
-on threads of its own, and brings the completions back before the next plan. Nothing here waits for anything.
+Effects are values: the scheduler returns them, the engine's loop hands them to its `fd_core.kv.port.KVPort`, which
+performs them on other threads, and brings the completions back before the next plan. Nothing here waits for anything.
+`fd_core.kv.tiers` performs `Lookup`, `Load` and `Save`; `fd_core.disagg` performs `Fetch`, `Send` and `GiveUp`.
 
-Where prefill and decode are on different workers, `fd_core.disagg` performs `Fetch`, `Send` and `GiveUp` likewise.
+An operation is a number chosen by the scheduler, unique within an engine. What the scheduler may assume:
 
-An operation is a number chosen by the scheduler. A `Lookup` is answered by one `Found`, a `Load` by one `Loaded`, a
-`Save` by one `Saved`, a `Fetch` by one `Fetched`, a `Send` by one `Sent`, in any order, each within its deadline.
-`Cancel` hurries the answer, it does not replace it: blocks of an operation belong to it until its completion arrived.
+- A `Lookup` is answered by one `Found`, a `Load` by one `Loaded`, a `Save` by one `Saved`, a `Fetch` by one `Fetched`,
+  a `Send` by one `Sent`, in any order, each within its deadline.
+- `Cancel` hurries the answer, it does not replace it: blocks of an operation belong to it until it is completed.
+- What `Saved` says about the host tier needs no `Lookup`: a `Load` that follows finds those blocks there, unless others
+  evicted them meanwhile. A `Load` may always come back short, and says how much it brought.
+- The other completions answer nothing and may come at any time, while the engine is idle too.
 """
 
 from __future__ import annotations
@@ -26,9 +30,12 @@ __all__ = [
     "Found",
     "GiveUp",
     "Load",
+    "LoadPaceMeasured",
     "Loaded",
     "Lookup",
+    "NotStored",
     "Outcome",
+    "PrefillPaceMeasured",
     "Save",
     "Saved",
     "Send",
@@ -40,7 +47,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """How many of the leading `keys` are held outside the device?"""
+    """Ask how many of the leading `keys` are stored outside the device."""
 
     operation: int
     keys: tuple[bytes, ...]
@@ -68,7 +75,7 @@ class Save:
     keys: tuple[bytes, ...]
     blocks: IntArray
     persist: bool
-    """Whether the store gets them too, written behind."""
+    """Whether the blocks are also written to the KV store, some time after the copy to the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +116,35 @@ class Saved:
     operation: int
     blocks: int
     """Leading blocks that were copied to the host."""
+    host: int = 0
+    """How many of them the host tier holds: a `Load` of these keys needs no `Lookup`."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotStored:
+    """Blocks of completed `Save`s that were to be written to the KV store and may not be there."""
+
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPaceMeasured:
+    """What loading costs at present, in seconds; None where nothing was measured lately."""
+
+    host_block: float | None = None
+    """To copy one block from the host tier to the device."""
+    store_block: float | None = None
+    """To fetch and check one block of the store; its copy to the device overlaps with the next fetch."""
+    store_latency: float | None = None
+    """To ask the store one question."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPaceMeasured:
+    """What computing a prompt costs at present."""
+
+    token: float
+    """Seconds for one token."""
 
 
 Outcome = Literal["transferred", "held", "refused", "lost", "expired", "damaged", "aborted"]
@@ -184,4 +220,4 @@ Transfer = Fetch | Send | GiveUp | Cancel
 Transferred = Fetched | Sent
 
 Effect = Lookup | Load | Save | Fetch | Send | GiveUp | Cancel
-Completion = Found | Loaded | Saved | Fetched | Sent
+Completion = Found | Loaded | Saved | Fetched | Sent | NotStored | LoadPaceMeasured | PrefillPaceMeasured

@@ -56,15 +56,17 @@ class PendingOperations(Generic[_Answer]):
         pending = self._pending.get(number)
         return pending is not None and not pending.ending
 
-    def holds(self, kind: type[_Answer]) -> bool:
-        """Whether an operation is pending whose completion is a `kind`."""
-        with self._lock:
-            return any(isinstance(pending.answer, kind) for pending in self._pending.values())
+    def numbers(self, *kinds: type[_Answer]) -> list[int]:
+        """Return the numbers of the operations that somebody still waits for, ascending.
 
-    def numbers(self) -> list[int]:
-        """Return the numbers of the operations that somebody still waits for, ascending."""
+        With `kinds`, only of operations whose completion is one of these.
+        """
         with self._lock:
-            return sorted(number for number, pending in self._pending.items() if not pending.ending)
+            return sorted(
+                number
+                for number, pending in self._pending.items()
+                if not pending.ending and (not kinds or isinstance(pending.answer, kinds))
+            )
 
     def begin(self, answer: _Answer, deadline: float = math.inf) -> None:
         """Open the operation that `answer` completes if nothing is done for it until `deadline`.

@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import msgspec
-
 from fd_core.router.accounting import Load
 from fd_core.router.config import RouterConfig
 from fd_core.router.workers import Worker
@@ -32,7 +30,8 @@ __all__ = [
 ]
 
 
-class Candidate(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Candidate:
     """A worker that may be chosen."""
 
     worker: Worker

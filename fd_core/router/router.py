@@ -10,17 +10,18 @@ selection = router.retry(selection, now, rng)     # after a failure: another wor
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 
 from fd_core.router.accounting import IDLE, Ledger, Load
 from fd_core.router.config import RouterConfig, check
 from fd_core.router.placing import Placement, Placing
 from fd_core.router.policies import Policy
-from fd_core.router.prefix_index import PrefixesInFlight, PrefixIndex
+from fd_core.router.prefix_index import Computing, PrefixIndex
 from fd_core.router.published import Published
 from fd_core.router.selection import Mode, NoWorker, RouteRequest, Selection, Verdict
-from fd_core.router.snapshot import RouterSnapshot, SelectionCounts, WorkerSnapshot
+from fd_core.router.snapshot import RouterSnapshot, Tally, WorkerSnapshot
 from fd_core.router.workers import ROLES, Member, Registry, Role, Worker
 
 __all__ = ["NoWorker", "RouteRequest", "Router", "Selection"]
@@ -50,7 +51,7 @@ class Router:
         self._ledger = Ledger(self._on_idle)
         self._index = PrefixIndex(duration=config.eviction_duration, capacity=config.max_index_blocks)
         self._policies: dict[Role, Policy] = {role: policy_class(config.policy_of(role))(config) for role in ROLES}
-        self._in_flight = PrefixesInFlight()
+        self._computing = Computing()
         self.published = Published(self._registry, config.max_index_blocks)
         """What workers tell of what they hold."""
         self._placing = Placing(
@@ -59,11 +60,11 @@ class Router:
             self._registry,
             self._ledger,
             self._index,
-            self._in_flight,
+            self._computing,
             self.published,
         )
-        self._by_worker: dict[Worker, SelectionCounts] = {}
-        self._by_role: dict[Role, SelectionCounts] = {role: SelectionCounts() for role in ROLES}
+        self._tallies: dict[Worker, Tally] = {}
+        self._by_role: dict[Role, Tally] = dict.fromkeys(ROLES, Tally())
         self._modes: dict[Mode, int] = {"mixed": 0, "pd": 0}
         self._refused: Counter[str] = Counter()
         self._retries = 0
@@ -164,16 +165,14 @@ class Router:
         """`worker` had no room or serves something else: nothing is wrong with it, but a retry goes elsewhere."""
         _check(selection, worker)
         if self._judge(selection, worker, "declined"):
-            for counts in self._counts(worker):
-                counts.declined += 1
+            self._count(worker, Tally(declined=1))
 
     def failed(self, selection: Selection, worker: Worker, now: float, *, severe: bool = False) -> None:
         """`worker`, one of the selection's, failed; `severe` if it cannot even be reached."""
         _check(selection, worker)
         if not self._judge(selection, worker, "failed"):
             return
-        for counts in self._counts(worker):
-            counts.failed += 1
+        self._count(worker, Tally(failed=1))
         member = self._registry.member(worker)
         if member is not None:
             member.circuit.failure(now, severe=severe)
@@ -191,7 +190,7 @@ class Router:
                 since=member.since,
                 circuit=member.circuit.state,
                 load=loads.pop(member.worker, IDLE),
-                tally=SelectionCounts.total([self._by_worker.get(member.worker, SelectionCounts())]),
+                tally=self._tallies.get(member.worker, Tally()),
                 index_blocks=self._index.blocks(member.worker),
                 held_blocks=self.published.blocks(member.worker),
                 kv_events=self.published.events(member.worker),
@@ -205,8 +204,8 @@ class Router:
             departed=tuple(loads.items()),
             index_blocks=len(self._index),
             total=total,
-            tally=SelectionCounts.total(self._by_role.values()),
-            roles={role: SelectionCounts.total([counts]) for role, counts in self._by_role.items()},
+            tally=functools.reduce(Tally.plus, self._by_role.values()),
+            roles=dict(self._by_role),
             modes=dict(self._modes),
             refused=dict(self._refused),
             retries=self._retries,
@@ -244,7 +243,7 @@ class Router:
             attempt=attempt,
         )
         self._modes[chosen.mode] += 1
-        self._in_flight.begin(first, placement.keys)
+        self._computing.begin(first, placement.keys)
         return chosen
 
     def _refuse(self, answer: NoWorker) -> NoWorker:
@@ -254,8 +253,7 @@ class Router:
     def _did_well(self, selection: Selection, worker: Worker, now: float) -> None:
         if not self._judge(selection, worker, "served"):
             return
-        for counts in self._counts(worker):
-            counts.served += 1
+        self._count(worker, Tally(served=1))
         member = self._registry.member(worker)
         if member is None:
             return
@@ -272,14 +270,12 @@ class Router:
         return True
 
     def _on_release(self, selection: Selection) -> None:
-        self._in_flight.end(selection.prefill, selection.keys)
+        self._computing.end(selection.prefill, selection.keys)
         ended_well = selection.verdicts.get(selection.decode) == "served"
         for worker in selection.workers:
             verdict = selection.verdicts.get(worker)
             if verdict is None:
-                for counts in self._counts(worker):
-                    counts.unused += ended_well
-                    counts.left += not ended_well
+                self._count(worker, Tally(unused=1) if ended_well else Tally(left=1))
             member = self._registry.member(worker)
             if verdict in (None, "declined") and member is not None and worker in selection.trials:
                 member.circuit.withdraw()
@@ -296,7 +292,7 @@ class Router:
         """Drop what was remembered of an incarnation; what runs there stays counted until its guards give it back."""
         self._index.remove(worker)
         self.published.remove(worker)
-        self._by_worker.pop(worker, None)
+        self._tallies.pop(worker, None)
         for policy in self._policies.values():
             policy.departed(worker)
 
@@ -310,17 +306,14 @@ class Router:
 
     def _count_selected(self, placement: Placement) -> None:
         for member in placement.members:
-            for counts in self._counts(member.worker):
-                counts.selected += 1
-                if member.worker.role != "decode":
-                    counts.prompt_blocks += len(placement.keys)
-                    counts.hit_blocks += placement.hits
+            prefix = member.worker.role != "decode"
+            blocks, hits = (len(placement.keys), placement.hits) if prefix else (0, 0)
+            self._count(member.worker, Tally(selected=1, prompt_blocks=blocks, hit_blocks=hits))
 
-    def _counts(self, worker: Worker) -> Iterable[SelectionCounts]:
-        """Return what counts a selection of `worker`: the counts of its role and, while it is there, its own."""
-        if self._registry.member(worker) is None:
-            return (self._by_role[worker.role],)
-        return self._by_role[worker.role], self._by_worker.setdefault(worker, SelectionCounts())
+    def _count(self, worker: Worker, more: Tally) -> None:
+        self._by_role[worker.role] = self._by_role[worker.role].plus(more)
+        if self._registry.member(worker) is not None:
+            self._tallies[worker] = self._tallies.get(worker, Tally()).plus(more)
 
 
 def _check(selection: Selection, worker: Worker) -> None:

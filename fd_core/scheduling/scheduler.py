@@ -13,19 +13,27 @@ What is to happen to KV outside a step leaves through `take_effects` and comes b
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated
+from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from fd_core.config import Limits
 from fd_core.errors import BadRequest
 from fd_core.kv.blocks import BlockPool
-from fd_core.kv.effects import Completion, Effect, Found, Loaded, Saved, Transferred
+from fd_core.kv.effects import (
+    Completion,
+    Effect,
+    Found,
+    Loaded,
+    LoadPaceMeasured,
+    NotStored,
+    PrefillPaceMeasured,
+    Saved,
+    Transferred,
+)
 from fd_core.kv.events import Recorder
 from fd_core.kv.prefix import PrefixHasher
-from fd_core.metrics import counter, gauge
 from fd_core.scheduling.budget import Budget, allot_decodes
 from fd_core.scheduling.drafts import DraftControl
 from fd_core.scheduling.gauges import SchedulerGauges
@@ -41,32 +49,20 @@ from fd_core.scheduling.victims import VictimPolicy
 from fd_core.scheduling.waiting import WaitingQueue
 from fd_core.types import FinishReason, IntArray, RequestSpec, StepPlan
 
-__all__ = ["Scheduler", "SchedulerStats"]
+__all__ = ["Counters", "Scheduler"]
 
 
-class SchedulerStats(msgspec.Struct, kw_only=True):
-    """What the scheduler counted since the start, and gauges of this moment."""
+@dataclass(slots=True)
+class Counters:
+    """What happened since the start; only grows."""
 
-    running: Annotated[int, gauge("requests_running", "Requests that hold a slot and compute.")] = 0
-    loading: Annotated[
-        int, gauge("requests_loading", "Requests that hold a slot and wait for KV from outside the device.")
-    ] = 0
-    waiting: Annotated[int, gauge("requests_waiting", "Requests that wait for a slot.")] = 0
-    take_backs_in_flight: Annotated[
-        int, gauge("take_backs_in_flight", "Revoked slots whose release the runner has not confirmed.")
-    ] = 0
-    steps: Annotated[int, counter("steps", "Steps planned.")] = 0
-    budget_used: Annotated[int, counter("budget_used_tokens", "Tokens computed, over all steps.")] = 0
-    budget_limit: Annotated[
-        int, counter("budget_limit_tokens", "Tokens that the step budgets allowed, over all steps.")
-    ] = 0
-    prompt_tokens: Annotated[int, counter("prompt_tokens", "Prompt tokens of the requests admitted.")] = 0
-    preemptions: Annotated[int, counter("preemptions", "Requests preempted to free KV blocks for others.")] = 0
-    recomputed_tokens: Annotated[
-        int, counter("recomputed_tokens", "Tokens computed a second time after a preemption.")
-    ] = 0
-    prefix_queries: Annotated[int, counter("prefix_queries_tokens", "Prompt tokens looked up in the prefix cache.")] = 0
-    prefix_hits: Annotated[int, counter("prefix_hits_tokens", "Prompt tokens found in the prefix cache.")] = 0
+    steps: int = 0
+    budget_used: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    prompt_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
 
 
 class Scheduler:
@@ -97,7 +93,7 @@ class Scheduler:
         self.pool = BlockPool(limits.num_kv_blocks, recorder)
         self.waiting = WaitingQueue(policy)
         self.drafts = drafts
-        self.counters = SchedulerStats()
+        self.counters = Counters()
         self.storage = None if keep_kv is None else Storage(self.pool, limits.block_size, keep_kv)
         self.transfers = Transfers(self.pool, limits.block_size) if paired else None
         self._policy = policy
@@ -194,16 +190,6 @@ class Scheduler:
         """Return the length of the queue and the use of the KV blocks."""
         pool = self.pool
         return SchedulerGauges(len(self.waiting), pool.num_owned, pool.num_fenced, pool.num_cached)
-
-    def stats(self) -> SchedulerStats:
-        """Return counters, and gauges as they are now."""
-        return msgspec.structs.replace(
-            self.counters,
-            running=self.num_running,
-            loading=self.num_loading,
-            waiting=len(self.waiting),
-            take_backs_in_flight=self.num_draining,
-        )
 
     # Planning ---------------------------------------------------------------------------------------------
 
@@ -468,7 +454,6 @@ class Scheduler:
         self._step += 1
         self.counters.steps += 1
         self.counters.budget_used += budget.used
-        self.counters.budget_limit += self.limits.max_num_batched_tokens
         return plan
 
     # What became of a step --------------------------------------------------------------------------------
@@ -563,9 +548,9 @@ class Scheduler:
         return [] if self.storage is None else self.storage.take_effects()
 
     def completed(self, completion: Completion) -> None:
-        """An effect was performed."""
+        """An effect was performed, or something was learnt about KV outside the device."""
         if self.storage is None:
-            raise RuntimeError("no KV is kept outside the device, but an operation completed")
+            return
         match completion:
             case Found():
                 self.storage.found(completion)
@@ -575,6 +560,10 @@ class Scheduler:
                 arrival = self.storage.loaded(completion)
                 if arrival is not None:
                     self._arrive(arrival)
+            case NotStored(keys):
+                self.storage.not_stored(keys)
+            case LoadPaceMeasured() | PrefillPaceMeasured():
+                self.storage.tradeoff.measured(completion)
 
     def transferred(self, answer: Transferred) -> None:
         """An effect of `transfers` was performed."""

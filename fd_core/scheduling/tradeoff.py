@@ -6,10 +6,9 @@ measured again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, replace
 
-from fd_core.metrics import gauge
+from fd_core.kv.effects import LoadPaceMeasured, PrefillPaceMeasured
 
 __all__ = ["Choice", "Pace", "Tradeoff"]
 
@@ -21,17 +20,12 @@ _DOUBT = 0.9
 class Pace:
     """What was measured so far, in seconds; None where nothing was."""
 
-    prefill_token: Annotated[
-        float | None, gauge("kv_pace_prefill_token_seconds", "Measured time to compute one prompt token, in seconds.")
-    ] = None
-    host_block: Annotated[
-        float | None,
-        gauge("kv_pace_host_block_seconds", "Measured time to load one KV block from the host tier, in seconds."),
-    ] = None
-    store_block: Annotated[
-        float | None,
-        gauge("kv_pace_store_block_seconds", "Measured time to load one KV block from the store, in seconds."),
-    ] = None
+    prefill_token: float | None = None
+    """To compute one token of a prompt."""
+    host_block: float | None = None
+    """To copy one block from the host tier."""
+    store_block: float | None = None
+    """To bring one block from the store."""
     store_latency: float = 0.0
     """Until the store's first block is on its way."""
 
@@ -57,6 +51,14 @@ class Tradeoff:
     def __init__(self) -> None:
         self.pace = Pace()
         self._trust = 1.0
+
+    def measured(self, pace: LoadPaceMeasured | PrefillPaceMeasured) -> None:
+        """Take in what loading or computing costs at present."""
+        match pace:
+            case PrefillPaceMeasured(token):
+                self.pace = replace(self.pace, prefill_token=token)
+            case LoadPaceMeasured(host_block, store_block, latency):
+                self.pace = Pace(self.pace.prefill_token, host_block, store_block, latency or 0.0)
 
     def choose(self, request_id: str, host_blocks: int, store_blocks: int, block_size: int) -> Choice:
         """Weigh bringing `host_blocks` and `store_blocks` back against computing their tokens."""

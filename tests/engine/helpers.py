@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import numpy as np
 
@@ -15,7 +17,7 @@ __all__ = ["EOS", "Texts", "golden", "null_engine", "random_specs", "run"]
 EOS = (256,)
 
 
-def null_engine(**settings: object) -> Engine:
+def null_engine(*, wake: Callable[[], None] = lambda: None, **settings: object) -> Engine:
     values: dict[str, object] = {
         "model": "null",
         "backend": "null",
@@ -26,7 +28,7 @@ def null_engine(**settings: object) -> Engine:
         "max_num_batched_tokens": 64,
         "pipeline_depth": 1,
     }
-    return load_engine(EngineConfig(**(values | settings)), None, progress=lambda *_: None)  # type: ignore[arg-type]
+    return load_engine(EngineConfig(**(values | settings)), None, progress=lambda *_: None, wake=wake)  # type: ignore[arg-type]
 
 
 def random_specs(count: int, seed: int, *, max_prompt: int = 120, max_tokens: int = 60) -> list[RequestSpec]:

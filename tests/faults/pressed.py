@@ -14,7 +14,9 @@ from pathlib import Path
 import msgspec
 
 from fd_core.kv.effects import Effect, Load, Lookup, Save
+from fd_core.kv.tiers.offload import KVOffload
 from fd_core.kv.tiers.stats import TierStats
+from fd_core.scheduling.tradeoff import Pace
 from fd_core.types import FinishReason, RequestSpec
 from tests.engine.helpers import Texts, golden, null_engine, random_specs
 
@@ -83,24 +85,24 @@ class Pressed:
         started = Stopwatch()
         self.engine = null_engine(**(values | settings))
         assert started.fair_seconds < _START_SECONDS, "the engine waited for its store to start"
-        scheduler, kept_kv = self.engine._scheduler, self.engine._kept_kv
-        assert kept_kv is not None and scheduler.storage is not None
-        self.storage, self._scheduler, self._kept_kv = scheduler.storage, scheduler, kept_kv
+        scheduler, offload = self.engine._scheduler, self.engine._kv
+        assert isinstance(offload, KVOffload) and scheduler.storage is not None
+        self.storage, self._scheduler, self._offload = scheduler.storage, scheduler, offload
         # Back doors: whoever fits is admitted, so that blocks run out; and what computing costs is not learnt, so that
         # whatever can be loaded is.
         scheduler._growth_with = lambda *_: 0  # type: ignore[method-assign]
         if always_loads:
-            kept_kv.observe = lambda *_: None  # type: ignore[method-assign]
-            kept_kv._prefill_token = None  # what is unknown is tried
+            self.engine._prefill_pace.observe = lambda *_: None  # type: ignore[method-assign]
+            self.storage.tradeoff.pace = Pace()  # what is unknown is tried
         self._since: dict[int, tuple[type[Effect], Stopwatch]] = {}
         self._rounds = 0
         self._wants_blocks = False
-        perform = kept_kv._tiers.perform
-        kept_kv._tiers.perform = lambda effects: (self._began(effects), perform(effects))[1]  # type: ignore[assignment]
+        perform = offload.perform
+        offload.perform = lambda effects: (self._began(effects), perform(effects))[1]  # type: ignore[assignment]
 
     @property
     def tiers(self) -> TierStats:
-        return self._kept_kv.stats()
+        return self._offload.stats()
 
     def round(
         self, salt: str = "", specs: Sequence[RequestSpec] = SPECS, busy: Callable[[], object] | None = None
@@ -127,12 +129,11 @@ class Pressed:
 
     def calm(self) -> TierStats:
         """Wait until nothing is on its way to the store; return the numbers, all gauges being as at first."""
-        writer = self._kept_kv._tiers._writer
-        assert writer is not None
+        writer = self._offload._writer
         until(lambda: not self.tiers.pending_write_bytes and not writer._forgotten, _CALM_SECONDS)
         stats, tiers = self.engine.stats(), self.tiers
-        assert (stats.scheduler.running, stats.scheduler.waiting, stats.scheduler.take_backs_in_flight) == (0, 0, 0)
-        assert (stats.blocks.used, stats.blocks.fenced, stats.outputs.stale_outputs) == (0, 0, 0)
+        assert (stats.running, stats.waiting, stats.take_backs_in_flight) == (0, 0, 0)
+        assert (stats.kv_blocks_used, stats.kv_blocks_fenced, stats.stale_outputs) == (0, 0, 0)
         assert tiers.host_bytes <= tiers.host_limit_bytes
         assert (tiers.copy_errors, tiers.open_operations) == (0, 0)
         assert not self.storage.busy
@@ -177,7 +178,7 @@ class Pressed:
         self.engine.close()
         assert closing.fair_seconds < _CLOSE_SECONDS
         assert not self.tiers.pending_write_bytes
-        assert not self._wants_blocks or self.engine.stats().scheduler.preemptions, "there was no pressure"
+        assert not self._wants_blocks or self.engine.stats().preemptions, "there was no pressure"
 
     def _step(self, texts: Texts) -> None:
         step = Stopwatch()

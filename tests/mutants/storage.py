@@ -7,11 +7,12 @@ from tests.mutants.mutant import mutant
 SCHEDULER = "scheduling/scheduler.py"
 STORAGE = "scheduling/storage.py"
 SLOTS = "scheduling/slots.py"
-KEPT_KV = "engine/kept_kv.py"
-TIERS = "kv/tiers/tiers.py"
+CORE = "engine/core.py"
+KV_OFFLOAD = "engine/kv_offload.py"
+OFFLOAD = "kv/tiers/offload.py"
 READER = "kv/tiers/reader.py"
-OPERATIONS = "kv/tiers/operations.py"
-LINE = "kv/tiers/line.py"
+PENDING = "kv/pending.py"
+GUARDED_STORE = "kv/tiers/guarded_store.py"
 ENVELOPE = "kv/stores/envelope.py"
 
 MUTANTS = (
@@ -19,19 +20,19 @@ MUTANTS = (
         "store-under-the-lock",
         "5.1: storage is an effect, performed outside planning; no plan waits for it",
         (
-            TIERS,
-            "self._copier.look_up(self._operations.begin(effect, self._lookup_seconds))",
-            "self._copier.look_up(self._operations.begin(effect, self._lookup_seconds))\n"
-            "                        self._operations.wait(self._lookup_seconds)",
+            OFFLOAD,
+            "                        self._copier.look_up(effect)\n",
+            "                        self._copier.look_up(effect)\n"
+            "                        self._queue.wait(self._lookup_seconds)\n",
         ),
     ),
     mutant(
         "the-loop-waits-for-the-store",
         "5.1: a stalled store does not move the p99 of planning",
         (
-            KEPT_KV,
-            "        for completion in self._tiers.completed():\n",
-            "        self._tiers.wait(1.0)\n        for completion in self._tiers.completed():\n",
+            CORE,
+            "            for completion in self._kv.completions():\n",
+            "            self._kv.wait(1.0)\n            for completion in self._kv.completions():\n",
         ),
     ),
     mutant(
@@ -109,24 +110,25 @@ MUTANTS = (
     mutant(
         "another-model-finds-the-values",
         "5.3: keys chain over digests, dtype and layout: change any of them, no hit",
-        (KEPT_KV, 'return f"{weights}/{tokenizer}/{numerics}/{_LAYOUT}/rank-0-of-1"', 'return "the same"'),
+        (KV_OFFLOAD, 'return f"{weights}/{tokenizer}/{numerics}/{_LAYOUT}/rank-0-of-1"', 'return "the same"'),
     ),
     mutant(
         "a-load-copies-behind-its-answer",
         "3.2 and 5.5: a late answer of an expired load is not applied",
         (
-            OPERATIONS,
-            "operation.copying = not operation.ending and not operation.done",
-            "operation.copying = True",
+            PENDING,
+            "            if pending is None or pending.ending:\n                return False\n"
+            "            pending.copying = True",
+            "            if pending is None:\n                return True\n            pending.copying = True",
         ),
     ),
     mutant(
         "an-operation-ends-during-its-copy",
         "3.2: a block belongs to an operation until nothing copies it",
         (
-            OPERATIONS,
-            "        if not operation.copying:\n            self._finish",
-            "        if True:\n            self._finish",
+            PENDING,
+            "        if not pending.copying:\n            del",
+            "        if True:\n            del",
         ),
     ),
     mutant(
@@ -158,12 +160,12 @@ MUTANTS = (
     mutant(
         "nothing-expires",
         "5.5: every wait has a deadline",
-        (TIERS, "        for operation in self._operations.expire():\n", "        for operation in ():\n"),
+        (OFFLOAD, "        for answer in self._pending.expire(now):\n", "        for answer in ():\n"),
     ),
     mutant(
         "a-dead-store-is-hammered",
         "5.5: a circuit breaker stops hammering a dead store",
-        (LINE, "            if not self._breaker.admit(now):\n", "            if False:\n"),
+        (GUARDED_STORE, "            if not self._breaker.admit(now):\n", "            if False:\n"),
     ),
     mutant(
         "loading-is-never-weighed",

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from fd_core.kv.block_format import BlockFormat
-from fd_core.kv.effects import Load, Save
+from fd_core.kv.effects import Found, Load, Loaded, Lookup, NotStored, Save, Saved
+from fd_core.kv.pending import PendingOperations
+from fd_core.kv.thread_loop import ThreadLoop
 from fd_core.kv.tiers.host import HostArray, HostTier
-from fd_core.kv.tiers.operations import Operation, Operations
+from fd_core.kv.tiers.load_job import LoadJob
 from fd_core.kv.tiers.rates import Rate
 from fd_core.kv.tiers.reader import StoreReader
-from fd_core.kv.tiers.stats import Counters
-from fd_core.kv.tiers.worker import Worker
+from fd_core.kv.tiers.stats import TierCounters
 from fd_core.kv.tiers.writer import WriteBehind
 from fd_core.ops.contract import KVCache
-from fd_core.types import IntArray
 
 __all__ = ["Copier"]
 
@@ -38,177 +38,183 @@ class Copier:
         cache: KVCache,
         block: BlockFormat,
         host: HostTier,
-        reader: StoreReader | None,
-        writer: WriteBehind | None,
-        operations: Operations,
-        counters: Counters,
+        reader: StoreReader,
+        writer: WriteBehind,
+        pending: PendingOperations[Found | Loaded | Saved],
+        counters: TierCounters,
         clock: Callable[[], float],
-        unwritten: deque[bytes],
+        tell: Callable[[NotStored], None],
     ) -> None:
-        """`unwritten` receives the keys of blocks that were to be written and are not."""
-        self.worker = Worker("fdcore-kv-copy")
+        """`tell` takes the keys of blocks that were to be written to the store and are not."""
+        self.loop = ThreadLoop("fdcore-kv-copy")
         self.import_rate = Rate()
         self._cache = cache
         self._block = block
         self._host = host
         self._reader = reader
         self._writer = writer
-        self._operations = operations
+        self._pending = pending
         self._counters = counters
         self._clock = clock
-        self._unwritten = unwritten
+        self._tell = tell
         self._room = host.limit_bytes // block.bytes
         """Blocks that fit into the host tier; a longer prefix keeps its beginning there."""
         self._logged: set[str] = set()
 
-    def look_up(self, operation: Operation) -> None:
+    def look_up(self, lookup: Lookup) -> None:
         """Post a lookup."""
-        self.worker.post(partial(self._look_up, operation))
+        self.loop.post(partial(self._look_up, lookup))
 
-    def save(self, operation: Operation) -> None:
+    def save(self, save: Save) -> None:
         """Post a save."""
-        self.worker.post(partial(self._save, operation))
+        self.loop.post(partial(self._save, save))
 
-    def load(self, operation: Operation) -> None:
-        """Post a load."""
-        self.worker.post(partial(self._load, operation))
+    def load(self, load: Load, began: float) -> None:
+        """Post a load that began at `began`, in seconds of the clock."""
+        self.loop.post(partial(self._load, load, began))
 
     def lost(self, keys: Sequence[bytes]) -> None:
-        """Post that the store may not have got the blocks of `keys` after all. Any thread."""
-        self._unwritten.extend(keys)
-        self.worker.post(partial(self._host.unmark_stored, keys))
+        """Tell that the store may not have got the blocks of `keys` after all. Any thread."""
+        self.loop.post(partial(self._host.unmark_stored, keys))
+        self._tell(NotStored(tuple(keys)))
 
-    def _look_up(self, operation: Operation) -> None:
-        if operation.done:
-            return
-        keys = operation.effect.keys
+    def _look_up(self, lookup: Lookup) -> None:
+        keys = lookup.keys
         missing = [index for index, key in enumerate(keys) if key not in self._host]
         host = missing[0] if missing else len(keys)
-        operation.host = host
+        found = Found(lookup.operation, host, host)
+        if not self._pending.advance(found):
+            return
         self._host.touch(keys[:host])
         self._counters.add("host_hit_blocks", host)
-        if missing and self._reader is not None and self._reader.ready():
-            self._reader.look_up(operation, missing)
+        if missing and self._reader.ready():
+            self._reader.look_up(lookup, host, missing)
         else:
-            self._operations.finish(operation)
+            self._pending.finish(found)
 
     # Saving -----------------------------------------------------------------------------------------------
 
-    def _save(self, operation: Operation) -> None:
-        effect = operation.effect
-        assert isinstance(effect, Save)  # noqa: S101 - for the type checker
-        self._host.touch(effect.keys[: self._room])
-        for index, key in enumerate(effect.keys):
+    def _save(self, save: Save) -> None:
+        if save.operation not in self._pending:
+            return
+        self._host.touch(save.keys[: self._room])
+        dropped: list[bytes] = []
+        for index, key in enumerate(save.keys):
             keep = index < self._room
-            write = self._writer is not None and effect.persist and not self._host.is_stored(key)
-            if write and not (self._writer and self._writer.accepts(self._block.bytes)):
-                self._drop(key)
+            write = save.persist and not self._host.is_stored(key)
+            if write and not self._writer.accepts(self._block.bytes):
+                dropped.append(key)
                 write = False
+            saved = Saved(save.operation, index + 1, min(index + 1, self._room))
             array = self._host.get(key)
             if array is not None:
-                if not self._operations.skip_copy(operation):
+                if not self._pending.advance(saved):
                     break
-            elif not (keep or write) or (array := self._export(operation, effect.blocks[index : index + 1])) is None:
+            elif not (keep or write) or (array := self._export(save, saved)) is None:
                 break
             if keep:
                 self._host.put(key, array)
-            if write and self._writer:
+            if write:
                 if self._writer.offer(key, array):
                     self._host.mark_stored(key)
                 else:
-                    self._drop(key)
-        self._host.touch(effect.keys[: self._room])
-        self._operations.finish(operation)
+                    dropped.append(key)
+        self._host.touch(save.keys[: self._room])
+        if dropped:
+            self._counters.add("dropped_blocks", len(dropped))
+            self._tell(NotStored(tuple(dropped)))
+        self._pending.end(save.operation)
 
-    def _drop(self, key: bytes) -> None:
-        self._counters.add("dropped_blocks")
-        self._unwritten.append(key)
-
-    def _export(self, operation: Operation, block: IntArray) -> HostArray | None:
-        if not self._operations.begin_copy(operation):
+    def _export(self, save: Save, saved: Saved) -> HostArray | None:
+        """Copy a block to the host, after which the save came as far as `saved`."""
+        if not self._pending.begin_copy(save.operation):
             return None
         array = None
         try:
+            block = save.blocks[saved.blocks - 1 : saved.blocks]
             array = np.ascontiguousarray(self._cache.export_blocks(block)).reshape(self._block.shape)
             array.flags.writeable = False
         except Exception as error:  # noqa: BLE001 - a backend's cache: what it cannot copy is not saved
             self._copy_failed("export_blocks", error)
         finally:
-            self._operations.end_copy(operation, whole=array is not None)
+            self._pending.end_copy(save.operation, None if array is None else saved)
         if array is not None:
             self._counters.add("saved_blocks")
         return array
 
     # Loading ----------------------------------------------------------------------------------------------
 
-    def _load(self, operation: Operation) -> None:
-        if operation.done:
+    def _load(self, load: Load, began: float) -> None:
+        keys = load.keys
+        if load.operation not in self._pending:
             return
-        keys = operation.effect.keys
-        operation.arrays = [self._host.get(key) for key in keys]
-        operation.end = len(keys)
-        missing = [index for index, array in enumerate(operation.arrays) if array is None]
+        arrays = [self._host.get(key) for key in keys]
+        job = LoadJob(load, began, arrays, len(keys), Loaded(load.operation, 0))
+        missing = [index for index, array in enumerate(arrays) if array is None]
         self._host.touch(keys)
-        if missing and self._reader is not None and self._reader.ready():
-            operation.missing.extend(missing)
+        if missing and self._reader.ready():
+            job.missing.extend(missing)
             for _ in range(2):  # one batch is copied while the next is fetched
-                self._reader.fetch(operation, self._deliver)
+                self._reader.fetch(job, self._deliver)
         elif missing:
-            operation.end = missing[0]
-        self._advance(operation)
+            job.end = missing[0]
+        self._advance(job)
 
-    def _deliver(self, operation: Operation, arrays: list[tuple[int, HostArray]], end: int | None) -> None:
-        self.worker.post(partial(self._take, operation, arrays, end))
+    def _deliver(self, job: LoadJob, arrays: list[tuple[int, HostArray]], end: int | None) -> None:
+        self.loop.post(partial(self._take, job, arrays, end))
 
-    def _take(self, operation: Operation, arrays: list[tuple[int, HostArray]], end: int | None) -> None:
-        keys = operation.effect.keys
+    def _take(self, job: LoadJob, arrays: list[tuple[int, HostArray]], end: int | None) -> None:
+        keys = job.effect.keys
         for index, array in arrays:
             if index < self._room and self._host.put(keys[index], array):
                 self._host.mark_stored(keys[index])
-        if operation.done:
+        if job.effect.operation not in self._pending:
             return
         for index, array in arrays:
-            operation.arrays[index] = array
-            operation.fetched.add(index)
+            job.arrays[index] = array
+            job.fetched.add(index)
         if end is not None:
-            operation.end = end
-        elif self._reader is not None:
-            self._reader.fetch(operation, self._deliver)
-        self._advance(operation)
+            job.end = end
+        else:
+            self._reader.fetch(job, self._deliver)
+        self._advance(job)
 
-    def _advance(self, operation: Operation) -> None:
-        """Copy what is at hand of the prefix; finish the load if that was all."""
-        while (index := operation.blocks) < operation.end:
-            array = operation.arrays[index]
+    def _advance(self, job: LoadJob) -> None:
+        """Copy what is at hand of the prefix; end the load if that was all."""
+        while (index := job.answer.blocks) < job.end:
+            array = job.arrays[index]
             if array is None:
                 return  # it is being fetched
-            operation.arrays[index] = None
-            if not self._import(operation, index, array):
-                operation.end = index
-        operation.arrays = []
-        self._host.touch(operation.effect.keys[: self._room])
-        self._operations.finish(operation)
+            job.arrays[index] = None
+            if not self._import(job, index, array):
+                job.end = index
+        job.arrays = []
+        self._host.touch(job.effect.keys[: self._room])
+        self._pending.end(job.effect.operation)
 
-    def _import(self, operation: Operation, index: int, array: HostArray) -> bool:
-        effect = operation.effect
-        assert isinstance(effect, Load)  # noqa: S101 - for the type checker
-        if not self._operations.begin_copy(operation):
+    def _import(self, job: LoadJob, index: int, array: HostArray) -> bool:
+        if not self._pending.begin_copy(job.effect.operation):
             return False
-        whole = False
-        stored = index in operation.fetched
+        stored = index in job.fetched
         began = self._clock()
+        failed = True
         try:
-            self._cache.import_blocks(effect.blocks[index : index + 1], array[None])
-            whole = True
+            self._cache.import_blocks(job.effect.blocks[index : index + 1], array[None])
+            failed = False
         except Exception as error:  # noqa: BLE001 - a backend's cache: the prefix ends before what it cannot copy
             self._copy_failed("import_blocks", error)
         finally:
-            self._operations.end_copy(operation, whole=whole, from_host=not stored)
-        if whole:
             ended = self._clock()
+            if not failed:
+                from_host = job.answer.from_host + (not stored)
+                job.answer = replace(
+                    job.answer, blocks=index + 1, from_host=from_host, seconds=max(0.0, ended - job.began)
+                )
+            self._pending.end_copy(job.effect.operation, job.answer)
+        if not failed:
             self.import_rate.add(ended - began, 1, ended)
             self._counters.add("loaded_blocks_store" if stored else "loaded_blocks_host")
-        return whole
+        return not failed
 
     def _copy_failed(self, what: str, error: Exception) -> None:
         self._counters.add("copy_errors")

@@ -9,32 +9,31 @@ from collections.abc import Callable, Sequence
 
 from fd_core.kv.stores.contract import Bytes, KVStore
 from fd_core.kv.stores.envelope import Envelope
+from fd_core.kv.thread_loop import ThreadLoop
+from fd_core.kv.tiers.guarded_store import GuardedStore
 from fd_core.kv.tiers.host import HostArray
-from fd_core.kv.tiers.line import StoreLine
-from fd_core.kv.tiers.stats import Counters
-from fd_core.kv.tiers.worker import Worker
+from fd_core.kv.tiers.stats import TierCounters
 
 __all__ = ["WriteBehind"]
 
 _GRACE_SECONDS = 0.3
-"""For a call that takes a little longer than it was told."""
+"""How much longer than it was told a call of the store may take while the writer closes."""
 _NEVER = float("inf")
 _MAX_FORGOTTEN = 1024
-"""Keys that wait to be deleted; more are left to be found again."""
+"""Keys that may wait to be deleted; a damaged value beyond them stays until it is read again."""
 
 
 class WriteBehind:
-    """Blocks on their way to the store, at most `limit_bytes` of them, and the thread that puts and deletes.
+    """Blocks that wait to be written to the store, `limit_bytes` at most, and the thread that puts and deletes.
 
-    What does not fit, and what cannot be written, is dropped and counted.
+    Blocks that do not fit or cannot be written are dropped and counted.
     """
 
     def __init__(
         self,
-        store: KVStore,
+        store: GuardedStore,
         envelope: Envelope,
-        line: StoreLine,
-        counters: Counters,
+        counters: TierCounters,
         *,
         limit_bytes: int,
         batch: int,
@@ -42,12 +41,11 @@ class WriteBehind:
         lost: Callable[[Sequence[bytes]], None],
     ) -> None:
         """`lost` is told the keys of blocks that were accepted and may not have been written, on any thread."""
-        self.worker = Worker("fdcore-kv-writer")
+        self.loop = ThreadLoop("fdcore-kv-writer")
         self.pending_bytes = 0
         """Bytes of blocks that were accepted and neither written nor dropped."""
         self._store = store
         self._envelope = envelope
-        self._line = line
         self._counters = counters
         self._limit_bytes = limit_bytes
         self._batch = batch
@@ -60,8 +58,8 @@ class WriteBehind:
         self._give_up_at = _NEVER
 
     def accepts(self, size: int) -> bool:
-        """Whether `offer` would take a block of `size` bytes; certain for the only thread that offers."""
-        return self.pending_bytes + size <= self._limit_bytes and self._line.ready()
+        """Whether `offer` would take a block of `size` bytes. Reliable on the one thread that calls `offer`."""
+        return self.pending_bytes + size <= self._limit_bytes and self._store.ready()
 
     def offer(self, key: bytes, array: HostArray) -> bool:
         """Take a block, unless it would be dropped; return whether the store is to get it. Never blocks."""
@@ -73,7 +71,7 @@ class WriteBehind:
             self._queue.append((key, array))
             self._queued.add(key)
             self.pending_bytes += array.nbytes
-        self.worker.post(self._write)
+        self.loop.post(self._write)
         return True
 
     def forget(self, key: bytes) -> None:
@@ -82,13 +80,13 @@ class WriteBehind:
             if self._forgotten >= _MAX_FORGOTTEN:
                 return
             self._forgotten += 1
-        self.worker.post(lambda: self._delete(key))
+        self.loop.post(lambda: self._delete(key))
 
     def close(self, seconds: float) -> bool:
         """Write what is pending for at most `seconds`, drop the rest; return whether the thread ended."""
         self._give_up_at = time.monotonic() + seconds
-        self.worker.finish()
-        ended = self.worker.join(seconds + _GRACE_SECONDS)
+        self.loop.stop()
+        ended = self.loop.join(seconds + _GRACE_SECONDS)
         while batch := self._take():
             self._settle(batch, 0)
         return ended
@@ -103,16 +101,16 @@ class WriteBehind:
 
     def _put(self, batch: Sequence[tuple[bytes, HostArray]]) -> int:
         left = self._give_up_at - time.monotonic()
-        if left <= 0 or not self._line.ready():
+        if left <= 0 or not self._store.ready():
             return 0
         values = [(key, self._envelope.seal(key, array.data.cast("B"))) for key, array in batch]
-        stored = self._line.call(
-            "put", min(self._put_seconds, left), lambda timeout: self._checked_put(values, timeout)
+        stored = self._store.call(
+            "put", min(self._put_seconds, left), lambda store, timeout: self._checked_put(store, values, timeout)
         )
         return stored or 0
 
-    def _checked_put(self, values: Sequence[tuple[bytes, Sequence[Bytes]]], timeout: float) -> int:
-        stored = self._store.put(values, timeout)
+    def _checked_put(self, store: KVStore, values: Sequence[tuple[bytes, Sequence[Bytes]]], timeout: float) -> int:
+        stored = store.put(values, timeout)
         if not isinstance(stored, int) or not 0 <= stored <= len(values):
             raise ValueError("put returned no number of values")
         return stored
@@ -120,8 +118,8 @@ class WriteBehind:
     def _delete(self, key: bytes) -> None:
         with self._lock:
             self._forgotten -= 1
-        if self._give_up_at == _NEVER:  # a shutdown has no time for it
-            self._line.call("delete", self._put_seconds, lambda timeout: self._store.delete([key], timeout))
+        if self._give_up_at == _NEVER:  # an engine that ends has no time for it
+            self._store.call("delete", self._put_seconds, lambda store, timeout: store.delete([key], timeout))
 
     def _take(self) -> list[tuple[bytes, HostArray]]:
         with self._lock:
@@ -134,5 +132,5 @@ class WriteBehind:
                 self.pending_bytes -= array.nbytes
         self._counters.add("written_blocks", stored)
         self._counters.add("dropped_blocks", len(batch) - stored)
-        if stored < len(batch):  # which of them, nobody says
+        if stored < len(batch):  # the store does not say which of them it has
             self._lost([key for key, _ in batch])

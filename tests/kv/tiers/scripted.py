@@ -9,11 +9,13 @@ from unittest import mock
 
 import numpy as np
 
+from fd_core.kv.effects import Found, Loaded, LoadPaceMeasured, NotStored, Saved
+from fd_core.kv.port import CompletionQueue
 from fd_core.kv.stores.contract import KVStore, StoreError, StoreStats, Trouble
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.kv.stores.location import StoreLocation
-from fd_core.kv.tiers.tiers import KVTiers
-from fd_core.kv.tiers.worker import Worker
+from fd_core.kv.thread_loop import ThreadLoop
+from fd_core.kv.tiers.offload import KVOffload, SealedStore
 from fd_core.ops.contract import KVCache, KVShape
 
 SHAPE = KVShape(num_layers=1, num_kv_heads=1, head_dim=2, block_size=4)
@@ -180,13 +182,13 @@ class ScriptedStore(KVStore):
 
 @contextmanager
 def no_threads():
-    """Workers that are built inside are not started: the test runs their jobs one by one."""
-    with mock.patch.object(Worker, "start", lambda self: None):
+    """Thread loops that are built inside are not started: the test runs their jobs one by one."""
+    with mock.patch.object(ThreadLoop, "start", lambda self: None):
         yield
 
 
 class Rig:
-    """Tiers whose threads are run by the test, in the order that it likes."""
+    """KV outside the device whose threads are run by the test, in the order that it likes."""
 
     def __init__(self, *, host_blocks: int = 4, store: bool = True, threads: bool = False, **options) -> None:
         self.clock = Clock()
@@ -194,28 +196,36 @@ class Rig:
         self.envelope = Envelope(SECRET)
         self.store = ScriptedStore() if store else None
         options.setdefault("clock", self.clock)
+        self.news: list[NotStored | LoadPaceMeasured] = []
+        """Completions that answer no operation."""
         if threads:
-            self.tiers = self._tiers(host_blocks, options)
+            self.offload = self._open(host_blocks, options)
         else:
             with no_threads():
-                self.tiers = self._tiers(host_blocks, options)
+                self.offload = self._open(host_blocks, options)
 
-    def _tiers(self, host_blocks: int, options) -> KVTiers:
-        return KVTiers(
+    def _open(self, host_blocks: int, options) -> KVOffload:
+        return KVOffload(
+            CompletionQueue(),
             self.cache,
             dtype="float32",
             host_bytes=host_blocks * BLOCK_BYTES,
-            store=self.store,
-            envelope=self.envelope if self.store else None,
+            store=SealedStore(self.store, self.envelope) if self.store else None,
             **options,
         )
 
     @property
-    def workers(self) -> list[Worker]:
-        parts = (self.tiers._copier, self.tiers._reader, self.tiers._writer)
-        return [part.worker for part in parts if part is not None]
+    def loops(self) -> tuple[ThreadLoop, ...]:
+        return self.offload.loops
+
+    def completed(self) -> list[Found | Loaded | Saved]:
+        """Return the answers to operations since the last call; what else is told goes to `news`."""
+        answers = []
+        for completion in self.offload.completions():
+            (self.news if isinstance(completion, NotStored | LoadPaceMeasured) else answers).append(completion)
+        return answers
 
     def run(self) -> None:
         """Do all jobs."""
-        while any(worker.run_one() for worker in self.workers):
+        while any(loop.run_one() for loop in self.loops):
             pass

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fd_core.kv.effects import Cancel, Found, Load, Loaded, Lookup, Save, Saved
-from fd_core.kv.tiers.tiers import KVTiers
+from fd_core.kv.tiers.offload import KVOffload
 
 from .scripted import BLOCK_BYTES, FAULTS, Rig, chain, content
 
@@ -37,7 +37,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.rig = Rig(
             host_blocks=host_blocks, store=store, load_seconds=LOAD_SECONDS, pending_bytes=pending_blocks * BLOCK_BYTES
         )
-        self.tiers: KVTiers = self.rig.tiers
+        self.offload: KVOffload = self.rig.offload
         self.cache = self.rig.cache
         self.cache.data[:] = JUNK
         self.free = list(range(self.cache.num_blocks))
@@ -55,7 +55,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     def ask(self, effect) -> None:
         self.open[effect.operation] = Asked(effect, self.rig.clock.now + SECONDS[type(effect)])
-        self.tiers.perform([effect])
+        self.offload.perform([effect])
 
     def next(self) -> int:
         self.number += 1
@@ -85,11 +85,11 @@ class TiersMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def cancel(self, data) -> None:
-        self.tiers.perform([Cancel(data.draw(st.sampled_from([*self.open, 10**6])))])
+        self.offload.perform([Cancel(data.draw(st.sampled_from([*self.open, 10**6])))])
 
     @rule()
     def collect(self) -> None:
-        for completion in self.tiers.completed():
+        for completion in self.rig.completed():
             self.check(completion)
         if self.inside is None:
             overdue = [asked for asked in self.open.values() if asked.deadline <= self.rig.clock.now]
@@ -123,7 +123,7 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 2), jobs=st.integers(1, 6))
     def run_thread(self, which, jobs) -> None:
         for _ in range(jobs):
-            self.rig.workers[which % len(self.rig.workers)].run_one()
+            self.rig.loops[which % len(self.rig.loops)].run_one()
 
     @rule(fault=st.sampled_from([None, *FAULTS]))
     def break_store(self, fault) -> None:
@@ -155,9 +155,9 @@ class TiersMachine(RuleBasedStateMachine):
         self.rig.clock.now += seconds
         self.inside = True
         if cancel:
-            self.tiers.perform([Cancel(number) for number in list(self.open)])
+            self.offload.perform([Cancel(number) for number in list(self.open)])
         self.collect()
-        self.tiers.stats()
+        self.offload.stats()
         self.inside = None
 
     # What always holds ------------------------------------------------------------------------------------
@@ -171,11 +171,10 @@ class TiersMachine(RuleBasedStateMachine):
     @invariant()
     def limits_hold(self) -> None:
         if hasattr(self, "rig"):
-            stats, host = self.tiers.stats(), self.tiers._host
+            stats, host = self.offload.stats(), self.offload._host
             assert stats.host_bytes == sum(array.nbytes for array in host._arrays.values()) <= stats.host_limit_bytes
             assert stats.open_operations <= len(self.open)
-            if self.tiers._writer:
-                assert stats.pending_write_bytes <= self.tiers._writer._limit_bytes
+            assert stats.pending_write_bytes <= self.offload._writer._limit_bytes
 
     @precondition(lambda self: self.rig.store)
     @rule()
@@ -189,13 +188,13 @@ class TiersMachine(RuleBasedStateMachine):
         self.rig.run()
         self.collect()
         assert self.open == {}, "all jobs are done"
-        stats = self.tiers.stats()
+        stats = self.offload.stats()
         assert (stats.pending_write_bytes, stats.open_operations) == (0, 0)
-        self.tiers.close(0.0)
-        assert (len(self.tiers._host), self.tiers._host.bytes) == (0, 0)
-        assert self.tiers._operations.open_saves == 0
-        self.tiers.perform([Lookup(10**6, CHAINS[0])])
-        assert self.tiers.completed() == [Found(10**6, 0, 0)]
+        self.offload.close(0.0)
+        assert (len(self.offload._host), self.offload._host.bytes) == (0, 0)
+        assert self.offload._pending.numbers() == []
+        self.offload.perform([Lookup(10**6, CHAINS[0])])
+        assert self.rig.completed() == [Found(10**6, 0, 0)]
 
 
 TestTiers = TiersMachine.TestCase

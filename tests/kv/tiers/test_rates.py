@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fd_core.kv.tiers.rates import LoadRates, Rate
+from fd_core.kv.tiers.rates import Rate
 
 
 def test_a_rate_is_unknown_then_the_first_sample_then_between_the_two() -> None:
@@ -25,10 +25,3 @@ def test_a_bad_spell_is_forgotten_after_a_minute() -> None:
     assert rate.value(60.1) is None
     rate.add(1.0, 1, 61.0)
     assert rate.value(61.0) == 1.0
-
-
-def test_the_unknown_is_free() -> None:
-    assert LoadRates(None, None, None).seconds(10, 10) == 0.0
-    assert LoadRates(1.0, 2.0, 5.0).seconds(3, 0) == 3.0
-    assert LoadRates(1.0, 2.0, 5.0).seconds(3, 2) == 3.0 + 5.0 + 4.0
-    assert LoadRates(1.0, None, None).seconds(0, 2) == 2.0

@@ -29,32 +29,32 @@ def running(**options) -> Rig:
 
 
 def answers(rig: Rig, count: int, seconds: float = 5.0) -> list:
-    collected = rig.tiers.completed()
+    collected = rig.completed()
     until = time.monotonic() + seconds
     while len(collected) < count and time.monotonic() < until:
-        rig.tiers.wait(0.05)
-        collected += rig.tiers.completed()
+        rig.offload.wait(0.05)
+        collected += rig.completed()
     return collected
 
 
 def alive(rig: Rig) -> set[str]:
-    return {worker._thread.name for worker in rig.workers if worker._thread.is_alive()}
+    return {worker._thread.name for worker in rig.loops if worker._thread.is_alive()}
 
 
 def test_a_block_goes_to_the_store_and_comes_back() -> None:
     rig = running(host_blocks=0)
     rig.cache.readable, rig.cache.writable = {0, 1}, {2, 3}
     rig.cache.fill([0, 1], KEYS[:2])
-    rig.tiers.perform([Save(1, KEYS[:2], ids(0, 1), True)])
+    rig.offload.perform([Save(1, KEYS[:2], ids(0, 1), True)])
     assert answers(rig, 1) == [Saved(1, 2)]
-    while rig.tiers.stats().written_blocks < 2:
+    while rig.offload.stats().written_blocks < 2:
         time.sleep(0.001)
-    rig.tiers.perform([Lookup(2, KEYS[:3]), Load(3, KEYS[:3], ids(2, 3, 4))])
+    rig.offload.perform([Lookup(2, KEYS[:3]), Load(3, KEYS[:3], ids(2, 3, 4))])
     found, loaded = answers(rig, 2)
     assert found == Found(2, 0, 2) and loaded.blocks == 2
     assert np.array_equal(rig.cache.data[[2, 3]], rig.cache.data[[0, 1]])
-    rig.tiers.close(1.0)
-    rig.tiers.close(1.0)
+    rig.offload.close(1.0)
+    rig.offload.close(1.0)
     assert alive(rig) == set()
 
 
@@ -70,18 +70,18 @@ def test_a_stalled_store_costs_the_first_request_its_deadline_and_the_others_not
     waited, engine = [], []
     for number in range(6):
         began = time.monotonic()
-        rig.tiers.perform([Lookup(number, KEYS)])
-        collected = rig.tiers.completed()
-        rig.tiers.stats()
+        rig.offload.perform([Lookup(number, KEYS)])
+        collected = rig.completed()
+        rig.offload.stats()
         engine.append(time.monotonic() - began)
         assert (collected or answers(rig, 1)) == [Found(number, 0, 0)]
         waited.append(time.monotonic() - began)
-        while rig.tiers.stats().breaker != "open":
+        while rig.offload.stats().breaker != "open":
             time.sleep(0.001)
     assert 0.49 < waited[0] < 0.5 + SLACK
     assert max(waited[1:]) < 0.3 and max(engine) < 0.3
-    assert rig.tiers.stats().lookups_expired <= 1
-    rig.tiers.close(0.0)
+    assert rig.offload.stats().lookups_expired <= 1
+    rig.offload.close(0.0)
 
 
 def test_a_store_that_hangs_for_ever_is_found_out_and_left_behind() -> None:
@@ -89,16 +89,16 @@ def test_a_store_that_hangs_for_ever_is_found_out_and_left_behind() -> None:
     rig = running(host_blocks=4)
     rig.cache.readable = {0}
     rig.store.within = lambda method, timeout: release.wait(20)
-    rig.tiers.perform([Lookup(1, KEYS), Save(2, KEYS[:1], ids(0), True)])
-    assert sorted(answers(rig, 2), key=lambda answer: answer.operation) == [Found(1, 0, 0), Saved(2, 1)]
+    rig.offload.perform([Lookup(1, KEYS), Save(2, KEYS[:1], ids(0), True)])
+    assert sorted(answers(rig, 2), key=lambda answer: answer.operation) == [Found(1, 0, 0), Saved(2, 1, 1)]
     time.sleep(0.15)  # what a call may be late
-    rig.tiers.perform([Lookup(3, KEYS)])
+    rig.offload.perform([Lookup(3, KEYS)])
     began = time.monotonic()
     assert answers(rig, 1) == [Found(3, 1, 1)]
     assert time.monotonic() - began < 0.05 + SLACK
-    assert rig.tiers.stats().breaker == "open" and rig.tiers.stats().store_errors == {"timeout": 1}
+    assert rig.offload.stats().breaker == "open" and rig.offload.stats().store_errors == {"timeout": 1}
     began = time.monotonic()
-    rig.tiers.close(0.1)
+    rig.offload.close(0.1)
     assert time.monotonic() - began < 1.0 + 2 * SLACK
     assert "fdcore-kv-reader" in alive(rig)
     release.set()
@@ -112,35 +112,35 @@ def test_closing_flushes_what_was_saved() -> None:
     rig = running(host_blocks=0)
     rig.store.within = lambda method, timeout: time.sleep(0.02)
     rig.cache.readable = set(range(30))
-    rig.tiers.perform([Save(1, KEYS, ids(*range(30)), True), Load(2, KEYS, ids(*range(30, 60)))])
-    rig.tiers.close(5.0)
+    rig.offload.perform([Save(1, KEYS, ids(*range(30)), True), Load(2, KEYS, ids(*range(30, 60)))])
+    rig.offload.close(5.0)
     assert sorted(answers(rig, 2), key=lambda answer: answer.operation) == [Saved(1, 30), Loaded(2, 0, 0, 0.0)]
-    assert len(rig.store.values) == 30 and rig.tiers.stats().dropped_blocks == 0
+    assert len(rig.store.values) == 30 and rig.offload.stats().dropped_blocks == 0
 
 
 def test_closing_does_not_wait_for_a_slow_copy_longer_than_told() -> None:
     rig = running(host_blocks=30)
     rig.cache.readable = set(range(30))
     rig.cache.between = lambda: time.sleep(0.05)
-    rig.tiers.perform([Save(1, KEYS, ids(*range(30)), True)])
+    rig.offload.perform([Save(1, KEYS, ids(*range(30)), True)])
     began = time.monotonic()
-    rig.tiers.close(0.1)
+    rig.offload.close(0.1)
     assert time.monotonic() - began < 0.3 + SLACK
     (saved,) = answers(rig, 1)
     assert saved.blocks < 10 and alive(rig) == set()
-    stats = rig.tiers.stats()
+    stats = rig.offload.stats()
     assert (stats.host_bytes, stats.pending_write_bytes, stats.open_operations) == (0, 0, 0)
 
 
 def test_closing_has_no_time_for_loads() -> None:
     rig = running(host_blocks=30, load_seconds=60.0)
     rig.cache.readable = set(range(30))
-    rig.tiers.perform([Save(1, KEYS, ids(*range(30)), False)])
-    assert answers(rig, 1) == [Saved(1, 30)]
+    rig.offload.perform([Save(1, KEYS, ids(*range(30)), False)])
+    assert answers(rig, 1) == [Saved(1, 30, 30)]
     rig.cache.writable = set(range(30, 60))
     rig.cache.between = lambda: time.sleep(0.02)
-    rig.tiers.perform([Load(2, KEYS, ids(*range(30, 60)))])
-    rig.tiers.close(5.0)
+    rig.offload.perform([Load(2, KEYS, ids(*range(30, 60)))])
+    rig.offload.close(5.0)
     (loaded,) = answers(rig, 1)
     assert loaded.blocks < 30 and alive(rig) == set()
 
@@ -152,9 +152,9 @@ def test_everything_at_once(seed) -> None:
     drawn = random.Random(seed)
     weather = random.Random(seed + 1000)
     rig = running(host_blocks=drawn.choice([0, 6, 40]), load_seconds=0.2, pending_bytes=20 * BLOCK_BYTES)
-    cache, tiers = rig.cache, rig.tiers
+    cache, offload = rig.cache, rig.offload
     # A breaker that opened would end most of the faults.
-    for line in (tiers._read_line, tiers._write_line):
+    for line in (offload._reads, offload._writes):
         line._breaker._first = line._breaker._longest = line._breaker._pause = 0.05
 
     def within(method, timeout):
@@ -195,7 +195,7 @@ def test_everything_at_once(seed) -> None:
             if kind == "q":
                 effect, seconds = Lookup(number, keys), 0.05
             elif kind == "c":
-                tiers.perform([Cancel(drawn.randint(1, number))])
+                offload.perform([Cancel(drawn.randint(1, number))])
                 continue
             else:
                 count = min(len(keys), len(free), 30 if kind == "l" else 10)
@@ -208,19 +208,19 @@ def test_everything_at_once(seed) -> None:
                     cache.readable |= set(blocks.tolist())
                     effect, seconds = Save(number, keys[:count], blocks, drawn.random() < 0.8), 0.2
             asked[number] = (effect, time.monotonic() + seconds)
-            tiers.perform([effect])
+            offload.perform([effect])
         if drawn.random() < 0.5:
-            tiers.wait(0.002)
-        for completion in tiers.completed():
+            offload.wait(0.002)
+        for completion in rig.completed():
             loaded += check(completion)
             answered += 1
         assert cache.broken_rules == []
         assert (cache.data[free] == -1).all()
-        stats = tiers.stats()
+        stats = offload.stats()
         assert stats.host_bytes <= stats.host_limit_bytes and stats.pending_write_bytes <= 20 * BLOCK_BYTES
     assert answered > 50 and loaded > 0
     rig.store.within = lambda method, timeout: None  # a call that is under way may still take 0.8 s
-    tiers.close(5.0)
-    stats = tiers.stats()
+    offload.close(5.0)
+    stats = offload.stats()
     assert (stats.host_bytes, stats.pending_write_bytes, stats.open_operations) == (0, 0, 0)
-    assert tiers.completed() == [] and alive(rig) == set()
+    assert rig.completed() == [] and alive(rig) == set()

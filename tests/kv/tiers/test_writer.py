@@ -7,8 +7,8 @@ import pytest
 
 from fd_core.kv.stores.contract import Trouble
 from fd_core.kv.stores.envelope import Envelope
-from fd_core.kv.tiers.line import StoreLine
-from fd_core.kv.tiers.stats import Counters
+from fd_core.kv.tiers.guarded_store import GuardedStore
+from fd_core.kv.tiers.stats import TierCounters
 from fd_core.kv.tiers.writer import WriteBehind
 
 from .scripted import BLOCK_BYTES, SECRET, Clock, ScriptedStore, chain, content
@@ -22,8 +22,8 @@ def store() -> ScriptedStore:
 
 
 @pytest.fixture
-def counters() -> Counters:
-    return Counters()
+def counters() -> TierCounters:
+    return TierCounters()
 
 
 @pytest.fixture
@@ -35,9 +35,8 @@ def lost() -> list[bytes]:
 def writer(store, counters, lost) -> WriteBehind:
     """Its thread is not started."""
     return WriteBehind(
-        store,
+        GuardedStore(store, counters, Clock()),
         Envelope(SECRET),
-        StoreLine("scripted", counters, Clock()),
         counters,
         limit_bytes=4 * BLOCK_BYTES,
         batch=3,
@@ -50,7 +49,7 @@ def test_blocks_are_put_in_batches_and_open_again(writer, store, counters) -> No
     for key in KEYS[:4]:
         assert writer.offer(key, content(key))
     assert writer.pending_bytes == 4 * BLOCK_BYTES
-    while writer.worker.run_one():
+    while writer.loop.run_one():
         pass
     assert store.calls == ["put", "put"]
     for key in KEYS[:4]:
@@ -63,7 +62,7 @@ def test_the_very_array_is_written(writer, store) -> None:
     array, seen = content(KEYS[0]), []
     store.put = lambda values, timeout: seen.append(values[0][1][1]) or 1
     writer.offer(KEYS[0], array)
-    writer.worker.run_one()
+    writer.loop.run_one()
     assert seen[0].obj is array
 
 
@@ -71,7 +70,7 @@ def test_a_full_queue_refuses_and_a_queued_key_is_not_queued_again(writer) -> No
     assert [writer.offer(key, content(key)) for key in KEYS[:5]] == [True] * 4 + [False]
     assert writer.offer(KEYS[0], content(KEYS[0]))
     assert writer.pending_bytes == 4 * BLOCK_BYTES
-    while writer.worker.run_one():
+    while writer.loop.run_one():
         pass
     assert writer.offer(KEYS[0], content(KEYS[0])) and writer.pending_bytes == BLOCK_BYTES
 
@@ -79,11 +78,11 @@ def test_a_full_queue_refuses_and_a_queued_key_is_not_queued_again(writer) -> No
 @pytest.mark.parametrize("fault", [Trouble.FULL, Trouble.TIMEOUT, ValueError, "huge number"])
 def test_what_cannot_be_written_is_dropped_and_counted(writer, store, counters, lost, fault) -> None:
     writer.offer(KEYS[1], content(KEYS[1]))
-    writer.worker.run_one()
+    writer.loop.run_one()
     assert lost == []
     store.fault = lambda method: fault
     writer.offer(KEYS[0], content(KEYS[0]))
-    writer.worker.run_one()
+    writer.loop.run_one()
     assert writer.pending_bytes == 0
     assert counters.snapshot().dropped_blocks == 1
     assert lost == [KEYS[0]]
@@ -94,7 +93,7 @@ def test_while_the_breaker_is_open_nothing_is_accepted_and_what_waits_is_dropped
     store.fault = lambda method: Trouble.UNREACHABLE
     for key in KEYS[:4]:
         writer.offer(key, content(key))
-    while writer.worker.run_one():
+    while writer.loop.run_one():
         pass
     assert store.calls == ["put"]
     assert counters.snapshot().dropped_blocks == 4
@@ -104,7 +103,7 @@ def test_while_the_breaker_is_open_nothing_is_accepted_and_what_waits_is_dropped
 def test_closing_writes_what_it_can_in_time(writer, store, counters) -> None:
     for key in KEYS[:4]:
         writer.offer(key, content(key))
-    writer.worker.start()
+    writer.loop.start()
     assert writer.close(5.0)
     assert counters.snapshot().written_blocks == 4 and len(store.values) == 4
 
@@ -115,7 +114,7 @@ def test_closing_without_time_drops(writer, store, counters) -> None:
     writer.forget(KEYS[0])
     store.values[KEYS[0]] = b"damaged"
     writer._give_up_at = 0.0
-    writer.worker.start()
+    writer.loop.start()
     assert writer.close(0.0)
     assert store.calls == [] and writer.pending_bytes == 0
     assert counters.snapshot().dropped_blocks == 4
@@ -125,6 +124,6 @@ def test_damaged_values_are_deleted_but_not_hoarded(writer, store) -> None:
     store.values[KEYS[0]] = b"damaged"
     for _ in range(2000):
         writer.forget(KEYS[0])
-    while writer.worker.run_one():
+    while writer.loop.run_one():
         pass
     assert store.values == {} and len(store.calls) == 1024

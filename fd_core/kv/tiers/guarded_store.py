@@ -1,4 +1,4 @@
-"""One thread's way to the store: what fails is counted and given up on, and nothing it raises gets further."""
+"""A KV store behind deadline and circuit breaker: failed calls are counted, and no exception gets further."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from fd_core.breaker import Breaker, BreakerState
-from fd_core.kv.stores.contract import StoreError, Trouble
-from fd_core.kv.tiers.stats import Counters
+from fd_core.kv.stores.contract import KVStore, StoreError, Trouble
+from fd_core.kv.tiers.stats import TierCounters
 
-__all__ = ["StoreLine"]
+__all__ = ["GuardedStore", "NullGuardedStore"]
 
 log = logging.getLogger(__name__)
 
@@ -21,13 +21,13 @@ _GRACE_SECONDS = 0.1
 """How late a call may return before it is taken to hang."""
 
 
-class StoreLine:
-    """Calls the store for one thread; any thread may ask whether that is worth while.
+class GuardedStore:
+    """Calls the store for one thread; any thread may ask whether a call would be made.
 
     Nothing that is logged holds a key, a value or the text of an error, which a stranger's store wrote.
     """
 
-    def __init__(self, store: str, counters: Counters, clock: Callable[[], float]) -> None:
+    def __init__(self, store: KVStore, counters: TierCounters, clock: Callable[[], float]) -> None:
         self._store = store
         self._counters = counters
         self._clock = clock
@@ -36,7 +36,7 @@ class StoreLine:
         self._due: float | None = None
         """When the call in progress should be back."""
         self._hung = False
-        """It was not, which is counted already."""
+        """Whether the call in progress was counted as a timeout already."""
         self._logged: set[str] = set()
 
     @property
@@ -45,7 +45,7 @@ class StoreLine:
         return self._breaker.state
 
     def ready(self) -> bool:
-        """Whether a call would be made at once: the breaker lets it, and no call hangs. Any thread."""
+        """Whether a call would be made at once: the breaker admits it, and no call hangs. Any thread."""
         now = self._clock()
         due = self._due
         if due is not None and now > due + _GRACE_SECONDS:
@@ -54,22 +54,27 @@ class StoreLine:
         with self._lock:
             return self._breaker.ready(now)
 
-    def call(self, what: str, timeout: float, do: Callable[[float], _Result]) -> _Result | None:
-        """Return what `do(timeout)` returns, or None if it failed or the breaker does not let it through."""
+    def call(self, what: str, timeout: float, do: Callable[[KVStore, float], _Result]) -> _Result | None:
+        """Return what `do(store, timeout)` returns, or None if the call failed or the breaker does not admit it.
+
+        `what` names the call in the log.
+        """
         with self._lock:
             now = self._clock()
             if not self._breaker.admit(now):
                 return None
             self._due = now + timeout
         try:
-            result = do(timeout)
+            result = do(self._store, timeout)
         except StoreError as error:
             self._fails(error.trouble if isinstance(error.trouble, Trouble) else Trouble.OTHER)
         except Exception as error:  # noqa: BLE001 - a stranger's store: whatever it raises is a failed call
             kind = f"{what}: {type(error).__name__}"
             if kind not in self._logged:
                 self._logged.add(kind)
-                log.warning("KV store %s broke its contract in %s; counted as a failure", self._store, kind)
+                log.warning(
+                    "KV store %s broke its contract in %s; the call counts as failed", self._store.location.shown, kind
+                )
             self._fails(Trouble.OTHER)
         else:
             with self._lock:
@@ -99,4 +104,24 @@ class StoreLine:
             self._breaker.success()  # the store answered; one bad key must not shut out all others
         elif self._breaker.failure(now, severe=trouble in _SEVERE):
             pause = self._breaker.remaining(now)
-            log.warning("KV store %s: %s; left alone for %.0f s", self._store, trouble, pause)
+            log.warning("KV store %s: %s; no call is made for %.0f s", self._store.location.shown, trouble, pause)
+
+
+class NullGuardedStore(GuardedStore):
+    """Stands where an engine has no store: it is never ready."""
+
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def state(self) -> BreakerState:
+        """State of a breaker that nothing opens."""
+        return "closed"
+
+    def ready(self) -> bool:
+        """Return False."""
+        return False
+
+    def call(self, what: str, timeout: float, do: Callable[[KVStore, float], _Result]) -> _Result | None:
+        """Return None."""
+        return None

@@ -1,4 +1,4 @@
-"""A KV cache whose copies are made one at a time, whoever asks for them."""
+"""A KV cache whose blocks several threads may copy."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy.typing as npt
 from fd_core.ops.contract import KVCache
 from fd_core.types import IntArray
 
-__all__ = ["OneAtATime"]
+__all__ = ["LockedKVCache"]
 
 
-class OneAtATime(KVCache):
-    """Lets several threads copy blocks of one cache, which promises to bear one call at a time."""
+class LockedKVCache(KVCache):
+    """Lets several threads copy blocks of one cache, which bears only one copy at a time."""
 
     def __init__(self, cache: KVCache) -> None:
         self.shape = cache.shape

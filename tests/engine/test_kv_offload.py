@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from fd_core.config import EngineConfig
-from fd_core.engine import kept_kv
+from fd_core.engine import kv_offload
 from fd_core.engine.core import Engine
+from fd_core.kv.stores.contract import StoreError, Trouble
 from fd_core.kv.stores.memory import MemoryStore
 from fd_core.plugins import installed_plugins
 from tests.engine.helpers import golden, null_engine, run
@@ -75,10 +76,10 @@ def test_another_engine_finds_what_the_first_one_stored(tmp_path: Path, secret: 
     assert run(second, PROMPTS[:1]).tokens == golden(PROMPTS[:1])
     stats = second.stats()
     second.close()
-    assert (stats.storage.loads, stats.storage.loaded_tokens, stats.storage.lost_tokens) == (1, 96, 0)
+    assert (stats.loads, stats.loaded_tokens, stats.lost_tokens) == (1, 96, 0)
     assert stats.kv is not None
     assert (stats.kv.loaded_blocks_store, stats.kv.loaded_blocks_host) == (6, 0)
-    assert stats.scheduler.prefix_hits == 96
+    assert stats.prefix_hits == 96
 
 
 def test_decisions_do_not_pile_up_where_nobody_reads_them(tmp_path: Path, secret: str) -> None:
@@ -100,12 +101,12 @@ def test_whatever_decides_the_kv_of_a_block_decides_its_name(secret: str, monkey
 
     def name(path: str, numerics: str, block_size: int = 16, salt: str = "") -> bytes:
         config = EngineConfig(model="x", kv_store="memory:", kv_store_secret_file=secret, block_size=block_size)
-        identity = kept_kv.kv_identity(Path(path), numerics)
-        hasher = kept_kv.open_kv_storage(config, installed_plugins(), identity).hasher
+        identity = kv_offload.kv_identity(Path(path), numerics)
+        hasher = kv_offload.open_kv_storage(config, installed_plugins(), identity).hasher
         assert hasher is not None
         return hasher.root(salt)
 
-    monkeypatch.setattr(kept_kv, "open_checkpoint", checkpoint)
+    monkeypatch.setattr(kv_offload, "open_checkpoint", checkpoint)
     names = [name("a", "f32"), name("b", "f32"), name("a", "bf16"), name("a", "f32", 32), name("a", "f32", 16, "salt")]
     assert len(set(names)) == 5
     assert name("a", "f32") == names[0]
@@ -117,3 +118,34 @@ def test_what_a_prefilled_token_costs_is_known_before_the_first_request() -> Non
     engine.step()
     assert (engine.stats().pace.prefill_token or 0) > 0
     engine.close()
+
+
+def test_what_the_store_lost_while_the_engine_was_idle_is_saved_when_it_is_used_again(
+    secret: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = MemoryStore.put
+    idle, woken = threading.Event(), threading.Event()
+
+    def full(self, values, timeout):
+        assert idle.wait(10)
+        raise StoreError(Trouble.FULL, "no room")
+
+    monkeypatch.setattr(MemoryStore, "put", full)
+    engine = null_engine(kv_store="memory:", kv_store_secret_file=secret, host_kv_memory=1, wake=woken.set)
+    run(engine, PROMPTS[:1])
+    assert not engine.has_work
+    woken.clear()
+    idle.set()
+    assert woken.wait(5)
+    assert not engine.has_work
+    monkeypatch.setattr(MemoryStore, "put", put)
+    run(engine, [greedy("again", PROMPTS[0].prompt, 20)])
+    wait_for(lambda: engine.stats().kv.written_blocks)
+    engine.close()
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)

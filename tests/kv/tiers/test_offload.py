@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from fd_core.kv.block_format import BlockFormat
-from fd_core.kv.effects import Cancel, Found, Load, Loaded, Lookup, Save, Saved
+from fd_core.kv.effects import Cancel, Found, Load, Loaded, LoadPaceMeasured, Lookup, NotStored, Save, Saved
 from fd_core.kv.stores.contract import Trouble
-from fd_core.kv.tiers.tiers import KVTiers
 
-from .scripted import BLOCK_BYTES, FAULTS, Rig, ScriptedStore, chain, content
+from .scripted import BLOCK_BYTES, FAULTS, Rig, chain, content
 
 KEYS = chain("t", 40)
 
@@ -26,17 +25,17 @@ def save(rig: Rig, count: int, *, persist: bool = False, number: int = 1, keys=K
     blocks = range(count)
     rig.cache.fill(blocks, keys[:count])
     rig.cache.readable = set(blocks)
-    rig.tiers.perform([Save(number, tuple(keys[:count]), ids(*blocks), persist)])
+    rig.offload.perform([Save(number, tuple(keys[:count]), ids(*blocks), persist)])
     rig.run()
-    return rig.tiers.completed()
+    return rig.completed()
 
 
 def load(rig: Rig, count: int, *, number: int = 2, keys=KEYS):
     blocks = range(40 - count, 40)
     rig.cache.writable = set(blocks)
-    rig.tiers.perform([Load(number, tuple(keys[:count]), ids(*blocks))])
+    rig.offload.perform([Load(number, tuple(keys[:count]), ids(*blocks))])
     rig.run()
-    (loaded,) = rig.tiers.completed()
+    (loaded,) = rig.completed()
     for key, block in zip(keys[: loaded.blocks], blocks, strict=False):
         assert np.array_equal(rig.cache.data[block], content(key))
     assert rig.cache.broken_rules == []
@@ -44,75 +43,111 @@ def load(rig: Rig, count: int, *, number: int = 2, keys=KEYS):
 
 
 def look_up(rig: Rig, keys=KEYS[:6], number: int = 3):
-    rig.tiers.perform([Lookup(number, tuple(keys))])
+    rig.offload.perform([Lookup(number, tuple(keys))])
     rig.run()
-    return rig.tiers.completed()
+    return rig.completed()
+
+
+def pace(rig: Rig) -> LoadPaceMeasured:
+    """What was told last."""
+    return [told for told in rig.news if isinstance(told, LoadPaceMeasured)][-1]
 
 
 def test_nothing_anywhere_is_answered_at_once() -> None:
     rig = Rig(store=False)
-    rig.tiers.perform([Lookup(1, KEYS), Load(2, KEYS[:2], ids(0, 1)), Lookup(3, ()), Save(4, (), ids(), True)])
-    assert rig.tiers.completed() == [Found(1, 0, 0), Loaded(2, 0), Found(3, 0, 0), Saved(4, 0)]
+    rig.offload.perform([Lookup(1, KEYS), Load(2, KEYS[:2], ids(0, 1)), Lookup(3, ()), Save(4, (), ids(), True)])
+    assert rig.completed() == [Found(1, 0, 0), Loaded(2, 0), Found(3, 0, 0), Saved(4, 0)]
 
 
 def test_what_was_saved_is_found_and_loaded_from_the_host_tier() -> None:
     rig = Rig(store=False, host_blocks=8)
-    assert save(rig, 5) == [Saved(1, 5)]
+    assert save(rig, 5) == [Saved(1, 5, 5)]
     assert look_up(rig) == [Found(3, 5, 5)]
     loaded = load(rig, 6)
     assert (loaded.blocks, loaded.from_host) == (5, 5)
-    stats = rig.tiers.stats()
+    stats = rig.offload.stats()
     assert (stats.host_blocks, stats.host_bytes, stats.host_limit_bytes) == (5, 5 * BLOCK_BYTES, 8 * BLOCK_BYTES)
     assert (stats.saved_blocks, stats.loaded_blocks_host, stats.host_hit_blocks) == (5, 5, 5)
-    assert rig.tiers.rates().store_block is None and rig.tiers.rates().host_block is not None
+    assert pace(rig).store_block is None and pace(rig).host_block is not None
 
 
 def test_a_lookup_behind_a_save_sees_it() -> None:
     rig = Rig(store=False)
     rig.cache.readable = {0}
-    rig.tiers.perform([Save(1, KEYS[:1], ids(0), False), Lookup(2, KEYS[:2])])
-    assert rig.tiers.completed() == []
+    rig.offload.perform([Save(1, KEYS[:1], ids(0), False), Lookup(2, KEYS[:2])])
+    assert rig.completed() == []
     rig.run()
-    assert rig.tiers.completed() == [Saved(1, 1), Found(2, 1, 1)]
+    assert rig.completed() == [Saved(1, 1, 1), Found(2, 1, 1)]
 
 
 def test_blocks_that_the_host_tier_has_are_not_exported_again() -> None:
     rig = Rig(store=False)
     save(rig, 2)
-    assert save(rig, 3) == [Saved(1, 3)]
+    assert save(rig, 3) == [Saved(1, 3, 3)]
     assert rig.cache.exported == 3
 
 
 def test_of_a_prefix_larger_than_the_host_tier_the_beginning_is_kept() -> None:
     rig = Rig(store=False, host_blocks=3)
     save(rig, 2, keys=chain("old", 2))
-    assert save(rig, 6) == [Saved(1, 3)]
+    assert save(rig, 6) == [Saved(1, 3, 3)]
     assert look_up(rig) == [Found(3, 3, 3)]
+
+
+def test_what_is_only_written_is_not_said_to_be_in_the_host_tier() -> None:
+    rig = Rig(host_blocks=3)
+    assert save(rig, 6, persist=True) == [Saved(1, 6, 3)]
+    rig.store.values.clear()
+    assert load(rig, 6).blocks == 3
+
+
+def test_blocks_that_are_not_written_are_told_once() -> None:
+    rig = Rig(host_blocks=8, pending_bytes=2 * BLOCK_BYTES)
+    rig.store.fault = lambda method: Trouble.FULL
+    save(rig, 3, persist=True)
+    assert [told for told in rig.news if isinstance(told, NotStored)] == [NotStored(KEYS[2:3]), NotStored(KEYS[:2])]
+    rig.news.clear()
+    rig.store.fault = lambda method: None
+    save(rig, 2, persist=True)
+    assert rig.news == [] and set(rig.store.values) == set(KEYS[:2])
+
+
+def test_the_pace_of_loading_is_told_when_it_changes() -> None:
+    rig = Rig(store=False)
+    save(rig, 2)
+    assert rig.news == []
+    load(rig, 2)
+    assert pace(rig) == LoadPaceMeasured(host_block=0.0)
+    rig.news.clear()
+    look_up(rig)
+    assert rig.news == []
+    rig.clock.now += 61.0
+    assert rig.completed() == [] and rig.news == [LoadPaceMeasured()]
 
 
 def test_saved_blocks_reach_the_store_once_and_are_loaded_from_it_by_another_engine() -> None:
     rig = Rig(host_blocks=8)
-    assert save(rig, 5, persist=True) == [Saved(1, 5)]
+    assert save(rig, 5, persist=True) == [Saved(1, 5, 5)]
     save(rig, 5, persist=True)
-    assert rig.tiers.stats().written_blocks == 5
+    assert rig.offload.stats().written_blocks == 5
     other = Rig(host_blocks=0)
     other.store.values = rig.store.values
     assert look_up(other) == [Found(3, 0, 5)]
     loaded = load(other, 6)
     assert (loaded.blocks, loaded.from_host) == (5, 0)
-    stats = other.tiers.stats()
+    stats = other.offload.stats()
     assert (stats.store_hit_blocks, stats.loaded_blocks_store, stats.host_bytes) == (5, 5, 0)
-    assert other.tiers.rates().store_latency is not None
+    assert pace(other).store_latency is not None
     assert stats.store == "scripted://host"
 
 
 def test_saved_is_answered_before_anything_is_written_and_nothing_is_stored_unasked() -> None:
     rig = Rig()
     rig.cache.readable = {0}
-    rig.tiers.perform([Save(1, KEYS[:1], ids(0), True)])
-    rig.tiers._copier.worker.run_one()
-    assert rig.tiers.completed() == [Saved(1, 1)]
-    assert rig.store.calls == [] and rig.tiers.stats().pending_write_bytes == BLOCK_BYTES
+    rig.offload.perform([Save(1, KEYS[:1], ids(0), True)])
+    rig.offload._copier.loop.run_one()
+    assert rig.completed() == [Saved(1, 1, 1)]
+    assert rig.store.calls == [] and rig.offload.stats().pending_write_bytes == BLOCK_BYTES
     save(rig, 2, persist=False)
     assert set(rig.store.values) == {KEYS[0]}
 
@@ -121,7 +156,7 @@ def test_without_a_host_tier_arrays_live_until_they_are_written() -> None:
     rig = Rig(host_blocks=0)
     assert save(rig, 5, persist=True) == [Saved(1, 5)]
     assert save(rig, 5, persist=False, keys=chain("other", 5)) == [Saved(1, 0)]
-    stats = rig.tiers.stats()
+    stats = rig.offload.stats()
     assert (stats.host_bytes, stats.pending_write_bytes, stats.written_blocks) == (0, 0, 5)
 
 
@@ -129,8 +164,8 @@ def test_host_tier_and_store_continue_each_other() -> None:
     rig = Rig(host_blocks=8)
     save(rig, 6)
     for gap in (KEYS[1], KEYS[4]):
-        array = rig.tiers._host._arrays.pop(gap)
-        rig.tiers._host.bytes -= array.nbytes
+        array = rig.offload._host._arrays.pop(gap)
+        rig.offload._host.bytes -= array.nbytes
     assert look_up(rig) == [Found(3, 1, 1)]
     rig.store.seed(KEYS[:2], rig.envelope)
     assert look_up(rig) == [Found(3, 1, 4)]
@@ -152,38 +187,38 @@ def test_long_loads_come_in_batches_and_enter_the_host_tier() -> None:
 def test_nothing_is_fetched_behind_the_end_of_a_prefix() -> None:
     rig = Rig(host_blocks=0)
     rig.store.seed(KEYS[:3], rig.envelope)
-    copier, reader, _ = rig.workers
+    copier, reader, _ = rig.loops
     rig.cache.writable = {0, 1, 2}
-    rig.tiers.perform([Load(1, KEYS, ids(*range(40)))])
+    rig.offload.perform([Load(1, KEYS, ids(*range(40)))])
     copier.run_one()
     while reader.run_one():
         pass
     assert rig.store.calls == ["get"]
     rig.run()
-    (loaded,) = rig.tiers.completed()
+    (loaded,) = rig.completed()
     assert loaded.blocks == 3 and rig.store.calls == ["get"]
 
 
 def test_a_load_that_nobody_waits_for_is_not_fetched() -> None:
     rig = Rig()
-    rig.tiers.perform([Load(1, KEYS[:2], ids(0, 1))])
-    rig.tiers._copier.worker.run_one()
-    rig.tiers.perform([Cancel(1)])
+    rig.offload.perform([Load(1, KEYS[:2], ids(0, 1))])
+    rig.offload._copier.loop.run_one()
+    rig.offload.perform([Cancel(1)])
     rig.run()
-    assert rig.tiers.completed() == [Loaded(1, 0)] and rig.store.calls == []
+    assert rig.completed() == [Loaded(1, 0)] and rig.store.calls == []
 
 
 def test_a_batch_that_arrives_after_the_end_is_kept_on_the_host_only() -> None:
     rig = Rig(host_blocks=40)
     rig.store.seed(KEYS, rig.envelope)
-    copier, reader, _ = rig.workers
+    copier, reader, _ = rig.loops
     rig.cache.writable = {0}
-    rig.tiers.perform([Load(1, KEYS, ids(*range(40)))])
+    rig.offload.perform([Load(1, KEYS, ids(*range(40)))])
     copier.run_one()
     assert reader.run_one() and reader.run_one()
-    rig.cache.between = lambda: rig.tiers.perform([Cancel(1)])
+    rig.cache.between = lambda: rig.offload.perform([Cancel(1)])
     rig.run()
-    assert [loaded.blocks for loaded in rig.tiers.completed()] == [1]
+    assert [loaded.blocks for loaded in rig.completed()] == [1]
     assert rig.store.calls == ["get", "get"] and rig.cache.broken_rules == []
     assert look_up(rig, KEYS[:32]) == [Found(3, 32, 32)]
 
@@ -197,7 +232,7 @@ def test_a_store_at_fault_yields_a_shorter_prefix_or_none_and_stays_counted(faul
     assert found.total in (0, 3)
     loaded = load(rig, 3)
     assert loaded.blocks < 3 or fault == "huge number"
-    stats = rig.tiers.stats()
+    stats = rig.offload.stats()
     assert bool(stats.store_errors) != bool(stats.damaged) or fault == "absent"
     if fault in ("flipped", "truncated"):
         assert loaded.blocks == 2
@@ -214,10 +249,10 @@ def test_while_the_store_is_left_alone_nobody_asks_it() -> None:
     rig.store.fault = lambda method: None
     assert look_up(rig) == [Found(3, 2, 2)]
     assert load(rig, 4).blocks == 2
-    assert rig.store.calls == ["longest_prefix"] and rig.tiers.stats().breaker == "open"
+    assert rig.store.calls == ["longest_prefix"] and rig.offload.stats().breaker == "open"
     rig.clock.now += 1.0
     assert look_up(rig) == [Found(3, 2, 4)]
-    assert rig.tiers.stats().breaker == "closed"
+    assert rig.offload.stats().breaker == "closed"
 
 
 def test_a_store_that_only_writes_badly_is_still_read() -> None:
@@ -225,11 +260,11 @@ def test_a_store_that_only_writes_badly_is_still_read() -> None:
     rig.store.seed(KEYS[:2], rig.envelope)
     rig.store.fault = lambda method: Trouble.UNREACHABLE if method == "put" else None
     save(rig, 2, persist=True, keys=chain("new", 2))
-    stats = rig.tiers.stats()
+    stats = rig.offload.stats()
     assert (stats.write_breaker, stats.breaker, stats.dropped_blocks) == ("open", "closed", 2)
     assert load(rig, 2).blocks == 2
     assert save(rig, 2, persist=True, keys=chain("new", 2)) == [Saved(1, 0)]
-    assert rig.tiers.stats().dropped_blocks == 3  # the first that cannot be kept ends it
+    assert rig.offload.stats().dropped_blocks == 3  # the first that cannot be kept ends it
 
 
 def test_a_lookup_past_its_deadline_says_what_is_known_and_the_late_answer_is_ignored() -> None:
@@ -240,12 +275,12 @@ def test_a_lookup_past_its_deadline_says_what_is_known_and_the_late_answer_is_ig
 
     def late(method, timeout):
         rig.clock.now += 0.25
-        answers.extend(rig.tiers.completed())
+        answers.extend(rig.completed())
 
     rig.store.within = late
     assert look_up(rig) == []
     assert answers == [Found(3, 2, 2)]
-    assert rig.tiers.stats().lookups_expired == 1 and rig.tiers.stats().store_hit_blocks == 0
+    assert rig.offload.stats().lookups_expired == 1 and rig.offload.stats().store_hit_blocks == 0
 
 
 def test_a_load_past_its_deadline_keeps_what_was_copied_wholly_and_nothing_follows() -> None:
@@ -257,13 +292,13 @@ def test_a_load_past_its_deadline_keeps_what_was_copied_wholly_and_nothing_follo
         copies.append(1)
         if len(copies) == 10:
             rig.clock.now += 1.0
-            assert rig.tiers.completed() == []  # a copy is under way
+            assert rig.completed() == []  # a copy is under way
 
     rig.cache.between = between
     loaded = load(rig, 40)
     assert loaded.blocks == 10 == len(copies)
     assert loaded.seconds >= 1.0
-    assert rig.tiers.stats().load_expired == 1
+    assert rig.offload.stats().load_expired == 1
     assert look_up(rig, KEYS[:2]) == [Found(3, 0, 2)]
 
 
@@ -276,10 +311,10 @@ def test_cancel_ends_loads_and_saves_at_the_next_block(after) -> None:
     def between():
         copies.append(1)
         if len(copies) == after:
-            rig.tiers.perform([Cancel(1), Cancel(1), Cancel(99)])
+            rig.offload.perform([Cancel(1), Cancel(1), Cancel(99)])
 
     rig.cache.between = between
-    assert save(rig, 5) == [Saved(1, after)]
+    assert save(rig, 5) == [Saved(1, after, after)]
     rig.cache.between = lambda: None
     save(rig, 5)
     copies.clear()
@@ -290,20 +325,20 @@ def test_cancel_ends_loads_and_saves_at_the_next_block(after) -> None:
 def test_an_operation_that_was_cancelled_before_its_turn_touches_nothing() -> None:
     rig = Rig()
     rig.cache.readable = rig.cache.writable = set()
-    rig.tiers.perform([Save(1, KEYS[:2], ids(0, 1), True), Load(2, KEYS[:2], ids(2, 3)), Lookup(3, KEYS)])
-    rig.tiers.perform([Cancel(1), Cancel(2), Cancel(3)])
-    assert rig.tiers.completed() == [Saved(1, 0), Loaded(2, 0), Found(3, 0, 0)]
+    rig.offload.perform([Save(1, KEYS[:2], ids(0, 1), True), Load(2, KEYS[:2], ids(2, 3)), Lookup(3, KEYS)])
+    rig.offload.perform([Cancel(1), Cancel(2), Cancel(3)])
+    assert rig.completed() == [Saved(1, 0), Loaded(2, 0), Found(3, 0, 0)]
     rig.run()
-    assert rig.tiers.completed() == [] and rig.cache.broken_rules == [] and rig.store.calls == []
+    assert rig.completed() == [] and rig.cache.broken_rules == [] and rig.store.calls == []
 
 
 def test_a_save_past_its_deadline_gives_its_blocks_back() -> None:
     rig = Rig()
-    rig.tiers.perform([Save(1, KEYS[:2], ids(0, 1), True)])
+    rig.offload.perform([Save(1, KEYS[:2], ids(0, 1), True)])
     rig.clock.now += 1.0
-    assert rig.tiers.completed() == [Saved(1, 0)]
+    assert rig.completed() == [Saved(1, 0)]
     rig.run()
-    assert rig.cache.broken_rules == [] and rig.tiers.stats().saves_expired == 1
+    assert rig.cache.broken_rules == [] and rig.offload.stats().saves_expired == 1
 
 
 @pytest.mark.parametrize("error", [MemoryError, ValueError])
@@ -311,22 +346,22 @@ def test_a_cache_that_fails_ends_the_prefix_and_not_the_thread(error) -> None:
     rig = Rig()
     save(rig, 2)
     rig.cache.fails = error
-    assert save(rig, 4) == [Saved(1, 2)]
+    assert save(rig, 4) == [Saved(1, 2, 2)]
     assert load(rig, 4).blocks == 0
     rig.cache.fails = None
     assert load(rig, 4).blocks == 2
-    assert rig.tiers.stats().copy_errors == 2
+    assert rig.offload.stats().copy_errors == 2
 
 
 def test_an_evicted_block_frees_its_memory() -> None:
     rig = Rig(host_blocks=1)
     rig.store.seed(KEYS[:8], rig.envelope)
     save(rig, 1)
-    saved = weakref.ref(rig.tiers._host.get(KEYS[0]))
+    saved = weakref.ref(rig.offload._host.get(KEYS[0]))
     load(rig, 8, keys=KEYS[1:])
     gc.collect()
     assert saved() is None
-    (array,) = rig.tiers._host._arrays.values()
+    (array,) = rig.offload._host._arrays.values()
     assert array.base is not None and array.base.nbytes <= BLOCK_BYTES
 
 
@@ -339,8 +374,3 @@ def test_values_that_lie_in_a_larger_buffer_are_copied_out_of_it() -> None:
     assert not np.shares_memory(kept, np.frombuffer(shared, np.uint8))
     assert kept.tolist() == [0, 1, 2, 3] and not kept.flags.writeable
     assert block.array(memoryview(bytes(1) + alone[64:])[1:]).tolist() == [0, 1, 2, 3]
-
-
-def test_a_store_without_an_envelope_is_refused() -> None:
-    with pytest.raises(ValueError, match="go together"):
-        KVTiers(Rig().cache, dtype="float32", host_bytes=0, store=ScriptedStore())

@@ -1,0 +1,251 @@
+"""KV outside the device, behind the engine's port: host tier and store, and the threads that copy, read and write."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from typing import ClassVar, NamedTuple
+
+import msgspec
+
+from fd_core.kv.block_format import BlockFormat
+from fd_core.kv.effects import (
+    Cancel,
+    Completion,
+    Effect,
+    Found,
+    Load,
+    Loaded,
+    LoadPaceMeasured,
+    Lookup,
+    Save,
+    Saved,
+)
+from fd_core.kv.pending import PendingOperations
+from fd_core.kv.port import CompletionQueue, KVPort
+from fd_core.kv.stores.contract import KVStore
+from fd_core.kv.stores.envelope import Envelope
+from fd_core.kv.thread_loop import ThreadLoop
+from fd_core.kv.tiers.copier import Copier
+from fd_core.kv.tiers.guarded_store import GuardedStore, NullGuardedStore
+from fd_core.kv.tiers.host import HostTier
+from fd_core.kv.tiers.reader import StoreReader
+from fd_core.kv.tiers.stats import TierCounters, TierStats
+from fd_core.kv.tiers.writer import WriteBehind
+from fd_core.ops.contract import KVCache
+
+__all__ = ["KVOffload", "SealedStore"]
+
+log = logging.getLogger(__name__)
+
+_LOOKUP_SHARE = 0.25
+"""Share of the time for a load that a lookup may take: a request waits for both."""
+_FETCH_SHARE = 0.5
+"""Share of the time for a load that one batch of the load may take."""
+_JOIN_SECONDS = 0.5
+"""For a thread to end its job when it was told to."""
+_FLUSH_SECONDS = 3.0
+"""For what waits to be written when the engine ends."""
+
+
+class SealedStore(NamedTuple):
+    """A store that was opened, and the envelope that its values are sealed in."""
+
+    store: KVStore
+    envelope: Envelope
+
+
+class KVOffload(KVPort[TierStats]):
+    """Looks up, loads and saves on three threads: one copies and owns the host tier, two read and write the store.
+
+    The methods belong to the engine's thread and none but `wait` and `close` ever blocks: effects are posted to a
+    thread, completions are collected, and the few locks that both sides take are held for some assignments only.
+
+    A `Lookup` is completed within a quarter of `load_seconds`, a `Load` and a `Save` within `load_seconds`, counted
+    from `perform`, plus the copy of the one block that is under way then. What came too late, failed or was damaged is
+    simply not part of the completion.
+    """
+
+    performs: ClassVar = (Lookup, Load, Save)
+
+    def __init__(
+        self,
+        queue: CompletionQueue,
+        cache: KVCache,
+        *,
+        dtype: str,
+        host_bytes: int,
+        store: SealedStore | None = None,
+        load_seconds: float = 1.0,
+        pending_bytes: int = 256 * 2**20,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start the threads.
+
+        `dtype` is that of the cache, `float32` or `bfloat16`; `host_bytes` may be 0; `pending_bytes` bounds the blocks
+        that wait to be written. `store` was opened before and is closed at the end.
+        """
+        block = BlockFormat.of(cache.shape, dtype)
+        self._queue = queue
+        self._store = None if store is None else store.store
+        self._clock = clock
+        self._lookup_seconds = _LOOKUP_SHARE * load_seconds
+        self._load_seconds = load_seconds
+        self._pending: PendingOperations[Found | Loaded | Saved] = PendingOperations(queue.put)
+        self._counters = TierCounters()
+        self._pace = LoadPaceMeasured()
+        self._host = HostTier(host_bytes)
+        envelope = Envelope(os.urandom(32)) if store is None else store.envelope
+        # Two guards, so that a store that only writes badly is still read.
+        self._reads, self._writes = (
+            NullGuardedStore() if store is None else GuardedStore(store.store, self._counters, clock) for _ in range(2)
+        )
+        self._writer = WriteBehind(
+            self._writes,
+            envelope,
+            self._counters,
+            limit_bytes=pending_bytes,
+            batch=block.batch,
+            put_seconds=load_seconds,
+            lost=lambda keys: self._copier.lost(keys),
+        )
+        self._reader = StoreReader(
+            self._reads,
+            envelope,
+            block,
+            self._pending,
+            self._counters,
+            lookup_seconds=self._lookup_seconds,
+            fetch_seconds=_FETCH_SHARE * load_seconds,
+            forget=self._writer.forget,
+            clock=clock,
+        )
+        self._copier = Copier(
+            cache,
+            block,
+            self._host,
+            self._reader,
+            self._writer,
+            self._pending,
+            self._counters,
+            clock,
+            queue.put,
+        )
+        self._closed = False
+        for loop in self.loops:
+            loop.start()
+
+    @property
+    def loops(self) -> tuple[ThreadLoop, ...]:
+        """The threads: the one that copies and, with a store, those that read and write it."""
+        copier = (self._copier.loop,)
+        return copier if self._store is None else (*copier, self._reader.loop, self._writer.loop)
+
+    def perform(self, effects: Iterable[Effect]) -> None:
+        """Begin what the scheduler wants done."""
+        now = self._clock()
+        for effect in effects:
+            match effect:
+                case Lookup(operation, keys):
+                    self._counters.add("lookups")
+                    if not keys or self._nothing_to_find():
+                        self._queue.put(Found(operation, 0, 0))
+                    else:
+                        self._pending.begin(Found(operation, 0, 0), now + self._lookup_seconds)
+                        self._copier.look_up(effect)
+                case Load(operation, keys):
+                    self._counters.add("loads")
+                    if not keys or self._nothing_to_find():
+                        self._queue.put(Loaded(operation, 0))
+                    else:
+                        self._pending.begin(Loaded(operation, 0), now + self._load_seconds)
+                        self._copier.load(effect, now)
+                case Save(operation, keys):
+                    self._counters.add("saves")
+                    if not keys or self._closed:
+                        self._queue.put(Saved(operation, 0))
+                    else:
+                        self._pending.begin(Saved(operation, 0), now + self._load_seconds)
+                        self._copier.save(effect)
+                case Cancel(operation):
+                    self._pending.end(operation)
+
+    def completions(self) -> list[Completion]:
+        """Return the completions since the last call, those of operations that are past their deadline included.
+
+        The pace of loading is among them whenever it changed.
+        """
+        now = self._clock()
+        for answer in self._pending.expire(now):
+            self._counters.add(_EXPIRED[type(answer)])
+        pace = LoadPaceMeasured(
+            host_block=self._copier.import_rate.value(now),
+            store_block=self._reader.block_rate.value(now),
+            store_latency=self._reader.latency.value(now),
+        )
+        completions = self._queue.take()
+        if pace != self._pace:
+            self._pace = pace
+            completions.append(pace)
+        return completions
+
+    def wait(self, seconds: float) -> None:
+        """Wait until an operation is completed, at most `seconds`."""
+        self._queue.wait(seconds)
+
+    def stats(self) -> TierStats:
+        """Return counters and gauges."""
+        return msgspec.structs.replace(
+            self._counters.snapshot(),
+            host_blocks=len(self._host),
+            host_bytes=self._host.bytes,
+            host_limit_bytes=self._host.limit_bytes,
+            open_operations=len(self._pending),
+            pending_write_bytes=self._writer.pending_bytes,
+            breaker=self._reads.state,
+            write_breaker=self._writes.state,
+            store=None if self._store is None else self._store.location.shown,
+        )
+
+    def close(self, flush_seconds: float = _FLUSH_SECONDS) -> None:
+        """Copy and write what was to be saved for at most `flush_seconds`, complete the rest as it is, end the threads.
+
+        A thread whose call of the store does not return is left behind; it keeps nothing alive but itself. Idempotent.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        until = time.monotonic() + flush_seconds
+        self._end(Found, Loaded)
+        self._reader.loop.stop()
+        self._copier.loop.stop()
+        ended = self._copier.loop.join(flush_seconds)
+        self._end(Found, Loaded, Saved)
+        ended = ended or self._copier.loop.join(_JOIN_SECONDS)
+        ended &= self._writer.close(max(0.0, until - time.monotonic()))
+        ended &= self._reader.loop.join(_JOIN_SECONDS)
+        if ended:
+            self._host.clear()
+        else:
+            log.warning("a copy or a call of the KV store does not return; its thread is left behind")
+        if self._store is not None:
+            self._store.close()
+
+    def _end(self, *kinds: type[Found | Loaded | Saved]) -> None:
+        for number in self._pending.numbers(*kinds):
+            self._pending.end(number)
+
+    def _nothing_to_find(self) -> bool:
+        """Whether neither tier can have anything, so that a question needs no thread."""
+        if self._closed:
+            return True
+        return not (len(self._host) or self._reader.ready() or self._pending.numbers(Saved))
+
+
+_EXPIRED: dict[type[Completion], str] = {
+    Found: "lookups_expired",
+    Loaded: "load_expired",
+    Saved: "saves_expired",
+}

@@ -1,0 +1,101 @@
+"""Nothing that a store raises gets past its guard, and a store that hangs is not called."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from fd_core.kv.stores.contract import StoreError, Trouble
+from fd_core.kv.tiers.guarded_store import GuardedStore
+from fd_core.kv.tiers.stats import TierCounters
+
+from .scripted import Clock, ScriptedStore
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def counters() -> TierCounters:
+    return TierCounters()
+
+
+@pytest.fixture
+def guarded(counters, clock) -> GuardedStore:
+    return GuardedStore(ScriptedStore(), counters, clock)
+
+
+def failing(error):
+    def do(store, timeout):
+        raise error
+
+    return do
+
+
+def test_a_result_passes_and_the_call_is_told_its_time(guarded) -> None:
+    assert guarded.call("get", 0.5, lambda store, timeout: timeout * 2) == 1.0
+
+
+@pytest.mark.parametrize("trouble", [Trouble.TIMEOUT, Trouble.UNREACHABLE])
+def test_an_unreachable_store_is_left_alone_at_once(guarded, counters, clock, trouble) -> None:
+    assert guarded.call("get", 0.5, failing(StoreError(trouble, "secret"))) is None
+    assert guarded.state == "open" and not guarded.ready()
+    assert guarded.call("get", 0.5, lambda store, timeout: 1 / 0) is None
+    clock.now += 1.0
+    assert guarded.ready()
+    assert guarded.call("get", 0.5, lambda store, timeout: 7) == 7
+    assert guarded.state == "closed"
+    assert counters.snapshot().store_errors == {trouble: 1}
+
+
+def test_other_troubles_are_tolerated_twice(guarded, counters) -> None:
+    for expected in ("closed", "closed", "open"):
+        guarded.call("put", 0.5, failing(StoreError(Trouble.FULL, "full")))
+        assert guarded.state == expected
+    assert counters.snapshot().store_errors == {"full": 3}
+
+
+def test_a_bad_key_does_not_shut_the_store(guarded, counters) -> None:
+    for _ in range(5):
+        guarded.call("get", 0.5, failing(StoreError(Trouble.MALFORMED, "a list")))
+    assert guarded.state == "closed" and counters.snapshot().store_errors == {"malformed": 5}
+
+
+def test_whatever_a_strange_store_raises_is_a_failure_logged_once_without_its_words(guarded, counters, caplog) -> None:
+    with caplog.at_level(logging.WARNING):
+        guarded.call("get", 0.5, failing(KeyError("secret words")))
+        guarded.call("get", 0.5, failing(KeyError("secret words")))
+        guarded.call("put", 0.5, failing(StoreError("nonsense", "secret words")))
+    assert counters.snapshot().store_errors == {"other": 3}
+    assert caplog.text.count("KeyError") == 1
+    assert "secret" not in caplog.text
+
+
+def test_a_call_that_hangs_opens_the_breaker_once_and_keeps_the_store_shut_until_it_returns(
+    guarded, counters, clock
+) -> None:
+    def hang(store, timeout):
+        clock.now += timeout
+        assert guarded.ready()
+        clock.now += 0.2
+        assert not guarded.ready() and not guarded.ready()
+        assert guarded.state == "open"
+        clock.now += 60.0
+        assert not guarded.ready()
+        raise StoreError(Trouble.TIMEOUT, "at last")
+
+    assert guarded.call("get", 0.5, hang) is None
+    assert counters.snapshot().store_errors == {"timeout": 1}
+    assert guarded.ready()
+    assert guarded.call("get", 0.5, lambda store, timeout: 7) == 7 and guarded.state == "closed"
+
+
+def test_one_call_at_a_time_probes(guarded, clock) -> None:
+    guarded.call("get", 0.5, failing(StoreError(Trouble.TIMEOUT, "")))
+    clock.now += 1.0
+    seen = []
+    guarded.call("get", 0.5, lambda store, timeout: seen.append((guarded.state, guarded.ready())))
+    assert seen == [("half_open", False)]
