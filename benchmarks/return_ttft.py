@@ -38,6 +38,7 @@ from rich.table import Table
 import fd_core
 from fd_core import LLM, SamplingParams
 from fd_core.errors import FdError
+from fd_core.metrics import snapshot
 from fd_core.scheduling.storage import KeepKV
 from fd_core.scheduling.tradeoff import Choice
 
@@ -122,7 +123,7 @@ class Returning:
         self._wait_until_saved()
         self._scheduler.pool.forget_prefixes()
         self._choices.clear()
-        before = replace(self._storage.counters)
+        before = snapshot(self._storage.counters)
         (again,) = self._llm.generate([list(prompt)], params)
         after = self._storage.counters
         self._wait_until_saved()

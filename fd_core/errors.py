@@ -45,7 +45,16 @@ class PluginError(FdError):
 
 
 class BadRequest(FdError):
-    """A request is malformed or out of range; answered with HTTP 400 in OpenAI's shape."""
+    """A request is malformed or out of range; answered with HTTP 400 in OpenAI's shape.
+
+    `code` names the mistake for programs, as OpenAI's errors do.
+    """
+
+    def __init__(
+        self, message: str, *, field: str | None = None, hint: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message, field=field, hint=hint)
+        self.code = code
 
 
 class EngineDead(FdError):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fd_core.cli.router_settings import RouteSettings
-    from fd_core.router.gateway.tokens import ModelText
+    from fd_core.router.gateway.model_text import ModelText
 
 __all__ = ["route"]
 
@@ -98,7 +98,7 @@ def _text(name: str | None, console: Console) -> ModelText | None:
     if name is None:
         return None
     from fd_core.cli.startup import startup_bars
-    from fd_core.router.gateway.tokens import find_text
+    from fd_core.router.gateway.model_text import find_text
 
     with startup_bars(console) as bars:
         return find_text(name, offline=False, progress=bars)

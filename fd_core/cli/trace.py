@@ -1,7 +1,8 @@
-"""`fdcore trace`: what a run did, step by step, as one HTML page."""
+"""`fdcore trace`: what a run did, step by step, as an HTML page or for the Perfetto viewer."""
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,42 +16,67 @@ if TYPE_CHECKING:
 __all__ = ["trace"]
 
 
+class TraceFormat(enum.StrEnum):
+    """What `fdcore trace` writes."""
+
+    HTML = "html"
+    PERFETTO = "perfetto"
+
+
 @reports_errors
 def trace(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `fdcore serve --trace FILE` wrote.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file that `fdcore serve --trace FILE` wrote.")],
     output: Annotated[
         Path | None,
-        typer.Option(metavar="PAGE", help="Where the page goes.", show_default="FILE with the suffix .html"),
+        typer.Option(
+            metavar="PATH",
+            help="The file to write.",
+            show_default="FILE with the suffix .html or .perfetto.json",
+        ),
     ] = None,
+    written: Annotated[
+        TraceFormat,
+        typer.Option("--format", help="html: one page for a browser; perfetto: JSON for ui.perfetto.dev."),
+    ] = TraceFormat.HTML,
     last: Annotated[int, typer.Option(metavar="N", min=1, help="Show the last N steps.")] = 100_000,
 ) -> None:
-    """Render a trace as one HTML page that needs no network.
+    """Render a trace as one HTML page that needs no network, or as JSON for the Perfetto viewer.
 
-    It shows slots over time, budget, KV blocks, preemptions and returns, KV loaded and computed again, speculation,
-    queue and step time. A trace that is cut off or damaged is shown as far as it can be read.
+    Both show slots over time, budget, KV blocks, preemptions and returns, KV loaded and recomputed, speculation, queue
+    and step time. A trace that is cut off or damaged is shown as far as it can be read.
     """
-    from fd_core.cli.trace_page.pack import page
     from fd_core.errors import ConfigError
     from fd_core.tracing.reader import read_trace
 
-    target = output if output is not None else file.with_suffix(".html")
+    suffix = ".html" if written is TraceFormat.HTML else ".perfetto.json"
+    target = output if output is not None else file.with_suffix(suffix)
     if target.resolve() == file.resolve():
-        raise ConfigError("the page would replace the trace", field="--output", hint="name another file")
+        raise ConfigError("the output would replace the trace", field="--output", hint="name another file")
     read = read_trace(file, last)
     try:
-        target.write_text(page(read, file.name), encoding="utf-8")
+        target.write_bytes(_rendered(read, file.name, written))
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise ConfigError(f"cannot write {target}: {reason}", field="--output") from error
     for problem in read.problems:
         print(f"note: {problem}")
-    if kept := _kept(read):
-        print(kept)
+    if summary := _kv_summary(read):
+        print(summary)
     print(f"{target}: {len(read.positions):,} steps, {target.stat().st_size / 1e6:.1f} MB")
 
 
-def _kept(read: TraceContents) -> str:
-    """Return a line about KV outside the device; nothing if the trace says nothing of it."""
+def _rendered(read: TraceContents, name: str, written: TraceFormat) -> bytes:
+    if written is TraceFormat.PERFETTO:
+        from fd_core.tracing.perfetto import perfetto_json
+
+        return perfetto_json(read)
+    from fd_core.cli.trace_page.pack import page
+
+    return page(read, name).encode()
+
+
+def _kv_summary(read: TraceContents) -> str:
+    """Return a line about KV outside the device; empty if the trace has no loads, saves and decisions."""
     lines = [position.line for position in read.positions]
     loads = [load for line in lines for load in line.loads]
     saves = [save for line in lines for save in line.saves]
@@ -63,5 +89,5 @@ def _kept(read: TraceContents) -> str:
     saved = sum(save.saved for save in saves)
     return (
         f"KV outside the device: {len(loads):,} loads brought {loaded:,} of {wanted:,} blocks, {host:,} of them from "
-        f"the host, in {took:.3f} s; {declined:,} times computing was sooner; {saved:,} blocks were saved"
+        f"the host, in {took:.3f} s; {declined:,} times recomputing was sooner; {saved:,} blocks were saved"
     )

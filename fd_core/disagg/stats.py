@@ -6,10 +6,15 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Mapping
+from typing import Annotated, Final
 
 import msgspec
 
+from fd_core.metrics import counter
+
 __all__ = ["ReceiverStats", "SenderStats", "Tally"]
+
+_DROPPED: Final = "Transfer messages dropped because they were not sealed with the secret, malformed or too large."
 
 _log = logging.getLogger(__name__)
 
@@ -25,12 +30,12 @@ class ReceiverStats(msgspec.Struct, frozen=True, kw_only=True):
     """Answered fetches by `fd_core.kv.effects.Outcome`."""
     pieces: int = 0
     """Checked and copied to the device."""
-    bytes: int = 0
-    """Of KV in those pieces."""
-    seconds: float = 0.0
-    """From fetch to last copy, of all that were transferred."""
-    dropped_frames: int = 0
-    """Messages that were not sealed, not understood or beyond a limit."""
+    bytes: Annotated[int, counter("kv_fetched_bytes", "KV bytes fetched from prefill workers.")] = 0
+    seconds: Annotated[
+        float,
+        counter("kv_fetch_seconds", "Time from lease to last copy in seconds, summed over all fetches that succeeded."),
+    ] = 0.0
+    dropped_frames: Annotated[int, counter("kv_transfer_dropped_frames", _DROPPED)] = 0
     late_messages: int = 0
     """Messages for leases that were over or never given."""
     errors: dict[str, int] = {}
@@ -48,18 +53,22 @@ class SenderStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauge: sends that were not answered, whose blocks are pinned therefore."""
     leases: int = 0
     """Accepted."""
-    refused: dict[str, int] = {}
-    """Leases by what was wrong: malformed, terms, busy, connector, engine."""
-    ended: dict[str, int] = {}
+    refused: Annotated[
+        dict[str, int],
+        counter("kv_leases_refused", "Leases of decode workers that were refused, by reason.", label="reason"),
+    ] = {}
+    """By what was wrong: malformed, terms, busy, connector, engine."""
+    ended: Annotated[
+        dict[str, int],
+        counter("kv_leases_ended", "Leases of decode workers that ended, by cause.", label="how"),
+    ] = {}
     """Accepted leases by `fd_core.disagg.lease.End`."""
     pieces: int = 0
     """Copied from the device and sent."""
-    bytes: int = 0
-    """Of KV in those pieces."""
+    bytes: Annotated[int, counter("kv_sent_bytes", "KV bytes sent to decode workers.")] = 0
     seconds: float = 0.0
     """From opening to confirmation, of all leases that were confirmed."""
-    dropped_frames: int = 0
-    """Messages that were not sealed, not understood or beyond a limit."""
+    dropped_frames: Annotated[int, counter("kv_transfer_dropped_frames", _DROPPED)] = 0
     late_messages: int = 0
     """Messages for leases that were over or never opened."""
     errors: dict[str, int] = {}

@@ -24,13 +24,13 @@ from fd_core.kv.events import KVEvent, Recorder
 from fd_core.kv.locked_kv_cache import LockedKVCache
 from fd_core.kv.port import CompletionQueue, KVPort, NullKVPort
 from fd_core.kv.tiers.stats import TierStats
+from fd_core.metrics import snapshot
 from fd_core.plugins import installed_plugins
 from fd_core.runner.drafting import make_drafter
 from fd_core.runner.runner import Runner
-from fd_core.scheduling.drafts import DraftControl
+from fd_core.scheduling.drafts import DraftControl, DraftStats
 from fd_core.scheduling.scheduler import Scheduler
 from fd_core.scheduling.storage import StorageCounters
-from fd_core.scheduling.tradeoff import Pace
 from fd_core.tracing.format import TraceHeader
 from fd_core.tracing.kv_operations import KVTrace
 from fd_core.tracing.writer import TraceWriter, require_trace_file
@@ -128,50 +128,17 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return gauges and counters as they are now."""
-        scheduler, pool = self._scheduler, self._scheduler.pool
-        counters, delivered = scheduler.counters, self._outputs.counters
-        ended = delivered.finished
-        drafts = scheduler.drafts
-        proposed = () if drafts is None else tuple(drafts.drafted.tolist())
-        accepted = () if drafts is None else tuple(drafts.accepted.tolist())
-        storage = scheduler.storage
-        kept = StorageCounters() if storage is None else storage.counters
+        scheduler = self._scheduler
+        drafts, storage = scheduler.drafts, scheduler.storage
         return EngineStats(
-            running=scheduler.num_running,
-            loading=scheduler.num_loading,
-            waiting=len(scheduler.waiting),
-            take_backs_in_flight=scheduler.num_draining,
-            kv_blocks_used=pool.num_owned,
-            kv_blocks_fenced=pool.num_fenced,
-            kv_blocks_cached=pool.num_cached,
-            kv_blocks_total=pool.num_blocks,
-            steps=counters.steps,
-            budget_used=counters.budget_used,
-            budget_limit=counters.steps * scheduler.limits.max_num_batched_tokens,
-            prompt_tokens=counters.prompt_tokens,
-            generated_tokens=delivered.generated_tokens,
-            preemptions=counters.preemptions,
-            recomputed_tokens=counters.recomputed_tokens,
-            prefix_queries=counters.prefix_queries,
-            prefix_hits=counters.prefix_hits,
-            drafts_proposed=sum(proposed),
-            drafts_accepted=sum(accepted),
-            drafts_proposed_per_position=proposed,
-            drafts_accepted_per_position=accepted,
-            loads=kept.loads,
-            loaded_tokens=kept.loaded_tokens,
-            lost_tokens=kept.lost_tokens,
-            declined=kept.declined,
-            declined_tokens=kept.declined_tokens,
-            saved_tokens=kept.saved_tokens,
-            pace=Pace() if storage is None else storage.tradeoff.pace,
+            scheduler=scheduler.stats(),
+            blocks=scheduler.pool.stats(),
+            outputs=snapshot(self._outputs.counters),
+            drafts=DraftStats() if drafts is None else drafts.stats(),
+            storage=StorageCounters() if storage is None else snapshot(storage.counters),
             kv=self._kv.stats(),
+            pace=None if storage is None else storage.tradeoff.pace,
             leases=None if self._leased_kv is None else self._leased_kv.stats(),
-            stale_outputs=delivered.stale_outputs,
-            finished_stop=ended[FinishReason.STOP],
-            finished_length=ended[FinishReason.LENGTH],
-            finished_abort=ended[FinishReason.ABORT],
-            finished_error=ended[FinishReason.ERROR],
         )
 
     def take_kv_events(self) -> tuple[KVEvent, ...]:

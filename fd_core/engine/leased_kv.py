@@ -24,6 +24,7 @@ from fd_core.kv.locked_kv_cache import LockedKVCache
 from fd_core.kv.stores.contract import KVStore
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.kv.stores.location import parse_location
+from fd_core.metrics import snapshot
 from fd_core.plugins import Plugins
 from fd_core.scheduling.scheduler import Scheduler
 from fd_core.tracing.kv_operations import KVTrace
@@ -117,14 +118,10 @@ class LeasedKV:
 
     def stats(self) -> LeaseStats:
         """Return counters and gauges."""
-        counters = self._transfers.counters
         sides = [side for side in (self._receiver, self._sender) if side is not None]
         return LeaseStats(
             open=sum(side.open_leases for side in sides),
-            outcomes={str(outcome): count for outcome, count in counters.outcomes.items()},
-            fetched_tokens=counters.fetched_tokens,
-            sent_blocks=counters.sent_blocks,
-            given_up=counters.given_up,
+            transfers=snapshot(self._transfers.counters),
             receiver=None if self._receiver is None else self._receiver.stats(),
             sender=None if self._sender is None else self._sender.stats(),
         )

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Final, get_args
+from typing import Annotated
 
 import msgspec
 
-from fd_core.breaker import BreakerState
 from fd_core.disagg.stats import ReceiverStats, SenderStats
+from fd_core.engine.output_counters import OutputCounters
+from fd_core.kv.blocks import BlockStats
 from fd_core.kv.effects import Outcome
 from fd_core.kv.events import KVEvent
-from fd_core.kv.stores.contract import Trouble
 from fd_core.kv.tiers.stats import TierStats
+from fd_core.metrics import gauge
+from fd_core.scheduling.drafts import DraftStats
+from fd_core.scheduling.scheduler import SchedulerStats
+from fd_core.scheduling.storage import StorageCounters
 from fd_core.scheduling.tradeoff import Pace
+from fd_core.scheduling.transfers import TransferCounters
 from fd_core.types import FinishReason, RequestSpec, TokenLogprobs
 
 __all__ = [
-    "BREAKER_STATES",
-    "STORE_TROUBLES",
     "Abort",
     "ClientMessage",
     "Delta",
@@ -29,13 +32,7 @@ __all__ = [
     "Shutdown",
     "StepEvents",
     "Submit",
-    "TierStats",
 ]
-
-BREAKER_STATES: Final[tuple[str, ...]] = get_args(BreakerState)
-"""Values of `TierStats.breaker` and `TierStats.write_breaker`."""
-STORE_TROUBLES: Final = tuple(trouble.value for trouble in Trouble)
-"""Keys of `TierStats.store_errors`."""
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -98,73 +95,28 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 class LeaseStats(msgspec.Struct, frozen=True, kw_only=True):
     """KV that travels between workers; counters only grow within an epoch."""
 
-    open: int = 0
-    """Leases that are not over, on this side."""
-    outcomes: dict[str, int] = {}
-    """Requests whose prompt was to be computed elsewhere, by what became of that."""
-    fetched_tokens: int = 0
-    sent_blocks: int = 0
-    given_up: int = 0
-    """Requests of other workers that ended without all their KV."""
+    open: Annotated[int, gauge("kv_leases_open", "KV leases between prefill and decode workers in progress.")] = 0
+    transfers: TransferCounters = msgspec.field(default_factory=TransferCounters)
     receiver: ReceiverStats | None = None
+    """Of a decode worker."""
     sender: SenderStats | None = None
+    """Of a prefill worker."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges and counters of an engine; counters only grow within an epoch."""
+    """Gauges and counters of an engine, by owner; counters only grow within an epoch."""
 
-    running: int = 0
-    loading: int = 0
-    """Requests in a slot whose KV is on its way from outside the device."""
-    waiting: int = 0
-    take_backs_in_flight: int = 0
-    kv_blocks_used: int = 0
-    kv_blocks_fenced: int = 0
-    kv_blocks_cached: int = 0
-    """Free blocks that still hold a reusable prefix."""
-    kv_blocks_total: int = 0
-    steps: int = 0
-    budget_used: int = 0
-    """Tokens computed, over all steps."""
-    budget_limit: int = 0
-    """Tokens that the budget allowed, over all steps."""
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-    recomputed_tokens: int = 0
-    prefix_queries: int = 0
-    """Prompt tokens looked up in the prefix cache."""
-    prefix_hits: int = 0
-    """Prompt tokens found there."""
-    drafts_proposed: int = 0
-    drafts_accepted: int = 0
-    drafts_proposed_per_position: tuple[int, ...] = ()
-    """Of the drafts verified, those at each place behind the last token; empty without speculation."""
-    drafts_accepted_per_position: tuple[int, ...] = ()
-    """Likewise of those kept."""
-    loads: int = 0
-    """Requests that waited for KV from outside the device."""
-    loaded_tokens: int = 0
-    """Tokens that they did not have to compute."""
-    lost_tokens: int = 0
-    """Tokens that were to be loaded and had to be computed after all."""
-    declined: int = 0
-    """Requests that computed what could have been loaded, because that was sooner."""
-    declined_tokens: int = 0
-    saved_tokens: int = 0
-    """Tokens whose KV was copied from the device."""
-    pace: Pace = Pace()
-    """What computing and loading were measured to cost."""
+    scheduler: SchedulerStats = msgspec.field(default_factory=SchedulerStats)
+    blocks: BlockStats = BlockStats()
+    outputs: OutputCounters = msgspec.field(default_factory=OutputCounters)
+    drafts: DraftStats = DraftStats()
+    storage: StorageCounters = msgspec.field(default_factory=StorageCounters)
     kv: TierStats | None = None
-    """Of KV outside the device; None if none is kept there."""
+    """KV outside the device; None if none is kept there."""
+    pace: Pace | None = None
+    """What computing and loading were measured to cost; None if no KV is kept outside the device."""
     leases: LeaseStats | None = None
-    """Of KV that travels between workers; None for one that does both."""
-    stale_outputs: int = 0
-    """Outputs dropped because epoch, step or gen did not match."""
-    finished_stop: int = 0
-    finished_length: int = 0
-    finished_abort: int = 0
-    finished_error: int = 0
+    """KV that travels between workers; None for a worker that prefills and decodes."""
 
 
 class StepEvents(msgspec.Struct, frozen=True, tag="step"):

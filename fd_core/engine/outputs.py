@@ -6,31 +6,18 @@ leaves only on the -9 of its own gen; an error in one row never swallows another
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 import numpy.typing as npt
 
 from fd_core import signals
 from fd_core.engine.messages import Delta
+from fd_core.engine.output_counters import OutputCounters
 from fd_core.scheduling.requests import Request
 from fd_core.scheduling.scheduler import Scheduler
 from fd_core.signals import Outcome
 from fd_core.types import FinishReason, IntArray, LogprobRows, StepOutput, StepPlan, TokenLogprobs
 
-__all__ = ["OutputCounters", "Outputs"]
-
-
-@dataclass(slots=True)
-class OutputCounters:
-    """What was delivered or dropped since the start; only grows."""
-
-    generated_tokens: int = 0
-    stale_outputs: int = 0
-    """Answers and rows dropped because epoch, step or gen did not match a stay that still exists."""
-    overrun_rows: int = 0
-    """Rows computed for a request that had ended by the time its output arrived."""
-    finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+__all__ = ["Outputs"]
 
 
 class Outputs:

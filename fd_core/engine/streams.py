@@ -10,6 +10,7 @@ from fd_core.engine.client import EngineClient
 from fd_core.engine.ledger import Ledger
 from fd_core.engine.messages import Abort, ClientMessage, Delta, EngineInfo, EngineStats, StepEvents, Submit
 from fd_core.errors import BadRequest, EngineDead
+from fd_core.kv.blocks import BlockStats
 from fd_core.kv.event_log import KVEventLog
 from fd_core.types import FinishReason, RequestSpec
 
@@ -142,7 +143,7 @@ class StreamingClient(EngineClient):
     def _came_up(self, info: EngineInfo) -> None:
         """An engine is ready: it takes up what its predecessor left."""
         self.info = info
-        self._stats = EngineStats(kv_blocks_total=info.num_kv_blocks)
+        self._stats = EngineStats(blocks=BlockStats(total=info.num_kv_blocks))
         self._alive, self._interrupted = True, False
         if info.kv_events and self.kv_log is None:
             self.kv_log = KVEventLog(info.block_size)

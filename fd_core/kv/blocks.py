@@ -18,14 +18,33 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable
+from typing import Annotated
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from fd_core.kv.events import Recorder
+from fd_core.metrics import gauge
 from fd_core.types import IntArray, frozen
 
-__all__ = ["BlockPool"]
+__all__ = ["BlockPool", "BlockStats"]
+
+
+class BlockStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges of a block pool."""
+
+    used: Annotated[int, gauge("kv_blocks_used", "KV blocks owned by requests.")] = 0
+    fenced: Annotated[
+        int, gauge("kv_blocks_fenced", "KV blocks without owner that a step or a copy in flight still touches.")
+    ] = 0
+    cached: Annotated[int, gauge("kv_blocks_cached", "Free KV blocks that hold a reusable prefix.")] = 0
+    total: Annotated[int, gauge("kv_blocks", "KV blocks of the device.")] = 0
+
+    @property
+    def usage(self) -> Annotated[float, gauge("kv_usage_ratio", "Share of KV blocks that are not free, 0 to 1.")]:
+        """Share of blocks that are not free."""
+        return (self.used + self.fenced) / self.total if self.total else 0.0
 
 
 class BlockPool:
@@ -53,6 +72,10 @@ class BlockPool:
         self._key_of: dict[int, bytes] = {}
 
     # Questions --------------------------------------------------------------------------------------------
+
+    def stats(self) -> BlockStats:
+        """Return gauges."""
+        return BlockStats(used=self.num_owned, fenced=self.num_fenced, cached=self.num_cached, total=self.num_blocks)
 
     @property
     def num_free(self) -> int:

@@ -58,7 +58,7 @@ class KVPage(msgspec.Struct, frozen=True, kw_only=True):
     instance: str
     """Names the process, as its health check does."""
     reading: str
-    """Names how it turns text into tokens, see `fd_core.text.reading`."""
+    """Fingerprint of the server's prompt reader, see `fd_core.text.prompt_reader`."""
     block_size: int
     """Tokens in a block."""
     next: int

@@ -9,16 +9,16 @@ first token, every other at the end of the stream.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Final
+
+import msgspec
 
 from fd_core.router.workers import Worker
 
 __all__ = ["IDLE", "Guard", "Ledger", "Load"]
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(msgspec.Struct, frozen=True):
     """What runs on one incarnation, or what one guard holds of that."""
 
     requests: int = 0
@@ -77,7 +77,7 @@ class Guard:
         if self._ends_at_first_token:
             self.release()
             return
-        self._give_back(replace(self._held, requests=0))
+        self._give_back(msgspec.structs.replace(self._held, requests=0))
 
     def release(self) -> bool:
         """Give back the rest, exactly once. A second call changes nothing, is counted as a fault and returns False."""

@@ -9,7 +9,7 @@ from fd_core.errors import PluginError
 from fd_core.router.accounting import Ledger
 from fd_core.router.config import RouterConfig
 from fd_core.router.policies import Candidate, Policy, View
-from fd_core.router.prefix_index import Computing, PrefixIndex, block_hasher, block_keys
+from fd_core.router.prefix_index import PrefixesInFlight, PrefixIndex, block_hasher, block_keys
 from fd_core.router.published import Prompt, Published
 from fd_core.router.selection import Mode, NoWorker, RouteRequest
 from fd_core.router.workers import ROLES, Member, Registry, Role, Worker, WorkerState
@@ -47,7 +47,7 @@ class Placing:
         registry: Registry,
         ledger: Ledger,
         index: PrefixIndex,
-        computing: Computing,
+        in_flight: PrefixesInFlight,
         published: Published,
     ) -> None:
         self._config = config
@@ -55,7 +55,7 @@ class Placing:
         self._registry = registry
         self._ledger = ledger
         self._index = index
-        self._computing = computing
+        self._in_flight = in_flight
         self._published = published
         self._hasher = block_hasher(config.cache_block_size)
 
@@ -149,7 +149,7 @@ class Placing:
         """
         told = self._published.tokens(worker, prompt) if request.tokenized and not request.salt else None
         hits = self._index.match(worker, keys, now) if told is None else told // self._hasher.block_size
-        return hits, max(hits, self._computing.match(worker, keys))
+        return hits, max(hits, self._in_flight.match(worker, keys))
 
     def _missing(self, request: RouteRequest, chosen: Candidate) -> int:
         """Return the tokens that are left to compute; the last one always is."""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import msgspec
+
 from fd_core.router.accounting import Load
 from fd_core.router.config import RouterConfig
 from fd_core.router.workers import Worker
@@ -30,8 +32,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True):
     """A worker that may be chosen."""
 
     worker: Worker

@@ -7,7 +7,6 @@ them. Only what a worker really served is recorded.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Sequence
 
 from fd_core.kv.prefix import PrefixHasher
@@ -15,7 +14,7 @@ from fd_core.router.expiring import Expiring
 from fd_core.router.workers import Worker
 from fd_core.types import IntArray
 
-__all__ = ["Computing", "PrefixIndex", "block_hasher", "block_keys"]
+__all__ = ["PrefixIndex", "PrefixesInFlight", "block_hasher", "block_keys"]
 
 
 def block_hasher(block_size: int) -> PrefixHasher:
@@ -60,7 +59,7 @@ class PrefixIndex:
         held = self._held.get(worker)
         if held is None:
             return 0
-        return _leading(len(keys), lambda block: held.has(keys[block], now))
+        return _leading(keys, lambda key: held.has(key, now))
 
     def remove(self, worker: Worker) -> None:
         """Forget all that `worker` held: it is gone, or came back empty."""
@@ -78,43 +77,57 @@ class PrefixIndex:
         return len(self._held.get(worker, ()))
 
 
-class Computing:
+class PrefixesInFlight:
     """Prompts that workers have been given and that have not ended there: what they are about to hold.
 
-    Nothing of it is remembered behind the end. Matching looks only at prompts that have their first block in common.
+    A radix tree for each worker, kept as counts: how many prompts end at a block, and how many blocks follow it. A
+    prompt costs time in proportion to the blocks that no other prompt in flight shares with it, whatever is in flight;
+    matching costs the logarithm of its blocks. Nothing of a prompt is remembered after its end.
     """
 
     def __init__(self) -> None:
-        self._chains: dict[tuple[Worker, bytes], list[tuple[bytes, ...]]] = {}
+        self._nodes: dict[Worker, dict[bytes, int]] = {}
 
     def __len__(self) -> int:
-        """Prompts that are noted."""
-        return sum(map(len, self._chains.values()))
+        """Distinct blocks, of all workers together."""
+        return sum(map(len, self._nodes.values()))
 
     def begin(self, worker: Worker, keys: tuple[bytes, ...]) -> None:
         """`worker` was given a prompt of these blocks; `end` has to follow."""
-        if keys:
-            self._chains.setdefault((worker, keys[0]), []).append(keys)
-
-    def end(self, worker: Worker, keys: tuple[bytes, ...]) -> None:
-        """It is through with it, well or not."""
         if not keys:
             return
-        chains = self._chains[worker, keys[0]]
-        chains.remove(keys)
-        if not chains:
-            del self._chains[worker, keys[0]]
+        nodes = self._nodes.setdefault(worker, {})
+        for key in reversed(keys):
+            nodes[key] = count = nodes.get(key, 0) + 1
+            if count > 1:  # then all blocks before it are there already
+                return
+
+    def end(self, worker: Worker, keys: tuple[bytes, ...]) -> None:
+        """`worker` is through with a prompt that began, well or not."""
+        if not keys:
+            return
+        nodes = self._nodes[worker]
+        for key in reversed(keys):
+            nodes[key] -= 1
+            if nodes[key]:
+                return
+            del nodes[key]
+        if not nodes:
+            del self._nodes[worker]
 
     def match(self, worker: Worker, keys: Sequence[bytes]) -> int:
-        """Return how many leading blocks `worker` is computing for others."""
-        chains = self._chains.get((worker, keys[0]), ()) if keys else ()
-        return max((_in_common(chain, keys) for chain in chains), default=0)
+        """Return how many leading blocks of a prompt `worker` is computing for others."""
+        nodes = self._nodes.get(worker)
+        return _leading(keys, nodes.__contains__) if nodes else 0
 
 
-def _in_common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
-    return _leading(min(len(one), len(other)), lambda block: one[block] == other[block])
-
-
-def _leading(blocks: int, there: Callable[[int], bool]) -> int:
-    """Return how many leading blocks are there, given that none is behind one that is not."""
-    return bisect.bisect_left(range(blocks), True, key=lambda block: not there(block))
+def _leading(keys: Sequence[bytes], is_held: Callable[[bytes], bool]) -> int:
+    """Return how many leading keys are held, given that none is held behind one that is not."""
+    low, high = 0, len(keys)
+    while low < high:
+        middle = (low + high) // 2
+        if is_held(keys[middle]):
+            low = middle + 1
+        else:
+            high = middle
+    return low

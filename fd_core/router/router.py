@@ -10,18 +10,17 @@ selection = router.retry(selection, now, rng)     # after a failure: another wor
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 from fd_core.router.accounting import IDLE, Ledger, Load
 from fd_core.router.config import RouterConfig, check
 from fd_core.router.placing import Placement, Placing
 from fd_core.router.policies import Policy
-from fd_core.router.prefix_index import Computing, PrefixIndex
+from fd_core.router.prefix_index import PrefixesInFlight, PrefixIndex
 from fd_core.router.published import Published
 from fd_core.router.selection import Mode, NoWorker, RouteRequest, Selection, Verdict
-from fd_core.router.snapshot import RouterSnapshot, Tally, WorkerSnapshot
+from fd_core.router.snapshot import RouterSnapshot, SelectionCounts, WorkerSnapshot
 from fd_core.router.workers import ROLES, Member, Registry, Role, Worker
 
 __all__ = ["NoWorker", "RouteRequest", "Router", "Selection"]
@@ -51,7 +50,7 @@ class Router:
         self._ledger = Ledger(self._on_idle)
         self._index = PrefixIndex(duration=config.eviction_duration, capacity=config.max_index_blocks)
         self._policies: dict[Role, Policy] = {role: policy_class(config.policy_of(role))(config) for role in ROLES}
-        self._computing = Computing()
+        self._in_flight = PrefixesInFlight()
         self.published = Published(self._registry, config.max_index_blocks)
         """What workers tell of what they hold."""
         self._placing = Placing(
@@ -60,11 +59,11 @@ class Router:
             self._registry,
             self._ledger,
             self._index,
-            self._computing,
+            self._in_flight,
             self.published,
         )
-        self._tallies: dict[Worker, Tally] = {}
-        self._by_role: dict[Role, Tally] = dict.fromkeys(ROLES, Tally())
+        self._by_worker: dict[Worker, SelectionCounts] = {}
+        self._by_role: dict[Role, SelectionCounts] = {role: SelectionCounts() for role in ROLES}
         self._modes: dict[Mode, int] = {"mixed": 0, "pd": 0}
         self._refused: Counter[str] = Counter()
         self._retries = 0
@@ -165,14 +164,16 @@ class Router:
         """`worker` had no room or serves something else: nothing is wrong with it, but a retry goes elsewhere."""
         _check(selection, worker)
         if self._judge(selection, worker, "declined"):
-            self._count(worker, Tally(declined=1))
+            for counts in self._counts(worker):
+                counts.declined += 1
 
     def failed(self, selection: Selection, worker: Worker, now: float, *, severe: bool = False) -> None:
         """`worker`, one of the selection's, failed; `severe` if it cannot even be reached."""
         _check(selection, worker)
         if not self._judge(selection, worker, "failed"):
             return
-        self._count(worker, Tally(failed=1))
+        for counts in self._counts(worker):
+            counts.failed += 1
         member = self._registry.member(worker)
         if member is not None:
             member.circuit.failure(now, severe=severe)
@@ -190,7 +191,7 @@ class Router:
                 since=member.since,
                 circuit=member.circuit.state,
                 load=loads.pop(member.worker, IDLE),
-                tally=self._tallies.get(member.worker, Tally()),
+                tally=SelectionCounts.total([self._by_worker.get(member.worker, SelectionCounts())]),
                 index_blocks=self._index.blocks(member.worker),
                 held_blocks=self.published.blocks(member.worker),
                 kv_events=self.published.events(member.worker),
@@ -204,8 +205,8 @@ class Router:
             departed=tuple(loads.items()),
             index_blocks=len(self._index),
             total=total,
-            tally=functools.reduce(Tally.plus, self._by_role.values()),
-            roles=dict(self._by_role),
+            tally=SelectionCounts.total(self._by_role.values()),
+            roles={role: SelectionCounts.total([counts]) for role, counts in self._by_role.items()},
             modes=dict(self._modes),
             refused=dict(self._refused),
             retries=self._retries,
@@ -243,7 +244,7 @@ class Router:
             attempt=attempt,
         )
         self._modes[chosen.mode] += 1
-        self._computing.begin(first, placement.keys)
+        self._in_flight.begin(first, placement.keys)
         return chosen
 
     def _refuse(self, answer: NoWorker) -> NoWorker:
@@ -253,7 +254,8 @@ class Router:
     def _did_well(self, selection: Selection, worker: Worker, now: float) -> None:
         if not self._judge(selection, worker, "served"):
             return
-        self._count(worker, Tally(served=1))
+        for counts in self._counts(worker):
+            counts.served += 1
         member = self._registry.member(worker)
         if member is None:
             return
@@ -270,12 +272,14 @@ class Router:
         return True
 
     def _on_release(self, selection: Selection) -> None:
-        self._computing.end(selection.prefill, selection.keys)
+        self._in_flight.end(selection.prefill, selection.keys)
         ended_well = selection.verdicts.get(selection.decode) == "served"
         for worker in selection.workers:
             verdict = selection.verdicts.get(worker)
             if verdict is None:
-                self._count(worker, Tally(unused=1) if ended_well else Tally(left=1))
+                for counts in self._counts(worker):
+                    counts.unused += ended_well
+                    counts.left += not ended_well
             member = self._registry.member(worker)
             if verdict in (None, "declined") and member is not None and worker in selection.trials:
                 member.circuit.withdraw()
@@ -292,7 +296,7 @@ class Router:
         """Drop what was remembered of an incarnation; what runs there stays counted until its guards give it back."""
         self._index.remove(worker)
         self.published.remove(worker)
-        self._tallies.pop(worker, None)
+        self._by_worker.pop(worker, None)
         for policy in self._policies.values():
             policy.departed(worker)
 
@@ -306,14 +310,17 @@ class Router:
 
     def _count_selected(self, placement: Placement) -> None:
         for member in placement.members:
-            prefix = member.worker.role != "decode"
-            blocks, hits = (len(placement.keys), placement.hits) if prefix else (0, 0)
-            self._count(member.worker, Tally(selected=1, prompt_blocks=blocks, hit_blocks=hits))
+            for counts in self._counts(member.worker):
+                counts.selected += 1
+                if member.worker.role != "decode":
+                    counts.prompt_blocks += len(placement.keys)
+                    counts.hit_blocks += placement.hits
 
-    def _count(self, worker: Worker, more: Tally) -> None:
-        self._by_role[worker.role] = self._by_role[worker.role].plus(more)
-        if self._registry.member(worker) is not None:
-            self._tallies[worker] = self._tallies.get(worker, Tally()).plus(more)
+    def _counts(self, worker: Worker) -> Iterable[SelectionCounts]:
+        """Return what counts a selection of `worker`: the counts of its role and, while it is there, its own."""
+        if self._registry.member(worker) is None:
+            return (self._by_role[worker.role],)
+        return self._by_role[worker.role], self._by_worker.setdefault(worker, SelectionCounts())
 
 
 def _check(selection: Selection, worker: Worker) -> None:

@@ -2,46 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+import msgspec
 
 from fd_core.breaker import BreakerState
 from fd_core.router.accounting import Load
 from fd_core.router.selection import Mode
 from fd_core.router.workers import Role, Worker, WorkerState
 
-__all__ = ["RouterSnapshot", "Tally", "WorkerSnapshot"]
+__all__ = ["RouterSnapshot", "SelectionCounts", "WorkerSnapshot"]
 
 
-@dataclass(frozen=True, slots=True)
-class Tally:
-    """What became of selections; every count only grows."""
+class SelectionCounts(msgspec.Struct):
+    """What became of selections, of one worker or of several; every count only grows."""
 
     selected: int = 0
     served: int = 0
     failed: int = 0
     declined: int = 0
-    """It had no room, or does not serve what was asked for; nothing is wrong with it."""
+    """The worker had no room, or does not serve what was asked for; nothing is wrong with it."""
     unused: int = 0
-    """Ended well without it: the decode side of the pair had the KV of the prompt, or computed it itself."""
+    """Ended well without this worker: the decode side of the pair had the KV of the prompt, or computed it itself."""
     left: int = 0
     """Ended without a verdict: the client left, or the other side of the pair failed."""
     prompt_blocks: int = 0
-    """Blocks of the prompts of selections for which the prefix index was asked, on the prefill side."""
+    """Prompt blocks of selections for which the prefix index was asked, on the prefill side."""
     hit_blocks: int = 0
-    """Those of them that the chosen worker was believed to hold."""
+    """Prompt blocks that the chosen worker was believed to hold."""
 
-    def plus(self, more: Tally) -> Tally:
-        """Both together."""
-        return Tally(
-            self.selected + more.selected,
-            self.served + more.served,
-            self.failed + more.failed,
-            self.declined + more.declined,
-            self.unused + more.unused,
-            self.left + more.left,
-            self.prompt_blocks + more.prompt_blocks,
-            self.hit_blocks + more.hit_blocks,
-        )
+    @classmethod
+    def total(cls, parts: Iterable[SelectionCounts]) -> SelectionCounts:
+        """Return the sum of all parts, as a value of its own."""
+        columns = zip(*map(msgspec.structs.astuple, (cls(), *parts)), strict=True)
+        return cls(*map(sum, columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +49,7 @@ class WorkerSnapshot:
     """When it came into that state, by the clock that is passed in."""
     circuit: BreakerState
     load: Load
-    tally: Tally
+    tally: SelectionCounts
     index_blocks: int
     """Blocks that it is believed to hold, as it served them."""
     held_blocks: int | None = None
@@ -78,9 +73,9 @@ class RouterSnapshot:
     """Blocks that take memory in the prefix index."""
     total: Load
     """Everything that is counted, on `departed` ones too."""
-    tally: Tally
+    tally: SelectionCounts
     """Of all workers there ever were."""
-    roles: dict[Role, Tally]
+    roles: dict[Role, SelectionCounts]
     """The same by role."""
     modes: dict[Mode, int]
     """Attempts on a mixed worker, and on a pair."""

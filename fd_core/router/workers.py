@@ -12,8 +12,10 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, Literal, get_args
+
+import msgspec
 
 from fd_core.breaker import Breaker
 from fd_core.errors import BadRequest
@@ -36,8 +38,7 @@ class WorkerState(enum.Enum):
     GONE = "gone"
 
 
-@dataclass(frozen=True, slots=True)
-class Worker:
+class Worker(msgspec.Struct, frozen=True):
     """One incarnation of a worker."""
 
     url: str
@@ -196,7 +197,7 @@ class Registry:
         """Take a check that passed; return who has the address from here on."""
         worker = member.worker
         if instance is not None and member.instance not in (None, instance):
-            member = self._enter(replace(worker, incarnation=next(self._numbers)), now, instance)
+            member = self._enter(Worker(worker.url, worker.role, next(self._numbers)), now, instance)
         same_process = instance is not None and instance == member.instance
         member.passed, member.missed = member.passed + 1, 0
         if instance is not None and member.state is not WorkerState.UNHEALTHY:
@@ -204,7 +205,7 @@ class Registry:
         if member.passed < self.success_threshold or member.state is WorkerState.HEALTHY:
             return member
         if member.state is WorkerState.UNHEALTHY and not same_process:
-            member = self._enter(replace(worker, incarnation=next(self._numbers)), now, instance)
+            member = self._enter(Worker(worker.url, worker.role, next(self._numbers)), now, instance)
             member.passed = self.success_threshold
         member.turn(WorkerState.HEALTHY, now)
         return member

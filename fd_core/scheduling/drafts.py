@@ -7,18 +7,53 @@ reading weights and starts to pay for each one.
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from fd_core.metrics import counter
 from fd_core.scheduling.budget import deal
 from fd_core.types import IntArray
 
-__all__ = ["DraftControl"]
+__all__ = ["DraftControl", "DraftStats"]
 
 _MEMORY = 0.9
 """Weight of the past in a request's acceptance rate."""
 _RECOVERY = 0.02
 """Pull of the rate towards 1 in each step without drafts, so that a request is tried again now and then."""
+
+
+class DraftStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Drafts verified and kept since the start, by position: 0 is the draft right after the last token."""
+
+    proposed_per_position: Annotated[
+        tuple[int, ...],
+        counter(
+            "drafts_proposed_per_position_tokens",
+            "Draft tokens verified, by position: 0 is the draft right after the last token.",
+            label="position",
+        ),
+    ] = ()
+    accepted_per_position: Annotated[
+        tuple[int, ...],
+        counter(
+            "drafts_accepted_per_position_tokens",
+            "Draft tokens accepted, by position: 0 is the draft right after the last token.",
+            label="position",
+        ),
+    ] = ()
+
+    @property
+    def proposed(self) -> Annotated[int, counter("drafts_proposed_tokens", "Draft tokens verified.")]:
+        """Draft tokens verified."""
+        return sum(self.proposed_per_position)
+
+    @property
+    def accepted(self) -> Annotated[int, counter("drafts_accepted_tokens", "Draft tokens accepted.")]:
+        """Draft tokens accepted."""
+        return sum(self.accepted_per_position)
 
 
 class DraftControl:
@@ -29,9 +64,14 @@ class DraftControl:
         self.max_drafts = max_drafts
         self._cheap_tokens = cheap_tokens
         self._rate = np.ones(num_slots, np.float64)
-        self.drafted = np.zeros(max_drafts, np.int64)
-        """Drafts verified, by place behind the last token."""
-        self.accepted = np.zeros(max_drafts, np.int64)
+        self._drafted = np.zeros(max_drafts, np.int64)
+        self._accepted = np.zeros(max_drafts, np.int64)
+
+    def stats(self) -> DraftStats:
+        """Return counters."""
+        return DraftStats(
+            proposed_per_position=tuple(self._drafted.tolist()), accepted_per_position=tuple(self._accepted.tolist())
+        )
 
     def admit(self, slot: int) -> None:
         """A stay begins: nothing is known, so drafts are welcome."""
@@ -52,5 +92,5 @@ class DraftControl:
             return
         busy, drafted, accepted = slots[some], drafted[some], accepted[some]
         self._rate[busy] = _MEMORY * self._rate[busy] + (1 - _MEMORY) * accepted / drafted
-        self.drafted += np.bincount(drafted, minlength=self.max_drafts + 1)[::-1].cumsum()[::-1][1:]
-        self.accepted += np.bincount(accepted, minlength=self.max_drafts + 1)[::-1].cumsum()[::-1][1:]
+        self._drafted += np.bincount(drafted, minlength=self.max_drafts + 1)[::-1].cumsum()[::-1][1:]
+        self._accepted += np.bincount(accepted, minlength=self.max_drafts + 1)[::-1].cumsum()[::-1][1:]

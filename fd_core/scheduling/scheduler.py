@@ -13,8 +13,9 @@ What is to happen to KV outside a step leaves through `take_effects` and comes b
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import Annotated
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -34,6 +35,7 @@ from fd_core.kv.effects import (
 )
 from fd_core.kv.events import Recorder
 from fd_core.kv.prefix import PrefixHasher
+from fd_core.metrics import counter, gauge
 from fd_core.scheduling.budget import Budget, allot_decodes
 from fd_core.scheduling.drafts import DraftControl
 from fd_core.scheduling.gauges import SchedulerGauges
@@ -49,20 +51,32 @@ from fd_core.scheduling.victims import VictimPolicy
 from fd_core.scheduling.waiting import WaitingQueue
 from fd_core.types import FinishReason, IntArray, RequestSpec, StepPlan
 
-__all__ = ["Counters", "Scheduler"]
+__all__ = ["Scheduler", "SchedulerStats"]
 
 
-@dataclass(slots=True)
-class Counters:
-    """What happened since the start; only grows."""
+class SchedulerStats(msgspec.Struct, kw_only=True):
+    """What the scheduler counted since the start, and gauges of this moment."""
 
-    steps: int = 0
-    budget_used: int = 0
-    preemptions: int = 0
-    recomputed_tokens: int = 0
-    prompt_tokens: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
+    running: Annotated[int, gauge("requests_running", "Requests that hold a slot and compute.")] = 0
+    loading: Annotated[
+        int, gauge("requests_loading", "Requests that hold a slot and wait for KV from outside the device.")
+    ] = 0
+    waiting: Annotated[int, gauge("requests_waiting", "Requests that wait for a slot.")] = 0
+    take_backs_in_flight: Annotated[
+        int, gauge("take_backs_in_flight", "Revoked slots whose release the runner has not confirmed.")
+    ] = 0
+    steps: Annotated[int, counter("steps", "Steps planned.")] = 0
+    budget_used: Annotated[int, counter("budget_used_tokens", "Tokens computed, over all steps.")] = 0
+    budget_limit: Annotated[
+        int, counter("budget_limit_tokens", "Tokens that the step budgets allowed, over all steps.")
+    ] = 0
+    prompt_tokens: Annotated[int, counter("prompt_tokens", "Prompt tokens of the requests admitted.")] = 0
+    preemptions: Annotated[int, counter("preemptions", "Requests preempted to free KV blocks for others.")] = 0
+    recomputed_tokens: Annotated[
+        int, counter("recomputed_tokens", "Tokens computed a second time after a preemption.")
+    ] = 0
+    prefix_queries: Annotated[int, counter("prefix_queries_tokens", "Prompt tokens looked up in the prefix cache.")] = 0
+    prefix_hits: Annotated[int, counter("prefix_hits_tokens", "Prompt tokens found in the prefix cache.")] = 0
 
 
 class Scheduler:
@@ -93,7 +107,7 @@ class Scheduler:
         self.pool = BlockPool(limits.num_kv_blocks, recorder)
         self.waiting = WaitingQueue(policy)
         self.drafts = drafts
-        self.counters = Counters()
+        self.counters = SchedulerStats()
         self.storage = None if keep_kv is None else Storage(self.pool, limits.block_size, keep_kv)
         self.transfers = Transfers(self.pool, limits.block_size) if paired else None
         self._policy = policy
@@ -190,6 +204,16 @@ class Scheduler:
         """Return the length of the queue and the use of the KV blocks."""
         pool = self.pool
         return SchedulerGauges(len(self.waiting), pool.num_owned, pool.num_fenced, pool.num_cached)
+
+    def stats(self) -> SchedulerStats:
+        """Return counters, and gauges as they are now."""
+        return msgspec.structs.replace(
+            self.counters,
+            running=self.num_running,
+            loading=self.num_loading,
+            waiting=len(self.waiting),
+            take_backs_in_flight=self.num_draining,
+        )
 
     # Planning ---------------------------------------------------------------------------------------------
 
@@ -454,6 +478,7 @@ class Scheduler:
         self._step += 1
         self.counters.steps += 1
         self.counters.budget_used += budget.used
+        self.counters.budget_limit += self.limits.max_num_batched_tokens
         return plan
 
     # What became of a step --------------------------------------------------------------------------------

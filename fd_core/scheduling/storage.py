@@ -12,9 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
 
 from fd_core.kv.blocks import BlockPool
 from fd_core.kv.effects import Cancel, Effect, Found, Load, Loaded, Lookup, Save, Saved
+from fd_core.metrics import counter
 from fd_core.scheduling.requests import Request
 from fd_core.scheduling.tradeoff import Choice, Tradeoff
 from fd_core.types import IntArray, frozen
@@ -25,19 +29,23 @@ _MAX_REMEMBERED = 1 << 20
 """Keys remembered as stored; older ones may be stored a second time."""
 
 
-@dataclass(slots=True)
-class StorageCounters:
-    """What happened since the start; only grows. Units are tokens where not said."""
+class StorageCounters(msgspec.Struct, kw_only=True):
+    """What happened since the start; only grows."""
 
-    loads: int = 0
-    """Requests that waited for a load."""
-    loaded_tokens: int = 0
-    lost_tokens: int = 0
-    """Tokens that were to be loaded and had to be computed after all."""
-    declined: int = 0
-    """Requests that computed what could have been loaded, because that was sooner."""
-    declined_tokens: int = 0
-    saved_tokens: int = 0
+    loads: Annotated[int, counter("kv_loads", "Requests that waited for KV from the host tier or the store.")] = 0
+    loaded_tokens: Annotated[int, counter("kv_restored_tokens", "Tokens not computed because their KV was loaded.")] = 0
+    lost_tokens: Annotated[
+        int, counter("kv_lost_tokens", "Tokens computed because the load of their KV failed or brought less.")
+    ] = 0
+    declined: Annotated[
+        int, counter("kv_declined_loads", "Loads not begun because computing was estimated to be faster.")
+    ] = 0
+    declined_tokens: Annotated[
+        int, counter("kv_declined_tokens", "Tokens computed because computing was estimated to beat loading their KV.")
+    ] = 0
+    saved_tokens: Annotated[
+        int, counter("kv_saved_tokens", "Tokens whose KV was copied from the device to the host tier.")
+    ] = 0
 
 
 @dataclass(frozen=True, slots=True)

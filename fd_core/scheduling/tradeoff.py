@@ -7,8 +7,10 @@ measured again.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from fd_core.kv.effects import LoadPaceMeasured, PrefillPaceMeasured
+from fd_core.metrics import gauge
 
 __all__ = ["Choice", "Pace", "Tradeoff"]
 
@@ -20,12 +22,17 @@ _DOUBT = 0.9
 class Pace:
     """What was measured so far, in seconds; None where nothing was."""
 
-    prefill_token: float | None = None
-    """To compute one token of a prompt."""
-    host_block: float | None = None
-    """To copy one block from the host tier."""
-    store_block: float | None = None
-    """To bring one block from the store."""
+    prefill_token: Annotated[
+        float | None, gauge("kv_pace_prefill_token_seconds", "Measured time to compute one prompt token, in seconds.")
+    ] = None
+    host_block: Annotated[
+        float | None,
+        gauge("kv_pace_host_block_seconds", "Measured time to load one KV block from the host tier, in seconds."),
+    ] = None
+    store_block: Annotated[
+        float | None,
+        gauge("kv_pace_store_block_seconds", "Measured time to load one KV block from the store, in seconds."),
+    ] = None
     store_latency: float = 0.0
     """Until the store's first block is on its way."""
 

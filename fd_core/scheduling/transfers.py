@@ -10,12 +10,15 @@ is pinned from the effect to its completion, so nobody else gets it, whatever ha
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Annotated, get_args
 
+import msgspec
 import numpy as np
 
 from fd_core.kv.blocks import BlockPool
 from fd_core.kv.effects import Cancel, Fetch, Fetched, GiveUp, Outcome, Send, Transfer, Transferred
+from fd_core.metrics import counter
 from fd_core.scheduling.requests import Request
 from fd_core.scheduling.storage import Arrival
 from fd_core.types import FinishReason, IntArray, PrefillJob, frozen
@@ -23,16 +26,24 @@ from fd_core.types import FinishReason, IntArray, PrefillJob, frozen
 __all__ = ["TransferCounters", "Transfers"]
 
 
-@dataclass(slots=True)
-class TransferCounters:
+class TransferCounters(msgspec.Struct, kw_only=True):
     """What happened since the start; only grows."""
 
-    outcomes: Counter[Outcome] = field(default_factory=Counter)
-    """Requests whose prompt was to be computed elsewhere, by what became of that."""
-    fetched_tokens: int = 0
-    sent_blocks: int = 0
+    outcomes: Annotated[
+        dict[Outcome, int],
+        counter(
+            "prefills_elsewhere",
+            "Requests whose prompt a prefill worker was to compute, by outcome.",
+            label="outcome",
+            values=get_args(Outcome),
+        ),
+    ] = msgspec.field(default_factory=Counter)
+    fetched_tokens: Annotated[
+        int, counter("kv_fetched_tokens", "Tokens whose KV was fetched from a prefill worker.")
+    ] = 0
+    sent_blocks: Annotated[int, counter("kv_sent_blocks", "KV blocks computed for decode workers.")] = 0
     given_up: int = 0
-    """Requests of other workers that ended without all their KV."""
+    """Requests of decode workers that ended before all their KV was sent."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from fd_core.server.gate import Gate
 from fd_core.server.metrics import ServerMetrics
 from fd_core.server.state import ServerState
 from fd_core.text.chat_template import ChatTemplate
+from fd_core.text.prompt_reader import PromptReader
 from fd_core.text.tokenizer import Tokenizer
 
 __all__ = ["create_app"]
@@ -34,7 +35,8 @@ def create_app(
     """
     app = FastAPI(title="fd_core", version=fd_core.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     metrics = ServerMetrics(client)
-    app.state.fd = ServerState(config, client, tokenizer, template, metrics, ticket_key=ticket_key)
+    reader = PromptReader(tokenizer, template, vocab_size=client.info.vocab_size)
+    app.state.fd = ServerState(config, client, tokenizer, reader, metrics, ticket_key=ticket_key)
     for family in (chat, completions, models, tokenize, admin, health, kv_events):
         app.include_router(family.router)
     install_handlers(app)

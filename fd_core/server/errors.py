@@ -67,7 +67,7 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, BadRequest):
-        return invalid(str(error), error.field)
+        return invalid(str(error), error.field, error.code)
     if isinstance(error, EngineDead):
         return unavailable(str(error), "engine_dead", retry_after=5)
     if isinstance(error, FdError):

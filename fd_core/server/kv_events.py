@@ -51,7 +51,11 @@ async def kv_events(request: Request) -> Response:
         raise unavailable("the server is shutting down", "draining", retry_after=5)
     number, events = told.read(after)
     page = KVPage(
-        instance=state.incarnation, reading=state.reading, block_size=told.block_size, next=number, events=events
+        instance=state.incarnation,
+        reading=state.prompt_reader.fingerprint,
+        block_size=told.block_size,
+        next=number,
+        events=events,
     )
     return Response(msgspec.msgpack.encode(page), media_type="application/msgpack")
 

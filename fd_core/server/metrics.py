@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Final
 
@@ -19,64 +19,13 @@ from prometheus_client.registry import Collector
 import fd_core
 from fd_core.engine.client import EngineClient
 from fd_core.engine.messages import EngineStats
-from fd_core.server.kv_metrics import kv_metrics
-from fd_core.server.lease_metrics import lease_metrics
+from fd_core.metrics import read_metrics
 
-__all__ = ["Histogram", "ServerMetrics"]
+__all__ = ["Histogram", "ServerMetrics", "engine_families"]
 
 _TTFT: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _INTER_TOKEN: Final = (0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.025, 0.05, 0.1, 0.2, 0.4, 1.0, 2.5, 10.0)
 _END_TO_END: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-
-_GAUGES: Final[Sequence[tuple[str, str, Callable[[EngineStats], float]]]] = (
-    ("requests_running", "Requests in a slot", lambda s: s.running),
-    ("requests_loading", "Requests in a slot whose KV is being loaded", lambda s: s.loading),
-    ("requests_waiting", "Requests waiting for a slot", lambda s: s.waiting),
-    ("take_backs_in_flight", "Slots taken back whose acknowledgement is awaited", lambda s: s.take_backs_in_flight),
-    ("kv_blocks_used", "KV blocks owned by requests", lambda s: s.kv_blocks_used),
-    ("kv_blocks_fenced", "KV blocks freed but still touched by work in flight", lambda s: s.kv_blocks_fenced),
-    ("kv_blocks_cached", "Free KV blocks that hold a reusable prefix", lambda s: s.kv_blocks_cached),
-    ("kv_blocks", "KV blocks in all", lambda s: s.kv_blocks_total),
-    (
-        "kv_usage_ratio",
-        "Share of KV blocks that are not free",
-        lambda s: (s.kv_blocks_used + s.kv_blocks_fenced) / s.kv_blocks_total if s.kv_blocks_total else 0.0,
-    ),
-)
-_COUNTERS: Final[Sequence[tuple[str, str, Callable[[EngineStats], int]]]] = (
-    ("steps", "Steps answered", lambda s: s.steps),
-    ("budget_used_tokens", "Tokens computed", lambda s: s.budget_used),
-    ("budget_limit_tokens", "Tokens that the step budgets allowed", lambda s: s.budget_limit),
-    ("prompt_tokens", "Tokens of prompts", lambda s: s.prompt_tokens),
-    ("generated_tokens", "Tokens generated", lambda s: s.generated_tokens),
-    ("preemptions", "Requests taken back to make room", lambda s: s.preemptions),
-    ("recomputed_tokens", "Tokens computed again after a preemption", lambda s: s.recomputed_tokens),
-    ("prefix_queries_tokens", "Prompt tokens looked up in the prefix cache", lambda s: s.prefix_queries),
-    ("prefix_hits_tokens", "Prompt tokens found in the prefix cache", lambda s: s.prefix_hits),
-    ("drafts_proposed_tokens", "Draft tokens verified", lambda s: s.drafts_proposed),
-    ("drafts_accepted_tokens", "Draft tokens kept", lambda s: s.drafts_accepted),
-    ("kv_loads", "Requests that waited for KV from outside the device", lambda s: s.loads),
-    ("kv_restored_tokens", "Tokens not computed because their KV was loaded", lambda s: s.loaded_tokens),
-    ("kv_lost_tokens", "Tokens that were to be loaded and had to be computed after all", lambda s: s.lost_tokens),
-    ("kv_declined_loads", "Loads left undone because computing was estimated to be sooner", lambda s: s.declined),
-    ("kv_declined_tokens", "Tokens that were computed instead", lambda s: s.declined_tokens),
-    ("kv_saved_tokens", "Tokens whose KV was copied from the device", lambda s: s.saved_tokens),
-    ("stale_outputs", "Outputs dropped because epoch, step or generation did not match", lambda s: s.stale_outputs),
-)
-
-_BY_POSITION: Final[Sequence[tuple[str, str, Callable[[EngineStats], Sequence[int]]]]] = (
-    (
-        "drafts_proposed_per_position_tokens",
-        "Draft tokens verified, by position; 0 is right behind the last token",
-        lambda s: s.drafts_proposed_per_position,
-    ),
-    (
-        "drafts_accepted_per_position_tokens",
-        "Draft tokens kept, by position; 0 is right behind the last token",
-        lambda s: s.drafts_accepted_per_position,
-    ),
-)
-"""Without samples where nothing is drafted."""
 
 
 class Histogram:
@@ -108,9 +57,15 @@ class ServerMetrics(Collector):
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
-        self.ttft = Histogram("fdcore_time_to_first_token_seconds", "From a request's start to its first token", _TTFT)
-        self.inter_token = Histogram("fdcore_inter_token_seconds", "Between tokens of one generation", _INTER_TOKEN)
-        self.end_to_end = Histogram("fdcore_end_to_end_seconds", "From a request's start to its end", _END_TO_END)
+        self.ttft = Histogram(
+            "fdcore_time_to_first_token_seconds", "Time from a request's start to its first token, in seconds.", _TTFT
+        )
+        self.inter_token = Histogram(
+            "fdcore_inter_token_seconds", "Time between two tokens of one generation, in seconds.", _INTER_TOKEN
+        )
+        self.end_to_end = Histogram(
+            "fdcore_end_to_end_seconds", "Time from a request's start to its end, in seconds.", _END_TO_END
+        )
         self.outcomes: Counter[str] = Counter(dict.fromkeys(("stop", "length", "abort", "error", "disconnect"), 0))
         self.answers: Counter[tuple[str, int]] = Counter()
         self.registry = CollectorRegistry()
@@ -131,38 +86,43 @@ class ServerMetrics(Collector):
         yield self.ttft.family()
         yield self.inter_token.family()
         yield self.end_to_end.family()
-        generations = CounterMetricFamily("fdcore_generations", "Generations ended, by outcome", labels=["outcome"])
+        generations = CounterMetricFamily("fdcore_generations", "Generations ended, by outcome.", labels=["outcome"])
         for outcome, count in self.outcomes.items():
             generations.add_metric([outcome], count)
         yield generations
-        answers = CounterMetricFamily("fdcore_http_answers", "HTTP answers begun", labels=["path", "status"])
+        answers = CounterMetricFamily(
+            "fdcore_http_answers", "HTTP responses begun, by path and status.", labels=["path", "status"]
+        )
         for (path, status), count in sorted(self.answers.items()):
             answers.add_metric([path, str(status)], count)
         yield answers
 
     def _engine(self) -> Iterator[Metric]:
-        client, stats = self._client, self._client.stats
-        for name, text, gauge in _GAUGES:
-            yield GaugeMetricFamily(f"fdcore_{name}", text, gauge(stats))
-        for name, text, counter in _COUNTERS:
-            yield CounterMetricFamily(f"fdcore_{name}", text, counter(stats))
-        for name, text, counts in _BY_POSITION:
-            family = CounterMetricFamily(f"fdcore_{name}", text, labels=["position"])
-            for position, count in enumerate(counts(stats)):
-                family.add_metric([str(position)], count)
-            yield family
-        yield from kv_metrics(stats, client.info.block_size)
-        yield from lease_metrics(stats.leases)
-        finished = CounterMetricFamily("fdcore_engine_finished", "Requests that the engine ended", labels=["reason"])
-        for reason in ("stop", "length", "abort", "error"):
-            finished.add_metric([reason], getattr(stats, f"finished_{reason}"))
-        yield finished
-        yield GaugeMetricFamily("fdcore_engine_up", "1 while the engine answers", float(client.alive))
-        yield GaugeMetricFamily("fdcore_engine_epoch", "Grows with each start of the engine", client.info.epoch)
-        requeued = client.requests_requeued
-        yield CounterMetricFamily("fdcore_requests_requeued", "Requests that a new epoch took up", requeued)
-        yield GaugeMetricFamily("fdcore_active_requests", "Generations of this server", client.active_requests)
-        info = InfoMetricFamily("fdcore", "What is served")
+        client = self._client
+        yield from engine_families(client.stats)
+        yield _gauge("engine_up", "1 while the engine answers, 0 otherwise.", float(client.alive))
+        yield _gauge("engine_epoch", "Number of starts of the engine.", client.info.epoch)
+        yield CounterMetricFamily(
+            "fdcore_requests_requeued", "Requests given to a restarted engine.", client.requests_requeued
+        )
+        yield _gauge("active_requests", "Generations of this server that have not ended.", client.active_requests)
+        info = InfoMetricFamily("fdcore", "Model, backend and version of this server.")
         facts = {key: str(getattr(client.info, key)) for key in ("model", "architecture", "backend", "device", "dtype")}
         info.add_metric([], {"version": fd_core.__version__, **facts})
         yield info
+
+
+def engine_families(stats: EngineStats) -> Iterable[Metric]:
+    """Return every metric that the engine's statistics declare, as Prometheus wants it."""
+    families: dict[str, Metric] = {}
+    for spec, samples in read_metrics(stats):
+        if spec.name not in families:
+            family = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+            families[spec.name] = family(f"fdcore_{spec.name}", spec.help, labels=spec.label_names)
+        for labels, value in samples:
+            families[spec.name].add_metric(labels, value)  # type: ignore[attr-defined]  # both families have it
+    return families.values()
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"fdcore_{name}", text, value)

@@ -101,7 +101,7 @@ async def serve_http(
         raise listening.cannot_listen(config.host, sock.getsockname()[1], error) from error
     finally:
         sock.close()
-        state.text_worker.shutdown(wait=False, cancel_futures=True)
+        state.prompt_reader.close()
 
 
 def warn_if_open(config: ServerConfig) -> None:

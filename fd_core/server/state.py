@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from fastapi import Request
@@ -15,8 +13,7 @@ from fd_core.config import ServerConfig
 from fd_core.engine.client import EngineClient
 from fd_core.server.errors import ApiError, unavailable
 from fd_core.server.metrics import ServerMetrics
-from fd_core.text.chat_template import ChatTemplate
-from fd_core.text.reading import reading_of
+from fd_core.text.prompt_reader import PromptReader
 from fd_core.text.tokenizer import Tokenizer
 
 __all__ = ["ActiveRequests", "ServerState", "state_of"]
@@ -72,7 +69,7 @@ class ServerState:
     config: ServerConfig
     client: EngineClient
     tokenizer: Tokenizer
-    template: ChatTemplate | None
+    prompt_reader: PromptReader
     metrics: ServerMetrics
     active: ActiveRequests = field(default_factory=ActiveRequests)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -81,18 +78,11 @@ class ServerState:
     ticket_key: bytes | None = None
     """Signs what a router says about who computes a prompt; None but for decode workers."""
     draining: bool = False
-    text_worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "fdcore-text"))
-    """Takes long texts off the event loop, one at a time, so that they do not crowd out the engine."""
 
     @property
     def incarnation(self) -> str:
         """Names this process and its engine's start: whoever answers under another name has an empty cache."""
         return f"{self.instance}.{self.client.info.epoch}"
-
-    @functools.cached_property
-    def reading(self) -> str:
-        """Names how this server turns text into tokens."""
-        return reading_of(self.tokenizer, self.template)
 
     @property
     def model_names(self) -> tuple[str, ...]:

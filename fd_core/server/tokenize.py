@@ -12,7 +12,7 @@ from fd_core.server.answer_schemas import DetokenizeAnswer, TokenizeAnswer
 from fd_core.server.body import BodyFormat
 from fd_core.server.errors import invalid
 from fd_core.server.openapi import endpoint
-from fd_core.server.prompts import chat_prompt, encode
+from fd_core.server.prompts import chat_prompt
 from fd_core.server.request_schemas import DetokenizeRequest, TokenizeRequest
 from fd_core.server.state import state_of
 
@@ -35,7 +35,8 @@ async def tokenize(request: Request) -> Response:
         kwargs = body.chat_template_kwargs or {}
         ids = list(await chat_prompt(state, body.messages, body.add_generation_prompt is not False, kwargs))
     else:
-        ids = await encode(state, body.prompt or "", body.add_special_tokens is not False, "prompt")
+        text, special, reader = body.prompt or "", body.add_special_tokens is not False, state.prompt_reader
+        ids = list(await reader.run(len(text), lambda: reader.text(text, special)))
     answer = TokenizeAnswer(
         tokens=ids,
         count=len(ids),

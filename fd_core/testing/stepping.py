@@ -136,9 +136,9 @@ class Stepper:
     def check_idle(self) -> None:
         """Every gauge is back at its start."""
         stats = self.engine.stats()
-        gauges = (stats.running, stats.waiting, stats.take_backs_in_flight)
+        gauges = (stats.scheduler.running, stats.scheduler.waiting, stats.scheduler.take_backs_in_flight)
         assert gauges == (0, 0, 0)
-        assert (stats.kv_blocks_used, stats.kv_blocks_fenced, stats.stale_outputs) == (0, 0, 0)
+        assert (stats.blocks.used, stats.blocks.fenced, stats.outputs.stale_outputs) == (0, 0, 0)
         assert not self.scheduler.prefixes.num_computing
         assert self.scheduler.storage is None or not self.scheduler.storage.busy
 

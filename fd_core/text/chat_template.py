@@ -27,7 +27,10 @@ Message = Mapping[str, Any]
 
 _MAX_SOURCE_CHARS = 1 << 20
 _RESERVED = frozenset(
-    {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "raise_exception", "strftime_now"}
+    {
+        *("messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "raise_exception", "strftime_now"),
+        "self",
+    }
 )
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _MISUSE = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
@@ -72,22 +75,23 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-        **kwargs: Any,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the prompt for a conversation.
 
         `messages` are OpenAI's: `role`, `content` (text, None or parts of type text), `tool_calls` and so on.
-        `kwargs` are variables of the template's own, such as `enable_thinking`.
+        `template_kwargs` are variables of the template's own, such as `enable_thinking`.
         Raises `BadRequest`, naming the field, for messages that are malformed or that the template refuses, and
         `ModelError` for a template that does not compile or goes beyond the limits.
         """
-        taken = _RESERVED & kwargs.keys()
+        own = template_kwargs or {}
+        taken = _RESERVED & own.keys()
         if taken:
             raise BadRequest(
                 f"chat_template_kwargs may not set {', '.join(sorted(taken))}", field="chat_template_kwargs"
             )
         variables = {
-            **kwargs,
+            **own,
             "messages": flatten_messages(messages),
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,

@@ -32,6 +32,7 @@ __all__ = [
     "SaveEntry",
     "StepLine",
     "TraceHeader",
+    "total",
 ]
 
 FORMAT_VERSION: Final = 2
@@ -54,7 +55,7 @@ class TraceHeader(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     device: str
     epoch: int
-    started: float
+    started: Annotated[float, msgspec.Meta(ge=0, le=2**43)]
     """Seconds since 1970 at time 0 of the lines that follow."""
     speculation: str | None
     """Name of the drafter."""
@@ -186,3 +187,8 @@ class ClosingLine(msgspec.Struct, frozen=True, kw_only=True):
     """Microseconds since the header's `started`."""
     dropped: Count
     """Steps missing at the end, for want of time or of room in the file."""
+
+
+def total(letters: str) -> int:
+    """Return the sum of the numbers that `COUNT_LETTERS` in a text stand for."""
+    return sum(COUNT_LETTERS.index(letter) * letters.count(letter) for letter in set(letters))

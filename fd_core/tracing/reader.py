@@ -87,6 +87,16 @@ class TraceContents:
         """Slots of the largest epoch."""
         return max(header.limits.max_num_seqs for header in self.headers)
 
+    def offsets(self) -> list[int]:
+        """Return the begin of each epoch, in microseconds; no epoch begins before the last step of its predecessor."""
+        ends = [0] * len(self.headers)
+        for position in self.positions:
+            ends[position.epoch] = position.line.ended
+        offsets = [0]
+        for before, after, end in zip(self.headers, self.headers[1:], ends, strict=False):
+            offsets.append(offsets[-1] + max(round(1e6 * (after.started - before.started)), end))
+        return offsets
+
 
 def read_trace(path: Path, last: int) -> TraceContents:
     """Read the last `last` steps of a trace.

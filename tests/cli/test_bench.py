@@ -9,9 +9,13 @@ from typer.testing import CliRunner
 
 from fd_core.cli.app import app
 from fd_core.cli.bench.results import Trace, objectives, report
+from fd_core.cli.bench.router import RouterTraffic
 from fd_core.cli.bench.scheduler import StepTimes, prompts
 from fd_core.cli.bench.workload import arrivals, from_file, synthetic, synthetic_ids
 from fd_core.errors import ConfigError
+from fd_core.plugins import Plugins
+from fd_core.router.config import RouterConfig
+from fd_core.router.router import Router
 from tests.server.fakes import FakeClient, live
 
 runner = CliRunner()
@@ -113,6 +117,43 @@ def test_scheduler_refuses_a_result_file_that_cannot_be_written(tmp_path):
     result = runner.invoke(app, ["bench", "scheduler", "--json", str(tmp_path / "nowhere" / "figures.json")])
     assert result.exit_code == 2
     assert "cannot write" in result.stderr
+
+
+def test_router_measures_every_number_of_requests_in_flight(tmp_path):
+    path = tmp_path / "figures.json"
+    flags = ["--in-flight", "3", "--in-flight", "20", "--shared-tokens", "128", "--workers", "2", "--requests", "5"]
+    result = runner.invoke(app, ["bench", "router", *flags, "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    figures = json.loads(path.read_text())
+    assert [(case["in_flight"], case["requests"]) for case in figures["cases"]] == [(3, 5), (20, 5)]
+    for case in figures["cases"]:
+        assert list(case["us"]) == ["select", "release", "both"]
+        assert all(0 < row["median"] <= row["p99"] for row in case["us"].values())
+    assert figures["settings"]["policy"] == "cache_aware" and "release" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "flags, exit_code, words",
+    [
+        (["--in-flight", "0"], 2, "--in-flight"),
+        (["--workers", "many"], 2, "--workers"),
+        (["--policy", "best"], 4, "no router policy called 'best'"),
+        (["--json", "nowhere/figures.json"], 2, "cannot write"),
+    ],
+)
+def test_router_refuses_what_cannot_be_measured(flags, exit_code, words):
+    result = runner.invoke(app, ["bench", "router", *flags])
+    assert result.exit_code == exit_code
+    assert words in result.stderr
+
+
+def test_router_traffic_keeps_its_requests_in_flight():
+    router = Router(RouterConfig(policy="cache_aware"), Plugins.discover([]).router_policy_class)
+    traffic = RouterTraffic(router, workers=3, in_flight=12, shared_tokens=256, seed=1)
+    traffic.measure(7)
+    state = router.snapshot()
+    assert state.total.requests == 12 and state.faults == 0
+    assert state.tally.hit_blocks > 0 and all(one.load.requests for one in state.workers)
 
 
 def test_a_step_costs_its_plan_and_its_commit():

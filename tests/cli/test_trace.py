@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fd_core.cli.app import app
-from fd_core.cli.trace_page.pack import KINDS, cells, page
+from fd_core.cli.trace_page.pack import cells, page
 from fd_core.engine.messages import EngineStats
 from fd_core.errors import ConfigError
+from fd_core.tracing.cells import KINDS
+from fd_core.tracing.perfetto import perfetto_events
 from fd_core.tracing.reader import EXITS, TraceContents, read_trace
 from tests.engine.helpers import null_engine, random_specs
 from tests.engine.stepping import greedy
@@ -36,7 +38,7 @@ def trace_of(path: Path, *, depth: int = 2, abort: str | None = None) -> EngineS
         engine.submit(spec)
     while engine.has_work:
         engine.step()
-        if abort is not None and engine.stats().steps == 10:
+        if abort is not None and engine.stats().scheduler.steps == 10:
             engine.abort([abort])
     engine.close()
     return engine.stats()
@@ -70,7 +72,7 @@ def test_the_command_writes_one_page_beside_the_trace(run: tuple[Path, EngineSta
     path, stats = run
     code, output = fdcore(path)
     assert code == 0
-    assert f"{stats.steps:,} steps" in output
+    assert f"{stats.scheduler.steps:,} steps" in output
     assert "note:" not in output
     assert path.with_suffix(".html").read_text().startswith("<!doctype html>")
 
@@ -87,12 +89,12 @@ def test_the_page_adds_up_to_the_counters(run: tuple[Path, EngineStats]) -> None
     path, stats = run
     facts, arrays = unpacked(page(read_trace(path, ALL), "run"))
     assert facts["problems"] == []
-    assert (facts["numSteps"], facts["numSlots"]) == (stats.steps, 8)
+    assert (facts["numSteps"], facts["numSlots"]) == (stats.scheduler.steps, 8)
     used = arrays["prefillTokens"] + arrays["decodeTokens"] + arrays["drafted"]
-    assert used.sum() == stats.budget_used
+    assert used.sum() == stats.scheduler.budget_used
     assert (used <= arrays["limit"]).all()
-    assert arrays["delivered"].sum() == stats.generated_tokens
-    assert arrays["preempted"].sum() + arrays["late"].sum() == stats.preemptions > 0
+    assert arrays["delivered"].sum() == stats.outputs.generated_tokens
+    assert arrays["preempted"].sum() + arrays["late"].sum() == stats.scheduler.preemptions > 0
     assert arrays["returned"].sum() == arrays["preempted"].sum()
     assert arrays["admitted"].sum() == arrays["finished"].sum() == len(SPECS)
     assert (arrays["owned"] + arrays["fenced"] + arrays["cached"] <= arrays["blocks"]).all()
@@ -147,16 +149,16 @@ def test_what_was_loaded_and_why_is_on_the_page_and_in_the_terminal(kept: tuple[
     path, stats = kept
     code, output = fdcore(path)
     assert code == 0
-    assert re.search(rf"KV outside the device: {stats.loads} loads brought \d+ of \d+ blocks", output)
+    assert re.search(rf"KV outside the device: {stats.storage.loads} loads brought \d+ of \d+ blocks", output)
     facts, arrays = unpacked(path.with_suffix(".html").read_text())
     assert facts["problems"] == []
-    assert arrays["loadedTokens"].sum() == 16 * arrays["loadLoaded"].sum() == stats.loaded_tokens > 0
-    assert arrays["decisionLoad"].sum() == len(arrays["loadStep"]) == arrays["loadsEnded"].sum() == stats.loads
-    assert arrays["declined"].sum() == stats.declined
+    assert arrays["loadedTokens"].sum() == 16 * arrays["loadLoaded"].sum() == stats.storage.loaded_tokens > 0
+    assert arrays["decisionLoad"].sum() == len(arrays["loadStep"]) == arrays["loadsEnded"].sum() == stats.storage.loads
+    assert arrays["declined"].sum() == stats.storage.declined
     assert (arrays["loadBegan"] <= arrays["loadEnded"]).all()
     assert np.isnan(arrays["decisionLoadTime"][0])
     assert facts["requests"][arrays["decisionRequest"][0]] == "r0"
-    assert arrays["recomputedTokens"].sum() <= stats.recomputed_tokens
+    assert arrays["recomputedTokens"].sum() <= stats.scheduler.recomputed_tokens
 
 
 def test_a_trace_of_the_version_before_is_read(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
@@ -171,7 +173,7 @@ def test_a_trace_of_the_version_before_is_read(run: tuple[Path, EngineStats], tm
     code, output = fdcore(old)
     assert code == 0
     assert "KV outside" not in output
-    assert unpacked(old.with_suffix(".html").read_text())[0]["numSteps"] == run[1].steps
+    assert unpacked(old.with_suffix(".html").read_text())[0]["numSteps"] == run[1].scheduler.steps
 
 
 def test_text_of_a_trace_cannot_leave_its_place(tmp_path: Path) -> None:
@@ -192,10 +194,10 @@ def test_the_last_steps_alone(run: tuple[Path, EngineStats]) -> None:
     path, stats = run
     code, output = fdcore(path, "--last", 20, "--output", path.with_name("few.html"))
     assert code == 0
-    assert f"note: This page shows the last 20 of {stats.steps:,} steps." in output
+    assert f"note: This page shows the last 20 of {stats.scheduler.steps:,} steps." in output
     facts, arrays = unpacked(path.with_name("few.html").read_text())
     assert facts["numSteps"] == len(arrays["step"]) == 20
-    assert arrays["step"][-1] == stats.steps - 1
+    assert arrays["step"][-1] == stats.scheduler.steps - 1
     assert (arrays["residencyEnd"] >= 0).all()
     assert (arrays["residencyEnd"] < 20).all()
 
@@ -227,7 +229,7 @@ def test_damaged_lines_are_left_out_and_named(run: tuple[Path, EngineStats], tmp
         "5 steps are missing in the file.",
     ]
     assert [position.missing for position in read.positions if position.missing] == [1, 1, 3]
-    assert len(read.positions) == run[1].steps - 5
+    assert len(read.positions) == run[1].scheduler.steps - 5
     assert page(read, "damaged")
 
 
@@ -320,7 +322,7 @@ def test_more_slots_than_can_be_are_refused(run: tuple[Path, EngineStats], tmp_p
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_any_damage_is_shown_or_refused(data: st.DataObject, run: tuple[Path, EngineStats]) -> None:
-    """Bytes replaced, removed or doubled anywhere: a page or a `ConfigError`, nothing else."""
+    """Bytes replaced, removed or doubled anywhere: a page and events, or a `ConfigError`, nothing else."""
     raw = bytearray(run[0].read_bytes())
     for _ in range(data.draw(st.integers(1, 8))):
         at = data.draw(st.integers(0, len(raw) - 1))
@@ -334,6 +336,7 @@ def test_any_damage_is_shown_or_refused(data: st.DataObject, run: tuple[Path, En
         assert error.exit_code == 2
         return
     facts, arrays = unpacked(page(read, "damaged"))
+    assert all((event.dur or 0) >= 0 <= (event.ts or 0) for event in perfetto_events(read))
     assert facts["exits"] == list(EXITS)
     assert len(arrays["cells"]) == facts["numSteps"] * facts["numSlots"]
 
@@ -349,7 +352,7 @@ def test_a_full_trace_says_so_on_the_page_and_in_the_terminal(tmp_path: Path) ->
     code, output = fdcore(path)
     assert code == 0
     facts, _ = unpacked(path.with_suffix(".html").read_text())
-    missing = engine.stats().steps - facts["numSteps"]
+    missing = engine.stats().scheduler.steps - facts["numSteps"]
     problem = f"The file reached its limit of 4.9 KiB: {missing:,} later steps cannot be shown."
     assert facts["problems"] == [problem]
     assert problem in output

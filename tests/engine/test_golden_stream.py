@@ -22,7 +22,7 @@ def test_texts_survive_a_pool_that_preempts(expected: dict[str, list[int]], dept
     engine = null_engine(num_kv_blocks=30, pipeline_depth=depth, enable_prefix_caching=prefix_caching)
     texts = run(engine, SPECS)
     assert texts.tokens == expected
-    assert engine.stats().preemptions > 0, "the pool was meant to run out"
+    assert engine.stats().scheduler.preemptions > 0, "the pool was meant to run out"
     engine.close()
 
 
@@ -68,4 +68,4 @@ def test_requests_sharing_a_prefix_arrive_together_and_compute_it_once() -> None
     engine = null_engine(max_num_batched_tokens=1024, num_kv_blocks=200)
     texts = run(engine, specs)
     assert texts.tokens == golden(specs)
-    assert engine.stats().prefix_hits == 7 * 64
+    assert engine.stats().scheduler.prefix_hits == 7 * 64

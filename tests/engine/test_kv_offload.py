@@ -76,10 +76,10 @@ def test_another_engine_finds_what_the_first_one_stored(tmp_path: Path, secret: 
     assert run(second, PROMPTS[:1]).tokens == golden(PROMPTS[:1])
     stats = second.stats()
     second.close()
-    assert (stats.loads, stats.loaded_tokens, stats.lost_tokens) == (1, 96, 0)
+    assert (stats.storage.loads, stats.storage.loaded_tokens, stats.storage.lost_tokens) == (1, 96, 0)
     assert stats.kv is not None
     assert (stats.kv.loaded_blocks_store, stats.kv.loaded_blocks_host) == (6, 0)
-    assert stats.prefix_hits == 96
+    assert stats.scheduler.prefix_hits == 96
 
 
 def test_decisions_do_not_pile_up_where_nobody_reads_them(tmp_path: Path, secret: str) -> None:

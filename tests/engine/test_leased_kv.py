@@ -15,7 +15,7 @@ import pytest
 from fd_core.engine.core import Engine
 from fd_core.errors import ConfigError
 from fd_core.testing.texts import Texts
-from fd_core.types import RequestSpec
+from fd_core.types import FinishReason, RequestSpec
 from tests.engine.helpers import golden, null_engine, random_specs
 from tests.engine.stepping import greedy
 
@@ -87,7 +87,7 @@ def at_rest(two: Pair) -> bool:
     stats = [engine.stats() for engine in (two.prefill, two.decode)]
     return all(
         each.leases is not None
-        and (each.leases.open, each.kv_blocks_used, each.kv_blocks_fenced, each.loading) == (0, 0, 0, 0)
+        and (each.leases.open, each.blocks.used, each.blocks.fenced, each.scheduler.loading) == (0, 0, 0, 0)
         for each in stats
     )
 
@@ -95,7 +95,7 @@ def at_rest(two: Pair) -> bool:
 def prefill_runs(two: Pair) -> None:
     """Step the prefill side until the order has come and a first chunk is computed."""
     deadline = time.monotonic() + 10
-    while not two.prefill.stats().running:
+    while not two.prefill.stats().scheduler.running:
         assert time.monotonic() < deadline
         two.prefill.step()
 
@@ -110,16 +110,16 @@ def test_texts_are_as_if_one_worker_had_computed_them(secret: str, depth: int) -
         two.until(lambda: at_rest(two), 5)
         stats = two.decode.stats()
         assert stats.leases is not None
-        assert stats.leases.outcomes["transferred"] > 15
-        assert stats.recomputed_tokens == 0
+        assert stats.leases.transfers.outcomes["transferred"] > 15
+        assert stats.scheduler.recomputed_tokens == 0
 
 
 def test_the_decode_side_computes_one_token_of_a_prompt(secret: str) -> None:
     with pair(secret) as two:
         two.run(LONG[0])
         assert two.outcomes == {"r0": "transferred"}
-        assert two.decode.stats().budget_used == 20, "the last token of the prompt and 19 behind it"
-        assert two.prefill.stats().budget_used >= 99
+        assert two.decode.stats().scheduler.budget_used == 20, "the last token of the prompt and 19 behind it"
+        assert two.prefill.stats().scheduler.budget_used >= 99
 
 
 def test_what_the_prefill_side_had_cached_is_told_and_sent_too(secret: str) -> None:
@@ -138,7 +138,7 @@ def test_a_decode_side_under_pressure_preempts_and_goes_on_by_itself(secret: str
         specs = [greedy(f"r{index}", range(index, index + 40), 100) for index in range(8)]
         two.run(*specs)
         assert two.texts.tokens == golden(specs)
-        assert two.decode.stats().preemptions > 0
+        assert two.decode.stats().scheduler.preemptions > 0
         two.until(lambda: at_rest(two), 5)
 
 
@@ -198,7 +198,7 @@ def test_an_abort_on_the_decode_side_ends_the_request_of_the_prefill_side(secret
             assert time.monotonic() < deadline
             time.sleep(0.001)
         two.until(lambda: at_rest(two), 5)
-        assert two.prefill.stats().finished_abort == 1
+        assert two.prefill.stats().outputs.finished[FinishReason.ABORT] == 1
 
 
 def test_an_abort_on_the_prefill_side_leaves_the_prompt_to_the_decode_side(secret: str) -> None:

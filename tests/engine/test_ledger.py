@@ -132,7 +132,8 @@ def test_what_was_delivered_before_counts_as_recomputed_not_as_prompt() -> None:
     engine = null_engine()
     run(engine, [behind(greedy("a", range(20), 9), [1, 2, 3, 4])])
     stats = engine.stats()
-    assert (stats.prompt_tokens, stats.recomputed_tokens, stats.generated_tokens) == (0, 24, 5)
+    assert (stats.scheduler.prompt_tokens, stats.scheduler.recomputed_tokens) == (0, 24)
+    assert stats.outputs.generated_tokens == 5
 
 
 def test_nothing_left_to_generate_is_refused() -> None:
@@ -230,7 +231,8 @@ class Epochs(RuleBasedStateMachine):
         begun = {spec.request_id for spec in SPECS} - {spec.request_id for spec in self.unused}
         assert set(self.texts.ends) | self.aborted >= begun, "a request has no end"
         stats = self.engine.stats()
-        assert (stats.running, stats.waiting, stats.kv_blocks_used, stats.kv_blocks_fenced) == (0, 0, 0, 0)
+        assert (stats.scheduler.running, stats.scheduler.waiting) == (0, 0)
+        assert (stats.blocks.used, stats.blocks.fenced) == (0, 0)
 
 
 TestEpochs = Epochs.TestCase

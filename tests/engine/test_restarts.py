@@ -98,7 +98,7 @@ async def all_texts_are(client: EngineClient, expected: Texts) -> None:
         )
         assert len(told.cached) == 1, "how much was cached is told once"
     assert client.active_requests == 0
-    await until(lambda: client.stats.kv_blocks_used == 0 and client.stats.running == 0)
+    await until(lambda: client.stats.blocks.used == 0 and client.stats.scheduler.running == 0)
 
 
 def signal_to(client: EngineClient, number: int) -> None:

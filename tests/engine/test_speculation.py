@@ -29,19 +29,19 @@ def test_texts_are_the_golden_ones_under_pressure(k: int, depth: int, wrong: flo
     engine = speculating(k, wrong, num_kv_blocks=30, pipeline_depth=depth)
     assert run(engine, SPECS).tokens == golden(SPECS)
     stats = engine.stats()
-    assert stats.preemptions > 0
-    assert (stats.kv_blocks_used, stats.kv_blocks_fenced, stats.stale_outputs) == (0, 0, 0)
+    assert stats.scheduler.preemptions > 0
+    assert (stats.blocks.used, stats.blocks.fenced, stats.outputs.stale_outputs) == (0, 0, 0)
     for all_drafts, per_position in (
-        (stats.drafts_proposed, stats.drafts_proposed_per_position),
-        (stats.drafts_accepted, stats.drafts_accepted_per_position),
+        (stats.drafts.proposed, stats.drafts.proposed_per_position),
+        (stats.drafts.accepted, stats.drafts.accepted_per_position),
     ):
         assert len(per_position) == k
         assert sum(per_position) == all_drafts
         assert list(per_position) == sorted(per_position, reverse=True)
     if wrong == 0.0:
-        assert stats.drafts_accepted > 0.8 * stats.drafts_proposed / depth
+        assert stats.drafts.accepted > 0.8 * stats.drafts.proposed / depth
     if wrong == 1.0:
-        assert stats.drafts_accepted == 0
+        assert stats.drafts.accepted == 0
     engine.close()
 
 
@@ -56,7 +56,7 @@ def test_log_probabilities_are_those_of_a_run_without_drafts(k: int) -> None:
 
 def test_without_speculation_there_are_no_positions() -> None:
     stats = null_engine().stats()
-    assert stats.drafts_proposed_per_position == stats.drafts_accepted_per_position == ()
+    assert stats.drafts.proposed_per_position == stats.drafts.accepted_per_position == ()
 
 
 def test_good_drafts_save_steps() -> None:
@@ -64,7 +64,7 @@ def test_good_drafts_save_steps() -> None:
     plain, drafted = null_engine(), speculating(3, 0.0)
     run(plain, alone)
     run(drafted, alone)
-    assert drafted.stats().steps * 3 < plain.stats().steps
+    assert drafted.stats().scheduler.steps * 3 < plain.stats().scheduler.steps
 
 
 @settings(max_examples=25, deadline=None)

@@ -132,8 +132,8 @@ class Pressed:
         writer = self._offload._writer
         until(lambda: not self.tiers.pending_write_bytes and not writer._forgotten, _CALM_SECONDS)
         stats, tiers = self.engine.stats(), self.tiers
-        assert (stats.running, stats.waiting, stats.take_backs_in_flight) == (0, 0, 0)
-        assert (stats.kv_blocks_used, stats.kv_blocks_fenced, stats.stale_outputs) == (0, 0, 0)
+        assert (stats.scheduler.running, stats.scheduler.waiting, stats.scheduler.take_backs_in_flight) == (0, 0, 0)
+        assert (stats.blocks.used, stats.blocks.fenced, stats.outputs.stale_outputs) == (0, 0, 0)
         assert tiers.host_bytes <= tiers.host_limit_bytes
         assert (tiers.copy_errors, tiers.open_operations) == (0, 0)
         assert not self.storage.busy
@@ -178,7 +178,7 @@ class Pressed:
         self.engine.close()
         assert closing.fair_seconds < _CLOSE_SECONDS
         assert not self.tiers.pending_write_bytes
-        assert not self._wants_blocks or self.engine.stats().preemptions, "there was no pressure"
+        assert not self._wants_blocks or self.engine.stats().scheduler.preemptions, "there was no pressure"
 
     def _step(self, texts: Texts) -> None:
         step = Stopwatch()

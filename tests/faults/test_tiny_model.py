@@ -66,7 +66,7 @@ def test_texts_of_a_real_model_survive_damaged_values(
         until(lambda kv=engine._kv: not kv.stats().pending_write_bytes, 5.0)
         stats = engine.stats().kv
         assert stats is not None
-        assert engine.stats().preemptions > 0
+        assert engine.stats().scheduler.preemptions > 0
         assert not number or stats.loaded_blocks_store > 0
         assert bool(stats.damaged) == (number == 2)
         engine.close()

@@ -96,7 +96,7 @@ def test_a_whole_engine_tells_what_its_pool_knows() -> None:
         log.extend(events)
         assert set(log._held) == set(engine._scheduler.pool._block_of)
     assert engine.info.kv_events and told > 40
-    assert engine.stats().kv_blocks_cached == len(log._held) > 0
+    assert engine.stats().blocks.cached == len(log._held) > 0
 
 
 def test_an_engine_tells_nothing_unless_asked() -> None:

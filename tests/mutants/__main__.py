@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import argparse
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 
 from tests.mutants.catalog import MUTANTS, NOT_APPLICABLE
+from tests.mutants.copies import mutated, pristine, runner
+from tests.mutants.groups import groups, in_order
 from tests.mutants.mutant import DoesNotApply, Mutant
-from tests.mutants.session import SessionFault, run
+from tests.mutants.session import Baseline, Fate, SessionFault, baseline, judge
 
 
 def main() -> int:
-    """Print what became of each mutant; return 0 if all of them died, 1 otherwise."""
+    """Print what became of each mutant; return 0 if all of them were killed, 1 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to run; all if none is named")
-    parser.add_argument("--jobs", type=int, default=2, choices=(1, 2), help="how many at a time")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to judge; all if none is named")
+    parser.add_argument("--jobs", type=int, default=2, help="how many mutants to judge side by side (default: 2)")
     parser.add_argument("--list", action="store_true", help="show names and laws, run nothing")
     options = parser.parse_args()
     unknown = set(options.names) - {mutant.name for mutant in MUTANTS}
@@ -26,38 +31,62 @@ def main() -> int:
         for mutant in chosen:
             print(f"{mutant.name:<44} {mutant.law}")
         return 0
-    return _session(chosen, options.jobs)
+    return _session(chosen, max(1, options.jobs))
 
 
-def _session(chosen: list[Mutant], jobs: int) -> int:
-    baseline = run(None)
-    if baseline.killer is not None:
+def _session(chosen: Sequence[Mutant], jobs: int) -> int:
+    began = time.monotonic()
+    with pristine() as original:
+        try:
+            measured = baseline(groups(), runner(original), jobs)
+        except SessionFault as fault:
+            print(fault, file=sys.stderr)
+            return 1
+        tests = sum(len(run.passed) for run in measured.runs.values())
         print(
-            f"the code without a mutant fails {baseline.killer}: nothing can be learned from mutants", file=sys.stderr
+            f"without a mutant {tests} tests pass in {_time(sum(measured.seconds.values()))} of process time",
+            flush=True,
         )
-        return 1
-    failed = []
-    with ThreadPoolExecutor(jobs) as pool:
-        for mutant, (good, words) in zip(chosen, pool.map(_report, chosen), strict=True):
-            print(f"{mutant.name:<44} {words}", flush=True)
+        failed = []
+        for mutant, good, words in _in_turn(original, chosen, measured, jobs):
+            print(words, flush=True)
             if not good:
                 failed.append(mutant)
     for missing in NOT_APPLICABLE:
         print(f"{missing.name:<44} NOT APPLICABLE, {missing.reason} (law {missing.law})")
-    print(f"{len(chosen) - len(failed)} of {len(chosen)} mutants killed")
+    print(f"{len(chosen) - len(failed)} of {len(chosen)} mutants killed in {_time(time.monotonic() - began)}")
     for mutant in failed:
         print(f"missing: a test of law {mutant.law} that kills {mutant.name}")
     return 1 if failed else 0
 
 
-def _report(mutant: Mutant | None) -> tuple[bool, str]:
+def _in_turn(
+    original: Path, chosen: Sequence[Mutant], measured: Baseline, jobs: int
+) -> Iterator[tuple[Mutant, bool, str]]:
+    """Judge every mutant; yield each as it is done, whether it was killed, and a line of progress."""
+    began = time.monotonic()
+    with ThreadPoolExecutor(jobs) as pool:
+        under_way = {pool.submit(_judged, original, mutant, measured): mutant for mutant in chosen}
+        for count, done in enumerate(as_completed(under_way), 1):
+            mutant = under_way[done]
+            good, words = done.result()
+            left = (time.monotonic() - began) / count * (len(chosen) - count)
+            yield mutant, good, f"{count:>4}/{len(chosen)}, {_time(left)} left  {mutant.name:<44} {words}"
+
+
+def _judged(original: Path, mutant: Mutant, measured: Baseline) -> tuple[bool, str]:
     try:
-        killer = run(mutant).killer
+        with mutated(original, mutant) as copy:
+            verdict = judge(in_order(groups(), mutant, measured.seconds), runner(copy), measured)
     except DoesNotApply as error:
         return False, f"DOES NOT APPLY: {error}"
     except SessionFault as error:
         return False, f"COULD NOT RUN: {error}"
-    return killer is not None, "SURVIVED" if killer is None else f"killed by {killer}"
+    return verdict.fate is Fate.KILLED, str(verdict)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
 
 
 if __name__ == "__main__":

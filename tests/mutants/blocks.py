@@ -171,6 +171,6 @@ MUTANTS = (
     mutant(
         "the-hash-ignores-the-parent",
         "5.3: keys chain over the parent hash",
-        (PREFIX, "hashlib.blake2b(parent + block,", "hashlib.blake2b(root + block,"),
+        (PREFIX, "self._digest(parent + data", "self._digest(root + data"),
     ),
 )

@@ -154,7 +154,7 @@ MUTANTS = (
         "7.2: credit for the longest prefix of each worker",
         (
             INDEX,
-            "        return _leading(len(keys), lambda block: held.has(keys[block], now))\n",
+            "        return _leading(keys, lambda key: held.has(key, now))\n",
             "        return len(keys) if keys and held.has(keys[-1], now) else 0\n",
         ),
     ),

@@ -1,127 +1,147 @@
-"""Runs the fast tests on the null backend against one mutated copy of the package at a time."""
+"""Judges mutants: runs groups of tests against a copy of the package with a fault in it, and says what they noticed.
+
+How long a test may take is measured first, on the code without a fault and on the same machine. A test that is still
+running after several times as long has noticed nothing: it is left out, and the others are asked.
+"""
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
+import enum
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.groups import Group
 
-__all__ = ["SessionFault", "Verdict", "files_in_order", "run"]
+__all__ = [
+    "Baseline",
+    "Fate",
+    "GroupLimits",
+    "GroupRun",
+    "RunGroup",
+    "SessionFault",
+    "Verdict",
+    "baseline",
+    "judge",
+]
 
-ROOT = Path(__file__).parents[2]
-FIRST = (
-    "tests/test_signals.py",
-    "tests/test_config.py",
-    "tests/test_breaker.py",
-    "tests/kv",
-    "tests/scheduling",
-    "tests/runner",
-    "tests/engine/test_outputs.py",
-    "tests/engine/test_streams.py",
-    "tests/engine/test_ledger.py",
-    "tests/engine/test_incidents.py",
-    "tests/engine/test_storage.py",
-    "tests/kv/stores/test_envelope.py",
-    "tests/engine",
-    "tests/kv/tiers",
-    "tests/router",
-    "tests/router/gateway/test_pairs.py",
-    *(f"tests/disagg/test_{name}.py" for name in ("decode_lease", "lease", "lease_liveness", "lease_machine")),
-    *(f"tests/disagg/test_{name}.py" for name in ("prefill_lease", "terms", "ticket")),
-)
-"""Cheapest first, so that most mutants die within seconds; before all, what mirrors a mutant's files and folders."""
-LEFT_OUT = ("tests/engine/test_process.py", "tests/engine/test_restarts.py")
-"""Wait for processes and the clock; what they add to the others is not about the protocol's core."""
-SECONDS_PER_TEST = 60
-SECONDS_PER_MUTANT = 180
-_CULPRIT = re.compile(r"^(?:FAILED|ERROR) (\S+)(.*)", re.MULTILINE)
+TIMES_BASELINE = 6.0
+"""A test hangs when it takes this many times as long as without a fault."""
+LEAST_SECONDS = 15.0
+"""No test is interrupted before: what takes milliseconds may wait for a busy machine or a garbage collection."""
+MOST_HANGS = 3
+"""After so many tests that hang, the mutant's verdict is that it timed out."""
+BASELINE_SECONDS_PER_TEST = 300.0
+BASELINE_SECONDS_PER_GROUP = 1800.0
 
 
 class SessionFault(RuntimeError):
-    """The tests could not be run, which says nothing about a mutant."""
+    """The tests could not be run, or fail without a fault, which says nothing about a mutant."""
+
+
+class Fate(enum.Enum):
+    """What became of a mutant; the session passes only if every mutant was killed."""
+
+    KILLED = "killed"
+    SURVIVED = "survived"
+    TIMED_OUT = "timed out"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of one run; `killer` is None if every test passed."""
+    """The fate of one mutant: the test that killed it, or the tests that hung, if any."""
 
-    killer: str | None
+    fate: Fate
+    tests: tuple[str, ...] = ()
 
-
-def files_in_order(mutant: Mutant | None = None) -> list[str]:
-    """Return the test files in the order in which they run against `mutant`."""
-    found: dict[str, None] = {}
-    for place in FIRST:
-        path = ROOT / place
-        files = sorted(path.glob("test_*.py")) if path.is_dir() else [path]
-        found.update(dict.fromkeys(file.relative_to(ROOT).as_posix() for file in files))
-    chosen = [name for name in found if name not in LEFT_OUT]
-    mutated = [Path("tests", edit.file) for edit in mutant.edits] if mutant else []
-    files = {path.with_name(f"test_{path.name}") for path in mutated}
-    folders = {path.parent for path in mutated}
-    return sorted(chosen, key=lambda name: (Path(name) not in files, Path(name).parent not in folders))
+    def __str__(self) -> str:
+        match self.fate:
+            case Fate.KILLED:
+                return f"killed by {self.tests[0]}"
+            case Fate.SURVIVED:
+                return "SURVIVED"
+            case Fate.TIMED_OUT:
+                return f"TIMED OUT in {', '.join(self.tests)}"
 
 
-def run(mutant: Mutant | None) -> Verdict:
-    """Run the tests against a copy with the fault, or without one if `mutant` is None.
+@dataclass(frozen=True, slots=True)
+class GroupLimits:
+    """Seconds that each test, any test without an entry, and the whole group may take."""
 
-    Raises `DoesNotApply` if the code has moved away from the mutant, and `SessionFault` if pytest could not run.
+    tests: Mapping[str, float]
+    other_tests: float
+    group: float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRun:
+    """What one process did: seconds in all, seconds of each test that passed, and the test that ended it early.
+
+    `failed` and `hung` are None if every test passed; `hung` is the group's name if pytest hung outside of a test.
     """
-    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        copy = Path(folder)
-        ignored = shutil.ignore_patterns("__pycache__", "*.so", "csrc", ".*")
-        shutil.copytree(ROOT / "fd_core", copy / "fd_core", ignore=ignored)
-        shutil.copytree(ROOT / "tests", copy / "tests", ignore=ignored)
-        shutil.copy(ROOT / "pyproject.toml", copy)
-        if mutant is not None:
-            mutant.apply(copy / "fd_core")
-        return _judge(copy, files_in_order(mutant))
+
+    seconds: float
+    passed: Mapping[str, float]
+    failed: str | None = None
+    hung: str | None = None
 
 
-def _judge(copy: Path, files: list[str]) -> Verdict:
-    command = [sys.executable, "-m", "pytest", "-x", "--tb=line", "-rfE", "--durations=0", "-p", "no:cacheprovider"]
-    command += ["-p", "tests.mutants.quick", f"--timeout={SECONDS_PER_TEST}", *files]
-    environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    code, text = _finished(command, copy, environment)
-    if code is None:
-        return Verdict(f"timeout after {SECONDS_PER_MUTANT} s")
-    if code == 0:
-        return Verdict(None)
-    culprits = list(_culprits(text))
-    if code != 1 or not culprits:
-        raise SessionFault(f"pytest ended with {code}:\n{text[-2000:]}")
-    return Verdict(culprits[0])
+RunGroup = Callable[[Group, GroupLimits, frozenset[str]], GroupRun]
+"""Runs a group under limits, without the tests named last, until a test fails or hangs."""
 
 
-def _finished(command: list[str], folder: Path, environment: dict[str, str]) -> tuple[int | None, str]:
-    """Return exit code and output; on a hang the code is None and every process of the run is gone."""
-    with subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=SECONDS_PER_MUTANT)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-            return None, output
-        return process.returncode, output
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What each group did without a fault, by name."""
+
+    runs: Mapping[str, GroupRun]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds that each group took."""
+        return {name: run.seconds for name, run in self.runs.items()}
+
+    def limits(self, group: Group) -> GroupLimits:
+        """Return how long the tests of `group` may take against a mutant."""
+        run = self.runs[group.name]
+        each = {test: max(LEAST_SECONDS, TIMES_BASELINE * seconds) for test, seconds in run.passed.items()}
+        return GroupLimits(each, LEAST_SECONDS, 2 * LEAST_SECONDS + TIMES_BASELINE * run.seconds)
 
 
-def _culprits(text: str) -> Iterator[str]:
-    for match in _CULPRIT.finditer(text):
-        yield f"{match[1]} (timeout)" if "Timeout" in match[2] else match[1]
+def baseline(found: Sequence[Group], run: RunGroup, jobs: int) -> Baseline:
+    """Run every group without a fault, `jobs` side by side as later against mutants.
+
+    Raises `SessionFault` if a test fails or hangs, or if a group has no tests.
+    """
+    generous = GroupLimits({}, BASELINE_SECONDS_PER_TEST, BASELINE_SECONDS_PER_GROUP)
+    with ThreadPoolExecutor(jobs) as pool:
+        # The longest group stands last and decides when all are done: it begins first.
+        runs = list(pool.map(lambda group: run(group, generous, frozenset()), reversed(found)))
+    for group, done in zip(reversed(found), runs, strict=True):
+        if (culprit := done.failed or done.hung) is not None:
+            how = "fails" if done.failed else f"takes more than {BASELINE_SECONDS_PER_TEST:.0f} s in"
+            raise SessionFault(f"the code without a mutant {how} {culprit}: nothing can be learned from mutants")
+        if not done.passed:
+            raise SessionFault(f"no test of the group {group.name} ran")
+    return Baseline({group.name: done for group, done in zip(reversed(found), runs, strict=True)})
+
+
+def judge(ordered: Iterable[Group], run: RunGroup, measured: Baseline) -> Verdict:
+    """Run the groups in order until a test fails. Raises `SessionFault` if pytest could not run."""
+    hung: list[str] = []
+    for group in ordered:
+        skip: frozenset[str] = frozenset()
+        while skip < measured.runs[group.name].passed.keys():
+            done = run(group, measured.limits(group), skip)
+            if done.failed is not None:
+                return Verdict(Fate.KILLED, (done.failed,))
+            if done.hung is None:
+                break
+            hung.append(done.hung)
+            if len(hung) == MOST_HANGS:
+                return Verdict(Fate.TIMED_OUT, tuple(hung))
+            if done.hung == group.name:
+                break
+            # What an interrupted test left behind must not judge: the rest runs in a process of its own.
+            skip |= {done.hung, *done.passed}
+    return Verdict(Fate.TIMED_OUT if hung else Fate.SURVIVED, tuple(hung))

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fd_core.router.prefix_index import Computing, PrefixIndex, block_hasher, block_keys
+from fd_core.router.prefix_index import PrefixesInFlight, PrefixIndex, block_hasher, block_keys
 from fd_core.router.workers import Worker
 
 WORKERS = [Worker(f"http://{name}", "mixed", number) for number, name in enumerate("abc")]
@@ -136,15 +136,36 @@ def test_matching_looks_at_few_blocks_of_a_long_prompt() -> None:
 def test_what_is_computed_counts_from_its_beginning_to_its_end(
     given_out: list[tuple[Worker, list[int]]], asked: list[int], data: st.DataObject
 ) -> None:
-    computing = Computing()
+    in_flight = PrefixesInFlight()
     for worker, tokens in given_out:
-        computing.begin(worker, keys(tokens))
+        in_flight.begin(worker, keys(tokens))
     for ended in data.draw(st.lists(st.sampled_from(given_out), unique_by=id) if given_out else st.just([])):
         given_out.remove(ended)
-        computing.end(ended[0], keys(ended[1]))
+        in_flight.end(ended[0], keys(ended[1]))
     for worker in WORKERS:
         shared = (
             len(set(prefixes(asked)) & set(prefixes(tokens))) for computes, tokens in given_out if computes == worker
         )
-        assert computing.match(worker, keys(asked)) == max(shared, default=0)
-    assert len(computing) == sum(len(tokens) >= 2 for _, tokens in given_out)
+        assert in_flight.match(worker, keys(asked)) == max(shared, default=0)
+    assert len(in_flight) == len({(worker, prefix) for worker, tokens in given_out for prefix in prefixes(tokens)})
+
+
+def looks_in_flight(prompts: int, shared: int, own: int) -> int:
+    """Return the work to begin, match and end one prompt beside so many that share its first blocks."""
+    in_flight = PrefixesInFlight()
+    system = [CountedKey(b"%d" % block) for block in range(shared)]
+    chains = [(*system, *(CountedKey(b"%d/%d" % (each, block)) for block in range(own))) for each in range(prompts)]
+    for chain in chains[1:]:
+        in_flight.begin(WORKERS[0], chain)
+    CountedKey.looks = 0
+    assert in_flight.match(WORKERS[0], chains[0]) == shared
+    in_flight.begin(WORKERS[0], chains[0])
+    in_flight.end(WORKERS[0], chains[0])
+    return CountedKey.looks
+
+
+def test_a_prompt_in_flight_costs_its_own_blocks_whatever_is_in_flight_and_however_much_they_share() -> None:
+    once = looks_in_flight(10, shared=30, own=4)
+    assert once <= 7 * (4 + 1) + 6
+    assert looks_in_flight(1000, shared=30, own=4) == once
+    assert looks_in_flight(10, shared=3000, own=4) <= once + 7

@@ -20,8 +20,8 @@ def test_each_position_counts_the_drafts_that_reached_it_and_those_kept(steps: l
         control.observe(np.arange(len(step)), drafted, accepted)
     pairs = [pair for step in steps for pair in step]
     for position in range(MAX_DRAFTS):
-        assert control.drafted[position] == sum(drafted > position for drafted, _ in pairs)
-        assert control.accepted[position] == sum(accepted > position for _, accepted in pairs)
+        assert control.stats().proposed_per_position[position] == sum(drafted > position for drafted, _ in pairs)
+        assert control.stats().accepted_per_position[position] == sum(accepted > position for _, accepted in pairs)
 
 
 def test_drafts_that_are_never_kept_fade_and_come_back_for_the_next_request() -> None:

@@ -20,7 +20,10 @@ from fd_core.config import ServerConfig
 from fd_core.engine.client import EngineClient
 from fd_core.engine.messages import Abort, ClientMessage, Delta, EngineInfo, EngineStats, StepEvents, Submit
 from fd_core.engine.streams import StreamingClient
+from fd_core.kv.blocks import BlockStats
 from fd_core.kv.effects import Outcome
+from fd_core.scheduling.drafts import DraftStats
+from fd_core.scheduling.scheduler import SchedulerStats
 from fd_core.server.serve import bind_socket, serve_http
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.token_bytes import Decoding
@@ -156,12 +159,9 @@ class FakeClient(StreamingClient):
 
     def _statistics(self) -> EngineStats:
         return EngineStats(
-            running=len(self.live),
-            kv_blocks_total=40,
-            kv_blocks_used=len(self.live),
-            preemptions=3,
-            drafts_proposed_per_position=(9, 7),
-            drafts_accepted_per_position=(6, 2),
+            scheduler=SchedulerStats(running=len(self.live), preemptions=3),
+            blocks=BlockStats(total=40, used=len(self.live)),
+            drafts=DraftStats(proposed_per_position=(9, 7), accepted_per_position=(6, 2)),
         )
 
 

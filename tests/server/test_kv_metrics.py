@@ -7,9 +7,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from fd_core.engine.messages import EngineStats, TierStats
+from fd_core.engine.messages import EngineStats
+from fd_core.kv.tiers.stats import TierStats
+from fd_core.scheduling.storage import StorageCounters
 from fd_core.scheduling.tradeoff import Pace
-from fd_core.server.kv_metrics import kv_metrics
+from fd_core.server.metrics import engine_families
 
 KV = TierStats(
     host_blocks=3,
@@ -18,6 +20,7 @@ KV = TierStats(
     pending_write_bytes=77,
     loaded_blocks_host=2,
     loaded_blocks_store=5,
+    block_size=16,
     host_hit_blocks=4,
     store_hit_blocks=6,
     written_blocks=8,
@@ -30,12 +33,12 @@ KV = TierStats(
 
 
 def metrics(stats: EngineStats) -> dict[str, float]:
-    class Kept(Collector):
+    class Engine(Collector):
         def collect(self):
-            return kv_metrics(stats, 16)
+            return engine_families(stats)
 
     registry = CollectorRegistry()
-    registry.register(Kept())
+    registry.register(Engine())
     families = text_string_to_metric_families(generate_latest(registry).decode())
     return {
         sample.name + "".join(f"[{value}]" for _, value in sorted(sample.labels.items())): sample.value
@@ -45,7 +48,9 @@ def metrics(stats: EngineStats) -> dict[str, float]:
 
 
 def test_without_kv_outside_the_device_there_are_no_metrics_of_it() -> None:
-    assert metrics(EngineStats()) == {}
+    told = metrics(EngineStats())
+    assert not [name for name in told if name.startswith(("fdcore_kv_host", "fdcore_kv_store", "fdcore_kv_pace"))]
+    assert "fdcore_kv_lookups_total" not in told and told["fdcore_kv_loads_total"] == 0
 
 
 def test_what_the_tiers_know_is_told() -> None:
@@ -76,5 +81,5 @@ def test_without_a_store_nothing_is_said_of_one() -> None:
 
 
 def test_statistics_survive_the_way_to_the_server() -> None:
-    stats = EngineStats(kv=KV, pace=Pace(host_block=0.25), loads=2)
+    stats = EngineStats(kv=KV, pace=Pace(host_block=0.25), storage=StorageCounters(loads=2))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(stats), type=EngineStats) == stats

@@ -11,8 +11,9 @@ from prometheus_client.registry import Collector
 
 from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.disagg.ticket import sign_ticket
-from fd_core.engine.messages import LeaseStats
-from fd_core.server.lease_metrics import lease_metrics
+from fd_core.engine.messages import EngineStats, LeaseStats
+from fd_core.scheduling.transfers import TransferCounters
+from fd_core.server.metrics import engine_families
 from tests.server.fakes import FakeClient, LiveServer, live
 
 KEY = b"0123456789abcdef0123456789abcdef"
@@ -91,21 +92,31 @@ def test_a_prefill_worker_generates_nothing_but_says_where_it_is_reached(path: s
 def lines(stats: LeaseStats | None) -> list[str]:
     class Leases(Collector):
         def collect(self):
-            return lease_metrics(stats)
+            return engine_families(EngineStats(leases=stats))
 
     registry = CollectorRegistry()
     registry.register(Leases())
-    return [line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")]
+    return generate_latest(registry).decode().splitlines()
 
 
 def test_the_metrics_of_either_side() -> None:
-    assert lines(None) == []
-    shown = lines(LeaseStats(open=2, outcomes={"lost": 3}, fetched_tokens=7, receiver=ReceiverStats(bytes=9)))
+    assert not [line for line in lines(None) if line.startswith(("fdcore_kv_lease", "fdcore_prefills"))]
+    shown = lines(
+        LeaseStats(
+            open=2,
+            transfers=TransferCounters(outcomes={"lost": 3}, fetched_tokens=7),
+            receiver=ReceiverStats(bytes=9),
+        )
+    )
     assert "fdcore_kv_leases_open 2.0" in shown
     assert 'fdcore_prefills_elsewhere_total{outcome="lost"} 3.0' in shown
     assert 'fdcore_prefills_elsewhere_total{outcome="transferred"} 0.0' in shown
     assert "fdcore_kv_fetched_tokens_total 7.0" in shown
-    shown = lines(LeaseStats(sent_blocks=4, sender=SenderStats(ended={"confirmed": 5}, refused={"busy": 1})))
+    shown = lines(
+        LeaseStats(
+            transfers=TransferCounters(sent_blocks=4), sender=SenderStats(ended={"confirmed": 5}, refused={"busy": 1})
+        )
+    )
     assert 'fdcore_kv_leases_ended_total{how="confirmed"} 5.0' in shown
     assert 'fdcore_kv_leases_refused_total{reason="busy"} 1.0' in shown
     assert "fdcore_kv_sent_blocks_total 4.0" in shown

@@ -76,7 +76,7 @@ def unpressed(model: Path) -> dict[str, list[int]]:
         texts.take(loaded.submit(spec))
     while loaded.has_work:
         texts.take(loaded.step())
-    assert loaded.stats().preemptions == 0
+    assert loaded.stats().scheduler.preemptions == 0
     loaded.close()
     return texts.tokens
 
@@ -115,10 +115,12 @@ def test_texts_under_pressure_are_those_of_an_unpressed_run(
     for request_id, reason in texts.ends.items():
         delivered, whole = texts.tokens[request_id], unpressed[request_id]
         assert delivered == (whole[: len(delivered)] if reason is FinishReason.ABORT else whole), request_id
-    assert stats.preemptions > 20
-    assert stats.stale_outputs == 0
-    for gauge in ("running", "waiting", "take_backs_in_flight", "kv_blocks_used", "kv_blocks_fenced"):
-        assert getattr(stats, gauge) == getattr(start, gauge) == 0
+    assert stats.scheduler.preemptions > 20
+    assert stats.outputs.stale_outputs == 0
+    for each in (start, stats):
+        at_rest = each.scheduler
+        assert (at_rest.running, at_rest.waiting, at_rest.take_backs_in_flight) == (0, 0, 0)
+        assert (each.blocks.used, each.blocks.fenced) == (0, 0)
     if k:
-        assert stats.drafts_accepted > 0
+        assert stats.drafts.accepted > 0
     loaded.close()

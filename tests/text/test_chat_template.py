@@ -38,7 +38,7 @@ def test_what_templates_expect_to_find() -> None:
         "{{ 'x' * 3 }}{{ messages | map(attribute='role') | list | length }}{{ 7 % 4 }}"
     )
     tools = [{"type": "function", "function": {"name": "größe"}}]
-    assert render(source, HELLO * 2, tools=tools, thinking=True) == (
+    assert render(source, HELLO * 2, tools=tools, template_kwargs={"thinking": True}) == (
         '<s>1/2False[{"type": "function", "function": {"name": "größe"}}]</s>2!g1, 2Bxxx23'
     )
 
@@ -98,9 +98,9 @@ def test_what_the_template_refuses_is_a_bad_request() -> None:
 
 def test_variables_of_the_template_cannot_replace_ours() -> None:
     with pytest.raises(BadRequest, match="bos_token"):
-        render(CHATML, bos_token="x")
+        render(CHATML, template_kwargs={"bos_token": "x"})
     with pytest.raises(BadRequest, match="strftime_now"):
-        render(CHATML, strftime_now=None)
+        render(CHATML, template_kwargs={"strftime_now": None})
 
 
 def test_a_template_that_is_not_valid_says_where() -> None:

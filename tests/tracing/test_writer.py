@@ -67,16 +67,16 @@ def test_the_trace_adds_up_to_the_counters_under_preemption_and_speculation(path
     assert (header["model"], header["backend"], header["epoch"]) == ("null", "null", 1)
     assert header["limits"]["max_num_batched_tokens"] == 64
     assert abs(header["started"] - time.time()) < 60
-    assert [line.step for line in steps] == list(range(stats.steps))
-    assert sum(line.budget for line in steps) == stats.budget_used
+    assert [line.step for line in steps] == list(range(stats.scheduler.steps))
+    assert sum(line.budget for line in steps) == stats.scheduler.budget_used
     assert max(line.budget for line in steps) <= 64
-    assert sum(line.delivered for line in steps) == stats.generated_tokens
-    assert sum(len(line.revoked) for line in steps) == stats.preemptions > 0
-    assert len(SPECS) < sum(len(line.admitted) for line in steps) <= len(SPECS) + stats.preemptions
+    assert sum(line.delivered for line in steps) == stats.outputs.generated_tokens
+    assert sum(len(line.revoked) for line in steps) == stats.scheduler.preemptions > 0
+    assert len(SPECS) < sum(len(line.admitted) for line in steps) <= len(SPECS) + stats.scheduler.preemptions
     # With two steps in flight some drafts are computed for a request that has just ended; the counters leave them out.
     drafted, accepted = (sum(total(getattr(line, name)) for line in steps) for name in ("drafted", "accepted"))
-    assert drafted == stats.drafts_proposed if depth == 1 else drafted >= stats.drafts_proposed
-    assert 0 < stats.drafts_accepted <= accepted < drafted
+    assert drafted == stats.drafts.proposed if depth == 1 else drafted >= stats.drafts.proposed
+    assert 0 < stats.drafts.accepted <= accepted < drafted
     assert sorted(ended.request_id for line in steps for ended in line.finished) == sorted(golden(SPECS))
     assert all(sum(line.kv) <= 30 for line in steps)
     assert max(line.kv[0] for line in steps) > 20
@@ -175,16 +175,16 @@ def test_decisions_loads_and_saves_are_told_with_times_and_amounts(tmp_path: Pat
     _, steps, _ = lines_of(path)
     decisions = [decision for line in steps for decision in line.decisions]
     loads = [load for line in steps for load in line.loads]
-    assert (len([decision for decision in decisions if decision.load]), len(loads)) == (stats.loads, stats.loads)
+    assert len([decision for decision in decisions if decision.load]) == len(loads) == stats.storage.loads
     assert {decision.request_id for decision in decisions} == {spec.request_id for spec in specs}
     assert (decisions[0].store_blocks, decisions[0].tokens, decisions[0].load_time) == (6, 96, None)
-    assert sum(load.loaded for load in loads) * 16 == stats.loaded_tokens > 0
+    assert sum(load.loaded for load in loads) * 16 == stats.storage.loaded_tokens > 0
     assert stats.kv is not None
     assert sum(load.from_host for load in loads) == stats.kv.loaded_blocks_host
     assert all(0 < load.began <= load.ended <= steps[-1].ended for load in loads)
     saves = [save for line in steps for save in line.saves]
     # What ends behind the last step is not told.
-    assert 0 < sum(save.saved for save in saves) * 16 <= stats.saved_tokens
+    assert 0 < sum(save.saved for save in saves) * 16 <= stats.storage.saved_tokens
     assert all(save.began <= save.ended for save in saves)
 
 
@@ -343,7 +343,7 @@ def test_a_trace_stays_below_its_limit_and_says_what_it_left_out(path: Path, cap
     assert full == {"full": 4000}
     assert [line.step for line in steps] == list(range(len(steps)))
     assert len(steps) > 2
-    assert end["dropped"] == engine.stats().steps - len(steps)
+    assert end["dropped"] == engine.stats().scheduler.steps - len(steps)
     assert path.read_bytes().splitlines()[-2] == b'{"full":4000}'
     assert caplog.text.count("has reached its limit of 3.9 KiB") == 1
 
@@ -367,4 +367,4 @@ def test_any_limit_leaves_a_header_and_whole_lines(path: Path, limit: int) -> No
     [header], steps, ends = lines_of(path)
     assert header["epoch"] == 1
     assert len(ends) == 2
-    assert len(steps) + ends[1]["dropped"] == engine.stats().steps
+    assert len(steps) + ends[1]["dropped"] == engine.stats().scheduler.steps

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import time
+from operator import attrgetter
 from typing import Any
 
 import fd_core
 from fd_core import LLM, SamplingParams
 
 _COUNTERS = {
-    "steps": "steps",
-    "preemptions": "preemptions",
-    "recomputed_tokens": "recomputed_tokens",
-    "loaded_tokens": "loaded_tokens",
-    "computed_tokens": "budget_used",
-    "drafts_proposed": "drafts_proposed",
-    "drafts_accepted": "drafts_accepted",
+    "steps": attrgetter("scheduler.steps"),
+    "preemptions": attrgetter("scheduler.preemptions"),
+    "recomputed_tokens": attrgetter("scheduler.recomputed_tokens"),
+    "loaded_tokens": attrgetter("storage.loaded_tokens"),
+    "computed_tokens": attrgetter("scheduler.budget_used"),
+    "drafts_proposed": attrgetter("drafts.proposed"),
+    "drafts_accepted": attrgetter("drafts.accepted"),
 }
-"""Our names of the engine's counters."""
+"""Counters that the reports show, and where `EngineStats` has them."""
 
 
 class Engine:
@@ -53,5 +54,5 @@ class Engine:
         start = time.perf_counter()
         completions = self._llm.generate(prompts, params)
         after = self._llm.stats
-        self.counters = {ours: getattr(after, name) - getattr(before, name) for ours, name in _COUNTERS.items()}
+        self.counters = {name: count(after) - count(before) for name, count in _COUNTERS.items()}
         return [(c.token_ids, start + c.token_times[0], start + c.token_times[-1]) for c in completions]

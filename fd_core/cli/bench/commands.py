@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-app = typer.Typer(no_args_is_help=True, help="Measure latency, throughput, a running server, or planning.")
+app = typer.Typer(no_args_is_help=True, help="Measure latency, throughput, a running server, planning, or routing.")
 
 Model = Annotated[str | None, typer.Argument(metavar="[MODEL]", show_default=False, help="smollm2 if none is named.")]
 InputLen = Annotated[int, typer.Option(min=1, help="Tokens in each prompt.", metavar="TOKENS")]
@@ -230,6 +230,55 @@ def scheduler(
     settings = {"benchmark": "scheduler", "steps": steps, "block_size": block_size, "seed": seed}
     show_steps(console, figures, "bench scheduler: steady decode")
     write(json, {"settings": settings, "cases": figures})
+
+
+@app.command()
+@reports_errors
+def router(
+    in_flight: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            max=100_000,
+            help="Requests in flight; may be repeated. [default: 100, 1000, 10000]",
+            metavar="N",
+            show_default=False,
+        ),
+    ] = None,
+    policy: Annotated[str, typer.Option(help="Router policy for mixed workers.", metavar="NAME")] = "cache_aware",
+    workers: Annotated[int, typer.Option(min=1, max=1024, help="Workers to choose from.", metavar="N")] = 4,
+    shared_tokens: Annotated[
+        int, typer.Option(min=0, max=1 << 20, help="Tokens of the system prompt of all requests.", metavar="TOKENS")
+    ] = 2048,
+    requests: Annotated[int, typer.Option(min=1, help="Requests measured in each case.", metavar="N")] = 1000,
+    seed: Seed = 0,
+    json: Json = None,
+) -> None:
+    """Without HTTP and without a model: time to select a worker for a request, and to release it."""
+    from fd_core.cli.bench.router import IN_FLIGHT, OWN_TOKENS, RouterTraffic
+    from fd_core.cli.bench.tables import show_router, write
+    from fd_core.plugins import installed_plugins
+    from fd_core.router.config import RouterConfig
+    from fd_core.router.router import Router
+
+    console = _prepare(json)
+    plugins, config = installed_plugins(), RouterConfig(policy=policy)
+    cases, figures = in_flight or IN_FLIGHT, []
+    with _bar(console) as bar:
+        task = bar.add_task("Measuring", total=len(cases))
+        for count in cases:
+            traffic = RouterTraffic(
+                Router(config, plugins.router_policy_class),
+                workers=workers,
+                in_flight=count,
+                shared_tokens=shared_tokens,
+                seed=seed,
+            )
+            figures.append(traffic.measure(requests).figures(count))
+            bar.advance(task)
+    shape = {"workers": workers, "shared_tokens": shared_tokens, "own_tokens": OWN_TOKENS, "seed": seed}
+    show_router(console, figures, f"bench router: {policy}, prompts of {shared_tokens + OWN_TOKENS:,} tokens")
+    write(json, {"settings": {"benchmark": "router", "policy": policy, **shape}, "cases": figures})
 
 
 def _prepare(json: Path | None) -> Console:

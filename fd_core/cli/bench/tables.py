@@ -13,7 +13,7 @@ from rich.table import Table
 from fd_core.cli.bench.results import Report
 from fd_core.errors import ConfigError
 
-__all__ = ["check_writable", "show", "show_steps", "write"]
+__all__ = ["check_writable", "show", "show_router", "show_steps", "write"]
 
 
 def show(console: Console, report: Report, title: str) -> None:
@@ -59,6 +59,20 @@ def show_steps(console: Console, cases: Sequence[Mapping[str, Any]], title: str)
             share = f"{row['median'] / case['running']:.2f}"
             table.add_row(*heads, part, *(f"{value:,.0f}" for value in row.values()), share)
             heads = ("", "")
+        table.add_section()
+    console.print(table)
+
+
+def show_router(console: Console, cases: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Print what selecting and releasing cost, one row for each of the `cases` that `RouterTimes.figures` returns."""
+    table = Table(title=f"{title}, microseconds a request", title_justify="left")
+    for name in ("in flight", "", "median", "p99"):
+        table.add_column(name, justify="left" if name == "" else "right")
+    for case in cases:
+        head = f"{case['in_flight']:,}"
+        for part, row in case["us"].items():
+            table.add_row(head, part, *(f"{value:,.0f}" for value in row.values()))
+            head = ""
         table.add_section()
     console.print(table)
 

@@ -13,15 +13,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.tracing.format import COUNT_LETTERS, DECODE, DRAINING, IDLE, LOADING, PREFILL
+from fd_core.tracing.cells import KINDS, kinds_of_cells, matrix_of_letters
+from fd_core.tracing.format import COUNT_LETTERS, IDLE, total
 from fd_core.tracing.reader import EXITS, Position, TraceContents
 
-__all__ = ["KINDS", "cells", "columns", "page"]
+__all__ = ["cells", "columns", "page"]
 
-KINDS: Final = ("idle", "unscheduled", "prefill", "decode", "draining", "overrun", "loading")
-"""What a step did with a slot. *unscheduled*: its request had no row in the step; *overrun*: computed for a request
-that had ended by then, which a pipeline cannot avoid."""
-_UNSCHEDULED, _PREFILL, _DECODE, _OVERRUN = 1, 2, 3, 5
 _EVENTS: Final = ("admitted", "returned", "preempted", "aborted", "late", "finished")
 _MARK: Final = re.compile(r"/\* (?:style|script) \*/|\{(?:facts|data)\}")
 _SCRIPTS: Final = ("data.js", "panels.js", "view.js")
@@ -58,18 +55,18 @@ def page(trace: TraceContents, title: str) -> str:
 
 def columns(trace: TraceContents) -> dict[str, npt.NDArray[Any]]:
     """Return one float64[steps] for each figure of a step; times are milliseconds from the start of the trace."""
-    offsets = _offsets(trace)
+    offsets = trace.offsets()
 
     def row(position: Position) -> tuple[float, ...]:
         line, limits = position.line, trace.headers[position.epoch].limits
-        drafted, accepted = _total(line.drafted), _total(line.accepted)
+        drafted, accepted = total(line.drafted), total(line.accepted)
         prefill = sum(tokens for _, tokens in line.chunks)
         loaded = sum(load.loaded for load in line.loads)
         return (
             line.step,
             position.epoch,
-            offsets[position.epoch] + line.began / 1000,
-            offsets[position.epoch] + line.ended / 1000,
+            (offsets[position.epoch] + line.began) / 1000,
+            (offsets[position.epoch] + line.ended) / 1000,
             prefill,
             line.budget - prefill - drafted,
             drafted,
@@ -101,55 +98,13 @@ def columns(trace: TraceContents) -> dict[str, npt.NDArray[Any]]:
 
 def cells(trace: TraceContents) -> dict[str, npt.NDArray[np.uint8]]:
     """Return uint8[slots * steps], slot by slot: `cells` of `KINDS`, and drafts and kept drafts if there were any."""
-    codes = {IDLE: 0, PREFILL: _PREFILL, DECODE: _DECODE, DRAINING: KINDS.index("draining")}
-    codes[LOADING] = KINDS.index("loading")
-    kinds = _matrix(trace, [position.line.slots for position in trace.positions], codes)
-    depth = max(header.limits.pipeline_depth for header in trace.headers)
-    starts = {(residency.slot, residency.start) for residency in trace.residencies}
-    for residency in trace.residencies:
-        begin, end = max(residency.start - trace.first, 0), residency.end - trace.first
-        span = kinds[residency.slot, begin : end + 1]
-        span[span == 0] = _UNSCHEDULED
-        if residency.exit in ("open", "preempted", "unknown", "engine ended"):
-            continue
-        for at in range(end + 1, min(end + depth, kinds.shape[1])):
-            if (residency.slot, at + trace.first) in starts:
-                break
-            if kinds[residency.slot, at] in (_PREFILL, _DECODE):
-                kinds[residency.slot, at] = _OVERRUN
-    sections = {"cells": kinds.reshape(-1)}
+    sections = {"cells": kinds_of_cells(trace).reshape(-1)}
     if any(position.line.drafted for position in trace.positions):
         numbers = {letter: number for number, letter in enumerate(COUNT_LETTERS)}
         for name in ("drafted", "accepted"):
             texts = [getattr(position.line, name) for position in trace.positions]
-            sections[f"{name}Cells"] = _matrix(trace, texts, numbers).reshape(-1)
+            sections[f"{name}Cells"] = matrix_of_letters(trace, texts, numbers).reshape(-1)
     return sections
-
-
-def _matrix(trace: TraceContents, texts: list[str], codes: dict[str, int]) -> npt.NDArray[np.uint8]:
-    """Return uint8[slots, steps] of the codes of letters; what a text leaves out is 0."""
-    table = np.zeros(256, np.uint8)
-    for letter, code in codes.items():
-        table[ord(letter)] = code
-    by_step = np.zeros((len(texts), trace.num_slots), np.uint8)
-    for index, text in enumerate(texts):
-        by_step[index, : len(text)] = np.frombuffer(text.encode("ascii"), np.uint8)
-    return np.ascontiguousarray(table[by_step].T)
-
-
-def _offsets(trace: TraceContents) -> list[float]:
-    """Return when each epoch began, in milliseconds; never before the last step of the one before it."""
-    ends = [0.0] * len(trace.headers)
-    for position in trace.positions:
-        ends[position.epoch] = position.line.ended / 1000
-    offsets = [0.0]
-    for before, after, end in zip(trace.headers, trace.headers[1:], ends, strict=False):
-        offsets.append(offsets[-1] + max(1000.0 * (after.started - before.started), end))
-    return offsets
-
-
-def _total(letters: str) -> int:
-    return sum(COUNT_LETTERS.index(letter) * letters.count(letter) for letter in set(letters))
 
 
 def _request_ids(trace: TraceContents) -> list[str]:
@@ -183,14 +138,14 @@ def _residencies(trace: TraceContents) -> dict[str, npt.NDArray[Any]]:
 def _loads(trace: TraceContents) -> dict[str, npt.NDArray[Any]]:
     """Loads: the step that tells of each, its times in milliseconds from the start of the trace, and what came."""
     number = {request_id: index for index, request_id in enumerate(_request_ids(trace))}
-    offsets = _offsets(trace)
+    offsets = trace.offsets()
     rows = [
         (index, load.slot, number[load.request_id], load.blocks, load.loaded, load.from_host)
         for index, position in enumerate(trace.positions)
         for load in position.line.loads
     ]
     times = [
-        (offsets[position.epoch] + load.began / 1000, offsets[position.epoch] + load.ended / 1000)
+        ((offsets[position.epoch] + load.began) / 1000, (offsets[position.epoch] + load.ended) / 1000)
         for position in trace.positions
         for load in position.line.loads
     ]

@@ -87,6 +87,7 @@ class KVOffload(KVPort[TierStats]):
         `dtype` is that of the cache, `float32` or `bfloat16`; `host_bytes` may be 0; `pending_bytes` bounds the blocks
         that wait to be written. `store` was opened before and is closed at the end.
         """
+        self._block_size = cache.shape.block_size
         block = BlockFormat.of(cache.shape, dtype)
         self._queue = queue
         self._store = None if store is None else store.store
@@ -199,6 +200,7 @@ class KVOffload(KVPort[TierStats]):
         """Return counters and gauges."""
         return msgspec.structs.replace(
             self._counters.snapshot(),
+            block_size=self._block_size,
             host_blocks=len(self._host),
             host_bytes=self._host.bytes,
             host_limit_bytes=self._host.limit_bytes,

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from fd_core.errors import FdError
 from fd_core.router.gateway.answers import error_response, json_response
-from fd_core.router.gateway.asking import read_body
+from fd_core.router.gateway.body import read_body
 from fd_core.router.router import Router
 from fd_core.server.auth import KeyRing
 from fd_core.server.errors import ApiError, to_api_error

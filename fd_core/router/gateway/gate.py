@@ -10,13 +10,14 @@ from aiohttp import web
 
 from fd_core.router.gateway.aborting import ABORT_PATH, Aborts
 from fd_core.router.gateway.answers import error_response, json_response
-from fd_core.router.gateway.asking import PromptReader, read_body
+from fd_core.router.gateway.body import read_body
 from fd_core.router.gateway.config import GatewayConfig
 from fd_core.router.gateway.forwarding import Exchange, Forwarder
 from fd_core.router.gateway.headers import to_worker
 from fd_core.router.gateway.metrics import GatewayMetrics
 from fd_core.router.gateway.models import Models
 from fd_core.router.gateway.pages import Pages
+from fd_core.router.gateway.route_requests import RouteRequestReader
 from fd_core.router.selection import RouteRequest
 from fd_core.server.auth import KeyRing
 from fd_core.server.errors import ApiError, to_api_error, unavailable
@@ -36,7 +37,7 @@ class Gate:
     def __init__(
         self,
         config: GatewayConfig,
-        reader: PromptReader,
+        reader: RouteRequestReader,
         forwarder: Forwarder,
         models: Models,
         aborts: Aborts,

@@ -58,14 +58,14 @@ class _Follower:
         self._say = say
         self._failures = 0
 
-    async def run(self, reading: str) -> None:
-        """Follow until the incarnation is gone. `reading` names how the gateway turns text into tokens."""
+    async def run(self, fingerprint: str) -> None:
+        """Follow until the incarnation is gone. `fingerprint` is that of the gateway's prompt reader."""
         worker = self._worker
         while worker in self._router.workers():
             await asyncio.sleep(_PAUSES[min(self._failures, len(_PAUSES) - 1)])
             self._failures += 1
             try:
-                await self._listen(reading)
+                await self._listen(fingerprint)
             except _Broken as error:
                 self._say(worker, str(error))
             except TROUBLE as error:
@@ -73,10 +73,10 @@ class _Follower:
             finally:
                 self._router.published.ends(worker)
 
-    async def _listen(self, reading: str) -> None:
+    async def _listen(self, fingerprint: str) -> None:
         """Begin with all that is held, and go on as long as the worker counts. Raises `_Broken` or of `TROUBLE`."""
         page = await self._ask(None)
-        if page.reading != reading:
+        if page.reading != fingerprint:
             raise _Broken("it reads text otherwise than --tokenizer, or has another chat template")
         try:
             mirror = Mirror(self._router.published, self._worker, page.block_size)
@@ -123,13 +123,13 @@ class KVFollowers:
     """Follows every incarnation that offers to tell what it holds, as long as it is there."""
 
     def __init__(
-        self, router: Router, session: aiohttp.ClientSession, secret: str, reading: Callable[[], str | None]
+        self, router: Router, session: aiohttp.ClientSession, secret: str, fingerprint: Callable[[], str | None]
     ) -> None:
-        """`reading` names how the gateway turns text into tokens; None as long as it compares bytes."""
+        """`fingerprint` returns that of the gateway's prompt reader; None as long as it compares bytes."""
         self._router = router
         self._session = session
         self._secret = secret
-        self._reading = reading
+        self._fingerprint = fingerprint
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
         self._said: dict[str, str] = {}
         """By address: the trouble that was logged last."""
@@ -138,11 +138,11 @@ class KVFollowers:
         """A worker that is well says that it tells what it holds: follow it, if that is of use."""
         for other in [other for other, task in self._tasks.items() if task.done()]:
             self._tasks.pop(other).result()
-        reading = self._reading()
-        if worker in self._tasks or reading is None or not self._secret or not self._router.compares(worker):
+        fingerprint = self._fingerprint()
+        if worker in self._tasks or fingerprint is None or not self._secret or not self._router.compares(worker):
             return
         follower = _Follower(self._router, self._session, self._secret, worker, self._say)
-        self._tasks[worker] = asyncio.create_task(follower.run(reading))
+        self._tasks[worker] = asyncio.create_task(follower.run(fingerprint))
 
     async def close(self) -> None:
         """End all tasks; an error of theirs comes to light here."""

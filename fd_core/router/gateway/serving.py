@@ -16,7 +16,6 @@ from aiohttp import web
 from fd_core.errors import FdError
 from fd_core.router.gateway.aborting import Aborts
 from fd_core.router.gateway.admin import Admin
-from fd_core.router.gateway.asking import PromptReader
 from fd_core.router.gateway.checking import HealthChecks
 from fd_core.router.gateway.config import GatewayConfig
 from fd_core.router.gateway.forwarding import Forwarder
@@ -24,13 +23,15 @@ from fd_core.router.gateway.gate import Gate
 from fd_core.router.gateway.headers import to_worker_itself
 from fd_core.router.gateway.kv_events import KVFollowers
 from fd_core.router.gateway.metrics import GatewayMetrics
+from fd_core.router.gateway.model_text import ModelText, find_text
 from fd_core.router.gateway.models import Models
 from fd_core.router.gateway.pages import Pages
 from fd_core.router.gateway.pairs import Pairs
-from fd_core.router.gateway.tokens import ModelText, find_text
+from fd_core.router.gateway.route_requests import RouteRequestReader
 from fd_core.router.gateway.waits import Waits
 from fd_core.router.router import Router
 from fd_core.server import listening
+from fd_core.text.prompt_reader import PromptReader
 
 __all__ = ["BY_BYTES", "by_tokenizer", "serve_gateway"]
 
@@ -101,7 +102,7 @@ async def serve_gateway(
     ):
         parts = _assemble(config, router, text, ticket_key, session)
         stack.callback(lambda: parts.gate.reader.close())
-        followers = KVFollowers(router, session, config.router_secret, lambda: parts.gate.reader.reading)
+        followers = KVFollowers(router, session, config.router_secret, lambda: parts.gate.reader.fingerprint)
         stack.push_async_callback(followers.close)
         parts.checks.on_offer = followers.offered
         if admin_sock is not None:
@@ -144,8 +145,8 @@ def _assemble(
     return _Parts(router, session, gate, pages, models, checks)
 
 
-def _reader(text: ModelText | None) -> PromptReader:
-    return PromptReader(None, None) if text is None else PromptReader(text.tokenizer, text.template)
+def _reader(text: ModelText | None) -> RouteRequestReader:
+    return RouteRequestReader(None if text is None else PromptReader(text.tokenizer, text.template))
 
 
 async def _listen(

@@ -6,7 +6,7 @@ from typing import Final
 
 from fd_core.router.config import RouterConfig
 from fd_core.router.gateway.config import GatewayConfig
-from fd_core.router.gateway.tokens import ModelText
+from fd_core.router.gateway.model_text import ModelText
 from fd_core.router.workers import Role
 
 __all__ = ["summary"]

@@ -112,7 +112,7 @@ def test_an_engine_goes_on_from_imported_blocks(target: Target, golden: Golden) 
         pool.release(moved, -1)
         pool.release(spare, -1)
         texts = run(second, [spec])
-        assert second.stats().prefix_hits == len(chain) * hasher.block_size, "what was imported was not used"
+        assert second.stats().scheduler.prefix_hits == len(chain) * hasher.block_size, "what was imported was not used"
     golden.check([spec], texts.tokens)
 
 
@@ -140,7 +140,7 @@ def test_texts_survive_a_preemption_whose_kv_is_restored(target: Target, golden:
 
         engine._scheduler.released = forgetting  # type: ignore[method-assign,assignment]  # a back door
         texts = run(engine, specs)
-        assert engine.stats().preemptions > 0
+        assert engine.stats().scheduler.preemptions > 0
     assert Save in effects
     assert Load in effects
     golden.check(specs, texts.tokens)

@@ -21,8 +21,8 @@ from fd_core.plugins import installed_plugins
 from fd_core.router.accounting import IDLE
 from fd_core.router.config import RouterConfig
 from fd_core.router.gateway.config import GatewayConfig
+from fd_core.router.gateway.model_text import ModelText
 from fd_core.router.gateway.serving import serve_gateway
-from fd_core.router.gateway.tokens import ModelText
 from fd_core.router.router import Router
 from fd_core.router.workers import Role
 from fd_core.server.listening import bind_socket

@@ -17,15 +17,15 @@ from aiohttp import web
 from fd_core.kv.event_log import KVEventLog
 from fd_core.kv.events import BEGINNING, Cleared, KVEvent, KVPage, Removed, Stored
 from fd_core.router.gateway import kv_events
-from fd_core.router.gateway.tokens import find_text
+from fd_core.router.gateway.model_text import find_text
 from fd_core.server.kv_events import OFFER_HEADER, PATH
-from fd_core.text.reading import reading_of
+from fd_core.text.prompt_reader import PromptReader
 from tests.kv.following import ids
 from tests.router.gateway.fakes import COMPLETIONS, FakeWorker, Live, eventually, in_loop, routed
 from tests.router.gateway.test_processes import free_port, running, status, until, value
 
 TEXT = find_text("bytes", offline=True)
-READING = reading_of(TEXT.tokenizer, TEXT.template)
+READING = PromptReader(TEXT.tokenizer, TEXT.template).fingerprint
 SECRET = "a secret of the cluster"
 SIZE = 4
 CACHED: dict[str, Any] = {"policy": "cache_aware", "cache_block_size": 8}

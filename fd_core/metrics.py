@@ -1,0 +1,143 @@
+"""Metrics declared where they are counted: metadata on the fields of a statistics struct, read by one generic walk.
+
+    class SchedulerCounters(msgspec.Struct):
+        steps: Annotated[int, counter("steps", "Steps answered.")] = 0
+
+A struct may nest those of other owners, and a property may declare a metric by its return type. Pure: whoever serves
+metrics turns what `read_metrics` yields into a format.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+__all__ = ["MetricSpec", "Samples", "counter", "declared_metrics", "gauge", "read_metrics", "snapshot", "state"]
+
+Samples = Sequence[tuple[tuple[str, ...], float]]
+"""Values of a metric's labels, in the order of `MetricSpec.label_names`, and the number that belongs to them."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSpec:
+    """What a field or a property says about the metric that it is."""
+
+    kind: Literal["counter", "gauge", "state"]
+    """A `state` is a gauge for each possible value of the field: 1 at the current one, 0 elsewhere."""
+    name: str
+    """Without prefix, and without the suffix that a format gives counters."""
+    help: str
+    label: str | None = None
+    """Label that tells the entries of a mapping, the positions of a sequence or the values of a state apart."""
+    values: tuple[str, ...] = ()
+    """Values of `label` that always have a sample, so that the first count is seen as growth."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels with one value; several fields may share a name and differ here."""
+    only_with: str | None = None
+    """Field of the same struct without which, None or empty, the metric has no sample."""
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """Names of all labels."""
+        return (*self.labels, *(() if self.label is None else (self.label,)))
+
+    def samples(self, value: Any) -> Samples:
+        """Return the samples of a field that holds `value`; none where it is None, which means not measured."""
+        fixed = tuple(self.labels.values())
+        if value is None:
+            return ()
+        if self.kind == "state":
+            return [((*fixed, each), float(each == value)) for each in self.values]
+        if isinstance(value, Mapping):
+            counts = dict.fromkeys(self.values, 0) | {_label(key): count for key, count in value.items()}
+            return [((*fixed, key), float(count)) for key, count in counts.items()]
+        if self.label is not None:
+            return [((*fixed, str(position)), float(count)) for position, count in enumerate(value)]
+        return [(fixed, float(value))]
+
+
+def counter(name: str, help: str, **options: Any) -> MetricSpec:
+    """Declare a number that only grows within an epoch; `options` are further fields of `MetricSpec`."""
+    return MetricSpec("counter", name, help, **options)
+
+
+def gauge(name: str, help: str, **options: Any) -> MetricSpec:
+    """Declare a number of this moment; `options` are further fields of `MetricSpec`."""
+    return MetricSpec("gauge", name, help, **options)
+
+
+def state(name: str, help: str, **options: Any) -> MetricSpec:
+    """Declare which of `values` a field has at this moment; `options` are further fields of `MetricSpec`."""
+    return MetricSpec("state", name, help, **options)
+
+
+def read_metrics(stats: Any) -> Iterator[tuple[MetricSpec, Samples]]:
+    """Yield every metric that the type of `stats` and the statistics nested in it declare, with its samples.
+
+    Nested statistics that are None are passed over.
+    """
+    for name, spec, _ in _members(type(stats)):  # type: ignore[arg-type]  # mypy: type is Hashable
+        value = getattr(stats, name)
+        if spec is None:
+            if value is not None:
+                yield from read_metrics(value)
+        elif spec.only_with is None or getattr(stats, spec.only_with):
+            yield spec, spec.samples(value)
+
+
+def declared_metrics(stats: type[Any]) -> Iterator[MetricSpec]:
+    """Yield every metric that a type and the statistics nested in it declare."""
+    for _, spec, nested in _members(stats):  # type: ignore[arg-type]  # mypy: type is Hashable
+        if spec is not None:
+            yield spec
+        elif nested is not None:
+            yield from declared_metrics(nested)
+
+
+_S = TypeVar("_S")
+
+
+def snapshot(stats: _S) -> _S:
+    """Return a copy that later counting leaves alone."""
+    return copy.deepcopy(stats)
+
+
+@cache
+def _members(stats: Any) -> tuple[tuple[str, MetricSpec | None, type[Any] | None], ...]:
+    """Return attributes that declare a metric, and those that nest other statistics, with their type."""
+    found: list[tuple[str, MetricSpec | None, type[Any] | None]] = []
+    for name, hint in get_type_hints(stats, include_extras=True).items():
+        spec = _spec(hint)
+        nested = None if spec else _nested(hint)
+        if spec is not None or nested is not None:
+            found.append((name, spec, nested))
+    for name, member in vars(stats).items():
+        if isinstance(member, property):
+            spec = _spec(get_type_hints(member.fget, include_extras=True)["return"])
+            if spec is not None:
+                found.append((name, spec, None))
+    return tuple(found)
+
+
+def _spec(hint: Any) -> MetricSpec | None:
+    if get_origin(hint) is not Annotated:
+        return None
+    return next((extra for extra in get_args(hint)[1:] if isinstance(extra, MetricSpec)), None)
+
+
+def _nested(hint: Any) -> type[Any] | None:
+    """Return the type that a field nests, if it declares metrics: `T` of `T` and of `T | None`."""
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    for option in options:
+        if isinstance(option, type) and hasattr(option, "__annotations__") and _members(option):
+            return option
+    return None
+
+
+def _label(key: object) -> str:
+    return str(key.value if isinstance(key, Enum) else key)

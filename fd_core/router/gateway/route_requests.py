@@ -1,0 +1,127 @@
+"""What the router needs to know of a client's request to choose a worker. Everything else is the worker's to judge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from fd_core.errors import FdError
+from fd_core.router.selection import RouteRequest
+from fd_core.text.prompt_reader import PromptReader, split_prompts
+from fd_core.types import IntArray
+
+__all__ = ["BYTES_PER_TOKEN", "RouteRequestReader"]
+
+BYTES_PER_TOKEN: Final = 4
+"""Length of a token where no tokenizer counts them."""
+
+
+class _Body(msgspec.Struct):
+    """The fields that matter here, of whatever type they are."""
+
+    prompt: Any = None
+    messages: Any = None
+    input: Any = None
+    add_special_tokens: Any = None
+    add_generation_prompt: Any = None
+    chat_template_kwargs: Any = None
+    session_id: Any = None
+    user: Any = None
+    cache_salt: Any = None
+    model: Any = None
+
+    @property
+    def text(self) -> Any:
+        """The prompt of a completion, or the input of an embedding."""
+        return self.prompt if self.prompt is not None else self.input
+
+
+_decoder: Final = msgspec.json.Decoder(_Body)
+_UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+class RouteRequestReader:
+    """Turns bodies into what the router chooses by. It never yields an empty prompt, and it never refuses a body."""
+
+    def __init__(self, prompts: PromptReader | None) -> None:
+        """Without `prompts`, prompts are compared by the bytes of their text."""
+        self._prompts = prompts
+
+    @property
+    def fingerprint(self) -> str | None:
+        """How text becomes tokens, see `PromptReader.fingerprint`; None if prompts are compared by their bytes."""
+        return None if self._prompts is None else self._prompts.fingerprint
+
+    def close(self) -> None:
+        """End the thread that reads long prompts."""
+        if self._prompts is not None:
+            self._prompts.close()
+
+    async def read(self, body: bytes, session: str | None = None) -> RouteRequest:
+        """Return what the router is asked for a body; `session` comes from a header and wins over the body's."""
+        if self._prompts is None:
+            return self._read(body, session)
+        return await self._prompts.run(len(body), lambda: self._read(body, session))
+
+    @staticmethod
+    def model(body: bytes) -> str | None:
+        """Return the name of the model that a body asks for, if the body can be read."""
+        try:
+            return _name(_decoder.decode(body).model)
+        except _UNREADABLE:
+            return None
+
+    def _read(self, body: bytes, session: str | None) -> RouteRequest:
+        try:
+            asked = _decoder.decode(body)
+        except _UNREADABLE:
+            return _by_bytes(body, session, "")
+        session = session or _name(asked.session_id) or _name(asked.user)
+        salt = _name(asked.cache_salt) or ""
+        try:
+            ids, length = self._ids(asked)
+            tokens = np.fromiter(ids, np.int32, len(ids))
+        except (FdError, OverflowError, TypeError):  # only a worker can refuse it properly
+            return _by_bytes(_bytes_of(asked) or body, session, salt, _name(asked.model))
+        return RouteRequest(tokens, session, salt, length, _name(asked.model))
+
+    def _ids(self, asked: _Body) -> tuple[Sequence[int], int]:
+        """Return the ids of the first prompt, by which prefixes are compared, and how many tokens all prompts have.
+
+        Raises `FdError` for prompts that cannot be read, `TypeError` for texts where there is no tokenizer.
+        """
+        if self._prompts is None:
+            given = split_prompts(asked.prompt)
+            if isinstance(given[0], str):
+                raise TypeError("texts have no ids without a tokenizer")
+            return given[0], sum(map(len, given))
+        if isinstance(asked.messages, list):
+            kwargs = asked.chat_template_kwargs if isinstance(asked.chat_template_kwargs, dict) else None
+            ids = self._prompts.chat(asked.messages, asked.add_generation_prompt is not False, kwargs)
+            return ids, len(ids)
+        prompts = self._prompts.completion(asked.text, asked.add_special_tokens is not False)
+        return prompts[0].ids, sum(len(each.ids) for each in prompts)
+
+
+def _bytes_of(asked: _Body) -> bytes:
+    """Return bytes that begin alike where prompts begin alike, whatever other fields say."""
+    if isinstance(asked.messages, list):
+        return b"".join(msgspec.json.encode(message, order="sorted") + b"\n" for message in asked.messages)
+    prompt = asked.text
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return prompt.encode("utf-8", "replace")
+    return msgspec.json.encode(prompt) if prompt is not None else b""
+
+
+def _by_bytes(data: bytes, session: str | None, salt: str, model: str | None = None) -> RouteRequest:
+    tokens: IntArray = np.frombuffer(data or b"\0", np.uint8).astype(np.int32)
+    return RouteRequest(tokens, session, salt, max(1, len(data) // BYTES_PER_TOKEN), model, tokenized=False)
+
+
+def _name(value: Any) -> str | None:
+    return value[:256] if isinstance(value, str) and value else None

@@ -1,0 +1,176 @@
+"""Reading prompts: texts, lists of token ids and conversations become token ids. Server and router share this code.
+
+What a server refuses on purpose, such as roles that it does not serve, is the server's; what a conversation becomes is
+decided here, so that a router counts the same tokens as its workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import datetime
+from functools import cached_property
+from typing import Any, Final, NamedTuple, TypeVar
+
+import msgspec
+
+from fd_core.errors import BadRequest, FdError
+from fd_core.text.chat_template import ChatTemplate
+from fd_core.text.tokenizer import Tokenizer
+
+__all__ = ["PromptReader", "PromptText", "split_prompts"]
+
+_INLINE_CHARS: Final = 8192
+"""Longer texts are read on a thread: the event loop feeds every stream."""
+_ROLE_ALIASES: Final = {"developer": "system"}
+_TURN_FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id")
+"""What a template sees of a message; clients send more."""
+_MAX_TOKEN_ID: Final = 2**31 - 1
+
+_SAMPLE_TEXT: Final = "The 3 quick (brown) foxes\n\n\tcouldn't jump; naïve 東京 🙂 <|im_start|>  over 12,345.67 dogs?"
+_SAMPLE_TURNS: Final = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": _SAMPLE_TEXT},
+    {"role": "assistant", "content": "Yes."},
+    {"role": "user", "content": "Why?"},
+)
+_SAMPLE_DAY: Final = datetime(2001, 2, 3, 4, 5, 6)
+"""For templates that ask for the date."""
+
+T = TypeVar("T")
+
+
+class PromptText(NamedTuple):
+    """A prompt as token ids, and as the text that the client gave, if it gave text."""
+
+    ids: tuple[int, ...]
+    text: str | None
+
+
+class PromptReader:
+    """Reads prompts for one tokenizer and chat template. Every method but `run` blocks its thread."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, *, vocab_size: int = _MAX_TOKEN_ID + 1
+    ) -> None:
+        """Ids that clients give have to be below `vocab_size`."""
+        self._tokenizer = tokenizer
+        self._template = template
+        self._vocab_size = vocab_size
+        self._worker = ThreadPoolExecutor(1, "fdcore-text")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A name for how texts and conversations become tokens, equal in processes that read alike.
+
+        It is made of what comes out for samples, so that it does not depend on the files that the tokenizer is from.
+        """
+        ids = [self._tokenizer.encode(_SAMPLE_TEXT, add_special=special) for special in (True, False)]
+        if self._template is not None:
+            try:
+                text = replace(self._template, now=lambda: _SAMPLE_DAY).render(_SAMPLE_TURNS)
+            except FdError as error:  # such as a template without system messages; others refuse the same
+                text = type(error).__name__
+            ids.append(self._tokenizer.encode(text, add_special=False))
+        return hashlib.blake2b(msgspec.json.encode(ids), digest_size=16).hexdigest()
+
+    async def run(self, size: int, read: Callable[[], T]) -> T:
+        """Return `read()` of a prompt of `size` characters: at once, or from a thread where it would block for long.
+
+        There is one thread, so that long texts do not crowd out the engine.
+        """
+        if size <= _INLINE_CHARS:
+            return read()
+        return await asyncio.get_running_loop().run_in_executor(self._worker, read)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+    def text(self, text: str, add_special: bool = True) -> tuple[int, ...]:
+        """Return the ids of one text; `add_special` adds what the model wants around it, such as BOS.
+
+        Raises `BadRequest` for a text that is empty or not valid Unicode.
+        """
+        return _not_empty("prompt", self._tokenizer.encode(text, add_special=add_special) if text else ())
+
+    def completion(self, prompt: object, add_special: bool = True) -> list[PromptText]:
+        """Return the prompts of a completions request: a text, texts, ids, or lists of ids.
+
+        Raises `BadRequest` for empty prompts, mixed kinds, and ids out of the vocabulary.
+        """
+        given = split_prompts(prompt)
+        return [
+            PromptText(self.text(each, add_special), each)
+            if isinstance(each, str)
+            else PromptText(self._checked_ids(each), None)
+            for each in given
+        ]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:
+        """Return the ids of a conversation, rendered by the model's template. Control tokens come from the template.
+
+        Raises `BadRequest` for what the template refuses or cannot render, and where there is no template.
+        """
+        if self._template is None:
+            raise BadRequest(
+                "this model has no chat template; use /v1/completions, or start the server with --chat-template",
+                field="messages",
+            )
+        turns = [_turn(message) for message in messages]
+        text = self._template.render(turns, None, add_generation_prompt, template_kwargs)
+        return _not_empty("messages", self._tokenizer.encode(text, add_special=False))
+
+    def _checked_ids(self, ids: list[int]) -> tuple[int, ...]:
+        for wrong in (min(ids), max(ids)):
+            if not 0 <= wrong < self._vocab_size:
+                raise BadRequest(
+                    f"prompt holds the token id {wrong}, but the vocabulary has {self._vocab_size} ids, from 0 on",
+                    field="prompt",
+                )
+        return tuple(ids)
+
+
+def split_prompts(prompt: object) -> list[str] | list[list[int]]:
+    """Return the prompts of a completions request, all texts or all lists of ids, each not empty.
+
+    Raises `BadRequest` for anything else.
+    """
+    given: list[Any] = [prompt] if not isinstance(prompt, list) or (prompt and _is_ids(prompt)) else prompt
+    if not given or any(each in ("", []) for each in given):
+        raise _empty("prompt")
+    if not all(isinstance(each, str) for each in given) and not all(map(_is_ids, given)):
+        raise BadRequest("prompt mixes texts and ids; give a text, texts, ids, or lists of ids", field="prompt")
+    return given
+
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, list) and all(type(each) is int for each in value)
+
+
+def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as the template sees it."""
+    if not isinstance(message, Mapping):
+        raise BadRequest("a message must be an object", field="messages")
+    turn = {name: value for name in _TURN_FIELDS if (value := message.get(name)) is not None}
+    if isinstance(turn.get("role"), str):
+        turn["role"] = _ROLE_ALIASES.get(turn["role"], turn["role"])
+    return turn
+
+
+def _not_empty(field: str, ids: Sequence[int]) -> tuple[int, ...]:
+    if not ids:
+        raise _empty(field)
+    return tuple(ids)
+
+
+def _empty(field: str) -> BadRequest:
+    return BadRequest(f"{field} is empty; at least one token is needed", field=field, code="empty_prompt")

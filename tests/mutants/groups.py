@@ -1,0 +1,81 @@
+"""Which tests judge a mutant: groups of files, each of which pytest runs as one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.mutants.mutant import Mutant
+
+__all__ = ["LEFT_OUT", "LONG", "ROOT", "Group", "groups", "in_order"]
+
+ROOT = Path(__file__).parents[2]
+
+_FOLDERS: dict[str, tuple[str, ...]] = {
+    "core": ("tests/test_signals.py", "tests/test_config.py", "tests/test_breaker.py"),
+    "kv": ("tests/kv", "tests/kv/stores", "tests/kv/tiers"),
+    "scheduling": ("tests/scheduling",),
+    "runner": ("tests/runner",),
+    "router": ("tests/router", "tests/router/gateway"),
+    "disagg": ("tests/disagg",),
+    "engine": ("tests/engine",),
+}
+
+LONG = (
+    "tests/disagg/test_lease_machine.py",
+    "tests/engine/test_abort.py",
+    "tests/engine/test_draft_model.py",
+    "tests/engine/test_engine_machine.py",
+    "tests/engine/test_golden_stream.py",
+    "tests/engine/test_pairs_machine.py",
+    "tests/engine/test_speculation.py",
+    "tests/kv/tiers/test_threads.py",
+)
+"""Files that take most of the time: a group of their own, so that a cheap test of another folder is asked first."""
+
+LEFT_OUT = (
+    "tests/disagg/test_faults.py",
+    "tests/disagg/test_pair.py",
+    "tests/engine/test_process.py",
+    "tests/engine/test_restarts.py",
+    "tests/router/gateway/test_disconnects.py",
+    "tests/router/gateway/test_forwarding.py",
+    "tests/router/gateway/test_kv_events.py",
+    "tests/router/gateway/test_processes.py",
+)
+"""Files that wait for processes, sockets and the clock; they add nothing about the protocol's core."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Test files, named from the root of the repository, that run in one process and in this order."""
+
+    name: str
+    files: tuple[str, ...]
+
+
+def groups() -> tuple[Group, ...]:
+    """Return every group, the slow files last and by themselves."""
+    found = []
+    for name, places in _FOLDERS.items():
+        files: dict[str, None] = {}
+        for place in places:
+            path = ROOT / place
+            tests = sorted(path.glob("test_*.py")) if path.is_dir() else [path]
+            files.update(dict.fromkeys(test.relative_to(ROOT).as_posix() for test in tests))
+        found.append(Group(name, tuple(file for file in files if file not in LONG and file not in LEFT_OUT)))
+    return *found, Group("long", LONG)
+
+
+def in_order(found: tuple[Group, ...], mutant: Mutant, seconds: Mapping[str, float]) -> tuple[Group, ...]:
+    """Return the groups in the order in which they judge `mutant`: its own folders' first, then the cheapest first.
+
+    `seconds` holds what each group, by name, took without a mutant.
+    """
+    folders = {Path("tests", edit.file).parent for edit in mutant.edits}
+
+    def mirrors(group: Group) -> bool:
+        return group.name != "long" and any(Path(file).parent in folders for file in group.files)
+
+    return tuple(sorted(found, key=lambda group: (not mirrors(group), seconds[group.name])))

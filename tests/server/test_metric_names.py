@@ -1,0 +1,112 @@
+"""Names, kinds and labels of every metric are promises: dashboards and alerts outside this repository use them."""
+
+from __future__ import annotations
+
+from fd_core.disagg.stats import ReceiverStats, SenderStats
+from fd_core.engine.messages import EngineStats, LeaseStats
+from fd_core.metrics import declared_metrics
+from fd_core.scheduling.tradeoff import Pace
+from fd_core.server.metrics import ServerMetrics
+from tests.server.fakes import FakeClient
+from tests.server.test_kv_metrics import KV
+
+PROMISED = {
+    "fdcore": ("info", ["architecture", "backend", "device", "dtype", "model", "version"]),
+    "fdcore_active_requests": ("gauge", []),
+    "fdcore_budget_limit_tokens": ("counter", []),
+    "fdcore_budget_used_tokens": ("counter", []),
+    "fdcore_drafts_accepted_per_position_tokens": ("counter", ["position"]),
+    "fdcore_drafts_accepted_tokens": ("counter", []),
+    "fdcore_drafts_proposed_per_position_tokens": ("counter", ["position"]),
+    "fdcore_drafts_proposed_tokens": ("counter", []),
+    "fdcore_end_to_end_seconds": ("histogram", []),
+    "fdcore_engine_epoch": ("gauge", []),
+    "fdcore_engine_finished": ("counter", ["reason"]),
+    "fdcore_engine_up": ("gauge", []),
+    "fdcore_generated_tokens": ("counter", []),
+    "fdcore_generations": ("counter", ["outcome"]),
+    "fdcore_http_answers": ("counter", ["path", "status"]),
+    "fdcore_inter_token_seconds": ("histogram", []),
+    "fdcore_kv_blocks": ("gauge", []),
+    "fdcore_kv_blocks_cached": ("gauge", []),
+    "fdcore_kv_blocks_fenced": ("gauge", []),
+    "fdcore_kv_blocks_used": ("gauge", []),
+    "fdcore_kv_copy_errors": ("counter", []),
+    "fdcore_kv_declined_loads": ("counter", []),
+    "fdcore_kv_declined_tokens": ("counter", []),
+    "fdcore_kv_fetch_seconds": ("counter", []),
+    "fdcore_kv_fetched_bytes": ("counter", []),
+    "fdcore_kv_fetched_tokens": ("counter", []),
+    "fdcore_kv_found_blocks": ("counter", ["tier"]),
+    "fdcore_kv_host_blocks": ("gauge", []),
+    "fdcore_kv_host_bytes": ("gauge", []),
+    "fdcore_kv_host_limit_bytes": ("gauge", []),
+    "fdcore_kv_leases_ended": ("counter", ["how"]),
+    "fdcore_kv_leases_open": ("gauge", []),
+    "fdcore_kv_leases_refused": ("counter", ["reason"]),
+    "fdcore_kv_loaded_tokens": ("counter", ["tier"]),
+    "fdcore_kv_loads": ("counter", []),
+    "fdcore_kv_loads_expired": ("counter", []),
+    "fdcore_kv_lookups": ("counter", []),
+    "fdcore_kv_lookups_expired": ("counter", []),
+    "fdcore_kv_lost_tokens": ("counter", []),
+    "fdcore_kv_operations_open": ("gauge", []),
+    "fdcore_kv_pace_host_block_seconds": ("gauge", []),
+    "fdcore_kv_pace_prefill_token_seconds": ("gauge", []),
+    "fdcore_kv_pace_store_block_seconds": ("gauge", []),
+    "fdcore_kv_restored_tokens": ("counter", []),
+    "fdcore_kv_saved_tokens": ("counter", []),
+    "fdcore_kv_saves_expired": ("counter", []),
+    "fdcore_kv_sent_blocks": ("counter", []),
+    "fdcore_kv_sent_bytes": ("counter", []),
+    "fdcore_kv_store_breaker": ("gauge", ["state", "way"]),
+    "fdcore_kv_store_damaged": ("counter", ["reason"]),
+    "fdcore_kv_store_dropped_blocks": ("counter", []),
+    "fdcore_kv_store_failures": ("counter", ["trouble"]),
+    "fdcore_kv_store_pending_bytes": ("gauge", []),
+    "fdcore_kv_store_written_blocks": ("counter", []),
+    "fdcore_kv_transfer_dropped_frames": ("counter", []),
+    "fdcore_kv_usage_ratio": ("gauge", []),
+    "fdcore_preemptions": ("counter", []),
+    "fdcore_prefills_elsewhere": ("counter", ["outcome"]),
+    "fdcore_prefix_hits_tokens": ("counter", []),
+    "fdcore_prefix_queries_tokens": ("counter", []),
+    "fdcore_prompt_tokens": ("counter", []),
+    "fdcore_recomputed_tokens": ("counter", []),
+    "fdcore_requests_loading": ("gauge", []),
+    "fdcore_requests_requeued": ("counter", []),
+    "fdcore_requests_running": ("gauge", []),
+    "fdcore_requests_waiting": ("gauge", []),
+    "fdcore_stale_outputs": ("counter", []),
+    "fdcore_steps": ("counter", []),
+    "fdcore_take_backs_in_flight": ("gauge", []),
+    "fdcore_time_to_first_token_seconds": ("histogram", []),
+}
+
+
+def served(leases: LeaseStats) -> dict[str, tuple[str, list[str]]]:
+    client = FakeClient()
+    client._stats = EngineStats(kv=KV, pace=Pace(), leases=leases, drafts=client._statistics().drafts)
+    metrics = ServerMetrics(client)
+    metrics.answers["/health", 200] = 1
+    return {
+        family.name: (family.type, sorted({label for each in family.samples for label in each.labels} - {"le"}))
+        for family in metrics.collect()
+    }
+
+
+def test_the_metrics_of_all_roles_together_are_those_promised() -> None:
+    decode = served(LeaseStats(receiver=ReceiverStats()))
+    prefill = served(LeaseStats(sender=SenderStats(ended={"confirmed": 1}, refused={"busy": 1})))
+    assert decode | prefill == PROMISED
+
+
+def test_every_help_is_a_sentence_and_the_same_wherever_the_name_is_declared() -> None:
+    helps: dict[str, set[str]] = {}
+    for spec in declared_metrics(EngineStats):
+        helps.setdefault(spec.name, set()).add(spec.help)
+    assert [name for name, texts in helps.items() if len(texts) > 1] == []
+    for family in ServerMetrics(FakeClient()).collect():
+        helps.setdefault(family.name.removeprefix("fdcore_"), set()).add(family.documentation)
+    texts = [text for each in helps.values() for text in each]
+    assert [text for text in texts if not (text[0].isupper() or text[0] == "1") or not text.endswith(".")] == []

@@ -1,0 +1,106 @@
+"""Prompts become token ids in one way, whoever reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from fd_core.errors import BadRequest
+from fd_core.text.byte_tokenizer import byte_tokenizer
+from fd_core.text.chat_template import ChatTemplate
+from fd_core.text.prompt_reader import PromptReader, PromptText, split_prompts
+
+BYTES = byte_tokenizer()
+TEMPLATE = ChatTemplate.of(BYTES)
+DATED = "{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture
+def reader() -> Iterator[PromptReader]:
+    reader = PromptReader(BYTES, TEMPLATE, vocab_size=300)
+    yield reader
+    reader.close()
+
+
+def fingerprint(tokenizer: Any, template: ChatTemplate | None) -> str:
+    return PromptReader(tokenizer, template).fingerprint
+
+
+def test_completions_are_texts_or_ids(reader: PromptReader) -> None:
+    assert reader.completion("ab") == [PromptText((64, 65), "ab")]
+    assert reader.completion(["a", "b"]) == [PromptText((64,), "a"), PromptText((65,), "b")]
+    assert reader.completion([0, 299]) == [PromptText((0, 299), None)]
+    assert reader.completion([[1, 2], [3]]) == [PromptText((1, 2), None), PromptText((3,), None)]
+
+
+@pytest.mark.parametrize("prompt", ["", [], [""], [[]], ["a", ""], [[1], []]])
+def test_an_empty_prompt_is_refused(reader: PromptReader, prompt: object) -> None:
+    with pytest.raises(BadRequest, match="prompt is empty") as caught:
+        reader.completion(prompt)
+    assert caught.value.code == "empty_prompt"
+
+
+@pytest.mark.parametrize("prompt", [None, 1.5, [1, "a"], [[1], "a"], ["a", [1]], [[1.0]], [True], [["a"]], {"a": 1}])
+def test_mixed_prompts_are_refused(prompt: object) -> None:
+    with pytest.raises(BadRequest, match="mixes texts and ids"):
+        split_prompts(prompt)
+
+
+@pytest.mark.parametrize("wrong", [-1, 300, 2**40])
+def test_ids_out_of_the_vocabulary_are_named(reader: PromptReader, wrong: int) -> None:
+    with pytest.raises(BadRequest, match=f"token id {wrong}, but the vocabulary has 300"):
+        reader.completion([[1], [5, wrong, 7]])
+
+
+def test_a_conversation_is_rendered_with_the_roles_that_templates_know(reader: PromptReader) -> None:
+    turns = [{"role": "developer", "content": "be"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    assert BYTES.decode(reader.chat(turns)) == "system: be\nuser: hi\nassistant: "
+    assert BYTES.decode(reader.chat(turns, add_generation_prompt=False)) == "system: be\nuser: hi\n"
+
+
+def test_a_template_sees_of_a_message_only_what_every_reader_passes_on() -> None:
+    shown = PromptReader(BYTES, ChatTemplate("{% for m in messages %}{{ m | tojson }}{% endfor %}"))
+    message = {"role": "user", "content": "x", "name": None, "refusal": "no", "tool_call_id": "t"}
+    assert BYTES.decode(shown.chat([message])) == '{"role": "user", "content": "x", "tool_call_id": "t"}'
+
+
+def test_variables_of_a_template_come_from_the_request(reader: PromptReader) -> None:
+    own = PromptReader(BYTES, ChatTemplate("{{ thinking }}"))
+    turns = [{"role": "user", "content": "x"}]
+    assert BYTES.decode(own.chat(turns, template_kwargs={"thinking": 7})) == "7"
+    for name in ("messages", "tools", "add_generation_prompt", "self", "bos_token"):
+        with pytest.raises(BadRequest, match=f"may not set {name}"):
+            own.chat(turns, template_kwargs={name: 1})
+
+
+def test_what_becomes_no_tokens_is_refused() -> None:
+    with pytest.raises(BadRequest, match="messages is empty"):
+        PromptReader(BYTES, ChatTemplate("")).chat([{"role": "user", "content": "x"}])
+    with pytest.raises(BadRequest, match="no chat template"):
+        PromptReader(BYTES, None).chat([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(("size", "elsewhere"), [(8192, False), (8193, True)])
+def test_long_prompts_are_read_on_a_thread(reader: PromptReader, size: int, elsewhere: bool) -> None:
+    thread = asyncio.run(reader.run(size, threading.current_thread))
+    assert (thread is not threading.current_thread()) == elsewhere
+
+
+def test_the_fingerprint_depends_on_what_comes_out_and_not_on_what_it_is_made_of() -> None:
+    assert fingerprint(BYTES, TEMPLATE) == fingerprint(replace(BYTES, digest="elsewhere"), TEMPLATE)
+    assert len({fingerprint(BYTES, each) for each in (None, TEMPLATE, ChatTemplate("{{ 1 }}"))}) == 3
+
+
+def test_a_date_in_the_template_changes_no_fingerprint() -> None:
+    first, second = (ChatTemplate(DATED, now=lambda day=day: datetime(2026, 1, day)) for day in (1, 2))
+    assert fingerprint(BYTES, first) == fingerprint(BYTES, second)
+
+
+def test_a_template_that_refuses_the_sample_has_a_fingerprint() -> None:
+    assert fingerprint(BYTES, ChatTemplate("{{ raise_exception('no system') }}"))
