@@ -87,9 +87,9 @@ class KVOffload(KVPort[TierStats]):
         `dtype` is that of the cache, `float32` or `bfloat16`; `host_bytes` may be 0; `pending_bytes` bounds the blocks
         that wait to be written. `store` was opened before and is closed at the end.
         """
-        self._block_size = cache.shape.block_size
         block = BlockFormat.of(cache.shape, dtype)
         self._queue = queue
+        self._block_size = cache.shape.block_size
         self._store = None if store is None else store.store
         self._clock = clock
         self._lookup_seconds = _LOOKUP_SHARE * load_seconds

@@ -21,7 +21,7 @@ _BREAKER_STATES: Final[dict[str, Any]] = {"label": "state", "values": get_args(B
 
 
 class TierStats(msgspec.Struct, frozen=True, kw_only=True):
-    """TierCounters since the start, and gauges of this moment."""
+    """Counters since the start, and gauges of this moment."""
 
     host_blocks: Annotated[int, gauge("kv_host_blocks", "KV blocks in the host tier.")] = 0
     host_bytes: Annotated[int, gauge("kv_host_bytes", "KV bytes in the host tier.")] = 0
