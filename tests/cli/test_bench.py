@@ -156,6 +156,29 @@ def test_router_traffic_keeps_its_requests_in_flight():
     assert state.tally.hit_blocks > 0 and all(one.load.requests for one in state.workers)
 
 
+def test_scheduler_compares_a_queue_with_none_and_times_a_burst(tmp_path):
+    path = tmp_path / "figures.json"
+    flags = ["--running", "3", "--waiting", "5", "--waiting-tokens", "400", "--steps", "12", "--block-size", "4"]
+    result = runner.invoke(app, ["bench", "scheduler", *flags, "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    figures = json.loads(path.read_text())
+    [case] = figures["cases"]
+    assert [case[name] for name in ("running", "drafts", "steps", "waiting", "waiting_tokens")] == [3, 0, 12, 5, 400]
+    plans = case["plan_us"]
+    assert case["ratio"] == pytest.approx(plans["waiting"]["median"] / plans["empty"]["median"])
+    burst = figures["burst"]
+    assert (burst["prompts"], burst["prompt_tokens"]) == (5, 400)
+    assert 0 < burst["plan_us"]["median"] <= burst["worst_plan_us"]
+    assert "5 x 400 tokens" in result.stdout and "add a request" in result.stdout
+
+
+def test_scheduler_refuses_waiting_prompts_that_would_fit():
+    flags = ["--running", "3", "--waiting", "1", "--waiting-tokens", "40", "--steps", "12", "--block-size", "4"]
+    result = runner.invoke(app, ["bench", "scheduler", *flags])
+    assert result.exit_code == 2
+    assert "--waiting-tokens: a prompt of 40 tokens may fit beside 3 requests" in result.stderr
+
+
 def test_a_step_costs_its_plan_and_its_commit():
     times = StepTimes((1e-6,), (3e-6,)) + StepTimes((3e-6,), (5e-6,))
     figures = times.figures(running=4, drafts=0)

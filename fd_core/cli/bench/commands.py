@@ -208,16 +208,33 @@ def scheduler(
             show_default=False,
         ),
     ] = None,
+    waiting: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=100_000,
+            help="Plan beside N waiting prompts that do not fit, compared with an empty queue, then admit N prompts "
+            "with a common prefix at once. Without --running and --drafts: 16 requests, no drafts.",
+            metavar="N",
+            show_default=False,
+        ),
+    ] = None,
+    waiting_tokens: Annotated[
+        int, typer.Option(min=1, max=1 << 20, help="Tokens of each prompt of --waiting.", metavar="TOKENS")
+    ] = 16384,
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps measured in each case.", metavar="N")] = 200,
     block_size: Annotated[int, typer.Option(min=1, max=1024, help="Tokens in a KV block.", metavar="TOKENS")] = 32,
     seed: Seed = 0,
     json: Json = None,
 ) -> None:
-    """Without a model: time to plan a step of steady decode and to take in its answer."""
+    """Without a model: time to plan a step of steady decode and to commit its answer."""
     from fd_core.cli.bench.scheduler import DRAFTS, RUNNING, measure, prompts, steady_decode
     from fd_core.cli.bench.tables import show_steps, write
 
     console = _prepare(json)
+    if waiting is not None:
+        _scheduler_with_queue(console, running, drafts, waiting, waiting_tokens, steps, block_size, seed, json)
+        return
     cases = [(count, k) for k in drafts or DRAFTS for count in running or RUNNING]
     figures = []
     with _bar(console) as bar:
@@ -230,6 +247,36 @@ def scheduler(
     settings = {"benchmark": "scheduler", "steps": steps, "block_size": block_size, "seed": seed}
     show_steps(console, figures, "bench scheduler: steady decode")
     write(json, {"settings": settings, "cases": figures})
+
+
+def _scheduler_with_queue(
+    console: Console,
+    running: list[int] | None,
+    drafts: list[int] | None,
+    waiting: int,
+    waiting_tokens: int,
+    steps: int,
+    block_size: int,
+    seed: int,
+    json: Path | None,
+) -> None:
+    from fd_core.cli.bench.scheduler import RUNNING_BESIDE_QUEUE, burst_figures, queue_figures
+    from fd_core.cli.bench.tables import show_burst, show_queue, write
+
+    cases = [(count, k) for k in drafts or (0,) for count in running or RUNNING_BESIDE_QUEUE]
+    figures = []
+    with _bar(console) as bar:
+        task = bar.add_task("Measuring", total=len(cases) + 1)
+        for count, k in cases:
+            case = queue_figures(count, k, waiting, waiting_tokens, steps=steps, block_size=block_size, seed=seed)
+            figures.append(case)
+            bar.advance(task)
+        burst = burst_figures(waiting, waiting_tokens, block_size=block_size, seed=seed)
+    queue = f"{waiting:,} x {waiting_tokens:,} tokens"
+    show_queue(console, figures, f"bench scheduler: steady decode beside prompts that do not fit, {queue}")
+    show_burst(console, burst, f"bench scheduler: prompts with a common prefix arrive at once, {queue}")
+    shape = {"waiting": waiting, "waiting_tokens": waiting_tokens, "steps": steps, "block_size": block_size}
+    write(json, {"settings": {"benchmark": "scheduler", **shape, "seed": seed}, "cases": figures, "burst": burst})
 
 
 @app.command()

@@ -1,7 +1,8 @@
-"""`fdcore bench scheduler`: what planning a step and taking in its answer cost, without a model."""
+"""`fdcore bench scheduler`: what planning a step and committing its answer cost, without a model."""
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,16 +11,34 @@ from typing import Any, Final
 import numpy as np
 
 from fd_core.cli.bench.workload import synthetic_ids
+from fd_core.errors import ConfigError
+from fd_core.simulation.prefill_burst import PrefillBurst
 from fd_core.simulation.steady_decode import SteadyDecode
 
-__all__ = ["DRAFTS", "RUNNING", "VOCAB_SIZE", "WARM_UP", "StepTimes", "measure", "prompts", "steady_decode"]
+__all__ = [
+    "DRAFTS",
+    "RUNNING",
+    "RUNNING_BESIDE_QUEUE",
+    "VOCAB_SIZE",
+    "WARM_UP",
+    "StepTimes",
+    "burst_figures",
+    "measure",
+    "prompts",
+    "queue_figures",
+    "steady_decode",
+]
 
 RUNNING: Final = (16, 256, 1024, 4096)
+RUNNING_BESIDE_QUEUE: Final = (16,)
 DRAFTS: Final = (0, 3)
 WARM_UP: Final = 20
 """Steps that are not counted."""
 VOCAB_SIZE: Final = 32000
 _PROMPT_TOKENS: Final = 128
+_TURN: Final = 10
+"""Steps that the scheduler with the queue and the one without measure in turn."""
+_BURSTS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +59,8 @@ class StepTimes:
 
     def microseconds(self) -> dict[str, dict[str, float]]:
         """Return median, p99 and mean of `plan`, `commit` and both, in microseconds."""
-        return {
-            name: {
-                "median": float(np.median(seconds)) * 1e6,
-                "p99": float(np.percentile(seconds, 99)) * 1e6,
-                "mean": float(np.mean(seconds)) * 1e6,
-            }
-            for name, seconds in (("plan", self.plan_s), ("commit", self.commit_s), ("step", self.step_s))
-        }
+        parts = (("plan", self.plan_s), ("commit", self.commit_s), ("step", self.step_s))
+        return {name: _microseconds(seconds) for name, seconds in parts}
 
     def figures(self, running: int, drafts: int) -> dict[str, Any]:
         """Return the case and its figures as plain values; `per_request_us` is the median step over its requests."""
@@ -68,23 +81,32 @@ def prompts(count: int, block_size: int, seed: int) -> list[list[int]]:
     return [ids[: _PROMPT_TOKENS + index % block_size] for index, ids in enumerate(longest)]
 
 
-def steady_decode(asked: Sequence[Sequence[int]], steps: int, drafts: int, block_size: int, seed: int) -> SteadyDecode:
-    """Return requests in steady decode, warmed up and good for `steps` more steps."""
-    workload = SteadyDecode(
-        asked,
-        steps=WARM_UP + steps,
-        num_drafts=drafts,
-        block_size=block_size,
-        vocab_size=VOCAB_SIZE,
-        draw=np.random.default_rng(seed),
-    )
+def steady_decode(
+    asked: Sequence[Sequence[int]], steps: int, drafts: int, block_size: int, seed: int, waiting_tokens: int = 0
+) -> SteadyDecode:
+    """Return requests in steady decode, warmed up and good for `steps` more steps.
+
+    Raises `ConfigError` if prompts of `waiting_tokens` would fit beside them.
+    """
+    try:
+        workload = SteadyDecode(
+            asked,
+            steps=WARM_UP + steps,
+            num_drafts=drafts,
+            waiting_tokens=waiting_tokens,
+            block_size=block_size,
+            vocab_size=VOCAB_SIZE,
+            draw=np.random.default_rng(seed),
+        )
+    except ValueError as error:
+        raise ConfigError(str(error), field="--waiting-tokens", hint="or measure fewer --steps or --running") from error
     measure(workload, WARM_UP)
     return workload
 
 
 def measure(workload: SteadyDecode, steps: int) -> StepTimes:
     """Time `steps` steps. Raises `RuntimeError` if one of them left a request or a draft out."""
-    full = workload.limits.max_num_seqs * (1 + workload.limits.max_drafts)
+    full = workload.num_running * (1 + workload.limits.max_drafts)
     planning, committing = [], []
     for _ in range(steps):
         begin = time.perf_counter()
@@ -99,3 +121,83 @@ def measure(workload: SteadyDecode, steps: int) -> StepTimes:
         planning.append(planned - begin)
         committing.append(committed - answered)
     return StepTimes(tuple(planning), tuple(committing))
+
+
+def queue_figures(
+    running: int, drafts: int, waiting: int, waiting_tokens: int, *, steps: int, block_size: int, seed: int
+) -> dict[str, Any]:
+    """Compare planning beside `waiting` prompts that do not fit with planning beside an empty queue.
+
+    The two take turns, as machines drift. `ratio` is that of the median plans. Raises `ConfigError` for prompts that
+    would fit.
+    """
+    asked = prompts(running, block_size, seed)
+    empty, beside = (steady_decode(asked, steps, drafts, block_size, seed, waiting_tokens) for _ in range(2))
+    # Different from the first block on; the rest is alike, which spares memory.
+    heads = synthetic_ids(waiting, min(block_size, waiting_tokens), VOCAB_SIZE, seed + 1)
+    [tail] = synthetic_ids(1, waiting_tokens - len(heads[0]), VOCAB_SIZE, seed + 2)
+    for head in heads:
+        beside.queue(head + tail)
+    times = {"empty": StepTimes(), "waiting": StepTimes()}
+    gc.collect()
+    left = steps
+    while left:
+        turn = min(_TURN, left)
+        left -= turn
+        for name, workload in (("empty", empty), ("waiting", beside)):
+            times[name] += measure(workload, turn)
+    if beside.num_waiting != waiting:
+        raise RuntimeError(f"{beside.num_waiting} of {waiting} prompts wait at the end")
+    plans = {name: _microseconds(measured.plan_s) for name, measured in times.items()}
+    return {
+        "running": running,
+        "drafts": drafts,
+        "steps": steps,
+        "waiting": waiting,
+        "waiting_tokens": waiting_tokens,
+        "plan_us": plans,
+        "ratio": plans["waiting"]["median"] / plans["empty"]["median"],
+    }
+
+
+def burst_figures(count: int, tokens: int, *, block_size: int, seed: int) -> dict[str, Any]:
+    """Time plans from the arrival of `count` prompts of `tokens` tokens that share a prefix until all were admitted.
+
+    `worst_plan_us` is the longest plan of a burst, the median of several bursts; `add_us` what adding a request costs.
+    """
+    adding: list[float] = []
+    planning: list[float] = []
+    worst = []
+    for number in range(_BURSTS):
+        burst = PrefillBurst(
+            count, tokens, block_size=block_size, vocab_size=VOCAB_SIZE, draw=np.random.default_rng(seed + number)
+        )
+        gc.collect()
+        for prompt in burst.prompts:
+            begin = time.perf_counter()
+            burst.queue(prompt)
+            adding.append(time.perf_counter() - begin)
+        plans = []
+        while burst.num_waiting:
+            begin = time.perf_counter()
+            plan = burst.plan()
+            plans.append(time.perf_counter() - begin)
+            burst.commit(plan, burst.answer(plan))
+        worst.append(max(plans))
+        planning += plans
+    return {
+        "prompts": count,
+        "prompt_tokens": tokens,
+        "plans": len(planning) // _BURSTS,
+        "add_us": _microseconds(adding),
+        "plan_us": _microseconds(planning),
+        "worst_plan_us": float(np.median(worst)) * 1e6,
+    }
+
+
+def _microseconds(seconds: Sequence[float]) -> dict[str, float]:
+    return {
+        "median": float(np.median(seconds)) * 1e6,
+        "p99": float(np.percentile(seconds, 99)) * 1e6,
+        "mean": float(np.mean(seconds)) * 1e6,
+    }

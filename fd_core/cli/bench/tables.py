@@ -13,7 +13,7 @@ from rich.table import Table
 from fd_core.cli.bench.results import Report
 from fd_core.errors import ConfigError
 
-__all__ = ["check_writable", "show", "show_router", "show_steps", "write"]
+__all__ = ["check_writable", "show", "show_burst", "show_queue", "show_router", "show_steps", "write"]
 
 
 def show(console: Console, report: Report, title: str) -> None:
@@ -60,6 +60,34 @@ def show_steps(console: Console, cases: Sequence[Mapping[str, Any]], title: str)
             table.add_row(*heads, part, *(f"{value:,.0f}" for value in row.values()), share)
             heads = ("", "")
         table.add_section()
+    console.print(table)
+
+
+def show_queue(console: Console, cases: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Print plans beside a full and an empty queue, from `cases` that `queue_figures` returned."""
+    table = Table(title=f"{title}, microseconds a plan", title_justify="left")
+    for name in ("running", "drafts", "queue", "median", "p99", "mean", "times"):
+        table.add_column(name, justify="left" if name == "queue" else "right")
+    for case in cases:
+        heads = (f"{case['running']:,}", str(case["drafts"]))
+        for queue, row in case["plan_us"].items():
+            ratio = f"{case['ratio']:.2f}" if queue == "waiting" else ""
+            table.add_row(*heads, queue, *(f"{value:,.0f}" for value in row.values()), ratio)
+            heads = ("", "")
+        table.add_section()
+    console.print(table)
+
+
+def show_burst(console: Console, burst: Mapping[str, Any], title: str) -> None:
+    """Print what adding and planning cost until all prompts run, from what `burst_figures` returned."""
+    table = Table(title=f"{title}, microseconds", title_justify="left")
+    for name in ("", "median", "p99", "mean", "worst"):
+        table.add_column(name, justify="left" if name == "" else "right")
+    for name, row, worst in (
+        ("add a request", burst["add_us"], ""),
+        ("plan a step", burst["plan_us"], f"{burst['worst_plan_us']:,.0f}"),
+    ):
+        table.add_row(name, *(f"{value:,.0f}" for value in row.values()), worst)
     console.print(table)
 
 
