@@ -60,7 +60,9 @@ PURE = (
     "types.py",
     "engine/output_counters.py",
     "engine/outputs.py",
-    *(f"disagg/{name}.py" for name in ("decode_lease", "lease", "messages", "prefill_lease", "terms", "ticket")),
+    *(f"disagg/{name}.py" for name in ("kv_compatibility", "lease", "messages", "ticket")),
+    "disagg/decode/lease.py",
+    "disagg/prefill/lease.py",
     *(f"router/{path.name}" for path in sorted((ROOT / "router").glob("*.py"))),  # all but the gateway
 )
 IMPURE_MODULES = {

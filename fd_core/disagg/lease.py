@@ -1,10 +1,10 @@
-"""What both sides of a lease share: what is to be done for it, its clock, and what may be asked; pure.
+"""What both sides of a lease share: the actions that its machines ask for, its clock and its limits; pure.
 
-Either side is a machine, `DecodeLease` or `PrefillLease`: what happened goes in with the time, what is to be done comes
-out as a list of actions. Nothing the other side says raises, and whatever arrives after the end changes nothing. So
-that a lost message costs no more than time, each side repeats what the other may have missed whenever it was quiet for
-a while: the decode side `Open` until it hears something, and then `Credit`; the prefill side `Commit`. A lost piece is
-not repeated, as its block may be in use again: the lease expires.
+Either side is a machine, `DecodeLease` or `PrefillLease`: an event goes in with the time at which it happened, and a
+list of actions comes out. Nothing that the other side says raises an exception, and an event after the end of the lease
+changes nothing. A lost message costs no more than time, because each side that was quiet for a while repeats what the
+other may have missed: the decode side repeats `Open` until it hears something, and then `Credit`; the prefill side
+repeats `Commit`. A lost piece is not repeated, because its block may be in use again: the lease expires.
 """
 
 from __future__ import annotations
@@ -15,34 +15,44 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from fd_core.disagg.messages import FromDecode, FromPrefill, Open, Piece
+from fd_core.disagg.connectors.contract import MAX_ADDRESS_BYTES
+from fd_core.disagg.messages import FromDecode, FromPrefill, KVPiece, Open
 from fd_core.kv.effects import Outcome
 
 __all__ = [
+    "LEASE_NAME",
+    "MAX_NUMBER",
+    "MAX_TEXT",
+    "MAX_WINDOW",
     "TOKEN_BYTES",
     "Action",
     "Clock",
     "DecodeEnd",
     "End",
     "PrefillEnd",
-    "Put",
     "Say",
-    "Take",
+    "SendPiece",
+    "TakePiece",
     "commit_digest",
     "flaw",
     "wanted",
 ]
 
 End = Literal["confirmed", "refused", "aborted", "gave_up", "failed", "expired"]
-"""What became of a lease for the prefill side: `aborted` is by the decode side, `gave_up` by its own engine."""
+"""What became of a lease for the prefill side: `aborted` by the decode side, `gave_up` by its own engine."""
 
-_WORDS_IN_SILENCE: Final = 4
-"""So many times a side speaks before the other would take it for dead."""
-_DIGEST_BYTES: Final = 16
+LEASE_NAME: Final = re.compile("[0-9a-f]{32}")
 TOKEN_BYTES: Final = 4
-_NAME: Final = re.compile("[0-9a-f]{32}")
-_LEAST_SILENCE: Final = 0.05
-_MOST_SILENCE: Final = 3600.0
+MAX_WINDOW: Final = 256
+MAX_NUMBER: Final = 2**31 - 1
+MAX_TEXT: Final = 1024
+"""Characters of a reason, a salt, a tenant or a field of `KVCompatibility`."""
+_MAX_CONNECTOR_NAME: Final = 64
+_MIN_SILENCE: Final = 0.05
+_MAX_SILENCE: Final = 3600.0
+_WORDS_IN_SILENCE: Final = 4
+"""How often a side speaks before the other would take it for dead."""
+_DIGEST_BYTES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +63,14 @@ class Say:
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
+class TakePiece:
     """Check a piece and copy it to its block, then call `DecodeLease.copied` or `spoiled`."""
 
-    piece: Piece
+    piece: KVPiece
 
 
 @dataclass(frozen=True, slots=True)
-class Put:
+class SendPiece:
     """Read a block, seal it and hand it to the connector, then call `PrefillLease.put` or `failed`."""
 
     index: int
@@ -68,24 +78,24 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class DecodeEnd:
-    """The lease is over: no block of it may be written from here on."""
+    """The lease is over: none of its blocks may be written from here on."""
 
     outcome: Outcome
     reason: str
-    """For people; empty if all went well."""
+    """For people; empty if the KV was transferred."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillEnd:
-    """The lease is over: nothing of it needs to be sent any more."""
+    """The lease is over: none of its blocks needs to be sent any more."""
 
     end: End
     reason: str
     abort: bool
-    """Whether the request that computes the prompt is to be aborted, if there is one yet."""
+    """Whether the request that computes the job is to be aborted, if there is one."""
 
 
-Action = Say | Take | Put | DecodeEnd | PrefillEnd
+Action = Say | TakePiece | SendPiece | DecodeEnd | PrefillEnd
 
 
 def commit_digest(digests: Mapping[int, bytes]) -> bytes:
@@ -98,24 +108,41 @@ def commit_digest(digests: Mapping[int, bytes]) -> bytes:
 
 def wanted(opening: Open) -> range:
     """Return the indices of the pieces that are asked for: those of all blocks but the leading `held_blocks`."""
-    return range(opening.job.held_blocks, -(-opening.job.num_tokens // opening.terms.block_size))
+    return range(opening.job.held_blocks, -(-opening.job.num_tokens // opening.compatibility.block_size))
 
 
-def flaw(opening: Open) -> str | None:
-    """Say for people why no lease can be opened like that, None if one can. Its terms are this side's own."""
-    if not _NAME.fullmatch(opening.lease):
+def flaw(opening: Open, max_tokens: int = MAX_NUMBER) -> str | None:
+    """Say for people why no lease can be opened like that, None if one can."""
+    job, compatibility = opening.job, opening.compatibility
+    numbers = (
+        *(compatibility.version, compatibility.block_size, compatibility.num_layers, compatibility.num_kv_heads),
+        *(compatibility.head_dim, compatibility.tensor_parallel_size, compatibility.pipeline_parallel_size),
+    )
+    if not LEASE_NAME.fullmatch(opening.lease):
         return "a lease has to be named by 32 hexadecimal digits"
-    if len(opening.job.tokens) % TOKEN_BYTES or opening.job.held_blocks < 0 or not wanted(opening):
+    if not all(0 < number <= MAX_NUMBER for number in numbers):
+        return "a number that describes the KV is impossible"
+    if len(job.tokens) % TOKEN_BYTES or not 0 <= job.held_blocks <= MAX_NUMBER or not wanted(opening):
         return "no KV is asked for"
-    if opening.window < 1:
-        return "the window has to hold at least one piece"
-    if not _LEAST_SILENCE <= opening.silence <= _MOST_SILENCE:
-        return f"the silence has to be {_LEAST_SILENCE:g} to {_MOST_SILENCE:g} seconds"
+    if job.num_tokens > max_tokens:
+        return f"the prompt has {job.num_tokens} tokens, the prefill worker takes at most {max_tokens}"
+    if job.token_ids.min() < 0:
+        return "a token is negative"
+    if abs(job.priority) > MAX_NUMBER:
+        return "the priority is an impossible number"
+    if not 1 <= opening.window <= MAX_WINDOW:
+        return f"the window has to be 1 to {MAX_WINDOW} pieces"
+    if not _MIN_SILENCE <= opening.silence <= _MAX_SILENCE:
+        return f"the silence has to be {_MIN_SILENCE:g} to {_MAX_SILENCE:g} seconds"
+    if not 1 <= len(opening.connector) <= _MAX_CONNECTOR_NAME or len(opening.address) > MAX_ADDRESS_BYTES:
+        return "the connector's name or address is too long"
+    if max(map(len, (job.cache_salt, job.tenant, compatibility.model, compatibility.dtype))) > MAX_TEXT:
+        return f"salt and tenant may have at most {MAX_TEXT} characters"
     return None
 
 
 class Clock:
-    """How long a side has been heard and has been quiet, in seconds."""
+    """How long a side has not heard the other and has been quiet itself, in seconds."""
 
     def __init__(self, silence: float, longest: float, now: float) -> None:
         self._silence = silence

@@ -1,24 +1,24 @@
 """What the two sides of a lease say to each other; encoded with msgspec and sealed, see `wire`.
 
-    decode: Open ------------> prefill        prompt, terms, where the KV goes
+    decode: Open ------------> prefill        the job, compatibility, where the KV goes
     decode <------- Accept or Refuse
-    decode <------- Piece ... (payload by the connector)        Credit ------> prefill, cumulative
+    decode <------- KVPiece ... (payload by the connector)      Credit ------> prefill, cumulative
     decode <------- Commit                    Confirm -----> prefill
-    either: Alive (nothing new, still here), Abort (it is over)
+    either: Alive (nothing new, still here), AbortLease (the lease is over)
 
-Every message names its lease. All of them may be lost, repeated or reordered without harm: repeated ones change
-nothing, and a lease that misses one expires.
+Every message names its lease. Each may be lost, repeated or reordered without harm: a repeated message changes nothing,
+and a lease that misses a message expires.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from fd_core.disagg.terms import Terms
+from fd_core.disagg.kv_compatibility import KVCompatibility
 from fd_core.types import PrefillJob
 
 __all__ = [
-    "Abort",
+    "AbortLease",
     "Accept",
     "Alive",
     "Commit",
@@ -26,22 +26,22 @@ __all__ = [
     "Credit",
     "FromDecode",
     "FromPrefill",
+    "KVPiece",
     "Open",
-    "Piece",
     "Refuse",
 ]
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
-    """The decode side holds blocks for a prompt and leases them to the prefill side."""
+    """The decode side leases blocks to the prefill side and asks it for the KV of a prompt."""
 
     job: PrefillJob
-    """What is to be computed, under a name for the lease that is never given twice."""
-    terms: Terms
+    """What is to be computed; its `lease` is a name that is never given twice."""
+    compatibility: KVCompatibility
     window: int
     """Pieces that may be on their way without a `Credit`, at least 1."""
     silence: float
-    """Seconds without a word from the other side after which a lease is over."""
+    """Seconds without a word from the other side after which the lease is over."""
     connector: str
     """Name of the connector that carries the pieces."""
     address: bytes
@@ -54,29 +54,29 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
 
 
 class Accept(msgspec.Struct, frozen=True, tag="accept"):
-    """The prefill side will compute it."""
+    """The prefill side will compute the job."""
 
     lease: str
 
 
 class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
-    """The prefill side will not; the lease is over."""
+    """The prefill side will not compute the job; the lease is over."""
 
     lease: str
     reason: str
     """For people; never holds a prompt."""
 
 
-class Piece(msgspec.Struct, frozen=True, tag="piece"):
-    """All layers of one block, sealed; the payload itself travels as the connector does it."""
+class KVPiece(msgspec.Struct, frozen=True, tag="piece"):
+    """All layers of one block, sealed; the connector carries the payload."""
 
     lease: str
     index: int
     """Place of the block among those of the prompt, at least `PrefillJob.held_blocks`."""
     digest: bytes
-    """Of the sealed value, as `wire` computes it."""
+    """Digest of the sealed value, as `wire` computes it."""
     reference: bytes = b""
-    """Where the connector left the value; empty if it is a frame behind this message."""
+    """Where the connector left the value; empty if the value is a frame behind this message."""
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit"):
@@ -86,13 +86,13 @@ class Commit(msgspec.Struct, frozen=True, tag="commit"):
     tokens: int
     """Leading tokens whose KV the pieces hold: all that were wanted."""
     digest: bytes
-    """Over the digests of all pieces in the order of their index."""
+    """Digest over the digests of all pieces in the order of their index."""
     cached: int = 0
     """How many of the tokens the prefill side had in its prefix cache."""
 
 
 class Credit(msgspec.Struct, frozen=True, tag="credit"):
-    """So many pieces have been taken in all; the prefill side may send `window` more than that."""
+    """So many pieces were taken in all; the prefill side may send `window` more than that."""
 
     lease: str
     taken: int
@@ -105,17 +105,18 @@ class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """Nothing new, but the lease goes on as far as this side is concerned."""
+    """There is nothing new, but the lease goes on as far as the speaker is concerned."""
 
     lease: str
 
 
-class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """The lease is over for this side, or it knows none of that name."""
+class AbortLease(msgspec.Struct, frozen=True, tag="abort"):
+    """The lease is over for the speaker, or the speaker knows none of that name."""
 
     lease: str
     reason: str = ""
+    """For people; never holds a prompt."""
 
 
-FromDecode = Open | Credit | Confirm | Alive | Abort
-FromPrefill = Accept | Refuse | Piece | Commit | Alive | Abort
+FromDecode = Open | Credit | Confirm | Alive | AbortLease
+FromPrefill = Accept | Refuse | KVPiece | Commit | Alive | AbortLease

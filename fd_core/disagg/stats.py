@@ -12,24 +12,26 @@ import msgspec
 
 from fd_core.metrics import counter
 
-__all__ = ["ReceiverStats", "SenderStats", "Tally"]
-
-_DROPPED: Final = "Transfer messages dropped because they were not sealed with the secret, malformed or too large."
+__all__ = ["ReceiverStats", "SenderStats", "TransferTally"]
 
 _log = logging.getLogger(__name__)
 
+_DROPPED: Final = "Transfer messages dropped because they were not sealed with the secret, malformed or too large."
+_MOST_LOGGED: Final = 64
+"""Sentences: some come from another process."""
+
 
 class ReceiverStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the decode side: counters since the start, and gauges of this moment."""
+    """Counters of the decode side since its start, and gauges of this moment."""
 
     open_leases: int = 0
-    """Gauge: fetches that were not answered."""
+    """Gauge: fetches that were not completed."""
     peers: int = 0
-    """Gauge: prefill workers that there is a connection to."""
+    """Gauge: prefill workers that this worker is connected to."""
     outcomes: dict[str, int] = {}
-    """Answered fetches by `fd_core.kv.effects.Outcome`."""
+    """Completed fetches by `fd_core.kv.effects.Outcome`."""
     pieces: int = 0
-    """Checked and copied to the device."""
+    """Pieces that were checked and copied to the device."""
     bytes: Annotated[int, counter("kv_fetched_bytes", "KV bytes fetched from prefill workers.")] = 0
     seconds: Annotated[
         float,
@@ -39,44 +41,42 @@ class ReceiverStats(msgspec.Struct, frozen=True, kw_only=True):
     late_messages: int = 0
     """Messages for leases that were over or never given."""
     errors: dict[str, int] = {}
-    """Failed calls: connector, cache."""
+    """Failed calls, by what failed: connector, cache."""
 
 
 class SenderStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the prefill side: counters since the start, and gauges of this moment."""
+    """Counters of the prefill side since its start, and gauges of this moment."""
 
     open_leases: int = 0
-    """Gauge."""
-    waiting_orders: int = 0
-    """Gauge: leases that the engine was not told of."""
+    """Gauge: leases that are not over."""
     open_sends: int = 0
-    """Gauge: sends that were not answered, whose blocks are pinned therefore."""
+    """Gauge: sends that were not completed, whose blocks are pinned therefore."""
     leases: int = 0
-    """Accepted."""
+    """Leases that were accepted."""
     refused: Annotated[
         dict[str, int],
         counter("kv_leases_refused", "Leases of decode workers that were refused, by reason.", label="reason"),
     ] = {}
-    """By what was wrong: malformed, terms, busy, connector, engine."""
+    """By what was wrong: malformed, terms (the two workers do not fit together), busy, connector, engine."""
     ended: Annotated[
         dict[str, int],
         counter("kv_leases_ended", "Leases of decode workers that ended, by cause.", label="how"),
     ] = {}
     """Accepted leases by `fd_core.disagg.lease.End`."""
     pieces: int = 0
-    """Copied from the device and sent."""
+    """Pieces that were copied from the device and sent."""
     bytes: Annotated[int, counter("kv_sent_bytes", "KV bytes sent to decode workers.")] = 0
     seconds: float = 0.0
-    """From opening to confirmation, of all leases that were confirmed."""
+    """Time from opening to confirmation, of all leases that were confirmed."""
     dropped_frames: Annotated[int, counter("kv_transfer_dropped_frames", _DROPPED)] = 0
     late_messages: int = 0
     """Messages for leases that were over or never opened."""
     errors: dict[str, int] = {}
-    """Failed calls: connector, cache."""
+    """Failed calls, by what failed: connector, cache."""
 
 
-class Tally:
-    """The counters behind the stats; any thread adds, under a lock that is held for one addition."""
+class TransferTally:
+    """The counters behind the stats. Any thread adds, under a lock that is held for one addition."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -103,12 +103,18 @@ class Tally:
     def error(self, part: str, call: str, error: Exception) -> None:
         """Count a failed call of the `cache` or `connector`, and log its kind once, never its text."""
         self.add_labelled("errors", part)
-        kind = f"{call}: {type(error).__name__}"
-        if kind not in self._logged:
-            self._logged.add(kind)
-            _log.warning(
-                "the %s of transfers failed in %s; such prompts are computed where they are decoded", part, kind
-            )
+        self.log_once(
+            f"the {part} of transfers failed in {call}: {type(error).__name__}; "
+            "such prompts are computed where they are decoded"
+        )
+
+    def log_once(self, sentence: str) -> None:
+        """Log a warning, unless it was logged before or there were too many others."""
+        with self._lock:
+            if sentence in self._logged or len(self._logged) >= _MOST_LOGGED:
+                return
+            self._logged.add(sentence)
+        _log.warning("%s", sentence)
 
     def read(self) -> Mapping[str, object]:
         """Return all fields of a stats struct that were counted."""

@@ -13,10 +13,10 @@ from typing import Any, Final, TypeVar
 import msgspec
 import numpy.typing as npt
 
-from fd_core.disagg.connectors.contract import MAX_ADDRESS_BYTES, MAX_REFERENCE_BYTES
-from fd_core.disagg.lease import TOKEN_BYTES
+from fd_core.disagg.connectors.contract import MAX_REFERENCE_BYTES
+from fd_core.disagg.lease import LEASE_NAME, MAX_NUMBER, MAX_TEXT, TOKEN_BYTES, flaw
 from fd_core.disagg.messages import (
-    Abort,
+    AbortLease,
     Accept,
     Alive,
     Commit,
@@ -24,28 +24,21 @@ from fd_core.disagg.messages import (
     Credit,
     FromDecode,
     FromPrefill,
+    KVPiece,
     Open,
-    Piece,
     Refuse,
 )
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.stores.contract import Bytes
 from fd_core.kv.stores.envelope import HEADER_BYTES, Damaged, Envelope
 
-__all__ = ["MAX_WINDOW", "Unfit", "Unsealed", "Wire"]
+__all__ = ["Unfit", "Unsealed", "Wire"]
 
 _DECODE: Final = b"fd_core/decode"
 _PREFILL: Final = b"fd_core/prefill"
 _DIGEST_BYTES: Final = 16
-_LEASE_BYTES: Final = 16
-
-MAX_WINDOW: Final = 256
-_MAX_NAME: Final = 64
-_MAX_TEXT: Final = 1024
-"""Characters of a reason, a salt, a tenant or a field of the terms."""
-_MAX_NUMBER: Final = 2**31 - 1
 _OVERHEAD: Final = 64 * 1024
-"""More than everything in a message but the tokens, at its limits."""
+"""Bytes, more than a message without its tokens can have within the limits."""
 _ROOM_FOR_TOKENS: Final = 4 * 2**20
 """Bytes: a prompt that is too long is refused in words; only one that is absurd costs its sender the connection."""
 
@@ -68,7 +61,7 @@ class Unfit(Exception):
 class Wire:
     """Seals and opens messages and pieces. Safe to use from several threads at once but for one pair of sides."""
 
-    def __init__(self, envelope: Envelope, block: BlockFormat, *, max_tokens: int = _MAX_NUMBER) -> None:
+    def __init__(self, envelope: Envelope, block: BlockFormat, *, max_tokens: int = MAX_NUMBER) -> None:
         """`envelope` must not compress; `block` is what a piece holds; `max_tokens` bounds what `Open` may ask for."""
         if envelope.compression != "none":
             raise ValueError("transfers are sealed with an envelope that does not compress")
@@ -106,8 +99,8 @@ class Wire:
         return self._open(_PREFILL, frame, self._from_prefill)
 
     def _seal(self, key: bytes, message: FromDecode | FromPrefill) -> bytes:
-        if isinstance(message, Refuse | Abort) and len(message.reason) > _MAX_TEXT:
-            message = msgspec.structs.replace(message, reason=message.reason[:_MAX_TEXT])
+        if isinstance(message, Refuse | AbortLease) and len(message.reason) > MAX_TEXT:
+            message = msgspec.structs.replace(message, reason=message.reason[:MAX_TEXT])
         self._check(message)
         return b"".join(self._envelope.seal(key, self._encoder.encode(message)))
 
@@ -125,55 +118,26 @@ class Wire:
 
     def _check(self, message: FromDecode | FromPrefill) -> None:
         lease = message.lease
-        if len(lease) != 2 * _LEASE_BYTES or not set(lease) <= set("0123456789abcdef"):
+        if not LEASE_NAME.fullmatch(lease):
             raise Unfit("a lease has to be named by 32 hexadecimal digits")
-        flaw: str | None = None
+        wrong: str | None = None
         match message:
             case Open():
-                flaw = self._flaw_of_open(message)
-            case Piece(index=index, digest=digest, reference=reference):
-                if (
-                    not 0 <= index <= _MAX_NUMBER
-                    or len(digest) != _DIGEST_BYTES
-                    or len(reference) > MAX_REFERENCE_BYTES
-                ):
-                    flaw = "a piece has an impossible index, digest or reference"
+                wrong = flaw(message, self._max_tokens)
+            case KVPiece(index=index, digest=digest, reference=reference):
+                if not 0 <= index <= MAX_NUMBER or len(digest) != _DIGEST_BYTES or len(reference) > MAX_REFERENCE_BYTES:
+                    wrong = "a piece has an impossible index, digest or reference"
             case Commit(tokens=tokens, digest=digest, cached=cached):
-                if not 0 < tokens <= _MAX_NUMBER or not 0 <= cached <= _MAX_NUMBER or len(digest) != _DIGEST_BYTES:
-                    flaw = "a commit has an impossible number or digest"
+                if not 0 < tokens <= MAX_NUMBER or not 0 <= cached <= MAX_NUMBER or len(digest) != _DIGEST_BYTES:
+                    wrong = "a commit has an impossible number or digest"
             case Credit(taken=taken):
-                flaw = None if 0 <= taken <= _MAX_NUMBER else "a credit has an impossible number"
-            case Refuse(reason=reason) | Abort(reason=reason):
-                flaw = "a reason is too long" if len(reason) > _MAX_TEXT else None
+                wrong = None if 0 <= taken <= MAX_NUMBER else "a credit has an impossible number"
+            case Refuse(reason=reason) | AbortLease(reason=reason):
+                wrong = "a reason is too long" if len(reason) > MAX_TEXT else None
             case Accept() | Alive() | Confirm():
                 pass
-        if flaw is not None:
-            raise Unfit(flaw, lease)
-
-    def _flaw_of_open(self, opening: Open) -> str | None:
-        job, terms = opening.job, opening.terms
-        texts = (job.cache_salt, job.tenant, terms.model, terms.dtype)
-        numbers = (
-            *(terms.version, terms.block_size, terms.num_layers, terms.num_kv_heads, terms.head_dim),
-            *(terms.tensor_parallel_size, terms.pipeline_parallel_size),
-        )
-        if len(job.tokens) % TOKEN_BYTES or not job.tokens:
-            return "no KV is asked for"
-        if job.num_tokens > self._max_tokens:
-            return f"the prompt has {job.num_tokens} tokens, the prefill worker takes at most {self._max_tokens}"
-        if job.token_ids.min() < 0:
-            return "a token is negative"
-        if not 1 <= opening.window <= MAX_WINDOW:
-            return f"the window has to be 1 to {MAX_WINDOW} pieces"
-        if not 1 <= len(opening.connector) <= _MAX_NAME or len(opening.address) > MAX_ADDRESS_BYTES:
-            return "the connector's name or address is too long"
-        if max(map(len, texts)) > _MAX_TEXT:
-            return f"salt and tenant may have at most {_MAX_TEXT} characters"
-        if not all(0 < number <= _MAX_NUMBER for number in numbers):
-            return "the terms hold an impossible number"
-        if not 0 <= job.held_blocks <= _MAX_NUMBER or abs(job.priority) > _MAX_NUMBER:
-            return "the first block or the priority is an impossible number"
-        return None
+        if wrong is not None:
+            raise Unfit(wrong, lease)
 
     # Pieces -----------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from fd_core.config import EngineConfig, resolve_limits
 from fd_core.engine.client import StartProgress
 from fd_core.engine.device import Device, make_device
 from fd_core.engine.kv_offload import kv_identity, open_kv_storage, start_kv_offload
-from fd_core.engine.leased_kv import LeasedKV, open_leased_kv, require_role
+from fd_core.engine.kv_transfer import KVTransferExchange, open_kv_transfer, require_role
 from fd_core.engine.messages import Delta, EngineInfo, EngineStats
 from fd_core.engine.outputs import Outputs
 from fd_core.engine.prefill_pace import PrefillPace
@@ -55,7 +55,7 @@ class Engine:
         watchdog_seconds: float,
         prefill_token: float = 0.0,
         kv: KVPort[TierStats | None] | None = None,
-        leased_kv: LeasedKV | None = None,
+        kv_transfer: KVTransferExchange | None = None,
         trace: TraceWriter | None = None,
     ) -> None:
         self.info = info
@@ -67,7 +67,7 @@ class Engine:
         self._kv_trace = None if trace is None else KVTrace(trace)
         self._prefill_pace = PrefillPace(prefill_token)
         scheduler.completed(PrefillPaceMeasured(prefill_token))
-        self._leased_kv = leased_kv
+        self._kv_transfer = kv_transfer
         self._trace = trace
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
         """Plans that were not answered, with when they were submitted."""
@@ -93,8 +93,8 @@ class Engine:
 
     def stop(self) -> None:
         """Take no more requests of other workers; those that run go on."""
-        if self._leased_kv is not None:
-            self._leased_kv.stop()
+        if self._kv_transfer is not None:
+            self._kv_transfer.stop()
 
     def abort_all(self) -> list[Delta]:
         """Abort everything."""
@@ -117,8 +117,8 @@ class Engine:
         if not self._in_flight:
             if self._scheduler.storage is not None and self._scheduler.storage.busy:
                 self._kv.wait(_KV_WAIT_SECONDS)
-            if self._leased_kv is not None:
-                self._leased_kv.wait()
+            if self._kv_transfer is not None:
+                self._kv_transfer.wait()
             return []
         output = self._device.collect(self._watchdog_seconds)
         plan, submitted = self._in_flight.popleft()
@@ -138,7 +138,7 @@ class Engine:
             storage=StorageCounters() if storage is None else snapshot(storage.counters),
             kv=self._kv.stats(),
             pace=None if storage is None else storage.tradeoff.pace,
-            leases=None if self._leased_kv is None else self._leased_kv.stats(),
+            leases=None if self._kv_transfer is None else self._kv_transfer.stats(),
         )
 
     def take_kv_events(self) -> tuple[KVEvent, ...]:
@@ -153,8 +153,8 @@ class Engine:
     def close(self) -> None:
         """Stop the engine's threads; what is in flight is computed and dropped, what waits for a store written."""
         self._kv.close()
-        if self._leased_kv is not None:
-            self._leased_kv.close()
+        if self._kv_transfer is not None:
+            self._kv_transfer.close()
         self._device.close()
         if self._trace is not None:
             self._trace.close(time.monotonic_ns())
@@ -171,8 +171,8 @@ class Engine:
                 if self._kv_trace is not None:
                     self._kv_trace.ended(completion)
                 self._scheduler.completed(completion)
-        if self._leased_kv is not None:
-            self.abort(self._leased_kv.exchange())
+        if self._kv_transfer is not None:
+            self.abort(self._kv_transfer.exchange())
 
     def _commit(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
         deltas = self._outputs.commit(plan, output)
@@ -280,10 +280,11 @@ def load_engine(
         trace = TraceWriter(Path(config.trace), header, time.monotonic_ns(), config.trace_limit)
     cache = LockedKVCache(runner.cache)
     kv = start_kv_offload(storage, config, cache, ops.dtype, CompletionQueue(wake))
-    leased_kv = open_leased_kv(config, plugins, scheduler, cache, ops.dtype, identity, trace) if paired else None
-    if leased_kv is not None:
-        leased_kv.wake_by(wake)
-        info = msgspec.structs.replace(info, kv_port=leased_kv.port)
+    kv_transfer = None
+    if paired:
+        side = open_kv_transfer(config, plugins, limits, cache, ops.dtype, identity, CompletionQueue(wake))
+        kv_transfer = KVTransferExchange(scheduler, side, None if trace is None else KVTrace(trace))
+        info = msgspec.structs.replace(info, kv_port=kv_transfer.port)
     device = make_device(runner, limits.pipeline_depth, config.output_transport)
     return Engine(
         info,
@@ -292,7 +293,7 @@ def load_engine(
         watchdog_seconds=config.watchdog_seconds,
         prefill_token=prefill_token,
         kv=kv,
-        leased_kv=leased_kv,
+        kv_transfer=kv_transfer,
         trace=trace,
     )
 

@@ -29,12 +29,14 @@ __all__ = [
     "Fetched",
     "Found",
     "GiveUp",
+    "LeaseEnded",
     "Load",
     "LoadPaceMeasured",
     "Loaded",
     "Lookup",
     "NotStored",
     "Outcome",
+    "PrefillJobArrived",
     "PrefillPaceMeasured",
     "Save",
     "Saved",
@@ -208,16 +210,43 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillJobArrived:
+    """A decode worker leased blocks for a prompt: the engine computes it and sends its KV, or gives the lease up."""
+
+    job: PrefillJob
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """The lease of a job that arrived is over before its KV was complete: nobody needs the rest of the prompt."""
+
+    lease: str
+
+
+@dataclass(frozen=True, slots=True)
 class GiveUp:
     """The request that computes for a lease ended without all its KV, or the engine does not take the job at all."""
 
     lease: str
     reason: str = ""
     """For people; never holds a prompt."""
+    refused: bool = False
+    """Whether the engine did not take the job, which is what the decode worker is told then."""
 
 
 Transfer = Fetch | Send | GiveUp | Cancel
 Transferred = Fetched | Sent
 
 Effect = Lookup | Load | Save | Fetch | Send | GiveUp | Cancel
-Completion = Found | Loaded | Saved | Fetched | Sent | NotStored | LoadPaceMeasured | PrefillPaceMeasured
+Completion = (
+    Found
+    | Loaded
+    | Saved
+    | Fetched
+    | Sent
+    | NotStored
+    | LoadPaceMeasured
+    | PrefillPaceMeasured
+    | PrefillJobArrived
+    | LeaseEnded
+)

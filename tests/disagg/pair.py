@@ -10,12 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from fd_core.disagg.connectors.contract import Connector, ConnectorError, ConnectorSettings, Inbox, Outbox, Put
-from fd_core.disagg.receiver import Receiver
-from fd_core.disagg.sender import Sender
-from fd_core.disagg.terms import Terms
+from fd_core.disagg.connectors.contract import (
+    Connector,
+    ConnectorError,
+    ConnectorSettings,
+    KVInbox,
+    KVOutbox,
+    PutResult,
+)
+from fd_core.disagg.decode.receiver import Receiver
+from fd_core.disagg.kv_compatibility import KVCompatibility
+from fd_core.disagg.prefill.sender import Sender
 from fd_core.kv.block_format import BlockFormat
-from fd_core.kv.effects import Cancel, Fetch, Fetched, GiveUp, Send
+from fd_core.kv.effects import Cancel, Completion, Fetch, Fetched, GiveUp, LeaseEnded, PrefillJobArrived, Send, Sent
+from fd_core.kv.port import CompletionQueue
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.ops.contract import KVCache
 from fd_core.types import PrefillJob
@@ -23,12 +31,14 @@ from tests.kv.tiers.scripted import SECRET, SHAPE, ScriptedCache, content
 
 BLOCK = BlockFormat.of(SHAPE, "float32")
 SIZE = SHAPE.block_size
-TERMS = Terms(model="m" * 64, dtype="float32", block_size=SIZE, num_layers=1, num_kv_heads=1, head_dim=2)
+COMPATIBILITY = KVCompatibility(
+    model="m" * 64, dtype="float32", block_size=SIZE, num_layers=1, num_kv_heads=1, head_dim=2
+)
 PATIENCE = 20.0
 """Seconds; this machine may be busy."""
 
 
-class FrameInbox(Inbox):
+class FrameInbox(KVInbox):
     address = b""
 
     def __init__(self, log: list[str]) -> None:
@@ -46,12 +56,12 @@ class FrameInbox(Inbox):
         self.log.append("close inbox")
 
 
-class FrameOutbox(Outbox):
+class FrameOutbox(KVOutbox):
     def __init__(self, log: list[str]) -> None:
         self.log = log
 
     def put(self, index, parts):
-        return Put(b"", tuple(parts))
+        return PutResult(b"", tuple(parts))
 
     def close(self):
         self.log.append("close outbox")
@@ -65,8 +75,8 @@ class Frames(Connector):
     def __init__(self) -> None:
         super().__init__(ConnectorSettings())
         self.log: list[str] = []
-        self.inbox: Callable[[list[str]], Inbox] = FrameInbox
-        self.outbox: Callable[[list[str]], Outbox] = FrameOutbox
+        self.inbox: Callable[[list[str]], KVInbox] = FrameInbox
+        self.outbox: Callable[[list[str]], KVOutbox] = FrameOutbox
 
     def open_inbox(self, lease, *, pieces, window, value_bytes):
         return self.inbox(self.log)
@@ -103,24 +113,28 @@ class Computer:
         self.refuses: str | None = None
 
     def step(self) -> None:
-        self.sender.turned()
-        for sent in self.sender.completed():
-            blocks = self.pinned.pop(sent.operation)
-            self.cache.readable -= set(blocks)
-            self.cache.data[blocks] = -1
-            self.free += blocks
-        for lease in self.sender.ended():
-            self.ended.append(lease)
-            self.jobs.pop(lease, None)
-        for job in self.sender.orders():
-            self.arrived.append(job)
-            if self.refuses:
-                self.sender.refuse(job.lease, self.refuses)
-            else:
-                self.jobs[job.lease] = Computing(job, job.held_blocks)
+        for completion in self.sender.completions():
+            self.take(completion)
         if self.computes:
             for computing in list(self.jobs.values()):
                 self.compute(computing)
+
+    def take(self, completion: Completion) -> None:
+        match completion:
+            case Sent(operation):
+                blocks = self.pinned.pop(operation)
+                self.cache.readable -= set(blocks)
+                self.cache.data[blocks] = -1
+                self.free += blocks
+            case LeaseEnded(lease):
+                self.ended.append(lease)
+                self.jobs.pop(lease, None)
+            case PrefillJobArrived(job):
+                self.arrived.append(job)
+                if self.refuses:
+                    self.sender.perform([GiveUp(job.lease, self.refuses, refused=True)])
+                else:
+                    self.jobs[job.lease] = Computing(job, job.held_blocks)
 
     def compute(self, computing: Computing) -> None:
         job = computing.job
@@ -173,7 +187,8 @@ class Fetches:
         self.receiver.perform([Cancel(number)])
 
     def step(self) -> None:
-        for fetched in self.receiver.completed():
+        for fetched in self.receiver.completions():
+            assert isinstance(fetched, Fetched)
             assert fetched.operation not in self.fetched, "answered twice"
             fetch = self.open.pop(fetched.operation)
             self.fetched[fetched.operation] = fetched
@@ -190,17 +205,17 @@ class Fetches:
 def make_sender(cache: KVCache, connector: Connector | None = None, **options: Any) -> Sender:
     chosen = connector or Frames()
     options = {"max_leases": 1000, "max_tokens": 100_000, **options}
-    return Sender(cache, *_common(options), lambda name: chosen, **options)
+    return Sender(cache, *_common(options), lambda name: chosen, CompletionQueue(), **options)
 
 
 def make_receiver(cache: KVCache, connector: Connector | None = None, **options: Any) -> Receiver:
     options = {"silence": 5.0, **options}
-    return Receiver(cache, *_common(options), connector or Frames(), **options)
+    return Receiver(cache, *_common(options), connector or Frames(), CompletionQueue(), **options)
 
 
-def _common(options: dict[str, Any]) -> tuple[BlockFormat, Terms, Envelope]:
+def _common(options: dict[str, Any]) -> tuple[BlockFormat, KVCompatibility, Envelope]:
     envelope = Envelope(options.pop("secret", SECRET))
-    return options.pop("block", BLOCK), options.pop("terms", TERMS), options.pop("envelope", envelope)
+    return options.pop("block", BLOCK), options.pop("compatibility", COMPATIBILITY), options.pop("envelope", envelope)
 
 
 def pump(condition: Callable[[], bool], *sides: Computer | Fetches, seconds: float = PATIENCE) -> None:
@@ -229,8 +244,8 @@ class Pair:
         return self
 
     def __exit__(self, *_) -> None:
-        self.receiver.close(5)
-        self.sender.close(5)
+        self.receiver.close()
+        self.sender.close()
         for side in (self.prefill, self.decode):
             side.step()
         assert self.prefill_cache.broken_rules == []
@@ -254,4 +269,6 @@ class Pair:
 
     def idle(self) -> None:
         """Wait until nothing is held on either side."""
-        self.until(lambda: not (self.sender.open_leases or self.receiver.open_leases or self.prefill.pinned))
+        self.until(
+            lambda: not (self.sender.stats().open_leases or self.receiver.stats().open_leases or self.prefill.pinned)
+        )

@@ -15,13 +15,13 @@ import msgspec
 import pytest
 import zmq
 
-from fd_core.disagg.messages import Abort, Alive, Commit, Credit, Open, Piece, Refuse
+from fd_core.disagg.messages import AbortLease, Alive, Commit, Credit, KVPiece, Open, Refuse
 from fd_core.disagg.wire import Wire
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.types import PrefillJob
 from tests.kv.tiers.scripted import ScriptedCache
 
-from .pair import BLOCK, PATIENCE, SECRET, TERMS, Computer, Fetches, Pair, make_receiver, make_sender, pump
+from .pair import BLOCK, COMPATIBILITY, PATIENCE, SECRET, Computer, Fetches, Pair, make_receiver, make_sender, pump
 from .proxy import Proxy, hostile
 
 ROOT = Path(__file__).parents[2]
@@ -104,7 +104,7 @@ def test_an_open_that_comes_again_after_the_end_opens_nothing() -> None:
 
 def test_late_pieces_are_answered_with_an_abort() -> None:
     def judge(direction, parts):
-        late = direction == "down" and isinstance(WIRE.open_from_prefill(parts[0]), Piece)
+        late = direction == "down" and isinstance(WIRE.open_from_prefill(parts[0]), KVPiece)
         return [(0.6 if late else 0.0, parts)]
 
     with Pair() as pair, Proxy(pair.peer, judge) as proxy:
@@ -161,17 +161,17 @@ def test_a_frame_that_is_too_large_costs_its_sender_the_connection() -> None:
 def test_those_who_know_the_secret_are_told_what_is_wrong() -> None:
     with Pair() as pair, dealer(pair.sender.port) as socket:
         socket.send(WIRE.seal_from_decode(Credit(LEASE, 3)))
-        assert hears(socket) == Abort(LEASE, "the prefill worker has no such lease")
-        socket.send(WIRE.seal_from_decode(Abort(LEASE)))
-        opening = Open(PrefillJob(bytes(8), lease=LEASE), TERMS, 4, 5.0, "frames", b"")
-        odd = msgspec.structs.replace(opening, window=-1)
-        socket.send(b"".join(Envelope(SECRET).seal(b"fd_core/decode", msgspec.msgpack.encode(odd))))
-        answer = hears(socket)
-        assert getattr(answer, "reason", "").startswith("the window has to be")
-        socket.send(WIRE.seal_from_decode(msgspec.structs.replace(opening, silence=float("nan"))))
-        assert "silence" in getattr(hears(socket), "reason", "")
-        socket.send(WIRE.seal_from_decode(msgspec.structs.replace(opening, job=PrefillJob(bytes(8), 5, lease=LEASE))))
-        assert getattr(hears(socket), "reason", "") == "no KV is asked for"
+        assert hears(socket) == AbortLease(LEASE, "the prefill worker has no such lease")
+        socket.send(WIRE.seal_from_decode(AbortLease(LEASE)))
+        opening = Open(PrefillJob(bytes(8), lease=LEASE), COMPATIBILITY, 4, 5.0, "frames", b"")
+        odd = {
+            "the window has to be": msgspec.structs.replace(opening, window=-1),
+            "the silence has to be": msgspec.structs.replace(opening, silence=float("nan")),
+            "no KV is asked for": msgspec.structs.replace(opening, job=PrefillJob(bytes(8), 5, lease=LEASE)),
+        }
+        for reason, message in odd.items():
+            socket.send(b"".join(Envelope(SECRET).seal(b"fd_core/decode", msgspec.msgpack.encode(message))))
+            assert getattr(hears(socket), "reason", "").startswith(reason)
         assert pair.sender.stats().refused == {"malformed": 3}
 
 
@@ -185,10 +185,15 @@ def test_whoever_sends_for_a_lease_that_is_over_is_told_so_and_nobody_who_breaks
         try:
             route, frame = prefill.recv_multipart()
             opening = WIRE.open_from_decode(frame)
-            for message in (Abort(LEASE), Refuse(LEASE, "no"), Piece(LEASE, 0, bytes(16)), Commit(LEASE, 8, bytes(16))):
+            for message in (
+                AbortLease(LEASE),
+                Refuse(LEASE, "no"),
+                KVPiece(LEASE, 0, bytes(16)),
+                Commit(LEASE, 8, bytes(16)),
+            ):
                 prefill.send_multipart([route, WIRE.seal_from_prefill(message)])
             answers = [WIRE.open_from_decode(prefill.recv_multipart()[1]) for _ in range(2)]
-            assert answers == [Abort(LEASE, "the lease is over")] * 2
+            assert answers == [AbortLease(LEASE, "the lease is over")] * 2
             assert receiver.stats().late_messages == 4
             prefill.send_multipart([route, b"garbage"])
             prefill.send_multipart([route, WIRE.seal_from_prefill(Refuse(opening.lease, "not today"))])
@@ -196,14 +201,16 @@ def test_whoever_sends_for_a_lease_that_is_over_is_told_so_and_nobody_who_breaks
             assert [(one.outcome, one.reason) for one in decode.fetched.values()] == [("refused", "not today")]
             assert receiver.stats().dropped_frames == 1
         finally:
-            receiver.close(5)
+            receiver.close()
 
 
 def test_a_decode_side_that_says_nothing_after_its_open_holds_nothing_for_long() -> None:
     with Pair() as pair:
         with dealer(pair.sender.port) as socket:
             socket.send(
-                WIRE.seal_from_decode(Open(PrefillJob(bytes(4 * 40), lease=LEASE), TERMS, 1, 0.3, "frames", b""))
+                WIRE.seal_from_decode(
+                    Open(PrefillJob(bytes(4 * 40), lease=LEASE), COMPATIBILITY, 1, 0.3, "frames", b"")
+                )
             )
             pair.until(lambda: len(pair.prefill.pinned) > 3)
             pair.until(lambda: not pair.prefill.pinned)
@@ -214,7 +221,9 @@ def test_a_decode_side_that_closes_its_connection_holds_nothing_for_long() -> No
     with Pair() as pair:
         with dealer(pair.sender.port) as socket:
             socket.send(
-                WIRE.seal_from_decode(Open(PrefillJob(bytes(4 * 40), lease=LEASE), TERMS, 1, 8.0, "frames", b""))
+                WIRE.seal_from_decode(
+                    Open(PrefillJob(bytes(4 * 40), lease=LEASE), COMPATIBILITY, 1, 8.0, "frames", b"")
+                )
             )
             pair.until(lambda: len(pair.prefill.pinned) > 3)
         pair.until(lambda: not pair.prefill.pinned, seconds=7)
@@ -284,7 +293,7 @@ def test_a_prefill_worker_that_goes_away_in_the_middle(how: signal.Signals, outc
             assert len(decode.free) == 200
             assert cache.broken_rules == []
     finally:
-        receiver.close(5)
+        receiver.close()
 
 
 @pytest.mark.parametrize(
@@ -298,12 +307,12 @@ def test_a_decode_worker_that_goes_away_in_the_middle(how: signal.Signals, silen
         with Other("decode", sender.port, silence) as other:
             pump(lambda: cache.exported > 10, prefill)
             other.stop(how)
-            assert sender.open_leases
+            assert sender.stats().open_leases
             began = time.monotonic()
-            pump(lambda: not (sender.open_leases or prefill.pinned), prefill, seconds=PATIENCE)
+            pump(lambda: not (sender.stats().open_leases or prefill.pinned), prefill, seconds=PATIENCE)
             assert time.monotonic() - began < within
             assert len(prefill.free) == 200
             assert cache.broken_rules == []
             assert not prefill.jobs
     finally:
-        sender.close(5)
+        sender.close()

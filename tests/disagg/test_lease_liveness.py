@@ -9,7 +9,7 @@ from itertools import count, cycle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fd_core.disagg.messages import Piece
+from fd_core.disagg.messages import KVPiece
 from tests.disagg.world import SILENCE, Owed, Packet, World
 
 LATE = SILENCE / 8
@@ -41,7 +41,7 @@ def live(
     while world.decode or world.prefill:
         assert world.now < 1000.0 + 2 * LONGEST
         for packet in world.flying:
-            what = "arrive" if isinstance(packet.message, Piece) else next(fate)
+            what = "arrive" if isinstance(packet.message, KVPiece) else next(fate)
             way = packet.message.lease, packet.to_decode
             lost[way] = what == "lose" and not lost.get(way, False)
             for _ in range(0 if lost[way] else 2 if what == "twice" else 1):

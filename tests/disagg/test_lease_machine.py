@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from fd_core.disagg.lease import wanted
-from fd_core.disagg.messages import Accept, Alive, Credit, Piece
+from fd_core.disagg.messages import Accept, Alive, Credit, KVPiece
 from tests.disagg.world import LONGEST, SILENCE, Leased, Owed, Packet, World
 
 T = TypeVar("T")
@@ -135,7 +135,7 @@ class Leases(RuleBasedStateMachine):
     @rule(which=WHICH)
     def repeat_a_piece(self, which: int) -> None:
         """Of a lease that is still open if there is one, and at once: before or after it was copied."""
-        arrived = [place for place, packet in enumerate(self.world.arrived) if isinstance(packet.message, Piece)]
+        arrived = [place for place, packet in enumerate(self.world.arrived) if isinstance(packet.message, KVPiece)]
         open_ones = [place for place in arrived if self.world.arrived[place].message.lease in self.world.decode]
         for place in chosen(open_ones or arrived, which):
             self.world.repeat(place)
@@ -156,14 +156,14 @@ class Leases(RuleBasedStateMachine):
                 world.damage(place, sealed=how == "mix up")
 
     def pieces(self) -> list[int]:
-        return [place for place, packet in enumerate(self.world.flying) if isinstance(packet.message, Piece)]
+        return [place for place, packet in enumerate(self.world.flying) if isinstance(packet.message, KVPiece)]
 
     @rule(which=WHICH, index=st.sampled_from([-1, 0, 99]))
     def nonsense(self, which: int, index: int) -> None:
         """What is known, or none of a lease's business, changes nothing, but for its being a sign of life."""
         for leased in chosen(self.world.decode.values(), which):
             name, blocks = leased.opening.lease, wanted(leased.opening)
-            outside = Piece(name, index if index not in blocks else blocks.stop, b"")
+            outside = KVPiece(name, index if index not in blocks else blocks.stop, b"")
             for message in (outside, Accept(name), Alive(name)):
                 self.world.hear_at_decode(Packet(True, message))
             assert leased.lease.outcome is None

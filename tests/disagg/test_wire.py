@@ -9,16 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fd_core.disagg import messages as m
-from fd_core.disagg.wire import MAX_WINDOW, Unfit, Unsealed, Wire
+from fd_core.disagg.lease import MAX_WINDOW
+from fd_core.disagg.wire import Unfit, Unsealed, Wire
 from fd_core.kv.stores.envelope import Damaged, Envelope
 from fd_core.types import PrefillJob
 
-from .pair import BLOCK, SECRET, TERMS, kv
+from .pair import BLOCK, COMPATIBILITY, SECRET, SIZE, kv
 
 WIRE = Wire(Envelope(SECRET), BLOCK, max_tokens=1000)
 LEASE = "0123456789abcdef" * 2
 JOB = PrefillJob(np.arange(9, dtype="<i4").tobytes(), lease=LEASE)
-OPEN = m.Open(JOB, TERMS, 4, 5.0, "frames", b"here")
+OPEN = m.Open(JOB, COMPATIBILITY, 4, 5.0, "frames", b"here")
 
 leases = st.text("0123456789abcdef", min_size=32, max_size=32)
 digests = st.binary(min_size=16, max_size=16)
@@ -27,15 +28,17 @@ texts = st.text(max_size=100)
 from_prefill = st.one_of(
     st.builds(m.Accept, leases),
     st.builds(m.Refuse, leases, texts),
-    st.builds(m.Piece, leases, numbers, digests, st.binary(max_size=1024)),
+    st.builds(m.KVPiece, leases, numbers, digests, st.binary(max_size=1024)),
     st.builds(m.Commit, leases, st.integers(1, 2**31 - 1), digests),
     st.builds(m.Alive, leases),
-    st.builds(m.Abort, leases, texts),
+    st.builds(m.AbortLease, leases, texts),
 )
 from_decode = st.one_of(
     st.builds(
         lambda lease, ids, held, salt, window: msgspec.structs.replace(
-            OPEN, job=PrefillJob(np.array(ids, "<i4").tobytes(), held, salt, lease=lease), window=window
+            OPEN,
+            job=PrefillJob(np.array(ids, "<i4").tobytes(), held % -(-len(ids) // SIZE), salt, lease=lease),
+            window=window,
         ),
         leases,
         st.lists(numbers, min_size=1, max_size=1000),
@@ -46,7 +49,7 @@ from_decode = st.one_of(
     st.builds(m.Credit, leases, numbers),
     st.builds(m.Confirm, leases),
     st.builds(m.Alive, leases),
-    st.builds(m.Abort, leases, texts),
+    st.builds(m.AbortLease, leases, texts),
 )
 
 
@@ -138,13 +141,15 @@ BEYOND = {
     "no window": {"window": 0},
     "huge window": {"window": MAX_WINDOW + 1},
     "negative number of held blocks": {"held_blocks": -1},
+    "nothing is wanted": {"held_blocks": 3},
+    "no silence": {"silence": float("nan")},
     "address": {"address": bytes(4097)},
     "connector": {"connector": "x" * 65},
     "salt": {"cache_salt": "x" * 1025},
     "tenant": {"tenant": "x" * 1025},
     "priority": {"priority": 2**40},
-    "block size": {"terms": msgspec.structs.replace(TERMS, block_size=0)},
-    "model": {"terms": msgspec.structs.replace(TERMS, model="x" * 1025)},
+    "block size": {"compatibility": msgspec.structs.replace(COMPATIBILITY, block_size=0)},
+    "model": {"compatibility": msgspec.structs.replace(COMPATIBILITY, model="x" * 1025)},
 }
 
 

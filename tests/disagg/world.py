@@ -10,45 +10,45 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from fd_core.disagg.decode_lease import DecodeLease
-from fd_core.disagg.lease import Action, DecodeEnd, PrefillEnd, Put, Say, Take, wanted
+from fd_core.disagg.decode.lease import DecodeLease
+from fd_core.disagg.kv_compatibility import KVCompatibility
+from fd_core.disagg.lease import Action, DecodeEnd, PrefillEnd, Say, SendPiece, TakePiece, wanted
 from fd_core.disagg.messages import (
-    Abort,
+    AbortLease,
     Accept,
     Commit,
     Confirm,
     Credit,
     FromDecode,
     FromPrefill,
+    KVPiece,
     Open,
-    Piece,
     Refuse,
 )
-from fd_core.disagg.prefill_lease import PrefillLease
-from fd_core.disagg.terms import Terms
+from fd_core.disagg.prefill.lease import PrefillLease
 from fd_core.types import PrefillJob
 
-TERMS = Terms(model="m", dtype="float32", block_size=2, num_layers=1, num_kv_heads=1, head_dim=4)
+COMPATIBILITY = KVCompatibility(model="m", dtype="float32", block_size=2, num_layers=1, num_kv_heads=1, head_dim=4)
 SILENCE = 8.0
 LONGEST = 100.0
 
 
 LAST_AT_DECODE: dict[str, tuple[type, ...]] = {
     "transferred": (Confirm,),
-    **dict.fromkeys(["damaged", "expired", "aborted"], (Abort,)),
+    **dict.fromkeys(["damaged", "expired", "aborted"], (AbortLease,)),
 }
 """What is said with the end of a lease, by its outcome."""
 LAST_AT_PREFILL: dict[str, tuple[type, ...]] = {
     "refused": (Refuse,),
-    **dict.fromkeys(["gave_up", "failed", "expired"], (Abort,)),
+    **dict.fromkeys(["gave_up", "failed", "expired"], (AbortLease,)),
 }
 
 
 def opening(number: int, blocks: int, *, first: int = 0, window: int = 2, silence: float = SILENCE) -> Open:
     """Ask for `blocks` blocks behind the `first`, the last of them not full."""
-    tokens = (first + blocks) * TERMS.block_size - 1
+    tokens = (first + blocks) * COMPATIBILITY.block_size - 1
     job = PrefillJob(bytes(4 * tokens), first, lease=f"{number:032x}")
-    return Open(job, TERMS, window, silence, "tcp", b"")
+    return Open(job, COMPATIBILITY, window, silence, "tcp", b"")
 
 
 def content(lease: str, index: int) -> bytes:
@@ -75,12 +75,12 @@ class Leased:
     lease: DecodeLease
     begun: float
     heard: float
-    taking: list[tuple[Piece, bytes]] = field(default_factory=list)
+    taking: list[tuple[KVPiece, bytes]] = field(default_factory=list)
     blocks: dict[int, bytes] = field(default_factory=dict)
     wanted: bool = True
     """Whether the decode side has not aborted it."""
     lost: bool = False
-    """Whether an `Abort` arrived or the connection went."""
+    """Whether an `AbortLease` arrived or the connection went."""
     refused: bool = False
 
 
@@ -137,9 +137,9 @@ class World:
     def open(self, blocks: int, *, first: int = 0, window: int = 2, silence: float = SILENCE) -> str:
         self.number += 1
         message = opening(self.number, blocks, first=first, window=window, silence=silence)
-        lease = DecodeLease(message, wanted(message), longest=self.longest)
-        side = self.decode[message.lease] = Leased(message, lease, self.now, self.now)
-        self.at_decode(side, lease.begin(self.now))
+        lease = DecodeLease(message, longest=self.longest, now=self.now)
+        self.decode[message.lease] = Leased(message, lease, self.now, self.now)
+        self.flying.append(Packet(False, message))
         return message.lease
 
     def at_decode(self, side: Leased, actions: list[Action]) -> None:
@@ -201,15 +201,15 @@ class World:
                 assert late.lease.heard(message, self.now) == []
         side = self.decode.get(message.lease)
         if side is None:
-            if not isinstance(message, Abort | Refuse):
-                self.flying.append(Packet(False, Abort(message.lease, "no such lease")))
+            if not isinstance(message, AbortLease | Refuse):
+                self.flying.append(Packet(False, AbortLease(message.lease, "no such lease")))
             return
         side.heard = self.now
-        side.lost |= isinstance(message, Abort)
+        side.lost |= isinstance(message, AbortLease)
         side.refused |= isinstance(message, Refuse)
         actions = side.lease.heard(message, self.now)
-        if actions and isinstance(takes := actions[0], Take):
-            assert actions == [Take(message)]
+        if actions and isinstance(takes := actions[0], TakePiece):
+            assert actions == [TakePiece(message)]
             assert side.lease.outcome is None
             assert takes.piece.index in wanted(side.opening)
             assert takes.piece.index not in side.blocks
@@ -236,9 +236,9 @@ class World:
                         assert side.accepted
                     if isinstance(message, Commit):
                         assert not side.running and side.sent == len(wanted(side.opening))
-                    if not isinstance(message, Piece):  # those are sent by `put`, which has the payload
+                    if not isinstance(message, KVPiece):  # those are sent by `put`, which has the payload
                         self.flying.append(Packet(True, message))
-                case Put(index=index):
+                case SendPiece(index=index):
                     assert wanted(side.opening).start <= index < wanted(side.opening).start + side.computed
                     side.puts.append(index)
                     side.issued += 1
@@ -276,11 +276,11 @@ class World:
         if side is None:
             if isinstance(message, Open):
                 self.order(message)
-            elif not isinstance(message, Abort | Confirm):
-                self.flying.append(Packet(True, Abort(message.lease, "no such lease")))
+            elif not isinstance(message, AbortLease | Confirm):
+                self.flying.append(Packet(True, AbortLease(message.lease, "no such lease")))
             return
         side.heard = self.now
-        side.aborted |= isinstance(message, Abort)
+        side.aborted |= isinstance(message, AbortLease)
         side.confirmed |= isinstance(message, Confirm)
         if isinstance(message, Credit) and min(message.taken, side.sent) > side.credit:
             side.credit = min(message.taken, side.sent)
@@ -289,7 +289,7 @@ class World:
 
     def order(self, message: Open) -> None:
         self.incarnations[message.lease] += 1
-        lease = PrefillLease(message, wanted(message), longest=self.longest, now=self.now)
+        lease = PrefillLease(message, longest=self.longest, now=self.now)
         side = self.prefill[message.lease] = Owed(message, lease, self.now, self.now, self.now)
         if self.deciding:
             self.decide(side)
@@ -335,8 +335,8 @@ class World:
         side.sent += 1
         side.moved = self.now
         actions = side.lease.put(index, digest, b"", self.now)
-        assert actions[0] == Say(Piece(name, index, digest, b""))
-        self.flying.append(Packet(True, Piece(name, index, digest, b""), value))
+        assert actions[0] == Say(KVPiece(name, index, digest, b""))
+        self.flying.append(Packet(True, KVPiece(name, index, digest, b""), value))
         self.at_prefill(side, actions)
 
     def break_put(self, side: Owed, which: int) -> None:
@@ -377,7 +377,7 @@ class World:
     def damage(self, which: int, *, sealed: bool) -> None:
         """Change the payload of a piece on its way, with a digest of its own if `sealed`: a mix-up of the connector."""
         packet = self.flying[which]
-        if not isinstance(packet.message, Piece):
+        if not isinstance(packet.message, KVPiece):
             return
         payload = packet.payload + b"?"
         message = replace_digest(packet.message, payload) if sealed else packet.message
@@ -468,5 +468,5 @@ def said(actions: list[Action]) -> tuple[type, ...]:
     return tuple(type(action.message) for action in actions if isinstance(action, Say))
 
 
-def replace_digest(piece: Piece, payload: bytes) -> Piece:
-    return Piece(piece.lease, piece.index, seal(payload, 2**31), piece.reference)
+def replace_digest(piece: KVPiece, payload: bytes) -> KVPiece:
+    return KVPiece(piece.lease, piece.index, seal(payload, 2**31), piece.reference)

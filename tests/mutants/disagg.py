@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.mutants.mutant import mutant
 
 LEASE = "disagg/lease.py"
-DECODE = "disagg/decode_lease.py"
-PREFILL = "disagg/prefill_lease.py"
-TERMS = "disagg/terms.py"
+DECODE = "disagg/decode/lease.py"
+PREFILL = "disagg/prefill/lease.py"
+COMPATIBILITY = "disagg/kv_compatibility.py"
 TICKET = "disagg/ticket.py"
 
 _LATE = "6.2: late writes to an expired lease are refused"
@@ -22,7 +22,7 @@ _TICKET = "6: clients cannot send a worker to an address of their choice"
 
 _EXPIRY = '        if late := self._clock.late(now):\n            return self._break("expired", late)\n'
 _NOT_TAKEN = "index not in self._taking:\n            return []\n        self._taking.remove"
-_TOLD = "return [Say(Abort(self._opening.lease, reason)), *self._end("
+_TOLD = "return [Say(AbortLease(self._opening.lease, reason)), *self._end("
 
 MUTANTS = (
     mutant(
@@ -94,7 +94,7 @@ MUTANTS = (
         (
             DECODE,
             "        self._clock.heard(now)\n",
-            "        if isinstance(message, Piece):\n            self._clock.heard(now)\n",
+            "        if isinstance(message, KVPiece):\n            self._clock.heard(now)\n",
         ),
     ),
     mutant("the-decode-side-aborts-silently", _ABORT, (DECODE, _TOLD, "return [*self._end(")),
@@ -152,9 +152,9 @@ MUTANTS = (
         _TIME,
         (PREFILL, "        if commit := self._commit(now):\n            return commit\n", ""),
     ),
-    mutant("any-size-of-heads-fits", _FITS, (TERMS, '    "head_dim": "the size of a head",\n', "")),
+    mutant("any-size-of-heads-fits", _FITS, (COMPATIBILITY, '    "head_dim": "the size of a head",\n', "")),
     mutant(
-        "any-silence-will-do", _FITS, (LEASE, "if not _LEAST_SILENCE <= opening.silence <= _MOST_SILENCE:", "if False:")
+        "any-silence-will-do", _FITS, (LEASE, "if not _MIN_SILENCE <= opening.silence <= _MAX_SILENCE:", "if False:")
     ),
     mutant("a-ticket-is-good-for-any-request", _TICKET, (TICKET, "+ name + place", "+ place")),
     mutant("a-ticket-is-good-for-any-address", _TICKET, (TICKET, "+ name + place", "+ name")),

@@ -18,7 +18,7 @@ _FOLDERS: dict[str, tuple[str, ...]] = {
     "scheduling": ("tests/scheduling",),
     "runner": ("tests/runner",),
     "router": ("tests/router", "tests/router/gateway"),
-    "disagg": ("tests/disagg",),
+    "disagg": ("tests/disagg", "tests/disagg/decode", "tests/disagg/prefill"),
     "engine": ("tests/engine",),
 }
 

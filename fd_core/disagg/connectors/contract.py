@@ -37,9 +37,9 @@ __all__ = [
     "Connector",
     "ConnectorError",
     "ConnectorSettings",
-    "Inbox",
-    "Outbox",
-    "Put",
+    "KVInbox",
+    "KVOutbox",
+    "PutResult",
 ]
 
 MAX_ADDRESS_BYTES: Final = 4096
@@ -62,8 +62,8 @@ class ConnectorSettings(NamedTuple):
     """Seconds that one call may take."""
 
 
-class Put(NamedTuple):
-    """What `Outbox.put` did with a value."""
+class PutResult(NamedTuple):
+    """What `KVOutbox.put` did with a value."""
 
     reference: bytes
     """Tells the other end where it is; at most `MAX_REFERENCE_BYTES`."""
@@ -71,7 +71,7 @@ class Put(NamedTuple):
     """Buffers to be sent behind the message; unchanged until they were sent."""
 
 
-class Inbox(abc.ABC):
+class KVInbox(abc.ABC):
     """The decode side's end for one lease; it owns the memory that pieces arrive in."""
 
     address: bytes
@@ -92,11 +92,11 @@ class Inbox(abc.ABC):
         """The lease is over; whatever is still written to it harms nobody. Idempotent, never raises."""
 
 
-class Outbox(abc.ABC):
+class KVOutbox(abc.ABC):
     """The prefill side's end for one lease."""
 
     @abc.abstractmethod
-    def put(self, index: int, parts: Sequence[Bytes]) -> Put:
+    def put(self, index: int, parts: Sequence[Bytes]) -> PutResult:
         """Send the sealed value of piece `index`, the concatenation of `parts`, or leave it where it is found.
 
         Called with at most `window` pieces on their way, this one included, in ascending order of `index`. `parts` may
@@ -118,14 +118,14 @@ class Connector(abc.ABC):
         self.settings = settings
 
     @abc.abstractmethod
-    def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> Inbox:
+    def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> KVInbox:
         """Return the decode side's end for a lease with `window` pieces of up to `value_bytes` on their way at once.
 
         `pieces`: the indices that may come, not fewer than `window`.
         """
 
     @abc.abstractmethod
-    def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> Outbox:
+    def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> KVOutbox:
         """Return the prefill side's end; `ConnectorError` if that inbox cannot be reached from here.
 
         `address` comes from another process and may be anything.

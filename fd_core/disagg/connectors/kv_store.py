@@ -20,9 +20,9 @@ from fd_core.disagg.connectors.contract import (
     Connector,
     ConnectorError,
     ConnectorSettings,
-    Inbox,
-    Outbox,
-    Put,
+    KVInbox,
+    KVOutbox,
+    PutResult,
 )
 from fd_core.disagg.connectors.values import flat_parts
 from fd_core.errors import ConfigError
@@ -56,22 +56,22 @@ class KVStoreConnector(Connector):
                 field="--kv-store",
                 hint="give redis://HOST:PORT/DB or disk:FOLDER to both workers, or use another --kv-connector",
             )
-        self._store = _Store(store, settings.timeout)
+        self._store = _SharedStore(store, settings.timeout)
 
-    def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> Inbox:
+    def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> KVInbox:
         """Put a greeting into the store and return an inbox that takes values from it."""
-        return _Inbox(self._store, lease, pieces, window, value_bytes)
+        return _KVStoreInbox(self._store, lease, pieces, window, value_bytes)
 
-    def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> Outbox:
+    def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> KVOutbox:
         """Look for the inbox's greeting and return an outbox that puts values there."""
-        return _Outbox(self._store, lease, address, value_bytes)
+        return _KVStoreOutbox(self._store, lease, address, value_bytes)
 
     def close(self) -> None:
         """Close the store."""
         self._store.close()
 
 
-class _Store:
+class _SharedStore:
     """The store as the ends use it: from several threads, within the time that a call may take."""
 
     def __init__(self, store: KVStore, timeout: float) -> None:
@@ -111,8 +111,8 @@ class _Store:
             lock.release()
 
 
-class _Inbox(Inbox):
-    def __init__(self, store: _Store, lease: str, pieces: range, window: int, value_bytes: int) -> None:
+class _KVStoreInbox(KVInbox):
+    def __init__(self, store: _SharedStore, lease: str, pieces: range, window: int, value_bytes: int) -> None:
         self._store, self._lease, self._pieces, self._window = store, lease, pieces, window
         self._value_bytes = value_bytes
         self._closed = False
@@ -153,8 +153,8 @@ class _Inbox(Inbox):
             self._store.delete(_key(self._lease, index) for index in (_GREETING, *sorted(possible)))
 
 
-class _Outbox(Outbox):
-    def __init__(self, store: _Store, lease: str, address: bytes, value_bytes: int) -> None:
+class _KVStoreOutbox(KVOutbox):
+    def __init__(self, store: _SharedStore, lease: str, address: bytes, value_bytes: int) -> None:
         self._store, self._lease, self._value_bytes = store, lease, value_bytes
         self._left = [_key(lease, _GREETING)]
         self._closed = False
@@ -165,14 +165,14 @@ class _Outbox(Outbox):
                 hint="give both workers the same --kv-store",
             )
 
-    def put(self, index: int, parts: Sequence[Bytes]) -> Put:
+    def put(self, index: int, parts: Sequence[Bytes]) -> PutResult:
         if self._closed:
             raise ConnectorError("the lease is over")
         flat, _ = flat_parts(parts, self._value_bytes)
         key = _key(self._lease, index)
         self._left.append(key)  # even a call that fails may have stored it
         self._store.put(key, flat)
-        return Put(b"")
+        return PutResult(b"")
 
     def close(self) -> None:
         if self._closed:

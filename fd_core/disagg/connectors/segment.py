@@ -31,7 +31,7 @@ _MAX_BYTES: Final = 1 << 30
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
-class _Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _SegmentAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Where a segment is found; it opens nothing to other users."""
 
     host: str
@@ -92,7 +92,7 @@ def create(lease: str, size: int) -> Segment:
             raise
     except OSError as error:
         raise ConnectorError(f"no shared memory of {size:,} bytes: {error.strerror or error}") from error
-    address = _Address(host, processes, os.getpid(), descriptor, token)
+    address = _SegmentAddress(host, processes, os.getpid(), descriptor, token)
     return Segment(descriptor, size, msgspec.msgpack.encode(address))
 
 
@@ -101,7 +101,7 @@ def attach(lease: str, address: bytes, size: int) -> Segment:
     if len(address) > MAX_ADDRESS_BYTES:
         raise ConnectorError("the address of shared memory is too long")
     try:
-        found = msgspec.msgpack.decode(address, type=_Address)
+        found = msgspec.msgpack.decode(address, type=_SegmentAddress)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConnectorError("the address of shared memory cannot be read") from error
     try:

@@ -19,9 +19,9 @@ from fd_core.disagg.connectors.contract import (
     Connector,
     ConnectorError,
     ConnectorSettings,
-    Inbox,
-    Outbox,
-    Put,
+    KVInbox,
+    KVOutbox,
+    PutResult,
 )
 from fd_core.disagg.connectors.segment import Segment, attach, create
 from fd_core.disagg.connectors.values import flat_parts
@@ -36,7 +36,7 @@ _FREE: Final = 0
 _FULL: Final = 1
 
 
-class _Layout(NamedTuple):
+class _SegmentLayout(NamedTuple):
     window: int
     value_bytes: int
 
@@ -66,17 +66,17 @@ class SharedMemoryConnector(Connector):
                 "the connector shared_memory needs Linux", field="--kv-connector", hint="use --kv-connector tcp"
             )
 
-    def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> Inbox:
+    def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> KVInbox:
         """Return an inbox with a segment of `window` places."""
-        return _Inbox(lease, _Layout(window, value_bytes))
+        return _SharedMemoryInbox(lease, _SegmentLayout(window, value_bytes))
 
-    def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> Outbox:
+    def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> KVOutbox:
         """Map the inbox's segment."""
-        return _Outbox(lease, address, _Layout(window, value_bytes))
+        return _SharedMemoryOutbox(lease, address, _SegmentLayout(window, value_bytes))
 
 
-class _Inbox(Inbox):
-    def __init__(self, lease: str, layout: _Layout) -> None:
+class _SharedMemoryInbox(KVInbox):
+    def __init__(self, lease: str, layout: _SegmentLayout) -> None:
         self._layout = layout
         self._segment: Segment | None = create(lease, layout.size)
         self.address = self._segment.address
@@ -111,12 +111,12 @@ class _Inbox(Inbox):
         return place, length
 
 
-class _Outbox(Outbox):
-    def __init__(self, lease: str, address: bytes, layout: _Layout) -> None:
+class _SharedMemoryOutbox(KVOutbox):
+    def __init__(self, lease: str, address: bytes, layout: _SegmentLayout) -> None:
         self._layout = layout
         self._segment: Segment | None = attach(lease, address, layout.size)
 
-    def put(self, index: int, parts: Sequence[Bytes]) -> Put:
+    def put(self, index: int, parts: Sequence[Bytes]) -> PutResult:
         if self._segment is None:
             raise ConnectorError("the lease is over")
         flat, length = flat_parts(parts, self._layout.value_bytes)
@@ -129,7 +129,7 @@ class _Outbox(Outbox):
             memory[start : start + len(part)] = part
             start += len(part)
         memory[place] = _FULL
-        return Put(_REFERENCE.pack(place, length))
+        return PutResult(_REFERENCE.pack(place, length))
 
     def close(self) -> None:
         if self._segment is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fd_core.disagg.connectors.contract import Bytes, Connector, ConnectorError, Inbox, Outbox, Put
+from fd_core.disagg.connectors.contract import Bytes, Connector, ConnectorError, KVInbox, KVOutbox, PutResult
 from fd_core.disagg.connectors.values import flat_parts
 
 __all__ = ["TCPConnector"]
@@ -18,18 +18,18 @@ class TCPConnector(Connector):
 
     name = "tcp"
 
-    def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> Inbox:
+    def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> KVInbox:
         """Return an inbox without memory; messages bring their own."""
-        return _Inbox(value_bytes)
+        return _TCPInbox(value_bytes)
 
-    def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> Outbox:
+    def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> KVOutbox:
         """Return an outbox that hands the parts of values on as frames."""
         if address:
             raise ConnectorError("the connector tcp has no addresses of its own, but the decode worker sent one")
-        return _Outbox(value_bytes)
+        return _TCPOutbox(value_bytes)
 
 
-class _Inbox(Inbox):
+class _TCPInbox(KVInbox):
     address = b""
 
     def __init__(self, value_bytes: int) -> None:
@@ -48,16 +48,16 @@ class _Inbox(Inbox):
         self._closed = True
 
 
-class _Outbox(Outbox):
+class _TCPOutbox(KVOutbox):
     def __init__(self, value_bytes: int) -> None:
         self._value_bytes = value_bytes
         self._closed = False
 
-    def put(self, index: int, parts: Sequence[Bytes]) -> Put:
+    def put(self, index: int, parts: Sequence[Bytes]) -> PutResult:
         if self._closed:
             raise ConnectorError("the lease is over")
         flat, _ = flat_parts(parts, self._value_bytes)
-        return Put(b"", tuple(flat) or (b"",))
+        return PutResult(b"", tuple(flat) or (b"",))
 
     def close(self) -> None:
         self._closed = True

@@ -14,7 +14,7 @@ from typing import BinaryIO, cast
 
 import msgspec
 
-from fd_core.disagg.connectors.contract import Bytes, Connector, ConnectorError, Inbox, Outbox, Put
+from fd_core.disagg.connectors.contract import Bytes, Connector, ConnectorError, KVInbox, KVOutbox, PutResult
 from fd_core.testing.connectors.far_messages import Answer, Call, Census, Recipe, read, write
 from fd_core.testing.connectors.recipe import settings_of
 
@@ -86,7 +86,7 @@ class _FarConnector(Connector):
         super().__init__(settings_of(recipe))
         self._side, self._number = side, number
 
-    def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> Inbox:
+    def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> KVInbox:
         call = Call(
             "open_inbox",
             self._number,
@@ -99,7 +99,7 @@ class _FarConnector(Connector):
         )
         return _FarInbox(self._side, call.made, self._side.ask(call).data)
 
-    def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> Outbox:
+    def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> KVOutbox:
         call = Call(
             "open_outbox",
             self._number,
@@ -117,7 +117,7 @@ class _FarConnector(Connector):
         self._side.ask(Call("forget", self._number))
 
 
-class _FarInbox(Inbox):
+class _FarInbox(KVInbox):
     def __init__(self, side: FarSide, number: int, address: bytes) -> None:
         self._side, self._number, self.address = side, number, address
 
@@ -132,14 +132,14 @@ class _FarInbox(Inbox):
         self._side.ask(Call("close", self._number))
 
 
-class _FarOutbox(Outbox):
+class _FarOutbox(KVOutbox):
     def __init__(self, side: FarSide, number: int) -> None:
         self._side, self._number = side, number
 
-    def put(self, index: int, parts: Sequence[Bytes]) -> Put:
+    def put(self, index: int, parts: Sequence[Bytes]) -> PutResult:
         buffers = tuple(bytes(part) for part in parts)
         answer = self._side.ask(Call("put", self._number, index=index, buffers=buffers))
-        return Put(answer.data, answer.frames)
+        return PutResult(answer.data, answer.frames)
 
     def close(self) -> None:
         self._side.ask(Call("close", self._number))

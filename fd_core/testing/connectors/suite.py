@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fd_core.disagg.connectors.contract import MAX_ADDRESS_BYTES, Bytes, Connector, ConnectorError, Inbox, Outbox
+from fd_core.disagg.connectors.contract import MAX_ADDRESS_BYTES, Bytes, Connector, ConnectorError, KVInbox, KVOutbox
 from fd_core.testing.connectors.far import FarSide
 from fd_core.testing.connectors.far_messages import Recipe
 from fd_core.testing.connectors.holdings import census, more
@@ -32,7 +32,7 @@ PIECES = range(3, 40)
 _FAR = pytest.StashKey[FarSide]()
 _WARM = pytest.StashKey[set[str]]()
 
-OpenBoth = Callable[..., tuple[Inbox, Outbox]]
+OpenBoth = Callable[..., tuple[KVInbox, KVOutbox]]
 
 
 class ConnectorSuite:
@@ -106,9 +106,9 @@ class ConnectorSuite:
     @pytest.fixture
     def open_both(self, sides: tuple[Connector, Connector]) -> Iterator[OpenBoth]:
         """Return a function that opens the two ends of a lease, and closes them in the end."""
-        ends: list[Inbox | Outbox] = []
+        ends: list[KVInbox | KVOutbox] = []
 
-        def opened(lease: str | None = None, value_bytes: int = VALUE_BYTES) -> tuple[Inbox, Outbox]:
+        def opened(lease: str | None = None, value_bytes: int = VALUE_BYTES) -> tuple[KVInbox, KVOutbox]:
             both = _opened(*sides, lease=lease, value_bytes=value_bytes)
             ends.extend(both)
             return both
@@ -376,7 +376,7 @@ class ConnectorSuite:
 
 def _opened(
     decode: Connector, prefill: Connector, *, lease: str | None = None, value_bytes: int = VALUE_BYTES
-) -> tuple[Inbox, Outbox]:
+) -> tuple[KVInbox, KVOutbox]:
     lease = lease or new_lease()
     inbox = decode.open_inbox(lease, pieces=PIECES, window=WINDOW, value_bytes=value_bytes)
     outbox = prefill.open_outbox(lease, inbox.address, window=WINDOW, value_bytes=value_bytes)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from fd_core.disagg.connectors.contract import MAX_REFERENCE_BYTES, Bytes, Inbox, Outbox, Put
+from fd_core.disagg.connectors.contract import MAX_REFERENCE_BYTES, Bytes, KVInbox, KVOutbox, PutResult
 
 __all__ = ["SLACK", "VALUE_BYTES", "carry", "garbage", "new_lease", "put", "value_of"]
 
@@ -28,20 +28,20 @@ def value_of(index: int, length: int) -> bytes:
     return random.Random(index * 1_000_003 + length).randbytes(length)  # noqa: S311 -- must be the same each time
 
 
-def put(outbox: Outbox, index: int, value: bytes) -> Put:
+def put(outbox: KVOutbox, index: int, value: bytes) -> PutResult:
     """Put a value in two parts, as the core does, and look at what comes back."""
     done = outbox.put(index, (value[:80], value[80:]))
     assert isinstance(done.reference, bytes)
     assert len(done.reference) <= MAX_REFERENCE_BYTES
-    return Put(done.reference, tuple(bytes(frame) for frame in done.frames))
+    return PutResult(done.reference, tuple(bytes(frame) for frame in done.frames))
 
 
 def carry(
-    inbox: Inbox, outbox: Outbox, values: Sequence[bytes], first: int, window: int, chance: random.Random
+    inbox: KVInbox, outbox: KVOutbox, values: Sequence[bytes], first: int, window: int, chance: random.Random
 ) -> None:
     """Carry values in a random order that the window allows, and compare what arrives, when taken and when done."""
     left = dict(enumerate(values, first))
-    unsent, announced, taken = list(left), dict[int, Put](), dict[int, Bytes]()
+    unsent, announced, taken = list(left), dict[int, PutResult](), dict[int, Bytes]()
     while left:
         moves = [("take", index) for index in announced if index not in taken]
         moves += [("done", index) for index in taken]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from fd_core.disagg.connectors.contract import Connector, ConnectorError, ConnectorSettings, Inbox, Outbox
+from fd_core.disagg.connectors.contract import Connector, ConnectorError, ConnectorSettings, KVInbox, KVOutbox
 from fd_core.errors import PluginError
 
 from fd_connector_nixl.inbox import NixlInbox
@@ -50,12 +50,12 @@ class NixlConnector(Connector):
             self._nixl_settings.devices,
         )
 
-    def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> Inbox:
+    def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> KVInbox:
         """Return an inbox with memory for `window` values."""
         with self._entered() as station:
             return NixlInbox(station, lease, pieces, Layout(window, value_bytes), self.settings.timeout)
 
-    def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> Outbox:
+    def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> KVOutbox:
         """Connect to the inbox's agent, and look whether that memory can be reached."""
         with self._entered() as station:
             return NixlOutbox(station, lease, address, Layout(window, value_bytes), self.settings.timeout)

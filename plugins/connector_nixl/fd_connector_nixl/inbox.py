@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from fd_core.disagg.connectors.contract import Bytes, ConnectorError, Inbox
+from fd_core.disagg.connectors.contract import Bytes, ConnectorError, KVInbox
 
 from fd_connector_nixl.address import Address, write_address
 from fd_connector_nixl.layout import TOKEN_BYTES, Layout, Notice, Reference
@@ -19,7 +19,7 @@ __all__ = ["NixlInbox"]
 _PAUSE: Final = 20e-6
 
 
-class NixlInbox(Inbox):
+class NixlInbox(KVInbox):
     """Its places are the lease's until the prefill side cannot write to them any more."""
 
     def __init__(self, station: Station, lease: str, pieces: range, layout: Layout, timeout: float) -> None:

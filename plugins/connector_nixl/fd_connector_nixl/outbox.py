@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from fd_core.disagg.connectors.contract import Bytes, ConnectorError, Outbox, Put
+from fd_core.disagg.connectors.contract import Bytes, ConnectorError, KVOutbox, PutResult
 from fd_core.disagg.connectors.values import flat_parts
 
 from fd_connector_nixl.address import read_address
@@ -20,7 +20,7 @@ __all__ = ["NixlOutbox"]
 _PAUSE: Final = 20e-6
 
 
-class NixlOutbox(Outbox):
+class NixlOutbox(KVOutbox):
     """Values are copied to memory that is laid out like the other side's, and written from there."""
 
     def __init__(self, station: Station, lease: str, address: bytes, layout: Layout, timeout: float) -> None:
@@ -47,8 +47,8 @@ class NixlOutbox(Outbox):
             self._part()
             raise
 
-    def put(self, index: int, parts: Sequence[Bytes]) -> Put:
-        """Copy a value to a free place and begin to write it; `Inbox.take` waits for it to land."""
+    def put(self, index: int, parts: Sequence[Bytes]) -> PutResult:
+        """Copy a value to a free place and begin to write it; `KVInbox.take` waits for it to land."""
         if self._closed:
             raise ConnectorError("the lease is over")
         flat, length = flat_parts(parts, self._layout.value_bytes)
@@ -71,7 +71,7 @@ class NixlOutbox(Outbox):
         # A value of no bytes is announced by a write, too, so that there is one way only.
         self._writes[place] = self._begin(start, max(length, 1), Notice(self._token, index, reference))
         self._station.nudge()
-        return Put(reference.encode())
+        return PutResult(reference.encode())
 
     def close(self) -> None:
         """Leave the rest to the station: what is on its way, and to say when it has landed."""

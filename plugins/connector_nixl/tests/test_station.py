@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fd_core.disagg.connectors.contract import Connector, ConnectorError, ConnectorSettings, Inbox, Outbox
+from fd_core.disagg.connectors.contract import Connector, ConnectorError, ConnectorSettings, KVInbox, KVOutbox
 from fd_core.testing.connectors.far import FarSide
 from fd_core.testing.connectors.far_messages import Recipe
 from fd_core.testing.connectors.transfers import carry, new_lease, put, value_of
@@ -43,7 +43,7 @@ def far(side: FarSide) -> Connector:
     return side.make(Recipe(f"{NixlConnector.__module__}:NixlConnector", None, 1.0))
 
 
-def opened(decode: Connector, prefill: Connector) -> tuple[Inbox, Outbox]:
+def opened(decode: Connector, prefill: Connector) -> tuple[KVInbox, KVOutbox]:
     lease = new_lease()
     inbox = decode.open_inbox(lease, pieces=PIECES, window=WINDOW, value_bytes=VALUE_BYTES)
     return inbox, prefill.open_outbox(lease, inbox.address, window=WINDOW, value_bytes=VALUE_BYTES)

@@ -2,20 +2,20 @@ import math
 
 import pytest
 
-from fd_core.disagg.lease import Action, PrefillEnd, Put, Say, commit_digest, wanted
+from fd_core.disagg.lease import Action, PrefillEnd, Say, SendPiece, commit_digest
 from fd_core.disagg.messages import (
-    Abort,
+    AbortLease,
     Accept,
     Alive,
     Commit,
     Confirm,
     Credit,
     FromDecode,
+    KVPiece,
     Open,
-    Piece,
     Refuse,
 )
-from fd_core.disagg.prefill_lease import PrefillLease
+from fd_core.disagg.prefill.lease import PrefillLease
 from tests.disagg.world import opening
 
 SILENCE = 8.0
@@ -27,7 +27,7 @@ COMMIT = Say(Commit(NAME, TOKENS, commit_digest(DIGESTS), 2))
 
 
 def owed(message: Open = OPEN, *, longest: float = 100.0) -> PrefillLease:
-    lease = PrefillLease(message, wanted(message), longest=longest, now=0.0)
+    lease = PrefillLease(message, longest=longest, now=0.0)
     assert lease.accept(0.0) == [Say(Accept(NAME))]
     return lease
 
@@ -37,7 +37,7 @@ def put(lease: PrefillLease, index: int, now: float = 0.0) -> list[Action]:
 
 
 def piece(index: int) -> Say:
-    return Say(Piece(NAME, index, DIGESTS[index], b"ref"))
+    return Say(KVPiece(NAME, index, DIGESTS[index], b"ref"))
 
 
 def all_sent(*, credit: bool = True) -> PrefillLease:
@@ -53,17 +53,17 @@ def all_sent(*, credit: bool = True) -> PrefillLease:
 def abort_and(end: str, actions: list[Action], *, abort: bool = True) -> str:
     said, last = actions
     assert isinstance(last, PrefillEnd) and (last.end, last.abort) == (end, abort)
-    assert said == Say(Abort(NAME, last.reason))
+    assert said == Say(AbortLease(NAME, last.reason))
     return last.reason
 
 
 def test_blocks_leave_as_they_are_computed_and_as_the_window_allows() -> None:
     lease = owed()
-    assert lease.ready(1, 1, 0.0) == [Put(1)]
+    assert lease.ready(1, 1, 0.0) == [SendPiece(1)]
     assert put(lease, 1) == [piece(1)]
-    assert lease.ready(2, 2, 0.0) == [Put(2)]
+    assert lease.ready(2, 2, 0.0) == [SendPiece(2)]
     assert put(lease, 2) == [piece(2)]
-    assert lease.heard(Credit(NAME, 1), 0.0) == [Put(3)]
+    assert lease.heard(Credit(NAME, 1), 0.0) == [SendPiece(3)]
     assert lease.finished(TOKENS, 2, 0.0) == []
     assert put(lease, 3) == [piece(3), COMMIT]
     assert lease.heard(Confirm(NAME), 0.0) == [PrefillEnd("confirmed", "", False)]
@@ -77,19 +77,19 @@ def test_a_commit_waits_for_the_last_piece_not_for_credit() -> None:
 
 def test_a_put_that_is_not_done_fills_the_window_too() -> None:
     lease = owed()
-    assert lease.ready(1, 3, 0.0) == [Put(1), Put(2)]
+    assert lease.ready(1, 3, 0.0) == [SendPiece(1), SendPiece(2)]
     assert lease.heard(Credit(NAME, 2), 0.0) == []
 
 
 def test_blocks_that_nobody_wants_are_not_sent() -> None:
-    assert owed().ready(0, 2, 0.0) == [Put(1)]
-    assert owed().ready(3, 9, 0.0) == [Put(3)]
+    assert owed().ready(0, 2, 0.0) == [SendPiece(1)]
+    assert owed().ready(3, 9, 0.0) == [SendPiece(3)]
     assert owed().ready(0, 1, 0.0) == []
 
 
 def test_a_block_is_sent_once() -> None:
     lease = owed()
-    assert lease.ready(1, 1, 0.0) == [Put(1)]
+    assert lease.ready(1, 1, 0.0) == [SendPiece(1)]
     assert lease.ready(1, 1, 0.0) == []
     assert put(lease, 1) == [piece(1)]
     assert put(lease, 1) == []
@@ -100,10 +100,10 @@ def test_credit_is_cumulative() -> None:
     lease = owed(opening(7, 3, first=1, window=1))
     lease.ready(1, 3, 0.0)
     put(lease, 1)
-    assert lease.heard(Credit(NAME, 1), 0.0) == [Put(2)]
+    assert lease.heard(Credit(NAME, 1), 0.0) == [SendPiece(2)]
     put(lease, 2)
     assert lease.heard(Credit(NAME, 1), 0.0) == []
-    assert lease.heard(Credit(NAME, 2), 0.0) == [Put(3)]
+    assert lease.heard(Credit(NAME, 2), 0.0) == [SendPiece(3)]
 
 
 @pytest.mark.parametrize("taken", [-1, 0])
@@ -119,11 +119,11 @@ def test_there_is_no_credit_for_what_was_not_sent() -> None:
     lease.ready(1, 3, 0.0)
     assert lease.heard(Credit(NAME, 99), 0.0) == []
     put(lease, 1)
-    assert lease.heard(Credit(NAME, 99), 0.0) == [Put(2)]
+    assert lease.heard(Credit(NAME, 99), 0.0) == [SendPiece(2)]
 
 
 def test_opened_again_it_repeats_its_answer_and_nothing_else() -> None:
-    lease = PrefillLease(OPEN, wanted(OPEN), longest=100.0, now=0.0)
+    lease = PrefillLease(OPEN, longest=100.0, now=0.0)
     assert lease.heard(OPEN, 0.0) == []
     lease.accept(0.0)
     lease.ready(1, 1, 0.0)
@@ -132,7 +132,7 @@ def test_opened_again_it_repeats_its_answer_and_nothing_else() -> None:
 
 
 def test_a_refusal_ends_it_without_a_request() -> None:
-    lease = PrefillLease(OPEN, wanted(OPEN), longest=100.0, now=0.0)
+    lease = PrefillLease(OPEN, longest=100.0, now=0.0)
     assert lease.refuse("no room", 0.0) == [Say(Refuse(NAME, "no room")), PrefillEnd("refused", "no room", False)]
 
 
@@ -152,8 +152,8 @@ def test_a_put_that_fails_ends_it_and_its_request() -> None:
     abort_and("failed", lease.failed("disk full", 0.0))
 
 
-@pytest.mark.parametrize("message", [Abort(NAME, "nobody waits"), Abort(NAME)])
-def test_an_abort_of_the_other_side_ends_it_and_its_request(message: Abort) -> None:
+@pytest.mark.parametrize("message", [AbortLease(NAME, "nobody waits"), AbortLease(NAME)])
+def test_an_abort_of_the_other_side_ends_it_and_its_request(message: AbortLease) -> None:
     expected = message.reason or "the decode worker broke off"
     assert owed().heard(message, 0.0) == [PrefillEnd("aborted", expected, True)]
 
@@ -161,14 +161,14 @@ def test_an_abort_of_the_other_side_ends_it_and_its_request(message: Abort) -> N
 def test_a_finished_request_is_not_aborted() -> None:
     lease = all_sent()
     lease.finished(TOKENS, 2, 0.0)
-    assert lease.heard(Abort(NAME, "over"), 0.0) == [PrefillEnd("aborted", "over", False)]
+    assert lease.heard(AbortLease(NAME, "over"), 0.0) == [PrefillEnd("aborted", "over", False)]
 
 
 def test_nothing_happens_after_the_end() -> None:
     lease = owed()
     lease.ready(1, 1, 0.0)
     lease.gave_up("", 0.0)
-    heard: list[FromDecode] = [OPEN, Credit(NAME, 1), Confirm(NAME), Alive(NAME), Abort(NAME)]
+    heard: list[FromDecode] = [OPEN, Credit(NAME, 1), Confirm(NAME), Alive(NAME), AbortLease(NAME)]
     for message in heard:
         assert lease.heard(message, 1.0) == []
     assert put(lease, 1) == lease.ready(2, 2, 1.0) == lease.finished(TOKENS, 0, 1.0) == []

@@ -1,13 +1,13 @@
-"""The prefill side of a lease: it sends blocks as they are settled, as far as the window allows; pure."""
+"""The prefill side of a lease: it sends blocks as soon as they are settled and the window allows; pure."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 
-from fd_core.disagg.lease import Action, Clock, End, PrefillEnd, Put, Say, commit_digest
+from fd_core.disagg.lease import Action, Clock, End, PrefillEnd, Say, SendPiece, commit_digest, wanted
 from fd_core.disagg.messages import (
-    Abort,
+    AbortLease,
     Accept,
     Alive,
     Commit,
@@ -15,8 +15,8 @@ from fd_core.disagg.messages import (
     Credit,
     FromDecode,
     FromPrefill,
+    KVPiece,
     Open,
-    Piece,
     Refuse,
 )
 
@@ -24,13 +24,13 @@ __all__ = ["PrefillLease"]
 
 
 class PrefillLease:
-    """A lease as the side sees it that computes the prompt."""
+    """One lease as the prefill worker sees it."""
 
-    def __init__(self, opening: Open, pieces: range, *, longest: float, now: float) -> None:
-        """Owe `pieces`, the indices of at least one block; the lease is over after `longest` seconds."""
+    def __init__(self, opening: Open, *, longest: float, now: float) -> None:
+        """Owe the pieces of an `opening` without a `flaw`; the lease is over after `longest` seconds."""
         self.ended: End | None = None
         self._opening = opening
-        self._pieces = pieces
+        self._pieces = wanted(opening)
         self._clock = Clock(opening.silence, longest, now)
         self._accepted = False
         self._waiting: deque[int] = deque()
@@ -47,14 +47,14 @@ class PrefillLease:
         return min(self._clock.next, self._stuck) if self.ended is None else math.inf
 
     def accept(self, now: float) -> list[Action]:
-        """Promise to compute it."""
+        """Promise to compute the job."""
         if self.ended is not None:
             return []
         self._accepted = True
         return self._say(Accept(self._opening.lease), now)
 
     def refuse(self, reason: str, now: float) -> list[Action]:
-        """Say that it will not be computed."""
+        """Say that the job will not be computed."""
         if self.ended is not None:
             return []
         return [Say(Refuse(self._opening.lease, reason)), *self._end("refused", reason, abort=False)]
@@ -71,13 +71,13 @@ class PrefillLease:
                 return self._heard_credit(taken, now)
             case Confirm():
                 return self._end("confirmed", "")
-            case Abort(reason=reason):
+            case AbortLease(reason=reason):
                 return self._end("aborted", reason or "the decode worker broke off")
             case _:
                 return []
 
     def ready(self, first: int, count: int, now: float) -> list[Action]:
-        """Learn that the blocks from `first` on may be read; those that nobody wants do no harm."""
+        """Learn that `count` blocks from `first` on may be read; blocks that nobody wants do no harm."""
         if self.ended is not None:
             return []
         for index in range(max(first, self._pieces.start), min(first + count, self._pieces.stop)):
@@ -87,17 +87,17 @@ class PrefillLease:
         return self._flow()
 
     def put(self, index: int, digest: bytes, reference: bytes, now: float) -> list[Action]:
-        """Learn that a `Put` was done: its digest, and where the connector left it."""
+        """Learn that a piece was handed to the connector: the digest of the value, and where the connector left it."""
         if self.ended is not None or index not in self._putting:
             return []
         self._putting.remove(index)
         self._sent[index] = digest
         self._progress = now
-        said = self._say(Piece(self._opening.lease, index, digest, reference), now)
+        said = self._say(KVPiece(self._opening.lease, index, digest, reference), now)
         return [*said, *self._commit(now)]
 
     def finished(self, tokens: int, cached: int, now: float) -> list[Action]:
-        """Learn that all blocks were told of by `ready`: KV of `tokens` in all, `cached` of them not computed."""
+        """Learn that `ready` named all blocks: they hold the KV of `tokens`, `cached` of which were not computed."""
         if self.ended is not None or self._final is not None:
             return []
         self._final = tokens, cached
@@ -110,11 +110,11 @@ class PrefillLease:
         return [] if self.ended is not None else self._break("gave_up", reason, abort=False)
 
     def failed(self, reason: str, now: float) -> list[Action]:
-        """Learn that a `Put` could not be done, or that the decode side cannot be reached any more."""
+        """Learn that a piece could not be sent, or that the decode side cannot be reached any more."""
         return [] if self.ended is not None else self._break("failed", reason)
 
     def tick(self, now: float, *, working: bool) -> list[Action]:
-        """Do what is due: end the lease, or say a word; as long as the engine has to compute, only if it works."""
+        """Do what is due: end the lease, or say a word; while blocks are to be computed, only if the engine works."""
         if self.ended is not None:
             return []
         if late := self._clock.late(now):
@@ -148,7 +148,7 @@ class PrefillLease:
         while self._waiting and len(self._putting) + len(self._sent) - self._credited < self._opening.window:
             index = self._waiting.popleft()
             self._putting.add(index)
-            actions.append(Put(index))
+            actions.append(SendPiece(index))
         return actions
 
     def _commit(self, now: float) -> list[Action]:
@@ -162,7 +162,7 @@ class PrefillLease:
         return [Say(message)]
 
     def _break(self, end: End, reason: str, *, abort: bool = True) -> list[Action]:
-        return [Say(Abort(self._opening.lease, reason)), *self._end(end, reason, abort=abort)]
+        return [Say(AbortLease(self._opening.lease, reason)), *self._end(end, reason, abort=abort)]
 
     def _end(self, end: End, reason: str, *, abort: bool = True) -> list[Action]:
         self.ended = end

@@ -1,8 +1,8 @@
 import msgspec
 import pytest
 
-from fd_core.disagg.terms import FORMAT_VERSION, Terms, difference
-from tests.disagg.world import TERMS
+from fd_core.disagg.kv_compatibility import FORMAT_VERSION, KVCompatibility, difference
+from tests.disagg.world import COMPATIBILITY
 
 OTHER: dict[str, object] = {
     "version": FORMAT_VERSION + 1,
@@ -17,40 +17,40 @@ OTHER: dict[str, object] = {
 }
 
 
-def changed(**fields: object) -> Terms:
-    return msgspec.structs.replace(TERMS, **fields)
+def changed(**fields: object) -> KVCompatibility:
+    return msgspec.structs.replace(COMPATIBILITY, **fields)
 
 
-def test_equal_terms_fit() -> None:
-    assert difference(TERMS, changed()) is None
+def test_equal_workers_fit() -> None:
+    assert difference(COMPATIBILITY, changed()) is None
 
 
 def test_every_field_has_to_be_equal() -> None:
-    assert set(OTHER) == set(Terms.__struct_fields__)
+    assert set(OTHER) == set(KVCompatibility.__struct_fields__)
     for name, value in OTHER.items():
-        assert difference(TERMS, changed(**{name: value})) is not None
-        assert difference(changed(**{name: value}), TERMS) is not None
+        assert difference(COMPATIBILITY, changed(**{name: value})) is not None
+        assert difference(changed(**{name: value}), COMPATIBILITY) is not None
 
 
 def test_both_values_are_told_each_at_its_side() -> None:
-    assert difference(changed(block_size=32), TERMS) == (
+    assert difference(changed(block_size=32), COMPATIBILITY) == (
         "--block-size is 32 at the prefill worker and 2 at the decode worker"
     )
 
 
 def test_what_explains_the_model_is_told_first() -> None:
-    words = difference(TERMS, changed(model="another", dtype="bfloat16"))
+    words = difference(COMPATIBILITY, changed(model="another", dtype="bfloat16"))
     assert words is not None and words.startswith("the dtype of the KV is float32 at the prefill worker")
 
 
 def test_another_format_is_told_before_all() -> None:
-    words = difference(TERMS, changed(**OTHER))
-    assert words is not None and words.startswith("the format of transfers is 1")
+    words = difference(COMPATIBILITY, changed(**OTHER))
+    assert words is not None and words.startswith(f"the format of transfers is {FORMAT_VERSION} ")
 
 
 @pytest.mark.parametrize("dtype", ["x" * 10_000, "float32\nERROR: all is lost", "\x1b[31m"])
 def test_what_would_not_print_well_is_not_told(dtype: str) -> None:
-    words = difference(TERMS, changed(dtype=dtype))
+    words = difference(COMPATIBILITY, changed(dtype=dtype))
     assert words == "the dtype of the KV differs between the prefill and the decode worker"
 
 
@@ -60,5 +60,5 @@ def test_a_digest_is_of_no_use_to_people() -> None:
 
 
 def test_they_come_back_from_the_wire_as_they_were() -> None:
-    terms = Terms(**OTHER)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(terms), type=Terms) == terms
+    terms = KVCompatibility(**OTHER)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(terms), type=KVCompatibility) == terms

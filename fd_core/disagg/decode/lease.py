@@ -1,29 +1,28 @@
-"""The decode side of a lease: it holds the blocks, and alone decides whether what came may be used; pure."""
+"""The decode side of a lease: it owns the blocks, and alone decides whether the KV that came may be used; pure."""
 
 from __future__ import annotations
 
 import math
 
-from fd_core.disagg.lease import Action, Clock, DecodeEnd, Say, Take, commit_digest
-from fd_core.disagg.messages import Abort, Alive, Commit, Confirm, Credit, FromPrefill, Open, Piece, Refuse
+from fd_core.disagg.lease import Action, Clock, DecodeEnd, Say, TakePiece, commit_digest, wanted
+from fd_core.disagg.messages import AbortLease, Alive, Commit, Confirm, Credit, FromPrefill, KVPiece, Open, Refuse
 from fd_core.kv.effects import Outcome
 
 __all__ = ["DecodeLease"]
 
 
 class DecodeLease:
-    """A lease as the side sees it that holds the blocks."""
+    """One lease as the decode worker sees it, which says `opening` when it makes this."""
 
-    def __init__(self, opening: Open, pieces: range, *, longest: float) -> None:
-        """Want `pieces`, the indices of at least one block; the lease is over after `longest` seconds."""
+    def __init__(self, opening: Open, *, longest: float, now: float) -> None:
+        """Want the pieces of an `opening` without a `flaw`; the lease is over after `longest` seconds."""
         self.outcome: Outcome | None = None
         self.cached = 0
-        """Tokens that the prefill side had in its prefix cache, known with its `Commit`."""
+        """Tokens whose KV the prefill side had in its prefix cache, known with its `Commit`."""
         self._opening = opening
-        self._pieces = pieces
+        self._pieces = wanted(opening)
         self._tokens = opening.job.num_tokens
-        self._clock = Clock(opening.silence, longest, 0.0)
-        self._longest = longest
+        self._clock = Clock(opening.silence, longest, now)
         self._met = False
         self._taking: set[int] = set()
         self._copied: dict[int, bytes] = {}
@@ -34,11 +33,6 @@ class DecodeLease:
         """When `tick` has something to do at the latest."""
         return self._clock.next if self.outcome is None else math.inf
 
-    def begin(self, now: float) -> list[Action]:
-        """Open the lease, once."""
-        self._clock = Clock(self._opening.silence, self._longest, now)
-        return [Say(self._opening)]
-
     def heard(self, message: FromPrefill, now: float) -> list[Action]:
         """Take in what the prefill side says, in whatever order it arrives."""
         if self.outcome is not None:
@@ -48,9 +42,9 @@ class DecodeLease:
         match message:
             case Refuse(reason=reason):
                 return self._end("refused", reason or "the prefill worker gave no reason")
-            case Abort(reason=reason):
+            case AbortLease(reason=reason):
                 return self._end("lost", reason or "the prefill worker broke off")
-            case Piece():
+            case KVPiece():
                 return self._piece(message)
             case Commit():
                 return self._heard_commit(message)
@@ -92,14 +86,14 @@ class DecodeLease:
         self._clock.said(now)
         return [Say(Alive(self._opening.lease) if self._met else self._opening)]
 
-    def _piece(self, piece: Piece) -> list[Action]:
+    def _piece(self, piece: KVPiece) -> list[Action]:
         index = piece.index
         if index not in self._pieces or index in self._taking or index in self._copied:
             return []
         if len(self._taking) >= self._opening.window:
             return self._break("damaged", f"more than {self._opening.window} pieces came at a time")
         self._taking.add(index)
-        return [Take(piece)]
+        return [TakePiece(piece)]
 
     def _heard_commit(self, commit: Commit) -> list[Action]:
         if self._commit is not None:
@@ -122,7 +116,7 @@ class DecodeLease:
         return [Say(Credit(self._opening.lease, len(self._copied)))]
 
     def _break(self, outcome: Outcome, reason: str) -> list[Action]:
-        return [Say(Abort(self._opening.lease, reason)), *self._end(outcome, reason)]
+        return [Say(AbortLease(self._opening.lease, reason)), *self._end(outcome, reason)]
 
     def _end(self, outcome: Outcome, reason: str) -> list[Action]:
         self.outcome = outcome

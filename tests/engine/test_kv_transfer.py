@@ -191,10 +191,8 @@ def test_an_abort_on_the_decode_side_ends_the_request_of_the_prefill_side(secret
         two.decode.step()
         prefill_runs(two)
         two.take(two.decode.abort(["r0"]) + two.decode.step())
-        leases = two.prefill._leased_kv
-        assert leases is not None
         deadline = time.monotonic() + 5
-        while leases.stats().open:
+        while (leases := two.prefill.stats().leases) is not None and leases.open:
             assert time.monotonic() < deadline
             time.sleep(0.001)
         two.until(lambda: at_rest(two), 5)

@@ -1,0 +1,250 @@
+"""The connections of a decode worker to prefill workers, on the one thread that owns them."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from fd_core.disagg.messages import FromDecode, FromPrefill
+from fd_core.disagg.stats import TransferTally
+from fd_core.disagg.wire import Unfit, Unsealed, Wire
+from fd_core.kv.stores.contract import Bytes
+from fd_core.kv.thread_loop import ThreadLoop
+
+__all__ = ["Endpoint", "Peer", "PrefillConnections", "look_up", "split_address"]
+
+Endpoint = tuple[str, bool]
+"""What ZeroMQ connects to, and whether it is IPv6."""
+
+_KEEP_SECONDS: Final = 30.0
+"""How long a connection without a lease is kept."""
+_LINGER_MS: Final = 200
+"""For what was said last."""
+_CONNECT_MS: Final = 3000
+_MAX_FRAMES: Final = 16
+_BATCH: Final = 64
+"""Messages in one go, so that no prefill worker keeps the others waiting."""
+_MAX_PORT: Final = 65535
+_LOSSES: Final = (
+    zmq.EVENT_CLOSED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_EVENTS: Final = _LOSSES | zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host, without brackets, and port of `host:port`. Raises `ValueError` for what is none."""
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) <= _MAX_PORT:
+        raise ValueError("an address is host:port")
+    return host, int(port)
+
+
+def look_up(host: str, port: int, found: Callable[[list[Endpoint]], object]) -> list[Endpoint]:
+    """Return the endpoint of a numeric address. For a name return nothing and call `found` later, on another thread.
+
+    Name servers may take their time: no connection to another prefill worker waits for them.
+    """
+    try:
+        return [_endpoint(str(ipaddress.ip_address(host)), port)]
+    except ValueError:
+        pass
+
+    def ask() -> None:
+        try:
+            infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError):
+            infos = []
+        found(list(dict.fromkeys(_endpoint(str(info[4][0]), port) for info in infos)))
+
+    threading.Thread(target=ask, name="fdcore-kv-names", daemon=True).start()
+    return []
+
+
+def _endpoint(address: str, port: int) -> Endpoint:
+    six = ":" in address
+    return (f"tcp://[{address}]:{port}" if six else f"tcp://{address}:{port}"), six
+
+
+class Peer:
+    """One prefill worker: a DEALER and its monitor. A lost connection stays lost: the next lease gets a new `Peer`."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.leases: set[str] = set()
+        self.idle_since = 0.0
+        """When the last lease ended."""
+        self.endpoints: list[Endpoint] = []
+        """Those that were not tried."""
+        self.socket: zmq.Socket[bytes] | None = None
+        self.monitor: zmq.Socket[bytes] | None = None
+        self._connected = False
+
+    def connect(self, context: zmq.Context[zmq.Socket[bytes]], max_frame: int) -> bool:
+        """Begin to connect to the next endpoint; return False if none is left. What was sent before is lost."""
+        self.close()
+        while self.endpoints and not self._connected:
+            endpoint, six = self.endpoints.pop(0)
+            dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+            dealer.ipv6 = six
+            dealer.linger = 0
+            dealer.sndhwm = 0  # leases are bounded, and with them what is said
+            dealer.maxmsgsize = max_frame
+            dealer.connect_timeout = _CONNECT_MS
+            self.socket, self.monitor = dealer, dealer.get_monitor_socket(_EVENTS)
+            try:
+                dealer.connect(endpoint)
+                return True
+            except zmq.ZMQError:
+                self.close()
+        return False
+
+    def loss(self) -> str | None:
+        """Say what became of the connection, None as long as nothing bad did."""
+        while self.monitor is not None:
+            try:
+                event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            except zmq.Again:
+                return None
+            if event != zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                broke = "the connection to the prefill worker broke"
+                return broke if self._connected else "the prefill worker cannot be reached"
+            self._connected = True
+        return None
+
+    def close(self) -> None:
+        """Close the sockets; what was said last may still leave."""
+        if self.socket is not None and self.monitor is not None:
+            self.socket.disable_monitor()
+            self.monitor.close(linger=0)
+            self.socket.close(linger=_LINGER_MS)
+        self.socket = self.monitor = None
+
+
+class PrefillConnections:
+    """Prefill workers by address, with one connection for all leases at each, closed when long without a lease."""
+
+    def __init__(
+        self,
+        loop: ThreadLoop,
+        wire: Wire,
+        tally: TransferTally,
+        *,
+        hear: Callable[[Peer, FromPrefill, Sequence[Bytes]], None],
+        reopen: Callable[[str], None],
+        gone: Callable[[str, str], None],
+    ) -> None:
+        """`hear` takes a message and the frames behind it.
+
+        `reopen` takes the name of each lease whose `Open` has to be said again, `gone` the name of each lease whose
+        connection is lost, and why.
+        """
+        self._loop = loop
+        self._wire = wire
+        self._tally = tally
+        self._hear = hear
+        self._reopen = reopen
+        self._gone = gone
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
+        self._peers: dict[str, Peer] = {}
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def get(self, address: str) -> Peer:
+        """Return the peer at `host:port`, to be connected sooner or later. Raises `ValueError` for no address."""
+        peer = self._peers.get(address)
+        if peer is None:
+            host, port = split_address(address)
+            peer = self._peers[address] = Peer(address)
+            peer.endpoints = look_up(host, port, lambda found: self._loop.post(partial(self._found, peer, found)))
+            if peer.endpoints and not self._connect(peer):
+                self._loop.post(partial(self._found, peer, []))
+        return peer
+
+    def say(self, peer: Peer, message: FromDecode) -> None:
+        """Send a message; queued until there is a connection, lost if the endpoint is not known yet."""
+        frame = self._wire.seal_from_decode(message)
+        if peer.socket is not None:
+            peer.socket.send(frame, zmq.NOBLOCK)
+
+    def tidy(self, now: float) -> float:
+        """Close connections that were long without a lease; return the seconds until the next one may have to be."""
+        idle = [peer for peer in self._peers.values() if not peer.leases]
+        for peer in idle:
+            if now >= peer.idle_since + _KEEP_SECONDS:
+                self._drop(peer)
+        return min((peer.idle_since + _KEEP_SECONDS - now for peer in idle), default=_KEEP_SECONDS)
+
+    def close(self) -> None:
+        """Close every connection."""
+        for peer in list(self._peers.values()):
+            self._drop(peer)
+        self._context.term()
+
+    def _connect(self, peer: Peer) -> bool:
+        connecting = peer.connect(self._context, self._wire.max_frame)
+        if peer.socket is not None and peer.monitor is not None:
+            self._loop.watch(peer.socket, partial(self._read, peer))
+            self._loop.watch(peer.monitor, partial(self._check, peer))
+        return connecting
+
+    def _unwatch(self, peer: Peer) -> None:
+        for source in (peer.socket, peer.monitor):
+            if source is not None:
+                self._loop.forget(source)
+
+    def _drop(self, peer: Peer) -> None:
+        self._unwatch(peer)
+        del self._peers[peer.address]
+        peer.close()
+
+    def _found(self, peer: Peer, endpoints: list[Endpoint]) -> None:
+        if self._peers.get(peer.address) is peer:
+            peer.endpoints = endpoints
+            self._next_endpoint(peer, "the prefill worker cannot be reached")
+
+    def _check(self, peer: Peer) -> None:
+        if (reason := peer.loss()) is not None:
+            self._unwatch(peer)
+            self._next_endpoint(peer, reason)
+
+    def _next_endpoint(self, peer: Peer, reason: str) -> None:
+        """Try the next endpoint; if there is none, the connection is lost."""
+        if self._connect(peer):
+            for lease in list(peer.leases):
+                self._reopen(lease)
+            return
+        del self._peers[peer.address]
+        for lease in list(peer.leases):
+            self._gone(lease, reason)
+
+    def _read(self, peer: Peer) -> None:
+        """Take in messages that arrived, at most a batch of them."""
+        for _ in range(_BATCH):
+            if peer.socket is None:
+                return
+            try:
+                frames = peer.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            try:
+                if len(frames) > _MAX_FRAMES:
+                    raise Unsealed("a message has too many frames")
+                message = self._wire.open_from_prefill(frames[0].buffer)
+            except (Unsealed, Unfit):
+                self._tally.add("dropped_frames")
+            else:
+                self._hear(peer, message, [frame.buffer for frame in frames[1:]])

@@ -1,0 +1,306 @@
+"""The decode side of transfers: fetches go in, prompts that prefill workers computed come out, and nothing waits."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, cast
+
+import msgspec
+
+from fd_core.disagg.connectors.contract import Bytes, Connector, KVInbox
+from fd_core.disagg.decode.connections import Peer, PrefillConnections
+from fd_core.disagg.decode.lease import DecodeLease
+from fd_core.disagg.kv_compatibility import KVCompatibility
+from fd_core.disagg.lease import MAX_WINDOW, Action, DecodeEnd, Say, TakePiece, wanted
+from fd_core.disagg.messages import AbortLease, FromDecode, FromPrefill, KVPiece, Open, Refuse
+from fd_core.disagg.stats import ReceiverStats
+from fd_core.disagg.transfer import KVTransfer
+from fd_core.disagg.wire import Unfit, Wire
+from fd_core.kv.block_format import BlockFormat
+from fd_core.kv.effects import Cancel, Completion, Effect, Fetch, Fetched, Outcome
+from fd_core.kv.pending import PendingOperations
+from fd_core.kv.port import CompletionQueue
+from fd_core.kv.stores.envelope import Damaged, Envelope
+from fd_core.ops.contract import KVCache
+
+__all__ = ["Receiver"]
+
+_log = logging.getLogger(__name__)
+
+_GRACE_SECONDS: Final = 1.0
+"""After the longest time of a lease: the thread that should have ended the lease is stuck in a call then."""
+_EXPECTED: Final = frozenset({"transferred", "held", "aborted"})
+"""Outcomes that nobody has to be told the reason of."""
+
+
+@dataclass(slots=True, eq=False)
+class _DecodeSide:
+    """A lease that is not over."""
+
+    effect: Fetch
+    opening: Open
+    machine: DecodeLease
+    inbox: KVInbox
+    peer: Peer
+    began: float
+    last_copy: float
+    to_copy: deque[tuple[KVPiece, Sequence[Bytes]]] = field(default_factory=deque)
+
+
+class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
+    """Opens leases at prefill workers and copies what they send into the blocks of each fetch.
+
+    Every `Fetch` gets one `Fetched`, within `longest` seconds and a moment, and none of its blocks is written
+    afterwards.
+    """
+
+    performs = (Fetch,)
+
+    def __init__(
+        self,
+        cache: KVCache,
+        block: BlockFormat,
+        compatibility: KVCompatibility,
+        envelope: Envelope,
+        connector: Connector,
+        queue: CompletionQueue,
+        *,
+        window: int = 8,
+        silence: float = 10.0,
+        longest: float = 600.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start the thread.
+
+        `cache` bears `import_blocks` from that thread at any time. `window` pieces of a lease may be on their way at
+        once; after `silence` seconds without a word from a prefill worker its leases expire. The connector is closed
+        with the receiver.
+        """
+        if not 1 <= window <= MAX_WINDOW:
+            raise ValueError(f"a window of {window} pieces is not within 1 to {MAX_WINDOW}")
+        super().__init__("fdcore-kv-receiver", queue, clock)
+        self._cache = cache
+        self._wire = Wire(envelope, block)
+        self._compatibility = compatibility
+        self._connector = connector
+        self._connectors[connector.name] = connector
+        self._window = window
+        self._silence = silence
+        self._longest = longest
+        self._pending: PendingOperations[Fetched] = PendingOperations(queue.put)
+        self._names: dict[int, str] = {}
+        """Leases by operation."""
+        self._connections = PrefillConnections(
+            self._loop, self._wire, self._tally, hear=self._hear, reopen=self._reopen, gone=self._gone
+        )
+        self._loop.start()
+
+    # The engine's thread ----------------------------------------------------------------------------------
+
+    def perform(self, effects: Iterable[Effect]) -> None:
+        """Begin fetches and hurry cancelled ones."""
+        for effect in effects:
+            match effect:
+                case Fetch():
+                    self._begin(effect)
+                case Cancel(operation):
+                    if self._complete(Fetched(operation, "aborted", reason="nobody waits for the prompt any more")):
+                        self._loop.post(partial(self._abort, operation))
+
+    def completions(self) -> list[Completion]:
+        """Return the completions since the last call, those of fetches that are past their deadline included."""
+        for fetched in self._pending.expire(self._clock()):
+            self._account(fetched)
+            self._loop.post(partial(self._abort, fetched.operation))
+        return self._queue.take()
+
+    def stats(self) -> ReceiverStats:
+        """Return counters and gauges."""
+        counted = msgspec.convert(self._tally.read(), ReceiverStats)
+        return msgspec.structs.replace(counted, open_leases=len(self._pending), peers=len(self._connections))
+
+    def _begin(self, effect: Fetch) -> None:
+        now, operation = self._clock(), effect.operation
+        too_late = Fetched(operation, "expired", reason="the transfer takes too long")
+        self._pending.begin(too_late, now + self._longest + _GRACE_SECONDS)
+        if not len(effect.blocks):
+            self._complete(Fetched(operation, "held"))
+        elif not self._loop.post(partial(self._open, effect, now)):
+            self._complete(Fetched(operation, "aborted", reason="the engine ends"))
+
+    # Completions, on either thread ------------------------------------------------------------------------
+
+    def _complete(self, fetched: Fetched) -> bool:
+        completed = self._pending.finish(fetched)
+        if completed:
+            self._account(fetched)
+        return completed
+
+    def _complete_all(self) -> None:
+        for operation in self._pending.numbers():
+            self._complete(Fetched(operation, "aborted", reason="the engine ends"))
+
+    def _account(self, fetched: Fetched) -> None:
+        self._tally.add_labelled("outcomes", fetched.outcome)
+        if fetched.outcome == "transferred":
+            self._tally.add_seconds(fetched.seconds)
+        elif fetched.outcome not in _EXPECTED:
+            self._tally.log_once(
+                f"a prefill worker's KV was {fetched.outcome}, so the prompt is computed here: {fetched.reason}"
+            )
+
+    # Leases, on the receiver's thread ---------------------------------------------------------------------
+
+    def _open(self, effect: Fetch, began: float) -> None:
+        if effect.operation not in self._pending:
+            return
+        end = partial(self._end_fetch, effect, began=began, last=began)
+        opening = Open(
+            job=msgspec.structs.replace(effect.job, lease=secrets.token_hex(16)),
+            compatibility=self._compatibility,
+            window=self._window,
+            silence=self._silence,
+            connector=self._connector.name,
+            address=b"",
+        )
+        pieces = wanted(opening)
+        if len(pieces) != len(effect.blocks):
+            _log.error("operation %d has %d blocks for %d pieces", effect.operation, len(effect.blocks), len(pieces))
+            end("aborted", "its blocks do not fit its tokens")
+            return
+        window = min(self._window, len(pieces))
+        try:
+            inbox = self._connector.open_inbox(
+                opening.lease, pieces=pieces, window=window, value_bytes=self._wire.value_bytes
+            )
+        except Exception as error:  # noqa: BLE001 - a stranger's connector: whatever it raises is a failed call
+            self._tally.error("connector", "open_inbox", error)
+            end("lost", "the connector could not open this worker's end")
+            return
+        opening = msgspec.structs.replace(opening, window=window, address=inbox.address)
+        try:
+            self._wire.seal_from_decode(opening)
+            peer = self._connections.get(effect.peer)
+        except (Unfit, ValueError) as error:
+            self._close_end(inbox)
+            end("refused" if isinstance(error, Unfit) else "lost", str(error))
+            return
+        machine = DecodeLease(opening, longest=self._longest, now=self._clock())
+        self._leases[opening.lease] = _DecodeSide(effect, opening, machine, inbox, peer, began, began)
+        self._names[effect.operation] = opening.lease
+        self._due = min(self._due, machine.next_tick)
+        peer.leases.add(opening.lease)
+        self._connections.say(peer, opening)
+
+    def _abort(self, operation: int) -> None:
+        lease = self._leases.get(self._names.get(operation, ""))
+        if lease is not None:
+            self._act(lease, lease.machine.abort(self._clock()))
+
+    def _hear(self, peer: Peer, message: FromPrefill, values: Sequence[Bytes]) -> None:
+        lease = self._leases.get(message.lease)
+        if lease is not None and lease.peer is peer:
+            self._act(lease, lease.machine.heard(message, self._clock()), values)
+            return
+        self._tally.add("late_messages")
+        if not isinstance(message, AbortLease | Refuse):
+            self._connections.say(peer, AbortLease(message.lease, "the lease is over"))
+
+    def _reopen(self, name: str) -> None:
+        lease = self._leases[name]
+        self._connections.say(lease.peer, lease.opening)
+
+    def _gone(self, name: str, reason: str) -> None:
+        lease = self._leases[name]
+        self._act(lease, lease.machine.gone(reason, self._clock()))
+
+    def _act(self, lease: _DecodeSide, actions: Sequence[Action], values: Sequence[Bytes] = ()) -> None:
+        for action in actions:
+            match action:
+                case Say(message):
+                    self._connections.say(lease.peer, cast("FromDecode", message))
+                case TakePiece(piece):
+                    self._add(lease, (piece, values))
+                case DecodeEnd(outcome, reason):
+                    self._end(lease, outcome, reason)
+        self._due = min(self._due, lease.machine.next_tick)
+
+    def _end(self, lease: _DecodeSide, outcome: Outcome, reason: str) -> None:
+        del self._leases[lease.opening.lease], self._names[lease.effect.operation]
+        lease.to_copy.clear()
+        lease.peer.leases.discard(lease.opening.lease)
+        lease.peer.idle_since = self._clock()
+        self._close_end(lease.inbox)
+        self._end_fetch(lease.effect, outcome, reason, lease.machine.cached, began=lease.began, last=lease.last_copy)
+
+    def _end_fetch(
+        self, effect: Fetch, outcome: Outcome, reason: str, cached: int = 0, *, began: float, last: float
+    ) -> None:
+        self._complete(Fetched(effect.operation, outcome, cached, max(0.0, last - began), reason))
+
+    def _tick(self, lease: _DecodeSide, now: float) -> None:
+        self._act(lease, lease.machine.tick(now))
+
+    def _copy(self, lease: _DecodeSide, took: tuple[KVPiece, Sequence[Bytes]]) -> None:
+        piece, values = took
+        try:
+            value = lease.inbox.take(piece.index, piece.reference, values)
+        except Exception as error:  # noqa: BLE001 - a stranger's connector: whatever it raises is a failed call
+            self._tally.error("connector", "take", error)
+            self._spoil(lease, piece, "the connector could not take it")
+            return
+        flaw = self._import(lease, piece, value)
+        del value
+        try:
+            lease.inbox.done(piece.index, piece.reference)
+        except Exception as error:  # noqa: BLE001 - likewise
+            self._tally.error("connector", "done", error)
+            flaw = flaw or "the connector could not free its place"
+        if flaw is not None:
+            self._spoil(lease, piece, flaw)
+            return
+        now = lease.last_copy = self._clock()
+        self._tally.add("pieces")
+        self._tally.add("bytes", self._wire.payload_bytes)
+        self._act(lease, lease.machine.copied(piece.index, piece.digest, now))
+
+    def _spoil(self, lease: _DecodeSide, piece: KVPiece, flaw: str) -> None:
+        self._act(lease, lease.machine.spoiled(piece.index, flaw, self._clock()))
+
+    def _import(self, lease: _DecodeSide, piece: KVPiece, value: Bytes) -> str | None:
+        """Check a value and copy it to its block; say what went wrong."""
+        effect = lease.effect
+        try:
+            digest, array = self._wire.open_piece(lease.opening.lease, piece.index, value)
+        except (Damaged, TypeError, ValueError) as error:
+            return f"damaged ({error.reason})" if isinstance(error, Damaged) else "the connector returned no value"
+        if digest != piece.digest:
+            return "damaged (another piece)"
+        if not self._pending.begin_copy(effect.operation):
+            return "nobody waits for it any more"
+        at = piece.index - effect.job.held_blocks
+        try:
+            self._cache.import_blocks(effect.blocks[at : at + 1], array[None])
+        except Exception as error:  # noqa: BLE001 - a backend's cache: what it cannot copy was not transferred
+            self._tally.error("cache", "import_blocks", error)
+            return "it could not be copied to the device"
+        finally:
+            self._pending.end_copy(effect.operation)
+        return None
+
+    def _turn(self) -> float:
+        return min(super()._turn(), self._connections.tidy(self._clock()))
+
+    def _end_all(self) -> None:
+        try:
+            for lease in list(self._leases.values()):
+                self._act(lease, lease.machine.abort(self._clock()))
+        finally:
+            self._complete_all()
+            self._connections.close()

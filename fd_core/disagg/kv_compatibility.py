@@ -1,0 +1,57 @@
+"""What two workers must have in common before the KV of one is of any use to the other."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+__all__ = ["FORMAT_VERSION", "KVCompatibility", "difference"]
+
+FORMAT_VERSION: Final = 2
+
+
+class KVCompatibility(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV of one worker, as far as another has to know it. Every field has to be equal on both sides."""
+
+    version: int = FORMAT_VERSION
+    """Format of messages and pieces."""
+    model: str
+    """Digest of everything that decides the KV of given tokens: weights, tokenizer, dtype, layout."""
+    dtype: str
+    block_size: int
+    """Tokens in a KV block."""
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+
+
+_NAMES: Final = {
+    "version": "the format of transfers",
+    "dtype": "the dtype of the KV",
+    "block_size": "--block-size",
+    "num_layers": "the number of layers",
+    "num_kv_heads": "the number of KV heads",
+    "head_dim": "the size of a head",
+    "tensor_parallel_size": "the tensor parallel size",
+    "pipeline_parallel_size": "the pipeline parallel size",
+    "model": "the model (weights, tokenizer, dtype or layout of the KV)",
+}
+"""Every field with its name for people, in the order in which differences are looked for. The digest of the model
+comes last because it differs whenever most of the others do."""
+_MAX_SHOWN: Final = 20
+"""Characters: longer values are not shown to people."""
+
+
+def difference(prefill: KVCompatibility, decode: KVCompatibility) -> str | None:
+    """Say for people what differs, with both values where these are short; None if the two workers fit together."""
+    for field, name in _NAMES.items():
+        at_prefill, at_decode = str(getattr(prefill, field)), str(getattr(decode, field))
+        if at_prefill == at_decode:
+            continue
+        if max(len(at_prefill), len(at_decode)) <= _MAX_SHOWN and (at_prefill + at_decode).isprintable():
+            return f"{name} is {at_prefill} at the prefill worker and {at_decode} at the decode worker"
+        return f"{name} differs between the prefill and the decode worker"
+    return None

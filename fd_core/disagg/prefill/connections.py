@@ -1,0 +1,113 @@
+"""The connections of a prefill worker to decode workers: one socket that listens, on the one thread that owns it."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import zmq
+
+from fd_core.disagg.messages import FromDecode, FromPrefill
+from fd_core.disagg.stats import TransferTally
+from fd_core.disagg.wire import Unfit, Unsealed, Wire
+from fd_core.errors import ConfigError
+from fd_core.kv.stores.contract import Bytes
+from fd_core.kv.thread_loop import ThreadLoop
+
+__all__ = ["DecodeConnections"]
+
+_BATCH: Final = 64
+"""Messages in one go, so that blocks are copied in between."""
+_LINGER_MS: Final = 200
+"""For what was said last."""
+
+
+class DecodeConnections:
+    """A ROUTER for all decode workers. A route is how the ROUTER names the connection that a message came on."""
+
+    def __init__(
+        self,
+        loop: ThreadLoop,
+        wire: Wire,
+        tally: TransferTally,
+        host: str,
+        port: int,
+        *,
+        hear: Callable[[bytes, FromDecode], object],
+        turn_down: Callable[[bytes, str, str], object],
+    ) -> None:
+        """Listen at `host:port`, 0 for any free port. Raises `ConfigError` if that is not possible.
+
+        `hear` takes the route and each message. `turn_down` takes route, lease and reason where a message is sealed but
+        beyond a limit. Whoever cannot seal is not answered.
+        """
+        self._loop = loop
+        self._hear = hear
+        self._turn_down = turn_down
+        self._wire = wire
+        self._tally = tally
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"{host} is no address of this machine", field="--transfer-host") from error
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        six = family == socket.AF_INET6
+        try:
+            self._socket.ipv6 = six
+            self._socket.linger = 0
+            self._socket.router_mandatory = True  # a decode worker that is gone shows when it is spoken to
+            self._socket.sndhwm = 0  # windows bound what a lease may have on its way
+            self._socket.maxmsgsize = wire.max_request_frame
+            self._socket.bind(f"tcp://[{address[0]}]:{port or '*'}" if six else f"tcp://{address[0]}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self._close()
+            foreign = error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV)
+            raise ConfigError(
+                f"cannot listen for transfers at {host}:{port}: {error.strerror}",
+                field="--transfer-host" if foreign else "--transfer-port",
+                hint="name an address of this machine" if foreign else "0 takes a free port",
+            ) from error
+        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        loop.watch(self._socket, self._read)
+
+    def say(self, route: bytes, message: FromPrefill, frames: Sequence[Bytes] = ()) -> bool:
+        """Send a message and frames behind it, which are not copied; return whether it left."""
+        try:
+            sealed = self._wire.seal_from_prefill(message)
+            self._socket.send_multipart([route, sealed, *frames], zmq.NOBLOCK, copy=not frames)
+        except (zmq.ZMQError, Unfit):  # the connection is gone, or the engine said what no message can hold
+            return False
+        return True
+
+    def close(self) -> None:
+        """Stop listening; what was said last may still leave."""
+        self._loop.forget(self._socket)
+        self._close()
+
+    def _close(self) -> None:
+        self._socket.close(linger=_LINGER_MS)
+        self._context.term()
+
+    def _read(self) -> None:
+        """Take in messages that arrived, at most a batch of them."""
+        for _ in range(_BATCH):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            route = frames[0].bytes
+            try:
+                if len(frames) != 2:
+                    raise Unsealed("a message is one frame")
+                message = self._wire.open_from_decode(frames[1].buffer)
+            except Unsealed:
+                self._tally.add("dropped_frames")
+            except Unfit as unfit:
+                self._tally.add("dropped_frames")
+                if unfit.lease is not None:
+                    self._turn_down(route, unfit.lease, unfit.reason)
+            else:
+                self._hear(route, message)

@@ -1,0 +1,324 @@
+"""The prefill side of transfers: jobs of decode workers come out, blocks that the engine computed go in."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, cast
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.disagg.connectors.contract import MAX_REFERENCE_BYTES, Bytes, Connector, KVOutbox
+from fd_core.disagg.kv_compatibility import KVCompatibility, difference
+from fd_core.disagg.lease import Action, PrefillEnd, Say, SendPiece, wanted
+from fd_core.disagg.messages import AbortLease, Confirm, FromDecode, FromPrefill, Open, Refuse
+from fd_core.disagg.prefill.connections import DecodeConnections
+from fd_core.disagg.prefill.lease import PrefillLease
+from fd_core.disagg.stats import SenderStats
+from fd_core.disagg.transfer import KVTransfer
+from fd_core.disagg.wire import Wire
+from fd_core.errors import FdError
+from fd_core.kv.block_format import BlockFormat
+from fd_core.kv.effects import (
+    Cancel,
+    Completion,
+    Effect,
+    GiveUp,
+    LeaseEnded,
+    PrefillJobArrived,
+    Send,
+    Sent,
+)
+from fd_core.kv.pending import PendingOperations
+from fd_core.kv.port import CompletionQueue
+from fd_core.kv.stores.envelope import Envelope
+from fd_core.ops.contract import KVCache
+from fd_core.types import IntArray
+
+__all__ = ["Sender"]
+
+_BROKE_OFF: Final = "the prefill worker broke off"
+_REMEMBERED: Final = 4096
+"""Leases that ended lately: an `Open` that was repeated on its way must not open one again."""
+
+
+@dataclass(slots=True, eq=False)
+class _PrefillSide:
+    """A lease that is not over."""
+
+    opening: Open
+    machine: PrefillLease
+    outbox: KVOutbox
+    route: bytes
+    """How the socket names the connection that the decode side spoke on last."""
+    began: float
+    sources: dict[int, tuple[int, IntArray]] = field(default_factory=dict)
+    """Operation and block by index, for pieces that were not copied."""
+    offered: set[int] = field(default_factory=set)
+    """Indices that were among `sources` at some time."""
+    uncopied: dict[int, int] = field(default_factory=dict)
+    """Number of blocks that were not copied, by operation."""
+    to_copy: deque[int] = field(default_factory=deque)
+
+
+class Sender(KVTransfer[SenderStats, _PrefillSide]):
+    """Takes leases of decode workers and sends them the blocks that the engine computes.
+
+    A lease that is accepted arrives as `PrefillJobArrived`; if it is over before its job is done, `LeaseEnded` follows.
+    Every `Send` gets one `Sent`, as soon as its blocks were copied to the host or its lease is over; none of the blocks
+    is read afterwards.
+    """
+
+    performs = (Send, GiveUp)
+
+    def __init__(
+        self,
+        cache: KVCache,
+        block: BlockFormat,
+        compatibility: KVCompatibility,
+        envelope: Envelope,
+        make_connector: Callable[[str], Connector],
+        queue: CompletionQueue,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        max_leases: int,
+        max_tokens: int,
+        longest: float = 600.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Listen at `host:port`, 0 for any free port, and start the thread. Raises `ConfigError` if it cannot listen.
+
+        `cache` bears `export_blocks` from that thread at any time. `make_connector` makes the connector of a name or
+        raises an `FdError`. It is called on that thread, once for a name that it knows, and its connectors are closed
+        with the sender.
+        """
+        super().__init__("fdcore-kv-sender", queue, clock)
+        self._cache = cache
+        self._wire = Wire(envelope, block, max_tokens=max_tokens)
+        self._compatibility = compatibility
+        self._make_connector = make_connector
+        self._max_leases = max_leases
+        self._longest = longest
+        self._pending: PendingOperations[Sent] = PendingOperations(queue.put)
+        self._over: OrderedDict[str, None] = OrderedDict()
+        self._turned_at = clock()
+        """When the engine asked for completions last: an engine that does not turn computes nothing."""
+        self._connections = DecodeConnections(
+            self._loop, self._wire, self._tally, host, port, hear=self._hear, turn_down=self._turn_down_unfit
+        )
+        self.port = self._connections.port
+        self._loop.start()
+
+    # The engine's thread ----------------------------------------------------------------------------------
+
+    def perform(self, effects: Iterable[Effect]) -> None:
+        """Begin sends, hurry cancelled ones, end leases."""
+        for effect in effects:
+            match effect:
+                case Send(operation):
+                    self._pending.begin(Sent(operation))
+                    if not self._loop.post(partial(self._send, effect)):
+                        self._pending.end(operation)
+                case GiveUp():
+                    self._loop.post(partial(self._give_up, effect))
+                case Cancel(operation):
+                    if self._pending.end(operation):
+                        self._loop.post(partial(self._cancel, operation))
+
+    def completions(self) -> list[Completion]:
+        """Return the completions since the last call, and the jobs and ended leases between them.
+
+        While the engine does not ask, decode workers are not told that the prefill worker is alive.
+        """
+        self._turned_at = self._clock()
+        return self._queue.take()
+
+    def stats(self) -> SenderStats:
+        """Return counters and gauges."""
+        counted = msgspec.convert(self._tally.read(), SenderStats)
+        return msgspec.structs.replace(counted, open_leases=len(self._leases), open_sends=len(self._pending))
+
+    def _complete_all(self) -> None:
+        for operation in self._pending.numbers():
+            self._pending.end(operation)
+
+    # Leases, on the sender's thread -----------------------------------------------------------------------
+
+    def _hear(self, route: bytes, message: FromDecode) -> None:
+        lease = self._leases.get(message.lease)
+        if lease is not None:
+            lease.route = route
+            if isinstance(message, Confirm):
+                self._tally.add_seconds(self._clock() - lease.began)
+            self._act(lease, lease.machine.heard(message, self._clock()))
+        elif isinstance(message, Open) and message.lease not in self._over:
+            self._open(route, message)
+        else:
+            self._tally.add("late_messages")
+            if not isinstance(message, AbortLease | Confirm):
+                self._connections.say(route, AbortLease(message.lease, "the prefill worker has no such lease"))
+
+    def _open(self, route: bytes, opening: Open) -> None:
+        sentence = difference(self._compatibility, opening.compatibility)
+        if sentence is not None:
+            self._turn_down(route, opening.lease, "terms", sentence)
+            return
+        if len(self._leases) >= self._max_leases:
+            self._turn_down(route, opening.lease, "busy", f"the prefill worker has {self._max_leases} leases already")
+            return
+        try:
+            outbox = self._connector(opening.connector).open_outbox(
+                opening.lease, opening.address, window=opening.window, value_bytes=self._wire.value_bytes
+            )
+        except Exception as error:  # noqa: BLE001 - a stranger's connector: whatever it raises is a failed call
+            self._tally.error("connector", "open_outbox", error)
+            reason = f": {error}" if isinstance(error, FdError) else ""
+            reason = f"the prefill worker cannot use the connector {opening.connector}{reason}"
+            self._turn_down(route, opening.lease, "connector", reason)
+            return
+        now = self._clock()
+        machine = PrefillLease(opening, longest=self._longest, now=now)
+        lease = self._leases[opening.lease] = _PrefillSide(opening, machine, outbox, route, now)
+        self._tally.add("leases")
+        self._queue.put(PrefillJobArrived(opening.job))
+        # Afterwards, for the decode worker may turn out to be gone, which ends the lease.
+        self._act(lease, machine.accept(now))
+
+    def _connector(self, name: str) -> Connector:
+        if name not in self._connectors:
+            self._connectors[name] = self._make_connector(name)
+        return self._connectors[name]
+
+    def _turn_down_unfit(self, route: bytes, lease: str, reason: str) -> None:
+        if lease not in self._leases:
+            self._turn_down(route, lease, "malformed", reason)
+
+    def _turn_down(self, route: bytes, lease: str, kind: str, reason: str) -> None:
+        self._tally.add_labelled("refused", kind)
+        self._connections.say(route, Refuse(lease, reason))
+
+    def _send(self, effect: Send) -> None:
+        """Take in blocks that may be read from here on."""
+        operation, now = effect.operation, self._clock()
+        lease = self._leases.get(effect.lease)
+        if lease is None:
+            self._pending.end(operation)
+            return
+        if operation not in self._pending:  # cancelled before it came here
+            self._act(lease, lease.machine.failed(_BROKE_OFF, now))
+            return
+        pieces = wanted(lease.opening)
+        for at in range(len(effect.blocks)):
+            index = effect.first + at
+            if index in pieces and index not in lease.offered:
+                lease.offered.add(index)
+                lease.sources[index] = operation, effect.blocks[at : at + 1]
+                lease.uncopied[operation] = lease.uncopied.get(operation, 0) + 1
+        self._act(lease, lease.machine.ready(effect.first, len(effect.blocks), now))
+        if effect.tokens is not None:
+            self._act(lease, lease.machine.finished(effect.tokens, effect.cached, now))
+        if operation not in lease.uncopied:
+            self._pending.end(operation)
+
+    def _give_up(self, effect: GiveUp) -> None:
+        lease, now = self._leases.get(effect.lease), self._clock()
+        if lease is None:
+            return
+        if effect.refused:
+            self._tally.add_labelled("refused", "engine")
+            self._act(lease, lease.machine.refuse(effect.reason, now))
+        else:
+            self._act(lease, lease.machine.gave_up(effect.reason or _BROKE_OFF, now))
+
+    def _cancel(self, operation: int) -> None:
+        """End the lease of a send that was completed without having been done."""
+        for lease in list(self._leases.values()):
+            if operation in lease.uncopied:
+                self._act(lease, lease.machine.failed(_BROKE_OFF, self._clock()))
+
+    def _act(self, lease: _PrefillSide, actions: Sequence[Action], frames: Sequence[Bytes] = ()) -> None:
+        unheard = False
+        for action in actions:
+            match action:
+                case Say(message):
+                    unheard |= not self._connections.say(lease.route, cast("FromPrefill", message), frames)
+                    frames = ()
+                case SendPiece(index):
+                    self._add(lease, index)
+                case PrefillEnd():
+                    self._end(lease, action)
+        if unheard:
+            reason = "the decode worker cannot be told any more"
+            self._act(lease, lease.machine.failed(reason, self._clock()))
+        self._due = min(self._due, lease.machine.next_tick)
+
+    def _end(self, lease: _PrefillSide, end: PrefillEnd) -> None:
+        name = lease.opening.lease
+        del self._leases[name]
+        self._over[name] = None
+        if len(self._over) > _REMEMBERED:
+            self._over.popitem(last=False)
+        self._tally.add_labelled("ended", end.end)
+        lease.to_copy.clear()
+        lease.sources.clear()
+        for operation in list(lease.uncopied):
+            self._pending.end(operation)
+        lease.uncopied.clear()
+        self._close_end(lease.outbox)
+        if end.abort:
+            self._queue.put(LeaseEnded(name))
+
+    def _tick(self, lease: _PrefillSide, now: float) -> None:
+        working = now - self._turned_at < lease.opening.silence
+        self._act(lease, lease.machine.tick(now, working=working))
+
+    def _copy(self, lease: _PrefillSide, index: int) -> None:
+        operation, block = lease.sources.pop(index)
+        array = self._export(operation, block)
+        lease.uncopied[operation] -= 1
+        if not lease.uncopied[operation]:
+            del lease.uncopied[operation]
+            self._pending.end(operation)
+        if array is None:
+            reason = "the prefill worker could not read a block"
+            self._act(lease, lease.machine.failed(reason, self._clock()))
+            return
+        try:
+            digest, parts = self._wire.seal_piece(lease.opening.lease, index, array)
+            reference, frames = lease.outbox.put(index, parts)
+            if len(reference) > MAX_REFERENCE_BYTES:
+                raise ValueError("a reference is too long")
+        except Exception as error:  # noqa: BLE001 - a stranger's connector: whatever it raises is a failed call
+            self._tally.error("connector", "put", error)
+            reason = "the connector could not send a piece"
+            self._act(lease, lease.machine.failed(reason, self._clock()))
+            return
+        self._tally.add("pieces")
+        self._tally.add("bytes", self._wire.payload_bytes)
+        self._act(lease, lease.machine.put(index, digest, reference, self._clock()), frames)
+
+    def _export(self, operation: int, block: IntArray) -> npt.NDArray[Any] | None:
+        if not self._pending.begin_copy(operation):
+            return None
+        try:
+            array: npt.NDArray[Any] = np.ascontiguousarray(self._cache.export_blocks(block))[0]
+            return array
+        except Exception as error:  # noqa: BLE001 - a backend's cache: what it cannot copy is not sent
+            self._tally.error("cache", "export_blocks", error)
+            return None
+        finally:
+            self._pending.end_copy(operation)
+
+    def _end_all(self) -> None:
+        try:
+            for lease in list(self._leases.values()):
+                self._act(lease, lease.machine.gave_up("the prefill worker is shutting down", self._clock()))
+        finally:
+            self._complete_all()
+            self._connections.close()

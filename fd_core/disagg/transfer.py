@@ -1,0 +1,134 @@
+"""What both sides of transfers share: a port to the engine, and the thread behind it that serves its leases in turn."""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+from fd_core.disagg.connectors.contract import Connector, KVInbox, KVOutbox
+from fd_core.disagg.stats import TransferTally
+from fd_core.kv.port import CompletionQueue, KVPort
+from fd_core.kv.thread_loop import ThreadLoop
+
+__all__ = ["KVTransfer"]
+
+_log = logging.getLogger(__name__)
+
+_CLOSE_SECONDS: Final = 2.0
+"""For a copy that is under way, and for what is said last."""
+_JOIN_SECONDS: Final = 0.5
+"""For the thread to say that all is over."""
+
+
+class _Machine(Protocol):
+    @property
+    def next_tick(self) -> float: ...
+
+
+class _Lease(Protocol):
+    """What a side keeps of a lease that is not over."""
+
+    @property
+    def machine(self) -> _Machine: ...
+    @property
+    def to_copy(self) -> deque[Any]: ...
+
+
+_Stats = TypeVar("_Stats", covariant=True)
+_Kept = TypeVar("_Kept", bound=_Lease)
+
+
+class KVTransfer(KVPort[_Stats], Generic[_Stats, _Kept]):
+    """A port whose thread owns connections, the connector's ends and the copies.
+
+    The thread copies one piece of a lease, then one of the next lease, so that no lease waits for a whole other one.
+    """
+
+    def __init__(self, thread: str, queue: CompletionQueue, clock: Callable[[], float]) -> None:
+        """`thread` is the name of the thread, which the side starts once it is complete."""
+        self._queue = queue
+        self._clock = clock
+        self._tally = TransferTally()
+        self._loop = ThreadLoop(thread, self._turn, self._end_all)
+        self._connectors: dict[str, Connector] = {}
+        self._leases: dict[str, _Kept] = {}
+        self._copying: deque[_Kept] = deque()
+        """Leases with pieces to copy, the next one first."""
+        self._due = math.inf
+        """No lease has anything to do for its time's sake before."""
+        self._closed = False
+
+    # The engine's thread ----------------------------------------------------------------------------------
+
+    def wait(self, seconds: float) -> None:
+        """Wait until `completions` may have something to return, at most `seconds`."""
+        self._queue.wait(seconds)
+
+    def close(self) -> None:
+        """End every lease, complete every operation, end the thread, close the connectors. Idempotent.
+
+        A thread whose copy or connector does not return is left behind; the one operation that it copies for is
+        completed when it returns.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.stop()
+        ended = self._loop.join(_CLOSE_SECONDS)
+        self._complete_all()
+        if not (ended or self._loop.join(_JOIN_SECONDS)):
+            _log.warning("a copy or a call of the connector does not return; its thread is left behind")
+        for connector in self._connectors.values():
+            connector.close()
+
+    @abstractmethod
+    def _complete_all(self) -> None:
+        """Complete every operation, as the engine ends. Either thread."""
+
+    # The thread of transfers ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _copy(self, lease: _Kept, piece: Any) -> None:
+        """Copy a piece of a lease."""
+
+    @abstractmethod
+    def _tick(self, lease: _Kept, now: float) -> None:
+        """Do what is due for a lease."""
+
+    @abstractmethod
+    def _end_all(self) -> None:
+        """End every lease and give up the connections, as the thread ends."""
+
+    def _add(self, lease: _Kept, piece: Any) -> None:
+        """Have a piece of a lease copied in its turn."""
+        if not lease.to_copy:
+            self._copying.append(lease)
+        lease.to_copy.append(piece)
+
+    def _close_end(self, end: KVInbox | KVOutbox) -> None:
+        try:
+            end.close()
+        except Exception as error:  # noqa: BLE001 - a stranger's connector, which promises not to raise
+            self._tally.error("connector", "close", error)
+
+    def _turn(self) -> float:
+        """Copy one piece and do what is due; return the seconds until there is more to do."""
+        if self._copying:
+            lease = self._copying.popleft()
+            if lease.to_copy:
+                piece = lease.to_copy.popleft()
+                if lease.to_copy:
+                    self._copying.append(lease)
+                self._copy(lease, piece)
+        now = self._clock()
+        if now >= self._due:
+            self._due = math.inf
+            for lease in list(self._leases.values()):
+                if lease.machine.next_tick <= now:
+                    self._tick(lease, now)
+                self._due = min(self._due, lease.machine.next_tick)
+        return 0.0 if self._copying else self._due - self._clock()
