@@ -107,8 +107,28 @@ def test_every_folder_has_its_line_in_the_tour():
     assert lines - {"benchmarks/results/"} == set(folders()) - {"benchmarks/results/"}
 
 
+def numbered(title: str) -> list[str]:
+    """Return the lines of the tour's numbered list under a title, whose numbers have to ascend."""
+    section = TOUR.partition(f"## {title}\n")[2].partition("\n## ")[0]
+    found = re.findall(r"^(\d+)\. (.*(?:\n   .*)*)", section, re.MULTILINE)
+    assert [int(number) for number, _ in found] == list(range(1, len(found) + 1))
+    return [line for _, line in found]
+
+
 def test_the_tour_has_eight_steps():
-    assert re.findall(r"^(\d)\. ", TOUR, re.MULTILINE) == list("12345678")
+    assert len(numbered("The life of a request, in eight steps")) == 8
+
+
+@pytest.mark.parametrize(("walk", "most"), [("Prefill to decode", 25)])
+def test_a_walk_has_few_hops_and_names_functions_that_exist(walk: str, most: int):
+    hops = numbered(walk)
+    assert 1 <= len(hops) <= most
+    sources = [path.read_text() for path in (ROOT / "fd_core").rglob("*.py")]
+    for hop in hops:
+        name, method = re.match(r"`(\w+)\.(\w+)`", hop).groups()
+        assert any(
+            re.search(rf"^class {name}\b", source, re.MULTILINE) and f"def {method}(" in source for source in sources
+        ), hop
 
 
 def test_links_lead_somewhere():
