@@ -1,10 +1,10 @@
-"""The store contract: what keeps named values outside the engine, for as long as it likes.
+"""The store contract: a store keeps named values outside the engine, for as long as it likes.
 
-A store moves opaque bytes. What they mean, whether they are whole and whose they are is the envelope's business
-(`fd_core.kv.stores.envelope`), the same for every store. A store is best effort: it may forget, refuse and fail, and it
-may be full of values that others wrote; it may not hang.
+A store moves opaque bytes. What the bytes mean, and whether they are whole and written by someone who knows the secret,
+is checked by the envelope (`fd_core.kv.stores.envelope`), the same for every store. A store is best effort: it may
+forget, refuse and fail, and it may be full of values that others wrote; it may not hang.
 
-The core calls a store from threads of its own, never from planning, and from at most two at once: one that reads
+The core calls a store from its own threads, never while planning, and from two threads at most: one that reads
 (`longest_prefix`, `get`), one that writes (`put`, `delete`). Every call is told how long it may take.
 """
 
@@ -25,26 +25,26 @@ __all__ = ["MAX_KEY_BYTES", "Bytes", "Deadline", "KVStore", "StoreError", "Store
 MAX_KEY_BYTES: Final = 32
 
 Bytes = bytes | bytearray | memoryview
-"""A contiguous buffer of bytes; never written to once it was handed over."""
+"""A contiguous buffer of bytes; nobody writes to it after it was passed on."""
 
 
 class Trouble(enum.StrEnum):
-    """Why a store could not do what it was asked; the label of the failure metric."""
+    """Why a call of a store failed; the label of the failure metric."""
 
     TIMEOUT = "timeout"
     UNREACHABLE = "unreachable"
-    """No connection, or it broke."""
+    """There is no connection, or it broke."""
     DENIED = "denied"
-    """Credentials or permissions."""
+    """Wrong credentials, or a missing permission."""
     FULL = "full"
     READ_ONLY = "read_only"
     MALFORMED = "malformed"
-    """What lies under a key is not a value at all, such as another type."""
+    """There is something under a key that is no value, such as another type."""
     OTHER = "other"
 
 
 class StoreError(FdError):
-    """A store could not do what it was asked. Never carries a value, a prompt or a secret."""
+    """A call of a store failed. The message never holds a value, a prompt or a secret."""
 
     def __init__(self, trouble: Trouble, message: str) -> None:
         super().__init__(message)
@@ -53,7 +53,7 @@ class StoreError(FdError):
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """How full a store is; None where it cannot tell cheaply."""
+    """How full a store is; None where the store cannot tell cheaply."""
 
     values: int | None = None
     bytes: int | None = None
@@ -61,18 +61,18 @@ class StoreStats:
 
 
 class Deadline:
-    """When a call has to be over; for stores whose waits take no timeout of their own."""
+    """The end of a call's time, for stores whose waits take no timeout."""
 
     def __init__(self, timeout: float) -> None:
         self._end = time.monotonic() + timeout
 
     @property
     def left(self) -> float:
-        """Seconds until then, at least 0."""
+        """Seconds until the deadline, at least 0."""
         return max(0.0, self._end - time.monotonic())
 
     def check(self) -> None:
-        """Raise `StoreError(Trouble.TIMEOUT, ...)` if it has passed."""
+        """Raise `StoreError(Trouble.TIMEOUT, ...)` if the deadline has passed."""
         if time.monotonic() >= self._end:
             raise StoreError(Trouble.TIMEOUT, "the KV store did not answer in time")
 
@@ -91,7 +91,7 @@ class KVStore(abc.ABC):
     """Whether stores of the same location in other processes hold the same values."""
 
     def __init__(self, location: StoreLocation) -> None:
-        """Read the location; connect to nothing and create nothing yet.
+        """Read the location, without connecting to anything or creating anything.
 
         Raises `ConfigError` for a parameter that is unknown or out of range.
         """
@@ -101,36 +101,36 @@ class KVStore(abc.ABC):
     def open(self, timeout: float) -> str:
         """Reach the store once and return a line about it for the start-up summary, without secrets.
 
-        Raises `StoreError` if it cannot be used at the moment; the other methods may be called all the same.
+        Raises `StoreError` if the store cannot be used at the moment; the other methods may be called all the same.
         """
 
     @abc.abstractmethod
     def get(self, keys: Sequence[bytes], limit: int, timeout: float) -> list[Bytes | None]:
-        """Return one value for each key, None for one that is absent or longer than `limit` bytes.
+        """Return one value for each key, None for a value that is absent or longer than `limit` bytes.
 
-        A value over the limit is not brought into memory. Values may be torn or foreign; the caller checks. What lies
-        under a key and is no value at all may count as absent or raise `StoreError(Trouble.MALFORMED, ...)`.
+        A value over the limit is not brought into memory. Values may be torn or foreign: the caller checks them. A key
+        that holds no value but something else counts as absent or raises `StoreError(Trouble.MALFORMED, ...)`.
         """
 
     @abc.abstractmethod
     def put(self, values: Sequence[tuple[bytes, Sequence[Bytes]]], timeout: float) -> int:
         """Store each value, the concatenation of its parts, under its key; return how many were stored.
 
-        A reader sees a value whole or not at all. One that is already there is replaced, so that a damaged one heals. A
-        value that alone is larger than the store's own limit is left out; if there is no room for one otherwise, the
-        call raises `StoreError(Trouble.FULL, ...)`.
+        A reader sees a value whole or not at all. A value that is already there is replaced, so that a damaged one
+        heals. A value that alone is larger than the store's own limit is left out; if there is no space for another
+        reason, the call raises `StoreError(Trouble.FULL, ...)`.
         """
 
     @abc.abstractmethod
     def longest_prefix(self, keys: Sequence[bytes], limit: int, timeout: float) -> int:
-        """Return how many leading keys have a value of at most `limit` bytes; cheaper than getting them.
+        """Return how many leading keys have a value of at most `limit` bytes, without reading the values.
 
-        Ends at the first key that is absent, longer, or not a value.
+        The count ends at the first key whose value is absent, longer, or no value at all.
         """
 
     @abc.abstractmethod
     def delete(self, keys: Sequence[bytes], timeout: float) -> int:
-        """Forget values, also such as are damaged; return how many there were."""
+        """Delete values, damaged ones too; return how many there were."""
 
     @abc.abstractmethod
     def stats(self, timeout: float) -> StoreStats:
@@ -138,4 +138,4 @@ class KVStore(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Give up connections and handles; idempotent."""
+        """Close connections and handles; idempotent."""

@@ -1,7 +1,7 @@
 """A store in a folder: survives restarts and kills, keeps to a limit, shared by the engines of one machine.
 
-A value appears in one step, by a rename. Nothing is forced to the disk: after a power cut a file may be torn, and the
-envelope finds that. The deadline is looked at between values; a call into the kernel that hangs, such as on a network
+A value appears in one step, by a rename. Nothing is forced to the disk: after a power cut a file may be torn, which the
+envelope detects. The deadline is checked between values; a call into the kernel that hangs, such as on a network
 file system that went away, cannot be interrupted.
 """
 
@@ -17,8 +17,8 @@ from typing import Final
 
 from fd_core.errors import ConfigError
 from fd_core.kv.stores.contract import MAX_KEY_BYTES, Bytes, Deadline, KVStore, StoreError, StoreStats, Trouble
+from fd_core.kv.stores.disk_eviction import DiskEviction, DiskReservations
 from fd_core.kv.stores.disk_folder import inside, opened, size_of_value, value_name
-from fd_core.kv.stores.disk_room import Ledger, Room
 from fd_core.kv.stores.location import StoreLocation
 from fd_core.sizes import format_size
 
@@ -49,10 +49,10 @@ _TROUBLES: Final = {
 
 
 class DiskStore(KVStore):
-    """`disk:FOLDER` with `max_bytes`; what was not used for longest is deleted first.
+    """`disk:FOLDER` with `max_bytes`; the least recently used values are deleted first.
 
-    Without `max_bytes` it is 10 GiB, but at most half of what the disk has free or the store already uses. The folder
-    and the files in it are for their owner only, so engines that share it run as one user.
+    Without `max_bytes` the limit is 10 GiB, but at most half of what the disk has free or the store already uses. The
+    folder and the files in it are for their owner only, so engines that share the folder run as one user.
     """
 
     name = "disk"
@@ -63,18 +63,18 @@ class DiskStore(KVStore):
         if not location.rest or "\0" in location.rest:
             raise ConfigError(f"{location.shown} names no folder", field="--kv-store", hint="write disk:FOLDER")
         self.path = Path(location.rest).expanduser()
-        self._room = Room(self.path, location.size("max_bytes"))
+        self._eviction = DiskEviction(self.path, location.size("max_bytes"))
         self._closed = False
 
     def open(self, timeout: float) -> str:
-        """Make the folder, reserve a file in it, and say how full it is."""
+        """Make the folder, reserve a file in it, and return how full the store is."""
         deadline = Deadline(timeout)
         with self._reported(), opened(self.path, create=True) as root:
-            with self._room.entered(root, deadline) as ledger:
-                reserved = ledger.reserve(0)
+            with self._eviction.reservations(root, deadline) as reservations:
+                reserved = reservations.reserve(0)
                 if reserved:
-                    _abandon(ledger, *reserved)
-            full = self._room.stats(root, deadline)
+                    _abandon(reservations, *reserved)
+            full = self._eviction.stats(root, deadline)
         return (
             f"disk {self.path}, {format_size(full.bytes or 0)} of at most {format_size(full.limit_bytes or 0)} in "
             f"{full.values:,} values"
@@ -98,15 +98,15 @@ class DiskStore(KVStore):
         with (
             self._reported(),
             opened(self.path, create=True) as root,
-            self._room.entered(root, deadline) as ledger,
+            self._eviction.reservations(root, deadline) as reservations,
         ):
             for key, parts in values:
                 deadline.check()
-                stored += _put(ledger, key, [memoryview(part).cast("B") for part in parts])
+                stored += _put(reservations, key, [memoryview(part).cast("B") for part in parts])
         return stored
 
     def longest_prefix(self, keys: Sequence[bytes], limit: int, timeout: float) -> int:
-        """Look at the sizes of the files only."""
+        """Look only at the sizes of the files."""
         deadline = Deadline(timeout)
         with self._reported(), contextlib.suppress(FileNotFoundError), opened(self.path) as root:
             for index, key in enumerate(keys):
@@ -131,14 +131,14 @@ class DiskStore(KVStore):
                     freed += size
                     count += 1
             if freed:
-                with self._room.entered(root, deadline) as ledger:
-                    ledger.give_back(freed)
+                with self._eviction.reservations(root, deadline) as reservations:
+                    reservations.give_back(freed)
         return count
 
     def stats(self, timeout: float) -> StoreStats:
         """Count the files of all engines."""
         with self._reported(), contextlib.suppress(FileNotFoundError), opened(self.path) as root:
-            return self._room.stats(root, Deadline(timeout))
+            return self._eviction.stats(root, Deadline(timeout))
         return StoreStats(0, 0, None)
 
     def close(self) -> None:
@@ -174,50 +174,50 @@ def _size(root: int, key: bytes) -> int | None:
 def _read(root: int, key: bytes, limit: int) -> bytes | None:
     folder, name = _named(key)
     with inside(root, folder) as shard:
-        # Without O_NONBLOCK a pipe of that name would keep us waiting for its writer.
+        # Without O_NONBLOCK, opening a pipe of that name would wait for a writer.
         file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=shard)
     try:
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode):
-            raise StoreError(Trouble.MALFORMED, "what lies under a key of the KV store is not a file")
+            raise StoreError(Trouble.MALFORMED, "the KV store has something else than a file under a key")
         if found.st_size > limit:
             return None
         value = os.read(file, found.st_size)
         if len(value) != found.st_size:
-            return None  # somebody cut it off meanwhile
-        with contextlib.suppress(OSError):  # a folder may be read-only
+            return None  # another process truncated the file meanwhile
+        with contextlib.suppress(OSError):  # the folder may be read-only
             os.utime(file)
         return value
     finally:
         os.close(file)
 
 
-def _put(ledger: Ledger, key: bytes, parts: list[memoryview]) -> bool:
+def _put(reservations: DiskReservations, key: bytes, parts: list[memoryview]) -> bool:
     size = sum(map(len, parts))
     folder, name = _named(key)
-    reserved = ledger.reserve(size)
+    reserved = reservations.reserve(size)
     if reserved is None:
         return False
     partial_name, file = reserved
     try:
         _write(file, parts)
-        with inside(ledger.root, folder, create=True) as shard:
+        with inside(reservations.root, folder, create=True) as shard:
             replaced = size_of_value(shard, name) or 0
-            os.rename(partial_name, name, src_dir_fd=ledger.partial, dst_dir_fd=shard)
+            os.rename(partial_name, name, src_dir_fd=reservations.partial, dst_dir_fd=shard)
     except OSError:
-        _abandon(ledger, *reserved)
+        _abandon(reservations, *reserved)
         with contextlib.suppress(OSError):
-            ledger.give_back(size)
+            reservations.give_back(size)
         raise
     os.close(file)
-    ledger.give_back(replaced)
+    reservations.give_back(replaced)
     return True
 
 
-def _abandon(ledger: Ledger, name: str, file: int) -> None:
+def _abandon(reservations: DiskReservations, name: str, file: int) -> None:
     os.close(file)
     with contextlib.suppress(OSError):
-        os.unlink(name, dir_fd=ledger.partial)
+        os.unlink(name, dir_fd=reservations.partial)
 
 
 def _write(file: int, parts: list[memoryview]) -> None:

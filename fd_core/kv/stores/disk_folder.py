@@ -1,11 +1,11 @@
-"""The folder of a disk store: what its files are called, and how they are reached without following a link.
+"""The folder of a disk store: names of its files, and ways to open them that follow no link.
 
     FOLDER/ab/abcdef....kv      one value, named by its key in hex, in the sub-folder of the key's first byte
-    FOLDER/partial/720960-...   a value that is being written: its size in bytes and a name of its own
-    FOLDER/usage                bytes in all of them, and the lock of whoever changes that
+    FOLDER/partial/720960-...   a value that is being written, named by its size in bytes and a random number
+    FOLDER/usage                bytes in all values, finished or not; locked while it changes
 
-Every name is opened relative to the folder that holds it, and never if it is a link. Nothing else that lies in the
-folder is ever touched.
+Every name is opened relative to the folder that holds it, and never if it is a link. Other files in the folder are
+never touched.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def value_name(key: bytes) -> tuple[str, str]:
 
 @contextmanager
 def opened(path: Path, *, create: bool = False) -> Iterator[int]:
-    """Give a descriptor of the folder itself, which the user may have named by a link.
+    """Give a descriptor of the store's folder; `path` itself may be a link.
 
-    Raises `StoreError(Trouble.UNREACHABLE, ...)` if something else is there.
+    Raises `StoreError(Trouble.UNREACHABLE, ...)` if `path` is something else than a folder.
     """
     try:
         if create:
@@ -49,8 +49,8 @@ def opened(path: Path, *, create: bool = False) -> Iterator[int]:
             path.mkdir(mode=0o700, exist_ok=True)
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except (FileExistsError, NotADirectoryError) as error:
-        # What is wrong inside the folder concerns a key or two; this is the whole store.
-        raise StoreError(Trouble.UNREACHABLE, f"the KV store in {path}: that is not a folder") from error
+        # Something wrong inside the folder concerns a key or two; here the whole store is out of reach.
+        raise StoreError(Trouble.UNREACHABLE, f"{path}, where the KV store should be, is not a folder") from error
     try:
         yield descriptor
     finally:
@@ -89,7 +89,7 @@ def size_of_value(folder: int, name: str) -> int | None:
 
 @dataclass(frozen=True, slots=True, order=True)
 class FoundFile:
-    """A file of the store, ordered by when it was last used."""
+    """A file of the store; files sort by the time of their last use."""
 
     used_ns: int
     size: int
@@ -98,14 +98,14 @@ class FoundFile:
 
 
 def found_partials(root: int) -> Iterator[FoundFile]:
-    """Yield what is being written, or was when its writer died; the size is the one it will have."""
+    """Yield the values being written, those of dead writers included, each with the size that was reserved for it."""
     for entry in _listed(root, PARTIAL, _PARTIAL_NAME):
         size, _, _ = entry.name.partition("-")
         yield FoundFile(entry.used_ns, int(size), PARTIAL, entry.name)
 
 
 def found_values(root: int) -> Iterator[FoundFile | None]:
-    """Yield every value, and None after each sub-folder, so that the caller can look at the time."""
+    """Yield every value, and None after each sub-folder, so that the caller can check its deadline."""
     with os.scandir(root) as listing:
         shards = [entry.name for entry in listing if _SHARD.fullmatch(entry.name)]
     for shard in shards:

@@ -1,7 +1,7 @@
-"""The envelope of every stored value: what proves that it is whole, ours and under its own key.
+"""The envelope of every stored value: it proves that a value is whole, under its own key, and sealed with our secret.
 
-A stored value is a header of 80 bytes and the payload behind it. Stores are best effort and may be written to by
-others, so nothing about a value is believed before its digest was checked, and nothing of a damaged value is used.
+A stored value is a header of 80 bytes and the payload behind it. Stores are best effort and others may write to them:
+nothing about a value is believed before its digest was checked, and no part of a damaged value is used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["COMPRESSIONS", "HEADER_BYTES", "Compression", "Damage", "Damaged", "
 
 Compression = Literal["none", "zlib"]
 COMPRESSIONS: Final[tuple[Compression, ...]] = ("none", "zlib")
-"""Their places in this tuple are their codes in the header."""
+"""Ways to compress a payload; the index of each is its code in the header."""
 
 _MAGIC: Final = b"FDKV"
 _FORMAT_VERSION: Final = 1
@@ -34,7 +34,7 @@ _DIGEST_BYTES: Final = 16
 _ZLIB_LEVEL: Final = 1
 
 HEADER_BYTES: Final = _FIELDS.size + _DIGEST_BYTES
-"""80, so that a payload is aligned to 16 bytes where its value is."""
+"""80 bytes, so that a payload is aligned to 16 bytes where its value is."""
 _MAX_PAYLOAD_BYTES: Final = 2**32 - 1
 
 
@@ -42,17 +42,17 @@ class Damage(enum.StrEnum):
     """What is wrong with a stored value; the label of the damage metric."""
 
     SHORT = "short"
-    """Not even a header."""
+    """Shorter than a header."""
     FOREIGN = "foreign"
-    """Not an envelope: another magic number."""
+    """Not sealed by an envelope: the magic number is another."""
     VERSION = "version"
     """Written by a version with another format."""
     COMPRESSION = "compression"
-    """Compressed in an unknown way, or not as it says."""
+    """Compressed in an unknown way, or not in the way that the header names."""
     LENGTH = "length"
-    """Cut off, with something behind it, or not of the length that the caller expects."""
+    """Truncated, with extra bytes behind it, or not of the length that the caller expects."""
     KEY = "key"
-    """Belongs to another key."""
+    """Sealed for another key."""
     DIGEST = "digest"
     """Altered, or written with another secret."""
 

@@ -1,4 +1,4 @@
-"""Where a store is: the text after `--kv-store`, taken apart once."""
+"""Locations of KV stores: the value of `--kv-store`, parsed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class StoreLocation:
 
     scheme: str
     text: str = field(repr=False)
-    """Everything before the `?`, scheme included; may hold a password."""
+    """The location up to the `?`, scheme included; may hold a password."""
     parameters: dict[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def rest(self) -> str:
-        """What follows the scheme's colon."""
+        """The text behind the scheme's colon."""
         return self.text[len(self.scheme) + 1 :]
 
     @property
@@ -46,7 +46,10 @@ class StoreLocation:
                 )
 
     def size(self, name: str) -> int | None:
-        """Return the parameter `name` in bytes, None if it is not given. Raises `ConfigError` if it is no size."""
+        """Return the size in bytes that parameter `name` gives, None without that parameter.
+
+        Raises `ConfigError` if the parameter is no size.
+        """
         if name not in self.parameters:
             return None
         try:
@@ -56,7 +59,7 @@ class StoreLocation:
 
 
 def parse_location(text: str) -> StoreLocation:
-    """Take `text` apart. Raises `ConfigError` if it names no scheme or its parameters are not name=value pairs."""
+    """Parse a location. Raises `ConfigError` if `text` names no scheme or its parameters are not name=value pairs."""
     base, mark, query = text.partition("?")
     scheme, colon, _ = base.partition(":")
     if not colon or not _SCHEME.fullmatch(scheme):
@@ -70,11 +73,11 @@ def parse_location(text: str) -> StoreLocation:
     except ValueError:
         pairs = []
     if (mark and not pairs) or len(dict(pairs)) < len(pairs):
-        # Not the parameters themselves: one of them may be a password.
+        # The message leaves the parameters out: one of them may be a password.
         raise ConfigError(
             f"the parameters of {_without_secrets(base)} cannot be read",
             field=_FIELD,
-            hint="behind the ? come name=value pairs with & between them, each name once",
+            hint="write NAME=VALUE pairs behind the ?, separated by &, each name once",
         )
     return StoreLocation(scheme, base, dict(pairs))
 

@@ -18,7 +18,7 @@ _DEFAULT_BYTES: Final = 1 << 30
 
 
 class MemoryStore(KVStore):
-    """`memory:` with `max_bytes`, 1 GiB unless given. What was not used for longest goes first."""
+    """`memory:` with `max_bytes`, 1 GiB unless given. The least recently used values are deleted first."""
 
     name = "memory"
     shared = False
@@ -28,25 +28,25 @@ class MemoryStore(KVStore):
         location.require_known("max_bytes")
         if location.rest:
             raise ConfigError(
-                f"{location.shown} names a place, and memory has none", field="--kv-store", hint="write memory:"
+                f"{location.shown} names a place, but a memory store has none", field="--kv-store", hint="write memory:"
             )
         self.limit_bytes = location.size("max_bytes") or _DEFAULT_BYTES
         self._lock = threading.Lock()
         self._values: OrderedDict[bytes, bytes] | None = OrderedDict()
-        """From the least to the most recently used; None once closed."""
+        """Values by key, least recently used first; None once the store is closed."""
         self._bytes = 0
 
     def open(self, timeout: float) -> str:
-        """Return how much it may hold."""
+        """Return a line with the store's limit."""
         with self._lock:
-            self._held()
+            self._opened()
         return f"memory, at most {format_size(self.limit_bytes)}"
 
     def get(self, keys: Sequence[bytes], limit: int, timeout: float) -> list[Bytes | None]:
         """Return the stored values themselves; nothing is copied."""
         found: list[Bytes | None] = []
         with self._lock:
-            values = self._held()
+            values = self._opened()
             for key in keys:
                 value = values.get(key)
                 if value is not None and len(value) <= limit:
@@ -57,28 +57,28 @@ class MemoryStore(KVStore):
         return found
 
     def put(self, values: Sequence[tuple[bytes, Sequence[Bytes]]], timeout: float) -> int:
-        """Copy each value once, then forget old ones until all fit."""
+        """Copy each value once, then delete old ones until the limit holds."""
         deadline = Deadline(timeout)
         stored = 0
         for key, parts in values:
             deadline.check()
             value = b"".join(parts)
             with self._lock:
-                held = self._held()
-                self._forget(key)
+                stored_values = self._opened()
+                self._delete(key)
                 if len(value) > self.limit_bytes:
                     continue
-                held[key] = value
+                stored_values[key] = value
                 self._bytes += len(value)
                 stored += 1
                 while self._bytes > self.limit_bytes:
-                    self._forget(next(iter(held)))
+                    self._delete(next(iter(stored_values)))
         return stored
 
     def longest_prefix(self, keys: Sequence[bytes], limit: int, timeout: float) -> int:
-        """Count without touching what was used when."""
+        """Count leading keys; this does not count as a use of their values."""
         with self._lock:
-            values = self._held()
+            values = self._opened()
             for index, key in enumerate(keys):
                 value = values.get(key)
                 if value is None or len(value) > limit:
@@ -86,28 +86,28 @@ class MemoryStore(KVStore):
         return len(keys)
 
     def delete(self, keys: Sequence[bytes], timeout: float) -> int:
-        """Forget values."""
+        """Delete values."""
         with self._lock:
-            self._held()
-            return sum(self._forget(key) for key in keys)
+            self._opened()
+            return sum(self._delete(key) for key in keys)
 
     def stats(self, timeout: float) -> StoreStats:
         """Return exact numbers."""
         with self._lock:
-            return StoreStats(len(self._held()), self._bytes, self.limit_bytes)
+            return StoreStats(len(self._opened()), self._bytes, self.limit_bytes)
 
     def close(self) -> None:
-        """Forget everything."""
+        """Delete everything."""
         with self._lock:
             self._values = None
             self._bytes = 0
 
-    def _held(self) -> OrderedDict[bytes, bytes]:
+    def _opened(self) -> OrderedDict[bytes, bytes]:
         if self._values is None:
             raise StoreError(Trouble.OTHER, "the KV store is closed")
         return self._values
 
-    def _forget(self, key: bytes) -> bool:
-        value = self._held().pop(key, None)
+    def _delete(self, key: bytes) -> bool:
+        value = self._opened().pop(key, None)
         self._bytes -= len(value or b"")
         return value is not None

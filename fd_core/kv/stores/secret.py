@@ -1,4 +1,4 @@
-"""The secret behind stored values: read from a file, made once for each user, and never used directly."""
+"""The secret that protects stored values: read from a file, made once for each user, never used directly."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ _NEW_BYTES: Final = 32
 _MIN_BYTES: Final = 16
 _MAX_BYTES: Final = 4096
 _OPEN_TO_OTHERS: Final = 0o037
-"""Whatever it permits to others, and writing to the group. A group may read: that is how clusters hand out secrets."""
+"""Mode bits that a secret must not have: any right of others, and writing or running by the group.
+
+A group may read: that is how clusters hand out secrets.
+"""
 
 
 def derive(secret: bytes, purpose: str) -> bytes:
-    """Return 32 bytes for one purpose; those of different purposes tell nothing about each other or `secret`.
+    """Return 32 bytes for one purpose; bytes of different purposes tell nothing about each other or `secret`.
 
     HKDF with SHA-256 (RFC 5869), with the purpose as its info.
     """
@@ -36,14 +39,14 @@ def derive(secret: bytes, purpose: str) -> bytes:
 def load_secret(file: Path | None = None, *, field: str = "--kv-store-secret-file") -> bytes:
     """Return the secret in `file`, or this user's own from the cache folder, which is made at the first call.
 
-    A line end after it does not count. Engines that share a store must have the same one, and so must prefill and
-    decode workers and their router. `field` is the flag that errors name. Raises `ConfigError` if it cannot be read or
-    made, is open to others, or is shorter than 16 or longer than 4096 bytes.
+    A line end behind the secret does not count. Engines that share a store must have the same secret, and so must
+    prefill and decode workers and their router. `field` is the flag that errors name. Raises `ConfigError` if the
+    secret cannot be read or made, is open to others, or is shorter than 16 or longer than 4096 bytes.
     """
     if file is not None:
         return _read(file.expanduser(), field)
     own = cache_folder() / _NAME
-    with contextlib.suppress(OSError):  # reading it says what is wrong
+    with contextlib.suppress(OSError):  # `_read` reports what is wrong
         if not own.is_file():
             _create(own, field)
     return _read(own, field)
@@ -51,7 +54,7 @@ def load_secret(file: Path | None = None, *, field: str = "--kv-store-secret-fil
 
 def _read(file: Path, field: str) -> bytes:
     try:
-        # Without O_NONBLOCK a pipe of that name would keep us waiting for its writer.
+        # Without O_NONBLOCK, opening a pipe of that name would wait for a writer.
         with os.fdopen(os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as opened:
             mode = os.fstat(opened.fileno()).st_mode
             data = opened.read(_MAX_BYTES + 2) if stat.S_ISREG(mode) else None
@@ -72,7 +75,7 @@ def _read(file: Path, field: str) -> bytes:
 
 
 def _create(file: Path, field: str) -> None:
-    """Make the file whole or not at all; of several processes that try at once, the first one's stays."""
+    """Make the file whole or not at all; if several processes try at once, the file of the first one stays."""
     draft = file.with_name(f"{_NAME}.{secrets.token_hex(8)}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

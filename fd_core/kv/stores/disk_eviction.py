@@ -1,10 +1,10 @@
 """How a disk store keeps to its limit while several engines write into one folder.
 
-The file `usage` holds the bytes of all values and of all that is being written, and its lock is held while it changes.
-Room is reserved before a value is written: the reservation is the file in `partial`, made under the lock with its
-final size in its name. So whoever counts the folder under the lock counts everything, and what a killed engine leaves
-behind makes the number too large, never too small. When there is no room, everything is counted afresh and what was not
-used for longest is deleted, whoever wrote it.
+The file `usage` holds the bytes of all values, finished or being written, and its lock is held while that changes.
+Space is reserved before a value is written: the reservation is the file in `partial`, made under the lock with the
+value's final size in its name. So a count of the folder under the lock counts everything, and what a killed engine
+leaves behind makes the number too large, never too small. When space runs out, everything is counted afresh and the
+least recently used values are deleted, whichever engine wrote them.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from typing import Final
 from fd_core.kv.stores.contract import Deadline, StoreError, StoreStats, Trouble
 from fd_core.kv.stores.disk_folder import PARTIAL, FoundFile, found_partials, found_values, inside
 
-__all__ = ["DEFAULT_BYTES", "SHARE_OF_FREE", "Ledger", "Room"]
+__all__ = ["DEFAULT_BYTES", "SHARE_OF_FREE", "DiskEviction", "DiskReservations"]
 
 DEFAULT_BYTES: Final = 10 << 30
 SHARE_OF_FREE: Final = 0.5
-"""Without a limit from the user, at most this share of what the disk has besides other people's files."""
+"""Share of the disk, files of others left out, that a store without a limit from the user may take."""
 
 _USAGE: Final = "usage"
 _KEPT_SHARE: Final = 7 / 8
-"""What stays when old values are deleted; the rest is room until all is counted again."""
+"""Share of the limit that eviction leaves in use; the rest is free until everything is counted again."""
 _STALE_SECONDS: Final = 900.0
-"""A value that has been written for so long is one whose writer died."""
+"""A reservation as old as this belongs to a writer that died."""
 _NEXT_TRY_SECONDS: Final = 0.001
 _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
-class Room:
+class DiskEviction:
     """The limit of one folder, as one engine sees it."""
 
     def __init__(self, path: Path, limit_bytes: int | None) -> None:
@@ -47,65 +47,66 @@ class Room:
         self._counted = False
 
     @contextlib.contextmanager
-    def entered(self, root: int, deadline: Deadline) -> Iterator[Ledger]:
-        """Give what a batch of changes to the opened folder `root` needs."""
+    def reservations(self, root: int, deadline: Deadline) -> Iterator[DiskReservations]:
+        """Give the reservations of one call that writes to or deletes from the opened folder `root`."""
         with contextlib.ExitStack() as stack:
             usage = os.open(_USAGE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=root)
             stack.callback(os.close, usage)
-            yield Ledger(self, root, stack.enter_context(inside(root, PARTIAL, create=True)), usage, deadline)
+            partial = stack.enter_context(inside(root, PARTIAL, create=True))
+            yield DiskReservations(self, root, partial, usage, deadline)
 
     def stats(self, root: int, deadline: Deadline) -> StoreStats:
-        """Count everything."""
+        """Count all values."""
         values = list(_checked(root, deadline))
         return StoreStats(len(values), sum(value.size for value in values), self.limit_bytes(root, deadline))
 
     def limit_bytes(self, root: int, deadline: Deadline) -> int:
-        """Return the limit, from the free space if the user gave none."""
+        """Return the limit in bytes, derived from the free space if the user gave none."""
         if self._limit is None:
             free = shutil.disk_usage(root).free + sum(value.size for value in _checked(root, deadline))
             self._limit = min(DEFAULT_BYTES, int(free * SHARE_OF_FREE))
         return self._limit
 
-    def used_after_making(self, ledger: Ledger, size: int, limit: int) -> int:
-        """Count, if there is need to, and delete old values until `size` more bytes fit; return the bytes in use."""
-        used = ledger.recorded()
+    def used_after_eviction(self, reservations: DiskReservations, size: int, limit: int) -> int:
+        """Return the bytes in use; where `size` more bytes may not fit, first count afresh and delete old values."""
+        used = reservations.recorded()
         if used is None or not self._counted or used + size > limit:
-            used = _make_room(ledger, size, limit)
+            used = _evict(reservations, size, limit)
             self._counted = True
         if used + size > limit:
             raise StoreError(Trouble.FULL, f"other engines fill the KV store in {self._path}")
         return used
 
 
-class Ledger:
-    """One batch of reservations."""
+class DiskReservations:
+    """Space that one call of the store reserves and gives back."""
 
-    def __init__(self, room: Room, root: int, partial: int, usage: int, deadline: Deadline) -> None:
+    def __init__(self, eviction: DiskEviction, root: int, partial: int, usage: int, deadline: Deadline) -> None:
         self.root = root
         self.partial = partial
-        """Descriptor of the folder of reservations."""
+        """Descriptor of the folder that holds the reservations."""
         self.deadline = deadline
-        self._room = room
+        self._eviction = eviction
         self._usage = usage
 
     def reserve(self, size: int) -> tuple[str, int] | None:
         """Make the file in `partial` for a value of `size` bytes; return its name and an open descriptor of it.
 
-        None if it could never fit. Raises `StoreError(Trouble.FULL, ...)` if it does not fit beside what others are
-        writing.
+        Returns None for a value larger than the limit. Raises `StoreError(Trouble.FULL, ...)` if other engines reserved
+        what the value needs.
         """
         with self._locked():
-            limit = self._room.limit_bytes(self.root, self.deadline)
+            limit = self._eviction.limit_bytes(self.root, self.deadline)
             if size > limit:
                 return None
-            used = self._room.used_after_making(self, size, limit)
+            used = self._eviction.used_after_eviction(self, size, limit)
             name = f"{size}-{secrets.token_hex(16)}"
             file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self.partial)
             self._record(used + size)
             return name, file
 
     def give_back(self, size: int) -> None:
-        """Say that `size` bytes are gone. If there is no time for it, it is left to the next count."""
+        """Record that `size` bytes were deleted, unless the deadline has passed: the next count finds out."""
         if not size:
             return
         with contextlib.suppress(StoreError), self._locked():
@@ -114,17 +115,17 @@ class Ledger:
                 self._record(max(0, used - size))
 
     def recorded(self) -> int | None:
-        """Return the bytes in use as last written down, None if that is not legible."""
+        """Return the bytes in use as recorded last, None if the record is not legible."""
         text = os.pread(self._usage, 32, 0)
         return int(text) if text.isdigit() else None
 
     def _record(self, used: int) -> None:
-        # Always as long, so that no rest of a longer number stays.
+        # Always of one length, so that no digit of a longer number stays behind.
         os.pwrite(self._usage, b"%020d" % used, 0)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the lock. On a file system without locks nothing is held: there the limit is one of each engine."""
+        """Hold the lock. On a file system without locks nothing is held, and each engine keeps to the limit alone."""
         while True:
             try:
                 fcntl.flock(self._usage, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -143,19 +144,20 @@ class Ledger:
             fcntl.flock(self._usage, fcntl.LOCK_UN)
 
 
-def _make_room(ledger: Ledger, size: int, limit: int) -> int:
-    """Delete old values until `size` more bytes fit; return how many bytes are used."""
-    # First what is being written: what moves to its place meanwhile is counted twice rather than not at all.
-    writing = [found for found in found_partials(ledger.root) if not _removed_stale(ledger.partial, found)]
-    values = sorted(_checked(ledger.root, ledger.deadline))
+def _evict(reservations: DiskReservations, size: int, limit: int) -> int:
+    """Delete the least recently used values until `size` more bytes fit; return the bytes in use."""
+    root, deadline = reservations.root, reservations.deadline
+    # Reservations first: a value that is finished meanwhile is counted twice rather than not at all.
+    writing = [found for found in found_partials(root) if not _removed_stale(reservations.partial, found)]
+    values = sorted(_checked(root, deadline))
     used = sum(found.size for found in (*writing, *values))
     if used + size <= limit:
         return used
     for value in values:
-        if used + size <= limit * _KEPT_SHARE or (not ledger.deadline.left and used + size <= limit):
+        if used + size <= limit * _KEPT_SHARE or (not deadline.left and used + size <= limit):
             break
-        ledger.deadline.check()
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), inside(ledger.root, value.folder) as folder:
+        deadline.check()
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), inside(root, value.folder) as folder:
             os.unlink(value.name, dir_fd=folder)
         used -= value.size
     return used
