@@ -179,7 +179,7 @@ def _read(root: int, key: bytes, limit: int) -> bytes | None:
     try:
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode):
-            raise StoreError(Trouble.MALFORMED, "the KV store has something else than a file under a key")
+            raise StoreError(Trouble.MALFORMED, "what the KV store has under a key is not a file")
         if found.st_size > limit:
             return None
         value = os.read(file, found.st_size)
