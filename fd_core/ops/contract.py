@@ -33,6 +33,7 @@ __all__ = [
     "KVShape",
     "Norm",
     "Ops",
+    "PenaltyInput",
     "Rope",
     "SampleInput",
     "StepInput",
@@ -210,6 +211,29 @@ class SampleInput:
     """Some row uses top_k, top_p or min_p."""
 
 
+@dataclass(frozen=True, slots=True)
+class PenaltyInput:
+    """What penalties on n rows of logits need, in the pack's own arrays; every row is one position of one request."""
+
+    rows: Array
+    """int32[n], rows of the logits, each at most once."""
+    counts: Array
+    """int32[C, V], what each residency has seen: twice the times that a token was generated, and 1 more if it is in the
+    prompt. One number serves all penalties: a token was seen where it is not 0, and generated half of it times."""
+    counts_rows: Array
+    """int32[n], the row of `counts` that belongs to each row of logits."""
+    draft_rows: Array
+    """int32[m], indices into the n rows, not falling: rows that follow drafts, once for each draft before them."""
+    draft_ids: Array
+    """int32[m], those drafts; each counts as generated once more for its row, and is not in `counts`."""
+    repetition: Array
+    """float32[n], above 0; 1 for none."""
+    presence: Array
+    """float32[n], 0 for none."""
+    frequency: Array
+    """float32[n], 0 for none."""
+
+
 Forward = Callable[[StepInput, KVCache], Array]
 
 
@@ -345,20 +369,29 @@ class Ops(abc.ABC):
         """
 
     @abc.abstractmethod
-    def add_at(self, logits: Array, rows: Array, ids: Array, values: Array) -> Array:
-        """Add values to single logits: logits[rows[i], ids[i]] += values[i] for every i, repeated places included.
+    def add_at(self, x: Array, rows: Array, ids: Array, values: Array) -> Array:
+        """Add values to single cells: x[rows[i], ids[i]] += values[i] for every i, repeated places included.
 
-        float32[R, V], int32[n], int32[n], float32[n] -> float32[R, V]; may write into `logits`. It serves
-        logit_bias, presence and frequency penalties (minus presence + frequency * count), and, with -inf, tokens that
-        are not allowed.
+        [R, V], int32[n], int32[n], [n] -> [R, V], all float32 (logits) or, but for places, all int32 (counts of
+        tokens); may write into `x`. It serves logit_bias and, with -inf, tokens that are not allowed, and it counts
+        what was sampled.
         """
 
     @abc.abstractmethod
-    def repetition_at(self, logits: Array, rows: Array, ids: Array, penalties: Array) -> Array:
-        """Apply repetition penalties: a positive logit is divided by its penalty, another multiplied.
+    def write_rows(self, x: Array, rows: Array, values: Array) -> Array:
+        """Overwrite rows: x[rows[i]] = values[i]. int32[R, V], int32[n], int32[n, V] -> int32[R, V].
 
-        float32[R, V], int32[n], int32[n], float32[n] -> float32[R, V]; no place occurs twice; may write into
-        `logits`.
+        No row occurs twice; may write into `x`.
+        """
+
+    @abc.abstractmethod
+    def penalize(self, logits: Array, penalties: PenaltyInput) -> Array:
+        """Apply repetition, presence and frequency penalties: float32[R, V] -> float32[R, V].
+
+        May write into `logits`. A positive logit of a token that was seen is divided by the repetition penalty, another
+        is multiplied. Then presence + frequency * count is subtracted from the logit of a token that was generated. The
+        sum is computed in float64, where a product of a float32 and a count is exact, and rounded to float32 once, so
+        that all packs agree to the last bit.
         """
 
     @abc.abstractmethod

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.ops.contract import SampleInput
+from fd_core.ops.contract import PenaltyInput, SampleInput
 from fd_core.ops.philox import uniform
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
 from fd_core.types import IntArray
@@ -16,6 +16,9 @@ __all__ = ["WEIGHT_ONE", "NumpySampling"]
 
 WEIGHT_ONE = 2.0**32
 """Weight of the most likely token; weights are integers held in float64, so that their sums are exact."""
+
+_CACHED_CELLS = 2**16
+"""Logits that are penalized at a time: intermediate results then stay in the processor's cache."""
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -42,15 +45,21 @@ class NumpySampling:
         chosen: IntArray = np.where(greedy, likeliest, drawn).astype(np.int32)
         return chosen
 
-    def add_at(self, logits: Floats, rows: IntArray, ids: IntArray, values: Floats) -> Floats:
-        """Add values to single logits, in place."""
-        np.add.at(logits, (rows, ids), values)
-        return logits
+    def add_at(self, x: npt.NDArray[Any], rows: IntArray, ids: IntArray, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Add values to single cells, in place."""
+        np.add.at(x, (rows, ids), values)
+        return x
 
-    def repetition_at(self, logits: Floats, rows: IntArray, ids: IntArray, penalties: Floats) -> Floats:
-        """Apply repetition penalties to single logits, in place."""
-        chosen = logits[rows, ids]
-        logits[rows, ids] = np.where(chosen > 0, chosen / penalties, chosen * penalties)
+    def write_rows(self, x: IntArray, rows: IntArray, values: IntArray) -> IntArray:
+        """Overwrite rows, in place."""
+        x[rows] = values
+        return x
+
+    def penalize(self, logits: Floats, penalties: PenaltyInput) -> Floats:
+        """Apply repetition, presence and frequency penalties, in place."""
+        group = max(_CACHED_CELLS // logits.shape[1], 1)
+        for begin in range(0, len(penalties.rows), group):
+            _penalize(logits, penalties, slice(begin, begin + group))
         return logits
 
     def logprobs(self, logits: Floats, tokens: IntArray, top_n: int) -> tuple[Floats, IntArray, Floats]:
@@ -77,6 +86,26 @@ class NumpySampling:
         matrix[slots] = np.where(np.arange(width) <= accepted[:, None], sampled, EMPTY_TOKEN_ID)
         matrix[taken_back, 0] = PREEMPTED_TOKEN_ID
         return matrix
+
+
+def _penalize(logits: Floats, penalties: PenaltyInput, part: slice) -> None:
+    """Penalize a part of the rows."""
+    counts = penalties.counts[penalties.counts_rows[part]]
+    first, last = np.searchsorted(penalties.draft_rows, (part.start, part.start + len(counts)))
+    np.add.at(counts, (penalties.draft_rows[first:last] - part.start, penalties.draft_ids[first:last]), 2)
+    repetition, presence, frequency = (
+        array[part, None] for array in (penalties.repetition, penalties.presence, penalties.frequency)
+    )
+    # A penalty p wants the smaller one of logit / p and logit * p, or the larger one where p < 1. Written without
+    # branches: no processor predicts which tokens were seen and which logits are positive.
+    seen = counts != 0
+    divisor = seen * repetition + ~seen * np.float32(1)
+    values = logits[penalties.rows[part]]
+    divided, multiplied = values / divisor, values * divisor
+    values = np.where(repetition >= 1, np.minimum(divided, multiplied), np.maximum(divided, multiplied))
+    generated = counts >> 1
+    values -= (_double(presence) * (generated > 0) + _double(frequency) * generated).astype(np.float32)
+    logits[penalties.rows[part]] = values
 
 
 def _filtered(logits: Floats, weights: Doubles, rows: SampleInput) -> Doubles:

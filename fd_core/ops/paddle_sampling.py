@@ -5,13 +5,19 @@ Paddle promotes no integers and knows no empty scatter, hence the casts and the 
 
 from __future__ import annotations
 
-from fd_core.ops.contract import Array, SampleInput
+from fd_core.ops.contract import Array, PenaltyInput, SampleInput
 from fd_core.ops.numpy_sampling import WEIGHT_ONE
 from fd_core.ops.paddle_library import paddle
 from fd_core.ops.philox import random_bits
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
 
 __all__ = ["PaddleSampling"]
+
+
+_CACHED_CELLS = 2**16
+"""Logits that are penalized at a time on a processor: intermediate results then stay in its cache."""
+_DEVICE_CELLS = 2**23
+"""The same elsewhere, where it only limits the memory that is taken meanwhile."""
 
 
 class PaddleSampling:
@@ -34,21 +40,32 @@ class PaddleSampling:
         drawn = (cumulative <= (uniform * cumulative[:, -1]).unsqueeze(1)).astype("int64").sum(axis=1)
         return paddle.where(greedy, likeliest, drawn).astype("int32")
 
-    def add_at(self, logits: Array, rows: Array, ids: Array, values: Array) -> Array:
-        """Add values to single logits."""
-        if rows.shape[0] == 0:
-            return logits
-        return paddle.scatter_nd_add(logits, paddle.stack([rows, ids], axis=1), values)
+    def add_at(self, x: Array, rows: Array, ids: Array, values: Array) -> Array:
+        """Add values to single cells, in place."""
+        return paddle.index_put_(x, (rows, ids), values, accumulate=True) if rows.shape[0] else x
 
-    def repetition_at(self, logits: Array, rows: Array, ids: Array, penalties: Array) -> Array:
-        """Apply repetition penalties to single logits."""
-        if rows.shape[0] == 0:
+    def write_rows(self, x: Array, rows: Array, values: Array) -> Array:
+        """Overwrite rows, in place."""
+        return paddle.scatter_(x, rows, values) if rows.shape[0] else x
+
+    def penalize(self, logits: Array, penalties: PenaltyInput) -> Array:
+        """Apply repetition, presence and frequency penalties, in place."""
+        if penalties.rows.shape[0] == 0:
             return logits
-        places = rows.astype("int64") * logits.shape[1] + ids.astype("int64")
-        flat = logits.flatten()
-        chosen = paddle.index_select(flat, places)
-        changed = paddle.where(chosen > 0, chosen / penalties, chosen * penalties)
-        return paddle.scatter(flat, places, changed).reshape(logits.shape)
+        counts = paddle.index_select(penalties.counts, penalties.counts_rows)
+        counts = self.add_at(
+            counts, penalties.draft_rows, penalties.draft_ids, paddle.full_like(penalties.draft_ids, 2)
+        )
+        columns = (
+            penalties.repetition.unsqueeze(1),
+            penalties.presence.astype("float64").unsqueeze(1),
+            penalties.frequency.astype("float64").unsqueeze(1),
+        )
+        group = max((_CACHED_CELLS if logits.place.is_cpu_place() else _DEVICE_CELLS) // logits.shape[1], 1)
+        for begin in range(0, counts.shape[0], group):
+            part = slice(begin, begin + group)
+            _penalize(logits, penalties.rows[part], counts[part], *(column[part] for column in columns))
+        return logits
 
     def logprobs(self, logits: Array, tokens: Array, top_n: int) -> tuple[Array, Array, Array]:
         """Return log-probabilities of the chosen tokens, and the most likely tokens with theirs."""
@@ -76,6 +93,16 @@ class PaddleSampling:
             released = paddle.full_like(taken_back, PREEMPTED_TOKEN_ID)
             matrix = paddle.scatter(matrix.flatten(), taken_back * width, released).reshape(matrix.shape)
         return matrix
+
+
+def _penalize(logits: Array, rows: Array, counts: Array, repetition: Array, presence: Array, frequency: Array) -> None:
+    """Penalize some rows, of which `counts` [n, V] are the counts with drafts."""
+    values = paddle.index_select(logits, rows)
+    changed = paddle.where(values > 0, values / repetition, values * repetition)
+    values = paddle.where(counts != 0, changed, values)
+    generated = counts // 2
+    added = generated.astype("float64") * frequency + (generated > 0).astype("float64") * presence
+    paddle.scatter_(logits, rows, values - added.astype("float32"))
 
 
 def _filtered(logits: Array, weights: Array, rows: SampleInput) -> Array:

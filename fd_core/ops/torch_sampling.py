@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from fd_core.ops.contract import Array, SampleInput
+from fd_core.ops.contract import Array, PenaltyInput, SampleInput
 from fd_core.ops.numpy_sampling import WEIGHT_ONE
 from fd_core.ops.philox import random_bits
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
 
 __all__ = ["TorchSampling"]
+
+
+_CACHED_CELLS = 2**16
+"""Logits that are penalized at a time on a processor: intermediate results then stay in its cache."""
+_DEVICE_CELLS = 2**23
+"""The same elsewhere, where it only limits the memory that is taken meanwhile."""
 
 
 class TorchSampling:
@@ -32,15 +38,25 @@ class TorchSampling:
         drawn = (cumulative <= (uniform * cumulative[:, -1])[:, None]).sum(dim=1)
         return torch.where(greedy, likeliest, drawn).int()
 
-    def add_at(self, logits: Array, rows: Array, ids: Array, values: Array) -> Array:
-        """Add values to single logits, in place."""
-        return logits.index_put_((rows.long(), ids.long()), values, accumulate=True)
+    def add_at(self, x: Array, rows: Array, ids: Array, values: Array) -> Array:
+        """Add values to single cells, in place."""
+        return x.index_put_((rows.long(), ids.long()), values, accumulate=True)
 
-    def repetition_at(self, logits: Array, rows: Array, ids: Array, penalties: Array) -> Array:
-        """Apply repetition penalties to single logits, in place."""
-        places = (rows.long(), ids.long())
-        chosen = logits[places]
-        return logits.index_put_(places, torch.where(chosen > 0, chosen / penalties, chosen * penalties))
+    def write_rows(self, x: Array, rows: Array, values: Array) -> Array:
+        """Overwrite rows, in place."""
+        return x.index_copy_(0, rows.long(), values)
+
+    def penalize(self, logits: Array, penalties: PenaltyInput) -> Array:
+        """Apply repetition, presence and frequency penalties, in place."""
+        counts = penalties.counts.index_select(0, penalties.counts_rows.long())
+        drafts = penalties.draft_rows.long(), penalties.draft_ids.long()
+        counts.index_put_(drafts, counts.new_full((len(drafts[0]),), 2), accumulate=True)
+        columns = penalties.repetition, penalties.presence.double(), penalties.frequency.double()
+        group = max((_CACHED_CELLS if logits.device.type == "cpu" else _DEVICE_CELLS) // logits.shape[1], 1)
+        for begin in range(0, len(counts), group):
+            part = slice(begin, begin + group)
+            _penalize(logits, penalties.rows[part].long(), counts[part], *(column[part, None] for column in columns))
+        return logits
 
     def logprobs(self, logits: Array, tokens: Array, top_n: int) -> tuple[Array, Array, Array]:
         """Return log-probabilities of the chosen tokens, and the most likely tokens with theirs."""
@@ -63,6 +79,16 @@ class TorchSampling:
         matrix[slots.long()] = torch.where(delivered, sampled, EMPTY_TOKEN_ID)
         matrix[:, 0].index_fill_(0, taken_back.long(), PREEMPTED_TOKEN_ID)
         return matrix
+
+
+def _penalize(logits: Array, rows: Array, counts: Array, repetition: Array, presence: Array, frequency: Array) -> None:
+    """Penalize some rows, of which `counts` [n, V] are the counts with drafts."""
+    values = logits.index_select(0, rows)
+    changed = torch.where(values > 0, values / repetition, values * repetition)
+    values = torch.where(counts != 0, changed, values)
+    generated = counts >> 1
+    added = generated * frequency + (generated > 0) * presence
+    logits.index_copy_(0, rows, values.sub_(added.float()))
 
 
 def _filtered(logits: Array, weights: Array, rows: SampleInput) -> Array:

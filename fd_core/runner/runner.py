@@ -36,7 +36,7 @@ class Runner:
             drafter.allocate(limits)
         self._forward = ops.compile(model.forward)
         self._batch = PersistentBatch(limits)
-        self._sampler = Sampler(limits.max_num_seqs, model.vocab_size)
+        self._sampler = Sampler(ops, limits.max_num_seqs, model.vocab_size)
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Compute one step.
@@ -90,9 +90,7 @@ class Runner:
         logits = self._forward(inputs, self.cache)
         if not len(rows.sampling):
             return empty, None
-        tokens, scores = self._sampler.sample(
-            ops, logits, rows.logits_slots, rows.positions, rows.columns, batch.tokens
-        )
+        tokens, scores = self._sampler.sample(logits, rows.logits_slots, rows.positions, rows.columns, batch.tokens)
         if width == 1:
             return tokens.reshape(-1, 1), scores
         firsts = np.cumsum(rows.drafts + 1) - (rows.drafts + 1)
@@ -126,6 +124,7 @@ class Runner:
         """Append what was delivered, and guess what comes next."""
         slots = rows.slots[rows.sampling]
         self._batch.append(slots, tokens[slots], accepted)
+        self._sampler.extend(slots, tokens[slots], accepted)
         if self._drafter is None or not len(slots):
             return
         self._drafter.extend(slots, tokens[slots], accepted + 1)

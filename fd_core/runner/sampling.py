@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.ops.contract import Array, Ops, SampleInput
-from fd_core.types import Admission, IntArray, LogprobRows, SamplingParams
+from fd_core.runner.penalties import Penalties
+from fd_core.types import Admission, IntArray, LogprobRows
 
 __all__ = ["Sampler", "Scores"]
 
@@ -31,12 +32,12 @@ class Scores:
 
 @dataclass(slots=True)
 class _Extras:
-    """What only some requests need: places of the logits that change with the tokens seen."""
+    """What only some requests need: single logits to be changed."""
 
-    params: SamplingParams
-    prompt_len: int
+    free_from: int
+    """Position of the first token that may end the text, after `min_tokens` others."""
     stops: IntArray
-    """Tokens that may not come before `min_tokens`."""
+    """Tokens that may not come before."""
     bias_ids: IntArray
     bias: npt.NDArray[np.float32]
 
@@ -44,8 +45,8 @@ class _Extras:
 class Sampler:
     """Columns over slots; a row's result depends on its own request only."""
 
-    def __init__(self, num_slots: int, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, ops: Ops, num_slots: int, vocab_size: int) -> None:
+        self._ops = ops
         self._temperature = np.zeros(num_slots, np.float32)
         self._top_k = np.zeros(num_slots, np.int32)
         self._top_p = np.ones(num_slots, np.float32)
@@ -53,10 +54,11 @@ class Sampler:
         self._seeds = np.zeros(num_slots, np.uint64)
         self._logprobs = np.full(num_slots, -1, np.int32)
         """Alternatives wanted; -1 for a request that wants no log-probabilities."""
+        self._penalties = Penalties(ops, num_slots, vocab_size)
         self._extras: dict[int, _Extras] = {}
 
     def admit(self, admission: Admission) -> None:
-        """Remember the parameters of a new stay."""
+        """Remember the parameters of a new residency."""
         slot, params = admission.slot, admission.params
         self._temperature[slot] = params.temperature
         self._top_k[slot] = params.top_k
@@ -64,19 +66,23 @@ class Sampler:
         self._min_p[slot] = params.min_p
         self._seeds[slot] = params.seed
         self._logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self._penalties.admit(admission)
         self._extras.pop(slot, None)
-        if params.penalized or params.logit_bias or params.min_tokens:
+        if params.logit_bias or params.min_tokens:
             bias = params.logit_bias or {}
             self._extras[slot] = _Extras(
-                params=params,
-                prompt_len=admission.prompt_len,
+                free_from=admission.prompt_len + params.min_tokens,
                 stops=np.unique(np.array([*params.stop_token_ids, *admission.eos_token_ids], np.int32)),
                 bias_ids=np.array(list(bias), np.int32),
                 bias=np.array(list(bias.values()), np.float32),
             )
 
+    def extend(self, slots: IntArray, tokens: IntArray, accepted: IntArray) -> None:
+        """Take note of delivered tokens: int32[N, 1 + k], of which row i keeps the first 1 + accepted[i]."""
+        self._penalties.extend(slots, tokens, accepted)
+
     def sample(
-        self, ops: Ops, logits: Array, slots: IntArray, positions: IntArray, columns: IntArray, tokens: IntArray
+        self, logits: Array, slots: IntArray, positions: IntArray, columns: IntArray, tokens: IntArray
     ) -> tuple[Array, Scores | None]:
         """Choose a token for each row.
 
@@ -85,18 +91,21 @@ class Sampler:
         drafts included; `columns` int32[R] is where the choice stands in the token matrix. Returns int32[R] of the
         pack, and log-probabilities of the unchanged logits for those who asked.
         """
+        ops = self._ops
         wanted = np.flatnonzero(self._logprobs[slots] >= 0)
         raw = ops.gather_rows(logits, ops.from_host(wanted.astype(np.int32))) if len(wanted) else None
+        logits = self._penalties.apply(logits, slots, positions, columns, tokens)
         if self._extras:
-            logits = self._adjust(ops, logits, slots, positions, tokens)
-        chosen = ops.sample(logits, self._rows(ops, slots, positions))
+            logits = self._adjust(logits, slots, positions)
+        chosen = ops.sample(logits, self._rows(slots, positions))
         if raw is None:
             return chosen, None
         rows = ops.gather_rows(chosen, ops.from_host(wanted.astype(np.int32)))
         top_n = int(self._logprobs[slots[wanted]].max())
         return chosen, Scores(slots[wanted], columns[wanted], ops.logprobs(raw, rows, top_n))
 
-    def _rows(self, ops: Ops, slots: IntArray, positions: IntArray) -> SampleInput:
+    def _rows(self, slots: IntArray, positions: IntArray) -> SampleInput:
+        ops = self._ops
         temperature, top_k = self._temperature[slots], self._top_k[slots]
         top_p, min_p = self._top_p[slots], self._min_p[slots]
         random = temperature > 0
@@ -111,42 +120,18 @@ class Sampler:
             any_filter=bool((random & ((top_k > 0) | (top_p < 1) | (min_p > 0))).any()),
         )
 
-    def _adjust(self, ops: Ops, logits: Array, slots: IntArray, positions: IntArray, tokens: IntArray) -> Array:
-        """Apply repetition penalty, presence and frequency penalty, logit_bias and min_tokens, in this order."""
-        repeated: list[tuple[int, IntArray, npt.NDArray[np.float32]]] = []
-        added: list[tuple[int, IntArray, npt.NDArray[np.float32]]] = []
+    def _adjust(self, logits: Array, slots: IntArray, positions: IntArray) -> Array:
+        """Apply logit_bias and min_tokens."""
+        parts: list[tuple[int, IntArray, npt.NDArray[np.float32]]] = []
         for row, slot in enumerate(slots.tolist()):
             extras = self._extras.get(slot)
             if extras is None:
                 continue
-            known = int(positions[row])
-            self._collect(row, extras, tokens[slot, :known], repeated, added)
-        if repeated:
-            logits = ops.repetition_at(logits, *_places(ops, repeated))
-        if added:
-            logits = ops.add_at(logits, *_places(ops, added))
-        return logits
-
-    def _collect(
-        self,
-        row: int,
-        extras: _Extras,
-        known: IntArray,
-        repeated: list[tuple[int, IntArray, npt.NDArray[np.float32]]],
-        added: list[tuple[int, IntArray, npt.NDArray[np.float32]]],
-    ) -> None:
-        params, generated = extras.params, known[extras.prompt_len :]
-        if params.repetition_penalty != 1.0:
-            ids = np.unique(known)
-            repeated.append((row, ids, np.full(len(ids), params.repetition_penalty, np.float32)))
-        if params.presence_penalty or params.frequency_penalty:
-            ids, counts = np.unique(generated, return_counts=True)
-            values = -(params.presence_penalty + params.frequency_penalty * counts).astype(np.float32)
-            added.append((row, ids, values))
-        if len(extras.bias_ids):
-            added.append((row, extras.bias_ids, extras.bias))
-        if len(generated) < params.min_tokens and len(extras.stops):
-            added.append((row, extras.stops, np.full(len(extras.stops), _FORBIDDEN)))
+            if len(extras.bias_ids):
+                parts.append((row, extras.bias_ids, extras.bias))
+            if positions[row] < extras.free_from and len(extras.stops):
+                parts.append((row, extras.stops, np.full(len(extras.stops), _FORBIDDEN)))
+        return self._ops.add_at(logits, *_places(self._ops, parts)) if parts else logits
 
 
 def _places(ops: Ops, parts: list[tuple[int, IntArray, npt.NDArray[np.float32]]]) -> tuple[Array, Array, Array]:

@@ -9,10 +9,20 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.ops.contract import Array, Ops, SampleInput, StepInput
+from fd_core.ops.contract import Array, Ops, PenaltyInput, SampleInput, StepInput
 from fd_core.types import IntArray, RawTensor
 
-__all__ = ["TOLERANCE", "Values", "activations", "assert_near", "on_device", "raw", "sample_input", "step_input"]
+__all__ = [
+    "TOLERANCE",
+    "Values",
+    "activations",
+    "assert_near",
+    "on_device",
+    "penalty_input",
+    "raw",
+    "sample_input",
+    "step_input",
+]
 
 Floats = npt.NDArray[np.float32]
 
@@ -59,7 +69,7 @@ def activations(ops: Ops, values: Floats) -> Array:
 
 
 def on_device(ops: Ops, value: Any) -> Any:
-    """Return a StepInput or SampleInput of numpy arrays with its arrays on the pack's device."""
+    """Return a StepInput, SampleInput or PenaltyInput of numpy arrays with its arrays on the pack's device."""
     arrays = {
         each.name: ops.from_host(getattr(value, each.name))
         for each in fields(value)
@@ -84,6 +94,31 @@ def sample_input(rows: int, **columns: Any) -> SampleInput:
     }
     filters = (arrays["top_k"] > 0) | (arrays["top_p"] < 1) | (arrays["min_p"] > 0)
     return SampleInput(**arrays, all_greedy=bool((arrays["temperature"] == 0).all()), any_filter=bool(filters.any()))
+
+
+def penalty_input(
+    counts: IntArray,
+    *,
+    rows: npt.ArrayLike | None = None,
+    counts_rows: npt.ArrayLike | None = None,
+    drafts: Sequence[tuple[int, int]] = (),
+    **columns: npt.ArrayLike,
+) -> PenaltyInput:
+    """Return penalties of `rows`, by default one for each row of `counts`; `drafts` are pairs of (row, token)."""
+    chosen = np.arange(len(counts), dtype=np.int32) if rows is None else np.asarray(rows, np.int32)
+    neutral = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0}
+    arrays = {
+        name: np.broadcast_to(np.asarray(columns.get(name, default), np.float32), chosen.shape).copy()
+        for name, default in neutral.items()
+    }
+    return PenaltyInput(
+        rows=chosen,
+        counts=counts,
+        counts_rows=chosen if counts_rows is None else np.asarray(counts_rows, np.int32),
+        draft_rows=np.array([row for row, _ in drafts], np.int32),
+        draft_ids=np.array([token for _, token in drafts], np.int32),
+        **arrays,
+    )
 
 
 def step_input(rows: Sequence[tuple[int, int]], block_size: int, tables: IntArray) -> StepInput:

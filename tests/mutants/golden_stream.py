@@ -10,6 +10,7 @@ INPUTS = "runner/inputs.py"
 BATCH = "runner/batch.py"
 RUNNER = "runner/runner.py"
 SAMPLING = "runner/sampling.py"
+PENALTIES = "runner/penalties.py"
 
 MUTANTS = (
     mutant(
@@ -103,9 +104,14 @@ MUTANTS = (
         "4: penalties see every token before the one that is chosen",
         (
             SAMPLING,
-            "logits = self._adjust(ops, logits, slots, positions, tokens)",
-            "logits = self._adjust(ops, logits, slots, positions - columns, tokens)",
+            "logits = self._penalties.apply(logits, slots, positions, columns, tokens)",
+            "logits = self._penalties.apply(logits, slots, positions - columns, 0 * columns, tokens)",
         ),
+    ),
+    mutant(
+        "rejected-drafts-count-for-penalties",
+        "4: neither rejected drafts nor their KV exist",
+        (PENALTIES, "kept = (np.arange(tokens.shape[1]) <= accepted[:, None]) & ", "kept = (tokens == tokens) & "),
     ),
     mutant(
         "penalties-take-a-return-for-a-prompt",
@@ -115,7 +121,7 @@ MUTANTS = (
     mutant(
         "a-new-stay-keeps-stale-penalties",
         "4: a row's result depends on its own request only",
-        (SAMPLING, "        self._extras.pop(slot, None)\n", ""),
+        (PENALTIES, "            self._row_of[slot] = -1\n", ""),
     ),
     mutant(
         "logprobs-of-rejected-drafts-are-delivered",

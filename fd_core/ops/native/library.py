@@ -8,7 +8,7 @@ from typing import Any
 
 from fd_core.ops.native.build import BuildError
 
-__all__ = ["LayerGeometry", "MoeGeometry", "SampleRows", "Step", "checked", "declare"]
+__all__ = ["LayerGeometry", "MoeGeometry", "PenaltyRows", "SampleRows", "Step", "checked", "declare"]
 
 
 class Step(Structure):
@@ -67,6 +67,26 @@ class SampleRows(Structure):
     )
 
 
+class PenaltyRows(Structure):
+    """`fd::PenaltyRows`: what penalties need."""
+
+    _fields_ = (
+        ("rows", c_int),
+        ("drafts", c_int),
+        ("vocabulary", c_int),
+        ("logits", c_void_p),
+        ("stride", c_size_t),
+        ("logits_rows", c_void_p),
+        ("counts", c_void_p),
+        ("counts_rows", c_void_p),
+        ("draft_rows", c_void_p),
+        ("draft_ids", c_void_p),
+        ("repetition", c_void_p),
+        ("presence", c_void_p),
+        ("frequency", c_void_p),
+    )
+
+
 _NORM = (c_void_p, c_float)
 _EXPERTS = (POINTER(c_void_p), POINTER(c_void_p), c_void_p, c_void_p, c_int, c_int)
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -108,6 +128,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (c_void_p, c_int, *_NORM, c_int, POINTER(MoeGeometry), c_void_p, c_void_p, *_EXPERTS),
     ),
     "fd_sample": (c_int, (POINTER(SampleRows), c_void_p)),
+    "fd_penalize": (c_int, (POINTER(PenaltyRows), c_void_p)),
 }
 
 

@@ -25,11 +25,12 @@ from fd_core.ops.contract import (
     KVCache,
     KVShape,
     Norm,
+    PenaltyInput,
     SampleInput,
     StepInput,
 )
 from fd_core.ops.native.kv_cache import NativeKVCache
-from fd_core.ops.native.library import LayerGeometry, MoeGeometry, SampleRows, checked
+from fd_core.ops.native.library import LayerGeometry, MoeGeometry, PenaltyRows, SampleRows, checked
 from fd_core.ops.native.program import CaptureError, Eager, Recorder, Runtime, Symbol, symbolic_step
 from fd_core.ops.native.weights import Arena, NativeLinear, pack
 from fd_core.ops.philox import uniform
@@ -157,6 +158,28 @@ class NativeOps(TorchOps):
         )
         checked(self.runtime.library.fd_sample(ctypes.byref(call), self.runtime.team), "sampling")
         return tokens
+
+    def penalize(self, logits: Array, penalties: PenaltyInput) -> Array:
+        """Apply repetition, presence and frequency penalties, in place."""
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        call = PenaltyRows(
+            len(penalties.rows),
+            len(penalties.draft_rows),
+            logits.shape[1],
+            logits.data_ptr(),
+            logits.stride(0),
+            penalties.rows.data_ptr(),
+            penalties.counts.data_ptr(),
+            penalties.counts_rows.data_ptr(),
+            penalties.draft_rows.data_ptr(),
+            penalties.draft_ids.data_ptr(),
+            penalties.repetition.data_ptr(),
+            penalties.presence.data_ptr(),
+            penalties.frequency.data_ptr(),
+        )
+        checked(self.runtime.library.fd_penalize(ctypes.byref(call), self.runtime.team), "penalties")
+        return logits
 
     # Fusions ----------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fd_core.ops.contract import Ops, SampleInput
 from fd_core.ops.numpy_ops import NumpyOps
 from fd_core.ops.philox import uniform
-from fd_core.testing.arrays import on_device, sample_input
+from fd_core.testing.arrays import on_device, penalty_input, sample_input
 from fd_core.types import IntArray
 
 Floats = npt.NDArray[np.float32]
@@ -196,9 +196,70 @@ def test_adds_to_single_logits_and_sums_repeated_places(ops: Ops) -> None:
 
 def test_a_repetition_penalty_makes_logits_smaller_whatever_their_sign(ops: Ops) -> None:
     logits = np.array([[3, -3, 5], [0, 8, 2]], np.float32)
-    places = np.array([0, 0, 1], np.int32), np.array([0, 1, 1], np.int32), np.array([2, 2, 4], np.float32)
-    result = ops.repetition_at(ops.from_host(logits), *map(ops.from_host, places))
+    seen = np.array([[1, 2, 0], [0, 3, 0]], np.int32)
+    result = ops.penalize(ops.from_host(logits), on_device(ops, penalty_input(seen, repetition=[2, 4])))
     assert ops.to_host(result).tolist() == [[1.5, -6, 5], [0, 2, 2]]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_penalties_are_those_of_the_definition(ops: Ops, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows, residencies, vocabulary = 6, 4, 11
+    logits = rng.choice([-2.5, -0.0, 0.1, 7.3], (rows, vocabulary)).astype(np.float32)
+    counts = rng.integers(0, 9, (residencies, vocabulary), dtype=np.int32)
+    chosen = rng.permutation(rows)[:seed].astype(np.int32)  # none of them in the first case
+    drafts = sorted((int(row), int(token)) for row in range(seed) for token in rng.integers(0, 4, row))
+    given = penalty_input(
+        counts,
+        rows=chosen,
+        counts_rows=rng.integers(0, residencies, seed),
+        drafts=drafts,
+        repetition=rng.choice([0.7, 1.0, 1.3], seed),
+        presence=rng.choice([-0.3, 0.0, 1.7], seed),
+        frequency=rng.choice([-0.1, 0.0, 0.3], seed),
+    )
+    expected = logits.copy()
+    for index, row in enumerate(chosen.tolist()):
+        for token in range(vocabulary):
+            count = int(counts[given.counts_rows[index], token]) + 2 * drafts.count((index, token))
+            logit = logits[row, token]
+            if count:
+                penalty = given.repetition[index]
+                logit = logit / penalty if logit > 0 else logit * penalty
+            if count > 1:
+                added = float(given.presence[index]) + float(given.frequency[index]) * (count // 2)
+                logit = logit - np.float32(added)
+            expected[row, token] = logit
+    result = ops.penalize(ops.from_host(logits.copy()), on_device(ops, given))
+    np.testing.assert_array_equal(ops.to_host(result), expected)
+
+
+def test_penalties_of_a_real_vocabulary_are_the_oracles(ops: Ops) -> None:
+    rng = np.random.default_rng(0)
+    rows, vocabulary = 20, 50_021
+    logits = (rng.standard_normal((rows, vocabulary)) * 4).astype(np.float32)
+    counts = rng.integers(-12, 900, (rows, vocabulary), dtype=np.int32).clip(0)
+    counts[:, 200:40_000] = 0
+    drafts = sorted(zip(rng.integers(0, rows, 50).tolist(), rng.integers(0, vocabulary, 50).tolist(), strict=True))
+    given = penalty_input(
+        counts,
+        counts_rows=rng.permutation(rows),
+        drafts=drafts,
+        repetition=rng.choice([0.9, 1.0, 1.2], rows),
+        presence=rng.uniform(-2, 2, rows),
+        frequency=rng.uniform(-2, 2, rows),
+    )
+    result = ops.penalize(ops.from_host(logits.copy()), on_device(ops, given))
+    np.testing.assert_array_equal(ops.to_host(result), NumpyOps().penalize(logits.copy(), given))
+
+
+def test_counts_of_tokens_are_written_and_added_to(ops: Ops) -> None:
+    counts = ops.from_host(np.zeros((3, 4), np.int32))
+    rows = np.array([2, 0], np.int32), np.array([[1, 0, 3, 0], [5, 0, 0, 0]], np.int32)
+    counts = ops.write_rows(counts, *map(ops.from_host, rows))
+    places = np.array([2, 2, 1], np.int32), np.array([0, 0, 3], np.int32), np.array([2, 2, 2], np.int32)
+    counts = ops.add_at(counts, *map(ops.from_host, places))
+    assert ops.to_host(counts).tolist() == [[5, 0, 0, 0], [0, 0, 0, 2], [5, 0, 3, 0]]
 
 
 # Telling ------------------------------------------------------------------------------------------------------

@@ -114,20 +114,36 @@ class DrawsGreedyRows:
 @wrong(
     "null",
     "sampling:test_a_repetition_penalty_makes_logits_smaller_whatever_their_sign",
+    "sampling:test_penalties_are_those_of_the_definition*",
+    "sampling:test_penalties_of_a_real_vocabulary_are_the_oracles",
 )
 class AppliesPenaltiesTwice:
-    def repetition_at(self, logits, rows, ids, penalties):
-        return super().repetition_at(logits, rows, ids, penalties * penalties)
+    def penalize(self, logits, penalties):
+        return super().penalize(super().penalize(logits, penalties), penalties)
+
+
+@wrong(
+    "null",
+    "sampling:test_penalties_are_those_of_the_definition*",
+    "sampling:test_penalties_of_a_real_vocabulary_are_the_oracles",
+    spreads_to=("golden:test_speculation_changes_no_text*",),
+)
+class PenalizesWithoutDrafts:
+    def penalize(self, logits, penalties):
+        none = np.empty(0, np.int32)
+        return super().penalize(logits, replace(penalties, draft_rows=none, draft_ids=none))
 
 
 @wrong(
     "null",
     "sampling:test_adds_to_single_logits_and_sums_repeated_places",
+    "sampling:test_counts_of_tokens_are_written_and_added_to",
+    spreads_to=("golden:test_speculation_changes_no_text*",),
 )
 class KeepsOneOfRepeatedPlaces:
-    def add_at(self, logits, rows, ids, values):
-        logits[rows, ids] += values
-        return logits
+    def add_at(self, x, rows, ids, values):
+        x[rows, ids] += values
+        return x
 
 
 @wrong(

@@ -422,5 +422,13 @@ int fd_sample(const SampleRows* rows, void* team) {
     });
 }
 
+/// 0 if memory ran out.
+int fd_penalize(const PenaltyRows* rows, void* team) {
+    return guarded([&]() -> int {
+        penalize(*rows, *static_cast<Team*>(team));
+        return 1;
+    });
+}
+
 }  // extern "C"
 #pragma GCC visibility pop

@@ -12,6 +12,7 @@ namespace {
 constexpr double kWeightOne = 4294967296.0;  // 2^32
 constexpr double kLowest = -23.0;            // 2^32 * exp(-23) rounds to 0
 constexpr int kGroup = 64;                   // logits that are skipped or weighed together
+constexpr int kSeen = 16;                    // counts that are looked at together
 
 /// e^x for x in [kLowest, 0], within one unit of the last place of a double; no branches, so that loops vectorize.
 inline double exp_negative(double x) {
@@ -117,7 +118,54 @@ int draw(const std::vector<Candidate>& kept, double uniform, int likeliest) {
     return likeliest;
 }
 
+struct Penalty {
+    float repetition;
+    double presence, frequency;
+
+    /// A product of a float and a count is exact in a double, so fusing it with the sum changes nothing.
+    float operator()(float logit, int32_t count) const {
+        const float changed = logit > 0 ? logit / repetition : logit * repetition;
+        const int generated = count >> 1;
+        const double added = frequency * generated + (generated > 0 ? presence : 0.0);
+        return (count != 0 ? changed : logit) - float(added);
+    }
+};
+
+/// Penalize one row; `drafts` ids are generated once more than `counts` says.
+void penalize_row(float* x, const int32_t* counts, int n, const Penalty& penalty, const int32_t* drafts, int num) {
+    std::vector<float> before(num);
+    for (int i = 0; i < num; i++) before[i] = x[drafts[i]];
+    for (int begin = 0; begin < n; begin += kSeen) {
+        const int count = std::min(kSeen, n - begin);
+        int32_t seen = 0;
+        for (int i = 0; i < count; i++) seen |= counts[begin + i];
+        if (seen == 0) continue;
+        for (int i = begin; i < begin + count; i++) x[i] = penalty(x[i], counts[i]);
+    }
+    for (int i = 0; i < num; i++) {
+        const int times = int(std::count(drafts, drafts + num, drafts[i]));
+        x[drafts[i]] = penalty(before[i], counts[drafts[i]] + 2 * times);
+    }
+}
+
 }  // namespace
+
+void penalize(const PenaltyRows& p, Team& team) {
+    std::atomic<int> next{0};
+    auto work = [&](int) {
+        for (int row; (row = next.fetch_add(1, std::memory_order_relaxed)) < p.rows;) {
+            const int32_t* end = p.draft_rows + p.drafts;
+            const auto [first, last] = std::equal_range(p.draft_rows, end, row);
+            penalize_row(p.logits + p.logits_rows[row] * p.stride, p.counts + size_t(p.counts_rows[row]) * p.vocabulary,
+                         p.vocabulary, {p.repetition[row], p.presence[row], p.frequency[row]},
+                         p.draft_ids + (first - p.draft_rows), int(last - first));
+        }
+    };
+    if (p.rows == 1)
+        work(0);
+    else
+        team.run(work);
+}
 
 void sample(const SampleRows& s, Team& team) {
     std::atomic<int> next{0};

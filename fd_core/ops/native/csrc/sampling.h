@@ -1,4 +1,5 @@
-// Choosing tokens from logits; `fd_core.ops.contract.Ops.sample` defines the result to the last bit.
+// Penalties on logits and choosing tokens from them; `sample` and `penalize` of `fd_core.ops.contract.Ops` define the
+// results to the last bit.
 #pragma once
 
 #include "threads.h"
@@ -19,5 +20,22 @@ struct SampleRows {
 };
 
 void sample(const SampleRows& rows, Team& team);
+
+/// What penalties on n rows of logits need; arrays of n values but for the drafts.
+struct PenaltyRows {
+    int rows, drafts, vocabulary;
+    float* logits;  // changed in place
+    size_t stride;  // elements from row to row
+    const int32_t* logits_rows;
+    const int32_t* counts;  // [*, vocabulary]: 2 * times generated + (1 if in the prompt)
+    const int32_t* counts_rows;
+    const int32_t* draft_rows;  // [drafts], not falling: indices into the rows
+    const int32_t* draft_ids;   // [drafts]: generated once more for their row
+    const float* repetition;
+    const float* presence;
+    const float* frequency;
+};
+
+void penalize(const PenaltyRows& rows, Team& team);
 
 }  // namespace fd
