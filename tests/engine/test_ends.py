@@ -62,9 +62,10 @@ def test_penalties_see_the_drafts_before_them(k: int) -> None:
         assert stepper.engine.stats().drafts.accepted > 0
 
 
-def test_requests_of_two_salts_share_no_prefix() -> None:
+@pytest.mark.parametrize("salts", [("one", "two"), ("tenant-1", "tenant-2"), ("a", "ab"), ("ab", "a"), ("", "a")])
+def test_requests_of_two_salts_share_no_prefix(salts: tuple[str, str]) -> None:
     stepper = Stepper(small_engine([], num_kv_blocks=64))
-    for name, salt in (("a", "one"), ("b", "two"), ("c", "one")):
+    for name, salt in zip("abc", (*salts, salts[0]), strict=True):
         stepper.submit(greedy(name, PROMPT, 2, cache_salt=salt))
         stepper.run(1)
         assert stepper.engine.stats().scheduler.prefix_hits == (4 if name == "c" else 0)

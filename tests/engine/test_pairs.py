@@ -93,8 +93,9 @@ def test_requests_of_one_prompt_fetch_it_once() -> None:
     assert pair.decode.transfers.counters.outcomes == {"transferred": 1, "held": 3}
 
 
-def test_of_another_salt_nothing_is_shared() -> None:
-    specs = [LONG, greedy("salted", LONG.prompt, 20, cache_salt="s")]
+@pytest.mark.parametrize("salts", [("", "s"), ("tenant-1", "tenant-2"), ("a", "ab")])
+def test_of_another_salt_nothing_is_shared(salts: tuple[str, str]) -> None:
+    specs = [greedy(f"r{index}", LONG.prompt, 20, cache_salt=salt) for index, salt in enumerate(salts)]
     pair = pair_of(*specs, decode={"num_kv_blocks": 40})
     for spec in specs:
         pair.decode.submit(*elsewhere(spec))

@@ -224,12 +224,14 @@ def test_only_settled_blocks_of_a_victim_are_saved() -> None:
     assert len(saved.keys) == int(stepper.scheduler.slots.settled[slot]) // stepper.limits.block_size > 0
 
 
-def test_a_prefix_is_not_loaded_under_another_salt() -> None:
-    stepper, tiers = stepper_with_tiers(LONG, finished=True, persist=True)
-    start(stepper, tiers, LONG)
+@pytest.mark.parametrize("salts", [("", "another"), ("tenant-1", "tenant-2"), ("a", "ab")])
+def test_a_prefix_is_not_loaded_under_another_salt(salts: tuple[str, str]) -> None:
+    stored = greedy("long", LONG.prompt, 30, cache_salt=salts[0])
+    stepper, tiers = stepper_with_tiers(stored, finished=True, persist=True)
+    start(stepper, tiers, stored)
     stepper.run(1)
     stepper.scheduler.pool.forget_prefixes()
-    stepper.submit(greedy("other tenant", LONG.prompt, 3, cache_salt="another"))
+    stepper.submit(greedy("other tenant", LONG.prompt, 3, cache_salt=salts[1]))
     stepper.perform()
     (lookup,) = tiers.pending
     assert isinstance(lookup, Lookup)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,3 +50,14 @@ def test_identity_salt_secret_and_block_size_separate_chains() -> None:
     ]
     firsts = [keys[0] for keys in chains]
     assert len(set(firsts)) == len(firsts)
+
+
+@pytest.mark.parametrize("other", ["tenant-2", "tenant-", "tenant-12", "tenant-1 ", "Tenant-1", "tenant-1\0", "t", ""])
+def test_salts_with_a_common_beginning_share_no_key(other: str) -> None:
+    tokens = list(range(16))
+    assert not set(chain(tokens, salt="tenant-1")) & set(chain(tokens, salt=other))
+
+
+@given(st.text(max_size=20), st.text(max_size=20))
+def test_chains_of_different_salts_are_different(first: str, second: str) -> None:
+    assert (chain([1, 2, 3, 4], salt=first) == chain([1, 2, 3, 4], salt=second)) == (first == second)

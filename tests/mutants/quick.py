@@ -25,7 +25,6 @@ settings.register_profile(
     deadline=None,
     suppress_health_check=(HealthCheck.too_slow,),
 )
-settings.load_profile("mutants")
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -104,6 +103,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Follow the order."""
+    """Follow the order, with the profile of this plugin instead of that of the tests."""
+    settings.load_profile("mutants")
     order = msgspec.json.decode(config.getoption("--mutant-order").read_bytes(), type=Order)
     config.pluginmanager.register(_Recorder(order))

@@ -95,10 +95,13 @@ def test_only_what_was_served_is_recorded_and_then_attracts() -> None:
     assert router.snapshot().tally.hit_blocks == 4
 
 
-def test_requests_of_another_salt_find_nothing() -> None:
+@pytest.mark.parametrize("salts", [("", "tenant"), ("tenant-1", "tenant-2"), ("a", "ab"), ("ab", "a")])
+def test_requests_of_another_salt_find_nothing(salts: tuple[str, str]) -> None:
     router = router_of(mixed=1, **AWARE)
-    serve(router, PROMPT)
-    assert chosen(router.select(request(PROMPT, salt="tenant"), 0.0, 0.0)).hits == 0
+    with chosen(router.select(request(PROMPT, salt=salts[0]), 0.0, 0.0)) as selection:
+        router.served(selection, 0.0)
+    found = [chosen(router.select(request(PROMPT, salt=salt), 0.0, 0.0)).hits for salt in salts]
+    assert found == [4, 0]
 
 
 def test_a_pair_records_where_a_policy_asks_for_it() -> None:

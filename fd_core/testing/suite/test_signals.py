@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -20,7 +21,7 @@ from fd_core.testing.golden import Golden
 from fd_core.testing.requirements import thorough_but
 from fd_core.testing.steps import ByHand, SentStepper, device_of
 from fd_core.testing.target import Target
-from fd_core.testing.texts import greedy
+from fd_core.testing.texts import greedy, run
 from fd_core.types import FinishReason, RequestSpec, StepOutput, StepPlan
 
 KS = [0, 1, 3, 5]
@@ -148,6 +149,22 @@ def test_rejected_drafts_are_empty_and_accepted_ones_are_not(target: Target, gol
         text = [*first.tokens[0, :1].tolist(), *second.tokens[0, : second.counts[0]].tolist()]
         golden.check_prefix(specs[0], text)
         assert second.counts[0] == (1 if wrong else 1 + k)
+
+
+@pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
+def test_token_id_zero_is_a_token(target: Target, k: int) -> None:
+    """Delivered, accepted as a draft, and obeyed as a stop token and as the end of a text."""
+    prompt, favoured = PROMPTS[0][:8], {"logit_bias": {0: 100.0}}
+    specs = [
+        greedy("text", prompt, 12, **favoured),
+        greedy("stop", prompt, 12, **favoured, stop_token_ids=(0,)),
+        msgspec.structs.replace(greedy("end", prompt, 12, **favoured, ignore_eos=False), eos_token_ids=(0,)),
+    ]
+    with target.engine(k, [[*prompt, *[0] * 12]]) as engine:
+        texts = run(engine, specs)
+    assert texts.tokens == {"text": [0] * 12, "stop": [0], "end": [0]}
+    ends = {"text": FinishReason.LENGTH, "stop": FinishReason.STOP, "end": FinishReason.STOP}
+    assert texts.ends == ends
 
 
 # With the scheduler -------------------------------------------------------------------------------------------
