@@ -33,13 +33,13 @@ from routing import ENGINE, PLAYING_WORKERS, REPLY_TOKENS, shown
 
 import fd_core
 from fd_core.plugins import Plugins
-from fd_core.router.policies import Policy
+from fd_core.router.policies import RouterPolicy
 
 POLICIES = ("cache_aware", "session", "prefix_hash", "round_robin")
 HEADINGS = ("policy", "hit rate", "min to max", "TTFT p50 ms", "p95", "mean", "imbalance", "seconds")
 
 
-def contenders() -> dict[str, tuple[type[Policy], bool]]:
+def contenders() -> dict[str, tuple[type[RouterPolicy], bool]]:
     """Return each policy, and whether workers tell what they hold."""
     known = Plugins.discover([])
     ours = {name: (known.router_policy_class(name), False) for name in POLICIES}

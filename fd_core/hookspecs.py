@@ -106,7 +106,7 @@ def fd_register_router_policies() -> Sequence[Entry]:
     """Offer router policies: which worker gets a request.
 
     Called once at discovery; the results of all plugins are joined. Each target is a subclass of
-    `fd_core.router.policies.Policy`, without I/O, clock or randomness of its own; its name is a `policy`,
+    `fd_core.router.policies.RouterPolicy`, without I/O, clock or randomness of its own; its name is a `policy`,
     `prefill-policy` or `decode-policy` of the router. It is made from the `RouterConfig`, once for each role, and sees
     frozen values: the workers that may be chosen with their loads, the prompt, one random number and the time.
     """

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fd_core.backends.contract import Availability, Backend
     from fd_core.disagg.connectors.contract import Connector
     from fd_core.kv.stores.contract import KVStore
-    from fd_core.router.policies import Policy as RouterPolicy
+    from fd_core.router.policies import RouterPolicy
     from fd_core.runner.drafting import Drafter
     from fd_core.scheduling.policies import Policy
     from fd_core.scheduling.victims import VictimPolicy
@@ -80,7 +80,7 @@ STORE: Final = Kind("KV store", "fd_register_stores", "fd_core.kv.stores.contrac
 CONNECTOR: Final = Kind(
     "connector", "fd_register_connectors", "fd_core.disagg.connectors.contract:Connector", "--kv-connector"
 )
-ROUTER: Final = Kind("router policy", "fd_register_router_policies", "fd_core.router.policies:Policy", "--policy")
+ROUTER: Final = Kind("router policy", "fd_register_router_policies", "fd_core.router.policies:RouterPolicy", "--policy")
 KINDS: Final = (BACKEND, SCHEDULER, VICTIMS, DRAFTER, STORE, CONNECTOR, ROUTER)
 
 

@@ -234,8 +234,8 @@ def test_a_router_policy_comes_through_the_same_door(site):
     site.install(
         "fd-first",
         f"from fd_core.hookspecs import Entry, hookimpl\nFD_CONTRACT = 1\n{hook}",
-        parts="from fd_core.router.policies import Policy\n"
-        "class First(Policy):\n    def choose(self, view): return view.candidates[0]",
+        parts="from fd_core.router.policies import RouterPolicy\n"
+        "class First(RouterPolicy):\n    def choose(self, view): return view.candidates[0]",
     )
     plugins = site.discover()
     assert plugins.router_policy_class("first").__name__ == "First"

@@ -1,77 +1,83 @@
-"""What each worker has been given and has not finished: one guard for each worker of a selection.
+"""Requests that each worker was given and has not finished: one guard for each worker of a selection.
 
 A guard holds what was counted on one incarnation, and is the only thing that gives it back: the prefill tokens at the
-first token, the rest at the end. What the guards in force hold is the count, so at idle every counter is exactly zero,
-and none can be negative. Mixed and disaggregated requests take the same way: a guard of the prefill side ends at the
-first token, every other at the end of the stream.
+first token, the rest at the end. The load of a worker is the sum of its guards, so at idle every counter is exactly
+zero, and none can be negative. Mixed and disaggregated requests take the same way: the guard of a prefill worker ends
+at the first token, every other guard at the end of the stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
-from fd_core.router.workers import Worker
+from fd_core.metrics import gauge
+from fd_core.router.workers import RouterWorker
 
-__all__ = ["IDLE", "Guard", "Ledger", "Load"]
+__all__ = ["IDLE", "Guard", "WorkerLoad", "WorkerLoads"]
 
 
-class Load(msgspec.Struct, frozen=True):
-    """What runs on one incarnation, or what one guard holds of that."""
+class WorkerLoad(msgspec.Struct, frozen=True):
+    """The load of one incarnation, or the part of one guard."""
 
-    requests: int = 0
-    """Requests that it was given and that have not ended there."""
-    waiting: int = 0
-    """Those of them of which no token came yet."""
-    prefill_tokens: int = 0
-    """Tokens of the prompts of those, without what the worker was believed to hold or to compute already."""
+    requests: Annotated[int, gauge("requests", "Requests in flight: given to a worker and not ended.")] = 0
+    waiting: Annotated[int, gauge("requests_waiting", "Requests in flight whose answer has not begun.")] = 0
+    prefill_tokens: Annotated[
+        int,
+        gauge(
+            "prefill_tokens",
+            "Prompt tokens to compute for requests whose answer has not begun, without tokens believed to be cached.",
+        ),
+    ] = 0
 
-    def plus(self, other: Load) -> Load:
-        """Both together."""
-        return Load(
+    def plus(self, other: WorkerLoad) -> WorkerLoad:
+        """Return the sum of both loads."""
+        return WorkerLoad(
             self.requests + other.requests,
             self.waiting + other.waiting,
             self.prefill_tokens + other.prefill_tokens,
         )
 
-    def minus(self, other: Load) -> Load:
-        """This without `other`."""
-        return Load(
+    def minus(self, other: WorkerLoad) -> WorkerLoad:
+        """Return this load without `other`."""
+        return WorkerLoad(
             self.requests - other.requests,
             self.waiting - other.waiting,
             self.prefill_tokens - other.prefill_tokens,
         )
 
 
-IDLE: Final = Load()
+IDLE: Final = WorkerLoad()
 
 
 class Guard:
-    """What one selection counts on one worker; made by `Ledger.take`, given back exactly once by `release`."""
+    """What one selection counts on one worker; made by `WorkerLoads.take`, given back exactly once by `release`."""
 
-    __slots__ = ("_ends_at_first_token", "_held", "_ledger", "_released", "worker")
+    __slots__ = ("_ends_at_first_token", "_held", "_loads", "_released", "worker")
 
-    def __init__(self, ledger: Ledger, worker: Worker, held: Load, *, ends_at_first_token: bool) -> None:
+    def __init__(
+        self, loads: WorkerLoads, worker: RouterWorker, held: WorkerLoad, *, ends_at_first_token: bool
+    ) -> None:
         self.worker = worker
-        self._ledger = ledger
+        self._loads = loads
         self._held = held
         self._ends_at_first_token = ends_at_first_token
         self._released = False
 
     @property
-    def held(self) -> Load:
-        """What it holds at this moment."""
+    def held(self) -> WorkerLoad:
+        """The load that this guard holds at this moment."""
         return self._held
 
     @property
     def released(self) -> bool:
-        """Whether it has given back everything."""
+        """Whether the guard has given back everything."""
         return self._released
 
     def first_token(self) -> None:
-        """Give back what counted for prefill, on the prefill side everything. Later calls do nothing."""
+        """Give back what counted for prefill, for a prefill worker everything. Later calls do nothing."""
         if self._released:
             return
         if self._ends_at_first_token:
@@ -82,55 +88,55 @@ class Guard:
     def release(self) -> bool:
         """Give back the rest, exactly once. A second call changes nothing, is counted as a fault and returns False."""
         if self._released:
-            self._ledger.fault()
+            self._loads.fault()
             return False
         self._released = True
         self._give_back(self._held)
         return True
 
-    def _give_back(self, part: Load) -> None:
+    def _give_back(self, part: WorkerLoad) -> None:
         self._held = self._held.minus(part)
-        self._ledger.settle(self.worker, part)
+        self._loads.settle(self.worker, part)
 
 
-class Ledger:
+class WorkerLoads:
     """The load of every incarnation; only guards write to it."""
 
-    def __init__(self, on_idle: Callable[[Worker], None] | None = None) -> None:
+    def __init__(self, on_idle: Callable[[RouterWorker], None] | None = None) -> None:
         """`on_idle` is called with each worker whose last request ended."""
-        self._loads: dict[Worker, Load] = {}
+        self._by_worker: dict[RouterWorker, WorkerLoad] = {}
         self._on_idle = on_idle
         self._faults = 0
 
     @property
     def faults(self) -> int:
-        """How often something was given back or reported twice: always 0 if the callers are right."""
+        """Releases and verdicts that came twice or too late: always 0 if the callers are right."""
         return self._faults
 
     def fault(self) -> None:
         """Count a call that came twice or too late."""
         self._faults += 1
 
-    def take(self, worker: Worker, prefill_tokens: int, *, ends_at_first_token: bool = False) -> Guard:
-        """Count one request with so many prompt tokens left to compute on `worker`; the guard gives it back."""
-        held = Load(requests=1, waiting=1, prefill_tokens=prefill_tokens)
-        self._loads[worker] = self.load(worker).plus(held)
+    def take(self, worker: RouterWorker, prefill_tokens: int, *, ends_at_first_token: bool = False) -> Guard:
+        """Count one request with `prefill_tokens` left to compute on `worker`; the guard gives the count back."""
+        held = WorkerLoad(requests=1, waiting=1, prefill_tokens=prefill_tokens)
+        self._by_worker[worker] = self.of(worker).plus(held)
         return Guard(self, worker, held, ends_at_first_token=ends_at_first_token)
 
-    def load(self, worker: Worker) -> Load:
-        """Return what runs on one incarnation, gone or not."""
-        return self._loads.get(worker, IDLE)
+    def of(self, worker: RouterWorker) -> WorkerLoad:
+        """Return the load of one incarnation, gone or not."""
+        return self._by_worker.get(worker, IDLE)
 
-    def loads(self) -> dict[Worker, Load]:
-        """Return every incarnation, gone or not, on which something runs."""
-        return dict(self._loads)
+    def by_worker(self) -> dict[RouterWorker, WorkerLoad]:
+        """Return the load of every incarnation that has one, gone or not."""
+        return dict(self._by_worker)
 
-    def settle(self, worker: Worker, part: Load) -> None:
-        """Take back a part of what a guard held; called by the guards alone."""
-        left = self._loads[worker].minus(part)
+    def settle(self, worker: RouterWorker, part: WorkerLoad) -> None:
+        """Subtract a part of what a guard held; called by the guards alone."""
+        left = self._by_worker[worker].minus(part)
         if left != IDLE:
-            self._loads[worker] = left
+            self._by_worker[worker] = left
             return
-        del self._loads[worker]
+        del self._by_worker[worker]
         if self._on_idle is not None:
             self._on_idle(worker)

@@ -1,4 +1,4 @@
-"""The router policies that come with the core, offered through the same hook as a stranger's."""
+"""The router policies that come with the core, offered through the same hook as those of plugins."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FD_CONTRACT = 1
 
 @hookimpl
 def fd_register_router_policies() -> list[Entry]:
-    """Offer what looks at load alone, and what looks at the request as well."""
+    """Offer policies that look at load alone, and policies that look at the request as well."""
     return [
         Entry("random", "fd_core.router.policies:Random", "any worker, each with the same chance"),
         Entry("round_robin", "fd_core.router.policies:RoundRobin", "one worker after the other"),
@@ -21,5 +21,5 @@ def fd_register_router_policies() -> list[Entry]:
         ),
         Entry("cache_aware", "fd_core.router.affinity:CacheAware", "the longest cached prefix, weighed against load"),
         Entry("prefix_hash", "fd_core.router.affinity:PrefixHash", "consistent hashing of prefixes, bounded by load"),
-        Entry("session", "fd_core.router.affinity:Session", "the worker that the session had before"),
+        Entry("session", "fd_core.router.affinity:SessionAffinity", "the worker that the session had before"),
     ]

@@ -18,59 +18,67 @@ ALIASES: Final[Mapping[str, str]] = {
     "fd_remote_metrics_score": "metrics_score",
     "remote_cache_aware": "cache_aware",
 }
-"""Names of policies in FastDeploy's files, and who does their work here."""
+"""Names of policies in FastDeploy's settings files, and the names that they have here."""
 
 SECTIONS: Final = ("scheduler", "manager")
-"""Tables of a settings file in which the keys may stand; they may stand outside of any as well."""
+"""Tables of a settings file in which the keys may stand; keys may also stand outside of any table."""
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, rename="kebab", forbid_unknown_fields=True):
-    """How the router chooses workers and when it gives up on one. In files the names have `-` for `_`."""
+    """How the router chooses workers and when it gives up on one. In files the names have `-` instead of `_`."""
 
     policy: str = "request_num"
-    """For mixed workers."""
+    """Policy that chooses among mixed workers."""
     prefill_policy: str = "process_tokens"
+    """Policy that chooses among prefill workers."""
     decode_policy: str = "request_num"
+    """Policy that chooses among decode workers."""
     eviction_interval_secs: float = 60.0
-    """Seconds between sweeps that give back the memory of what has expired."""
+    """Seconds between sweeps that give back the memory of expired prefixes and sessions."""
     eviction_duration_mins: float = 30.0
     """Minutes for which a served prefix, or a session that sends nothing, is remembered."""
     cache_block_size: int = 64
     """Tokens in a block of the prefix index."""
     max_index_blocks: int = 131_072
-    """Blocks that the prefix index remembers of each worker."""
+    """Blocks that the prefix index remembers for each worker."""
     max_sessions: int = 65_536
     """Sessions that the policy `session` remembers."""
     balance_abs_threshold: float = 32.0
-    """cache_aware looks at load alone if the requests of two workers differ by more than this, and by more than..."""
+    """The policy `cache_aware` looks at load alone where the requests of two workers differ by more than this number
+    and by more than `balance_rel_threshold`."""
     balance_rel_threshold: float = 0.5
-    """...this share of those of the most loaded one. FastDeploy's 1 and 0.2 leave few hits where a worker has several
-    requests at a time."""
+    """Share of the requests of the most loaded worker, see `balance_abs_threshold`. FastDeploy's 1 and 0.2 leave few
+    hits where a worker has several requests at a time."""
     hit_ratio_weight: float = 1.0
-    """For cache_aware: what the tokens count that a worker would have to compute..."""
+    """Weight of the prompt tokens that a worker would have to compute, for the policy `cache_aware`."""
     load_balance_weight: float = 1.0
-    """...against those that it still has to compute for others."""
+    """Weight of what a worker still has to compute for other requests, for the policy `cache_aware`."""
     waiting_weight: float = 1.0
-    """What a request that waits for its first token weighs against a running one in metrics_score."""
+    """Weight of a request that waits for its first token, where a running one has 1, for the policy `metrics_score`."""
     prefix_hash_blocks: int = 1
-    """Leading blocks of a prompt that prefix_hash looks at."""
+    """Leading blocks of a prompt that the policy `prefix_hash` looks at."""
     prefix_hash_slack: float = 0.25
-    """By which share the load of a worker may exceed the mean before prefix_hash passes it over."""
+    """Share by which the load of a worker may exceed the mean before the policy `prefix_hash` passes it over."""
     health_failure_threshold: int = 1
+    """Health checks in a row that have to fail before a worker counts as unhealthy."""
     health_success_threshold: int = 1
+    """Health checks in a row that have to pass before a worker counts as healthy."""
     health_check_timeout_secs: float = 5.0
+    """Seconds within which a worker has to answer a health check."""
     health_check_interval_secs: float = 5.0
+    """Seconds between two health checks of a worker."""
     health_check_endpoint: str = "/health"
+    """Path that health checks ask for."""
     circuit_failure_threshold: int = 3
-    """Requests in a row that fail on a worker before it is left alone."""
+    """Requests in a row that have to fail on a worker before its circuit breaker opens."""
     circuit_open_secs: float = 1.0
-    """For so long at first, and twice as long each time it fails again..."""
+    """Seconds for which a circuit breaker stays open at first; each further failure doubles them."""
     circuit_max_open_secs: float = 30.0
-    """...up to this."""
+    """Longest time in seconds for which a circuit breaker stays open."""
     max_attempts: int = 3
-    """Workers, or pairs, that one request is tried on."""
+    """Attempts on different workers, or pairs, that one request gets."""
     max_requests_per_worker: int = 0
-    """Requests that one worker is given at a time; 0 sets no bound."""
+    """Requests in flight that one worker may have; 0 sets no bound."""
 
     def policy_of(self, role: Role) -> str:
         """Return the name of the policy that chooses among the workers of a role."""
@@ -79,7 +87,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, rename="kebab", fo
 
     @property
     def eviction_duration(self) -> float:
-        """Seconds for which things are remembered."""
+        """Seconds for which a served prefix, or a session that sends nothing, is remembered."""
         return self.eviction_duration_mins * 60.0
 
 
@@ -109,11 +117,11 @@ _RANGES: Final[tuple[tuple[str, Callable[[float], bool], tuple[str, ...]], ...]]
         ),
     ),
 )
-"""What a number has to be, in words and as a test, and which."""
+"""Ranges of settings: in words, as a test, and the settings that have to pass the test."""
 
 
 def router_config(settings: Mapping[str, Any]) -> RouterConfig:
-    """Read what a TOML or JSON file holds. Raises `ConfigError` that names the key and what it may be."""
+    """Return the settings that a TOML or JSON file holds. Raises `ConfigError` that names the key and its range."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
         table = value if key in SECTIONS else {key: value}
@@ -140,7 +148,7 @@ def router_config(settings: Mapping[str, Any]) -> RouterConfig:
 
 
 def check(config: RouterConfig) -> None:
-    """Raise `ConfigError` if a number is out of its range; the file's name of the field is named."""
+    """Raise `ConfigError` for a number out of its range; the error names the setting as files do."""
     for words, good, names in _RANGES:
         for name in names:
             value = getattr(config, name)

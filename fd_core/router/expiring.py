@@ -1,4 +1,4 @@
-"""A map of bounded size whose entries expire; the one that was written longest ago leaves first."""
+"""A map of bounded size whose entries expire; the entry that was written longest ago leaves first."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ class Expiring(Generic[Key, Value]):
         self._entries: OrderedDict[Key, tuple[float, Value]] = OrderedDict()
 
     def __len__(self) -> int:
-        """Entries that take memory, expired ones that no sweep has met included."""
+        """Entries that take memory, expired ones included until a sweep."""
         return len(self._entries)
 
     def put(self, key: Key, value: Value, now: float) -> None:
-        """Write an entry, and make room for it."""
+        """Write an entry; beyond the capacity the oldest one leaves."""
         self._entries[key] = (now, value)
         self._entries.move_to_end(key)
         if len(self._entries) > self._capacity:
             self._entries.popitem(last=False)
 
     def has(self, key: Key, now: float) -> bool:
-        """Whether `get` would find something."""
+        """Whether an entry is there and has not expired."""
         entry = self._entries.get(key)
         return entry is not None and now - entry[0] < self._duration
 
     def get(self, key: Key, now: float) -> Value | None:
-        """Return the value of an entry that has not expired."""
+        """Return the value of an entry; None if there is none or it has expired."""
         entry = self._entries.get(key)
         return entry[1] if entry is not None and now - entry[0] < self._duration else None
 
     def discard(self, key: Key) -> None:
-        """Drop an entry if there is one."""
+        """Remove an entry if there is one."""
         self._entries.pop(key, None)
 
     def sweep(self, now: float) -> None:
-        """Drop what has expired."""
+        """Remove all entries that have expired."""
         while self._entries:
             key, (written, _) = next(iter(self._entries.items()))
             if now - written < self._duration:

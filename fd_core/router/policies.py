@@ -1,7 +1,7 @@
-"""Router policies: which worker gets a request. These look at load, those of `affinity` at the request as well.
+"""Router policies: which worker gets a request. Those here look at load, those of `affinity` at the request as well.
 
-A policy is pure: it sees frozen values, among them one random number and a reading of the clock, and answers with one
-of the candidates. Plugins offer their own through `fd_core.hookspecs.fd_register_router_policies`.
+A policy is pure: it sees frozen values, among them one random number and a reading of the clock, and returns one of the
+candidates. Plugins offer policies through `fd_core.hookspecs.fd_register_router_policies`.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import ClassVar
 
 import msgspec
 
-from fd_core.router.accounting import Load
+from fd_core.router.accounting import WorkerLoad
 from fd_core.router.config import RouterConfig
-from fd_core.router.workers import Worker
+from fd_core.router.workers import RouterWorker
 from fd_core.types import IntArray
 
 __all__ = [
     "Candidate",
     "MetricsScore",
-    "Policy",
     "PowerOfTwo",
     "ProcessTokens",
     "Random",
     "RequestNum",
     "RoundRobin",
-    "View",
+    "RouterPolicy",
+    "RoutingContext",
     "least",
 ]
 
@@ -35,122 +35,123 @@ __all__ = [
 class Candidate(msgspec.Struct, frozen=True):
     """A worker that may be chosen."""
 
-    worker: Worker
-    load: Load
+    worker: RouterWorker
+    load: WorkerLoad
     hits: int = 0
-    """Leading blocks of the prompt that it is believed to hold; 0 unless the policy says `uses_prefix`."""
-    coming: int = 0
-    """Leading blocks that it holds or computes for another request; at least `hits`."""
+    """Leading prompt blocks that the worker is believed to hold; 0 unless the policy says `uses_prefix`."""
+    expected_hits: int = 0
+    """Leading prompt blocks that the worker holds or computes for another request; at least `hits`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class View:
-    """What a policy sees of one request and of who could take it."""
+class RoutingContext:
+    """What a policy sees: one request, and the workers that could take it."""
 
     candidates: tuple[Candidate, ...]
-    """At least one; healthy workers of one role that this request has not failed on. Others are not to be seen."""
+    """At least one: the healthy workers of one role on which this request has not failed."""
     tokens: IntArray
     """The prompt, int32 of shape [n], never empty, read-only."""
     keys: tuple[bytes, ...]
-    """Keys of its full blocks; empty if there is none, or unless the policy says `uses_prefix`."""
+    """Keys of the prompt's full blocks; empty unless the policy says `uses_prefix`."""
     session: str | None
+    """Name that all requests of one conversation or user carry, if there is one."""
     random: float
     """One uniform number in [0, 1)."""
     now: float
     """Reading of a monotonic clock in seconds."""
 
 
-class Policy(abc.ABC):
-    """Chooses one worker for each request; one instance for each role that it is asked for."""
+class RouterPolicy(abc.ABC):
+    """Chooses one worker for each request; the router makes one instance for each role."""
 
     uses_prefix: ClassVar[bool] = False
-    """Whether it reads `View.keys` and `Candidate.hits`, which cost time."""
+    """Whether the policy reads `RoutingContext.keys` and the hits of candidates, which cost time."""
 
     def __init__(self, config: RouterConfig) -> None:
         self.config = config
 
     @abc.abstractmethod
-    def choose(self, view: View) -> Candidate:
-        """Return one of `view.candidates`. Equal calls in equal states give equal answers."""
+    def choose(self, context: RoutingContext) -> Candidate:
+        """Return one of `context.candidates`. Equal calls in equal states give equal answers."""
 
-    def departed(self, worker: Worker) -> None:  # noqa: B027 - most policies need not know
-        """This incarnation is gone or was replaced."""
+    def departed(self, worker: RouterWorker) -> None:  # noqa: B027 - most policies need not know
+        """Forget an incarnation that is gone or was replaced."""
 
     def sweep(self, now: float) -> None:  # noqa: B027 - most policies remember nothing
-        """Forget what has expired; called now and then."""
+        """Forget what has expired; called every `eviction-interval-secs`."""
 
 
 def least(candidates: Sequence[Candidate], key: Callable[[Candidate], tuple[float, ...]], random: float) -> Candidate:
-    """Return the candidate of the smallest key, the random number deciding between equal ones."""
+    """Return the candidate with the smallest key; `random`, in [0, 1), decides between equal ones."""
     keys = [key(candidate) for candidate in candidates]
     smallest = min(keys)
     equal = [candidate for candidate, value in zip(candidates, keys, strict=True) if value == smallest]
     return equal[int(random * len(equal))]
 
 
-class Random(Policy):
-    """Any, each with the same chance."""
+class Random(RouterPolicy):
+    """Any worker, each with the same chance."""
 
-    def choose(self, view: View) -> Candidate:
-        """The random number decides."""
-        return view.candidates[int(view.random * len(view.candidates))]
+    def choose(self, context: RoutingContext) -> Candidate:
+        """Return the candidate that the random number names."""
+        return context.candidates[int(context.random * len(context.candidates))]
 
 
-class RoundRobin(Policy):
-    """One after the other, by address; who comes or goes does not disturb the others' order."""
+class RoundRobin(RouterPolicy):
+    """One worker after the other, by address; workers that come or go do not disturb the order of the others."""
 
     _last = ""
 
-    def choose(self, view: View) -> Candidate:
-        """The one with the next address after the last one chosen."""
-        by_address = sorted(view.candidates, key=lambda candidate: candidate.worker.url)
+    def choose(self, context: RoutingContext) -> Candidate:
+        """Return the candidate whose address follows that of the last choice."""
+        by_address = sorted(context.candidates, key=lambda candidate: candidate.worker.url)
         later = (candidate for candidate in by_address if candidate.worker.url > self._last)
         chosen = next(later, by_address[0])
         self._last = chosen.worker.url
         return chosen
 
 
-class PowerOfTwo(Policy):
-    """The less loaded of two random ones (Mitzenmacher 2001): close to the best with half the herd behaviour."""
+class PowerOfTwo(RouterPolicy):
+    """The less loaded of two random workers (Mitzenmacher 2001): close to the least load, with half the herding."""
 
-    def choose(self, view: View) -> Candidate:
-        """Two draws from one random number; of the two the one with fewer requests, then with fewer tokens."""
-        count = len(view.candidates)
-        scaled = view.random * count
+    def choose(self, context: RoutingContext) -> Candidate:
+        """Draw two candidates from one random number; return the one with fewer requests, then with fewer tokens."""
+        count = len(context.candidates)
+        scaled = context.random * count
         first = int(scaled)
         if count == 1:
-            return view.candidates[0]
+            return context.candidates[0]
         second = (first + 1 + int((scaled - first) * (count - 1))) % count
-        pair = (view.candidates[first], view.candidates[second])
+        pair = (context.candidates[first], context.candidates[second])
         return min(pair, key=by_requests)
 
 
-class RequestNum(Policy):
-    """The fewest requests, then the fewest prefill tokens."""
+class RequestNum(RouterPolicy):
+    """The worker with the fewest requests, then with the fewest prefill tokens."""
 
-    def choose(self, view: View) -> Candidate:
-        """The least loaded."""
-        return least(view.candidates, by_requests, view.random)
-
-
-class ProcessTokens(Policy):
-    """The fewest prompt tokens still to compute, then the fewest requests."""
-
-    def choose(self, view: View) -> Candidate:
-        """The one that will be done with its prefill first."""
-        return least(view.candidates, by_tokens, view.random)
+    def choose(self, context: RoutingContext) -> Candidate:
+        """Return the least loaded candidate."""
+        return least(context.candidates, by_requests, context.random)
 
 
-class MetricsScore(Policy):
-    """The fewest requests, those that wait for their first token weighed by `waiting-weight`."""
+class ProcessTokens(RouterPolicy):
+    """The worker with the fewest prompt tokens to compute, then with the fewest requests."""
 
-    def choose(self, view: View) -> Candidate:
-        """The smallest weighed sum."""
+    def choose(self, context: RoutingContext) -> Candidate:
+        """Return the candidate that will finish its prefill first."""
+        return least(context.candidates, by_tokens, context.random)
+
+
+class MetricsScore(RouterPolicy):
+    """The worker with the fewest requests; those that wait for their first token have the weight `waiting-weight`."""
+
+    def choose(self, context: RoutingContext) -> Candidate:
+        """Return the candidate with the smallest weighted sum."""
         weight = self.config.waiting_weight
         return least(
-            view.candidates,
+            context.candidates,
             lambda each: (each.load.requests - each.load.waiting + weight * each.load.waiting, *by_tokens(each)),
-            view.random,
+            context.random,
         )
 
 

@@ -1,8 +1,7 @@
-"""Who served which prefix: a radix tree over blocks of prompts.
+"""Prefixes that workers served or compute: radix trees over blocks of prompts.
 
 A block's key is the hash of the whole path that leads to it, so a node of the tree is found by its key and needs no
-links; each worker's nodes are kept apart, so each gets credit for the longest prefix of its own, and goes with all of
-them. Only what a worker really served is recorded.
+links. Each worker has a tree of its own: it gets credit for its own longest prefix, and its tree goes when it goes.
 """
 
 from __future__ import annotations
@@ -11,42 +10,42 @@ from collections.abc import Callable, Sequence
 
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.router.expiring import Expiring
-from fd_core.router.workers import Worker
+from fd_core.router.workers import RouterWorker
 from fd_core.types import IntArray
 
 __all__ = ["PrefixIndex", "PrefixesInFlight", "block_hasher", "block_keys"]
 
 
 def block_hasher(block_size: int) -> PrefixHasher:
-    """Return what names the blocks of prompts in a router. Not keyed: a key tells nobody whose KV to read."""
+    """Return the hasher that names prompt blocks in a router. It has no secret: the names never leave the router."""
     return PrefixHasher(block_size=block_size, identity="router")
 
 
 def block_keys(hasher: PrefixHasher, tokens: IntArray, salt: str = "") -> tuple[bytes, ...]:
-    """Return the keys of the full blocks of `tokens`, int32 of shape [n]; those of other salts differ."""
+    """Return the keys of the full blocks of `tokens`, int32 of shape [n]; keys of different salts differ."""
     chain: list[bytes] = []
     hasher.extend(chain, hasher.root(salt), tokens, len(tokens))
     return tuple(chain)
 
 
 class PrefixIndex:
-    """Which leading blocks each worker is believed to hold, for so many seconds and at most so many of each worker.
+    """Prompt blocks that each worker served, and so is believed to hold.
 
-    Recording costs time in proportion to the blocks of the prompt, matching in proportion to their logarithm, whatever
-    the index holds. Of a prefix the end leaves before the beginning: what is held of a worker is always whole paths
-    from the root.
+    A block is believed to be held for `duration` seconds, and at most `capacity` blocks of each worker are. Recording
+    costs time in proportion to the blocks of the prompt, matching to their logarithm, whatever the index holds. The end
+    of a prefix leaves before its beginning, so the index always holds whole paths from the root.
     """
 
     def __init__(self, *, duration: float, capacity: int) -> None:
         self._duration = duration
         self._capacity = capacity
-        self._held: dict[Worker, Expiring[bytes, None]] = {}
+        self._held: dict[RouterWorker, Expiring[bytes, None]] = {}
 
     def __len__(self) -> int:
         """Blocks that take memory, of all workers together."""
         return sum(map(len, self._held.values()))
 
-    def record(self, worker: Worker, keys: Sequence[bytes], now: float) -> None:
+    def record(self, worker: RouterWorker, keys: Sequence[bytes], now: float) -> None:
         """`worker` served a prompt of these blocks."""
         held = self._held.get(worker)
         if held is None:
@@ -54,26 +53,26 @@ class PrefixIndex:
         for key in reversed(keys[: self._capacity]):  # the first block last, so that it is the last to leave
             held.put(key, None, now)
 
-    def match(self, worker: Worker, keys: Sequence[bytes], now: float) -> int:
+    def match(self, worker: RouterWorker, keys: Sequence[bytes], now: float) -> int:
         """Return how many leading blocks `worker` is believed to hold."""
         held = self._held.get(worker)
         if held is None:
             return 0
         return _leading(keys, lambda key: held.has(key, now))
 
-    def remove(self, worker: Worker) -> None:
-        """Forget all that `worker` held: it is gone, or came back empty."""
+    def remove(self, worker: RouterWorker) -> None:
+        """Forget all blocks of `worker`: it is gone, or came back empty."""
         self._held.pop(worker, None)
 
     def sweep(self, now: float) -> None:
-        """Give back the memory of what has expired."""
+        """Give back the memory of expired blocks."""
         for worker, held in list(self._held.items()):
             held.sweep(now)
             if not len(held):
                 del self._held[worker]
 
-    def blocks(self, worker: Worker) -> int:
-        """Return how many blocks are kept for `worker`, expired ones that no sweep has met included."""
+    def blocks(self, worker: RouterWorker) -> int:
+        """Return how many blocks the index keeps for `worker`, expired ones included until a sweep."""
         return len(self._held.get(worker, ()))
 
 
@@ -86,13 +85,13 @@ class PrefixesInFlight:
     """
 
     def __init__(self) -> None:
-        self._nodes: dict[Worker, dict[bytes, int]] = {}
+        self._nodes: dict[RouterWorker, dict[bytes, int]] = {}
 
     def __len__(self) -> int:
         """Distinct blocks, of all workers together."""
         return sum(map(len, self._nodes.values()))
 
-    def begin(self, worker: Worker, keys: tuple[bytes, ...]) -> None:
+    def begin(self, worker: RouterWorker, keys: tuple[bytes, ...]) -> None:
         """`worker` was given a prompt of these blocks; `end` has to follow."""
         if not keys:
             return
@@ -102,7 +101,7 @@ class PrefixesInFlight:
             if count > 1:  # then all blocks before it are there already
                 return
 
-    def end(self, worker: Worker, keys: tuple[bytes, ...]) -> None:
+    def end(self, worker: RouterWorker, keys: tuple[bytes, ...]) -> None:
         """`worker` is through with a prompt that began, well or not."""
         if not keys:
             return
@@ -115,7 +114,7 @@ class PrefixesInFlight:
         if not nodes:
             del self._nodes[worker]
 
-    def match(self, worker: Worker, keys: Sequence[bytes]) -> int:
+    def match(self, worker: RouterWorker, keys: Sequence[bytes]) -> int:
         """Return how many leading blocks of a prompt `worker` is computing for others."""
         nodes = self._nodes.get(worker)
         return _leading(keys, nodes.__contains__) if nodes else 0

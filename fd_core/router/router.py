@@ -1,8 +1,8 @@
-"""The router: what the gateway asks which worker serves a request, and tells what became of it.
+"""The router: the gateway asks it for workers, and tells it what became of each request.
 
 selection = router.select(request, now, rng)      # Selection, or NoWorker
 with selection:                                   # releases at the end, however that comes
-    router.prefilled(selection, now)              # of a pair: its prefill side did its part, or failed, or declined
+    router.prefilled(selection, now)              # for a pair: its prefill side did its part, or failed, or declined
     ...                                           # stream; selection.first_token() before its first byte goes out
     router.served(selection, now)                 # or router.failed(selection, worker, now)
 selection = router.retry(selection, now, rng)     # after a failure: another worker, only before the first byte
@@ -13,15 +13,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
-from fd_core.router.accounting import IDLE, Ledger, Load
+from fd_core.router.accounting import IDLE, WorkerLoad, WorkerLoads
 from fd_core.router.config import RouterConfig, check
-from fd_core.router.placing import Placement, Placing
-from fd_core.router.policies import Policy
+from fd_core.router.placement import Placement, Placer
+from fd_core.router.policies import RouterPolicy
 from fd_core.router.prefix_index import PrefixesInFlight, PrefixIndex
-from fd_core.router.published import Published
+from fd_core.router.reported_kv import ReportedKV
 from fd_core.router.selection import Mode, NoWorker, RouteRequest, Selection, Verdict
 from fd_core.router.snapshot import RouterSnapshot, SelectionCounts, WorkerSnapshot
-from fd_core.router.workers import ROLES, Member, Registry, Role, Worker
+from fd_core.router.workers import ROLES, Member, Registry, Role, RouterWorker
 
 __all__ = ["NoWorker", "RouteRequest", "Router", "Selection"]
 
@@ -33,7 +33,7 @@ class Router:
     several threads at a time.
     """
 
-    def __init__(self, config: RouterConfig, policy_class: Callable[[str], type[Policy]]) -> None:
+    def __init__(self, config: RouterConfig, policy_class: Callable[[str], type[RouterPolicy]]) -> None:
         """`policy_class` finds a policy by name, as `Plugins.router_policy_class` does, and may raise `PluginError`.
 
         Raises `ConfigError` for numbers out of range.
@@ -47,32 +47,34 @@ class Router:
             circuit_seconds=config.circuit_open_secs,
             circuit_max_seconds=config.circuit_max_open_secs,
         )
-        self._ledger = Ledger(self._on_idle)
+        self._loads = WorkerLoads(self._on_idle)
         self._index = PrefixIndex(duration=config.eviction_duration, capacity=config.max_index_blocks)
-        self._policies: dict[Role, Policy] = {role: policy_class(config.policy_of(role))(config) for role in ROLES}
+        self._policies: dict[Role, RouterPolicy] = {
+            role: policy_class(config.policy_of(role))(config) for role in ROLES
+        }
         self._in_flight = PrefixesInFlight()
-        self.published = Published(self._registry, config.max_index_blocks)
-        """What workers tell of what they hold."""
-        self._placing = Placing(
+        self.reported_kv = ReportedKV(self._registry, config.max_index_blocks)
+        """The KV that workers report to hold."""
+        self._placer = Placer(
             config,
             self._policies,
             self._registry,
-            self._ledger,
+            self._loads,
             self._index,
             self._in_flight,
-            self.published,
+            self.reported_kv,
         )
-        self._by_worker: dict[Worker, SelectionCounts] = {}
+        self._by_worker: dict[RouterWorker, SelectionCounts] = {}
         self._by_role: dict[Role, SelectionCounts] = {role: SelectionCounts() for role in ROLES}
         self._modes: dict[Mode, int] = {"mixed": 0, "pd": 0}
         self._refused: Counter[str] = Counter()
         self._retries = 0
         self._next_sweep = 0.0
 
-    def register(self, url: str, role: Role, now: float, *, instance: str | None = None) -> Worker:
+    def register(self, url: str, role: Role, now: float, *, instance: str | None = None) -> RouterWorker:
         """Add a worker, or one that came back, and return its incarnation. It gets requests once a check has passed.
 
-        `instance` names the worker's process, if it tells: registering again under the same name changes nothing.
+        `instance` names the worker's process, if known: registering the same process again changes nothing.
         Raises `BadRequest` for an address or a role that cannot be used.
         """
         before = self._registry.at(url)
@@ -80,49 +82,49 @@ class Router:
         self._replaced(before, worker)
         return worker
 
-    def deregister(self, url: str, now: float) -> Worker | None:
-        """Give a worker nothing more; it is gone when what it has ends. Returns None if nobody has that address."""
+    def deregister(self, url: str, now: float) -> RouterWorker | None:
+        """Give a worker no more requests; it is gone once its last one ends. None if no worker has that address."""
         worker = self._registry.deregister(url, now)
-        if worker is not None and self._ledger.load(worker) == IDLE:
+        if worker is not None and self._loads.of(worker) == IDLE:
             self._on_idle(worker)
         return worker
 
     def health(
         self,
-        worker: Worker,
+        worker: RouterWorker,
         ok: bool,
         now: float,
         *,
         instance: str | None = None,
         role: str | None = None,
         kv_port: int | None = None,
-    ) -> Worker:
+    ) -> RouterWorker:
         """Take the result of one health check; return the incarnation that has the address from here on.
 
-        `instance` is what the worker answered about its process, if anything, `role` and `kv_port` what it says it is:
-        who says another role than it was given is not chosen, nor is a prefill worker without a port for its KV.
+        `instance` names the process that answered, `role` and `kv_port` are what it said of itself. A worker that says
+        another role than it was registered with is not chosen, nor is a prefill worker without a port for its KV.
         Results for an incarnation that was replaced change nothing. Counters are never touched.
         """
         after = self._registry.health(worker, ok, now, instance=instance, role=role, kv_port=kv_port)
         self._replaced(worker, after)
         return after
 
-    def serves(self, worker: Worker, models: Collection[str]) -> None:
-        """`worker` serves the models of these names: it gets no request for another one that somebody else serves."""
+    def serves(self, worker: RouterWorker, models: Collection[str]) -> None:
+        """Note the models that `worker` serves: it gets no request for a model that only other workers serve."""
         member = self._registry.member(worker)
         if member is not None:
             member.models = frozenset(models)
 
-    def workers(self) -> tuple[Worker, ...]:
-        """Return every incarnation that is there, draining ones too: those whose health is to be checked."""
+    def workers(self) -> tuple[RouterWorker, ...]:
+        """Return every incarnation whose health is to be checked: all that are there, draining ones too."""
         return tuple(member.worker for member in self._registry)
 
     def ready(self) -> bool:
-        """Whether somebody is well enough to serve a request: a mixed worker, or both sides of a pair."""
-        return self._placing.possible()
+        """Whether a mixed worker, or both sides of a pair, can serve requests."""
+        return self._placer.possible()
 
-    def compares(self, worker: Worker) -> bool:
-        """Whether the policy that chooses `worker` looks at what it holds."""
+    def uses_prefix(self, worker: RouterWorker) -> bool:
+        """Whether the policy that chooses among workers of this role looks at the prefixes that they hold."""
         return self._policies[worker.role].uses_prefix
 
     def select(self, request: RouteRequest, now: float, rng: float) -> Selection | NoWorker:
@@ -130,7 +132,7 @@ class Router:
         return self._attempt(request, frozenset(), 1, now, rng)
 
     def retry(self, selection: Selection, now: float, rng: float) -> Selection | NoWorker:
-        """Choose again for a request whose attempt failed and was released, among workers that it was not tried on.
+        """Choose again for a request whose attempt failed and was released, among workers that have not failed on it.
 
         Raises `RuntimeError` if the attempt still counts: its own stream has to release it first.
         """
@@ -148,7 +150,7 @@ class Router:
         return following
 
     def prefilled(self, selection: Selection, now: float) -> None:
-        """The prefill side of a pair computed the prompt: its prefix is recorded there, whatever becomes of the answer.
+        """Record the prefix for the prefill side of a pair: it computed the prompt, whatever becomes of the answer.
 
         Raises `ValueError` if the selection is no pair.
         """
@@ -157,18 +159,18 @@ class Router:
         self._did_well(selection, selection.prefill, now)
 
     def served(self, selection: Selection, now: float) -> None:
-        """The answer ended well: its prefix is recorded for the worker that gave it."""
+        """Record the prefix for the worker that gave the answer: it ended well."""
         self._did_well(selection, selection.decode, now)
 
-    def declined(self, selection: Selection, worker: Worker) -> None:
-        """`worker` had no room or serves something else: nothing is wrong with it, but a retry goes elsewhere."""
+    def declined(self, selection: Selection, worker: RouterWorker) -> None:
+        """Note that `worker` had no room or serves another model: it is not at fault, but a retry goes elsewhere."""
         _check(selection, worker)
         if self._judge(selection, worker, "declined"):
             for counts in self._counts(worker):
                 counts.declined += 1
 
-    def failed(self, selection: Selection, worker: Worker, now: float, *, severe: bool = False) -> None:
-        """`worker`, one of the selection's, failed; `severe` if it cannot even be reached."""
+    def failed(self, selection: Selection, worker: RouterWorker, now: float, *, severe: bool = False) -> None:
+        """Note that `worker`, one of the selection's, failed; `severe` if it cannot even be reached."""
         _check(selection, worker)
         if not self._judge(selection, worker, "failed"):
             return
@@ -180,8 +182,8 @@ class Router:
 
     def snapshot(self) -> RouterSnapshot:
         """Return everything that metrics and the live page show."""
-        loads = self._ledger.loads()
-        total = Load()
+        loads = self._loads.by_worker()
+        total = WorkerLoad()
         for load in loads.values():
             total = total.plus(load)
         workers = tuple(
@@ -193,8 +195,8 @@ class Router:
                 load=loads.pop(member.worker, IDLE),
                 tally=SelectionCounts.total([self._by_worker.get(member.worker, SelectionCounts())]),
                 index_blocks=self._index.blocks(member.worker),
-                held_blocks=self.published.blocks(member.worker),
-                kv_events=self.published.events(member.worker),
+                held_blocks=self.reported_kv.num_blocks(member.worker),
+                kv_events=self.reported_kv.num_events(member.worker),
                 kv_port=member.kv_port,
                 unfit=member.unfit,
             )
@@ -205,25 +207,24 @@ class Router:
             departed=tuple(loads.items()),
             index_blocks=len(self._index),
             total=total,
-            tally=SelectionCounts.total(self._by_role.values()),
             roles={role: SelectionCounts.total([counts]) for role, counts in self._by_role.items()},
             modes=dict(self._modes),
             refused=dict(self._refused),
             retries=self._retries,
-            faults=self._ledger.faults,
+            faults=self._loads.faults,
         )
 
     def _attempt(
         self, request: RouteRequest, tried: frozenset[str], attempt: int, now: float, rng: float
     ) -> Selection | NoWorker:
         self._sweep(now)
-        placement = self._placing.place(request, tried, now, rng)
+        placement = self._placer.place(request, tried, now, rng)
         if isinstance(placement, NoWorker):
             return self._refuse(placement)
         trials = [member.worker for member in placement.members if _is_trial(member, now)]
         first, *_ = workers = [member.worker for member in placement.members]
         guards = tuple(
-            self._ledger.take(
+            self._loads.take(
                 worker,
                 placement.missing if worker is first else 0,
                 ends_at_first_token=worker.role == "prefill",
@@ -234,7 +235,7 @@ class Router:
         chosen = Selection(
             request,
             guards,
-            ledger=self._ledger,
+            loads=self._loads,
             on_release=self._on_release,
             keys=placement.keys,
             hits=placement.hits,
@@ -251,7 +252,7 @@ class Router:
         self._refused[answer.reason] += 1
         return answer
 
-    def _did_well(self, selection: Selection, worker: Worker, now: float) -> None:
+    def _did_well(self, selection: Selection, worker: RouterWorker, now: float) -> None:
         if not self._judge(selection, worker, "served"):
             return
         for counts in self._counts(worker):
@@ -263,10 +264,10 @@ class Router:
         if self._policies[worker.role].uses_prefix:
             self._index.record(worker, selection.keys, now)
 
-    def _judge(self, selection: Selection, worker: Worker, verdict: Verdict) -> bool:
-        """Take down a verdict; one that comes twice or after the release counts as a fault and nothing else."""
+    def _judge(self, selection: Selection, worker: RouterWorker, verdict: Verdict) -> bool:
+        """Note a verdict; one that comes twice or after the release counts as a fault and nothing else."""
         if selection.released or worker in selection.verdicts:
-            self._ledger.fault()
+            self._loads.fault()
             return False
         selection.verdicts[worker] = verdict
         return True
@@ -284,18 +285,18 @@ class Router:
             if verdict in (None, "declined") and member is not None and worker in selection.trials:
                 member.circuit.withdraw()
 
-    def _on_idle(self, worker: Worker) -> None:
+    def _on_idle(self, worker: RouterWorker) -> None:
         if self._registry.idle(worker):
             self._forget(worker)
 
-    def _replaced(self, before: Worker | None, after: Worker) -> None:
+    def _replaced(self, before: RouterWorker | None, after: RouterWorker) -> None:
         if before is not None and before != after:
             self._forget(before)
 
-    def _forget(self, worker: Worker) -> None:
-        """Drop what was remembered of an incarnation; what runs there stays counted until its guards give it back."""
+    def _forget(self, worker: RouterWorker) -> None:
+        """Forget an incarnation; requests that run there stay counted until their guards give them back."""
         self._index.remove(worker)
-        self.published.remove(worker)
+        self.reported_kv.remove(worker)
         self._by_worker.pop(worker, None)
         for policy in self._policies.values():
             policy.departed(worker)
@@ -316,19 +317,19 @@ class Router:
                     counts.prompt_blocks += len(placement.keys)
                     counts.hit_blocks += placement.hits
 
-    def _counts(self, worker: Worker) -> Iterable[SelectionCounts]:
-        """Return what counts a selection of `worker`: the counts of its role and, while it is there, its own."""
+    def _counts(self, worker: RouterWorker) -> Iterable[SelectionCounts]:
+        """Return the counts that a selection of `worker` changes: those of its role and, while it is there, its own."""
         if self._registry.member(worker) is None:
             return (self._by_role[worker.role],)
         return self._by_role[worker.role], self._by_worker.setdefault(worker, SelectionCounts())
 
 
-def _check(selection: Selection, worker: Worker) -> None:
+def _check(selection: Selection, worker: RouterWorker) -> None:
     if worker not in selection.workers:
         raise ValueError(f"{worker} is not a worker of this selection")
 
 
 def _is_trial(member: Member, now: float) -> bool:
-    """Pass the circuit breaker; return whether this request is the one that tries the worker again."""
+    """Pass the circuit breaker; return whether this is the one request that tries the worker again."""
     member.circuit.admit(now)
     return member.circuit.state == "half_open"

@@ -1,7 +1,7 @@
-"""Who is there: workers, their incarnations, their health and their circuit breakers.
+"""The registry of workers: their incarnations, their health and their circuit breakers.
 
-A worker that comes back is another one: `Worker.incarnation` is never given twice, and whatever was counted or
-remembered for an earlier incarnation does not touch a later one.
+A worker that comes back is a new incarnation: `RouterWorker.incarnation` is never given twice, and whatever was counted
+or remembered for an earlier incarnation does not touch a later one.
 
     (none) --register--> UNKNOWN --checks pass--> HEALTHY <--> UNHEALTHY    (back to HEALTHY: a new incarnation)
                             any of them --deregister--> DRAINING --nothing runs--> GONE
@@ -20,25 +20,25 @@ import msgspec
 from fd_core.breaker import Breaker
 from fd_core.errors import BadRequest
 
-__all__ = ["ROLES", "Circuit", "Member", "Registry", "Role", "Worker", "WorkerState"]
+__all__ = ["ROLES", "Circuit", "Member", "Registry", "Role", "RouterWorker", "WorkerState"]
 
 Role = Literal["mixed", "prefill", "decode"]
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 
 
 class WorkerState(enum.Enum):
-    """What is known of a worker; only `HEALTHY` ones are candidates."""
+    """State of a worker; only `HEALTHY` workers are candidates."""
 
     UNKNOWN = "unknown"
-    """Registered, not checked often enough yet."""
+    """Registered, and not checked often enough yet."""
     HEALTHY = "healthy"
     UNHEALTHY = "unhealthy"
     DRAINING = "draining"
-    """Deregistered; it finishes what it has."""
+    """Deregistered: it gets no more requests and finishes those that it has."""
     GONE = "gone"
 
 
-class Worker(msgspec.Struct, frozen=True):
+class RouterWorker(msgspec.Struct, frozen=True):
     """One incarnation of a worker."""
 
     url: str
@@ -49,10 +49,10 @@ class Worker(msgspec.Struct, frozen=True):
 
 
 class Circuit(Breaker):
-    """A worker's circuit breaker; whoever was let through may also leave without having learned anything."""
+    """A worker's circuit breaker; a request that was let through may also end without a verdict on the worker."""
 
     def withdraw(self) -> None:
-        """The one call that was let through ended without a verdict: another may try."""
+        """The one request that was let through ended without a verdict: let another one through."""
         if self.state == "half_open":
             self.state = "open"
 
@@ -61,55 +61,55 @@ class Circuit(Breaker):
 class Member:
     """What the registry holds of one incarnation."""
 
-    worker: Worker
+    worker: RouterWorker
     instance: str | None
     circuit: Circuit
     since: float
-    """When it came into its state, by the clock that is passed in."""
+    """When the worker came into its state, by the clock that is passed in."""
     state: WorkerState = WorkerState.UNKNOWN
     passed: int = 0
     """Health checks passed in a row."""
     missed: int = 0
     """Health checks failed in a row."""
     says: str | None = None
-    """The role that its last passed check told; None if it tells none."""
+    """Role that the worker named in its last passed health check; None if it named none."""
     kv_port: int | None = None
-    """The port of its transfers, at the host of its address, if its last passed check told one."""
+    """Port on which a prefill worker listens for decode workers, if its last passed health check named one."""
     models: frozenset[str] | None = None
-    """Names of what it serves; None if it is not known."""
+    """Names of the models that the worker serves; None if they are not known."""
 
     def turn(self, state: WorkerState, now: float) -> None:
-        """Change the state, if it is another."""
+        """Change the state, and remember since when; does nothing where the state is the same."""
         if state is not self.state:
             self.state, self.since = state, now
 
     def open_to_requests(self, now: float) -> bool:
-        """Whether it may be chosen."""
+        """Whether the worker may be chosen."""
         return self.state is WorkerState.HEALTHY and self.circuit.ready(now) and not self.unfit
 
     @property
     def unfit(self) -> str:
-        """Why it cannot have the role that it was given, in words; empty if it can, as far as is known."""
+        """Why the worker cannot have the role that it was given, in words; empty if nothing speaks against it."""
         if self.says not in (None, self.worker.role):
-            return f"it is given as a {self.worker.role} worker and says that its role is {self.says}"
+            return f"it was registered as a {self.worker.role} worker and says that its role is {self.says}"
         if self.worker.role == "prefill" and self.kv_port is None and self.state is WorkerState.HEALTHY:
-            return "it names no port from which decode workers could take what it computes"
+            return "it names no port from which decode workers could take the KV that it computes"
         return ""
 
     @property
     def broken(self) -> bool:
-        """Whether it passes its health checks but has failed requests of late."""
+        """Whether the worker passes its health checks but has failed requests of late."""
         return self.state is WorkerState.HEALTHY and self.circuit.state != "closed"
 
 
 @dataclass(slots=True)
 class Registry:
-    """Every worker that may be asked, by address. Health checks and failures change states here, never counters."""
+    """Every worker that may get requests, by address. Health checks and failures change states here, never counters."""
 
     failure_threshold: int = 1
     """Health checks in a row that have to fail before a worker counts as unhealthy."""
     success_threshold: int = 1
-    """Health checks in a row that have to pass before it counts as healthy."""
+    """Health checks in a row that have to pass before a worker counts as healthy."""
     circuit_failures: int = 3
     circuit_seconds: float = 1.0
     circuit_max_seconds: float = 30.0
@@ -120,21 +120,21 @@ class Registry:
         """All members, in the order in which their addresses were first registered."""
         return iter(self._members.values())
 
-    def member(self, worker: Worker) -> Member | None:
-        """Return what is held of this incarnation; None if it is gone or was replaced."""
+    def member(self, worker: RouterWorker) -> Member | None:
+        """Return the entry of this incarnation; None if it is gone or was replaced."""
         member = self._members.get(worker.url)
         return member if member is not None and member.worker == worker else None
 
-    def at(self, url: str) -> Worker | None:
+    def at(self, url: str) -> RouterWorker | None:
         """Return the incarnation that has this address."""
         member = self._members.get(url.strip().rstrip("/"))
         return None if member is None else member.worker
 
-    def register(self, url: str, role: Role, now: float, *, instance: str | None = None) -> Worker:
+    def register(self, url: str, role: Role, now: float, *, instance: str | None = None) -> RouterWorker:
         """Add a worker, or one that came back, and return it.
 
-        `instance` names the worker's process. Who registers again under the same name of the same process is the same
-        incarnation; everybody else is a new one. Raises `BadRequest` for an address or a role that cannot be used.
+        `instance` names the worker's process. A worker that registers again with the same process is the same
+        incarnation; any other is a new one. Raises `BadRequest` for an address or a role that cannot be used.
         """
         url = checked_url(url)
         if role not in ROLES:
@@ -147,17 +147,17 @@ class Registry:
             and member.state is not WorkerState.DRAINING
         ):
             return member.worker
-        return self._enter(Worker(url, role, next(self._numbers)), now, instance).worker
+        return self._enter(RouterWorker(url, role, next(self._numbers)), now, instance).worker
 
-    def deregister(self, url: str, now: float) -> Worker | None:
-        """Give a worker nothing more. It drains until `idle`; returns None if nobody has that address."""
+    def deregister(self, url: str, now: float) -> RouterWorker | None:
+        """Give a worker no more requests. It drains until `idle`; returns None if no worker has that address."""
         worker = self.at(url)
         if worker is not None:
             self._members[worker.url].turn(WorkerState.DRAINING, now)
         return worker
 
-    def idle(self, worker: Worker) -> bool:
-        """Tell that nothing runs on `worker`; return whether it had drained, and so is gone."""
+    def idle(self, worker: RouterWorker) -> bool:
+        """Note that nothing runs on `worker`; return whether it had been draining, and so is gone."""
         member = self.member(worker)
         if member is None or member.state is not WorkerState.DRAINING:
             return False
@@ -167,19 +167,19 @@ class Registry:
 
     def health(
         self,
-        worker: Worker,
+        worker: RouterWorker,
         ok: bool,
         now: float,
         *,
         instance: str | None = None,
         role: str | None = None,
         kv_port: int | None = None,
-    ) -> Worker:
+    ) -> RouterWorker:
         """Take the result of one health check of `worker`; return the incarnation that has the address from here on.
 
-        `instance` is what the worker answered about its process, `role` and `kv_port` about itself; None where it said
-        nothing. The result of a check of another incarnation changes nothing. A process that is known to be another, or
-        a worker that was unhealthy and is not known to be the same process, is a new incarnation.
+        `instance` names the process that answered, `role` and `kv_port` are what it said of itself; None where it said
+        nothing. A check of an incarnation that was replaced changes nothing. A process that is known to be another one,
+        or a worker that was unhealthy and is not known to be the same process, is a new incarnation.
         """
         member = self.member(worker)
         if member is None or member.state is WorkerState.DRAINING:
@@ -194,10 +194,10 @@ class Registry:
         return member.worker
 
     def _passed(self, member: Member, now: float, instance: str | None) -> Member:
-        """Take a check that passed; return who has the address from here on."""
+        """Take a check that passed; return the entry that has the address from here on."""
         worker = member.worker
         if instance is not None and member.instance not in (None, instance):
-            member = self._enter(Worker(worker.url, worker.role, next(self._numbers)), now, instance)
+            member = self._enter(RouterWorker(worker.url, worker.role, next(self._numbers)), now, instance)
         same_process = instance is not None and instance == member.instance
         member.passed, member.missed = member.passed + 1, 0
         if instance is not None and member.state is not WorkerState.UNHEALTHY:
@@ -205,19 +205,19 @@ class Registry:
         if member.passed < self.success_threshold or member.state is WorkerState.HEALTHY:
             return member
         if member.state is WorkerState.UNHEALTHY and not same_process:
-            member = self._enter(Worker(worker.url, worker.role, next(self._numbers)), now, instance)
+            member = self._enter(RouterWorker(worker.url, worker.role, next(self._numbers)), now, instance)
             member.passed = self.success_threshold
         member.turn(WorkerState.HEALTHY, now)
         return member
 
-    def _enter(self, worker: Worker, now: float, instance: str | None) -> Member:
+    def _enter(self, worker: RouterWorker, now: float, instance: str | None) -> Member:
         circuit = Circuit(first=self.circuit_seconds, longest=self.circuit_max_seconds, patience=self.circuit_failures)
         self._members[worker.url] = member = Member(worker, instance, circuit, now)
         return member
 
 
 def checked_url(url: str) -> str:
-    """Return the base address of a worker as it is kept. Raises `BadRequest`."""
+    """Return the base address of a worker, without a slash at its end. Raises `BadRequest` for anything else."""
     scheme, separator, rest = url.strip().rstrip("/").partition("://")
     if not separator or scheme not in ("http", "https") or not rest or any(c in rest for c in "@?# \t\r\n"):
         hint = "use http://HOST:PORT, without user, query or fragment"

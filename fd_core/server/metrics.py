@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final
 
@@ -21,7 +21,7 @@ from fd_core.engine.client import EngineClient
 from fd_core.engine.messages import EngineStats
 from fd_core.metrics import read_metrics
 
-__all__ = ["Histogram", "ServerMetrics", "engine_families"]
+__all__ = ["Histogram", "ServerMetrics", "engine_families", "metric_families"]
 
 _TTFT: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _INTER_TOKEN: Final = (0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.025, 0.05, 0.1, 0.2, 0.4, 1.0, 2.5, 10.0)
@@ -114,13 +114,22 @@ class ServerMetrics(Collector):
 
 def engine_families(stats: EngineStats) -> Iterable[Metric]:
     """Return every metric that the engine's statistics declare, as Prometheus wants it."""
+    return metric_families("fdcore_", [({}, stats)])
+
+
+def metric_families(prefix: str, parts: Iterable[tuple[Mapping[str, str], object]]) -> Iterable[Metric]:
+    """Return every metric that statistics declare, as Prometheus wants it.
+
+    `parts` are labels that tell their samples apart, all of the same names, and statistics.
+    """
     families: dict[str, Metric] = {}
-    for spec, samples in read_metrics(stats):
-        if spec.name not in families:
-            family = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
-            families[spec.name] = family(f"fdcore_{spec.name}", spec.help, labels=spec.label_names)
-        for labels, value in samples:
-            families[spec.name].add_metric(labels, value)  # type: ignore[attr-defined]  # both families have it
+    for common, stats in parts:
+        for spec, samples in read_metrics(stats):
+            if spec.name not in families:
+                family = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+                families[spec.name] = family(prefix + spec.name, spec.help, labels=(*common, *spec.label_names))
+            for labels, value in samples:
+                families[spec.name].add_metric((*common.values(), *labels), value)  # type: ignore[attr-defined]
     return families.values()
 
 

@@ -16,7 +16,7 @@ import jinja2
 from jinja2.exceptions import SecurityError
 
 from fd_core.errors import BadRequest, ModelError
-from fd_core.text.sandbox import BUDGET, MAX_CHARS, Budget, Sandbox, TooMuch
+from fd_core.text.sandbox import BUDGET, MAX_CHARS, Sandbox, TemplateBudget, TooMuch
 
 if TYPE_CHECKING:
     from fd_core.text.tokenizer import Tokenizer
@@ -99,7 +99,7 @@ class ChatTemplate:
             "eos_token": self.eos_token or "",
             "raise_exception": _refuse,
             "strftime_now": self._strftime_now,
-            BUDGET: Budget(),
+            BUDGET: TemplateBudget(),
         }
         try:
             return _joined(self._compiled.generate(variables))

@@ -19,7 +19,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-__all__ = ["MAX_CHARS", "MAX_STEPS", "Budget", "Sandbox", "TooMuch"]
+__all__ = ["MAX_CHARS", "MAX_STEPS", "Sandbox", "TemplateBudget", "TooMuch"]
 
 MAX_CHARS = 16 << 20
 """Characters that a rendered prompt, or any value on the way to it, may have."""
@@ -41,7 +41,7 @@ class TooMuch(Exception):
     """The template would take more than the limits allow."""
 
 
-class Budget:
+class TemplateBudget:
     """What one rendering may still spend."""
 
     def __init__(self, steps: int = MAX_STEPS) -> None:
@@ -128,7 +128,7 @@ class _Generation(Extension):
 
 @pass_context
 def _counted(context: Context, values: Iterable[Any]) -> Iterator[Any]:
-    budget: Budget = context.parent[BUDGET]
+    budget: TemplateBudget = context.parent[BUDGET]
     for value in values:
         budget.spend()
         yield value

@@ -7,8 +7,8 @@ from tests.mutants.mutant import mutant
 ACCOUNTING = "router/accounting.py"
 AFFINITY = "router/affinity.py"
 INDEX = "router/prefix_index.py"
-PLACING = "router/placing.py"
-PUBLISHED = "router/published.py"
+PLACEMENT = "router/placement.py"
+REPORTED_KV = "router/reported_kv.py"
 ROUTER = "router/router.py"
 SELECTION = "router/selection.py"
 WORKERS = "router/workers.py"
@@ -28,18 +28,18 @@ MUTANTS = (
     mutant(
         "events-count-for-a-later-incarnation",
         _HELD,
-        (PUBLISHED, "if member is None or member.instance not in (None, instance):\n", "if member is None:\n"),
+        (REPORTED_KV, "if member is None or member.instance not in (None, instance):\n", "if member is None:\n"),
     ),
-    mutant("who-is-gone-still-holds-what-it-told", _HELD, (ROUTER, "        self.published.remove(worker)\n", "")),
+    mutant("who-is-gone-still-holds-what-it-told", _HELD, (ROUTER, "        self.reported_kv.remove(worker)\n", "")),
     mutant(
         "what-is-dropped-still-counts",
         _HELD,
-        (PUBLISHED, "            account.keys.difference_update(keys)\n", "            pass\n"),
+        (REPORTED_KV, "            report.keys.difference_update(keys)\n", "            pass\n"),
     ),
     mutant(
         "a-salted-prompt-is-compared-with-what-is-told",
         _HELD,
-        (PLACING, "if request.tokenized and not request.salt else None", "if request.tokenized else None"),
+        (PLACEMENT, "if request.tokenized and not request.salt else None", "if request.tokenized else None"),
     ),
     mutant(
         "prefill-tokens-are-not-released",
@@ -103,22 +103,26 @@ MUTANTS = (
     mutant(
         "a-guard-is-released-twice",
         _ONCE,
-        (ACCOUNTING, "        if self._released:\n            self._ledger.fault()\n            return False\n", ""),
+        (ACCOUNTING, "        if self._released:\n            self._loads.fault()\n            return False\n", ""),
         (
             ACCOUNTING,
             _GIVE_BACK,
-            "        self._released = True\n        self._ledger.settle(self.worker, self._held)\n",
+            "        self._released = True\n        self._loads.settle(self.worker, self._held)\n",
         ),
     ),
     mutant(
         "a-selection-is-released-twice",
         _ONCE,
-        (SELECTION, "        if self._released:\n            self._ledger.fault()\n            return False\n", ""),
+        (SELECTION, "        if self._released:\n            self._loads.fault()\n            return False\n", ""),
     ),
     mutant(
         "the-policy-sees-an-empty-prompt",
         "7.2: the policy sees the prompt, never an empty string",
-        (PLACING, "View(candidates, request.tokens, seen,", "View(candidates, request.tokens[:0], (),"),
+        (
+            PLACEMENT,
+            "RoutingContext(candidates, request.tokens, seen,",
+            "RoutingContext(candidates, request.tokens[:0], (),",
+        ),
     ),
     mutant(
         "an-empty-prompt-is-let-in",
@@ -175,7 +179,11 @@ MUTANTS = (
     mutant(
         "tenants-share-prefixes",
         "7.2: requests of different salts share no prefix",
-        (PLACING, "block_keys(self._hasher, request.tokens, request.salt)", "block_keys(self._hasher, request.tokens)"),
+        (
+            PLACEMENT,
+            "block_keys(self._hasher, request.tokens, request.salt)",
+            "block_keys(self._hasher, request.tokens)",
+        ),
     ),
     mutant(
         "a-retry-goes-to-the-same-worker",
@@ -203,10 +211,10 @@ MUTANTS = (
         (
             ROUTER,
             "        self._replaced(worker, after)\n",
-            "        self._replaced(worker, after)\n        self._ledger._loads.pop(worker, None)\n",
+            "        self._replaced(worker, after)\n        self._loads._by_worker.pop(worker, None)\n",
         ),
-        (ACCOUNTING, "left = self._loads[worker].minus(part)", "left = self.load(worker).minus(part)"),
-        (ACCOUNTING, "        del self._loads[worker]\n", "        self._loads.pop(worker, None)\n"),
+        (ACCOUNTING, "left = self._by_worker[worker].minus(part)", "left = self.of(worker).minus(part)"),
+        (ACCOUNTING, "        del self._by_worker[worker]\n", "        self._by_worker.pop(worker, None)\n"),
     ),
     mutant(
         "who-comes-back-is-who-it-was",
@@ -271,10 +279,10 @@ MUTANTS = (
         "an-unhealthy-worker-counts-as-load",
         "7.2: unhealthy workers count nowhere",
         (
-            PLACING,
+            PLACEMENT,
             "        seen = keys if",
             "        candidates += tuple(\n"
-            "            Candidate(one.worker, self._ledger.load(one.worker), -1)\n"
+            "            Candidate(one.worker, self._loads.of(one.worker), -1)\n"
             "            for one in self._registry\n"
             "            if one.worker.role == role and one not in pool\n"
             "        )\n"
@@ -294,7 +302,7 @@ MUTANTS = (
     mutant(
         "who-drains-is-gone-at-once",
         "7.1: a guard is released from the stream itself",
-        (ROUTER, "if worker is not None and self._ledger.load(worker) == IDLE:", "if worker is not None:"),
+        (ROUTER, "if worker is not None and self._loads.of(worker) == IDLE:", "if worker is not None:"),
     ),
     mutant(
         "out-of-balance-is-not-noticed",

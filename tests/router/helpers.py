@@ -11,7 +11,7 @@ from fd_core.router.accounting import IDLE
 from fd_core.router.config import RouterConfig
 from fd_core.router.router import Router
 from fd_core.router.selection import NoWorker, RouteRequest, Selection
-from fd_core.router.workers import Role, Worker
+from fd_core.router.workers import Role, RouterWorker
 
 KV_PORT = 7001
 BUILTINS = Plugins.discover([])
@@ -26,12 +26,12 @@ def router_of(mixed: int = 0, prefill: int = 0, decode: int = 0, **settings: obj
     return router
 
 
-def add(router: Router, url: str, role: Role = "mixed", now: float = 0.0, instance: str | None = None) -> Worker:
+def add(router: Router, url: str, role: Role = "mixed", now: float = 0.0, instance: str | None = None) -> RouterWorker:
     """Register a worker whose first check passes."""
     return well(router, router.register(url, role, now, instance=instance), now, instance)
 
 
-def well(router: Router, worker: Worker, now: float = 0.0, instance: str | None = None) -> Worker:
+def well(router: Router, worker: RouterWorker, now: float = 0.0, instance: str | None = None) -> RouterWorker:
     """Let a check pass in which the worker says what its role needs."""
     port = KV_PORT if worker.role == "prefill" else None
     return router.health(worker, True, now, instance=instance, role=worker.role, kv_port=port)
@@ -55,7 +55,7 @@ def place(router: Router, tokens: Sequence[int] = (1, 2, 3), now: float = 0.0, r
     return chosen(router.select(request(tokens), now, rng))
 
 
-def serve(router: Router, tokens: Sequence[int] = (1, 2, 3), now: float = 0.0, rng: float = 0.0) -> Worker:
+def serve(router: Router, tokens: Sequence[int] = (1, 2, 3), now: float = 0.0, rng: float = 0.0) -> RouterWorker:
     """Let one request pass from beginning to end; return who gave the answer."""
     with place(router, tokens, now, rng) as selection:
         selection.first_token()

@@ -11,11 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fd_core.router.accounting import IDLE, Load
+from fd_core.router.accounting import IDLE, WorkerLoad
 from fd_core.router.config import RouterConfig
 from fd_core.router.router import Router
 from fd_core.router.selection import NoWorker, Selection
-from fd_core.router.workers import ROLES, Role, Worker
+from fd_core.router.workers import ROLES, Role, RouterWorker
 from tests.router.helpers import BUILTINS, is_idle, request
 
 URLS: dict[str, Role] = {
@@ -51,17 +51,17 @@ class Attempt:
     missing: int
     """Prompt tokens that the prefill side neither holds nor computes for an earlier attempt."""
     started: bool = False
-    verdicts: dict[Worker, str] = field(default_factory=dict)
+    verdicts: dict[RouterWorker, str] = field(default_factory=dict)
 
-    def counts(self) -> dict[Worker, Load]:
+    def counts(self) -> dict[RouterWorker, WorkerLoad]:
         counted = {}
         for worker in self.selection.workers:
             if worker.role == "decode":
-                counted[worker] = Load(1, 0 if self.started else 1, 0)
+                counted[worker] = WorkerLoad(1, 0 if self.started else 1, 0)
             elif worker.role == "mixed" and self.started:
-                counted[worker] = Load(1, 0, 0)
+                counted[worker] = WorkerLoad(1, 0, 0)
             elif not self.started:
-                counted[worker] = Load(1, 1, self.missing)
+                counted[worker] = WorkerLoad(1, 1, self.missing)
         return counted
 
 
@@ -70,15 +70,15 @@ class Interleavings(RuleBasedStateMachine):
         super().__init__()
         self.router: Router | None = None
         self.now = 0.0
-        self.there: dict[str, Worker] = {}
-        self.replaced: list[Worker] = []
+        self.there: dict[str, RouterWorker] = {}
+        self.replaced: list[RouterWorker] = []
         self.processes: dict[str, str | None] = {}
         self.states: dict[str, str] = {}
         self.ports: dict[str, int | None] = {}
         self.says: dict[str, str | None] = {}
         self.running: list[Attempt] = []
         self.ended: list[Attempt] = []
-        self.holds: dict[Worker, set[tuple[int, ...]]] = {}
+        self.holds: dict[RouterWorker, set[tuple[int, ...]]] = {}
         self.faults = 0
         self.served = self.failed = self.left = self.declined = self.unused = 0
 
@@ -155,7 +155,7 @@ class Interleavings(RuleBasedStateMachine):
         worker = self.replaced[which % len(self.replaced)]
         assert self.ready().health(worker, ok, self.now) == worker
 
-    def arrive(self, url: str, worker: Worker, process: str | None) -> None:
+    def arrive(self, url: str, worker: RouterWorker, process: str | None) -> None:
         before = self.there.get(url)
         assert worker != before
         if before is not None:
@@ -244,7 +244,7 @@ class Interleavings(RuleBasedStateMachine):
         self.ready().prefilled(attempt.selection, self.now)
         self.did_well(attempt, attempt.selection.prefill)
 
-    def did_well(self, attempt: Attempt, worker: Worker) -> None:
+    def did_well(self, attempt: Attempt, worker: RouterWorker) -> None:
         if worker in attempt.verdicts:
             self.faults += 1
             return
@@ -336,7 +336,7 @@ class Interleavings(RuleBasedStateMachine):
     def counters_are_what_the_attempts_in_force_add_up_to(self) -> None:
         if self.router is None:
             return
-        expected: dict[Worker, Load] = {}
+        expected: dict[RouterWorker, WorkerLoad] = {}
         for attempt in self.running:
             for worker, load in attempt.counts().items():
                 expected[worker] = expected.get(worker, IDLE).plus(load)

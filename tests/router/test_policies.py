@@ -9,38 +9,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fd_core.router.accounting import Load
+from fd_core.router.accounting import WorkerLoad
 from fd_core.router.builtin import fd_register_router_policies
 from fd_core.router.config import RouterConfig
-from fd_core.router.policies import Candidate, Policy, View
-from fd_core.router.workers import Worker
+from fd_core.router.policies import Candidate, RouterPolicy, RoutingContext
+from fd_core.router.workers import RouterWorker
 from tests.router.helpers import BUILTINS
 
 NAMES = [entry.name for entry in fd_register_router_policies()]
 DRAWS = [draw / 997 for draw in range(997)]
 
 
-def policy(name: str, **settings: object) -> Policy:
+def policy(name: str, **settings: object) -> RouterPolicy:
     return BUILTINS.router_policy_class(name)(RouterConfig(**settings))  # type: ignore[arg-type]
 
 
 def candidate(
-    number: int, requests: int = 0, tokens: int = 0, hits: int = 0, waiting: int = 0, coming: int = 0
+    number: int, requests: int = 0, tokens: int = 0, hits: int = 0, waiting: int = 0, expected_hits: int = 0
 ) -> Candidate:
-    worker = Worker(f"http://{number}", "mixed", number)
-    return Candidate(worker, Load(requests, waiting, tokens), hits, max(hits, coming))
+    worker = RouterWorker(f"http://{number}", "mixed", number)
+    return Candidate(worker, WorkerLoad(requests, waiting, tokens), hits, max(hits, expected_hits))
 
 
-def view(
+def context(
     *candidates: Candidate,
     random: float = 0.0,
     now: float = 0.0,
     tokens: tuple[int, ...] = (1,),
     blocks: int = 0,
     session: str | None = None,
-) -> View:
+) -> RoutingContext:
     keys = tuple(bytes([block]) for block in range(blocks))
-    return View(candidates, np.array(tokens, np.int32), keys, session, random, now)
+    return RoutingContext(candidates, np.array(tokens, np.int32), keys, session, random, now)
 
 
 def number(chosen: Candidate) -> int:
@@ -58,7 +58,7 @@ def test_a_policy_chooses_a_candidate_and_equal_ones_choose_alike(
 ) -> None:
     one, other = policy(name), policy(name)
     for loads, random, session in asked:
-        seen = view(
+        seen = context(
             *(candidate(index, *load) for index, load in enumerate(loads)), random=random, blocks=3, session=session
         )
         chosen = one.choose(seen)
@@ -69,39 +69,39 @@ def test_a_policy_chooses_a_candidate_and_equal_ones_choose_alike(
 @pytest.mark.parametrize("name", ["random", "request_num", "process_tokens", "metrics_score", "cache_aware", "session"])
 def test_the_random_number_decides_between_equals(name: str) -> None:
     equals = [candidate(index) for index in range(4)]
-    counted = Counter(number(policy(name).choose(view(*equals, random=draw))) for draw in DRAWS)
+    counted = Counter(number(policy(name).choose(context(*equals, random=draw))) for draw in DRAWS)
     assert set(counted) == {0, 1, 2, 3} and max(counted.values()) - min(counted.values()) <= 1
 
 
 def test_round_robin_goes_round_and_bears_coming_and_going() -> None:
     robin = policy("round_robin")
     a, b, c, d = (candidate(index) for index in range(4))
-    assert [number(robin.choose(view(c, a, b))) for _ in range(4)] == [0, 1, 2, 0]
-    assert number(robin.choose(view(a, c, d))) == 2
-    assert [number(robin.choose(view(d, a))) for _ in range(2)] == [3, 0]
+    assert [number(robin.choose(context(c, a, b))) for _ in range(4)] == [0, 1, 2, 0]
+    assert number(robin.choose(context(a, c, d))) == 2
+    assert [number(robin.choose(context(d, a))) for _ in range(2)] == [3, 0]
 
 
 def test_power_of_two_takes_the_less_loaded_of_any_two() -> None:
     loaded = [candidate(0, 5), candidate(1, 3), candidate(2, 0)]
-    counted = Counter(number(policy("power_of_two").choose(view(*loaded, random=draw))) for draw in DRAWS)
+    counted = Counter(number(policy("power_of_two").choose(context(*loaded, random=draw))) for draw in DRAWS)
     assert counted[0] == 0
     assert counted[2] == pytest.approx(len(DRAWS) * 2 / 3, abs=3)
     assert counted[1] == pytest.approx(len(DRAWS) / 3, abs=3)
-    assert number(policy("power_of_two").choose(view(candidate(7), random=0.9))) == 7
+    assert number(policy("power_of_two").choose(context(candidate(7), random=0.9))) == 7
 
 
 def test_request_num_and_process_tokens_look_at_the_other_when_equal() -> None:
     few_requests, few_tokens = candidate(0, 1, 900), candidate(1, 4, 10)
-    assert number(policy("request_num").choose(view(few_tokens, few_requests))) == 0
-    assert number(policy("process_tokens").choose(view(few_requests, few_tokens))) == 1
-    assert number(policy("request_num").choose(view(candidate(0, 1, 9), candidate(1, 1, 8)))) == 1
-    assert number(policy("process_tokens").choose(view(candidate(0, 9, 1), candidate(1, 8, 1)))) == 1
+    assert number(policy("request_num").choose(context(few_tokens, few_requests))) == 0
+    assert number(policy("process_tokens").choose(context(few_requests, few_tokens))) == 1
+    assert number(policy("request_num").choose(context(candidate(0, 1, 9), candidate(1, 1, 8)))) == 1
+    assert number(policy("process_tokens").choose(context(candidate(0, 9, 1), candidate(1, 8, 1)))) == 1
 
 
 def test_metrics_score_weighs_those_that_wait() -> None:
     waits, runs = candidate(0, requests=2, waiting=2), candidate(1, requests=3, waiting=0)
-    assert number(policy("metrics_score").choose(view(waits, runs))) == 0
-    assert number(policy("metrics_score", waiting_weight=2.0).choose(view(waits, runs))) == 1
+    assert number(policy("metrics_score").choose(context(waits, runs))) == 0
+    assert number(policy("metrics_score", waiting_weight=2.0).choose(context(waits, runs))) == 1
 
 
 FOUR_BLOCKS = tuple(range(4 * 64))
@@ -109,31 +109,34 @@ FOUR_BLOCKS = tuple(range(4 * 64))
 
 def test_a_cached_prefix_is_worth_as_much_load_as_the_weights_say() -> None:
     idle, warm = candidate(0), candidate(1, tokens=1000, hits=3)
-    asked = view(idle, warm, tokens=FOUR_BLOCKS, blocks=4)
+    asked = context(idle, warm, tokens=FOUR_BLOCKS, blocks=4)
     assert number(policy("cache_aware").choose(asked)) == 1
     assert number(policy("cache_aware", load_balance_weight=2).choose(asked)) == 0
     assert number(policy("cache_aware", hit_ratio_weight=0.5).choose(asked)) == 0
     barely = candidate(1, tokens=1000, hits=2)
-    assert number(policy("cache_aware").choose(view(idle, barely, tokens=FOUR_BLOCKS, blocks=4))) == 0
+    assert number(policy("cache_aware").choose(context(idle, barely, tokens=FOUR_BLOCKS, blocks=4))) == 0
 
 
 def test_what_a_worker_computes_for_another_counts_as_if_it_held_it() -> None:
-    idle, busy = candidate(0), candidate(1, requests=1, tokens=256, coming=4)
-    assert number(policy("cache_aware").choose(view(idle, busy, tokens=FOUR_BLOCKS, blocks=4))) == 1
+    idle, busy = candidate(0), candidate(1, requests=1, tokens=256, expected_hits=4)
+    assert number(policy("cache_aware").choose(context(idle, busy, tokens=FOUR_BLOCKS, blocks=4))) == 1
 
 
 def test_between_equal_hits_the_shorter_queue_decides_then_the_fewer_requests() -> None:
     aware = policy("cache_aware")
     assert (
-        number(aware.choose(view(candidate(0, 1, 900, 1), candidate(1, 2, 40, 1), tokens=FOUR_BLOCKS, blocks=4))) == 1
+        number(aware.choose(context(candidate(0, 1, 900, 1), candidate(1, 2, 40, 1), tokens=FOUR_BLOCKS, blocks=4)))
+        == 1
     )
-    assert number(aware.choose(view(candidate(0, 2, 0, 1), candidate(1, 1, 0, 1), tokens=FOUR_BLOCKS, blocks=4))) == 1
+    assert (
+        number(aware.choose(context(candidate(0, 2, 0, 1), candidate(1, 1, 0, 1), tokens=FOUR_BLOCKS, blocks=4))) == 1
+    )
 
 
 def test_a_long_history_stays_while_the_queue_is_shorter_than_computing_it_again() -> None:
     history = tuple(range(100 * 64))
     home, idle = candidate(0, requests=3, tokens=20_000, hits=99), candidate(1)
-    assert number(policy("cache_aware").choose(view(home, idle, tokens=history, blocks=100))) == 0
+    assert number(policy("cache_aware").choose(context(home, idle, tokens=history, blocks=100))) == 0
 
 
 @pytest.mark.parametrize(
@@ -152,19 +155,19 @@ def test_where_load_is_out_of_balance_tokens_alone_decide(
 ) -> None:
     warm, cold = candidate(0, requests=busy, tokens=10, hits=4), candidate(1, requests=0, tokens=5)
     weights = {"load_balance_weight": 0.1} | settings
-    chosen = policy("cache_aware", **weights).choose(view(warm, cold, tokens=FOUR_BLOCKS, blocks=4))
+    chosen = policy("cache_aware", **weights).choose(context(warm, cold, tokens=FOUR_BLOCKS, blocks=4))
     assert number(chosen) == int(out_of_balance)
 
 
 def test_a_prompt_shorter_than_a_block_is_placed_by_load() -> None:
-    assert number(policy("cache_aware").choose(view(candidate(0, 2), candidate(1, 1), blocks=0))) == 1
+    assert number(policy("cache_aware").choose(context(candidate(0, 2), candidate(1, 1), blocks=0))) == 1
 
 
 def test_prefix_hash_moves_only_the_share_of_who_leaves() -> None:
     chooser = policy("prefix_hash", cache_block_size=2)
     four = [candidate(index) for index in range(4)]
-    before = {prefix: number(chooser.choose(view(*four, tokens=(prefix, 1, 2)))) for prefix in range(400)}
-    after = {prefix: number(chooser.choose(view(*four[:3], tokens=(prefix, 1, 9)))) for prefix in range(400)}
+    before = {prefix: number(chooser.choose(context(*four, tokens=(prefix, 1, 2)))) for prefix in range(400)}
+    after = {prefix: number(chooser.choose(context(*four[:3], tokens=(prefix, 1, 9)))) for prefix in range(400)}
     assert all(after[prefix] == home for prefix, home in before.items() if home != 3)
     counted = Counter(before.values())
     assert set(counted) == {0, 1, 2, 3} and min(counted.values()) > 60
@@ -174,7 +177,7 @@ def test_prefix_hash_keeps_load_within_its_bound() -> None:
     chooser = policy("prefix_hash", prefix_hash_slack=0.25)
     loads = [0, 0, 0, 0]
     for placed in range(1, 101):
-        loads[number(chooser.choose(view(*(candidate(index, load) for index, load in enumerate(loads)))))] += 1
+        loads[number(chooser.choose(context(*(candidate(index, load) for index, load in enumerate(loads)))))] += 1
         assert max(loads) <= -(-(1.25 * placed) // 4)
     assert max(loads) == 32
 
@@ -182,23 +185,23 @@ def test_prefix_hash_keeps_load_within_its_bound() -> None:
 def test_a_session_stays_where_it_was_and_moves_if_it_must() -> None:
     chooser = policy("session", eviction_duration_mins=1)
     a, b = candidate(0), candidate(1, requests=9)
-    assert number(chooser.choose(view(a, b, session="s"))) == 0
-    assert number(chooser.choose(view(candidate(0, 99), b, session="s"))) == 0
-    assert number(chooser.choose(view(candidate(0, 99), b, session="other"))) == 1
-    assert number(chooser.choose(view(candidate(0, 99), b))) == 1
-    assert number(chooser.choose(view(b, session="s"))) == 1
-    assert number(chooser.choose(view(a, b, session="s"))) == 1
+    assert number(chooser.choose(context(a, b, session="s"))) == 0
+    assert number(chooser.choose(context(candidate(0, 99), b, session="s"))) == 0
+    assert number(chooser.choose(context(candidate(0, 99), b, session="other"))) == 1
+    assert number(chooser.choose(context(candidate(0, 99), b))) == 1
+    assert number(chooser.choose(context(b, session="s"))) == 1
+    assert number(chooser.choose(context(a, b, session="s"))) == 1
 
 
 def test_a_silent_session_is_forgotten_and_so_is_one_too_many() -> None:
     chooser = policy("session", eviction_duration_mins=1, max_sessions=2)
     a, b = candidate(0), candidate(1)
     for session in ("s", "t"):
-        chooser.choose(view(a, session=session))
-    chooser.choose(view(a, session="s", now=30.0))
+        chooser.choose(context(a, session=session))
+    chooser.choose(context(a, session="s", now=30.0))
     busy = candidate(0, 1)
-    chooser.choose(view(b, session="u", now=30.0))
-    assert number(chooser.choose(view(busy, b, session="s", now=89.0))) == 0
-    assert number(chooser.choose(view(busy, b, session="s", now=149.0))) == 1
+    chooser.choose(context(b, session="u", now=30.0))
+    assert number(chooser.choose(context(busy, b, session="s", now=89.0))) == 0
+    assert number(chooser.choose(context(busy, b, session="s", now=149.0))) == 1
     chooser.sweep(1000.0)
-    assert number(chooser.choose(view(a, candidate(1, 1), session="s", now=1000.0))) == 0
+    assert number(chooser.choose(context(a, candidate(1, 1), session="s", now=1000.0))) == 0

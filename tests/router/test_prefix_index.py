@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fd_core.router.prefix_index import PrefixesInFlight, PrefixIndex, block_hasher, block_keys
-from fd_core.router.workers import Worker
+from fd_core.router.workers import RouterWorker
 
-WORKERS = [Worker(f"http://{name}", "mixed", number) for number, name in enumerate("abc")]
+WORKERS = [RouterWorker(f"http://{name}", "mixed", number) for number, name in enumerate("abc")]
 HASHER = block_hasher(2)
 PROMPTS = st.lists(st.integers(0, 1), max_size=9)
 
@@ -39,10 +39,10 @@ def test_a_key_names_all_tokens_up_to_its_block_and_the_salt() -> None:
     PROMPTS,
 )
 def test_it_answers_what_a_dictionary_of_prefixes_answers(
-    calls: list[tuple[str, Worker, list[int], int]], asked: list[int]
+    calls: list[tuple[str, RouterWorker, list[int], int]], asked: list[int]
 ) -> None:
     index = PrefixIndex(duration=10.0, capacity=1000)
-    model: dict[tuple[Worker, tuple[int, ...]], float] = {}
+    model: dict[tuple[RouterWorker, tuple[int, ...]], float] = {}
     now = 0.0
     for call, worker, tokens, passed in calls:
         now += passed
@@ -134,7 +134,7 @@ def test_matching_looks_at_few_blocks_of_a_long_prompt() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from(WORKERS), PROMPTS), max_size=8), PROMPTS, st.data())
 def test_what_is_computed_counts_from_its_beginning_to_its_end(
-    given_out: list[tuple[Worker, list[int]]], asked: list[int], data: st.DataObject
+    given_out: list[tuple[RouterWorker, list[int]]], asked: list[int], data: st.DataObject
 ) -> None:
     in_flight = PrefixesInFlight()
     for worker, tokens in given_out:

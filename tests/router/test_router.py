@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from fd_core.errors import BadRequest, ConfigError, PluginError
-from fd_core.router.accounting import IDLE, Load
+from fd_core.router.accounting import IDLE, WorkerLoad
 from fd_core.router.config import RouterConfig
-from fd_core.router.policies import Candidate, Policy, View
+from fd_core.router.policies import Candidate, RouterPolicy, RoutingContext
 from fd_core.router.router import Router
 from fd_core.router.selection import RouteRequest, Selection
 from fd_core.router.workers import Role, WorkerState
@@ -34,9 +34,9 @@ def test_a_mixed_request_counts_until_its_first_token_and_its_end() -> None:
     router = router_of(mixed=1)
     with place(router, PROMPT) as selection:
         assert (selection.mode, selection.prefill) == ("mixed", selection.decode)
-        assert router.snapshot().total == Load(1, 1, 8)
+        assert router.snapshot().total == WorkerLoad(1, 1, 8)
         selection.first_token()
-        assert router.snapshot().total == Load(1, 0, 0)
+        assert router.snapshot().total == WorkerLoad(1, 0, 0)
         router.served(selection, 0.0)
     assert is_idle(router) and router.snapshot().faults == 0
 
@@ -46,10 +46,10 @@ def test_a_pair_counts_on_both_sides_and_prefill_ends_at_the_first_token() -> No
     selection = place(router, PROMPT)
     assert (selection.mode, selection.prefill.role, selection.decode.role) == ("pd", "prefill", "decode")
     loads = {one.worker.role: one.load for one in router.snapshot().workers}
-    assert loads == {"prefill": Load(1, 1, 8), "decode": Load(1, 1, 0)}
+    assert loads == {"prefill": WorkerLoad(1, 1, 8), "decode": WorkerLoad(1, 1, 0)}
     selection.first_token()
     loads = {one.worker.role: one.load for one in router.snapshot().workers}
-    assert loads == {"prefill": IDLE, "decode": Load(1, 0, 0)}
+    assert loads == {"prefill": IDLE, "decode": WorkerLoad(1, 0, 0)}
     assert selection.release()
     assert is_idle(router)
 
@@ -224,29 +224,35 @@ def test_a_prefix_expires_and_its_memory_is_given_back() -> None:
 
 
 def test_the_policy_sees_the_prompt_and_no_prompt_is_empty() -> None:
-    seen: list[View] = []
+    seen: list[RoutingContext] = []
 
-    class Curious(Policy):
+    class Curious(RouterPolicy):
         uses_prefix = True
 
-        def choose(self, view: View) -> Candidate:
-            seen.append(view)
-            return view.candidates[0]
+        def choose(self, context: RoutingContext) -> Candidate:
+            seen.append(context)
+            return context.candidates[0]
 
     router = Router(RouterConfig(cache_block_size=2), lambda name: Curious)
     add(router, "http://a")
     chosen(router.select(request(PROMPT, session="me"), 7.0, 0.5))
-    (view,) = seen
-    assert (tuple(view.tokens), len(view.keys), view.session, view.random, view.now) == (PROMPT, 4, "me", 0.5, 7.0)
-    assert not view.tokens.flags.writeable
+    (context,) = seen
+    assert (tuple(context.tokens), len(context.keys), context.session, context.random, context.now) == (
+        PROMPT,
+        4,
+        "me",
+        0.5,
+        7.0,
+    )
+    assert not context.tokens.flags.writeable
     with pytest.raises(BadRequest, match="no tokens"):
         RouteRequest(np.zeros(0, np.int32))
 
 
 def test_a_policy_that_chooses_nobody_is_an_error_and_counts_nothing() -> None:
-    class Wild(Policy):
-        def choose(self, view: View) -> Candidate:
-            return Candidate(view.candidates[0].worker, Load(99))
+    class Wild(RouterPolicy):
+        def choose(self, context: RoutingContext) -> Candidate:
+            return Candidate(context.candidates[0].worker, WorkerLoad(99))
 
     router = Router(RouterConfig(), lambda name: Wild)
     add(router, "http://a")
@@ -283,12 +289,12 @@ def test_health_checks_never_write_counters() -> None:
     worker = selection.decode
     for ok in (True, False, True, False, False):
         router.health(worker, ok, 1.0)
-        assert router.snapshot().total == Load(1, 1, 8)
-        assert router.snapshot().workers[0].load == Load(1, 1, 8)
+        assert router.snapshot().total == WorkerLoad(1, 1, 8)
+        assert router.snapshot().workers[0].load == WorkerLoad(1, 1, 8)
     again = router.health(worker, True, 2.0)
     assert again != worker
     state = router.snapshot()
-    assert state.workers[0].load == IDLE and dict(state.departed) == {worker: Load(1, 1, 8)}
+    assert state.workers[0].load == IDLE and dict(state.departed) == {worker: WorkerLoad(1, 1, 8)}
     selection.release()
     assert is_idle(router)
 

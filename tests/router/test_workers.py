@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from fd_core.errors import BadRequest
-from fd_core.router.workers import Circuit, Registry, Worker, WorkerState
+from fd_core.router.workers import Circuit, Registry, RouterWorker, WorkerState
 
 
-def state_of(registry: Registry, worker: Worker) -> WorkerState:
+def state_of(registry: Registry, worker: RouterWorker) -> WorkerState:
     member = registry.member(worker)
     return WorkerState.GONE if member is None else member.state
 
 
-def healthy(registry: Registry, instance: str | None = None) -> Worker:
+def healthy(registry: Registry, instance: str | None = None) -> RouterWorker:
     worker = registry.register("http://a", "mixed", 0.0)
     return registry.health(worker, True, 0.0, instance=instance)
 

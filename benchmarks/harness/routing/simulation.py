@@ -13,11 +13,11 @@ from functools import partial
 import numpy as np
 
 from fd_core.router.config import RouterConfig
-from fd_core.router.policies import Candidate, Policy, View
+from fd_core.router.policies import Candidate, RouterPolicy, RoutingContext
 from fd_core.router.prefix_index import block_hasher, block_keys
 from fd_core.router.router import Router
 from fd_core.router.selection import RouteRequest, Selection
-from fd_core.router.workers import Worker
+from fd_core.router.workers import RouterWorker
 
 from .cache import BLOCK_TOKENS, CHARS_PER_TOKEN, PrefixCache
 from .fake_worker import Settings
@@ -43,7 +43,7 @@ def prompt_of(text: str, session: str) -> Prompt:
     return Prompt(request, block_keys(block_hasher(BLOCK_TOKENS), request.tokens))
 
 
-class LongestMatch(Policy):
+class LongestMatch(RouterPolicy):
     """The rule of SGLang's router: who was given the longest match, if it is above a share; else who was given least.
 
     See `cache_aware` of sglang-router 0.3; its thresholds of imbalance are left out, which these loads do not reach.
@@ -54,19 +54,19 @@ class LongestMatch(Policy):
 
     def __init__(self, config: RouterConfig) -> None:
         super().__init__(config)
-        self._given: dict[Worker, set[bytes]] = {}
+        self._given: dict[RouterWorker, set[bytes]] = {}
 
-    def choose(self, view: View) -> Candidate:
+    def choose(self, context: RoutingContext) -> Candidate:
         """The longest match, or the smallest tree."""
-        given = {one.worker: self._given.setdefault(one.worker, set()) for one in view.candidates}
+        given = {one.worker: self._given.setdefault(one.worker, set()) for one in context.candidates}
 
         def match(one: Candidate) -> int:
-            return sum(1 for _ in itertools.takewhile(given[one.worker].__contains__, view.keys))
+            return sum(1 for _ in itertools.takewhile(given[one.worker].__contains__, context.keys))
 
-        best = max(view.candidates, key=match)
-        if match(best) <= self.share * len(view.keys):
-            best = min(view.candidates, key=lambda one: len(given[one.worker]))
-        given[best.worker].update(view.keys)
+        best = max(context.candidates, key=match)
+        if match(best) <= self.share * len(context.keys):
+            best = min(context.candidates, key=lambda one: len(given[one.worker]))
+        given[best.worker].update(context.keys)
         return best
 
 
@@ -123,7 +123,7 @@ class _Engine:
 
 def simulate(
     name: str,
-    policy: type[Policy],
+    policy: type[RouterPolicy],
     played: Sequence[tuple[str, Sequence[Prompt]]],
     *,
     workers: int,
@@ -150,9 +150,9 @@ def simulate(
         router.health(worker, True, 0.0)
         engine = engines[worker.url] = _Engine(settings, at)
         if told:
-            router.published.begins(worker, BLOCK_TOKENS, "one")
-            engine.holds = partial(router.published.holds, worker)
-            engine.dropped = partial(router.published.dropped, worker)
+            router.reported_kv.begin(worker, BLOCK_TOKENS, "one")
+            engine.holds = partial(router.reported_kv.stored, worker)
+            engine.dropped = partial(router.reported_kv.removed, worker)
     waiting = list(reversed(played))
     first_s: list[float] = []
 

@@ -15,7 +15,7 @@ from fd_core.router.gateway.answers import json_response
 from fd_core.router.gateway.headers import to_client
 from fd_core.router.gateway.relaying import TROUBLE, read_up_to
 from fd_core.router.router import Router
-from fd_core.router.workers import Worker, WorkerState
+from fd_core.router.workers import RouterWorker, WorkerState
 from fd_core.server.answer_schemas import AbortAnswer
 from fd_core.server.errors import unavailable
 
@@ -53,7 +53,7 @@ class Aborts:
         raise unavailable("no worker could be asked", "none_healthy", retry_after=1)
 
     async def _ask(
-        self, worker: Worker, body: bytes, headers: Mapping[str, str], request_id: str
+        self, worker: RouterWorker, body: bytes, headers: Mapping[str, str], request_id: str
     ) -> AbortAnswer | web.Response | None:
         """Return what one worker says; None if it says nothing that can be used."""
         try:

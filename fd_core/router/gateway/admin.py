@@ -16,7 +16,7 @@ from fd_core.router.router import Router
 from fd_core.server.auth import KeyRing
 from fd_core.server.errors import ApiError, to_api_error
 
-__all__ = ["Admin", "Registered"]
+__all__ = ["Admin", "RegisteredWorker"]
 
 _MAX_BODY_BYTES: Final = 16 * 1024
 
@@ -29,7 +29,7 @@ class _Member(msgspec.Struct):
     instance: str | None = None
 
 
-class Registered(msgspec.Struct):
+class RegisteredWorker(msgspec.Struct):
     """What it is told."""
 
     worker: str
@@ -89,11 +89,11 @@ class Admin:
         worker = self._router.register(member.url, member.role, time.monotonic(), instance=member.instance)
         if worker not in known:
             self._on_change()
-        return json_response(Registered(worker.url, worker.incarnation))
+        return json_response(RegisteredWorker(worker.url, worker.incarnation))
 
     def _deregister(self, member: _Member) -> web.Response:
         worker = self._router.deregister(member.url, time.monotonic())
         if worker is None:
             raise ApiError(404, "no worker has this address", param="url", code="unknown_worker")
         self._on_change()
-        return json_response(Registered(worker.url, worker.incarnation))
+        return json_response(RegisteredWorker(worker.url, worker.incarnation))

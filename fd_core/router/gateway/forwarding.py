@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import aiohttp
@@ -18,7 +18,7 @@ from fd_core.router.gateway.headers import AUTO_HEADERS, to_client
 from fd_core.router.gateway.metrics import GatewayMetrics
 from fd_core.router.gateway.pairs import Pairs
 from fd_core.router.gateway.relaying import TROUBLE, UpstreamAnswer, WorkerLost, read_up_to
-from fd_core.router.gateway.waits import Flow, Waits
+from fd_core.router.gateway.timeouts import SilenceTimer, WorkerTimeouts
 from fd_core.router.router import Router
 from fd_core.router.selection import RouteRequest, Selection
 
@@ -34,7 +34,7 @@ _ENDS_WITH_DONE: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 @dataclass(slots=True)
 class Exchange:
-    """One client's request, ready to be sent to any worker, and when it came."""
+    """One client's request, ready to be sent to any worker."""
 
     request: web.BaseRequest
     request_id: str
@@ -43,7 +43,8 @@ class Exchange:
     headers: CIMultiDict[str]
     body: bytes
     asked: RouteRequest
-    arrived: float = field(default_factory=time.monotonic)
+    arrived: float
+    """When its headers were read, by `time.monotonic`."""
 
 
 class _Elsewhere(Exception):
@@ -58,11 +59,16 @@ class Forwarder:
     """Sends requests to the workers that the router chooses, and tells the router what became of them."""
 
     def __init__(
-        self, router: Router, session: aiohttp.ClientSession, waits: Waits, pairs: Pairs, metrics: GatewayMetrics
+        self,
+        router: Router,
+        session: aiohttp.ClientSession,
+        timeouts: WorkerTimeouts,
+        pairs: Pairs,
+        metrics: GatewayMetrics,
     ) -> None:
         self._router = router
         self._session = session
-        self._waits = waits
+        self._timeouts = timeouts
         self._pairs = pairs
         self._metrics = metrics
 
@@ -80,7 +86,7 @@ class Forwarder:
                         kept = failure.answer or kept
                 chosen = self._router.retry(chosen, time.monotonic(), random.random())  # noqa: S311  # no secret
         except (asyncio.CancelledError, ConnectionError):
-            self._metrics.disconnects += 1
+            self._metrics.counts.disconnects += 1
             raise
         return kept if kept is not None else error_response(refusal(chosen))
 
@@ -90,7 +96,7 @@ class Forwarder:
         response: aiohttp.ClientResponse | None = None
         try:
             try:
-                async with self._waits.on(worker):
+                async with self._timeouts.first_bytes(worker):
                     response = await self._session.request(
                         exchange.request.method,
                         URL(worker.url + exchange.target, encoded=True),
@@ -109,7 +115,7 @@ class Forwarder:
             except (*TROUBLE, WorkerLost) as error:
                 severe = isinstance(error, aiohttp.ClientConnectorError)
                 self._router.failed(selection, worker, time.monotonic(), severe=severe)
-                self._metrics.attempts_lost += 1
+                self._metrics.counts.attempts_lost += 1
                 raise _Elsewhere from error
             selection.first_token()
             self._metrics.first_byte.observe(time.monotonic() - exchange.arrived)
@@ -164,16 +170,16 @@ class Forwarder:
             out.content_length = response.content_length
         await out.prepare(request)
         await out.write(first)
-        flow: Flow | None = None
+        silence: SilenceTimer | None = None
         try:
-            async with self._waits.stream(selection.decode) as flow:
-                async for piece in answer.rest(flow):
+            async with self._timeouts.stream(selection.decode) as silence:
+                async for piece in answer.rest(silence):
                     await out.write(piece)
         except (WorkerLost, TimeoutError) as error:
-            if isinstance(error, TimeoutError) and not (flow is not None and flow.was_cut):
+            if isinstance(error, TimeoutError) and not (silence is not None and silence.expired):
                 raise
             self._router.failed(selection, selection.decode, time.monotonic())
-            self._metrics.streams_broken += 1
+            self._metrics.counts.streams_broken += 1
             if not answer.is_stream:
                 request.protocol.force_close()
                 return out

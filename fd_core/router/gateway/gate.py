@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ from fd_core.server.auth import KeyRing
 from fd_core.server.errors import ApiError, to_api_error, unavailable
 from fd_core.server.gate import request_id_of
 
-__all__ = ["Gate"]
+__all__ = ["RouterGate"]
 
 _PLACED: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize"})
 """Paths that have a line of their own in the metrics; clients cannot make up others."""
@@ -31,7 +32,7 @@ _COMPUTES_NOTHING: Final = frozenset({"/tokenize", "/detokenize"})
 """Leave nothing in a worker's cache, so their text is no prompt to the router."""
 
 
-class Gate:
+class RouterGate:
     """The handler of the gateway's port. Nothing of a request is ever logged here."""
 
     def __init__(
@@ -106,6 +107,7 @@ class Gate:
         return await self._forward(request, request_id)
 
     async def _forward(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
+        arrived = time.monotonic()
         body = await read_body(request, self._config.max_body_bytes)
         session = request.headers.get("X-Session-Id", "")[:256] or None
         if request.path in _COMPUTES_NOTHING:
@@ -119,6 +121,7 @@ class Gate:
             headers=self._to_worker(request, request_id),
             body=body,
             asked=asked,
+            arrived=arrived,
         )
         return await self._forwarder.forward(exchange)
 

@@ -16,9 +16,9 @@ import msgspec
 
 from fd_core.kv.events import KVPage
 from fd_core.router.gateway.relaying import TROUBLE, read_up_to
-from fd_core.router.published import Mirror
+from fd_core.router.reported_kv import Mirror
 from fd_core.router.router import Router
-from fd_core.router.workers import Worker
+from fd_core.router.workers import RouterWorker
 from fd_core.server.kv_events import PATH, WAIT_SECONDS
 
 __all__ = ["KVFollowers"]
@@ -48,8 +48,8 @@ class _Follower:
         router: Router,
         session: aiohttp.ClientSession,
         secret: str,
-        worker: Worker,
-        say: Callable[[Worker, str], None],
+        worker: RouterWorker,
+        say: Callable[[RouterWorker, str], None],
     ) -> None:
         self._router = router
         self._session = session
@@ -71,7 +71,7 @@ class _Follower:
             except TROUBLE as error:
                 self._say(worker, f"it does not answer ({type(error).__name__})")
             finally:
-                self._router.published.ends(worker)
+                self._router.reported_kv.end(worker)
 
     async def _listen(self, fingerprint: str) -> None:
         """Begin with all that is held, and go on as long as the worker counts. Raises `_Broken` or of `TROUBLE`."""
@@ -79,11 +79,11 @@ class _Follower:
         if page.reading != fingerprint:
             raise _Broken("it reads text otherwise than --tokenizer, or has another chat template")
         try:
-            mirror = Mirror(self._router.published, self._worker, page.block_size)
+            mirror = Mirror(self._router.reported_kv, self._worker, page.block_size)
         except ValueError as error:
             raise _Broken(str(error)) from error
         instance = page.instance
-        counts = self._router.published.begins(self._worker, page.block_size, instance)
+        counts = self._router.reported_kv.begin(self._worker, page.block_size, instance)
         while counts:
             if page.instance != instance:
                 raise _Broken("another process has its address")
@@ -130,16 +130,16 @@ class KVFollowers:
         self._session = session
         self._secret = secret
         self._fingerprint = fingerprint
-        self._tasks: dict[Worker, asyncio.Task[None]] = {}
+        self._tasks: dict[RouterWorker, asyncio.Task[None]] = {}
         self._said: dict[str, str] = {}
         """By address: the trouble that was logged last."""
 
-    def offered(self, worker: Worker) -> None:
+    def offered(self, worker: RouterWorker) -> None:
         """A worker that is well says that it tells what it holds: follow it, if that is of use."""
         for other in [other for other, task in self._tasks.items() if task.done()]:
             self._tasks.pop(other).result()
         fingerprint = self._fingerprint()
-        if worker in self._tasks or fingerprint is None or not self._secret or not self._router.compares(worker):
+        if worker in self._tasks or fingerprint is None or not self._secret or not self._router.uses_prefix(worker):
             return
         follower = _Follower(self._router, self._session, self._secret, worker, self._say)
         self._tasks[worker] = asyncio.create_task(follower.run(fingerprint))
@@ -153,7 +153,7 @@ class KVFollowers:
             if isinstance(result, Exception):
                 raise result
 
-    def _say(self, worker: Worker, trouble: str) -> None:
+    def _say(self, worker: RouterWorker, trouble: str) -> None:
         """Say once of each trouble that it is there, and that it is over."""
         if trouble == self._said.get(worker.url, ""):
             return

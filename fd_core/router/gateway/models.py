@@ -11,7 +11,7 @@ import msgspec
 
 from fd_core.router.gateway.relaying import TROUBLE, read_up_to
 from fd_core.router.router import Router
-from fd_core.router.workers import Worker, WorkerState
+from fd_core.router.workers import RouterWorker, WorkerState
 from fd_core.server.errors import ApiError, unavailable
 
 __all__ = ["Models"]
@@ -63,14 +63,14 @@ class Models:
         root = models[0].get("root") or models[0].get("id") if models else None
         return root if isinstance(root, str) else None
 
-    async def names(self, worker: Worker, headers: Mapping[str, str]) -> frozenset[str] | None:
+    async def names(self, worker: RouterWorker, headers: Mapping[str, str]) -> frozenset[str] | None:
         """Return the names of what one worker serves; None if it does not say."""
         found = await self._of(worker, headers)
         if isinstance(found, ApiError):
             return None
         return frozenset(name for model in found if isinstance(name := model.get("id"), str))
 
-    async def _of(self, worker: Worker, headers: Mapping[str, str]) -> list[dict[str, Any]] | ApiError:
+    async def _of(self, worker: RouterWorker, headers: Mapping[str, str]) -> list[dict[str, Any]] | ApiError:
         try:
             async with self._session.get(
                 f"{worker.url}/v1/models", headers=headers, timeout=_TIMEOUT, allow_redirects=False

@@ -68,17 +68,19 @@ class Pages:
 
     def status(self) -> web.Response:
         """Return everything that the page shows."""
-        shown: dict[str, Any] = msgspec.to_builtins(self._router.snapshot())
+        snapshot, counts = self._router.snapshot(), self._metrics.counts
+        shown: dict[str, Any] = msgspec.to_builtins(snapshot)
         config = self._router.config
         shown |= {
             "policies": {role: config.policy_of(role) for role in ROLES},
-            "transfers": dict(self._metrics.transfers),
+            "tally": msgspec.to_builtins(snapshot.tally),
+            "transfers": counts.transfers,
             "block_tokens": config.cache_block_size,
             "prompts": self.prompts,
             "not_ready": self.not_ready(),
-            "disconnects": self._metrics.disconnects,
-            "attempts_lost": self._metrics.attempts_lost,
-            "streams_broken": self._metrics.streams_broken,
+            "disconnects": counts.disconnects,
+            "attempts_lost": counts.attempts_lost,
+            "streams_broken": counts.streams_broken,
         }
         return json_response(shown)
 

@@ -70,7 +70,7 @@ class Pairs:
         if selection.mode != "pd":
             return
         outcome = headers.get(OUTCOME_HEADER, "")
-        self._metrics.transfers[outcome if outcome in _OUTCOMES else NOT_TOLD] += 1
+        self._metrics.counts.transfers[outcome if outcome in _OUTCOMES else NOT_TOLD] += 1
         if outcome == "transferred":
             self._router.prefilled(selection, time.monotonic())
         elif outcome == "refused":

@@ -8,7 +8,7 @@ from typing import Final
 import aiohttp
 
 from fd_core.router.gateway.events import EventCutter
-from fd_core.router.gateway.waits import Flow
+from fd_core.router.gateway.timeouts import SilenceTimer
 
 __all__ = ["TROUBLE", "UpstreamAnswer", "WorkerLost", "read_up_to"]
 
@@ -80,17 +80,17 @@ class UpstreamAnswer:
             size += len(chunk)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    async def rest(self, flow: Flow) -> AsyncIterator[bytes]:
+    async def rest(self, silence: SilenceTimer) -> AsyncIterator[bytes]:
         """Yield the rest as it comes. Raises `WorkerLost` if it breaks off before it is complete.
 
-        `flow` is told what is waited for; if it is cut, that may come to light here or where the pieces go.
+        `silence` measures the waits for pieces; its `TimeoutError` may be raised here or where the pieces go.
         """
         cutter = self._cutter
         while not self._ended:
-            flow.waits()
+            silence.start()
             try:
                 chunk = await self._response.content.readany()
-                flow.came()
+                silence.stop()
             except TROUBLE as error:
                 if cutter is not None and self._ends_with_done and cutter.done:
                     self._ended = True  # nothing but the end of the connection is missing

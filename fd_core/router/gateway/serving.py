@@ -16,11 +16,11 @@ from aiohttp import web
 from fd_core.errors import FdError
 from fd_core.router.gateway.aborting import Aborts
 from fd_core.router.gateway.admin import Admin
-from fd_core.router.gateway.checking import HealthChecks
 from fd_core.router.gateway.config import GatewayConfig
 from fd_core.router.gateway.forwarding import Forwarder
-from fd_core.router.gateway.gate import Gate
+from fd_core.router.gateway.gate import RouterGate
 from fd_core.router.gateway.headers import to_worker_itself
+from fd_core.router.gateway.health_checks import HealthChecks
 from fd_core.router.gateway.kv_events import KVFollowers
 from fd_core.router.gateway.metrics import GatewayMetrics
 from fd_core.router.gateway.model_text import ModelText, find_text
@@ -28,7 +28,7 @@ from fd_core.router.gateway.models import Models
 from fd_core.router.gateway.pages import Pages
 from fd_core.router.gateway.pairs import Pairs
 from fd_core.router.gateway.route_requests import RouteRequestReader
-from fd_core.router.gateway.waits import Waits
+from fd_core.router.gateway.timeouts import WorkerTimeouts
 from fd_core.router.router import Router
 from fd_core.server import listening
 from fd_core.text.prompt_reader import PromptReader
@@ -60,7 +60,7 @@ class _Parts:
 
     router: Router
     session: aiohttp.ClientSession
-    gate: Gate
+    gate: RouterGate
     pages: Pages
     models: Models
     checks: HealthChecks
@@ -129,15 +129,15 @@ def _assemble(
     ticket_key: bytes | None,
     session: aiohttp.ClientSession,
 ) -> _Parts:
-    metrics, waits = GatewayMetrics(router), Waits()
+    metrics, timeouts = GatewayMetrics(router), WorkerTimeouts()
     pages, models = Pages(router, metrics), Models(router, session)
     pages.prompts = BY_BYTES if text is None else by_tokenizer(text.name)
-    forwarder = Forwarder(router, session, waits, Pairs(router, metrics, ticket_key), metrics)
-    gate = Gate(config, _reader(text), forwarder, models, Aborts(router, session), pages, metrics)
+    forwarder = Forwarder(router, session, timeouts, Pairs(router, metrics, ticket_key), metrics)
+    gate = RouterGate(config, _reader(text), forwarder, models, Aborts(router, session), pages, metrics)
     checks = HealthChecks(
         router,
         session,
-        waits,
+        timeouts,
         models,
         headers=to_worker_itself(config.worker_api_keys),
         patience=config.unreachable_seconds,

@@ -11,8 +11,8 @@ import time
 import aiohttp
 import pytest
 
-from fd_core.router.gateway.waits import Waits
-from fd_core.router.workers import Worker
+from fd_core.router.gateway.timeouts import WorkerTimeouts
+from fd_core.router.workers import RouterWorker
 from tests.router.gateway.fakes import CHAT, COMPLETIONS, FakeWorker, Live, events, eventually, in_loop, routed, turn
 
 
@@ -243,20 +243,20 @@ async def test_an_answer_that_goes_on_is_not_ended_by_checks_that_are_not_answer
 
 @in_loop
 async def test_a_client_that_reads_slowly_is_not_blamed_on_the_worker() -> None:
-    waits = Waits()
-    worker = Worker("http://a", "mixed", 1)
-    async with waits.stream(worker) as flow:
-        assert not waits.cut_streams(worker, 0.0), "nothing was waited for"
-        flow.waits()
-        assert not waits.cut_streams(worker, 10.0)
-        flow.came()
-        assert not waits.cut_streams(worker, 0.0)
+    timeouts = WorkerTimeouts()
+    worker = RouterWorker("http://a", "mixed", 1)
+    async with timeouts.stream(worker) as silence:
+        assert not timeouts.expire_streams(worker, 0.0), "nothing was waited for"
+        silence.start()
+        assert not timeouts.expire_streams(worker, 10.0)
+        silence.stop()
+        assert not timeouts.expire_streams(worker, 0.0)
     with pytest.raises(TimeoutError):
-        async with waits.stream(worker) as flow:
-            flow.waits()
-            assert waits.cut_streams(Worker("http://a", "mixed", 2), 0.0) == 1
+        async with timeouts.stream(worker) as silence:
+            silence.start()
+            assert timeouts.expire_streams(RouterWorker("http://a", "mixed", 2), 0.0) == 1
             await asyncio.sleep(10)
-    assert flow.was_cut and not waits.cut_streams(worker, 0.0)
+    assert silence.expired and not timeouts.expire_streams(worker, 0.0)
 
 
 @in_loop

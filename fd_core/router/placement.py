@@ -1,4 +1,4 @@
-"""Placing one request: who is eligible, mixed or a pair, and which of them the policies choose."""
+"""Placement of one request: the eligible workers, mixed or as pairs, and which of them the policies choose."""
 
 from __future__ import annotations
 
@@ -6,61 +6,63 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fd_core.errors import PluginError
-from fd_core.router.accounting import Ledger
+from fd_core.router.accounting import WorkerLoads
 from fd_core.router.config import RouterConfig
-from fd_core.router.policies import Candidate, Policy, View
+from fd_core.router.policies import Candidate, RouterPolicy, RoutingContext
 from fd_core.router.prefix_index import PrefixesInFlight, PrefixIndex, block_hasher, block_keys
-from fd_core.router.published import Prompt, Published
+from fd_core.router.reported_kv import HashedPrompt, ReportedKV
 from fd_core.router.selection import Mode, NoWorker, RouteRequest
-from fd_core.router.workers import ROLES, Member, Registry, Role, Worker, WorkerState
+from fd_core.router.workers import ROLES, Member, Registry, Role, RouterWorker, WorkerState
 
-__all__ = ["PARTS", "Placement", "Placing"]
+__all__ = ["PARTS", "Placement", "Placer"]
 
 PARTS: Mapping[Mode, tuple[Role, ...]] = {"mixed": ("mixed",), "pd": ("prefill", "decode")}
-"""The roles that serve a request together, prefill side first."""
+"""Roles that serve a request together, the prefill side first."""
 
 _SHORTEST_WAIT = 1.0
-"""Seconds after which a client may come back at the earliest."""
+"""Seconds: a client is never asked to try again sooner."""
 _SECOND_DRAW = 2.0**26
 """A float holds 53 random bits: the upper half and the lower half are two numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Who was chosen; nothing has been counted yet."""
+    """The workers that were chosen for a request; nothing has been counted yet."""
 
     members: tuple[Member, ...]
     """One for each role of `PARTS[mode]`."""
     keys: tuple[bytes, ...]
+    """Keys of the prompt's full blocks, if a policy looks at them."""
     hits: int
+    """Leading prompt blocks that the prefill side is believed to hold."""
     missing: int
-    """Tokens of the prompt that the prefill side is believed to have to compute."""
+    """Prompt tokens that the prefill side is believed to have to compute."""
 
 
-class Placing:
-    """Asks the policies. Changes nothing but what they themselves remember."""
+class Placer:
+    """Finds the eligible workers and asks the policies. Nothing changes but what the policies remember."""
 
     def __init__(
         self,
         config: RouterConfig,
-        policies: Mapping[Role, Policy],
+        policies: Mapping[Role, RouterPolicy],
         registry: Registry,
-        ledger: Ledger,
+        loads: WorkerLoads,
         index: PrefixIndex,
         in_flight: PrefixesInFlight,
-        published: Published,
+        reported_kv: ReportedKV,
     ) -> None:
         self._config = config
         self._policies = policies
         self._registry = registry
-        self._ledger = ledger
+        self._loads = loads
         self._index = index
         self._in_flight = in_flight
-        self._published = published
+        self._reported_kv = reported_kv
         self._hasher = block_hasher(config.cache_block_size)
 
     def place(self, request: RouteRequest, tried: frozenset[str], now: float, random: float) -> Placement | NoWorker:
-        """Choose for a request that failed on the addresses `tried`."""
+        """Choose workers for a request that failed on the addresses `tried`."""
         pools = self._eligible(request.model, tried, now)
         if isinstance(pools, NoWorker):
             return pools
@@ -77,12 +79,12 @@ class Placing:
         return Placement(tuple(members), keys, hits, missing)
 
     def possible(self) -> bool:
-        """Whether a mixed worker, or both sides of a pair, are well enough to be chosen."""
+        """Whether a mixed worker, or both sides of a pair, are healthy and fit for their roles."""
         fit = [one for one in self._registry if one.state is WorkerState.HEALTHY and not one.unfit]
         return _sufficient({role: [one for one in fit if one.worker.role == role] for role in ROLES})
 
     def _eligible(self, model: str | None, tried: frozenset[str], now: float) -> dict[Role, list[Member]] | NoWorker:
-        """Return the workers that may be chosen, by role, or the first thing that leaves too few of them."""
+        """Return the workers that may be chosen, by role, or the first reason that leaves too few of them."""
         pools: dict[Role, list[Member]] = {role: [] for role in ROLES}
         for member in self._registry:
             if member.state is not WorkerState.DRAINING:
@@ -101,20 +103,20 @@ class Placing:
             return NoWorker("all_tried", "every healthy worker failed on this request", None)
         if limit := self._config.max_requests_per_worker:
             free = {
-                role: [one for one in pool if self._ledger.load(one.worker).requests < limit]
+                role: [one for one in pool if self._loads.of(one.worker).requests < limit]
                 for role, pool in untried.items()
             }
             return free if _sufficient(free) else NoWorker("all_busy", "every worker is busy", _SHORTEST_WAIT)
         return untried
 
     def _mode(self, pools: Mapping[Role, list[Member]]) -> Mode:
-        """Return what has fewer requests for each of its workers, if there is a choice."""
+        """Return the mode that has fewer requests for each of its workers, if there is a choice."""
         modes = [mode for mode, roles in PARTS.items() if all(pools[role] for role in roles)]
         return min(modes, key=lambda mode: self._crowding(pools, PARTS[mode]))
 
     def _crowding(self, pools: Mapping[Role, list[Member]], roles: tuple[Role, ...]) -> float:
         members = [member for role in roles for member in pools[role]]
-        return sum(self._ledger.load(member.worker).requests for member in members) / len(members)
+        return sum(self._loads.of(member.worker).requests for member in members) / len(members)
 
     def _choose(
         self,
@@ -126,45 +128,46 @@ class Placing:
         random: float,
     ) -> Candidate:
         policy = self._policies[role]
-        known = self._known if policy.uses_prefix else _nothing
-        prompt = Prompt(request.tokens, self._hasher, keys)
+        hits_of = self._hits if policy.uses_prefix else _no_hits
+        prompt = HashedPrompt(request.tokens, self._hasher, keys)
         candidates = tuple(
-            Candidate(one.worker, self._ledger.load(one.worker), *known(one.worker, request, prompt, keys, now))
+            Candidate(one.worker, self._loads.of(one.worker), *hits_of(one.worker, request, prompt, keys, now))
             for one in pool
         )
         seen = keys if policy.uses_prefix else ()
-        chosen = policy.choose(View(candidates, request.tokens, seen, request.session, random, now))
+        chosen = policy.choose(RoutingContext(candidates, request.tokens, seen, request.session, random, now))
         if chosen not in candidates:
             name = self._config.policy_of(role)
             raise PluginError(f"router policy {name} chose {chosen!r:.200}, which is not one of the candidates")
         return chosen
 
-    def _known(
-        self, worker: Worker, request: RouteRequest, prompt: Prompt, keys: tuple[bytes, ...], now: float
+    def _hits(
+        self, worker: RouterWorker, request: RouteRequest, prompt: HashedPrompt, keys: tuple[bytes, ...], now: float
     ) -> tuple[int, int]:
-        """Return the leading blocks that a worker holds, and those with what it computes for others.
+        """Return how many leading blocks a worker holds, and how many it holds or computes for others.
 
-        It holds what it tells, or else what it served. What it tells can be compared only with the tokens of the
-        workers, and is nothing of prompts with a salt.
+        A worker holds the blocks that it reports; if it does not report, those that it served. Reports can be compared
+        only with token ids of the workers, and do not cover prompts with a salt.
         """
-        told = self._published.tokens(worker, prompt) if request.tokenized and not request.salt else None
-        hits = self._index.match(worker, keys, now) if told is None else told // self._hasher.block_size
+        reported = self._reported_kv.leading_tokens(worker, prompt) if request.tokenized and not request.salt else None
+        hits = self._index.match(worker, keys, now) if reported is None else reported // self._hasher.block_size
         return hits, max(hits, self._in_flight.match(worker, keys))
 
     def _missing(self, request: RouteRequest, chosen: Candidate) -> int:
-        """Return the tokens that are left to compute; the last one always is."""
-        left = request.length - chosen.coming * self._config.cache_block_size
+        """Return the prompt tokens that the chosen worker has to compute: at least one, since the last always is."""
+        left = request.length - chosen.expected_hits * self._config.cache_block_size
         return min(request.length, max(1, left))
 
 
-def _nothing(*_: object) -> tuple[int, int]:
+def _no_hits(*_: object) -> tuple[int, int]:
     return 0, 0
 
 
 def _serving(model: str, pools: dict[Role, list[Member]]) -> dict[Role, list[Member]]:
-    """Leave out who serves other models, if anybody is known to serve this one; else a worker refuses its name.
+    """Return the pools without workers of other models, if a worker is known to serve `model`.
 
-    Prefill workers may have it under another name: they are left out only where another prefill worker names it.
+    If none is, nobody is left out, and a worker refuses the name. Prefill workers may have the model under another
+    name: they are left out only where another prefill worker names it.
     """
 
     def named(role: Role) -> bool:
@@ -179,5 +182,5 @@ def _serving(model: str, pools: dict[Role, list[Member]]) -> dict[Role, list[Mem
 
 
 def _sufficient(pools: Mapping[Role, list[Member]]) -> bool:
-    """Whether there is a mixed worker or both sides of a pair."""
+    """Whether the pools hold a mixed worker or both sides of a pair."""
     return any(all(pools[role] for role in roles) for roles in PARTS.values())

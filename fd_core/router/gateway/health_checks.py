@@ -15,10 +15,10 @@ import aiohttp
 from fd_core.disagg.ticket import KV_PORT_HEADER, ROLE_HEADER
 from fd_core.router.gateway.models import Models
 from fd_core.router.gateway.relaying import TROUBLE
-from fd_core.router.gateway.waits import Waits
+from fd_core.router.gateway.timeouts import WorkerTimeouts
 from fd_core.router.router import Router
 from fd_core.router.snapshot import WorkerSnapshot
-from fd_core.router.workers import ROLES, Worker, WorkerState
+from fd_core.router.workers import ROLES, RouterWorker, WorkerState
 from fd_core.server.kv_events import OFFER_HEADER
 
 __all__ = ["HealthChecks"]
@@ -36,7 +36,7 @@ class HealthChecks:
         self,
         router: Router,
         session: aiohttp.ClientSession,
-        waits: Waits,
+        timeouts: WorkerTimeouts,
         models: Models,
         *,
         headers: Mapping[str, str],
@@ -49,18 +49,18 @@ class HealthChecks:
         self._router = router
         self._models = models
         self._headers = headers
-        self._asked: dict[Worker, float] = {}
+        self._asked: dict[RouterWorker, float] = {}
         """When workers were asked for their models."""
         self._session = session
-        self._waits = waits
+        self._timeouts = timeouts
         self._patience = patience
-        self._running: dict[Worker, asyncio.Task[None]] = {}
+        self._running: dict[RouterWorker, asyncio.Task[None]] = {}
         self._unreached: dict[str, float] = {}
         """By address: when the first check was sent of those in a row that were not answered."""
         self._complaints: dict[str, str] = {}
         """By address: why it cannot have its role, as it was said."""
         self._wake = asyncio.Event()
-        self.on_offer: Callable[[Worker], None] = lambda _: None
+        self.on_offer: Callable[[RouterWorker], None] = lambda _: None
         """Called with each worker that is well and says that it tells which prefixes it holds."""
         self._timeout = aiohttp.ClientTimeout(total=router.config.health_check_timeout_secs)
 
@@ -86,7 +86,7 @@ class HealthChecks:
             for task in [*self._running.values()]:
                 task.cancel()
 
-    async def _check(self, worker: Worker) -> None:
+    async def _check(self, worker: RouterWorker) -> None:
         ok, reached, begun = False, False, time.monotonic()
         instance, role, port = None, None, None
         offers = False
@@ -119,14 +119,14 @@ class HealthChecks:
                 await self._learn_models(after, now)
             return
         if state is WorkerState.UNHEALTHY:
-            # Whoever waits for its first byte is better served elsewhere.
-            self._waits.cut(worker)
+            # Requests that wait for their first byte are better served elsewhere.
+            self._timeouts.expire_first_bytes(worker)
         if now - self._unreached.setdefault(worker.url, begun) >= self._patience:
-            cut = self._waits.cut_streams(worker, self._patience)
+            cut = self._timeouts.expire_streams(worker, self._patience)
             if cut:
                 log.warning("worker %s is not reached for %g s: %d answers broke off", worker.url, self._patience, cut)
 
-    async def _learn_models(self, worker: Worker, now: float) -> None:
+    async def _learn_models(self, worker: RouterWorker, now: float) -> None:
         """Ask which models a worker serves, once for each incarnation and then now and then."""
         if now - self._asked.get(worker, -math.inf) < _MODELS_SECONDS:
             return
@@ -142,7 +142,7 @@ class HealthChecks:
         for worker in self._asked.keys() - set(self._router.workers()):
             del self._asked[worker]
 
-    def _complain(self, worker: Worker, unfit: str) -> None:
+    def _complain(self, worker: RouterWorker, unfit: str) -> None:
         """Say once that a worker which is well cannot be used, and once that it can."""
         if unfit == self._complaints.get(worker.url, ""):
             return
@@ -152,11 +152,11 @@ class HealthChecks:
         else:
             del self._complaints[worker.url]
 
-    def _state(self, worker: Worker) -> WorkerState | None:
+    def _state(self, worker: RouterWorker) -> WorkerState | None:
         shown = self._shown(worker)
         return None if shown is None else shown.state
 
-    def _shown(self, worker: Worker) -> WorkerSnapshot | None:
+    def _shown(self, worker: RouterWorker) -> WorkerSnapshot | None:
         return next((each for each in self._router.snapshot().workers if each.worker == worker), None)
 
 

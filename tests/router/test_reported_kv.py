@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from fd_core.kv.events import BEGINNING, Cleared, HeldBlocks, KVEvent, Recorder, Removed, Stored
 from fd_core.kv.prefix import PrefixHasher
-from fd_core.router.published import Mirror
+from fd_core.router.reported_kv import Mirror
 from fd_core.router.router import Router
-from fd_core.router.workers import Worker
+from fd_core.router.workers import RouterWorker
 from tests.router.helpers import add, chosen, place, request, router_of, serve
 
 SETTINGS: dict[str, Any] = {"policy": "cache_aware", "cache_block_size": 4}
@@ -29,9 +29,9 @@ def stored(tokens: Sequence[int], size: int, parent: bytes = BEGINNING, name: st
     return Stored(parent, keys, ids(tokens))
 
 
-def telling(router: Router, worker: Worker, size: int, *events: KVEvent) -> Mirror:
-    assert router.published.begins(worker, size, "p")
-    mirror = Mirror(router.published, worker, size)
+def telling(router: Router, worker: RouterWorker, size: int, *events: KVEvent) -> Mirror:
+    assert router.reported_kv.begin(worker, size, "p")
+    mirror = Mirror(router.reported_kv, worker, size)
     for event in events:
         assert mirror.apply(event)
     return mirror
@@ -42,7 +42,7 @@ def hits(router: Router, tokens: Sequence[int], **more: Any) -> int:
         return selection.hits
 
 
-def shown(router: Router, worker: Worker) -> Any:
+def shown(router: Router, worker: RouterWorker) -> Any:
     return next(each for each in router.snapshot().workers if each.worker == worker)
 
 
@@ -77,7 +77,7 @@ def test_what_was_served_counts_for_nothing_while_the_worker_tells() -> None:
     mirror.apply(stored(prompt, 4))
     mirror.apply(Cleared())
     assert hits(router, prompt) == 0 and shown(router, worker).kv_events == 4
-    router.published.ends(worker)
+    router.reported_kv.end(worker)
     assert hits(router, prompt) == 4 and shown(router, worker).held_blocks is None
     assert mirror.apply(stored(prompt, 4)) is False, "nobody follows any longer"
     assert shown(router, worker).held_blocks is None
@@ -118,16 +118,16 @@ def test_events_of_a_process_count_for_its_own_incarnation() -> None:
     router = router_of(**SETTINGS)
     first = add(router, "http://w", instance="a")
     prompt = list(range(16))
-    assert not router.published.begins(first, 4, "b"), "another process has this address by now"
-    assert router.published.begins(first, 4, "a")
-    mirror = Mirror(router.published, first, 4)
+    assert not router.reported_kv.begin(first, 4, "b"), "another process has this address by now"
+    assert router.reported_kv.begin(first, 4, "a")
+    mirror = Mirror(router.reported_kv, first, 4)
     assert mirror.apply(stored(prompt, 4))
     second = router.health(first, True, 1.0, instance="b")
     assert second != first
     assert mirror.apply(stored(list(range(16, 32)), 4)) is False
     assert (hits(router, prompt), hits(router, list(range(16, 32)))) == (0, 0)
     assert shown(router, second).held_blocks is None and shown(router, second).kv_events == 0
-    assert not router.published.begins(first, 4, "a")
+    assert not router.reported_kv.begin(first, 4, "a")
 
 
 def test_a_worker_that_left_is_forgotten() -> None:
@@ -135,7 +135,7 @@ def test_a_worker_that_left_is_forgotten() -> None:
     (worker,) = router.workers()
     mirror = telling(router, worker, 4, stored(list(range(16)), 4))
     router.deregister(worker.url, 0.0)
-    assert not mirror.apply(Cleared()) and not router.published._accounts and not router.published._events
+    assert not mirror.apply(Cleared()) and not router.reported_kv._reports and not router.reported_kv._num_events
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_what_does_not_fit_is_refused(event: KVEvent, says: str) -> None:
 def test_a_block_size_that_cannot_be_is_refused(size: int) -> None:
     router = router_of(mixed=1, **SETTINGS)
     with pytest.raises(ValueError, match="tokens"):
-        Mirror(router.published, router.workers()[0], size)
+        Mirror(router.reported_kv, router.workers()[0], size)
 
 
 @given(
