@@ -8,16 +8,15 @@ import logging
 import shutil
 import sys
 import tempfile
-import time
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from fd_core.config import EngineConfig
 from fd_core.engine.client import StartProgress
+from fd_core.engine.engine_socket import EngineSocket
 from fd_core.engine.messages import ClientMessage, EngineMessage, Fault, Progress, Ready, Shutdown, StepEvents
 from fd_core.engine.restarting import GAVE_UP, start_again
 from fd_core.engine.streams import StreamingClient
@@ -28,7 +27,11 @@ __all__ = ["ProcessClient", "Start"]
 _log = logging.getLogger(__name__)
 _ERRORS: dict[int, type[FdError]] = {error.exit_code: error for error in (ConfigError, ModelError, PluginError)}
 _START_SECONDS = 600.0
-"""An engine that gives no sign for so long while it starts in a dead one's place is taken for stuck."""
+"""An engine that replaces a dead one is taken for stuck after so long without a sign of its start."""
+_LOOKS: Final = 4
+"""Looks at an engine within the shortest time that it may be silent."""
+_LAST_WORDS_SECONDS: Final = 0.2
+"""Messages of a dead process that arrive within so long of each other are still read."""
 
 
 class Start(msgspec.Struct, frozen=True):
@@ -43,27 +46,30 @@ class Start(msgspec.Struct, frozen=True):
 class ProcessClient(StreamingClient):
     """Speaks to an engine in a child process; if it dies, starts another that takes up its requests in a new epoch."""
 
-    def __init__(self, config: EngineConfig, path: Path | None) -> None:
+    def __init__(self, config: EngineConfig, path: Path | None, progress: StartProgress) -> None:
         super().__init__()
         self._config = config
         self._path = path
+        self._progress = progress
         self._epoch = 0
         self._folder = Path(tempfile.mkdtemp(prefix="fdcore-"))
-        self._context = zmq.asyncio.Context()
-        self._socket: zmq.asyncio.Socket | None = None
-        self._arrival: asyncio.Future[bytes] | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket: EngineSocket | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(EngineMessage)
+        self._ready = asyncio.Event()
+        """Set while the engine of this epoch serves."""
+        self._end: asyncio.Future[FdError] = asyncio.get_running_loop().create_future()
+        """Why the engine of this epoch is over."""
+        self._watch: asyncio.Task[None] | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._closing = False
 
     @classmethod
     async def open(cls, config: EngineConfig, path: Path | None, progress: StartProgress) -> ProcessClient:
         """Start the process and wait until it is ready."""
-        client = cls(config, path)
+        client = cls(config, path, progress)
         try:
-            await client._start(progress)
+            await client._start(None)
         except BaseException:
             await client.close()
             raise
@@ -86,11 +92,8 @@ class ProcessClient(StreamingClient):
             if process.returncode is None:
                 self._send(Shutdown(drain=False))
                 await _wait(process, 5.0)
-        if self._keeper is not None:
-            # Before the process is killed: it may be starting another.
-            self._keeper.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._keeper
+        # Before the process is killed: the keeper may be starting another.
+        await _cancelled(self._keeper)
         await self._reap()
         self._went_down("the engine was closed")
         self._context.term()
@@ -101,32 +104,34 @@ class ProcessClient(StreamingClient):
     def _send(self, message: ClientMessage) -> None:
         if self._socket is None:
             raise EngineDead(self._death)
-        # The high-water mark is off, so a send only queues; its future is done at once.
-        self._socket.send(self._encoder.encode(message))
+        self._socket.send(message)
 
-    async def _start(self, progress: StartProgress, patience: float | None = None) -> None:
-        """Start a process for the next epoch and read its messages until it is ready.
+    async def _start(self, patience: float | None) -> None:
+        """Start a process for the next epoch and wait until it is ready.
 
         Raises `EngineDead` if it ends or gives no sign for `patience` seconds, and what loading raises.
         """
         self._epoch += 1
         address = f"ipc://{self._folder}/engine-{self._epoch}"
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)
-        self._socket.linger = 0
-        self._socket.bind(address)
+        self._ready.clear()
+        self._end = asyncio.get_running_loop().create_future()
+        self._socket = EngineSocket(self._context, address, self._handle, self._failed)
         try:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "fd_core.engine.child", stdin=asyncio.subprocess.PIPE, start_new_session=True
             )
+            self._watch = asyncio.create_task(self._watch_over(self._process, self._socket, patience))
             await self._tell(Start(address, self._config, str(self._path) if self._path else None, self._epoch))
         except OSError as error:
             raise EngineDead(f"the engine's process could not be started: {error}") from error
-        while not self._alive:
-            message = await self._receive(patience)
-            if message is None:
-                raise EngineDead(f"the engine gave no sign for {patience:g} s while it started")
-            self._handle(message, progress)
+        ready = asyncio.create_task(self._ready.wait())
+        end: asyncio.Future[FdError] = self._end
+        try:
+            await asyncio.wait((ready, end), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ready.cancel()
+        if end.done():
+            raise end.result()
 
     async def _tell(self, start: Start) -> None:
         pipe = self._process.stdin if self._process is not None else None
@@ -136,60 +141,61 @@ class ProcessClient(StreamingClient):
         await pipe.drain()
         # The pipe stays open: its end tells the engine that this process is gone.
 
-    async def _next(self) -> EngineMessage:
-        """Return the next message; raises `EngineDead` if requests wait for longer than the watchdog allows."""
-        patience = self._config.watchdog_seconds
-        silent = 0.0
-        while True:
-            begun = time.monotonic()
-            message = await self._receive(patience / 4)
-            if message is not None:
-                return message
-            silent = silent + time.monotonic() - begun if self.active_requests else 0.0
-            if silent >= patience:
-                raise EngineDead(f"the engine gave no sign for {silent:.0f} s while requests were running")
-
-    async def _receive(self, timeout: float | None = None) -> EngineMessage | None:
-        """Return the next message, None after `timeout` seconds; raises `EngineDead` if the process ends first."""
-        process, socket = self._process, self._socket
-        if process is None or socket is None:
-            raise EngineDead(self._death)
-        if self._arrival is None:
-            # Kept until it is done, however often the wait for it is given up: a message is never dropped.
-            self._arrival = asyncio.ensure_future(socket.recv())
-        death = asyncio.ensure_future(process.wait())
-        try:
-            signs: set[asyncio.Future[Any]] = {self._arrival, death}
-            done, _ = await asyncio.wait(signs, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if death in done and not self._arrival.done():
-                # What the process sent before its end may still be on its way.
-                await asyncio.wait({self._arrival}, timeout=0.2)
-        finally:
-            death.cancel()
-        if self._arrival.done():
-            frame, self._arrival = self._arrival.result(), None
-            message: EngineMessage = self._decoder.decode(frame)
-            return message
-        if death in done:
-            raise EngineDead(f"the engine's process ended with exit code {process.returncode}")
-        return None
-
-    def _handle(self, message: EngineMessage, progress: StartProgress) -> None:
+    def _handle(self, message: EngineMessage) -> None:
         match message:
             case StepEvents():
                 self._dispatch(message)
             case Ready(info):
+                self._ready.set()
                 self._came_up(info)
             case Progress(phase, done, total):
-                progress(phase, done, total)
+                self._progress(phase, done, total)
             case Fault(text, field, hint, code):
                 raise _ERRORS.get(code, EngineDead)(text, field=field, hint=hint)
 
+    def _failed(self, error: Exception) -> None:
+        if self._end.done():
+            return
+        if isinstance(error, FdError):
+            self._end.set_result(error)
+        else:
+            self._end.set_exception(error)
+
+    async def _watch_over(
+        self, process: asyncio.subprocess.Process, socket: EngineSocket, start_patience: float | None
+    ) -> None:
+        """Note the end of the process, and a silence that is longer than the watchdog, or a start, allows."""
+        watchdog = self._config.watchdog_seconds
+        pause = min(watchdog, start_patience or watchdog) / _LOOKS
+        death = asyncio.create_task(process.wait())
+        silent = 0.0
+        try:
+            while not death.done():
+                serving, received, busy = self._ready.is_set(), socket.received, self.active_requests > 0
+                await asyncio.wait({death}, timeout=pause)
+                expected = busy and self.active_requests > 0 if serving else start_patience is not None
+                # Pauses are counted, not seconds: this process may have stood still itself.
+                silent = silent + pause if expected and socket.received == received else 0.0
+                allowed = watchdog if serving else start_patience or watchdog
+                if silent >= allowed:
+                    doing = "while requests were running" if serving else "while it started"
+                    self._failed(EngineDead(f"the engine gave no sign for {allowed:g} s {doing}"))
+                    return
+            while True:
+                # What the process sent before its end may still be on its way.
+                received = socket.received
+                await asyncio.sleep(_LAST_WORDS_SECONDS)
+                if socket.received == received:
+                    break
+            self._failed(EngineDead(f"the engine's process ended with exit code {process.returncode}"))
+        finally:
+            death.cancel()
+
     async def _keep(self) -> None:
-        """Pass messages on; when the engine dies, start another, which takes up its requests."""
+        """Wait for the end of the engine and start another, which takes up its requests."""
         try:
             while True:
-                reason = await self._serve()
+                reason = await self._end
                 if self._closing:
                     return
                 _log.error("engine of epoch %d is gone: %s", self._epoch, reason)
@@ -198,34 +204,23 @@ class ProcessClient(StreamingClient):
                     return
                 _log.warning("engine restarted as epoch %d", self._epoch)
         finally:
-            # Whatever ended this watch: no request may wait for an engine that nobody starts.
+            # Whatever ended this task: no request may wait for an engine that nobody starts.
             if not self._closing:
                 self._went_down(GAVE_UP)
 
-    async def _serve(self) -> FdError:
-        """Pass messages on until the engine dies; return of what."""
-        try:
-            while True:
-                self._handle(await self._next(), lambda *_: None)
-        except FdError as error:
-            return error
-
     async def _start_another(self) -> None:
         await self._reap()
-        await self._start(lambda *_: None, _START_SECONDS)
+        self._progress = lambda *_: None
+        await self._start(_START_SECONDS)
 
     async def _reap(self) -> None:
+        """End the process, the watch over it and the socket."""
+        await _cancelled(self._watch)
         if self._process is not None:
             if self._process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     self._process.kill()
             await self._process.wait()
-        self._close_socket()
-
-    def _close_socket(self) -> None:
-        if self._arrival is not None:
-            self._arrival.cancel()
-            self._arrival = None
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -234,3 +229,10 @@ class ProcessClient(StreamingClient):
 async def _wait(process: asyncio.subprocess.Process, seconds: float) -> None:
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(process.wait(), seconds)
+
+
+async def _cancelled(task: asyncio.Task[None] | None) -> None:
+    """Cancel a task and wait for its end."""
+    if task is not None:
+        task.cancel()
+        await asyncio.wait({task})
