@@ -1,4 +1,4 @@
-"""What router, prefill and decode workers derive from the secret that they share."""
+"""Keys that router, prefill and decode workers derive from the secret that they share."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _FLAG = "--transfer-secret-file"
 
 
 def ticket_key(file: str | None) -> bytes:
-    """Return the key of tickets, see `ticket`; `file` None takes this user's own secret. Raises `ConfigError`."""
+    """Return the key of tickets, see `ticket`; without a `file`, of this user's own secret. Raises `ConfigError`."""
     return derive(_secret(file), PURPOSE)
 
 
 def transfer_key(file: str | None) -> bytes:
-    """Return the key that seals what workers send each other; `file` as above. Raises `ConfigError`."""
+    """Return the key that seals messages and pieces; without a `file`, of this user's secret. Raises `ConfigError`."""
     return derive(_secret(file), "transfers")
 
 

@@ -1,7 +1,7 @@
-"""What a router tells a decode worker: which prefill worker computes the prompt of a request.
+"""The ticket by which a router tells a decode worker which prefill worker computes the prompt of a request.
 
-The ticket is signed with the secret that the workers share, so that clients cannot send a worker to an address of their
-choice. It is good for one request id.
+A ticket is signed with a key derived from the secret that the workers share, so that clients cannot send a worker to an
+address of their choice. It is valid for one request id.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Final
 __all__ = ["KV_PORT_HEADER", "OUTCOME_HEADER", "PURPOSE", "ROLE_HEADER", "TICKET_HEADER", "read_ticket", "sign_ticket"]
 
 TICKET_HEADER: Final = "X-FD-Prefill"
-"""Of a request to a decode worker."""
+"""Header of a request to a decode worker: the ticket."""
 OUTCOME_HEADER: Final = "X-FD-Prefill-Outcome"
-"""Of its answer: one of `fd_core.kv.effects.Outcome`."""
+"""Header of a decode worker's answer: one of `fd_core.kv.effects.Outcome`."""
 KV_PORT_HEADER: Final = "X-FD-KV-Port"
-"""Of a prefill worker's answer to a health check: the port of its transfers, at the host of its API."""
+"""Header of a prefill worker's answer to a health check: the port of its transfers, at the host of its API."""
 ROLE_HEADER: Final = "X-FD-Role"
-"""Of any worker's answer to a health check: mixed, prefill or decode."""
+"""Header of any worker's answer to a health check: mixed, prefill or decode."""
 PURPOSE: Final = "prefill tickets"
-"""What the key of tickets is derived for, see `fd_core.kv.stores.secret.derive`."""
+"""Purpose for which the key of tickets is derived, see `fd_core.kv.stores.secret.derive`."""
 
 _PEER: Final = re.compile(r"(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,64}\]):[0-9]{1,5}")
 _MAX_LENGTH: Final = 512
@@ -44,6 +44,6 @@ def read_ticket(key: bytes, request_id: str, ticket: str) -> str | None:
 
 
 def _mac(key: bytes, request_id: str, peer: str) -> str:
-    """Bind both to each other: the length tells where one ends, and any text has bytes, half of a surrogate too."""
+    """Return the MAC of both texts: the length tells where the first ends. Any text has bytes, lone surrogates too."""
     name, place = (text.encode("utf-8", "surrogatepass") for text in (request_id, peer))
     return hmac.new(key, len(name).to_bytes(8, "little") + name + place, hashlib.sha256).hexdigest()

@@ -14,10 +14,11 @@ from fd_core.disagg.stats import TransferTally
 from fd_core.kv.port import CompletionQueue, KVPort
 from fd_core.kv.thread_loop import ThreadLoop
 
-__all__ = ["KVTransfer"]
+__all__ = ["ENGINE_ENDS", "KVTransfer"]
 
 _log = logging.getLogger(__name__)
 
+ENGINE_ENDS: Final = "the engine ends"
 _CLOSE_SECONDS: Final = 2.0
 """For a copy that is under way, and for what is said last."""
 _JOIN_SECONDS: Final = 0.5
@@ -48,9 +49,15 @@ class KVTransfer(KVPort[_Stats], Generic[_Stats, _Kept]):
     The thread copies one piece of a lease, then one of the next lease, so that no lease waits for a whole other one.
     """
 
-    def __init__(self, thread: str, queue: CompletionQueue, clock: Callable[[], float]) -> None:
-        """`thread` is the name of the thread, which the side starts once it is complete."""
+    def __init__(self, thread: str, queue: CompletionQueue, clock: Callable[[], float], stuck_seconds: float) -> None:
+        """`thread` is the name of the thread, which the side starts once it is complete.
+
+        While an operation is pending, a thread that has not turned for `stuck_seconds` is stuck in a call.
+        """
         self._queue = queue
+        self._stuck_seconds = stuck_seconds
+        self._turned_at = clock()
+        """When the thread turned last, or the first operation began behind which it has to."""
         self._clock = clock
         self._tally = TransferTally()
         self._loop = ThreadLoop(thread, self._turn, self._end_all)
@@ -79,15 +86,23 @@ class KVTransfer(KVPort[_Stats], Generic[_Stats, _Kept]):
         self._closed = True
         self._loop.stop()
         ended = self._loop.join(_CLOSE_SECONDS)
-        self._complete_all()
+        self._complete_all(ENGINE_ENDS)
         if not (ended or self._loop.join(_JOIN_SECONDS)):
             _log.warning("a copy or a call of the connector does not return; its thread is left behind")
         for connector in self._connectors.values():
             connector.close()
 
+    def _watch(self, pending: int) -> None:
+        """Complete every operation if the thread is stuck in a call, so that nobody waits until the call returns."""
+        now = self._clock()
+        if not pending:
+            self._turned_at = now
+        elif now - self._turned_at > self._stuck_seconds:
+            self._complete_all("a copy or a call of the connector does not return")
+
     @abstractmethod
-    def _complete_all(self) -> None:
-        """Complete every operation, as the engine ends. Either thread."""
+    def _complete_all(self, reason: str) -> None:
+        """Complete every operation before its time. Either thread."""
 
     # The thread of transfers ------------------------------------------------------------------------------
 
@@ -117,6 +132,7 @@ class KVTransfer(KVPort[_Stats], Generic[_Stats, _Kept]):
 
     def _turn(self) -> float:
         """Copy one piece and do what is due; return the seconds until there is more to do."""
+        self._turned_at = self._clock()
         if self._copying:
             lease = self._copying.popleft()
             if lease.to_copy:

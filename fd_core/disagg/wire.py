@@ -1,8 +1,8 @@
-"""Messages and pieces as bytes: sealed, so that whoever lacks the secret can neither make, change nor move one.
+"""Messages and pieces as bytes, sealed: whoever lacks the secret can neither make one, nor change it, nor move it.
 
-A message is one frame, an envelope under a key that says which side speaks. A piece is an envelope of its own, under
-its lease and index; the connector decides how it travels. Nothing about a frame is believed before its envelope was
-opened, and nothing about a message before its limits were checked. Frames are not encrypted.
+A message is one frame, an envelope under a key that names the side that speaks. A piece is an envelope of its own,
+under its lease and index; the connector decides how it travels. No frame is decoded before its envelope was opened, and
+no message is used before its limits were checked. Frames are not encrypted.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _Message = TypeVar("_Message", FromDecode, FromPrefill)
 
 
 class Unsealed(Exception):
-    """A frame was not sealed with the common secret, or is not from the side that it should be from."""
+    """A frame was not sealed with the common secret, or comes from the wrong side."""
 
 
 class Unfit(Exception):
-    """A sealed message is not one, or is beyond a limit; `lease` is its lease, if it has one that can be answered."""
+    """A sealed frame holds no message, or one beyond a limit. `lease` names its lease, if that can be answered."""
 
     def __init__(self, reason: str, lease: str | None = None) -> None:
         super().__init__(reason)

@@ -15,6 +15,7 @@ import pytest
 from fd_core.disagg.connectors.contract import ConnectorError, PutResult
 from fd_core.disagg.decode import connections
 from fd_core.disagg.decode.connections import Endpoint
+from fd_core.disagg.prefill import sender as sender_module
 from fd_core.errors import ConfigError
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.effects import Cancel, Completion, Fetch, Fetched, PrefillJobArrived, Send, Sent
@@ -487,6 +488,43 @@ def test_a_thread_that_is_stuck_in_a_connector_keeps_no_fetch_for_ever() -> None
     with Pair(receiver={"longest": 0.1}) as pair:
         pair.connector.inbox = Stuck
         assert pair.answer(pair.fetch(8)).outcome == "expired"
+        gate.set()
+
+
+def test_a_thread_that_is_stuck_holds_a_fetch_up_for_little_longer_than_the_silence() -> None:
+    gate = threading.Event()
+
+    class Stuck(FrameInbox):
+        def take(self, index, reference, frames):
+            gate.wait(PATIENCE)
+            raise ConnectorError("too late")
+
+    with Pair(receiver={"silence": 0.3}) as pair:
+        pair.connector.inbox = Stuck
+        numbers = [pair.fetch(8), pair.fetch(8, salt="behind it")]
+        began = time.monotonic()
+        assert [fetched.outcome for fetched in pair.answers(numbers)] == ["expired", "expired"]
+        assert time.monotonic() - began < 10
+        assert {pair.decode.fetched[number].reason for number in numbers} == {
+            "a copy or a call of the connector does not return"
+        }
+        gate.set()
+
+
+def test_a_thread_that_is_stuck_keeps_no_blocks_of_a_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+
+    class Stuck(FrameOutbox):
+        def put(self, index, parts):
+            gate.wait(PATIENCE)
+            raise ConnectorError("too late")
+
+    monkeypatch.setattr(sender_module, "_STUCK_SECONDS", 1.0)
+    with Pair(receiver={"silence": 0.3}) as pair:
+        pair.connector.outbox = Stuck
+        pair.fetch(12)
+        pair.until(lambda: len(pair.prefill.pinned) > 0)
+        pair.until(lambda: not pair.prefill.pinned)
         gate.set()
 
 

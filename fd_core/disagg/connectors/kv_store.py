@@ -1,8 +1,8 @@
-"""Through a third party: values lie in the KV store behind `--kv-store` until the decode side has taken them.
+"""Through a third party: values lie in the KV store of `--kv-store` until the decode side has taken them.
 
-Each has a key of its own, made of lease and index. The decode side deletes what it took, and whatever else of the lease
-can be there when it closes; the prefill side deletes all that it put when it closes. Only if both die, or the store
-does, values stay behind, at most `window` of them for each lease, until the store forgets them.
+Each value has a key of its own, made of lease and index. The decode side deletes the values that it took, and when it
+closes, all others of the lease that may be there; the prefill side deletes all that it put when it closes. Values stay
+behind only if both sides or the store die: at most `window` for each lease, until the store evicts them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fd_core.kv.stores.contract import MAX_KEY_BYTES, Deadline, KVStore, StoreEr
 __all__ = ["KVStoreConnector"]
 
 _GREETING: Final = -1
-"""The index of the value by which the prefill side finds out that it reaches the same store."""
+"""Index of the value that shows the prefill side whether it reaches the same store."""
 _GREETING_BYTES: Final = 16
 
 
@@ -72,7 +72,7 @@ class KVStoreConnector(Connector):
 
 
 class _SharedStore:
-    """The store as the ends use it: from several threads, within the time that a call may take."""
+    """The store as both ends use it: from several threads, each call within its time."""
 
     def __init__(self, store: KVStore, timeout: float) -> None:
         self._store = store
@@ -99,7 +99,7 @@ class _SharedStore:
 
     @contextmanager
     def _turn(self, lock: threading.Lock) -> Iterator[float]:
-        """Give the seconds that are left of a call once it is its turn."""
+        """Wait for the lock and yield the seconds that are left of the call."""
         deadline = Deadline(self._timeout)
         if not lock.acquire(timeout=self._timeout):
             raise ConnectorError("the KV store did not answer in time")
@@ -117,9 +117,9 @@ class _KVStoreInbox(KVInbox):
         self._value_bytes = value_bytes
         self._closed = False
         self._known = 0
-        """Places in `pieces` up to the last that was heard of."""
+        """Number of leading `pieces` up to the last one that was announced."""
         self._done: list[int] = []
-        """Indices whose values are not deleted yet."""
+        """Indices that are done and whose values are not deleted yet."""
         self._deleted: set[int] = set()
         self.address = os.urandom(_GREETING_BYTES)
         store.put(_key(lease, _GREETING), [self.address])

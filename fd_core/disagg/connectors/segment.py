@@ -1,8 +1,8 @@
-"""A piece of memory that two processes map: made by one, found by the other, gone with the last of them.
+"""Memory that two processes map: one creates it, the other attaches to it, and it goes with the last of them.
 
-It is an anonymous file (memfd), so it has no name that somebody could take first or that a crash could leave behind.
-The other process opens it through the descriptor that its maker has, which the system permits to the same user only,
-and looks at what it found before it opens it. The file is sealed: nobody can cut it off under a process that uses it.
+The memory is an anonymous file (memfd), so it has no name that somebody could take first or that a crash could leave
+behind. The other process opens the file through the creator's descriptor, which the system permits to the same user
+only, and looks at what it found before it opens it. The file is sealed: nobody can shorten it while a process uses it.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ __all__ = ["Segment", "attach", "create"]
 _LEASE: Final = re.compile(r"[0-9A-Za-z_.-]{1,64}")
 _TOKEN_BYTES: Final = 16
 _MAX_BYTES: Final = 1 << 30
-"""The system gives an anonymous file memory until it has none left, so somebody has to stop before."""
+"""Limit of one segment: the system itself would give an anonymous file all of its memory."""
 
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class _SegmentAddress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where a segment is found; it opens nothing to other users."""
+    """Where a segment is found; other users cannot open the segment with it."""
 
     host: str
-    """What tells this start of this host from others."""
+    """Identifier of the host's current boot."""
     processes: int
     """Inode of the PID namespace that `process` counts in."""
     process: _Number
     descriptor: _Number
     token: Annotated[bytes, msgspec.Meta(min_length=_TOKEN_BYTES, max_length=_TOKEN_BYTES)]
-    """Part of the file's name, so that a descriptor that was given away meanwhile is not mistaken for it."""
+    """Part of the file's name, which tells the segment from another file that got the same descriptor number."""
 
 
 class Segment:
@@ -61,7 +61,7 @@ class Segment:
         self._closed = False
 
     def close(self) -> None:
-        """Let go of it. What somebody still holds of `bytes` stays valid, and goes with its last holder."""
+        """Unmap the memory. Views of `bytes` that somebody still holds stay valid and keep the memory mapped."""
         if self._closed:
             return
         self._closed = True

@@ -1,10 +1,10 @@
-"""Into the inbox's memory: both workers map one segment for each lease, with a place for each piece on its way.
+"""Shared memory: both workers map one segment for each lease, with a place for each piece on its way.
 
-    byte 0 .. window - 1      of each place: free, or full from its `put` until its `done`
+    bytes 0 .. window - 1     state of each place: free, or full from its `put` until its `done`
     then `window` places      of `value_bytes` each, aligned to 64 bytes
 
-The prefill side writes to a free place and marks it; the decode side reads it and frees it. Length and place of a value
-travel in its reference, behind the seal of the message, so nothing that lies in the memory is believed.
+The prefill side writes to a free place and marks it full; the decode side reads the place and marks it free. Place and
+length of a value travel in its reference, behind the seal of the message, so nothing in the memory has to be trusted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""In band: values travel as frames behind the messages that announce them, through the workers' own connection."""
+"""In band: values travel as frames behind the messages that announce them, on the connection of the workers."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ __all__ = ["TCPConnector"]
 
 
 class TCPConnector(Connector):
-    """Works wherever the workers reach each other, and holds nothing of its own.
+    """For workers that reach each other in any way; it holds no memory of its own.
 
-    The prefill side copies nothing; the decode side joins the frames of a value, which is one copy.
+    The prefill side copies nothing. The decode side joins the frames of a value, which is one copy.
     """
 
     name = "tcp"
 
     def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> KVInbox:
-        """Return an inbox without memory; messages bring their own."""
+        """Return an inbox without memory of its own: values lie in the frames of messages."""
         return _TCPInbox(value_bytes)
 
     def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> KVOutbox:
-        """Return an outbox that hands the parts of values on as frames."""
+        """Return an outbox that returns the parts of values as frames."""
         if address:
             raise ConnectorError("the connector tcp has no addresses of its own, but the decode worker sent one")
         return _TCPOutbox(value_bytes)

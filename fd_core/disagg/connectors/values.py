@@ -1,4 +1,4 @@
-"""What connectors do with the buffers of a value, whatever they carry it through."""
+"""What every connector does with the buffers of a value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["flat_parts"]
 
 
 def flat_parts(parts: Sequence[Bytes], value_bytes: int) -> tuple[list[memoryview], int]:
-    """Return the parts as bytes, uint8[n] each, and their length in all; `ConnectorError` over `value_bytes`."""
+    """Return the parts as uint8[n] views, and their total length. Raises `ConnectorError` over `value_bytes`."""
     flat = [memoryview(part).cast("B") for part in parts]
     length = sum(map(len, flat))
     if length > value_bytes:

@@ -20,7 +20,7 @@ from fd_core.disagg.kv_compatibility import KVCompatibility
 from fd_core.disagg.lease import MAX_WINDOW, Action, DecodeEnd, Say, TakePiece, wanted
 from fd_core.disagg.messages import AbortLease, FromDecode, FromPrefill, KVPiece, Open, Refuse
 from fd_core.disagg.stats import ReceiverStats
-from fd_core.disagg.transfer import KVTransfer
+from fd_core.disagg.transfer import ENGINE_ENDS, KVTransfer
 from fd_core.disagg.wire import Unfit, Wire
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.effects import Cancel, Completion, Effect, Fetch, Fetched, Outcome
@@ -34,7 +34,7 @@ __all__ = ["Receiver"]
 _log = logging.getLogger(__name__)
 
 _GRACE_SECONDS: Final = 1.0
-"""After the longest time of a lease: the thread that should have ended the lease is stuck in a call then."""
+"""For the thread to end a lease whose time is over. If it does not, it is stuck in a call."""
 _EXPECTED: Final = frozenset({"transferred", "held", "aborted"})
 """Outcomes that nobody has to be told the reason of."""
 
@@ -84,7 +84,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         """
         if not 1 <= window <= MAX_WINDOW:
             raise ValueError(f"a window of {window} pieces is not within 1 to {MAX_WINDOW}")
-        super().__init__("fdcore-kv-receiver", queue, clock)
+        super().__init__("fdcore-kv-receiver", queue, clock, silence + _GRACE_SECONDS)
         self._cache = cache
         self._wire = Wire(envelope, block)
         self._compatibility = compatibility
@@ -118,6 +118,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         for fetched in self._pending.expire(self._clock()):
             self._account(fetched)
             self._loop.post(partial(self._abort, fetched.operation))
+        self._watch(len(self._pending))
         return self._queue.take()
 
     def stats(self) -> ReceiverStats:
@@ -126,13 +127,14 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         return msgspec.structs.replace(counted, open_leases=len(self._pending), peers=len(self._connections))
 
     def _begin(self, effect: Fetch) -> None:
+        self._watch(len(self._pending))
         now, operation = self._clock(), effect.operation
         too_late = Fetched(operation, "expired", reason="the transfer takes too long")
         self._pending.begin(too_late, now + self._longest + _GRACE_SECONDS)
         if not len(effect.blocks):
             self._complete(Fetched(operation, "held"))
         elif not self._loop.post(partial(self._open, effect, now)):
-            self._complete(Fetched(operation, "aborted", reason="the engine ends"))
+            self._complete(Fetched(operation, "aborted", reason=ENGINE_ENDS))
 
     # Completions, on either thread ------------------------------------------------------------------------
 
@@ -142,9 +144,11 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
             self._account(fetched)
         return completed
 
-    def _complete_all(self) -> None:
+    def _complete_all(self, reason: str) -> None:
+        outcome: Outcome = "aborted" if reason == ENGINE_ENDS else "expired"
         for operation in self._pending.numbers():
-            self._complete(Fetched(operation, "aborted", reason="the engine ends"))
+            self._complete(Fetched(operation, outcome, reason=reason))
+            self._loop.post(partial(self._abort, operation))
 
     def _account(self, fetched: Fetched) -> None:
         self._tally.add_labelled("outcomes", fetched.outcome)
@@ -302,5 +306,5 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
             for lease in list(self._leases.values()):
                 self._act(lease, lease.machine.abort(self._clock()))
         finally:
-            self._complete_all()
+            self._complete_all(ENGINE_ENDS)
             self._connections.close()

@@ -20,7 +20,7 @@ from fd_core.disagg.messages import AbortLease, Confirm, FromDecode, FromPrefill
 from fd_core.disagg.prefill.connections import DecodeConnections
 from fd_core.disagg.prefill.lease import PrefillLease
 from fd_core.disagg.stats import SenderStats
-from fd_core.disagg.transfer import KVTransfer
+from fd_core.disagg.transfer import ENGINE_ENDS, KVTransfer
 from fd_core.disagg.wire import Wire
 from fd_core.errors import FdError
 from fd_core.kv.block_format import BlockFormat
@@ -43,6 +43,8 @@ from fd_core.types import IntArray
 __all__ = ["Sender"]
 
 _BROKE_OFF: Final = "the prefill worker broke off"
+_STUCK_SECONDS: Final = 70.0
+"""The thread never sleeps as long."""
 _REMEMBERED: Final = 4096
 """Leases that ended lately: an `Open` that was repeated on its way must not open one again."""
 
@@ -98,7 +100,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         raises an `FdError`. It is called on that thread, once for a name that it knows, and its connectors are closed
         with the sender.
         """
-        super().__init__("fdcore-kv-sender", queue, clock)
+        super().__init__("fdcore-kv-sender", queue, clock, _STUCK_SECONDS)
         self._cache = cache
         self._wire = Wire(envelope, block, max_tokens=max_tokens)
         self._compatibility = compatibility
@@ -107,7 +109,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         self._longest = longest
         self._pending: PendingOperations[Sent] = PendingOperations(queue.put)
         self._over: OrderedDict[str, None] = OrderedDict()
-        self._turned_at = clock()
+        self._asked_at = clock()
         """When the engine asked for completions last: an engine that does not turn computes nothing."""
         self._connections = DecodeConnections(
             self._loop, self._wire, self._tally, host, port, hear=self._hear, turn_down=self._turn_down_unfit
@@ -122,6 +124,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         for effect in effects:
             match effect:
                 case Send(operation):
+                    self._watch(len(self._pending))
                     self._pending.begin(Sent(operation))
                     if not self._loop.post(partial(self._send, effect)):
                         self._pending.end(operation)
@@ -136,7 +139,8 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
 
         While the engine does not ask, decode workers are not told that the prefill worker is alive.
         """
-        self._turned_at = self._clock()
+        self._asked_at = self._clock()
+        self._watch(len(self._pending))
         return self._queue.take()
 
     def stats(self) -> SenderStats:
@@ -144,7 +148,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         counted = msgspec.convert(self._tally.read(), SenderStats)
         return msgspec.structs.replace(counted, open_leases=len(self._leases), open_sends=len(self._pending))
 
-    def _complete_all(self) -> None:
+    def _complete_all(self, reason: str) -> None:
         for operation in self._pending.numbers():
             self._pending.end(operation)
 
@@ -275,7 +279,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
             self._queue.put(LeaseEnded(name))
 
     def _tick(self, lease: _PrefillSide, now: float) -> None:
-        working = now - self._turned_at < lease.opening.silence
+        working = now - self._asked_at < lease.opening.silence
         self._act(lease, lease.machine.tick(now, working=working))
 
     def _copy(self, lease: _PrefillSide, index: int) -> None:
@@ -320,5 +324,5 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
             for lease in list(self._leases.values()):
                 self._act(lease, lease.machine.gave_up("the prefill worker is shutting down", self._clock()))
         finally:
-            self._complete_all()
+            self._complete_all(ENGINE_ENDS)
             self._connections.close()
