@@ -1,4 +1,4 @@
-"""What one KV block is on the host, wherever it goes from there."""
+"""The format of a KV block on the host, for the host tier, the store and transfers."""
 
 from __future__ import annotations
 

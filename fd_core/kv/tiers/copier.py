@@ -1,4 +1,4 @@
-"""Copies between device blocks and the host tier, on the one thread that owns the tier."""
+"""Copies between device blocks and the host tier, on the one thread that owns the host tier."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 
 class Copier:
-    """Performs saves, and what loads and lookups need of the host tier, in the order in which they were posted.
+    """Performs saves, and the host tier's part of loads and lookups, in the order in which they were posted.
 
-    Blocks are copied one by one: each host array is then a piece of memory of its own, which ends with its block, and
-    an operation that ends waits for one block at most.
+    Blocks are copied one by one: each host array is then memory of its own, freed with its block, and an operation that
+    ends early waits for one block at most.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Copier:
         clock: Callable[[], float],
         tell: Callable[[NotStored], None],
     ) -> None:
-        """`tell` takes the keys of blocks that were to be written to the store and are not."""
+        """`tell` takes the keys of blocks that were to be written to the store and may not be there."""
         self.loop = ThreadLoop("fdcore-kv-copy")
         self.import_rate = Rate()
         self._cache = cache
@@ -75,7 +75,7 @@ class Copier:
 
     def lost(self, keys: Sequence[bytes]) -> None:
         """Tell that the store may not have got the blocks of `keys` after all. Any thread."""
-        self.loop.post(partial(self._host.unmark_stored, keys))
+        self.loop.post(partial(self._host.unmark_written, keys))
         self._tell(NotStored(tuple(keys)))
 
     def _look_up(self, lookup: Lookup) -> None:
@@ -101,7 +101,7 @@ class Copier:
         dropped: list[bytes] = []
         for index, key in enumerate(save.keys):
             keep = index < self._room
-            write = save.persist and not self._host.is_stored(key)
+            write = save.persist and not self._host.is_written(key)
             if write and not self._writer.accepts(self._block.bytes):
                 dropped.append(key)
                 write = False
@@ -116,7 +116,7 @@ class Copier:
                 self._host.put(key, array)
             if write:
                 if self._writer.offer(key, array):
-                    self._host.mark_stored(key)
+                    self._host.mark_written(key)
                 else:
                     dropped.append(key)
         self._host.touch(save.keys[: self._room])
@@ -167,7 +167,7 @@ class Copier:
         keys = job.effect.keys
         for index, array in arrays:
             if index < self._room and self._host.put(keys[index], array):
-                self._host.mark_stored(keys[index])
+                self._host.mark_written(keys[index])
         if job.effect.operation not in self._pending:
             return
         for index, array in arrays:
@@ -180,11 +180,11 @@ class Copier:
         self._advance(job)
 
     def _advance(self, job: LoadJob) -> None:
-        """Copy what is at hand of the prefix; end the load if that was all."""
+        """Copy the blocks of the prefix that are on the host; end the load if no more are to come."""
         while (index := job.answer.blocks) < job.end:
             array = job.arrays[index]
             if array is None:
-                return  # it is being fetched
+                return  # the reader fetches it
             job.arrays[index] = None
             if not self._import(job, index, array):
                 job.end = index
@@ -221,4 +221,4 @@ class Copier:
         kind = f"{what}: {type(error).__name__}"
         if kind not in self._logged:
             self._logged.add(kind)
-            log.warning("the KV cache failed in %s; such blocks are computed again", kind)
+            log.warning("the KV cache failed in %s; blocks that cannot be copied are computed again", kind)

@@ -1,4 +1,4 @@
-"""The host tier: KV blocks in this process's memory, the least recently used forgotten first."""
+"""The host tier: KV blocks in this process's memory; the least recently used are evicted first."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ HostArray = npt.NDArray[Any]
 
 
 class HostTier:
-    """Read-only arrays by block key, at most `limit_bytes` of them. Owned by one thread; counting only, no copies.
+    """Read-only arrays by block key, `limit_bytes` in all at most. Owned by one thread; makes no copies.
 
-    A prefix is worth nothing without its first block, so whoever keeps one calls `touch` with its keys in order: the
-    last block is then forgotten first.
+    A prefix is worth nothing without its first block, so call `touch` with the keys of a prefix in order: the last
+    block is then evicted first.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.bytes = 0
         self._arrays: OrderedDict[bytes, HostArray] = OrderedDict()
-        self._stored: set[bytes] = set()
+        self._written: set[bytes] = set()
 
     def __len__(self) -> int:
         return len(self._arrays)
@@ -37,9 +37,9 @@ class HostTier:
         return self._arrays.get(key)
 
     def put(self, key: bytes, array: HostArray) -> bool:
-        """Keep `array` as the most recently used; return whether `key` is held now.
+        """Store `array` as the most recently used; return whether `key` is stored afterwards.
 
-        An array that is larger than the whole tier is not kept; one that is held already stays.
+        An array larger than the whole tier is not stored; an array that is stored already stays.
         """
         if key in self._arrays:
             self._arrays.move_to_end(key)
@@ -47,34 +47,34 @@ class HostTier:
         if array.nbytes > self.limit_bytes:
             return False
         while self.bytes + array.nbytes > self.limit_bytes:
-            forgotten, old = self._arrays.popitem(last=False)
+            evicted, old = self._arrays.popitem(last=False)
             self.bytes -= old.nbytes
-            self._stored.discard(forgotten)
+            self._written.discard(evicted)
         self._arrays[key] = array
         self.bytes += array.nbytes
         return True
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Make the held ones of a prefix's `keys` the most recently used, the first key the most of all."""
+        """Make the stored ones of a prefix's `keys` the most recently used, the first key the most recent of all."""
         for key in reversed(keys):
             if key in self._arrays:
                 self._arrays.move_to_end(key)
 
-    def mark_stored(self, key: bytes) -> None:
-        """Remember, as long as `key` is held, that the store has it or is about to get it."""
+    def mark_written(self, key: bytes) -> None:
+        """Remember, as long as `key` is in this tier, that the KV store has its block or is about to get it."""
         if key in self._arrays:
-            self._stored.add(key)
+            self._written.add(key)
 
-    def unmark_stored(self, keys: Iterable[bytes]) -> None:
-        """Forget that `mark_stored` was called for `keys`."""
-        self._stored.difference_update(keys)
+    def unmark_written(self, keys: Iterable[bytes]) -> None:
+        """Forget that `mark_written` was called for `keys`."""
+        self._written.difference_update(keys)
 
-    def is_stored(self, key: bytes) -> bool:
-        """Whether `mark_stored` was called for a key that is still held, and not taken back."""
-        return key in self._stored
+    def is_written(self, key: bytes) -> bool:
+        """Whether `key` is in this tier, and the KV store has its block or is about to get it."""
+        return key in self._written
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Evict everything."""
         self._arrays.clear()
-        self._stored.clear()
+        self._written.clear()
         self.bytes = 0

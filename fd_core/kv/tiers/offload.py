@@ -98,7 +98,7 @@ class KVOffload(KVPort[TierStats]):
         self._counters = TierCounters()
         self._pace = LoadPaceMeasured()
         self._host = HostTier(host_bytes)
-        envelope = Envelope(os.urandom(32)) if store is None else store.envelope
+        envelope = Envelope(os.urandom(32)) if store is None else store.envelope  # without a store it seals nothing
         # Two guards, so that a store that only writes badly is still read.
         self._reads, self._writes = (
             NullGuardedStore() if store is None else GuardedStore(store.store, self._counters, clock) for _ in range(2)

@@ -1,4 +1,4 @@
-"""Write-behind: saved blocks reach the store later, or not at all."""
+"""Write-behind: saved blocks reach the store some time after their save, or not at all."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class WriteBehind:
         return self.pending_bytes + size <= self._limit_bytes and self._store.ready()
 
     def offer(self, key: bytes, array: HostArray) -> bool:
-        """Take a block, unless it would be dropped; return whether the store is to get it. Never blocks."""
+        """Queue a block to be written; return False if the block is dropped. Never blocks."""
         if key in self._queued:
             return True
         if not self.accepts(array.nbytes):
@@ -75,7 +75,7 @@ class WriteBehind:
         return True
 
     def forget(self, key: bytes) -> None:
-        """Have a key deleted from the store, if nothing more important prevents it."""
+        """Have a key deleted from the store; best effort."""
         with self._lock:
             if self._forgotten >= _MAX_FORGOTTEN:
                 return

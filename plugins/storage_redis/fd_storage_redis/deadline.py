@@ -1,8 +1,8 @@
 """One deadline for everything that a call does on the network.
 
-redis-py gives each single operation on a socket a time limit; logging in, asking Sentinels, discovering a cluster and
-reading a long answer are many. Here the deadline travels in a context variable and every operation gets what is left.
-The lookup of a host's name is the system's and cannot be bounded.
+redis-py limits the time of each single operation on a socket, but logging in, asking Sentinels, discovering a cluster
+and reading a long answer take many operations. Here the deadline travels in a context variable, and every operation
+gets the time that is left. The operating system looks up host names, which no deadline can bound.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ __all__ = [
 ]
 
 _OUTSIDE_CALLS: Final = 1.0
-"""Seconds for an operation that no call asked for."""
+"""Seconds that an operation outside `within` may take."""
 
 _deadline: ContextVar[float | None] = ContextVar("fd_storage_redis_deadline", default=None)
 
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Let everything inside end after `seconds`."""
+    """Bound all socket operations inside the context by `seconds` together."""
     token = _deadline.set(time.monotonic() + seconds)
     try:
         yield
@@ -45,7 +45,7 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def remaining() -> float:
-    """Return the seconds that are left. Raises `TimeoutError` if there are none."""
+    """Return the seconds until the deadline. Raises `TimeoutError` if it has passed."""
     deadline = _deadline.get()
     if deadline is None:
         return _OUTSIDE_CALLS
@@ -56,14 +56,14 @@ def remaining() -> float:
 
 
 class _BoundedSocket:
-    """A socket each of whose operations gets the time that is left."""
+    """A socket whose operations each get the time that is left until the deadline."""
 
     def __init__(self, inner: socket.socket) -> None:
         self._inner = inner
         self._polls = False
 
     def settimeout(self, value: float | None) -> None:
-        # Zero asks whether there is something to read; any other limit is the deadline's.
+        # Zero asks whether there is something to read; the deadline replaces any other limit.
         self._polls = value == 0
 
     def recv_into(self, buffer: Any, *arguments: Any) -> int:
@@ -86,7 +86,7 @@ class _BoundedSocket:
 
 
 class _Bounded:
-    """Connects and talks within the deadline; comes first among the bases."""
+    """Connects, sends and receives within the deadline; has to be the first base class."""
 
     socket_timeout: float | None
     socket_connect_timeout: float | None
@@ -97,31 +97,31 @@ class _Bounded:
 
 
 class BoundedConnection(_Bounded, Connection):
-    """TCP."""
+    """A TCP connection within the deadline."""
 
 
 class BoundedSSLConnection(_Bounded, SSLConnection):
-    """TLS."""
+    """A TLS connection within the deadline."""
 
 
 class BoundedUnixConnection(_Bounded, UnixDomainSocketConnection):
-    """A Unix socket."""
+    """A connection through a Unix socket within the deadline."""
 
-    # redis-py asks every connection for these when it cannot be made in time.
+    # redis-py reads both when a connection cannot be made in time.
     host = ""
     port = 0
 
 
 class BoundedSentinelConnection(_Bounded, SentinelManagedConnection):
-    """TCP to the primary that Sentinels name."""
+    """A TCP connection to the primary that Sentinels name."""
 
 
 class BoundedSentinelSSLConnection(_Bounded, SentinelManagedSSLConnection):
-    """TLS to the primary that Sentinels name."""
+    """A TLS connection to the primary that Sentinels name."""
 
 
 class BoundedPool(ConnectionPool):
-    """A pool for the nodes of a cluster, whose client names redis-py's own classes."""
+    """A pool for the nodes of a cluster; it replaces redis-py's connection classes, which the cluster client names."""
 
     def __init__(self, connection_class: type[AbstractConnection] = Connection, **arguments: Any) -> None:
         bounded = BoundedSSLConnection if issubclass(connection_class, SSLConnection) else BoundedConnection

@@ -1,4 +1,4 @@
-"""What a server says about itself, where it may be asked."""
+"""Facts that a server reports about itself, as far as the user may ask for them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ __all__ = ["Report", "report_of"]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Facts about one server; None for what it does not tell."""
+    """Facts about one server; None where the server does not report one."""
 
     product: str
-    """Name and version."""
+    """Name and version of the server."""
     values: int | None
     """Keys in the database, whoever wrote them."""
     used_bytes: int | None
     limit_bytes: int | None
-    """0 without a limit."""
+    """Limit of the server's memory in bytes, 0 without a limit."""
     policy: str | None
-    """What it does when it is full."""
+    """What the server does when its memory is full: its `maxmemory-policy`."""
 
 
 def report_of(pool: ConnectionPool) -> Report:
-    """Ask a server. Raises redis-py's errors if it cannot be reached; a refusal leaves facts out."""
+    """Ask a server for its facts, without those that it refuses. Raises redis-py's errors if it cannot be reached."""
     server, memory, size = exchange(pool, [(b"INFO", b"server"), (b"INFO", b"memory"), (b"DBSIZE",)])
     about, facts = _facts(server), _facts(memory)
     valkey = about.get("valkey_version")

@@ -1,4 +1,4 @@
-"""Which server holds a key: one, the primary that Sentinels name, or a node of a cluster."""
+"""Finding the server of a key: the only one, the primary that Sentinels name, or a node of a cluster."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Routes(abc.ABC):
 
     @abc.abstractmethod
     def groups(self, keys: Sequence[bytes]) -> list[tuple[ConnectionPool, list[int]]]:
-        """Return the pools with the places of the keys that each is to be asked about."""
+        """Return each pool that holds some of `keys`, with the indices of those keys."""
 
     @abc.abstractmethod
     def pools(self) -> list[ConnectionPool]:
@@ -45,7 +45,7 @@ class Routes(abc.ABC):
 
 
 def routes_for(settings: Settings) -> Routes:
-    """Return the routes that the settings ask for; connects to nothing."""
+    """Return the routes for the settings, without connecting to anything."""
     if settings.topology is Topology.CLUSTER:
         return _ClusterRoutes(settings)
     if settings.topology is Topology.SENTINEL:
@@ -87,7 +87,7 @@ def _tls(settings: Settings) -> dict[str, Any]:
 
 
 def _common(settings: Settings) -> dict[str, Any]:
-    # The older protocol says all that is needed and saves a round trip for each connection.
+    # Version 2 of the protocol has all that is needed and saves a round trip for each connection.
     return {
         "protocol": 2,
         "socket_read_size": _READ_SIZE,
@@ -119,7 +119,7 @@ class _SingleRoutes(Routes):
         return [self._pool]
 
     def refresh(self) -> None:
-        """Nothing is remembered: each new connection goes to the one address or asks the Sentinels."""
+        """Do nothing: each new connection goes to the one address or asks the Sentinels anew."""
 
     def close(self) -> None:
         self._pool.disconnect(inuse_connections=False)

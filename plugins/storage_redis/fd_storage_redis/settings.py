@@ -1,4 +1,4 @@
-"""What a location means: addresses, credentials and parameters, checked before anything connects."""
+"""Settings of a Redis location: addresses, credentials and parameters, checked before anything connects."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """Who to log in as; a password file is read for each connection, so that passwords can be changed."""
+    """User and password to log in with; a password file is read for each connection, so that passwords can change."""
 
     user: str | None = None
     password: str | None = field(default=None, repr=False)
@@ -69,7 +69,7 @@ class Credentials:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything that a location and the environment say."""
+    """Settings from a location and the environment."""
 
     topology: Topology
     shown: str
@@ -89,11 +89,11 @@ class Settings:
     ttl: int | None = None
     """Seconds after which the server forgets a value."""
     max_connections: int = _MAX_CONNECTIONS
-    """To one server."""
+    """Most connections to one server."""
 
     @classmethod
     def of(cls, location: StoreLocation, environment: Mapping[str, str] = os.environ) -> Settings:
-        """Read a location. Raises `ConfigError` naming what is wrong, never with a secret."""
+        """Read a location. Raises `ConfigError`, whose message holds no secret."""
         base, _, arrangement = location.scheme.partition("+")
         topology = Topology(arrangement or ("unix" if base == "unix" else "server"))
         tls = base in ("rediss", "valkeys")
@@ -140,7 +140,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class _Parameters:
-    """The parameters of a location, one by one."""
+    """Parameters of a location, checked one by one."""
 
     location: StoreLocation
     topology: Topology
@@ -220,7 +220,7 @@ class _Parameters:
         file = self.file("sentinel_password_file")
         user = self.text("sentinel_user")
         if user is not None and file is None:
-            raise self.wrong("sentinel_user", "it needs sentinel_password_file")
+            raise self.wrong("sentinel_user", "a user needs sentinel_password_file too")
         return Credentials(user, None, Path(file) if file else None)
 
 

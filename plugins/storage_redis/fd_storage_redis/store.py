@@ -1,4 +1,4 @@
-"""The store: values under `NAMESPACE:KEY` in hexadecimal, moved in pipelined batches."""
+"""The Redis store: values under `NAMESPACE:KEY`, keys in hexadecimal, moved in pipelined batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fd_storage_redis.wire import Command, exchange
 __all__ = ["RedisStore"]
 
 _WINDOW: Final = 32 << 20
-"""Bytes of values asked for at once: what the server may have to hold for this reader."""
+"""Bytes of values requested at once, which the server may have to buffer for this reader."""
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class RedisStore(KVStore):
         return f"RedisStore({self._settings.shown})"
 
     def open(self, timeout: float) -> str:
-        """Greet every server that takes writes and say what it is."""
+        """Read from every server that takes writes, and return a line about them."""
         return self._within(timeout, self._describe)
 
     def get(self, keys: Sequence[bytes], limit: int, timeout: float) -> list[Bytes | None]:
@@ -58,15 +58,15 @@ class RedisStore(KVStore):
         return self._within(timeout, lambda: self._longest_prefix(keys, limit))
 
     def delete(self, keys: Sequence[bytes], timeout: float) -> int:
-        """Let the server forget the values and free their memory in its own time."""
+        """Unlink the values; the server frees their memory later."""
         return self._within(timeout, lambda: self._delete(keys))
 
     def stats(self, timeout: float) -> StoreStats:
-        """Return what the servers say of the whole database, values of others included."""
+        """Return figures of whole databases, values of others included."""
         return self._within(timeout, self._stats)
 
     def close(self) -> None:
-        """Close the connections; one that another thread uses is closed when it is done."""
+        """Close the connections; a connection in use by another thread is closed when that call ends."""
         self._closed = True
         self._routes.close()
 
@@ -78,7 +78,7 @@ class RedisStore(KVStore):
                 return action()
         except (RedisError, RedisClusterException, OSError) as failure:
             self._routes.refresh()
-            # The cause is left out: what the client keeps in its errors and frames is not ours to vouch for.
+            # Without its cause: the client's errors and frames may hold a password.
             raise self._error(failure) from None
         finally:
             if self._closed:
@@ -92,14 +92,14 @@ class RedisStore(KVStore):
         lengths = self._lengths(keys)
         values: list[Bytes | None] = [None] * len(keys)
         wanted = [place for place, length in enumerate(lengths) if 0 <= length <= limit]
-        # A range is bounded even if somebody replaces a value by a longer one meanwhile. Where there was nothing, only
-        # GET can tell an empty value from none.
+        # A range stays bounded if somebody replaces a value by a longer one meanwhile. Of a value of length 0, only GET
+        # can tell whether it is empty or absent.
         bounded: Command = (b"GETRANGE", b"0", b"%d" % (limit - 1))
         for window in _windows(wanted, lengths):
             commands = [bounded if lengths[place] else (b"GET",) for place in window]
             answers = self._ask([keys[place] for place in window], commands)
             for place, value in zip(window, self._usable(answers, bytes, None, nothing=None), strict=True):
-                # A range of what was deleted meanwhile is empty.
+                # The range of a value that was deleted meanwhile is empty.
                 gone = value is None or len(value) > limit or (lengths[place] > 0 and not value)
                 values[place] = None if gone else value
         return values
@@ -108,7 +108,7 @@ class RedisStore(KVStore):
         answers = self._ask([key for key, _ in values], [(b"SET", parts, *self._expiry) for _, parts in values])
         stored: int = sum(answer == b"OK" for answer in answers)
         if values and not stored:
-            # Some stored and some refused is an answer; none stored is a trouble.
+            # If only some values were refused, the count tells; if all were, the refusal is raised.
             self._usable(answers, bytes, b"")
         return stored
 
@@ -141,7 +141,9 @@ class RedisStore(KVStore):
             elif isinstance(answer, ResponseError):
                 raise self._error(answer)
             else:
-                raise StoreError(Trouble.MALFORMED, f"{self._settings.shown}: the server answers something else")
+                raise StoreError(
+                    Trouble.MALFORMED, f"{self._settings.shown}: the server answers with an unexpected type"
+                )
         return usable
 
     def _ask(self, keys: Sequence[bytes], commands: Sequence[Command]) -> list[Any]:
@@ -161,7 +163,7 @@ class RedisStore(KVStore):
         return answers
 
     def _describe(self) -> str:
-        # Reads as every later call does: a server that is down, loading or forbids it says so here.
+        # Reads as every later call does: a server that is down, loading or forbids reading fails here.
         self._lengths([b""])
         servers = self._reports()
         first = servers[0]
@@ -169,13 +171,13 @@ class RedisStore(KVStore):
         return f"{many}{first.product} at {self._settings.shown}, {self._keeping(first)}"
 
     def _keeping(self, report: Report) -> str:
-        """Say how long values are kept."""
+        """Return how long the server keeps values."""
         if self._settings.ttl is not None:
             return f"values kept for {self._settings.ttl} s"
         if report.limit_bytes is None or report.policy is None:
-            return "values kept until it forgets them"
+            return "values kept until the server forgets them"
         if not report.limit_bytes:
-            return "without a memory limit: it grows until ttl=SECONDS or its maxmemory is set"
+            return "without a memory limit: the server grows until ttl=SECONDS or its maxmemory is set"
         if report.policy == "noeviction" or report.policy.startswith("volatile-"):
             return f"refuses values once full ({report.policy}); allkeys-lru makes room instead"
         return f"makes room by {report.policy}"
@@ -198,7 +200,7 @@ def _total(figures: Iterable[int | None]) -> int | None:
 
 
 def _windows(places: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Cut places into runs whose values have at most about `_WINDOW` bytes together."""
+    """Cut `places` into runs whose values have about `_WINDOW` bytes together at most."""
     window: list[int] = []
     size = 0
     for place in places:

@@ -1,4 +1,4 @@
-"""What a failure of the client or an error of the server means to the core."""
+"""The store's troubles behind failures of the client and errors of the server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["discovering", "is_elsewhere", "passes_over", "store_error"]
 
 _LONGEST_TEXT: Final = 200
 _SHORTEST_SECRET: Final = 4
-"""A shorter one would be given away by the letters that are missing."""
+"""A shorter secret is not masked: masking would show which letters it has."""
 
 _CLASSES: Final[tuple[tuple[type[Exception], Trouble], ...]] = (
     (failures.AuthenticationError, Trouble.DENIED),
@@ -29,9 +29,9 @@ _CLASSES: Final[tuple[tuple[type[Exception], Trouble], ...]] = (
     (TimeoutError, Trouble.TIMEOUT),
     (OSError, Trouble.UNREACHABLE),
 )
-"""The first that fits counts; `LOADING` is one of redis-py's connection errors."""
+"""Troubles by class of exception; the first that fits counts. `LOADING` is one of redis-py's connection errors."""
 
-# Only the client for clusters has classes for them in all versions.
+# A node of a cluster does not hold the key; only redis-py's cluster client has classes for these in all versions.
 _ELSEWHERE: Final = ("MOVED", "ASK", "TRYAGAIN")
 
 _CODES: Final = {
@@ -62,7 +62,7 @@ def store_error(failure: Exception, where: str, secrets: tuple[str, ...] = ()) -
 
 @contextmanager
 def discovering() -> Iterator[None]:
-    """Turn what redis-py raises over a Sentinel's or a cluster's nonsense, or a host's name, into one of its errors."""
+    """Raise `InvalidResponse` where redis-py stumbles over nonsense from Sentinels or clusters, or over a host name."""
     try:
         yield
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -70,7 +70,7 @@ def discovering() -> Iterator[None]:
 
 
 def passes_over(answer: object) -> bool:
-    """Whether an answer concerns one key alone: the key is as good as absent and others are not touched by it."""
+    """Whether an answer is an error of one key alone, which then counts as absent."""
     return _code(answer) == "WRONGTYPE"
 
 

@@ -19,11 +19,11 @@ Argument: TypeAlias = bytes | Sequence[Bytes]
 Command: TypeAlias = Sequence[Argument]
 
 _SMALL: Final = 8 << 10
-"""Parts up to this many bytes are joined with their neighbours: a call of the system costs more than copying them."""
+"""Parts up to this many bytes are joined with their neighbours: a system call costs more than copying them."""
 
 
 def packed(commands: Iterable[Command]) -> list[Bytes]:
-    """Return the buffers that say `commands` in the Redis protocol; big parts are among them as they are."""
+    """Return the buffers of `commands` in the Redis protocol; large parts are among them without a copy."""
     buffers: list[Bytes] = []
     small = bytearray()
     for command in commands:
@@ -57,8 +57,7 @@ def exchange(pool: ConnectionPool, commands: Sequence[Command]) -> list[Any]:
 
 
 def _attempt(pool: ConnectionPool, commands: Sequence[Command]) -> list[Any]:
-    # Taking a connection from the pool checks it and replaces it if the server has closed it meanwhile.
-    # Where Sentinels are asked, it is here.
+    # The pool checks a connection and replaces one that the server closed meanwhile; Sentinels are asked here too.
     with discovering():
         connection = pool.get_connection()
     try:

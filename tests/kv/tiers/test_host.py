@@ -41,16 +41,16 @@ def test_what_is_larger_than_the_tier_is_not_kept_and_evicts_nothing() -> None:
 
 def test_the_stored_mark_ends_with_the_block() -> None:
     host = HostTier(10)
-    host.mark_stored(b"a")
-    assert not host.is_stored(b"a")
+    host.mark_written(b"a")
+    assert not host.is_written(b"a")
     host.put(b"a", array(10))
-    host.mark_stored(b"a")
-    assert host.is_stored(b"a")
+    host.mark_written(b"a")
+    assert host.is_written(b"a")
     host.put(b"b", array(10))
-    assert not host.is_stored(b"a")
-    host.mark_stored(b"b")
-    host.unmark_stored([b"a", b"b"])
-    assert not host.is_stored(b"b") and b"b" in host
+    assert not host.is_written(b"a")
+    host.mark_written(b"b")
+    host.unmark_written([b"a", b"b"])
+    assert not host.is_written(b"b") and b"b" in host
 
 
 @given(st.integers(0, 50), st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30), st.booleans()), max_size=40))
