@@ -10,7 +10,9 @@ SLOTS = "scheduling/slots.py"
 CORE = "engine/core.py"
 KV_OFFLOAD = "engine/kv_offload.py"
 OFFLOAD = "kv/tiers/offload.py"
+COPIER = "kv/tiers/copier.py"
 READER = "kv/tiers/reader.py"
+PORT = "kv/port.py"
 PENDING = "kv/pending.py"
 GUARDED_STORE = "kv/tiers/guarded_store.py"
 ENVELOPE = "kv/stores/envelope.py"
@@ -161,6 +163,25 @@ MUTANTS = (
         "nothing-expires",
         "5.5: every wait has a deadline",
         (OFFLOAD, "        for answer in self._pending.expire(now):\n", "        for answer in ():\n"),
+    ),
+    mutant(
+        "what-the-store-lost-is-not-told",
+        "5.5: a store may fail; what it did not get is stored again",
+        (COPIER, "        self._tell(NotStored(tuple(keys)))\n", ""),
+    ),
+    mutant(
+        "a-completion-wakes-nobody",
+        "5.5: what the store lost is told at once, to an idle engine too",
+        (PORT, "            self._wake()\n", "            pass\n"),
+    ),
+    mutant(
+        "a-save-promises-blocks-that-are-only-written",
+        "5.2: on return the longest stored prefix is loaded",
+        (
+            COPIER,
+            "Saved(save.operation, index + 1, min(index + 1, self._room))",
+            "Saved(save.operation, index + 1, index + 1)",
+        ),
     ),
     mutant(
         "a-dead-store-is-hammered",
