@@ -6,118 +6,121 @@ resolved when the engine starts, in `resolve_limits`.
 
 from __future__ import annotations
 
+from typing import Annotated, Final
+
 import msgspec
 
+from fd_core.constraints import ByteSize, Checked, OneOf, Range
 from fd_core.errors import ConfigError
 
 __all__ = ["EngineConfig", "Limits", "ServerConfig", "SpeculativeConfig", "resolve_limits"]
 
-MAX_DRAFTS = 16
+_MAX_DRAFTS: Final = 16
 """More drafts than this never pay."""
+_DAY: Final = 86400
+LOG_LEVELS: Final = OneOf("debug", "info", "warning", "error", "critical")
 
 
-class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True):
+class SpeculativeConfig(Checked, frozen=True, kw_only=True):
     """How next tokens are guessed, the content of `--speculative-config`."""
 
     method: str
     """A drafter: `ngram`, `suffix`, `draft_model`, or one that a plugin offers."""
     model: str | None = None
     """The draft model, named like the model itself, for a drafter that uses one."""
-    num_speculative_tokens: int = 3
+    num_speculative_tokens: Annotated[int, Range(0, _MAX_DRAFTS)] = 3
     """k: largest number of drafts per request and step."""
-    cheap_tokens: int = 64
+    cheap_tokens: Annotated[int, Range(1)] = 64
     """Drafts shrink so that a step stays below this many tokens."""
-    options: dict[str, int | float | str] = {}
+    options: dict[str, int | float | str] = msgspec.field(default_factory=dict)
     """What the drafter itself reads."""
 
 
-class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+class EngineConfig(Checked, frozen=True, kw_only=True):
     """What the engine runs and how large it may grow."""
 
     model: str
     """`smollm2`, a folder, a `.gguf` file or a Hugging Face name."""
     revision: str | None = None
     backend: str = "auto"
-    dtype: str = "auto"
-    """`auto`, `float32` or `bfloat16`."""
-    max_model_len: int | None = None
+    dtype: Annotated[str, OneOf("auto", "float32", "bfloat16")] = "auto"
+    max_model_len: Annotated[int, Range(2)] | None = None
     """Longest prompt plus output, tokens; the model's own limit if None."""
-    max_num_seqs: int = 32
+    max_num_seqs: Annotated[int, Range(1, 65536)] = 32
     """Slots: requests that run at the same time."""
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: Annotated[int, Range(1)] = 2048
     """Step token budget."""
-    block_size: int = 32
+    block_size: Annotated[int, Range(1, 4096)] = 32
     """Tokens in a KV block."""
-    num_kv_blocks: int | None = None
-    kv_cache_memory: int | None = None
+    num_kv_blocks: Annotated[int, Range(1)] | None = None
+    kv_cache_memory: Annotated[int, ByteSize()] | None = None
     """Bytes for the KV cache; used if `num_kv_blocks` is None."""
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: Annotated[float, Range(0, 1, above=True)] = 0.9
     """Share of free device memory that model and KV cache may take when neither of the above is given."""
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"
     victim_policy: str = "cheapest"
-    pipeline_depth: int | None = None
+    pipeline_depth: Annotated[int, Range(1, 16)] | None = None
     """Steps in flight; None takes what the backend measures best."""
-    num_threads: int | None = None
+    num_threads: Annotated[int, Range(1, 4096)] | None = None
     """CPU threads of the backend; None takes the processors available."""
     native_kernels: bool = True
     """Whether the CPU backend may compile and use its C++ kernels."""
     speculative: SpeculativeConfig | None = None
     """Drafting of tokens ahead; None computes one token a step."""
-    output_transport: str = "memory"
+    output_transport: Annotated[str, OneOf("memory", "zmq")] = "memory"
     """How a step's output travels from the runner: `memory`, or `zmq` (FastDeploy's FD_USE_GET_SAVE_OUTPUT_V1=1)."""
-    watchdog_seconds: float = 60.0
+    watchdog_seconds: Annotated[float, Range(0, _DAY, above=True)] = 60.0
     """A step not answered within this time is an engine fault."""
     save_preempted_kv: bool = True
     """Whether the KV of preempted requests is kept outside the device, so that they come back without recomputing."""
-    host_kv_memory: int = 512 * 2**20
+    host_kv_memory: Annotated[int, ByteSize(0)] = 512 * 2**20
     """Bytes of host memory for KV outside the device."""
     kv_store: str | None = None
     """Where KV is kept beyond this process, such as `disk:FOLDER` or `redis://HOST:PORT/DB`; None keeps none."""
-    kv_store_timeout: float = 1.0
+    kv_store_timeout: Annotated[float, Range(0, 3600, above=True)] = 1.0
     """Seconds that a request may wait for its KV before it computes it."""
     kv_store_secret_file: str | None = None
     """File with the secret of stored values; None takes the user's own."""
-    kv_store_compression: str = "none"
-    """`none` or `zlib`."""
-    role: str = "mixed"
+    kv_store_compression: Annotated[str, OneOf("none", "zlib")] = "none"
+    role: Annotated[str, OneOf("mixed", "prefill", "decode")] = "mixed"
     """`mixed` computes prompts and texts, `prefill` prompts for other workers, `decode` texts whose prompts others
     compute."""
     kv_connector: str = "tcp"
     """How KV travels from a prefill worker to this decode worker: `tcp`, `shared_memory`, `kv_store` or a plugin's."""
     transfer_host: str = "127.0.0.1"
     """Where a prefill worker listens for decode workers."""
-    transfer_port: int = 0
+    transfer_port: Annotated[int, Range(0, 65535)] = 0
     """0 takes a free one."""
     transfer_secret_file: str | None = None
     """File with the secret that prefill and decode workers share; None takes the user's own."""
-    lease_seconds: float = 10.0
+    lease_seconds: Annotated[float, Range(0.1, 3600)] = 10.0
     """A prefill worker that is silent for so long is given up, and the prompt computed by the decode worker."""
     kv_events: bool | None = None
     """Whether the engine tells which prefixes its device holds, for a router; None does not."""
     trace: str | None = None
     """File that receives what happens in each step, for `fdcore trace`; None writes none."""
-    trace_limit: int = 256 * 2**20
+    trace_limit: Annotated[int, ByteSize()] = 256 * 2**20
     """Bytes after which nothing more is written to `trace`."""
 
 
-class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+class ServerConfig(Checked, frozen=True, kw_only=True):
     """How the OpenAI-compatible server listens and whom it serves."""
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Annotated[int, Range(0, 65535)] = 8000
     api_keys: tuple[str, ...] = ()
     served_model_names: tuple[str, ...] = ()
     chat_template: str | None = None
     """Jinja source that replaces the model's own template."""
-    engine: str = "process"
-    """`process` or `inproc`."""
-    drain_seconds: float = 30.0
+    engine: Annotated[str, OneOf("process", "inproc")] = "process"
+    """Whether the engine runs in a process of its own or in the server's."""
+    drain_seconds: Annotated[float, Range(0, _DAY)] = 30.0
     """How long running requests may go on after Ctrl-C."""
-    max_queued_requests: int = 1024
+    max_queued_requests: Annotated[int, Range(0)] = 1024
     """Requests waiting beyond this are answered with 503."""
-    max_body_bytes: int = 16 * 1024 * 1024
-    log_level: str = "info"
+    max_body_bytes: Annotated[int, ByteSize()] = 16 * 1024 * 1024
+    log_level: Annotated[str, LOG_LEVELS] = "info"
     router: str | None = None
     """Admin address of a router to register with; None registers nowhere."""
     router_secret: str = ""
@@ -163,13 +166,7 @@ def resolve_limits(
 
     `free_bytes` is device memory left once the weights are loaded. Raises `ConfigError` naming field and numbers.
     """
-    _require_positive(config, "max_num_seqs", "max_num_batched_tokens", "block_size")
     max_drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
-    if not 0 <= max_drafts <= MAX_DRAFTS:
-        raise ConfigError(
-            f"num_speculative_tokens is {max_drafts}; it must be between 0 and {MAX_DRAFTS}",
-            field="--speculative-config",
-        )
     if config.max_num_batched_tokens < 1 + max_drafts:
         raise ConfigError(
             f"max_num_batched_tokens is {config.max_num_batched_tokens}, but one decode with "
@@ -184,8 +181,6 @@ def resolve_limits(
             field="--max-model-len",
             hint=f"use at most {model_max_len}",
         )
-    if max_len < 2:
-        raise ConfigError(f"max_model_len is {max_len}; a prompt and one output token need 2", field="--max-model-len")
     blocks = _kv_blocks(config, max_len, bytes_per_block, free_bytes)
     if config.max_model_len is None:
         max_len = min(max_len, blocks * config.block_size)
@@ -208,19 +203,10 @@ def resolve_limits(
     )
 
 
-def _require_positive(config: EngineConfig, *fields: str) -> None:
-    for field in fields:
-        value = getattr(config, field)
-        if value < 1:
-            raise ConfigError(f"{field} is {value}; it must be at least 1", field="--" + field.replace("_", "-"))
-
-
 def _kv_blocks(config: EngineConfig, max_len: int, bytes_per_block: int, free_bytes: int) -> int:
     """Return how many KV blocks to allocate; never more than all slots could fill."""
     useful = config.max_num_seqs * -(-max_len // config.block_size)
     if config.num_kv_blocks is not None:
-        if config.num_kv_blocks < 1:
-            raise ConfigError(f"num_kv_blocks is {config.num_kv_blocks}; at least 1", field="--num-kv-blocks")
         if config.num_kv_blocks * bytes_per_block > free_bytes:
             raise ConfigError(
                 f"{config.num_kv_blocks} KV blocks take {config.num_kv_blocks * bytes_per_block:,} bytes, "
@@ -236,11 +222,6 @@ def _kv_blocks(config: EngineConfig, max_len: int, bytes_per_block: int, free_by
                 field="--kv-cache-memory",
             )
     else:
-        if not 0 < config.gpu_memory_utilization <= 1:
-            raise ConfigError(
-                f"gpu_memory_utilization is {config.gpu_memory_utilization}; it must be above 0 and at most 1",
-                field="--gpu-memory-utilization",
-            )
         blocks = min(int(free_bytes * config.gpu_memory_utilization) // bytes_per_block, useful)
     if blocks < 1:
         raise ConfigError(

@@ -34,16 +34,11 @@ def test_a_length_that_was_not_asked_for_shrinks_to_the_cache() -> None:
 @pytest.mark.parametrize(
     ("settings", "field", "numbers"),
     [
-        ({"max_num_seqs": 0}, "--max-num-seqs", "0"),
-        ({"block_size": 0}, "--block-size", "0"),
         ({"max_model_len": 4096}, "--max-model-len", "2048"),
-        ({"max_model_len": 1}, "--max-model-len", "1"),
-        ({"num_kv_blocks": 0}, "--num-kv-blocks", "0"),
         ({"num_kv_blocks": 10**7}, "--num-kv-blocks", "10,000,000,000"),
         ({"num_kv_blocks": 10, "max_model_len": 1024}, "--num-kv-blocks", "320"),
         ({"kv_cache_memory": 2 * 10**9}, "--kv-cache-memory", "2,000,000,000"),
         ({"kv_cache_memory": 999}, "--kv-cache-memory", "1,000"),
-        ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization", "1.5"),
     ],
 )
 def test_settings_that_cannot_be_kept_are_refused(settings: dict[str, object], field: str, numbers: str) -> None:

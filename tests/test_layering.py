@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "fd_core"
 
-BASE = {"breaker", "errors", "types", "config", "metrics", "places", "sizes"}
+BASE = {"breaker", "constraints", "errors", "types", "config", "metrics", "places", "sizes"}
 ALLOWED: dict[str, set[str]] = {
     "__init__": {"engine", "errors", "types"},  # loaded on first use
     "errors": set(),
@@ -17,7 +17,8 @@ ALLOWED: dict[str, set[str]] = {
     "types": set(),
     "places": set(),
     "sizes": set(),
-    "config": {"errors"},
+    "config": {"constraints", "errors"},
+    "constraints": {"errors", "sizes"},
     "signals": {"types"},
     "hookspecs": set(),
     "plugin_rules": {"hookspecs"},
@@ -54,6 +55,7 @@ PURE = (
     "kv/tiers/host.py",
     "kv/tiers/rates.py",
     "breaker.py",
+    "constraints.py",
     "metrics.py",
     "sizes.py",
     "signals.py",

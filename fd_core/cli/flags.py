@@ -16,6 +16,7 @@ import typer
 from fd_core.cli import values
 from fd_core.cli.values import Parser
 from fd_core.config import EngineConfig, ServerConfig
+from fd_core.constraints import ByteSize, Checked, OneOf, Rule, rules_of
 from fd_core.router.config import RouterConfig
 from fd_core.router.gateway.config import GatewayConfig
 from fd_core.sizes import format_size
@@ -39,10 +40,12 @@ Given = Mapping[str, Any]
 """What the command line gave: field to raw value, absent if not given."""
 
 
+_STRUCTS: Final[tuple[type[Checked], ...]] = (RouterConfig, GatewayConfig, EngineConfig, ServerConfig)
+_RULES: Final = {name: rule for struct in _STRUCTS for name, rule in rules_of(struct).items()}
 _DEFAULTS: Final = {
     name: default
-    for config in (RouterConfig, GatewayConfig, EngineConfig, ServerConfig)
-    for name, default in zip(reversed(config.__struct_fields__), reversed(config.__struct_defaults__), strict=False)
+    for struct in _STRUCTS
+    for name, default in zip(reversed(struct.__struct_fields__), reversed(struct.__struct_defaults__), strict=False)
 }
 
 
@@ -52,13 +55,26 @@ class Flag:
 
     field: str
     """Field of one of the settings: `EngineConfig`, `ServerConfig`, `GatewayConfig` or `RouterConfig`."""
-    parse: Parser
     help: str
     metavar: str | None = None
     """What stands for the value in the help; None for a switch."""
+    parser: Parser | None = None
+    """Reads values that the field's own type and constraint do not tell how to read."""
     name: str = ""
     """Flag; from the field if empty."""
     repeated: bool = False
+
+    @property
+    def rule(self) -> Rule:
+        """What the field may hold; anything for a flag without a field."""
+        return _RULES.get(self.field, Rule(object, False, None))
+
+    def parse(self, value: Any) -> Any:
+        """Return what `value`, text or a typed value of a settings file, means.
+
+        Raises `ValueError` with a phrase that completes "NAME: ...".
+        """
+        return (self.parser or self.rule.read)(value)
 
     @property
     def flag(self) -> str:
@@ -77,11 +93,14 @@ class Flag:
 
     @property
     def described(self) -> str:
-        """The help text with the default."""
+        """The help text with the choices and the default."""
+        constraint = self.rule.constraint
+        choices = f" Choices: {', '.join(constraint.words)}." if isinstance(constraint, OneOf) else ""
         default = _DEFAULTS.get(self.field)
         if default in (None, (), ""):
-            return self.help
-        return f"{self.help} [default: {format_size(default) if self.parse is values.size else _shown(default)}]"
+            return self.help + choices
+        shown = format_size(default) if isinstance(constraint, ByteSize) else _shown(default)
+        return f"{self.help}{choices} [default: {shown}]"
 
     @property
     def annotation(self) -> Any:
@@ -98,184 +117,163 @@ class Flag:
 
 TRANSFER_SECRET_FILE: Final = Flag(
     "transfer_secret_file",
-    values.optional_text,
-    "File with the secret that prefill and decode workers share; the user's own if left out.",
+    "File with the secret shared by prefill workers, decode workers and their router; by default the user's own.",
     "FILE",
 )
 """For workers of pairs and for the router that brings them together."""
 
 ENGINE_FLAGS: Final = (
-    Flag("backend", values.optional_text, "Hardware backend, or `auto` for the best that is available.", "NAME"),
-    Flag("dtype", values.choice("auto", "float32", "bfloat16"), "auto, float32 or bfloat16.", "TYPE"),
-    Flag("max_model_len", values.whole(2), "Longest prompt plus output, tokens.", "TOKENS"),
-    Flag("max_num_seqs", values.whole(1, 65536), "Requests that run at the same time.", "N"),
-    Flag("max_num_batched_tokens", values.whole(1), "Tokens computed in one step at most.", "TOKENS"),
-    Flag("block_size", values.whole(1, 4096), "Tokens in a KV block.", "TOKENS"),
-    Flag("num_kv_blocks", values.whole(1), "KV blocks in all.", "N"),
-    Flag("kv_cache_memory", values.size, "Memory for the KV cache, such as 256M or 2Gi.", "SIZE"),
+    Flag("backend", "Hardware backend that runs the model, or `auto` for the best one available.", "NAME"),
+    Flag("dtype", "Number type in which the model computes.", "TYPE"),
     Flag(
-        "gpu_memory_utilization",
-        values.number(0, 1, above=True),
-        "Share of the free device memory for the KV cache.",
-        "SHARE",
+        "max_model_len",
+        "Longest request, prompt and output together, in tokens; by default the model's own limit.",
+        "TOKENS",
     ),
-    Flag("enable_prefix_caching", values.switch, "Reuse the KV of prompts that begin alike."),
-    Flag("scheduling_policy", values.optional_text, "fcfs, priority, fair or a plugin's.", "NAME"),
-    Flag("victim_policy", values.optional_text, "Who is taken back when KV runs out: cheapest or youngest.", "NAME"),
-    Flag("pipeline_depth", values.whole(1, 16), "Steps in flight.", "N"),
+    Flag("max_num_seqs", "Requests that run at the same time.", "N"),
+    Flag("max_num_batched_tokens", "Most tokens computed in one step.", "TOKENS"),
+    Flag("block_size", "Tokens in one KV block.", "TOKENS"),
+    Flag("num_kv_blocks", "Number of blocks in the KV cache.", "N"),
+    Flag("kv_cache_memory", "Device memory for the KV cache, such as 256M or 2Gi.", "SIZE"),
+    Flag(
+        "gpu_memory_utilization", "Share of free device memory used for the KV cache, above 0 and at most 1.", "SHARE"
+    ),
+    Flag("enable_prefix_caching", "Reuse the KV of prompts with a common beginning."),
+    Flag(
+        "scheduling_policy",
+        "Order in which waiting requests are admitted: fcfs, priority, fair or a plugin's policy.",
+        "NAME",
+    ),
+    Flag(
+        "victim_policy",
+        "Which running request is preempted when KV blocks run out: cheapest, youngest or a plugin's policy.",
+        "NAME",
+    ),
+    Flag("pipeline_depth", "Steps in flight at the same time; by default the backend's own choice.", "N"),
     Flag(
         "output_transport",
-        values.choice("memory", "zmq"),
-        "How step outputs leave the runner: memory or zmq (which FD_USE_GET_SAVE_OUTPUT_V1=1 selects too).",
+        "How step outputs travel from the runner to the engine; FD_USE_GET_SAVE_OUTPUT_V1=1 selects zmq too.",
         "HOW",
     ),
     Flag(
-        "watchdog_seconds", values.number(0, 86400, above=True), "A step unanswered for so long is a fault.", "SECONDS"
+        "watchdog_seconds",
+        "Time after which an unanswered step counts as an engine failure, in seconds.",
+        "SECONDS",
     ),
     Flag(
         "save_preempted_kv",
-        values.switch,
-        "Keep the KV of preempted requests outside the device (FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST too).",
+        "Keep the KV of preempted requests in host memory, so that they resume without recomputing; "
+        "FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST sets it too.",
     ),
-    Flag("host_kv_memory", values.size, "Host memory for KV outside the device, such as 512M or 4Gi.", "SIZE"),
+    Flag("host_kv_memory", "Host memory for KV outside the device, such as 512M or 4Gi; 0 keeps no KV there.", "SIZE"),
     Flag(
         "kv_store",
-        values.optional_text,
-        "Keep KV beyond this process: disk:FOLDER, redis://HOST:PORT/DB or another store's location.",
+        "Location of a store that keeps KV beyond this process: disk:FOLDER, redis://HOST:PORT/DB or a plugin's.",
         "LOCATION",
     ),
     Flag(
         "kv_store_timeout",
-        values.number(0, 3600, above=True),
-        "How long a request may wait for stored KV before it computes it.",
+        "Time that a request waits for stored KV before its prompt is computed instead, in seconds.",
         "SECONDS",
     ),
     Flag(
         "kv_store_secret_file",
-        values.optional_text,
-        "File with the secret that stored KV is bound to; every engine on one store needs the same.",
+        "File with the secret that authenticates stored KV; engines that share a store need the same secret.",
         "FILE",
     ),
-    Flag("kv_store_compression", values.choice("none", "zlib"), "Compression of stored KV: none or zlib.", "HOW"),
+    Flag("kv_store_compression", "Compression of KV in the store.", "HOW"),
     Flag(
         "role",
-        values.choice("mixed", "prefill", "decode"),
-        "prefill computes prompts for decode workers, decode texts whose prompts they compute, mixed does both.",
+        "Work of this server: prefill computes prompts for decode workers, decode generates from prompts that prefill "
+        "workers computed, mixed does both itself.",
         "ROLE",
     ),
     Flag(
         "kv_connector",
-        values.optional_text,
-        "How KV comes to a decode worker: tcp, shared_memory, kv_store or a plugin's.",
+        "How a decode worker fetches KV from prefill workers: tcp, shared_memory, kv_store or a plugin's connector.",
         "NAME",
     ),
-    Flag("transfer_host", values.optional_text, "Where a prefill worker listens for decode workers.", "ADDRESS"),
-    Flag("transfer_port", values.whole(0, 65535), "Port of that; 0 takes a free one.", "PORT"),
+    Flag("transfer_host", "Address on which the prefill worker listens for decode workers.", "ADDRESS"),
+    Flag("transfer_port", "Port on which the prefill worker listens for decode workers (0: any free port).", "PORT"),
     TRANSFER_SECRET_FILE,
     Flag(
         "lease_seconds",
-        values.number(0.1, 3600),
-        "A prefill worker that is silent for so long is given up, and the prompt computed by the decode worker.",
+        "Silence after which a decode worker gives up a prefill worker and computes the prompt itself, in seconds.",
         "SECONDS",
     ),
-    Flag("num_threads", values.whole(1, 4096), "Processor threads of the backend.", "N"),
-    Flag("native_kernels", values.switch, "Compile and use native kernels if the backend has them."),
+    Flag("num_threads", "Processor threads of the backend; by default all processors available.", "N"),
+    Flag("native_kernels", "Compile and use native kernels if the backend has any."),
     Flag(
         "speculative",
-        values.speculation,
-        'Draft tokens ahead, such as \'{"method": "ngram", "num_speculative_tokens": 3}\'; methods are ngram, suffix, '
-        "draft_model or a plugin's.",
+        'Speculative decoding, such as \'{"method": "ngram", "num_speculative_tokens": 3}\'; methods are ngram, '
+        "suffix, draft_model or a plugin's.",
         "JSON",
+        values.speculation,
         name="--speculative-config",
     ),
-    Flag("revision", values.optional_text, "Branch, tag or commit of a Hugging Face model.", "NAME"),
+    Flag("revision", "Branch, tag or commit of a Hugging Face model.", "NAME"),
     Flag(
         "kv_events",
-        values.switch,
-        "Tell the router which prefixes this server holds; on with --router, else it needs --router-secret-file.",
+        "Report cached prefixes to the router; on by default with --router, otherwise it needs --router-secret-file.",
     ),
-    Flag("trace", values.optional_text, "Write what happens in each step to FILE, for `fdcore trace`.", "FILE"),
-    Flag("trace_limit", values.size, "Largest size of that file; what happens later is not in it.", "SIZE"),
+    Flag("trace", "File that receives a trace of every step, for `fdcore trace`.", "FILE"),
+    Flag("trace_limit", "Size at which the trace file stops growing; later steps are not in the file.", "SIZE"),
 )
 
 SERVER_FLAGS: Final = (
-    Flag("host", values.optional_text, "Address to listen on.", "ADDRESS"),
-    Flag("port", values.whole(0, 65535), "Port to listen on; 0 takes a free one.", "PORT"),
+    Flag("host", "Address on which the server listens.", "ADDRESS"),
+    Flag("port", "Port on which the server listens (0: any free port).", "PORT"),
     Flag(
         "api_keys",
-        values.keys,
-        "Key that clients must send; may be repeated. Other users of the machine can see a command line: "
-        "FD_API_KEY or --api-key-file keep it secret.",
+        "API key that clients must send; may be repeated. Other users of the machine can see a command line: "
+        "FD_API_KEY or --api-key-file keep the key secret.",
         "KEY",
+        values.keys,
         name="--api-key",
         repeated=True,
     ),
     Flag(
         "served_model_names",
-        values.names,
         "Name of the model in the API; may be repeated.",
         "NAME",
         name="--served-model-name",
         repeated=True,
     ),
-    Flag("chat_template", values.jinja, "Jinja file that replaces the model's chat template.", "FILE"),
-    Flag(
-        "engine",
-        values.choice("process", "inproc"),
-        "`process` runs the engine beside the server, `inproc` inside it.",
-        "WHERE",
-    ),
-    Flag(
-        "drain_seconds",
-        values.number(0, 86400),
-        "How long running requests may go on after Ctrl-C.",
-        "SECONDS",
-    ),
-    Flag(
-        "max_queued_requests",
-        values.whole(0),
-        "Waiting requests beyond this are answered with 503.",
-        "N",
-    ),
-    Flag(
-        "log_level",
-        values.choice("debug", "info", "warning", "error", "critical"),
-        "debug, info, warning, error or critical.",
-        "LEVEL",
-    ),
-    Flag("router", values.optional_text, "Register with the router whose admin address this is.", "URL"),
+    Flag("chat_template", "Jinja file that replaces the model's chat template.", "FILE", values.jinja),
+    Flag("engine", "Where the engine runs: in a process of its own, or inside the server's process.", "WHERE"),
+    Flag("drain_seconds", "Time that running requests may take to finish after Ctrl-C, in seconds.", "SECONDS"),
+    Flag("max_queued_requests", "Requests that may wait for a slot; further requests are answered with 503.", "N"),
+    Flag("log_level", "Lowest severity of the log lines written.", "LEVEL"),
+    Flag("router", "Admin address of the router with which this server registers.", "URL"),
     Flag(
         "router_secret",
-        values.secret_in_file,
-        "File with the secret that a router and its workers share: one line of 16 characters or more.",
+        "File with the secret shared by a router and its workers: one line of at least 16 characters.",
         "FILE",
+        values.secret_in_file,
         name="--router-secret-file",
     ),
-    Flag("advertise_url", values.optional_text, "Where the router finds this server, if not at --host.", "URL"),
+    Flag("advertise_url", "URL at which the router reaches this server, if not at --host and --port.", "URL"),
 )
 
 ROUTER_FLAGS: Final = (
     Flag(
         "policy",
-        values.optional_text,
         "Who chooses a mixed worker: random, round_robin, power_of_two, request_num, process_tokens, metrics_score, "
         "cache_aware, prefix_hash, session or a plugin's.",
         "NAME",
     ),
-    Flag("prefill_policy", values.optional_text, "Who chooses the prefill worker of a pair.", "NAME"),
-    Flag("decode_policy", values.optional_text, "Who chooses the decode worker of a pair.", "NAME"),
-    Flag("cache_block_size", values.whole(1, 65536), "Tokens in a block of the router's prefix index.", "TOKENS"),
-    Flag("max_attempts", values.whole(1, 1000), "Workers, or pairs, that one request is tried on.", "N"),
-    Flag("max_requests_per_worker", values.whole(0), "Requests that one worker gets at a time; 0 sets no bound.", "N"),
+    Flag("prefill_policy", "Who chooses the prefill worker of a pair.", "NAME"),
+    Flag("decode_policy", "Who chooses the decode worker of a pair.", "NAME"),
+    Flag("cache_block_size", "Tokens in a block of the router's prefix index.", "TOKENS"),
+    Flag("max_attempts", "Workers, or pairs, that one request is tried on.", "N"),
+    Flag("max_requests_per_worker", "Requests that one worker gets at a time; 0 sets no bound.", "N"),
     Flag(
         "health_check_interval_secs",
-        values.number(0, 86400, above=True),
         "How often workers are asked how they are.",
         "SECONDS",
     ),
     Flag(
         "health_check_timeout_secs",
-        values.number(0, 86400, above=True),
         "How long they may take to answer that.",
         "SECONDS",
     ),
@@ -285,38 +283,37 @@ ROUTER_FLAGS: Final = (
 _SECRET: Final = next(flag for flag in SERVER_FLAGS if flag.field == "router_secret")
 GATEWAY_FLAGS: Final = (
     *(flag for flag in SERVER_FLAGS if flag.field in ("host", "port", "api_keys", "drain_seconds", "log_level")),
-    Flag("workers", values.names, "Address of a worker; may be repeated.", "URL", name="--worker", repeated=True),
-    Flag("prefill", values.names, "Address of a prefill worker; may be repeated.", "URL", repeated=True),
-    Flag("decode", values.names, "Address of a decode worker; may be repeated.", "URL", repeated=True),
+    Flag("workers", "Address of a worker; may be repeated.", "URL", name="--worker", repeated=True),
+    Flag("prefill", "Address of a prefill worker; may be repeated.", "URL", repeated=True),
+    Flag("decode", "Address of a decode worker; may be repeated.", "URL", repeated=True),
     TRANSFER_SECRET_FILE,
     Flag(
         "tokenizer",
-        values.optional_text,
         "Model whose tokenizer the workers use, or `bytes` for the null backend; a worker is asked if it is left out.",
         "MODEL",
     ),
-    Flag("worker_api_keys", values.keys_in_file, "File with the key of the workers.", "FILE", name="--worker-key-file"),
+    Flag("worker_api_keys", "File with the key of the workers.", "FILE", values.keys_in_file, name="--worker-key-file"),
     Flag(
         "read_seconds",
-        values.number(0, 86400, above=True),
         "A worker that is silent for so long within a request has failed.",
         "SECONDS",
         name="--read-timeout",
     ),
     Flag(
         "unreachable_seconds",
-        values.number(0, 86400, above=True),
         "An answer that stands still is ended if health checks do not reach its worker for so long.",
         "SECONDS",
         name="--unreachable-timeout",
     ),
-    Flag("admin_host", values.optional_text, "Address on which workers register.", "ADDRESS"),
-    Flag("admin_port", values.whole(0, 65535), "Port on which workers register; 0 takes a free one.", "PORT"),
+    Flag("admin_host", "Address on which workers register.", "ADDRESS"),
+    Flag("admin_port", "Port on which workers register; 0 takes a free one.", "PORT"),
     _SECRET,
 )
 """Settings of `GatewayConfig`."""
 
-API_KEY_FILE: Final = Flag("api_key_file", values.keys_in_file, "File with API keys, one a line.", "FILE")
+API_KEY_FILE: Final = Flag(
+    "api_key_file", "File with API keys that clients may send, one key a line.", "FILE", values.keys_in_file
+)
 """Adds to `api_keys`."""
 
 TALK_FLAGS: Final = (
@@ -325,7 +322,7 @@ TALK_FLAGS: Final = (
 )
 """Settings of the server's side that matter to a command which talks to a model or a server."""
 
-CONFIG_FILE: Final = Flag("config", values.optional_text, "TOML file with settings named like the flags.", "FILE")
+CONFIG_FILE: Final = Flag("config", "TOML file with settings named like the flags.", "FILE", values.text)
 
 
 def _shown(default: Any) -> str:

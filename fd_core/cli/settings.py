@@ -13,6 +13,7 @@ import msgspec
 
 from fd_core.cli.flags import API_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, SERVER_FLAGS, Flag, Given
 from fd_core.config import EngineConfig, ServerConfig
+from fd_core.constraints import parse_switch
 from fd_core.errors import ConfigError
 
 __all__ = ["Settings", "merge", "read_file", "read_layer"]
@@ -21,6 +22,11 @@ _FLAGS: Final = {flag.field: flag for flag in (*ENGINE_FLAGS, *SERVER_FLAGS, API
 _SERVER_FIELDS: Final = frozenset(flag.field for flag in SERVER_FLAGS)
 _EXCLUSIVE: Final = (("num_kv_blocks", "kv_cache_memory", "gpu_memory_utilization"),)
 """Settings of which one source may give only one."""
+_OLDER_SWITCHES: Final = (
+    ("FD_USE_GET_SAVE_OUTPUT_V1", "output_transport", ("memory", "zmq")),
+    ("FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST", "save_preempted_kv", (False, True)),
+)
+"""Switches of FastDeploy that are not named like a flag: variable, field, and its values for no and yes."""
 _MAX_FILE_BYTES: Final = 1 << 20
 
 
@@ -88,11 +94,14 @@ def _with_kv_events(settings: Settings) -> Settings:
 def _older_variables(environment: Mapping[str, str]) -> dict[Flag, Any]:
     """Read the variables of FastDeploy that are not named like a flag."""
     older: dict[Flag, Any] = {}
-    if environment.get("FD_USE_GET_SAVE_OUTPUT_V1") == "1" and not environment.get("FD_OUTPUT_TRANSPORT"):
-        older[_FLAGS["output_transport"]] = "zmq"
-    kept = environment.get("FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST")
-    if kept and not environment.get("FD_SAVE_PREEMPTED_KV"):
-        older[_FLAGS["save_preempted_kv"]] = kept
+    for variable, field, meaning in _OLDER_SWITCHES:
+        flag = _FLAGS[field]
+        if not environment.get(variable) or environment.get(flag.variable):
+            continue
+        try:
+            older[flag] = meaning[parse_switch(environment[variable])]
+        except ValueError as error:
+            raise ConfigError(f"{variable}: {error}", field=variable) from None
     return older
 
 

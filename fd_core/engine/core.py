@@ -201,6 +201,7 @@ def load_engine(
     choice = plugins.choose_backend(config.backend)
     policy = plugins.scheduler_class(config.scheduling_policy)()
     victims = plugins.victim_policy_class(config.victim_policy)()
+    plugins.connector_class(config.kv_connector)  # a name that no plugin offers is refused whatever the role
     backend: Backend = choice.cls(config)
     ops = backend.make_ops()
     model = backend.load_model(path, ops, lambda done, total: progress("load", done, total))

@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from fd_core.config import EngineConfig
+from fd_core.constraints import make_settings
 from fd_core.engine.assets import find_assets
 from fd_core.engine.core import Engine, load_engine
 from fd_core.engine.messages import Delta, EngineInfo, EngineStats
-from fd_core.errors import BadRequest, ConfigError
+from fd_core.errors import BadRequest
 from fd_core.types import FinishReason, RequestSpec, SamplingParams, TokenLogprobs
 
 __all__ = ["LLM", "Completion"]
@@ -51,14 +50,7 @@ class LLM:
     """
 
     def __init__(self, model: str, **settings: Any) -> None:
-        try:
-            config = msgspec.convert({"model": model, **settings}, EngineConfig)
-        except msgspec.ValidationError as error:
-            raise ConfigError(str(error)) from error
-        unknown = sorted(set(settings) - set(EngineConfig.__struct_fields__))
-        if unknown:
-            raise ConfigError(f"unknown settings: {', '.join(unknown)}", field=unknown[0])
-        assets = find_assets(config)
+        assets = find_assets(make_settings(EngineConfig, {"model": model, **settings}))
         self.tokenizer = assets.tokenizer
         """The model's tokenizer."""
         self._engine: Engine = load_engine(assets.config, assets.path, progress=lambda *_: None)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 
 from fd_core.router.accounting import IDLE, WorkerLoad, WorkerLoads
-from fd_core.router.config import RouterConfig, check
+from fd_core.router.config import RouterConfig
 from fd_core.router.placement import Placement, Placer
 from fd_core.router.policies import RouterPolicy
 from fd_core.router.prefix_index import PrefixesInFlight, PrefixIndex
@@ -38,7 +38,6 @@ class Router:
 
         Raises `ConfigError` for numbers out of range.
         """
-        check(config)
         self.config = config
         self._registry = Registry(
             failure_threshold=config.health_failure_threshold,

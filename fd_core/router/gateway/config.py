@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import msgspec
+from typing import Annotated, Final
 
+from fd_core.config import LOG_LEVELS
+from fd_core.constraints import ByteSize, Checked, Range
 from fd_core.router.workers import ROLES, Role
 
 __all__ = ["GatewayConfig"]
 
+_DAY: Final = 86400
 
-class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
+
+class GatewayConfig(Checked, frozen=True, kw_only=True):
     """Settings of `fdcore route` beside those of the router itself."""
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Annotated[int, Range(0, 65535)] = 8000
     api_keys: tuple[str, ...] = ()
     """Keys that clients must send. They end here; without any, what clients send goes on to the workers."""
-    drain_seconds: float = 30.0
+    drain_seconds: Annotated[float, Range(0, _DAY)] = 30.0
     """How long running requests may go on after Ctrl-C."""
-    log_level: str = "info"
+    log_level: Annotated[str, LOG_LEVELS] = "info"
     workers: tuple[str, ...] = ()
     """Addresses of mixed workers."""
     prefill: tuple[str, ...] = ()
@@ -32,15 +36,15 @@ class GatewayConfig(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str | None = None
     """Model whose tokenizer the workers use; None asks a worker which model it serves."""
     admin_host: str = "127.0.0.1"
-    admin_port: int = 8081
+    admin_port: Annotated[int, Range(0, 65535)] = 8081
     router_secret: str = ""
     """What workers have to know to register; without it nobody can."""
-    max_body_bytes: int = 16 * 1024 * 1024
-    connect_seconds: float = 3.0
+    max_body_bytes: Annotated[int, ByteSize()] = 16 * 1024 * 1024
+    connect_seconds: Annotated[float, Range(0, _DAY, above=True)] = 3.0
     """How long connecting to a worker may take."""
-    read_seconds: float = 600.0
+    read_seconds: Annotated[float, Range(0, _DAY, above=True)] = 600.0
     """How long a worker may be silent within one request."""
-    unreachable_seconds: float = 20.0
+    unreachable_seconds: Annotated[float, Range(0, _DAY, above=True)] = 20.0
     """How long it may be silent within an answer while no health check reaches it."""
 
     @property

@@ -240,5 +240,5 @@ def test_a_dtype_without_kernels_is_refused() -> None:
 
     from fd_gpu_cuda.backend import CudaBackend
 
-    with pytest.raises(ConfigError, match="float32 or bfloat16, not float16"):
+    with pytest.raises(ConfigError, match="'float16' is not one of auto, float32, bfloat16"):
         CudaBackend(EngineConfig(model="x", dtype="float16")).make_ops()

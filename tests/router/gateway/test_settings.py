@@ -62,7 +62,7 @@ def test_a_file_may_be_json_and_what_is_typed_wins(tmp_path: Path) -> None:
     [
         ("polcy = 'x'", "no setting 'polcy'"),
         ("policy = 3", "policy"),
-        ("[scheduler]\ncache-block-size = 0", "at least 1"),
+        ("[scheduler]\ncache-block-size = 0", "between 1 and 65536"),
         ("prefill = ['http://x:1']", "a prefill worker serves nobody without a decode worker"),
         ("decodes = ['http://x:1']", "a decode worker serves nobody without a prefill worker"),
         ("prefill = 'http://x:1'\ndecode = 'http://x:1/'", "as a prefill worker and as a decode worker"),
