@@ -1,4 +1,4 @@
-"""The events of an engine's KV, kept in the client's process for those who follow them."""
+"""The log of an engine's KV events, in the process of the engine's client, for routers that follow them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Final
 
-from fd_core.kv.events import Cleared, HeldBlocks, KVEvent
+from fd_core.kv.events import Cleared, KVEvent, StoredBlocks
 
 __all__ = ["KVEventLog"]
 
 _CAPACITY: Final = 1 << 14
-"""Blocks in the events that are kept; who is further behind is told everything from the beginning."""
+"""Blocks in the events that the log keeps; a reader that is further behind begins anew."""
 
 
 class KVEventLog:
-    """Numbered events, the latest of them, and what they add up to. Used from one event loop."""
+    """The latest events, numbered, and the blocks that all events together leave stored. Used from one event loop."""
 
     def __init__(self, block_size: int, capacity: int = _CAPACITY) -> None:
         self.block_size = block_size
         self._capacity = capacity
-        self._held = HeldBlocks(block_size)
+        self._stored = StoredBlocks(block_size)
         self._events: deque[tuple[KVEvent, int]] = deque()
-        """With the number of blocks in each."""
+        """Events with the number of blocks in each, oldest first."""
         self._size = 0
         self._next = 0
         """Number of the next event."""
@@ -33,13 +33,13 @@ class KVEventLog:
 
     @property
     def closed(self) -> bool:
-        """Whether nothing more will be told."""
+        """Whether the log gets no more events."""
         return self._closed
 
     def extend(self, events: Iterable[KVEvent]) -> None:
-        """The engine told these events."""
+        """Append events of the engine."""
         for event in events:
-            self._held.apply(event)
+            self._stored.apply(event)
             size = 1 if isinstance(event, Cleared) else len(event.keys)
             self._events.append((event, size))
             self._size += size
@@ -49,21 +49,22 @@ class KVEventLog:
         self._wake()
 
     def restart(self) -> None:
-        """The engine is gone, and its KV with it."""
+        """Note that the engine is gone, and its KV with it."""
         self.extend((Cleared(),))
 
     def read(self, after: int | None) -> tuple[int, tuple[KVEvent, ...]]:
         """Return the number of the next event and the events from number `after` on.
 
-        None, and a number whose events are not kept, give all that is held; these events begin with `Cleared`.
+        Without a number, or if the log lacks events from that number on, the events begin with `Cleared` and tell all
+        stored blocks.
         """
         first = self._next - len(self._events)
         if after is None or not first <= after <= self._next:
-            return self._next, self._held.events()
+            return self._next, self._stored.events()
         return self._next, tuple(event for event, _ in islice(self._events, after - first, None))
 
     async def wait(self, after: int | None, seconds: float) -> None:
-        """Wait until `read` would return something, for at most so many seconds."""
+        """Wait until `read(after)` would return an event, at most `seconds`."""
         if after != self._next or self._closed:
             return
         woken = asyncio.Event()
@@ -77,7 +78,7 @@ class KVEventLog:
             self._waiting.discard(woken)
 
     def close(self) -> None:
-        """Let nobody wait any longer: the server ends."""
+        """End every `wait`: the server ends."""
         self._closed = True
         self._wake()
 

@@ -1,12 +1,12 @@
-"""Which known prefixes a device holds, told as events to whoever sends requests there.
+"""KV events: which known prefixes a device stores, for routers that send requests there.
 
-`Recorder` notes beside the block pool what gets a name and what loses it. `HeldBlocks` follows the events and can tell
-all of them again from the beginning, for who comes late. Blocks are told with their token ids, because every reader
-names prefixes in its own way: the names here are keyed by a secret. Pure.
+`Recorder` turns what happens in the block pool into events. `StoredBlocks` follows events and can replace all of them
+by few that lead to the same blocks, for a reader that comes late. Events name token ids, because every reader computes
+keys of prefixes in its own way: the keys here depend on a secret. Pure.
 
-The law of the events: the parent of what is stored is held at that moment, or is the beginning of a prompt. A block
-may be held while the one before it is not (another copy of that block had the name, and left); whoever stores such a
-block tells the path to it as stored, and then as removed what of the path is not held.
+The law of the events: when blocks are stored, their parent is stored already or is the beginning of a prompt. A block
+may be stored while the block before it is not (another copy of that block was the known one, and was evicted). For such
+a block the whole path is told as stored, and then the missing blocks of the path as removed.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import numpy as np
 
 from fd_core.types import IntArray
 
-__all__ = ["BEGINNING", "TOKEN_BYTES", "Cleared", "HeldBlocks", "KVEvent", "KVPage", "Recorder", "Removed", "Stored"]
+__all__ = ["BEGINNING", "TOKEN_BYTES", "Cleared", "KVEvent", "KVPage", "Recorder", "Removed", "Stored", "StoredBlocks"]
 
 BEGINNING: Final = b""
-"""The parent of the first block of a prompt."""
+"""Parent of the first block of a prompt."""
 TOKEN_BYTES: Final = 4
 _LIMIT: Final = 1 << 16
-"""Blocks that wait to be told at most."""
+"""Most blocks in events that nobody took."""
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True, tag="stored"):
-    """Consecutive blocks of one path are held from here on; some of them may have been before."""
+    """Consecutive blocks of one path are stored; some of them may have been stored before."""
 
     parent: bytes
     """Key of the block before the first one."""
@@ -40,50 +40,50 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, tag="stored"):
 
 
 class Removed(msgspec.Struct, frozen=True, array_like=True, tag="removed"):
-    """Blocks are held no longer; the blocks behind them may still be."""
+    """Blocks were evicted; blocks behind them may still be stored."""
 
     keys: tuple[bytes, ...]
 
 
 class Cleared(msgspec.Struct, frozen=True, array_like=True, tag="cleared"):
-    """Nothing that was told counts any more; what is held is told again, as far as it is known."""
+    """All events so far are void: only blocks in later `Stored` events are known to be stored."""
 
 
 KVEvent = Stored | Removed | Cleared
 
 
 class KVPage(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker answers who asks for its events."""
+    """A worker's answer to a router that asks for KV events."""
 
     instance: str
-    """Names the process, as its health check does."""
+    """Id of the worker's process, as in its health check."""
     reading: str
     """Fingerprint of the server's prompt reader, see `fd_core.text.prompt_reader`."""
     block_size: int
     """Tokens in a block."""
     next: int
-    """Number of the event behind the last one here: what to ask for then."""
+    """Number of the first event of the next page."""
     events: tuple[KVEvent, ...] = ()
-    """In order. Those for who asks for the first time, or too late, begin with `Cleared`."""
+    """Events in order; on a reader's first page, or when it comes too late, they begin with `Cleared`."""
 
 
 class Recorder:
-    """Notes what a pool's known prefixes become, until somebody takes the notes.
+    """Records which known prefixes a block pool gets and loses, until `take` is called.
 
-    If nobody does, it drops them all and begins again with `Cleared`. Prompts with a salt are not told: their tokens
-    are for nobody else.
+    If nobody takes the events, they are dropped and recording begins again with `Cleared`. Prompts with a salt are not
+    recorded: nobody else may see their tokens.
     """
 
     def __init__(self, limit: int = _LIMIT) -> None:
-        """`limit`: blocks in the events that wait at most."""
+        """`limit`: most blocks in events that nobody took."""
         self._limit = limit
         self._events: list[KVEvent] = []
         self._size = 0
         self._told: set[bytes] = set()
-        """Keys that were told as stored, and not as removed since."""
+        """Keys in `Stored` events and in no later `Removed` event."""
 
     def take(self) -> tuple[KVEvent, ...]:
-        """Return what happened since the last call, in order."""
+        """Return the events since the last call, in order."""
         events, self._events, self._size = tuple(self._events), [], 0
         return events
 
@@ -96,9 +96,9 @@ class Recorder:
         upto: int,
         holds: Callable[[bytes], bool],
     ) -> None:
-        """Blocks `first` to `upto` of the path `chain`, whose tokens are `tokens`, got their names where they had none.
+        """Record that the blocks `first` to `upto` of the path `chain`, whose tokens are `tokens`, became known.
 
-        `holds` says of a key whether the pool knows it.
+        Blocks that were known before are left out. `holds` returns whether the pool knows a key.
         """
         new = [index for index in range(first, upto) if chain[index] not in self._told and holds(chain[index])]
         if not new:
@@ -113,14 +113,14 @@ class Recorder:
         self.removed([key for key in keys if not holds(key)])
 
     def removed(self, keys: Sequence[bytes]) -> None:
-        """The pool knows `keys` no longer."""
+        """Record that the pool evicted `keys`."""
         gone = tuple(key for key in keys if key in self._told)
         if gone:
             self._told.difference_update(gone)
             self._note(Removed(gone), len(gone))
 
     def cleared(self) -> None:
-        """The pool knows nothing any more."""
+        """Record that the pool evicted everything."""
         self._events, self._size = [Cleared()], 1
         self._told.clear()
 
@@ -135,36 +135,37 @@ class Recorder:
 class _Block:
     parent: bytes
     tokens: bytes
-    held: bool = True
+    stored: bool = True
+    """False for a block that is only on the path to a stored one."""
     children: int = 0
-    """Blocks behind it that are kept."""
+    """How many blocks have this one as their parent."""
 
 
-class HeldBlocks:
-    """What is held according to the events, with the paths that lead there."""
+class StoredBlocks:
+    """The blocks that events leave stored, with the paths that lead to them."""
 
     def __init__(self, block_size: int) -> None:
         self._block_bytes = block_size * TOKEN_BYTES
         self._blocks: dict[bytes, _Block] = {}
-        """A block comes behind its parent. Those not held are kept while blocks behind them are."""
-        self._held = 0
+        """Blocks by key, each behind its parent."""
+        self._count = 0
 
     def __len__(self) -> int:
-        return self._held
+        return self._count
 
     def __contains__(self, key: bytes) -> bool:
         block = self._blocks.get(key)
-        return block is not None and block.held
+        return block is not None and block.stored
 
     def __iter__(self) -> Iterator[bytes]:
-        return (key for key, block in self._blocks.items() if block.held)
+        return (key for key, block in self._blocks.items() if block.stored)
 
     def apply(self, event: KVEvent) -> None:
-        """Follow one event. Raises `ValueError` for one that breaks the law of the events."""
+        """Follow one event. Raises `ValueError` for an event that breaks the law of the events."""
         match event:
             case Stored(parent, keys, tokens):
                 if parent != BEGINNING and parent not in self:
-                    raise ValueError("the parent of stored blocks is not held")
+                    raise ValueError("the parent of stored blocks is not stored")
                 size = self._block_bytes
                 for index, key in enumerate(keys):
                     self._store(key, parent, tokens[index * size : (index + 1) * size])
@@ -174,10 +175,10 @@ class HeldBlocks:
                     self._remove(key)
             case Cleared():
                 self._blocks.clear()
-                self._held = 0
+                self._count = 0
 
     def events(self) -> tuple[KVEvent, ...]:
-        """Return events that tell somebody who knows nothing what is held."""
+        """Return events that begin with `Cleared` and leave the same blocks stored."""
         events: list[KVEvent] = [Cleared()]
         path: list[tuple[bytes, _Block]] = []
         for key, block in self._blocks.items():
@@ -187,7 +188,7 @@ class HeldBlocks:
             path.append((key, block))
         if path:
             events.append(_stored(path))
-        gone = tuple(key for key, block in self._blocks.items() if not block.held)
+        gone = tuple(key for key, block in self._blocks.items() if not block.stored)
         return (*events, Removed(gone)) if gone else tuple(events)
 
     def _store(self, key: bytes, parent: bytes, tokens: bytes) -> None:
@@ -196,18 +197,18 @@ class HeldBlocks:
             self._blocks[key] = _Block(parent, tokens)
             if parent != BEGINNING:
                 self._blocks[parent].children += 1
-            self._held += 1
-        elif not block.held:
-            block.held = True
-            self._held += 1
+            self._count += 1
+        elif not block.stored:
+            block.stored = True
+            self._count += 1
 
     def _remove(self, key: bytes) -> None:
         block = self._blocks.get(key)
-        if block is None or not block.held:
+        if block is None or not block.stored:
             return
-        block.held = False
-        self._held -= 1
-        while block is not None and not block.held and not block.children:
+        block.stored = False
+        self._count -= 1
+        while block is not None and not block.stored and not block.children:
             del self._blocks[key]
             key = block.parent
             block = self._blocks.get(key)

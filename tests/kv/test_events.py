@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fd_core.kv.blocks import BlockPool
-from fd_core.kv.events import BEGINNING, Cleared, HeldBlocks, KVEvent, Recorder, Removed, Stored
+from fd_core.kv.events import BEGINNING, Cleared, KVEvent, Recorder, Removed, Stored, StoredBlocks
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.scheduling.prefixes import Prefixes
 from tests.kv.following import SIZE, Reader, ids
@@ -33,7 +33,7 @@ class FollowMachine(RuleBasedStateMachine):
         self.pool = BlockPool(BLOCKS, self.recorder)
         self.prefixes = Prefixes(HASHER, self.pool, self.recorder)
         self.running: list[tuple[Any, np.ndarray, np.ndarray, int]] = []
-        self.held = HeldBlocks(SIZE)
+        self.held = StoredBlocks(SIZE)
         self.reader = Reader()
         self.secret: set[bytes] = set()
         self.paths: dict[bytes, tuple[int, ...]] = {}
@@ -91,7 +91,7 @@ class FollowMachine(RuleBasedStateMachine):
     @rule()
     def come_late(self) -> None:
         self.collect()
-        late, copy = Reader(), HeldBlocks(SIZE)
+        late, copy = Reader(), StoredBlocks(SIZE)
         for event in self.held.events():
             late.apply(event)
             copy.apply(event)
@@ -161,8 +161,8 @@ def test_who_does_not_collect_begins_again() -> None:
 
 
 def test_an_orphan_breaks_the_law() -> None:
-    with pytest.raises(ValueError, match="not held"):
-        HeldBlocks(SIZE).apply(Stored(b"nobody", (b"a",), ids([1, 2])))
+    with pytest.raises(ValueError, match="parent of stored blocks is not stored"):
+        StoredBlocks(SIZE).apply(Stored(b"nobody", (b"a",), ids([1, 2])))
 
 
 def test_events_pass_a_process_boundary() -> None:

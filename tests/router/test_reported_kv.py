@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fd_core.kv.events import BEGINNING, Cleared, HeldBlocks, KVEvent, Recorder, Removed, Stored
+from fd_core.kv.events import BEGINNING, Cleared, KVEvent, Recorder, Removed, Stored, StoredBlocks
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.router.reported_kv import Mirror
 from fd_core.router.router import Router
@@ -175,7 +175,7 @@ def test_a_router_knows_what_a_worker_holds(
 ) -> None:
     """A worker stores and evicts in any order, children before parents or after; a router may come late."""
     hasher = PrefixHasher(block_size=size, identity="worker", secret=b"its own")
-    recorder, held, known = Recorder(), HeldBlocks(size), dict[bytes, int]()
+    recorder, held, known = Recorder(), StoredBlocks(size), dict[bytes, int]()
     router = router_of(mixed=1, policy="cache_aware", cache_block_size=router_size)
     (worker,) = router.workers()
     mirror = telling(router, worker, size)

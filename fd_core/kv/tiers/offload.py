@@ -96,7 +96,8 @@ class KVOffload(KVPort[TierStats]):
         self._load_seconds = load_seconds
         self._pending: PendingOperations[Found | Loaded | Saved] = PendingOperations(queue.put)
         self._counters = TierCounters()
-        self._pace = LoadPaceMeasured()
+        self._pace: tuple[float | None, ...] = (None, None, None)
+        """Fields of the `LoadPaceMeasured` that was told last."""
         self._host = HostTier(host_bytes)
         envelope = Envelope(os.urandom(32)) if store is None else store.envelope  # without a store it seals nothing
         # Two guards, so that a store that only writes badly is still read.
@@ -181,15 +182,15 @@ class KVOffload(KVPort[TierStats]):
         now = self._clock()
         for answer in self._pending.expire(now):
             self._counters.add(_EXPIRED[type(answer)])
-        pace = LoadPaceMeasured(
-            host_block=self._copier.import_rate.value(now),
-            store_block=self._reader.block_rate.value(now),
-            store_latency=self._reader.latency.value(now),
-        )
         completions = self._queue.take()
+        pace = (
+            self._copier.import_rate.value(now),
+            self._reader.block_rate.value(now),
+            self._reader.latency.value(now),
+        )
         if pace != self._pace:
             self._pace = pace
-            completions.append(pace)
+            completions.append(LoadPaceMeasured(*pace))
         return completions
 
     def wait(self, seconds: float) -> None:
