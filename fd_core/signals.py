@@ -20,7 +20,7 @@ __all__ = ["EMPTY_TOKEN_ID", "PREEMPTED_TOKEN_ID", "MalformedOutput", "Outcome",
 EMPTY_TOKEN_ID: Final = -1
 """Nothing here: an idle slot, an unfinished prefill chunk, a rejected draft."""
 PREEMPTED_TOKEN_ID: Final = -9
-"""In column 0: the slot was taken back and everything it will ever produce for its gen has been delivered."""
+"""In column 0: the slot was revoked and everything it will ever produce for its gen has been delivered."""
 
 
 class Outcome(enum.IntEnum):
@@ -49,7 +49,10 @@ class Outcomes:
 
 
 def read(tokens: IntArray, errors: tuple[tuple[int, str], ...] = ()) -> Outcomes:
-    """Turn the matrix int32[max_num_seqs, 1 + k] into typed outcomes.
+    """Turn the matrix int32[max_num_seqs, 1 + k] and (slot, message) of rows that failed into typed outcomes.
+
+    A failed row delivers nothing, whatever stands in it. A slot that was revoked stays RELEASED: its residency is over,
+    and the release must be seen.
 
     Raises `MalformedOutput` if a row breaks the protocol: tokens after an empty cell, anything beside -9 in its row,
     -9 outside column 0, or another negative value.
@@ -70,6 +73,7 @@ def read(tokens: IntArray, errors: tuple[tuple[int, str], ...] = ()) -> Outcomes
         slot = int(np.flatnonzero(~complete)[0])
         raise MalformedOutput(f"slot {slot} carries {tokens[slot].tolist()}: not a legal row of the token matrix")
     for slot, _ in errors:
-        kinds[slot] = Outcome.ERROR
         counts[slot] = 0
+        if not released[slot]:
+            kinds[slot] = Outcome.ERROR
     return Outcomes(kinds, counts, tokens)

@@ -49,6 +49,12 @@ def test_a_row_that_the_protocol_does_not_allow_is_refused(row: list[int]) -> No
         read(np.array([[EMPTY_TOKEN_ID] * WIDTH, row], np.int32))
 
 
+def test_an_error_does_not_hide_the_release_of_its_slot() -> None:
+    outcomes = read(np.array([[PREEMPTED_TOKEN_ID], [4]], np.int32), errors=((0, "broken"), (1, "broken")))
+    assert outcomes.kinds.tolist() == [Outcome.RELEASED, Outcome.ERROR]
+    assert outcomes.counts.tolist() == [0, 0]
+
+
 def test_an_error_in_one_row_leaves_the_others() -> None:
     outcomes = read(np.array([[3], [4]], np.int32), errors=((0, "broken"),))
     assert outcomes.kinds.tolist() == [Outcome.ERROR, Outcome.TOKENS]

@@ -354,8 +354,8 @@ class Ops(abc.ABC):
         """[R, H] -> float32 [R, V]."""
 
     @abc.abstractmethod
-    def sample(self, logits: Array, rows: SampleInput) -> Array:
-        """Choose a token for each row: float32[R, V] -> int32[R].
+    def sample(self, logits: Array, rows: SampleInput) -> tuple[Array, Array]:
+        """Choose a token for each row: float32[R, V] -> tokens int32[R], peaks float32[R].
 
         Order: divide by temperature, keep top_k, then top_p of what is left, then min_p; then the first token in
         vocabulary order whose cumulative probability exceeds u times the kept mass, u = uniform(seed, position).
@@ -366,6 +366,9 @@ class Ops(abc.ABC):
         integers below 2^53, the same in any order. With tokens ordered by logit, the lower id first on a tie:
         top_k keeps the first k; top_p keeps a token if the weights before it sum to less than top_p times the sum of
         what top_k kept, and the first one always; min_p keeps weights of at least min_p * 2^32.
+
+        A peak is the largest logit of a row, or NaN if one of its logits is NaN. Where it is not finite no choice is
+        right, and the runner ends the row's request with an error; the token is any of the vocabulary.
         """
 
     @abc.abstractmethod

@@ -27,15 +27,21 @@ Doubles = npt.NDArray[np.float64]
 class NumpySampling:
     """The part of a numpy pack that works on logits and token ids."""
 
-    def sample(self, logits: Floats, rows: SampleInput) -> IntArray:
+    def sample(self, logits: Floats, rows: SampleInput) -> tuple[IntArray, Floats]:
         """Choose a token for each row."""
-        likeliest: IntArray = logits.argmax(axis=1).astype(np.int32)
+        likeliest: IntArray = logits.argmax(axis=1).astype(np.int32)  # of a NaN, where there is one
+        peaks: Floats = np.take_along_axis(logits, likeliest[:, None], axis=1)[:, 0]
         if rows.all_greedy:
-            return likeliest
+            return likeliest, peaks
+        with np.errstate(invalid="ignore"):  # a row without a finite peak
+            return self._draw(logits, rows, likeliest, peaks), peaks
+
+    def _draw(self, logits: Floats, rows: SampleInput, likeliest: IntArray, peaks: Floats) -> IntArray:
+        """Choose where not every row is greedy."""
         greedy = rows.temperature == 0.0
         temperature = np.where(greedy, 1.0, rows.temperature).astype(np.float64)
         scores = logits.astype(np.float64)
-        scores -= scores.max(axis=1, keepdims=True)
+        scores -= peaks[:, None]
         weights = np.rint(WEIGHT_ONE * np.exp(scores / temperature[:, None]))
         if rows.any_filter:
             weights = _filtered(logits, weights, rows)
@@ -65,7 +71,8 @@ class NumpySampling:
     def logprobs(self, logits: Floats, tokens: IntArray, top_n: int) -> tuple[Floats, IntArray, Floats]:
         """Return log-probabilities of the chosen tokens, and the most likely tokens with theirs."""
         peak = logits.max(axis=1, keepdims=True)
-        logarithms: Floats = logits - peak - np.log(np.exp(logits - peak).sum(axis=1, keepdims=True))
+        with np.errstate(invalid="ignore"):  # a row without a finite peak
+            logarithms: Floats = logits - peak - np.log(np.exp(logits - peak).sum(axis=1, keepdims=True))
         top_ids = np.argsort(-logits, axis=1, kind="stable")[:, :top_n]
         chosen = np.take_along_axis(logarithms, tokens[:, None].astype(np.int64), axis=1)[:, 0]
         return chosen, top_ids.astype(np.int32), np.take_along_axis(logarithms, top_ids, axis=1)

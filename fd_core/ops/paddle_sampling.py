@@ -23,22 +23,22 @@ _DEVICE_CELLS = 2**23
 class PaddleSampling:
     """The part of a Paddle pack that works on logits and token ids."""
 
-    def sample(self, logits: Array, rows: SampleInput) -> Array:
+    def sample(self, logits: Array, rows: SampleInput) -> tuple[Array, Array]:
         """Choose a token for each row."""
         likeliest = paddle.argmax(logits, axis=1)
+        peaks = logits.max(axis=1)
         if rows.all_greedy:
-            return likeliest.astype("int32")
+            return likeliest.astype("int32"), peaks
         greedy = rows.temperature == 0.0
         temperature = paddle.where(greedy, paddle.ones_like(rows.temperature), rows.temperature).astype("float64")
-        scores = logits.astype("float64")
-        scores = (scores - scores.max(axis=1, keepdim=True)) / temperature.unsqueeze(1)
+        scores = (logits.astype("float64") - peaks.astype("float64").unsqueeze(1)) / temperature.unsqueeze(1)
         weights = paddle.round(paddle.exp(scores) * WEIGHT_ONE)
         if rows.any_filter:
             weights = _filtered(logits, weights, rows)
         cumulative = paddle.cumsum(weights, axis=1)
         uniform = random_bits(rows.seeds, rows.positions.astype("int64")).astype("float64") * 2.0**-24
         drawn = (cumulative <= (uniform * cumulative[:, -1]).unsqueeze(1)).astype("int64").sum(axis=1)
-        return paddle.where(greedy, likeliest, drawn).astype("int32")
+        return paddle.where(greedy, likeliest, drawn).astype("int32"), peaks
 
     def add_at(self, x: Array, rows: Array, ids: Array, values: Array) -> Array:
         """Add values to single cells, in place."""

@@ -21,22 +21,22 @@ _DEVICE_CELLS = 2**23
 class TorchSampling:
     """The part of a torch pack that works on logits and token ids."""
 
-    def sample(self, logits: Array, rows: SampleInput) -> Array:
+    def sample(self, logits: Array, rows: SampleInput) -> tuple[Array, Array]:
         """Choose a token for each row."""
-        likeliest = logits.argmax(dim=1)
+        likeliest = logits.argmax(dim=1)  # of a NaN, where there is one
+        peaks = logits.gather(1, likeliest[:, None])[:, 0]
         if rows.all_greedy:
-            return likeliest.int()
+            return likeliest.int(), peaks
         greedy = rows.temperature == 0.0
         temperature = torch.where(greedy, 1.0, rows.temperature).double()
-        scores = logits.double()
-        scores = (scores - scores.amax(dim=1, keepdim=True)).div_(temperature[:, None])
+        scores = logits.double().sub_(peaks[:, None]).div_(temperature[:, None])
         weights = scores.exp_().mul_(WEIGHT_ONE).round_()
         if rows.any_filter:
             weights = _filtered(logits, weights, rows)
         cumulative = weights.cumsum(dim=1)
         uniform = random_bits(rows.seeds, rows.positions.long()).double() * 2.0**-24
         drawn = (cumulative <= (uniform * cumulative[:, -1])[:, None]).sum(dim=1)
-        return torch.where(greedy, likeliest, drawn).int()
+        return torch.where(greedy, likeliest, drawn).int(), peaks
 
     def add_at(self, x: Array, rows: Array, ids: Array, values: Array) -> Array:
         """Add values to single cells, in place."""

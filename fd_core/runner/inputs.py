@@ -56,6 +56,11 @@ class Rows(Spans):
     columns: IntArray
     """int32[R], column of the token matrix."""
 
+    def cells(self, width: int) -> IntArray:
+        """Return int32[N, width], the row of logits behind each cell of the sampling rows; the last one repeats."""
+        firsts = np.cumsum(self.drafts + 1) - (self.drafts + 1)
+        return (firsts[:, None] + np.minimum(np.arange(width), self.drafts[:, None])).astype(np.int32)
+
 
 def resolve_rows(
     plan: StepPlan, batch: PersistentBatch, limits: Limits, padded_rows: Callable[[int], int] | None = None

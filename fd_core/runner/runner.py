@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 
 import numpy as np
+import numpy.typing as npt
 
 from fd_core.backends.contract import LoadProgress, Model
 from fd_core.config import Limits
 from fd_core.ops.contract import Array, Ops
 from fd_core.runner.batch import PersistentBatch
-from fd_core.runner.drafting import Drafter
+from fd_core.runner.drafting import Drafter, SlotError
 from fd_core.runner.inputs import Rows, build_inputs, resolve_rows
-from fd_core.runner.sampling import Sampler, Scores
+from fd_core.runner.sampling import Sampled, Sampler
 from fd_core.runner.warmup import warm_up_plans
 from fd_core.types import IntArray, LogprobRows, StepOutput, StepPlan
 
@@ -37,20 +38,27 @@ class Runner:
         self._forward = ops.compile(model.forward)
         self._batch = PersistentBatch(limits)
         self._sampler = Sampler(ops, limits.max_num_seqs, model.vocab_size)
+        self._failed: dict[int, str] = {}
+        """Why the request in a slot failed."""
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Compute one step.
 
-        A plan whose whole batch was taken back computes nothing and still yields an output.
+        A plan whose whole batch was revoked computes nothing and still yields an output. A request whose own row fails
+        stands in `StepOutput.errors` of this step and of each later one that computes it, until its slot is admitted
+        anew; whatever else fails is raised.
         """
         self._apply(plan)
         rows = resolve_rows(plan, self._batch, self.limits, self._ops.padded_rows)
-        sampled, scores = self._sample(rows)
-        accepted = self._verify(rows, sampled)
-        tokens, kept, logprobs = self._to_host(plan, rows, sampled, accepted, scores)
+        sampled = self._sample(rows)
+        grid = self._grid(rows, sampled)
+        accepted = self._verify(rows, grid)
+        tokens, kept, peaks, logprobs = self._to_host(plan, rows, grid, accepted, sampled)
+        self._look_for_failures(rows, kept, peaks)
         self._remember(rows, tokens, kept)
         ready = None if self._drafter is None else self._batch.num_drafts.copy()
-        return StepOutput(plan.epoch, plan.step, tokens, self._batch.gen.copy(), ready, logprobs)
+        errors = tuple((slot, self._failed[slot]) for slot in plan.slots.tolist() if slot in self._failed)
+        return StepOutput(plan.epoch, plan.step, tokens, self._batch.gen.copy(), ready, logprobs, errors)
 
     def warm_up(self, progress: LoadProgress) -> float:
         """Run the largest prefill and one decode on the first slot, so that the first request pays for nothing.
@@ -72,31 +80,35 @@ class Runner:
 
     def _apply(self, plan: StepPlan) -> None:
         for admission in plan.admissions:
+            self._failed.pop(admission.slot, None)
             self._batch.admit(admission)
-            self._sampler.admit(admission)
-            if self._drafter is not None:
-                self._drafter.admit(admission.slot, admission.token_ids)
+            try:
+                self._sampler.admit(admission)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it concerns this request alone
+                self._fail(admission.slot, f"its sampling parameters cannot be used: {error}")
+            self._admit_to_drafter(admission.slot, admission.token_ids)
         self._batch.grant(plan)
 
-    def _sample(self, rows: Rows) -> tuple[Array, Scores | None]:
-        """Run the model and choose tokens int32[N, 1 + k] for the N rows that sample; unused cells mean nothing."""
-        ops, width = self._ops, self.limits.max_drafts + 1
-        empty = ops.from_host(np.empty((0, width), np.int32))
-        if not len(rows.slots):
-            return empty, None
-        batch = self._batch
-        size, spare = self.limits.block_size, self.cache.spare_block
-        inputs = build_inputs(rows, batch.tokens, batch.tables, size, ops, spare)
-        logits = self._forward(inputs, self.cache)
+    def _sample(self, rows: Rows) -> Sampled:
+        """Run the model and choose a token from each of its rows of logits."""
+        ops, batch = self._ops, self._batch
+        if len(rows.slots):
+            size, spare = self.limits.block_size, self.cache.spare_block
+            inputs = build_inputs(rows, batch.tokens, batch.tables, size, ops, spare)
+            logits = self._forward(inputs, self.cache)
         if not len(rows.sampling):
-            return empty, None
-        tokens, scores = self._sampler.sample(logits, rows.logits_slots, rows.positions, rows.columns, batch.tokens)
+            return Sampled(ops.from_host(np.empty(0, np.int32)), ops.from_host(np.empty(0, np.float32)), None)
+        return self._sampler.sample(logits, rows.logits_slots, rows.positions, rows.columns, batch.tokens)
+
+    def _grid(self, rows: Rows, sampled: Sampled) -> Array:
+        """Return the tokens int32[N, 1 + k] of the N rows that sample; unused cells mean nothing."""
+        ops, width = self._ops, self.limits.max_drafts + 1
+        if not len(rows.sampling):
+            return ops.from_host(np.empty((0, width), np.int32))
         if width == 1:
-            return tokens.reshape(-1, 1), scores
-        firsts = np.cumsum(rows.drafts + 1) - (rows.drafts + 1)
-        cells = firsts[:, None] + np.minimum(np.arange(width), rows.drafts[:, None])
-        grid = ops.gather_rows(tokens, ops.from_host(cells.reshape(-1).astype(np.int32)))
-        return grid.reshape(-1, width), scores
+            return sampled.tokens.reshape(-1, 1)
+        grid = ops.gather_rows(sampled.tokens, ops.from_host(rows.cells(width).reshape(-1)))
+        return grid.reshape(-1, width)
 
     def _verify(self, rows: Rows, sampled: Array) -> Array:
         """Count the drafts int32[N] that each sampling row keeps."""
@@ -109,23 +121,75 @@ class Runner:
         return ops.verify(sampled, ops.from_host(drafts), ops.from_host(rows.drafts))
 
     def _to_host(
-        self, plan: StepPlan, rows: Rows, sampled: Array, accepted: Array, scores: Scores | None
-    ) -> tuple[IntArray, IntArray, LogprobRows | None]:
-        """Build the token matrix int32[max_num_seqs, 1 + k] on the device and bring everything over: the one place
-        of a step that waits for the device. Returns it, the drafts kept int32[N], and log-probabilities."""
-        ops = self._ops
+        self, plan: StepPlan, rows: Rows, grid: Array, accepted: Array, sampled: Sampled
+    ) -> tuple[IntArray, IntArray, npt.NDArray[np.float32], LogprobRows | None]:
+        """Build the token matrix int32[max_num_seqs, 1 + k] on the device and bring everything over.
+
+        The one place of a step that waits for the device. Returns the matrix, the drafts kept int32[N], the peaks
+        float32[R], and log-probabilities.
+        """
+        ops, scores = self._ops, sampled.scores
         slots = ops.from_host(rows.slots[rows.sampling])
-        taken_back = ops.from_host(np.array([back.slot for back in plan.revocations], np.int32))
-        matrix = ops.postprocess(sampled, accepted, slots, taken_back, self.limits.max_num_seqs)
-        tokens, kept, *logprobs = ops.fetch([matrix, accepted, *(() if scores is None else scores.arrays)])
-        return tokens, kept, None if scores is None else scores.on_host(*logprobs)
+        revoked = ops.from_host(np.array([revocation.slot for revocation in plan.revocations], np.int32))
+        matrix = ops.postprocess(grid, accepted, slots, revoked, self.limits.max_num_seqs)
+        arrays = [matrix, accepted, sampled.peaks, *(() if scores is None else scores.arrays)]
+        tokens, kept, peaks, *logprobs = ops.fetch(arrays)
+        return tokens, kept, peaks, None if scores is None else scores.on_host(*logprobs)
+
+    def _look_for_failures(self, rows: Rows, accepted: IntArray, peaks: npt.NDArray[np.float32]) -> None:
+        """Fail the requests of which a delivered token was chosen from logits that are not finite."""
+        strange = ~np.isfinite(peaks)
+        if not strange.any():
+            return
+        width = self.limits.max_drafts + 1
+        failed = (strange[rows.cells(width)] & (np.arange(width) <= accepted[:, None])).any(axis=1)
+        for slot in rows.slots[rows.sampling][failed].tolist():
+            self._fail(slot, "no token can be chosen: of its logits one is NaN or inf, or all are -inf")
 
     def _remember(self, rows: Rows, tokens: IntArray, accepted: IntArray) -> None:
         """Append what was delivered, and guess what comes next."""
         slots = rows.slots[rows.sampling]
+        if self._failed:
+            healthy = self._healthy(slots)
+            slots, accepted = slots[healthy], accepted[healthy]
         self._batch.append(slots, tokens[slots], accepted)
         self._sampler.extend(slots, tokens[slots], accepted)
-        if self._drafter is None or not len(slots):
+        if self._drafter is not None and len(slots):
+            self._draft(self._drafter, slots, tokens[slots], accepted + 1)
+
+    def _draft(self, drafter: Drafter, slots: IntArray, tokens: IntArray, counts: IntArray) -> None:
+        """Let the drafter guess behind the delivered tokens; leaves out whom it fails for."""
+        try:
+            drafter.extend(slots, tokens, counts)
+        except SlotError as error:
+            self._fail_one_of(slots, error)
+            # Which of the others it took in is not known, so it gets their whole texts.
+            for slot in slots[self._healthy(slots)].tolist():
+                self._admit_to_drafter(slot, self._batch.tokens[slot, : self._batch.length[slot]].copy())
+        while len(slots := slots[self._healthy(slots)]):
+            try:
+                self._batch.guess(slots, *drafter.propose(slots, self.limits.max_drafts))
+            except SlotError as error:
+                self._fail_one_of(slots, error)
+            else:
+                return
+
+    def _admit_to_drafter(self, slot: int, tokens: IntArray) -> None:
+        if self._drafter is None:
             return
-        self._drafter.extend(slots, tokens[slots], accepted + 1)
-        self._batch.guess(slots, *self._drafter.propose(slots, self.limits.max_drafts))
+        try:
+            self._drafter.admit(slot, tokens)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it concerns this request alone
+            self._fail(slot, f"the drafter {self._drafter.name} failed: {type(error).__name__}: {error}")
+
+    def _healthy(self, slots: IntArray) -> npt.NDArray[np.bool_]:
+        return np.array([slot not in self._failed for slot in slots.tolist()], np.bool_)
+
+    def _fail_one_of(self, slots: IntArray, error: SlotError) -> None:
+        if error.slot not in slots[self._healthy(slots)]:
+            raise error
+        self._fail(error.slot, str(error))
+
+    def _fail(self, slot: int, message: str) -> None:
+        self._batch.num_drafts[slot] = 0
+        self._failed[slot] = message

@@ -11,7 +11,7 @@ from fd_core.ops.contract import Array, Ops, SampleInput
 from fd_core.runner.penalties import Penalties
 from fd_core.types import Admission, IntArray, LogprobRows
 
-__all__ = ["Sampler", "Scores"]
+__all__ = ["Sampled", "Sampler", "Scores"]
 
 _FORBIDDEN = np.float32(-np.inf)
 
@@ -28,6 +28,18 @@ class Scores:
     def on_host(self, chosen: npt.NDArray[np.float32], top_ids: IntArray, top: npt.NDArray[np.float32]) -> LogprobRows:
         """Return them with the arrays brought over."""
         return LogprobRows(self.slots, self.columns, chosen, top_ids, top)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What was chosen from R rows of logits, still on the device."""
+
+    tokens: Array
+    """int32[R]"""
+    peaks: Array
+    """float32[R], not finite where no token could be chosen; see `Ops.sample`."""
+    scores: Scores | None
+    """Log-probabilities of the unchanged logits for the rows whose request asked for them."""
 
 
 @dataclass(slots=True)
@@ -47,6 +59,7 @@ class Sampler:
 
     def __init__(self, ops: Ops, num_slots: int, vocab_size: int) -> None:
         self._ops = ops
+        self._vocab_size = vocab_size
         self._temperature = np.zeros(num_slots, np.float32)
         self._top_k = np.zeros(num_slots, np.int32)
         self._top_p = np.ones(num_slots, np.float32)
@@ -58,7 +71,7 @@ class Sampler:
         self._extras: dict[int, _Extras] = {}
 
     def admit(self, admission: Admission) -> None:
-        """Remember the parameters of a new residency."""
+        """Remember the parameters of a new residency. Raises `ValueError` for token ids outside the vocabulary."""
         slot, params = admission.slot, admission.params
         self._temperature[slot] = params.temperature
         self._top_k[slot] = params.top_k
@@ -70,9 +83,13 @@ class Sampler:
         self._extras.pop(slot, None)
         if params.logit_bias or params.min_tokens:
             bias = params.logit_bias or {}
+            ends = {*params.stop_token_ids, *admission.eos_token_ids}
+            if unknown := [token for token in bias if token not in range(self._vocab_size)]:
+                raise ValueError(f"logit_bias names token {unknown[0]} of a vocabulary of {self._vocab_size}")
             self._extras[slot] = _Extras(
                 free_from=admission.prompt_len + params.min_tokens,
-                stops=np.unique(np.array([*params.stop_token_ids, *admission.eos_token_ids], np.int32)),
+                # What is not in the vocabulary is never sampled and need not be forbidden.
+                stops=np.array([token for token in ends if token in range(self._vocab_size)], np.int32),
                 bias_ids=np.array(list(bias), np.int32),
                 bias=np.array(list(bias.values()), np.float32),
             )
@@ -83,13 +100,12 @@ class Sampler:
 
     def sample(
         self, logits: Array, slots: IntArray, positions: IntArray, columns: IntArray, tokens: IntArray
-    ) -> tuple[Array, Scores | None]:
+    ) -> Sampled:
         """Choose a token for each row.
 
         `logits` float32[R, V] of the pack may be overwritten; `slots` int32[R]; `positions` int32[R] is the position
         of the token being chosen, which is how many tokens come before it; `tokens` int32[num_slots, *] holds those,
-        drafts included; `columns` int32[R] is where the choice stands in the token matrix. Returns int32[R] of the
-        pack, and log-probabilities of the unchanged logits for those who asked.
+        drafts included; `columns` int32[R] is where the choice stands in the token matrix.
         """
         ops = self._ops
         wanted = np.flatnonzero(self._logprobs[slots] >= 0)
@@ -97,12 +113,13 @@ class Sampler:
         logits = self._penalties.apply(logits, slots, positions, columns, tokens)
         if self._extras:
             logits = self._adjust(logits, slots, positions)
-        chosen = ops.sample(logits, self._rows(slots, positions))
+        chosen, peaks = ops.sample(logits, self._rows(slots, positions))
         if raw is None:
-            return chosen, None
+            return Sampled(chosen, peaks, None)
         rows = ops.gather_rows(chosen, ops.from_host(wanted.astype(np.int32)))
         top_n = int(self._logprobs[slots[wanted]].max())
-        return chosen, Scores(slots[wanted], columns[wanted], ops.logprobs(raw, rows, top_n))
+        scores = Scores(slots[wanted], columns[wanted], ops.logprobs(raw, rows, top_n))
+        return Sampled(chosen, peaks, scores)
 
     def _rows(self, slots: IntArray, positions: IntArray) -> SampleInput:
         ops = self._ops

@@ -49,7 +49,7 @@ MUTANTS = (
     mutant(
         "the-drafter-keeps-the-stay-before",
         "4: the drafts of one stay are not those of the next",
-        (RUNNER, "self._drafter.admit(admission.slot, admission.token_ids)", "pass"),
+        (RUNNER, "self._admit_to_drafter(admission.slot, admission.token_ids)", "pass"),
     ),
     mutant(
         "set-back-is-omitted",

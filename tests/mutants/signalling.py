@@ -117,7 +117,7 @@ MUTANTS = (
     mutant(
         "no-output-for-an-empty-batch",
         "1.3: a step whose whole batch was taken back still yields an output",
-        (RUNNER, "for back in plan.revocations]", "for back in plan.revocations if len(rows.slots)]"),
+        (RUNNER, "for revocation in plan.revocations]", "for revocation in plan.revocations if len(rows.slots)]"),
     ),
     mutant(
         "no-step-for-an-empty-batch",
@@ -132,6 +132,21 @@ MUTANTS = (
         "an-error-swallows-the-other-rows",
         "1.3: an error in one row never swallows another row",
         (OUTPUTS, "healthy = kinds != Outcome.ERROR", "healthy = (kinds != Outcome.ERROR) & (not output.errors)"),
+    ),
+    mutant(
+        "an-error-hides-a-release",
+        "1.3: a revoked slot is released, whatever failed in its row",
+        (SIGNALS, "        if not released[slot]:\n            kinds[slot]", "        kinds[slot]"),
+    ),
+    mutant(
+        "a-row-without-finite-logits-is-delivered",
+        "1.3: a row that failed is an error",
+        (RUNNER, "        if not strange.any():\n", "        if True:\n"),
+    ),
+    mutant(
+        "a-rejected-draft-fails-its-request",
+        "1.3: a row that failed is an error, and no other is",
+        (RUNNER, "& (np.arange(width) <= accepted[:, None])).any", "& (np.arange(width) >= 0)).any"),
     ),
     mutant(
         "a-draining-slot-counts-as-free",

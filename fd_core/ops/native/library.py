@@ -64,6 +64,7 @@ class SampleRows(Structure):
         ("min_p", c_void_p),
         ("uniform", c_void_p),
         ("tokens", c_void_p),
+        ("peaks", c_void_p),
     )
 
 

@@ -135,12 +135,12 @@ class NativeOps(TorchOps):
         logits = self._linear(x, head, wide=True)
         return logits if softcap is None else (logits / softcap).tanh_().mul_(softcap)
 
-    def sample(self, logits: Array, rows: SampleInput) -> Array:
+    def sample(self, logits: Array, rows: SampleInput) -> tuple[Array, Array]:
         """Choose a token for each row."""
         count, vocabulary = logits.shape
         if logits.stride(1) != 1:
             logits = logits.contiguous()
-        tokens = torch.empty(count, dtype=torch.int32)
+        tokens, peaks = torch.empty(count, dtype=torch.int32), torch.empty(count)
         numbers = None
         if not rows.all_greedy:
             numbers = uniform(rows.seeds.numpy().view(np.uint64), rows.positions.numpy())
@@ -155,9 +155,10 @@ class NativeOps(TorchOps):
             rows.min_p.data_ptr(),
             None if numbers is None else numbers.ctypes.data,
             tokens.data_ptr(),
+            peaks.data_ptr(),
         )
         checked(self.runtime.library.fd_sample(ctypes.byref(call), self.runtime.team), "sampling")
-        return tokens
+        return tokens, peaks
 
     def penalize(self, logits: Array, penalties: PenaltyInput) -> Array:
         """Apply repetition, presence and frequency penalties, in place."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Final
@@ -16,7 +17,7 @@ from fd_core.errors import ConfigError
 from fd_core.ops.contract import KVShape, Ops
 from fd_core.types import IntArray
 
-__all__ = ["FLAG", "DraftContext", "Drafter", "PerSlotDrafter"]
+__all__ = ["FLAG", "DraftContext", "Drafter", "PerSlotDrafter", "SlotError"]
 
 FLAG: Final = "--speculative-config"
 
@@ -49,11 +50,23 @@ class DraftContext:
         return value
 
 
+class SlotError(Exception):
+    """A failure that concerns the request in one slot; the runner ends that request and goes on with the others."""
+
+    def __init__(self, slot: int, message: str) -> None:
+        super().__init__(message)
+        self.slot = slot
+
+
 class Drafter(abc.ABC):
     """Guesses for all slots of one runner; made and used by one thread at a time.
 
     For each slot the runner calls `admit` once at the beginning of a stay, then, for each step that yields tokens,
-    `extend` with those and `propose`. A stay may end without notice; the next `admit` of the slot says so.
+    `extend` with those and `propose`. A residency may end without notice; the next `admit` of the slot says so.
+
+    What `admit` raises ends the request of that slot alone. `extend` and `propose` raise `SlotError` for the same; the
+    runner then admits the other slots anew after `extend`, or asks again for their guesses. Anything else that they
+    raise is a fault of the engine.
     """
 
     name: ClassVar[str]
@@ -103,15 +116,24 @@ class PerSlotDrafter(Drafter):
         """Return up to `limit` tokens, int32, that may come next."""
 
     def extend(self, slots: IntArray, tokens: IntArray, counts: IntArray) -> None:
-        """Grow one slot after the other."""
+        """Grow one slot after the other; what `grow` raises concerns its slot alone."""
         for slot, row, count in zip(slots.tolist(), tokens, counts.tolist(), strict=True):
-            self.grow(slot, row[:count])
+            with self._concerning(slot):
+                self.grow(slot, row[:count])
 
     def propose(self, slots: IntArray, limit: int) -> tuple[IntArray, IntArray]:
-        """Guess for one slot after the other."""
+        """Guess for one slot after the other; what `guess` raises concerns its slot alone."""
         tokens, counts = np.zeros((len(slots), limit), np.int32), np.zeros(len(slots), np.int32)
         for row, slot in enumerate(slots.tolist()):
-            guess = self.guess(slot, limit)
-            counts[row] = len(guess)
-            tokens[row, : len(guess)] = guess
+            with self._concerning(slot):
+                guess = self.guess(slot, limit)
+                counts[row] = len(guess)
+                tokens[row, : len(guess)] = guess
         return tokens, counts
+
+    @contextmanager
+    def _concerning(self, slot: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise SlotError(slot, f"the drafter {self.name} failed: {type(error).__name__}: {error}") from error

@@ -134,7 +134,7 @@ class DraftModelDrafter(Drafter):
         """
         ops, length = self._ops, self._length[slots]
         live: npt.NDArray[np.intp] = np.arange(len(slots))
-        chosen = ops.sample(logits, _greedy(ops, len(live)))
+        chosen, _ = ops.sample(logits, _greedy(ops, len(live)))
         parts = [(live, chosen)]
         for step in range(1, int(wanted.max())):
             stay = np.flatnonzero(wanted[live] > step)
@@ -143,7 +143,7 @@ class DraftModelDrafter(Drafter):
             one = np.ones(len(live), np.int32)
             spans = Spans(slots[live], length[live] + (step - 1), one, np.arange(len(live), dtype=np.int32))
             inputs = dataclasses.replace(build_inputs(spans, *self._known, ops), token_ids=chosen)
-            chosen = ops.sample(self._forward(inputs, self._cache), _greedy(ops, len(live)))
+            chosen, _ = ops.sample(self._forward(inputs, self._cache), _greedy(ops, len(live)))
             parts.append((live, chosen))
         drafts = np.zeros((len(slots), limit), np.int32)
         fetched = ops.fetch([picked for _, picked in parts])

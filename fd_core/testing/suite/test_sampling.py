@@ -45,9 +45,14 @@ def situations(draw: Any) -> tuple[Floats, SampleInput]:
 
 
 def sample(ops: Ops, logits: Floats, parameters: SampleInput) -> IntArray:
-    tokens: IntArray = ops.to_host(ops.sample(ops.from_host(logits.copy()), on_device(ops, parameters)))
-    assert tokens.dtype == np.int32
-    return tokens
+    return choose(ops, logits, parameters)[0]
+
+
+def choose(ops: Ops, logits: Floats, parameters: SampleInput) -> tuple[IntArray, Floats]:
+    tokens, peaks = ops.sample(ops.from_host(logits.copy()), on_device(ops, parameters))
+    found: IntArray = ops.to_host(tokens)
+    assert found.dtype == np.int32
+    return found, ops.to_host(peaks)
 
 
 def by_definition(logits: Floats, parameters: SampleInput, row: int) -> int:
@@ -184,7 +189,8 @@ def test_forbidden_tokens_are_never_drawn(ops: Ops) -> None:
     ids = np.tile(np.array([0, 3], np.int32), 200)
     places = map(ops.from_host, (rows, ids, np.full(400, -np.inf, np.float32)))
     logits = ops.add_at(ops.from_host(np.zeros((200, 4), np.float32)), *places)
-    tokens = ops.to_host(ops.sample(logits, on_device(ops, sample_input(200, positions=np.arange(200)))))
+    chosen, _ = ops.sample(logits, on_device(ops, sample_input(200, positions=np.arange(200))))
+    tokens = ops.to_host(chosen)
     assert set(tokens.tolist()) == {1, 2}
 
 
@@ -315,6 +321,29 @@ def test_a_chosen_token_is_a_number_of_the_vocabulary(ops: Ops) -> None:
         assert tokens.min() >= 0
         assert tokens.max() < 3
         assert tokens[0] == 2
+
+
+@pytest.mark.parametrize("strange", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("columns", [{"temperature": 0.0}, {}, {"top_k": 7, "top_p": 0.9, "min_p": 0.1}])
+def test_a_row_that_is_not_finite_says_so_and_leaves_the_others(
+    ops: Ops, strange: float, columns: dict[str, float]
+) -> None:
+    """Of -inf all of them, of the others one; the largest logit of the other rows is told as it is."""
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((9, 2001)).astype(np.float32)
+    logits[3:6, 5] = -np.inf
+    parameters = sample_input(9, positions=np.arange(9), **columns)
+    healthy = [0, 1, 3, 4, 5, 7, 8]
+    expected = sample(ops, logits, parameters)
+    logits[2, slice(None) if strange == -np.inf else 1999] = logits[6, slice(None) if strange == -np.inf else 0] = (
+        strange
+    )
+    tokens, peaks = choose(ops, logits, parameters)
+    assert np.flatnonzero(np.isfinite(peaks)).tolist() == healthy
+    assert peaks[healthy].tolist() == logits[healthy].max(axis=1).tolist()
+    assert tokens[healthy].tolist() == expected[healthy].tolist()
+    assert tokens.min() >= 0
+    assert tokens.max() < 2001
 
 
 @pytest.mark.parametrize("temperature", [0.25, 4.0])

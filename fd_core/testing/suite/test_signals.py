@@ -5,6 +5,7 @@ The first part drives the runner step by step; the second lets the scheduler pre
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -287,6 +288,30 @@ def test_an_error_in_a_row_swallows_no_other_row(target: Target, golden: Golden,
     failed = [name for name, end in stepper.texts.ends.items() if end is FinishReason.ERROR]
     assert len(failed) == 1
     golden.check([spec for spec in specs if spec.request_id not in failed], stepper.texts.tokens)
+
+
+@pytest.mark.parametrize("transport", ["memory", "zmq"])
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_request_whose_logits_are_not_finite_fails_alone(
+    target: Target, golden: Golden, transport: str, k: int, temperature: float
+) -> None:
+    """One is strange from its first token on, by its bias; one from its second, by the penalty of the first."""
+    healthy = long_ones(2, 20)
+    bias: dict[str, Any] = {"logit_bias": {3: math.nan}, "logprobs": 2}
+    strange = [
+        greedy("bias", PROMPTS[2][:8], 20, temperature=temperature, **bias),
+        greedy("penalty", PROMPTS[3][:8], 20, temperature=temperature, presence_penalty=math.nan),
+    ]
+    # A drafter that knows the text without the penalty is right until the request fails.
+    known = golden.whole([*healthy, greedy("penalty", PROMPTS[3][:8], 20)])
+    with target.engine(k, known, num_kv_blocks=64, output_transport=transport, pipeline_depth=2) as engine:
+        texts = run(engine, [strange[0], healthy[0], strange[1], healthy[1]])
+    ends = {"bias": FinishReason.ERROR, "penalty": FinishReason.ERROR, "r0": FinishReason.LENGTH}
+    assert texts.ends == {**ends, "r1": FinishReason.LENGTH}
+    assert texts.tokens["bias"] == []
+    assert len(texts.tokens["penalty"]) <= 1
+    golden.check(healthy, texts.tokens)
 
 
 @pytest.mark.parametrize("k", [0, 3])

@@ -28,7 +28,7 @@ class Kernels(NamedTuple):
 
     attention: AttentionKernel
     """Of any step; waits for nothing, and may be captured."""
-    sample: Callable[[Array, SampleInput], Array]
+    sample: Callable[[Array, SampleInput], tuple[Array, Array]]
     """Without filters."""
     planned_attention: AttentionKernel | None = None
     """Of steps whose metadata is on the host too; never captured."""
@@ -99,7 +99,7 @@ class CudaOps(TorchOps):
             output += y * share[:, expert, None]
         return self.add_shared(output, x, experts, activation)
 
-    def sample(self, logits: Array, rows: SampleInput) -> Array:
+    def sample(self, logits: Array, rows: SampleInput) -> tuple[Array, Array]:
         """Choose a token for each row, in one kernel unless filters need the vocabulary sorted."""
         if rows.all_greedy or rows.any_filter:
             return super().sample(logits, rows)

@@ -91,7 +91,7 @@ def plain_attention(q: Array, layer: TorchLayer, heads: Heads, step: StepInput) 
     return torch.einsum("tkgs,tskd->tkgd", weights, layer.values[slots].float()).flatten(1).to(q.dtype)
 
 
-def plain_sample(logits: Array, rows: SampleInput) -> Array:
+def plain_sample(logits: Array, rows: SampleInput) -> tuple[Array, Array]:
     return TorchOps().sample(logits, rows)
 
 

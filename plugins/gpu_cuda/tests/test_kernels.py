@@ -127,6 +127,18 @@ def test_sampling_chooses_what_the_oracle_chooses(vocabulary: int) -> None:
     temperature = np.where(np.arange(rows) % 4 == 0, 0.0, rng.uniform(0.1, 2.0, rows))
     given = sample_input(rows, temperature=temperature, seeds=seeds, positions=np.arange(rows) * 1000)
     ops = TorchOps()
-    found = sample(ops.from_host(logits.copy()), on_device(ops, given)).numpy()
+    found, peaks = (array.numpy() for array in sample(ops.from_host(logits.copy()), on_device(ops, given)))
     assert found.dtype == np.int32
-    np.testing.assert_array_equal(found, NumpyOps().sample(logits, given))
+    np.testing.assert_array_equal(found, NumpyOps().sample(logits, given)[0])
+    np.testing.assert_array_equal(peaks, logits.max(axis=1))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_row_that_is_not_finite_says_so(temperature: float) -> None:
+    logits = np.zeros((4, 3000), np.float32)
+    logits[0, 2000], logits[1, 5], logits[2] = np.nan, np.inf, -np.inf
+    ops = TorchOps()
+    parameters = on_device(ops, sample_input(4, temperature=[temperature] * 3 + [0.7]))
+    tokens, peaks = (array.numpy() for array in sample(ops.from_host(logits), parameters))
+    assert np.isfinite(peaks).tolist() == [False, False, False, True]
+    assert ((tokens >= 0) & (tokens < 3000)).all()

@@ -217,13 +217,13 @@ def replace_drafts(config: EngineConfig, drafts: int) -> EngineConfig:
 def test_without_filters_sampling_goes_to_the_kernel() -> None:
     ops = make_ops()
     calls: list[int] = []
-    ops._kernels = ops._kernels._replace(sample=lambda logits, rows: calls.append(len(logits)) or ids(0))
+    ops._kernels = ops._kernels._replace(sample=lambda logits, rows: (calls.append(len(logits)) or ids(0), None))
     logits = ops.from_host(Values(2)(3, 50))
     ops.sample(logits, on_device(ops, sample_input(3)))
     assert calls == [3]
     filtered = sample_input(3, top_k=4, temperature=0.7)
     np.testing.assert_array_equal(
-        ops.sample(logits, on_device(ops, filtered)).numpy(), NumpyOps().sample(logits.numpy(), filtered)
+        ops.sample(logits, on_device(ops, filtered))[0].numpy(), NumpyOps().sample(logits.numpy(), filtered)[0]
     )
     assert calls == [3]
 

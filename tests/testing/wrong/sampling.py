@@ -37,7 +37,8 @@ class CutsByTopPFirst:
 class TiesGoToTheHigherId:
     def sample(self, logits, rows):
         last = logits.shape[1] - 1 - logits[:, ::-1].argmax(axis=1)
-        return np.where(rows.temperature == 0, last, super().sample(logits, rows)).astype(np.int32)
+        tokens, peaks = super().sample(logits, rows)
+        return np.where(rows.temperature == 0, last, tokens).astype(np.int32), peaks
 
 
 @wrong(

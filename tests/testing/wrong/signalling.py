@@ -194,7 +194,8 @@ class HangsOnAnEmptyBatch:
 )
 class SwapsRows:
     def sample(self, logits, rows):
-        return super().sample(logits, rows)[::-1].copy()
+        tokens, peaks = super().sample(logits, rows)
+        return tokens[::-1].copy(), peaks
 
 
 @wrong(

@@ -56,6 +56,13 @@ int argmax(const float* x, int n) {
     return 0;
 }
 
+/// NaN if one of the numbers is, else `largest`.
+float peak(const float* x, int n, float largest) {
+    int strange = 0;
+    for (int i = 0; i < n; i++) strange |= x[i] != x[i];
+    return strange ? NAN : largest;
+}
+
 /// Tokens whose weight is not zero, in order of id.
 void weigh(const float* x, int n, float largest, float temperature, std::vector<Candidate>& found) {
     found.clear();
@@ -175,7 +182,8 @@ void sample(const SampleRows& s, Team& team) {
             const float* x = s.logits + row * s.stride;
             const int likeliest = argmax(x, s.vocabulary);
             s.tokens[row] = likeliest;
-            if (s.uniform == nullptr || s.temperature[row] == 0.0f) continue;
+            s.peaks[row] = peak(x, s.vocabulary, x[likeliest]);
+            if (s.uniform == nullptr || s.temperature[row] == 0.0f || !std::isfinite(s.peaks[row])) continue;
             weigh(x, s.vocabulary, x[likeliest], s.temperature[row], found);
             if (s.top_k[row] > 0 || s.top_p[row] < 1.0f || s.min_p[row] > 0.0f)
                 filter(found, s.top_k[row], double(s.top_p[row]), double(s.min_p[row]));

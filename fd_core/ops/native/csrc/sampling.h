@@ -17,6 +17,7 @@ struct SampleRows {
     const float* min_p;
     const float* uniform;  // in [0, 1); null where every row is greedy
     int32_t* tokens;       // the result
+    float* peaks;          // the largest logit, NaN if one is NaN
 };
 
 void sample(const SampleRows& rows, Team& team);

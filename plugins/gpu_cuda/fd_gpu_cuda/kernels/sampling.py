@@ -17,10 +17,11 @@ __all__ = ["sample"]
 _TILE = 1024
 
 
-def sample(logits: Array, rows: SampleInput) -> Array:
-    """Choose a token for each row of float32[R, V], without filters; returns int32[R]."""
+def sample(logits: Array, rows: SampleInput) -> tuple[Array, Array]:
+    """Choose a token for each row of float32[R, V], without filters; returns tokens int32[R] and peaks float32[R]."""
     count, vocabulary = logits.shape
     chosen = torch.empty(count, dtype=torch.int32, device=logits.device)
+    peaks = torch.empty(count, dtype=torch.float32, device=logits.device)
     if count:
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         _sample[(count,)](
@@ -30,10 +31,11 @@ def sample(logits: Array, rows: SampleInput) -> Array:
             rows.seeds,
             rows.positions,
             chosen,
+            peaks,
             vocabulary,
             tile=_TILE,
         )
-    return chosen
+    return chosen, peaks
 
 
 @triton.jit
@@ -54,6 +56,7 @@ def _sample(
     seeds_at,
     positions_at,
     chosen_at,
+    peaks_at,
     vocabulary,
     tile: tl.constexpr,
 ):
@@ -61,6 +64,7 @@ def _sample(
     logits_at += row.to(tl.int64) * stride
     largest = -float("inf")
     chosen = 0
+    strange = 0
     for begin in range(0, vocabulary, tile):
         token = begin + tl.arange(0, tile)
         logit = tl.load(logits_at + token, mask=token < vocabulary, other=-float("inf"))
@@ -68,6 +72,8 @@ def _sample(
         if best > largest:
             largest = best
             chosen = begin + where
+        strange += tl.sum((logit != logit).to(tl.int32), 0)
+    tl.store(peaks_at + row, tl.where(strange > 0, float("nan"), largest))
     temperature = tl.load(temperature_at + row).to(tl.float64)
     if temperature > 0:
         wide = tl.cast(largest, tl.float64)
