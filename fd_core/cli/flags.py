@@ -258,23 +258,23 @@ SERVER_FLAGS: Final = (
 ROUTER_FLAGS: Final = (
     Flag(
         "policy",
-        "Who chooses a mixed worker: random, round_robin, power_of_two, request_num, process_tokens, metrics_score, "
-        "cache_aware, prefix_hash, session or a plugin's.",
+        "Policy that chooses among mixed workers: random, round_robin, power_of_two, request_num, process_tokens, "
+        "metrics_score, cache_aware, prefix_hash, session or a plugin's.",
         "NAME",
     ),
-    Flag("prefill_policy", "Who chooses the prefill worker of a pair.", "NAME"),
-    Flag("decode_policy", "Who chooses the decode worker of a pair.", "NAME"),
+    Flag("prefill_policy", "Policy that chooses the prefill worker of a pair.", "NAME"),
+    Flag("decode_policy", "Policy that chooses the decode worker of a pair.", "NAME"),
     Flag("cache_block_size", "Tokens in a block of the router's prefix index.", "TOKENS"),
-    Flag("max_attempts", "Workers, or pairs, that one request is tried on.", "N"),
-    Flag("max_requests_per_worker", "Requests that one worker gets at a time; 0 sets no bound.", "N"),
+    Flag("max_attempts", "Attempts on different workers, or pairs, that one request gets.", "N"),
+    Flag("max_requests_per_worker", "Requests in flight that one worker may have (0: no bound).", "N"),
     Flag(
         "health_check_interval_secs",
-        "How often workers are asked how they are.",
+        "Seconds between two health checks of a worker.",
         "SECONDS",
     ),
     Flag(
         "health_check_timeout_secs",
-        "How long they may take to answer that.",
+        "Seconds within which a worker has to answer a health check.",
         "SECONDS",
     ),
 )
@@ -283,30 +283,36 @@ ROUTER_FLAGS: Final = (
 _SECRET: Final = next(flag for flag in SERVER_FLAGS if flag.field == "router_secret")
 GATEWAY_FLAGS: Final = (
     *(flag for flag in SERVER_FLAGS if flag.field in ("host", "port", "api_keys", "drain_seconds", "log_level")),
-    Flag("workers", "Address of a worker; may be repeated.", "URL", name="--worker", repeated=True),
+    Flag("workers", "Address of a mixed worker; may be repeated.", "URL", name="--worker", repeated=True),
     Flag("prefill", "Address of a prefill worker; may be repeated.", "URL", repeated=True),
     Flag("decode", "Address of a decode worker; may be repeated.", "URL", repeated=True),
     TRANSFER_SECRET_FILE,
     Flag(
         "tokenizer",
-        "Model whose tokenizer the workers use, or `bytes` for the null backend; a worker is asked if it is left out.",
+        "Model whose tokenizer the workers use, or `bytes` for the null backend; without it a worker names the model.",
         "MODEL",
     ),
-    Flag("worker_api_keys", "File with the key of the workers.", "FILE", values.keys_in_file, name="--worker-key-file"),
+    Flag(
+        "worker_api_keys",
+        "File with the API key of the workers.",
+        "FILE",
+        values.keys_in_file,
+        name="--worker-key-file",
+    ),
     Flag(
         "read_seconds",
-        "A worker that is silent for so long within a request has failed.",
+        "Seconds of silence within a request after which its worker has failed.",
         "SECONDS",
         name="--read-timeout",
     ),
     Flag(
         "unreachable_seconds",
-        "An answer that stands still is ended if health checks do not reach its worker for so long.",
+        "Seconds after which an answer ends whose worker is silent and is not reached by health checks.",
         "SECONDS",
         name="--unreachable-timeout",
     ),
     Flag("admin_host", "Address on which workers register.", "ADDRESS"),
-    Flag("admin_port", "Port on which workers register; 0 takes a free one.", "PORT"),
+    Flag("admin_port", "Port on which workers register (0: any free port).", "PORT"),
     _SECRET,
 )
 """Settings of `GatewayConfig`."""

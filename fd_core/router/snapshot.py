@@ -73,7 +73,7 @@ class WorkerSnapshot:
     """Blocks that the worker reports to hold, of its own block size; None if it does not report."""
     kv_events: Annotated[int, counter("kv_events", "KV events taken from the worker.")] = 0
     kv_port: int | None = None
-    """Port on which a prefill worker listens for decode workers, if it told one."""
+    """Port on which a prefill worker listens for decode workers, if it named one."""
     unfit: str = ""
     """Why the worker is not chosen for its role although it is healthy, in words."""
 

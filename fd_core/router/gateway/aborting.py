@@ -1,4 +1,4 @@
-"""POST /v1/abort_requests: asked of every worker that may have the request, and answered as one."""
+"""POST /v1/abort_requests: passed to every worker that may have the requests; the answers become one."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _decoder: Final = msgspec.json.Decoder(AbortAnswer)
 
 
 class Aborts:
-    """Asks the workers that answer clients; what is computed for a pair elsewhere ends with the request itself."""
+    """Asks the workers that answer clients; a prefill worker's part of a request ends with the request itself."""
 
     def __init__(self, router: Router, session: aiohttp.ClientSession) -> None:
         self._router = router
         self._session = session
 
     async def abort(self, body: bytes, headers: Mapping[str, str], request_id: str) -> web.Response:
-        """Return what the workers aborted together, and which ids none of those that answered has.
+        """Return the ids that the workers aborted, and the ids that no worker which answered has.
 
         A refusal, such as of a key or of a body that is wrong, is passed on if nobody answered otherwise. Raises
         `ApiError` (503) if no worker can be asked.
@@ -55,7 +55,7 @@ class Aborts:
     async def _ask(
         self, worker: RouterWorker, body: bytes, headers: Mapping[str, str], request_id: str
     ) -> AbortAnswer | web.Response | None:
-        """Return what one worker says; None if it says nothing that can be used."""
+        """Return the answer of one worker; None if it cannot be used."""
         try:
             async with self._session.post(
                 worker.url + ABORT_PATH, data=body, headers=headers, timeout=_TIMEOUT, allow_redirects=False

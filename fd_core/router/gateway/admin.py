@@ -1,4 +1,4 @@
-"""POST /register and /deregister, on a port of their own and for those who know the secret."""
+"""POST /register and /deregister, on the admin port and for workers that know the router's secret."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["Admin", "RegisteredWorker"]
 _MAX_BODY_BYTES: Final = 16 * 1024
 
 
-class _Member(msgspec.Struct):
-    """What a worker says of itself."""
+class _RegisterRequest(msgspec.Struct):
+    """The body of /register and /deregister: what a worker says of itself."""
 
     url: str
     role: Literal["mixed", "prefill", "decode"] = "mixed"
@@ -30,20 +30,20 @@ class _Member(msgspec.Struct):
 
 
 class RegisteredWorker(msgspec.Struct):
-    """What it is told."""
+    """The answer to a worker that was registered or deregistered."""
 
     worker: str
     incarnation: int
 
 
-_decoder: Final = msgspec.json.Decoder(_Member)
+_decoder: Final = msgspec.json.Decoder(_RegisterRequest)
 
 
 class Admin:
-    """The handler of the admin port."""
+    """Handler of the admin port."""
 
     def __init__(self, router: Router, secret: str, on_change: Callable[[], None], *, pairs: bool) -> None:
-        """`on_change` is called when somebody came or went; `pairs`: whether there is a secret for those of pairs."""
+        """`on_change` is called when a worker came or went; `pairs`: whether this gateway takes workers of pairs."""
         self._router = router
         self._ring = KeyRing([secret])
         self._on_change = on_change
@@ -73,7 +73,7 @@ class Admin:
         try:
             member = _decoder.decode(await read_body(request, _MAX_BODY_BYTES))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise ApiError(400, f"the body is wrong: {error}", code="invalid_body") from None
+            raise ApiError(400, f"the body cannot be read: {error}", code="invalid_body") from None
         if member.role != "mixed" and not self._pairs:
             raise ApiError(
                 400,
@@ -84,14 +84,14 @@ class Admin:
             )
         return self._register(member) if request.path == "/register" else self._deregister(member)
 
-    def _register(self, member: _Member) -> web.Response:
+    def _register(self, member: _RegisterRequest) -> web.Response:
         known = self._router.workers()
         worker = self._router.register(member.url, member.role, time.monotonic(), instance=member.instance)
         if worker not in known:
             self._on_change()
         return json_response(RegisteredWorker(worker.url, worker.incarnation))
 
-    def _deregister(self, member: _Member) -> web.Response:
+    def _deregister(self, member: _RegisterRequest) -> web.Response:
         worker = self._router.deregister(member.url, time.monotonic())
         if worker is None:
             raise ApiError(404, "no worker has this address", param="url", code="unknown_worker")

@@ -1,4 +1,4 @@
-"""Answers that the gateway gives itself, in the shapes of the server."""
+"""Answers of the gateway itself, in the shapes of the server's answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def error_event(error: ApiError) -> bytes:
 
 
 def refusal(answer: NoWorker) -> ApiError:
-    """Return what a client is told that got no worker."""
+    """Return the error for a client whose request got no worker."""
     wait = answer.retry_after if answer.retry_after is not None else 1.0
     seconds = max(1, math.ceil(wait))
     if answer.status == 503:
@@ -41,6 +41,6 @@ def refusal(answer: NoWorker) -> ApiError:
 
 
 def lost() -> ApiError:
-    """Return what a client is told whose answer broke off: it may ask again, the gateway must not."""
-    message = "the worker was lost while it answered; what came so far is not complete, ask again"
+    """Return the error for a client whose answer broke off: the client may repeat the request, the gateway must not."""
+    message = "the worker was lost while it answered; the answer is not complete, repeat the request"
     return ApiError(502, message, kind="server_error", code="worker_lost")

@@ -1,4 +1,4 @@
-"""How the gateway listens, whom it serves and whom it forwards to."""
+"""Settings of the gateway: addresses, keys, workers and timeouts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class GatewayConfig(Checked, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: Annotated[int, Range(0, 65535)] = 8000
     api_keys: tuple[str, ...] = ()
-    """Keys that clients must send. They end here; without any, what clients send goes on to the workers."""
+    """API keys of clients, which are not passed on. Without any, keys that clients send go on to the workers."""
     drain_seconds: Annotated[float, Range(0, _DAY)] = 30.0
-    """How long running requests may go on after Ctrl-C."""
+    """Seconds that running requests get to finish after Ctrl-C."""
     log_level: Annotated[str, LOG_LEVELS] = "info"
     workers: tuple[str, ...] = ()
     """Addresses of mixed workers."""
@@ -30,29 +30,30 @@ class GatewayConfig(Checked, frozen=True, kw_only=True):
     decode: tuple[str, ...] = ()
     """Addresses of decode workers."""
     transfer_secret_file: str | None = None
-    """File with the secret that signs where decode workers take KV from; None takes the user's own."""
+    """File with the secret that prefill and decode workers share with the router; None takes the user's own."""
     worker_api_keys: tuple[str, ...] = ()
-    """The first is sent to the workers."""
+    """API keys of the workers; the first one is sent."""
     tokenizer: str | None = None
     """Model whose tokenizer the workers use; None asks a worker which model it serves."""
     admin_host: str = "127.0.0.1"
     admin_port: Annotated[int, Range(0, 65535)] = 8081
     router_secret: str = ""
-    """What workers have to know to register; without it nobody can."""
+    """Secret that workers have to send to register; if it is empty no worker can."""
     max_body_bytes: Annotated[int, ByteSize()] = 16 * 1024 * 1024
+    """Largest body of a request, in bytes."""
     connect_seconds: Annotated[float, Range(0, _DAY, above=True)] = 3.0
-    """How long connecting to a worker may take."""
+    """Seconds within which a connection to a worker has to be made."""
     read_seconds: Annotated[float, Range(0, _DAY, above=True)] = 600.0
-    """How long a worker may be silent within one request."""
+    """Seconds for which a worker may be silent within one request."""
     unreachable_seconds: Annotated[float, Range(0, _DAY, above=True)] = 20.0
-    """How long it may be silent within an answer while no health check reaches it."""
+    """Seconds for which a worker may be silent within an answer while no health check reaches it."""
 
     @property
     def by_role(self) -> dict[Role, tuple[str, ...]]:
-        """Addresses of the workers that are given, by role."""
+        """Addresses of the workers in these settings, by role."""
         return {"mixed": self.workers, "prefill": self.prefill, "decode": self.decode}
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """Roles that workers may have here: those given, and every one if workers may register."""
+        """Roles of the workers in these settings; every role if workers may register."""
         return tuple(role for role in ROLES if self.router_secret or self.by_role[role])

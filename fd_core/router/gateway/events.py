@@ -1,4 +1,4 @@
-"""Server-sent events on their way through: only whole ones are passed on, so that an error event can follow."""
+"""Server-sent events on their way to the client: only whole events are passed on, so that an error event can follow."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ __all__ = ["DONE", "EventCutter"]
 
 DONE: Final = b"[DONE]"
 _MAX_HELD_BYTES: Final = 1 << 20
-"""An event that does not end within so much is passed on in pieces."""
+"""Larger events are passed on in pieces."""
 _LAST_BYTES: Final = 4096
 
 
 class EventCutter:
-    """Passes on what it is given up to the end of the last whole event. Usually a chunk is one, and nothing waits."""
+    """Passes chunks on up to the end of the last whole event. Usually a chunk is one event and nothing is held."""
 
     def __init__(self) -> None:
         self._held: list[bytes] = []
@@ -22,7 +22,7 @@ class EventCutter:
         self._last = b""
 
     def push(self, chunk: bytes) -> bytes:
-        """Return what may go to the client; empty if no event has ended."""
+        """Take a chunk; return the bytes that may go to the client, none if no event has ended."""
         if chunk.endswith(b"\n\n"):
             return self._pass(chunk)
         border = len(self._edge)
@@ -41,17 +41,17 @@ class EventCutter:
         return ready if self._size <= _MAX_HELD_BYTES else ready + self.rest()
 
     def rest(self) -> bytes:
-        """Return what waits for its end: what a stream that ended well has left."""
+        """Return the bytes that are held back; they are complete if the stream ended well."""
         return self._pass(b"") if self._held else b""
 
     @property
     def done(self) -> bool:
-        """Whether the last thing passed on says that the answer is complete."""
+        """Whether the last event passed on is `[DONE]`, which says that the answer is complete."""
         return self._last.rstrip().endswith(DONE)
 
     @property
     def told_error(self) -> bool:
-        """Whether the last event passed on is an error. A quote within a text would be escaped."""
+        """Whether the last event passed on is an error. Generated text cannot look like one: its quotes are escaped."""
         last = self._last.rstrip().replace(b"\r\n", b"\n").rpartition(b"\n\n")[2]
         return b'"error"' in last
 

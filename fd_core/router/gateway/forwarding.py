@@ -1,4 +1,4 @@
-"""One request: attempt after attempt on other workers until one answers, then its answer."""
+"""One request: attempts on one worker after the other until one answers, then the answer."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from fd_core.router.selection import RouteRequest, Selection
 __all__ = ["Exchange", "Forwarder"]
 
 _BUSY: Final = frozenset({429, 503})
-"""The worker has no room: nothing is wrong with it, another may have room."""
+"""Statuses of a worker that has no room: it is not at fault, and another worker may have room."""
 _BROKEN: Final = frozenset({500, 502, 504})
 _ELSEWHERE_BYTES: Final = 64 * 1024
-"""So much of such an answer is kept in case nobody answers better."""
+"""Bytes of a refusal that are kept, in case no other worker answers better."""
 _ENDS_WITH_DONE: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 
@@ -39,15 +39,15 @@ class Exchange:
     request: web.BaseRequest
     request_id: str
     target: str
-    """Path and query as the client wrote them."""
+    """Path and query, as the client wrote them."""
     headers: CIMultiDict[str]
     body: bytes
     asked: RouteRequest
     arrived: float
-    """When its headers were read, by `time.monotonic`."""
+    """When the headers of the request were read, by `time.monotonic`."""
 
 
-class _Elsewhere(Exception):
+class _TryElsewhere(Exception):
     """Nothing of this attempt reached the client: another worker may be tried."""
 
     def __init__(self, answer: web.Response | None = None) -> None:
@@ -73,7 +73,7 @@ class Forwarder:
         self._metrics = metrics
 
     async def forward(self, exchange: Exchange) -> web.StreamResponse:
-        """Return the answer, sent or about to be. What was counted is given back when this ends, however it ends."""
+        """Return the answer, sent or about to be sent. Whatever happens, the router's guards are released by then."""
         kept: web.Response | None = None
         chosen = self._router.select(exchange.asked, time.monotonic(), random.random())  # noqa: S311  # no secret
         self._metrics.choosing.observe(time.monotonic() - exchange.arrived)
@@ -82,7 +82,7 @@ class Forwarder:
                 with chosen:
                     try:
                         return await self._attempt(exchange, chosen)
-                    except _Elsewhere as failure:
+                    except _TryElsewhere as failure:
                         kept = failure.answer or kept
                 chosen = self._router.retry(chosen, time.monotonic(), random.random())  # noqa: S311  # no secret
         except (asyncio.CancelledError, ConnectionError):
@@ -91,7 +91,7 @@ class Forwarder:
         return kept if kept is not None else error_response(refusal(chosen))
 
     async def _attempt(self, exchange: Exchange, selection: Selection) -> web.StreamResponse:
-        """Return the answer of one worker; `_Elsewhere` if it gave none."""
+        """Return the answer of one worker; `_TryElsewhere` if there is none."""
         worker = selection.decode
         response: aiohttp.ClientResponse | None = None
         try:
@@ -105,7 +105,7 @@ class Forwarder:
                         skip_auto_headers=AUTO_HEADERS,
                         allow_redirects=False,
                     )
-                    self._pairs.told(selection, response.headers)
+                    self._pairs.take_outcome(selection, response.headers)
                     refused = await self._refused(exchange, selection, response)
                     if refused is not None:
                         return refused
@@ -116,7 +116,7 @@ class Forwarder:
                 severe = isinstance(error, aiohttp.ClientConnectorError)
                 self._router.failed(selection, worker, time.monotonic(), severe=severe)
                 self._metrics.counts.attempts_lost += 1
-                raise _Elsewhere from error
+                raise _TryElsewhere from error
             selection.first_token()
             self._metrics.first_byte.observe(time.monotonic() - exchange.arrived)
             headers = to_client(response.headers, exchange.request_id)
@@ -129,14 +129,14 @@ class Forwarder:
                 response.close()
 
     def _ended_well(self, selection: Selection, status: int) -> None:
-        """Let the prefix count as cached, unless the worker refused the request and so computed nothing."""
+        """Record the prefix as cached, unless the worker refused the request and so computed nothing."""
         if status < 400:
             self._router.served(selection, time.monotonic())
 
     async def _refused(
         self, exchange: Exchange, selection: Selection, response: aiohttp.ClientResponse
     ) -> web.Response | None:
-        """Return a refusal that is the same everywhere; `_Elsewhere` for one that another worker may better."""
+        """Return a refusal that every worker would give; `_TryElsewhere` for one that another worker may not give."""
         status = response.status
         if status != 404 and status not in _BUSY and status not in _BROKEN:
             return None
@@ -152,7 +152,7 @@ class Forwarder:
             self._router.failed(selection, selection.decode, time.monotonic())
         else:
             self._router.declined(selection, selection.decode)
-        raise _Elsewhere(kept)
+        raise _TryElsewhere(kept)
 
     async def _stream(
         self,
@@ -163,7 +163,7 @@ class Forwarder:
         first: bytes,
         headers: CIMultiDict[str],
     ) -> web.StreamResponse:
-        """Pass the answer on; what breaks off becomes an error event, or a connection that visibly breaks off."""
+        """Pass the answer on; one that breaks off ends with an error event, or with a connection that breaks off."""
         request = exchange.request
         out = web.StreamResponse(status=response.status, headers=headers)
         if not answer.is_stream:

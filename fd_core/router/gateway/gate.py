@@ -1,4 +1,4 @@
-"""The gate every request passes: its id, its key, its path, and a last resort for errors nobody expected."""
+"""The gate that every request passes: request id, API key, path, and an answer to errors that nobody expected."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from fd_core.server.gate import request_id_of
 __all__ = ["RouterGate"]
 
 _PLACED: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize"})
-"""Paths that have a line of their own in the metrics; clients cannot make up others."""
+"""Paths that have their own value of the label `path` in the metrics; clients cannot make up others."""
 _COMPUTES_NOTHING: Final = frozenset({"/tokenize", "/detokenize"})
-"""Leave nothing in a worker's cache, so their text is no prompt to the router."""
+"""Paths whose text leaves nothing in a worker's cache, and so is no prompt to the router."""
 
 
 class RouterGate:
-    """The handler of the gateway's port. Nothing of a request is ever logged here."""
+    """Handler of the gateway's port. Nothing of a request is ever logged here."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class RouterGate:
         self._config = config
         self._ring = KeyRing(config.api_keys)
         self.reader = reader
-        """Replaced when the workers' tokenizer becomes known."""
+        """Reads the prompts of requests; replaced when the workers' tokenizer becomes known."""
         self._forwarder = forwarder
         self._models = models
         self._aborts = aborts

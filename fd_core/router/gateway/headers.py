@@ -1,4 +1,4 @@
-"""Which headers travel on, in both directions."""
+"""Headers that the gateway passes on, to workers and to clients."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _HOP_BY_HOP: Final = frozenset(
         *("trailer", "transfer-encoding", "upgrade"),
     }
 )
-"""Belong to one connection (RFC 9110, section 7.6.1)."""
+"""Headers that belong to one connection (RFC 9110, section 7.6.1)."""
 _ROUTERS_OWN: Final = frozenset({TICKET_HEADER.lower(), OUTCOME_HEADER.lower()})
-"""What only a router may tell a worker: no client sends one to an address of its choice."""
+"""Headers that only a router may send: a client could send a worker to an address of its choice."""
 _REQUEST_ONLY: Final = _HOP_BY_HOP | _ROUTERS_OWN | {"host", "content-length", "expect", "x-request-id"}
 _ANSWER_ONLY: Final = _HOP_BY_HOP | {"content-length", "date", "server", "x-request-id"}
 AUTO_HEADERS: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
-"""What the HTTP client would add of its own."""
+"""Headers that the HTTP client library would add by itself."""
 
 
 def to_worker(
     given: CIMultiDictProxy[str], request_id: str, *, keys_end_here: bool, worker_key: str | None
 ) -> CIMultiDict[str]:
-    """Return the headers of the request to a worker; a client's key goes on unless it was for the gateway."""
+    """Return the headers of the request to a worker; the client's API key goes on unless it is the gateway's."""
     headers = _without(given, _REQUEST_ONLY)
     headers["X-Request-Id"] = request_id
     if keys_end_here or worker_key is not None:
@@ -53,5 +53,5 @@ def _without(given: CIMultiDictProxy[str], dropped: frozenset[str]) -> CIMultiDi
 
 
 def to_worker_itself(keys: tuple[str, ...]) -> dict[str, str]:
-    """Return the headers of what the gateway asks of its own accord."""
+    """Return the headers of requests that the gateway itself makes."""
     return {"Authorization": f"Bearer {keys[0]}"} if keys else {}

@@ -1,4 +1,4 @@
-"""Asks the workers how they are, and tells the router. Nothing here touches a counter."""
+"""Health checks of the workers; the router gets the results. Nothing here changes a counter."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from fd_core.server.kv_events import OFFER_HEADER
 __all__ = ["HealthChecks"]
 
 _MODELS_SECONDS: Final = 60.0
-"""So often a worker is asked which models it serves: adapters may come and go."""
+"""Time between two questions for the models of a worker: adapters may come and go."""
 
 log = logging.getLogger(__name__)
 
 
 class HealthChecks:
-    """Checks every worker in turn at the router's interval; one that hangs does not hold up the others."""
+    """Checks every worker at the router's interval; a worker that hangs does not delay the checks of others."""
 
     def __init__(
         self,
@@ -42,30 +42,30 @@ class HealthChecks:
         headers: Mapping[str, str],
         patience: float,
     ) -> None:
-        """`patience`: how long an answer may stand still whose worker is not reached.
+        """`headers`: headers of the requests for the models of a worker.
 
-        `headers` are those with which workers tell their models.
+        `patience`: seconds that an answer may stand still while no health check reaches its worker.
         """
         self._router = router
         self._models = models
         self._headers = headers
         self._asked: dict[RouterWorker, float] = {}
-        """When workers were asked for their models."""
+        """When each worker was last asked for its models."""
         self._session = session
         self._timeouts = timeouts
         self._patience = patience
         self._running: dict[RouterWorker, asyncio.Task[None]] = {}
         self._unreached: dict[str, float] = {}
-        """By address: when the first check was sent of those in a row that were not answered."""
+        """When the first of the unanswered checks in a row was sent, by address."""
         self._complaints: dict[str, str] = {}
-        """By address: why it cannot have its role, as it was said."""
+        """Why a worker cannot have its role, as it was logged, by address."""
         self._wake = asyncio.Event()
         self.on_offer: Callable[[RouterWorker], None] = lambda _: None
-        """Called with each worker that is well and says that it tells which prefixes it holds."""
+        """Called with each healthy worker that offers KV events."""
         self._timeout = aiohttp.ClientTimeout(total=router.config.health_check_timeout_secs)
 
     def wake(self) -> None:
-        """Check soon: somebody has registered."""
+        """Check at once: a worker has registered or deregistered."""
         self._wake.set()
 
     async def run(self) -> None:
@@ -113,7 +113,7 @@ class HealthChecks:
             log.info("worker %s is %s%s", after.url, name, "" if after == worker else ", as a new process")
         self._complain(after, "" if shown is None else shown.unfit)
         if reached:
-            # A worker that answers at all, if only that it is not well, may still be about to go on with what it has.
+            # A worker that answers at all, even that it is not healthy, may still go on with the requests that it has.
             self._unreached.pop(worker.url, None)
             if ok:
                 await self._learn_models(after, now)
@@ -124,10 +124,15 @@ class HealthChecks:
         if now - self._unreached.setdefault(worker.url, begun) >= self._patience:
             cut = self._timeouts.expire_streams(worker, self._patience)
             if cut:
-                log.warning("worker %s is not reached for %g s: %d answers broke off", worker.url, self._patience, cut)
+                log.warning(
+                    "health checks have not reached worker %s for %g s: %d answers were ended",
+                    worker.url,
+                    self._patience,
+                    cut,
+                )
 
     async def _learn_models(self, worker: RouterWorker, now: float) -> None:
-        """Ask which models a worker serves, once for each incarnation and then now and then."""
+        """Ask which models a worker serves, for each new incarnation and every `_MODELS_SECONDS`."""
         if now - self._asked.get(worker, -math.inf) < _MODELS_SECONDS:
             return
         self._asked[worker] = now
@@ -143,7 +148,7 @@ class HealthChecks:
             del self._asked[worker]
 
     def _complain(self, worker: RouterWorker, unfit: str) -> None:
-        """Say once that a worker which is well cannot be used, and once that it can."""
+        """Log once that a healthy worker cannot be used, and forget it when the worker can."""
         if unfit == self._complaints.get(worker.url, ""):
             return
         if unfit:
@@ -161,7 +166,7 @@ class HealthChecks:
 
 
 def _role(said: str | None) -> str | None:
-    """Return a role that there is, `strange` for any other, None if nothing was said."""
+    """Return a role that exists, `strange` for any other word, None if the worker named none."""
     return said if said is None or said in ROLES else "strange"
 
 

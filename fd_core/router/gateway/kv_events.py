@@ -1,7 +1,8 @@
-"""Follows what workers tell of the prefixes that they hold, and passes it on to the router.
+"""Follows the KV events of workers and passes them on to the router.
 
-One task follows one incarnation: it asks for news again and again, each time from where it was (a long poll). Whatever
-goes wrong, the router falls back on what that worker served, and the task begins anew with all that the worker holds.
+One task follows one incarnation by long polls: each asks for the events that follow the last one. Whenever something
+goes wrong, the router goes by the prefixes that the worker served, and the task begins anew with all that the worker
+holds.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ __all__ = ["KVFollowers"]
 log = logging.getLogger(__name__)
 
 _MAX_BYTES: Final = 256 << 20
-"""Of one answer: all that a worker holds, as token ids."""
+"""Limit of one answer, which may name all blocks that a worker holds, as token ids."""
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=WAIT_SECONDS + 20.0, sock_read=WAIT_SECONDS + 5.0)
 _TOGETHER_SECONDS: Final = 0.02
-"""What happens within so long is fetched together."""
+"""Events within this time are fetched together."""
 _PAUSES: Final = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Seconds before each attempt in a row to begin anew, the last of them from there on."""
+"""Seconds to wait before each attempt in a row; the last value holds for all further attempts."""
 
 _decoder: Final = msgspec.msgpack.Decoder(KVPage)
 
 
 class _Broken(Exception):
-    """What was told cannot be used; the text is for people and quotes nothing of it."""
+    """The worker's events cannot be used; the text of the exception is for people and quotes none of them."""
 
 
 class _Follower:
@@ -49,13 +50,13 @@ class _Follower:
         session: aiohttp.ClientSession,
         secret: str,
         worker: RouterWorker,
-        say: Callable[[RouterWorker, str], None],
+        report: Callable[[RouterWorker, str], None],
     ) -> None:
         self._router = router
         self._session = session
         self._headers = {"Authorization": f"Bearer {secret}"}
         self._worker = worker
-        self._say = say
+        self._report = report
         self._failures = 0
 
     async def run(self, fingerprint: str) -> None:
@@ -67,17 +68,17 @@ class _Follower:
             try:
                 await self._listen(fingerprint)
             except _Broken as error:
-                self._say(worker, str(error))
+                self._report(worker, str(error))
             except TROUBLE as error:
-                self._say(worker, f"it does not answer ({type(error).__name__})")
+                self._report(worker, f"it does not answer ({type(error).__name__})")
             finally:
                 self._router.reported_kv.end(worker)
 
     async def _listen(self, fingerprint: str) -> None:
-        """Begin with all that is held, and go on as long as the worker counts. Raises `_Broken` or of `TROUBLE`."""
+        """Take the worker's blocks, then its events while they count. Raises `_Broken` or one of `TROUBLE`."""
         page = await self._ask(None)
         if page.reading != fingerprint:
-            raise _Broken("it reads text otherwise than --tokenizer, or has another chat template")
+            raise _Broken("its tokenizer or its chat template is not that of --tokenizer")
         try:
             mirror = Mirror(self._router.reported_kv, self._worker, page.block_size)
         except ValueError as error:
@@ -96,12 +97,12 @@ class _Follower:
                     return
                 await asyncio.sleep(0)  # requests come first
             self._failures = 0
-            self._say(self._worker, "")
+            self._report(self._worker, "")
             await asyncio.sleep(_TOGETHER_SECONDS)
             page = await self._ask(page)
 
     async def _ask(self, last: KVPage | None) -> KVPage:
-        """Return what happened since the page `last`, if need be after a while; all that is held if it is None."""
+        """Wait for the events that follow the page `last` and return them; all blocks of the worker if it is None."""
         asked = {} if last is None else {"after": str(last.next), "instance": last.instance}
         async with self._session.get(
             self._worker.url + PATH, params=asked, headers=self._headers, timeout=_TIMEOUT, allow_redirects=False
@@ -112,15 +113,15 @@ class _Follower:
                 raise _Broken(f"it answered {answer.status}")
             data = await read_up_to(answer.content, _MAX_BYTES + 1)
         if len(data) > _MAX_BYTES:
-            raise _Broken(f"it told more than {_MAX_BYTES >> 20} MiB at once")
+            raise _Broken(f"it sent more than {_MAX_BYTES >> 20} MiB at once")
         try:
             return _decoder.decode(data)
         except msgspec.MsgspecError:
-            raise _Broken("it told what cannot be read") from None  # the error may quote it
+            raise _Broken("it sent events that cannot be read") from None  # the error may quote it
 
 
 class KVFollowers:
-    """Follows every incarnation that offers to tell what it holds, as long as it is there."""
+    """Follows every incarnation that offers KV events, as long as the incarnation is there."""
 
     def __init__(
         self, router: Router, session: aiohttp.ClientSession, secret: str, fingerprint: Callable[[], str | None]
@@ -131,21 +132,21 @@ class KVFollowers:
         self._secret = secret
         self._fingerprint = fingerprint
         self._tasks: dict[RouterWorker, asyncio.Task[None]] = {}
-        self._said: dict[str, str] = {}
-        """By address: the trouble that was logged last."""
+        self._logged: dict[str, str] = {}
+        """The trouble that was logged last, by address."""
 
     def offered(self, worker: RouterWorker) -> None:
-        """A worker that is well says that it tells what it holds: follow it, if that is of use."""
+        """Follow a healthy worker that offers KV events, if the policy can use them."""
         for other in [other for other, task in self._tasks.items() if task.done()]:
             self._tasks.pop(other).result()
         fingerprint = self._fingerprint()
         if worker in self._tasks or fingerprint is None or not self._secret or not self._router.uses_prefix(worker):
             return
-        follower = _Follower(self._router, self._session, self._secret, worker, self._say)
+        follower = _Follower(self._router, self._session, self._secret, worker, self._log_trouble)
         self._tasks[worker] = asyncio.create_task(follower.run(fingerprint))
 
     async def close(self) -> None:
-        """End all tasks; an error of theirs comes to light here."""
+        """Cancel all tasks. Raises the error of a task that failed."""
         tasks = [*self._tasks.values()]
         for task in tasks:
             task.cancel()
@@ -153,12 +154,16 @@ class KVFollowers:
             if isinstance(result, Exception):
                 raise result
 
-    def _say(self, worker: RouterWorker, trouble: str) -> None:
-        """Say once of each trouble that it is there, and that it is over."""
-        if trouble == self._said.get(worker.url, ""):
+    def _log_trouble(self, worker: RouterWorker, trouble: str) -> None:
+        """Log each trouble once when it begins, and once when it is over (an empty `trouble`)."""
+        if trouble == self._logged.get(worker.url, ""):
             return
         if trouble:
-            log.warning("what worker %s holds is unknown, so what it served counts: %s", worker.url, trouble)
+            log.warning(
+                "KV events of worker %s cannot be used, so the router goes by what the worker served: %s",
+                worker.url,
+                trouble,
+            )
         else:
-            log.info("worker %s tells again what it holds", worker.url)
-        self._said[worker.url] = trouble
+            log.info("KV events of worker %s can be used", worker.url)
+        self._logged[worker.url] = trouble

@@ -14,11 +14,11 @@ from fd_core.text.tokenizer import Tokenizer, load_tokenizer
 __all__ = ["BYTES", "ModelText", "find_text"]
 
 BYTES: Final = "bytes"
-"""Names the tokenizer of workers on the null backend."""
+"""Name of the tokenizer of workers on the null backend."""
 
 
 class ModelText(NamedTuple):
-    """How a model reads text."""
+    """The tokenizer and the chat template of a model."""
 
     name: str
     tokenizer: Tokenizer

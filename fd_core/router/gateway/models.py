@@ -1,4 +1,4 @@
-"""What the workers serve: the union of their GET /v1/models, and the name by which a tokenizer is found."""
+"""The models that workers serve: the union of their GET /v1/models, and the name that leads to a tokenizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TIMEOUT: Final = aiohttp.ClientTimeout(total=5)
 
 
 class _List(msgspec.Struct):
-    """A worker's list, each model as it describes it."""
+    """A worker's list of models, each as the worker describes it."""
 
     data: list[dict[str, Any]]
 
@@ -30,14 +30,14 @@ _decoder: Final = msgspec.json.Decoder(_List)
 
 
 class Models:
-    """Asks every healthy worker each time: names change rarely, but this is asked rarely too."""
+    """Asks every healthy worker on every call: names change rarely, but clients ask for them rarely too."""
 
     def __init__(self, router: Router, session: aiohttp.ClientSession) -> None:
         self._router = router
         self._session = session
 
     async def union(self, headers: Mapping[str, str]) -> list[dict[str, Any]]:
-        """Return each model once, in the order of the workers. Raises `ApiError` if nobody can be asked.
+        """Return each model once, in the order of the workers. Raises `ApiError` if no worker can be asked.
 
         `headers` are those of the client, as they go to workers; a worker's refusal of a key is passed on.
         """
@@ -55,7 +55,7 @@ class Models:
         return list(models.values())
 
     async def first_root(self, headers: Mapping[str, str]) -> str | None:
-        """Return the model that some worker serves, by the name under which it was loaded; None if nobody answers."""
+        """Return the name under which a worker loaded its first model; None if no worker answers."""
         try:
             models = await self.union(headers)
         except ApiError:
@@ -64,7 +64,7 @@ class Models:
         return root if isinstance(root, str) else None
 
     async def names(self, worker: RouterWorker, headers: Mapping[str, str]) -> frozenset[str] | None:
-        """Return the names of what one worker serves; None if it does not say."""
+        """Return the names of the models of one worker; None if it does not answer."""
         found = await self._of(worker, headers)
         if isinstance(found, ApiError):
             return None
@@ -81,4 +81,4 @@ class Models:
                     return _decoder.decode(await read_up_to(answer.content, _MAX_BYTES)).data
         except (*TROUBLE, msgspec.MsgspecError, UnicodeDecodeError):
             pass
-        return unavailable("no worker says what it serves", "none_healthy", retry_after=1)
+        return unavailable("no worker names the models that it serves", "none_healthy", retry_after=1)

@@ -1,4 +1,4 @@
-"""What the gateway shows of itself: /health, /ready, /metrics, the live page and the JSON behind it."""
+"""The gateway's own pages: /health, /ready, /metrics, the live page and the JSON behind the live page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsaf
 
 
 class Pages:
-    """Answers of which none holds a prompt, a text or a key."""
+    """Answers to GET requests; none of them holds a prompt, a text or a key."""
 
     def __init__(self, router: Router, metrics: GatewayMetrics) -> None:
         self._router = router
@@ -44,7 +44,7 @@ class Pages:
         )
 
     def not_ready(self) -> str | None:
-        """Say why requests are refused, or return None."""
+        """Return the reason for which requests are refused; None if they are served."""
         if self.draining:
             return "the router is shutting down"
         if self._router.ready():
@@ -67,7 +67,7 @@ class Pages:
         )
 
     def status(self) -> web.Response:
-        """Return everything that the page shows."""
+        """Return everything that the live page shows, as JSON."""
         snapshot, counts = self._router.snapshot(), self._metrics.counts
         shown: dict[str, Any] = msgspec.to_builtins(snapshot)
         config = self._router.config

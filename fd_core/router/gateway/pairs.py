@@ -1,4 +1,4 @@
-"""Pairs of a prefill and a decode worker: the ticket that brings them together, and what the answer says came of it."""
+"""Pairs of a prefill and a decode worker: the ticket that names the prefill worker, and the outcome of its prefill."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from fd_core.router.selection import Selection
 __all__ = ["NOT_TOLD", "Pairs", "ticket_key"]
 
 NOT_TOLD: Final = "not_told"
-"""Stands for the outcome where the decode worker told none: it does not know tickets, or takes no notice of them."""
+"""Outcome where the decode worker names none: it does not know tickets, or ignores them."""
 _OUTCOMES: Final = frozenset(get_args(Outcome))
 _FAILED: Final = frozenset({"lost", "expired", "damaged"})
-"""Outcomes that speak against the prefill worker. `held` and `aborted` say nothing about it."""
+"""Outcomes for which the prefill worker is at fault; `held` and `aborted` say nothing about it."""
 
 
 def ticket_key(config: GatewayConfig) -> bytes | None:
@@ -44,7 +44,7 @@ def ticket_key(config: GatewayConfig) -> bytes | None:
 
 
 class Pairs:
-    """Writes tickets and reads outcomes."""
+    """Writes tickets into requests and reads outcomes from answers."""
 
     def __init__(self, router: Router, metrics: GatewayMetrics, key: bytes | None) -> None:
         """Without a key no ticket is written, and every prompt is computed by the decode worker."""
@@ -65,8 +65,8 @@ class Pairs:
         signed[TICKET_HEADER] = sign_ticket(self._key, request_id, peer)
         return signed
 
-    def told(self, selection: Selection, headers: Mapping[str, str]) -> None:
-        """Take the head of the decode worker's answer: it tells what the prefill side did, if it was a pair's."""
+    def take_outcome(self, selection: Selection, headers: Mapping[str, str]) -> None:
+        """Tell the router what the prefill side of a pair did, from the headers of the decode worker's answer."""
         if selection.mode != "pd":
             return
         outcome = headers.get(OUTCOME_HEADER, "")

@@ -1,4 +1,4 @@
-"""One worker's answer: held back until something can be sent, then passed on as it comes."""
+"""The answer of one worker: held back until its first bytes can be sent, then passed on as it comes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fd_core.router.gateway.timeouts import SilenceTimer
 __all__ = ["TROUBLE", "UpstreamAnswer", "WorkerLost", "read_up_to"]
 
 TROUBLE: Final = (aiohttp.ClientError, TimeoutError, OSError)
-"""What talking to a worker may raise."""
+"""Exceptions that a request to a worker may raise."""
 _HELD_BYTES: Final = 1 << 20
-"""A JSON answer up to this size is sent once it is whole, so that it can still come from elsewhere until then."""
+"""A JSON answer up to this size is sent once it is whole, so that until then another worker can give it."""
 
 
 class WorkerLost(Exception):
@@ -23,7 +23,7 @@ class WorkerLost(Exception):
 
 
 class UpstreamAnswer:
-    """An answer whose head has come. `begin` gives what goes out first, `rest` everything behind that."""
+    """An answer whose headers have come. `begin` returns the first bytes to send, `rest` yields all others."""
 
     def __init__(self, response: aiohttp.ClientResponse, *, ends_with_done: bool) -> None:
         """`ends_with_done`: a stream of this path is complete only with a last event `[DONE]`."""
@@ -35,22 +35,22 @@ class UpstreamAnswer:
 
     @property
     def is_stream(self) -> bool:
-        """Whether it consists of server-sent events."""
+        """Whether the answer consists of server-sent events."""
         return self._cutter is not None
 
     @property
     def whole(self) -> bool:
-        """Whether `begin` returned all of it."""
+        """Whether `begin` returned the whole answer."""
         return self._ended and not self.is_stream
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is missing, as far as can be told."""
+        """Whether the answer came to its end, as far as the gateway can see."""
         return self._ended and (self._cutter is None or not self._ends_with_done or self._cutter.done)
 
     @property
     def told_error(self) -> bool:
-        """Whether it ended with an error of the worker's own."""
+        """Whether the answer ended with an error event of the worker."""
         return self._cutter is not None and self._cutter.told_error
 
     async def begin(self) -> bytes:

@@ -38,25 +38,26 @@ __all__ = ["BY_BYTES", "by_tokenizer", "serve_gateway"]
 log = logging.getLogger(__name__)
 
 _QUIET: Final = logging.Logger("fd_core.router.gateway.http", logging.CRITICAL + 1)
-"""The HTTP library would log what it cannot parse, which may hold keys and prompts; the gate logs everything else."""
+"""For the HTTP library, which would log what it cannot parse, keys and prompts included."""
 _CLOSE_SECONDS: Final = 0.5
-"""How long answers that are on their way to clients at the end of the drain may take to arrive."""
+"""Time for answers that are on their way to clients at the end of the drain."""
 _LEARN_SECONDS: Final = 1.0
+"""Pause between two questions for the model that the workers serve."""
 _KEEPALIVE_SECONDS: Final = 3.0
-"""Idle connections to workers are dropped before common servers drop them, which would look like a failure."""
+"""Idle connections to workers are closed after this time: if the worker closed one, a request on it would fail."""
 _MAX_HEADER_BYTES: Final = 64 * 1024
 
 BY_BYTES: Final = "Prompts are compared by the bytes of their text."
 
 
 def by_tokenizer(name: str) -> str:
-    """Say how prompts are compared."""
+    """Return the line of the live page that says how prompts are compared."""
     return f"Prompts are compared by the tokens of {name}."
 
 
 @dataclass(slots=True)
 class _Parts:
-    """What one gateway consists of."""
+    """The parts of one gateway."""
 
     router: Router
     session: aiohttp.ClientSession
@@ -110,7 +111,7 @@ async def serve_gateway(
             await _listen(admin, admin_sock, config.admin_host, "--admin-port", stack)
         await _listen(parts.gate, sock, config.host, "--port", stack)
         tasks = [asyncio.create_task(parts.checks.run())]
-        # Without health checks nobody should be served; the error itself comes to light at the end.
+        # Without health checks no request should be served; `_cancelled` raises the error at the end.
         tasks[0].add_done_callback(lambda _: stop.set())
         if learns and text is None:
             tasks.append(asyncio.create_task(_learn(config, parts)))
@@ -156,7 +157,7 @@ async def _listen(
     flag: str,
     stack: contextlib.AsyncExitStack,
 ) -> None:
-    """Serve a bound socket until the stack closes. A client that leaves cancels what runs for it."""
+    """Serve a bound socket until the stack closes. A client that leaves cancels the handler of its request."""
     server = web.Server(
         handler,
         handler_cancellation=True,
@@ -180,7 +181,7 @@ async def _listen(
 
 
 async def _learn(config: GatewayConfig, parts: _Parts) -> None:
-    """Ask until a worker says which model it serves; use its tokenizer if it is on this machine."""
+    """Ask workers until one names its model; read prompts with that model's tokenizer if it is on this machine."""
     headers = to_worker_itself(config.worker_api_keys)
     while (name := await parts.models.first_root(headers)) is None:
         await asyncio.sleep(_LEARN_SECONDS)
@@ -200,7 +201,7 @@ async def _learn(config: GatewayConfig, parts: _Parts) -> None:
 
 
 async def _drain(parts: _Parts, seconds: float, hurry: asyncio.Event) -> None:
-    """Refuse what is new, and wait until nothing runs, `seconds` have passed or `hurry` is set."""
+    """Refuse new requests, and wait until no request runs, `seconds` have passed or `hurry` is set."""
     parts.pages.draining = True
     running = parts.router.snapshot().total.requests
     log.info("shutting down: %d requests may go on for %g s", running, seconds)
@@ -212,7 +213,7 @@ async def _drain(parts: _Parts, seconds: float, hurry: asyncio.Event) -> None:
 
 
 async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
-    """End background tasks; an error of theirs comes to light here."""
+    """Cancel background tasks. Raises the error of a task that failed."""
     for task in tasks:
         task.cancel()
     for task in tasks:

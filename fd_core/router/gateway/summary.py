@@ -1,4 +1,4 @@
-"""What `fdcore route` says once it serves. No secrets: keys are counted, never shown."""
+"""The summary that `fdcore route` prints once it serves. No secrets: keys are counted, never shown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WORKERS: Final[dict[Role, str]] = {"mixed": "Workers", "prefill": "Prefill", "d
 def summary(
     gateway: GatewayConfig, router: RouterConfig, url: str, text: ModelText | None, uses_prefix: bool
 ) -> list[tuple[str, str]]:
-    """Return labels and values."""
+    """Return the lines of the summary as labels and values."""
     count = len(gateway.api_keys)
     clients = "without a key" if not count else "with the API key" if count == 1 else f"with one of {count} API keys"
     admin = f"at {gateway.admin_host} port {gateway.admin_port}, with the secret" if gateway.router_secret else "nobody"

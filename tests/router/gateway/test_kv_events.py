@@ -141,7 +141,7 @@ def page(**changes: Any) -> Callable[[], web.Response]:
         (lambda: web.Response(status=302, headers={"Location": "http://127.0.0.1:1/"}), "answered 302"),
         (lambda: web.Response(body=b"private"), "cannot be read"),
         (lambda: web.Response(body=b"x" * 2000), "more than"),
-        (page(reading="otherwise"), "reads text otherwise"),
+        (page(reading="otherwise"), "is not that of --tokenizer"),
         (page(block_size=0), "blocks of 0 tokens"),
         (page(events=(Stored(b"private", (b"k",), ids([1] * SIZE)),)), "does not hold"),
     ],
@@ -159,7 +159,7 @@ def test_what_cannot_be_followed_is_said_once(
                 await eventually(lambda: len(worker.asked) > 3)
                 assert held(live) is None
                 assert await hits(live, "x" * 16) == 0 and await hits(live, "x" * 16) == 2, "served prompts count"
-        said = [record.getMessage() for record in caplog.records if "is unknown" in record.getMessage()]
+        said = [record.getMessage() for record in caplog.records if "cannot be used" in record.getMessage()]
         assert len(said) == 1 and says in said[0]
         assert "private" not in caplog.text and SECRET not in caplog.text
 
