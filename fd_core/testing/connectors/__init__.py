@@ -1,4 +1,4 @@
-"""The connector kit: every connector runs it by naming itself.
+"""The connector kit: the cases that every connector passes. A plugin derives a class and names its connector.
 
     class TestMyConnector(ConnectorSuite):
         connector = "mine"

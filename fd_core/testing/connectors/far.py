@@ -1,4 +1,4 @@
-"""A connector in another process, used like one in this."""
+"""Connectors in another process, used like those in this process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["FarSide"]
 
 
 class FarSide:
-    """Another process, and connectors in it."""
+    """Another process with connectors."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -35,7 +35,7 @@ class FarSide:
         )
 
     def ask(self, call: Call) -> Answer:
-        """Have something done there; `ConnectorError` if it was refused there."""
+        """Have the other process make a call. Raises `ConnectorError` if the call did."""
         write(cast(BinaryIO, self._process.stdin), call)
         encoded = read(cast(BinaryIO, self._process.stdout))
         assert encoded is not None, "the other process of the kit ended"
@@ -46,29 +46,29 @@ class FarSide:
         return answer
 
     def number(self) -> int:
-        """Return a number for something that is made there."""
+        """Return a number for an object that is made in the other process."""
         return next(self._numbers)
 
     def make(self, recipe: Recipe) -> Connector:
-        """Make a connector there."""
+        """Make a connector in the other process."""
         made = self.number()
         self.ask(Call("make", 0, made, recipe=recipe))
         return _FarConnector(self, made, recipe)
 
     def census(self) -> Census:
-        """Return what that process holds."""
+        """Return what the other process holds."""
         counted = self.ask(Call("census", 0)).census
         assert counted is not None
         return counted
 
     def kill(self) -> None:
-        """End it without a chance to say goodbye."""
+        """Kill the other process and wait for its end."""
         self._process.kill()
         self._process.wait()
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Let it stand still."""
+        """Stop the other process while the context lasts."""
         self._process.send_signal(signal.SIGSTOP)
         try:
             yield
@@ -76,7 +76,7 @@ class FarSide:
             self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """End it and wait."""
+        """Kill the other process and close its pipes."""
         with self._process:
             self._process.kill()
 

@@ -1,4 +1,4 @@
-"""What the two processes of the kit say to each other: a call of a connector or one of its ends, and its answer."""
+"""Messages between the two processes of the kit: a call of a connector or one of its ends, and the answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LENGTH: Final = struct.Struct("<I")
 
 
 class Recipe(msgspec.Struct, frozen=True):
-    """What a connector is made from."""
+    """How to make a connector."""
 
     cls: str
     """`module:Class`."""
@@ -22,7 +22,7 @@ class Recipe(msgspec.Struct, frozen=True):
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A method of a connector or an end; those that make one say under which number it is kept."""
+    """A method call on `target`, the number of a connector or an end; what the call makes gets the number `made`."""
 
     method: str
     target: int
@@ -36,21 +36,21 @@ class Call(msgspec.Struct, frozen=True):
     index: int = 0
     reference: bytes = b""
     buffers: tuple[bytes, ...] = ()
-    """Frames or parts."""
+    """Frames of a `take`, parts of a `put`."""
     recipe: Recipe | None = None
 
 
 class Census(msgspec.Struct, frozen=True):
-    """What a process holds."""
+    """What a process holds: its descriptors, mappings and threads."""
 
     descriptors: tuple[str, ...]
     mapped: tuple[str, ...]
-    """Shared memory and files, by name."""
+    """Names of shared memory and files."""
     threads: tuple[str, ...]
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What came of a call."""
+    """The answer to a call."""
 
     data: bytes = b""
     """Address, reference or value."""

@@ -1,4 +1,4 @@
-"""The other process of the kit: does what it is told with connectors of its own, until its input ends."""
+"""The other process of the kit: it makes calls of its own connectors as it is told, until its input ends."""
 
 from __future__ import annotations
 

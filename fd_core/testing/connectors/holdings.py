@@ -1,4 +1,4 @@
-"""What a process holds: counted before and after, so that nothing leaks unseen."""
+"""Census of what a process holds, taken before and after a case to find leaks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["census", "more"]
 
 
 def census() -> Census:
-    """Count what this process holds; descriptors and mappings are found where there is /proc."""
+    """Return what this process holds; descriptors and mappings only where there is /proc."""
     gc.collect()
     threads = tuple(sorted(thread.name for thread in threading.enumerate()))
     own = Path("/proc/self")
@@ -30,5 +30,5 @@ def census() -> Census:
 
 
 def more(there: tuple[str, ...], then: tuple[str, ...]) -> list[str]:
-    """Return what is there more often than it was."""
+    """Return the names that are `there` more often than they were `then`."""
     return [one for one in set(there) if there.count(one) > then.count(one)]

@@ -14,12 +14,12 @@ __all__ = ["make_connector", "settings_of"]
 
 
 def settings_of(recipe: Recipe) -> ConnectorSettings:
-    """Return the settings of an engine that was started like this."""
+    """Return the settings that an engine would make the connector from."""
     return ConnectorSettings(partial(_make_store, recipe.kv_store) if recipe.kv_store else None, recipe.timeout)
 
 
 def make_connector(recipe: Recipe) -> Connector:
-    """Import the class and make one."""
+    """Import the class of a connector and make one."""
     module, _, name = recipe.cls.partition(":")
     made: Connector = getattr(importlib.import_module(module), name)(settings_of(recipe))
     return made

@@ -1,7 +1,8 @@
 """The cases that every connector has to pass.
 
-Two processes take part: this one and another with a connector of its own, once as the decode side and once as the
-prefill side. After each case both have to hold what they held before it, and nothing may be left outside of them.
+Two processes take part, each with a connector of its own: this process, and another that is the decode side in one run
+and the prefill side in the next. After each case both have to hold what they held before the case, and the connector
+may have left nothing outside of them.
 """
 
 from __future__ import annotations
@@ -39,23 +40,23 @@ class ConnectorSuite:
     """Derive a class `Test...` from it and name the connector."""
 
     connector: str
-    """What users write behind `--kv-connector`."""
+    """What users write after `--kv-connector`."""
     timeout: float = 5.0
-    """Seconds that a call may take; long enough for a busy machine."""
+    """Seconds that a call may take, enough for a busy machine."""
     examples: int = 25
-    """Random orders of one transfer; twice as many pieces of garbage."""
+    """Number of random orders in which a transfer is tried; garbage is tried twice as often."""
 
     @pytest.fixture
     def kv_store(self) -> str | None:
-        """The text after `--kv-store`, for connectors that need one."""
+        """Return the value of `--kv-store` for a connector that needs a store; None for others."""
         return None
 
     def left_behind(self, kv_store: str | None) -> set[str]:
-        """Return the names of what lies where the connector puts things outside of both processes."""
+        """Return the names of everything in the places where the connector keeps things outside of both processes."""
         return set()
 
     def connector_class(self) -> type[Connector]:
-        """Return the class that a user would get; override it for one that no plugin offers."""
+        """Return the class of the connector; override this for a class that no plugin offers."""
         from fd_core.plugins import installed_plugins
 
         return installed_plugins().connector_class(self.connector)

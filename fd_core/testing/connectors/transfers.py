@@ -13,23 +13,23 @@ from fd_core.disagg.connectors.contract import MAX_REFERENCE_BYTES, Bytes, KVInb
 __all__ = ["SLACK", "VALUE_BYTES", "carry", "garbage", "new_lease", "put", "value_of"]
 
 VALUE_BYTES = 720 * 1024 + 80
-"""A block's KV, sealed: a size that real values have."""
+"""Size of a real value: the sealed KV of a block."""
 SLACK = 1.5
 """Seconds by which a call may be late on a busy machine."""
 
 
 def new_lease() -> str:
-    """Return the name of a lease as the core makes them."""
+    """Return a name for a lease, as the core makes them."""
     return secrets.token_hex(16)
 
 
 def value_of(index: int, length: int) -> bytes:
-    """Return a value that no other index has, of `length` bytes."""
+    """Return the value of `length` bytes that belongs to an index; each index has another."""
     return random.Random(index * 1_000_003 + length).randbytes(length)  # noqa: S311 -- must be the same each time
 
 
 def put(outbox: KVOutbox, index: int, value: bytes) -> PutResult:
-    """Put a value in two parts, as the core does, and look at what comes back."""
+    """Put a value in two parts, as the core does, and check what comes back."""
     done = outbox.put(index, (value[:80], value[80:]))
     assert isinstance(done.reference, bytes)
     assert len(done.reference) <= MAX_REFERENCE_BYTES
@@ -59,7 +59,7 @@ def carry(
 
 
 def garbage(truth: bytes) -> st.SearchStrategy[bytes]:
-    """Bytes that somebody else sends where `truth` is expected: any at all, and such as look like it."""
+    """Return a strategy for bytes that a stranger may send in place of `truth`, random or similar to it."""
 
     def bent(change: tuple[int, int, bytes]) -> bytes:
         start, length, text = change

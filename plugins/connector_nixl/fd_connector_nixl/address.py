@@ -1,4 +1,4 @@
-"""How the decode side says where to write. It travels with the sealed message that opens the lease, and only there."""
+"""The address by which the decode side says where to write; it travels only in the sealed `Open` of a lease."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _DIGEST_BYTES: Final = 16
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where the memory of a lease is."""
+    """Location of the memory of a lease."""
 
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
-    """What the memory begins with."""
+    """The first bytes of the memory."""
     agent: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
-    """The decode side's agent."""
+    """Name of the decode side's agent."""
     start: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
-    """Where the memory is, in the decode side's process."""
+    """Start of the memory in the decode side's process."""
     size: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
     metadata: bytes
-    """What NIXL has to know of that agent and this memory, and of no other."""
+    """What NIXL has to know to reach that agent and this memory, and no other."""
 
 
 def write_address(lease: str, address: Address) -> bytes:
-    """Return what travels as `Open.address`. Raises `ConnectorError` if it would be too long."""
+    """Return the value of `Open.address`. Raises `ConnectorError` if it would be too long."""
     encoded = msgspec.msgpack.encode(address)
     encoded = _digest(lease, encoded) + encoded
     if len(encoded) > MAX_ADDRESS_BYTES:
@@ -42,10 +42,10 @@ def write_address(lease: str, address: Address) -> bytes:
 
 
 def read_address(lease: str, encoded: bytes) -> Address:
-    """Read what travelled. Raises `ConnectorError`.
+    """Read an `Open.address`. Raises `ConnectorError`.
 
-    The digest is no proof of who wrote it, which is the seal's business. It keeps what was damaged, and the address of
-    another lease, from NIXL, which believes what it is given.
+    The digest is no proof of who wrote the address, which is the seal's business. It keeps damaged addresses, and those
+    of other leases, from NIXL, which checks nothing.
     """
     if len(encoded) > MAX_ADDRESS_BYTES:
         raise ConnectorError("the address for NIXL is too long")

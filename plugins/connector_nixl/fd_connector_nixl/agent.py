@@ -1,4 +1,4 @@
-"""One agent of NIXL: it registers memory, writes to the memory of others, and is written to by them."""
+"""One agent of NIXL: it registers memory, writes to the memory of other agents, and lets them write to its own."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ _HOST: Final = "DRAM"
 
 
 class Registration(NamedTuple):
-    """Memory that others may write to."""
+    """Memory that other agents may write to."""
 
     descriptors: Any
     metadata: bytes
-    """What they have to know for it: how to reach this agent, and this memory."""
+    """What other agents have to know to write: how to reach this agent, and this memory."""
 
 
 class Transfer:
-    """A write or read that was begun."""
+    """A write or read in progress, or over."""
 
     __slots__ = ("flaw", "handle", "over")
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
         self.over = False
-        """Whether the memory on this side is not touched any more."""
+        """Whether the memory on this side is no longer read or written."""
         self.flaw: str | None = None
-        """Why it failed."""
+        """Why the transfer failed; None if it did not."""
 
     def require(self) -> bool:
-        """Whether it is over and went well. Raises `ConnectorError` once it has failed."""
+        """Return whether the transfer is over. Raises `ConnectorError` once it has failed."""
         if self.flaw is not None:
             raise ConnectorError(self.flaw)
         return self.over
@@ -52,14 +52,14 @@ class Transfer:
 class Agent:
     """Safe to use from several threads.
 
-    It has no thread of its own: bytes move while it is polled, here and where they go to. A write is over when it has
+    An agent has no thread of its own: bytes move while both agents are polled. A write is over when its bytes have
     landed, and its notice leaves at the poll that finds that out.
     """
 
     def __init__(self, library: Library, settings: Settings) -> None:
         """Listen. Raises `PluginError` if NIXL does not start."""
         self.name = f"fd_core-{secrets.token_hex(16)}"
-        """Of one life: never again after it."""
+        """Unique to this object."""
         self._errors = library.errors
         self._lock = threading.RLock()
         self._transfers: set[Transfer] = set()
@@ -84,7 +84,7 @@ class Agent:
             ) from error
 
     def register(self, start: int, size: int) -> Registration:
-        """Let others write to memory of this process, for as long as the agent lives."""
+        """Let other agents write to memory of this process, as long as this agent lives."""
         with self._translated("register memory") as agent:
             descriptors = agent.register_memory([(start, size, 0, "")], mem_type=_HOST, backends=_UCX)
             self._registered.append(descriptors)
@@ -115,7 +115,7 @@ class Agent:
             agent.send_notif(peer, notice.encode())  # UCX is its only backend
 
     def poll(self) -> list[bytes]:
-        """Let bytes move; return what came as notices. Whoever sent them may have sent anything."""
+        """Let bytes move; return the notices that came, which may hold anything."""
         with self._translated("look for notices") as agent:
             found = agent.get_new_notifs(backends=_UCX)
             for transfer in list(self._transfers):
@@ -123,7 +123,7 @@ class Agent:
         return [notice for notices in found.values() for notice in notices]
 
     def close(self) -> None:
-        """Break everything off. Afterwards nobody writes to what was registered. Idempotent, never raises."""
+        """Abort all transfers. Afterwards nobody writes to registered memory. Idempotent, never raises."""
         with self._lock:
             agent, self._agent = self._agent, None
             if agent is None:

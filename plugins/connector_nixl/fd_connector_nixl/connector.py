@@ -25,7 +25,7 @@ __all__ = ["NixlConnector"]
 _log = logging.getLogger(__name__)
 
 _MOST_HELD_BACK: Final = 1 / 4
-"""Of the memory that the settings allow; more of it makes the connector start anew."""
+"""Share of the allowed memory that may be held back; beyond it, the connector continues with a new station."""
 
 
 class NixlConnector(Connector):
@@ -56,7 +56,7 @@ class NixlConnector(Connector):
             return NixlInbox(station, lease, pieces, Layout(window, value_bytes), self.settings.timeout)
 
     def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> KVOutbox:
-        """Connect to the inbox's agent, and look whether that memory can be reached."""
+        """Return an outbox that is connected to the inbox's agent and can reach its memory."""
         with self._entered() as station:
             return NixlOutbox(station, lease, address, Layout(window, value_bytes), self.settings.timeout)
 
@@ -88,7 +88,7 @@ class NixlConnector(Connector):
             raise
 
     def _renew(self) -> None:
-        """Begin another station. The agent of the old one goes with its last lease, and what it held back is free."""
+        """Start another station. The old one closes with its last lease, which frees the memory that it held back."""
         try:
             station = self._start()
         except PluginError as error:

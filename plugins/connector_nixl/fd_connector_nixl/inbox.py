@@ -20,10 +20,10 @@ _PAUSE: Final = 20e-6
 
 
 class NixlInbox(KVInbox):
-    """Its places are the lease's until the prefill side cannot write to them any more."""
+    """An inbox whose memory belongs to the lease until the prefill side cannot write to it any more."""
 
     def __init__(self, station: Station, lease: str, pieces: range, layout: Layout, timeout: float) -> None:
-        """`station` was entered for it."""
+        """The caller has entered `station` for this inbox."""
         self._station, self._layout, self._timeout = station, layout, timeout
         self._arrivals = Arrivals(pieces, layout.window, layout.value_bytes)
         self._token = secrets.token_bytes(TOKEN_BYTES)
@@ -36,12 +36,12 @@ class NixlInbox(KVInbox):
             station.give_back(self._slab)
             raise
         self._left = False
-        """Whether the prefill side said that it writes no more."""
+        """Whether the prefill side said that it will write nothing more."""
         self._closed = False
         station.listen(self._token, self._hear)
 
     def take(self, index: int, reference: bytes, frames: Sequence[Bytes]) -> Bytes:
-        """Wait until the piece has landed and return it where it lies."""
+        """Wait until the piece has landed and return a view of it."""
         if frames:
             raise ConnectorError("a piece that NIXL carries came behind its message as well")
         where = Reference.decode(reference)
@@ -55,7 +55,7 @@ class NixlInbox(KVInbox):
         return self._slab.bytes[start : start + length].toreadonly()
 
     def done(self, index: int, reference: bytes) -> None:
-        """Write down that the place is free; the prefill side reads it."""
+        """Count in the memory that the place was freed; the prefill side reads the count."""
         where = Reference.decode(reference)
         with self._station.lock:
             if not self._closed:
@@ -63,7 +63,7 @@ class NixlInbox(KVInbox):
                 self._layout.write_count(self._slab.bytes, where.place, count)
 
     def close(self) -> None:
-        """Give the memory back, or have it held back if pieces may be on their way to it."""
+        """Return the memory, or have the station hold it back if pieces may be on their way to it."""
         with self._station.lock:
             if self._closed:
                 return

@@ -1,11 +1,11 @@
-"""How the memory of a lease is laid out, on both sides alike, and what is said about its places.
+"""Layout of a lease's memory, the same on both sides, and the messages about its places.
 
-    16 bytes                  the lease's token: who reads it has found this lease's memory
-    4 bytes, `window` times   of each place: how often it was freed, written by the decode side alone
-    then `window` places      of `value_bytes` each; all of it aligned to 64 bytes
+    16 bytes                  the lease's token: whoever reads it has found this lease's memory
+    4 bytes, `window` times   how often each place was freed, written by the decode side alone
+    then `window` places      of `value_bytes` each; each aligned to 64 bytes
 
-The n-th value in a place has the turn n. The prefill side may write to a place when it was freed as often as it was
-written to; it reads the counts to find out. So each word has one writer, and none is ever taken back.
+The n-th value in a place has the turn n. The prefill side may write to a place that was freed as often as it was
+written to, and reads the counts to find out. So each count has one writer and never decreases.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ _NOTICE: Final = struct.Struct(f"<{TOKEN_BYTES}sq{_REFERENCE.size}s")
 
 
 class Spot(NamedTuple):
-    """Bytes of a lease's memory."""
+    """A range of bytes in a lease's memory."""
 
     start: int
     length: int
 
 
 class Layout(NamedTuple):
-    """Where things are in the memory of a lease."""
+    """Offsets in the memory of a lease."""
 
     window: int
     value_bytes: int
 
     @property
     def header(self) -> Spot:
-        """Token and counts."""
+        """Range of the token and the counts."""
         return Spot(0, TOKEN_BYTES + self.window * _COUNT.size)
 
     @property
     def size(self) -> int:
-        """Bytes of all of it."""
+        """Size of the memory in bytes."""
         return self.place(self.window, 0).start
 
     def place(self, place: int, length: int) -> Spot:
@@ -52,15 +52,15 @@ class Layout(NamedTuple):
         return Spot(_aligned(self.header.length) + place * _aligned(self.value_bytes), length)
 
     def counter(self, place: int) -> Spot:
-        """Return where it is written how often a place was freed."""
+        """Return the range of the count of how often a place was freed."""
         return Spot(TOKEN_BYTES + place * _COUNT.size, _COUNT.size)
 
     def write_header(self, memory: memoryview, token: bytes) -> None:
-        """Begin a lease: nothing was freed."""
+        """Begin a lease, in which no place was freed yet."""
         memory[: self.header.length] = token + bytes(self.window * _COUNT.size)
 
     def write_count(self, memory: memoryview, place: int, count: int) -> None:
-        """Say how often a place was freed."""
+        """Write how often a place was freed."""
         _COUNT.pack_into(memory, self.counter(place).start, count)
 
     def read_header(self, memory: memoryview) -> tuple[bytes, list[int]]:
@@ -70,26 +70,26 @@ class Layout(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """Where a value is."""
+    """Location of a value."""
 
     place: int
     turn: int
     length: int
 
     def encode(self) -> bytes:
-        """Return what travels as `Piece.reference`."""
+        """Return the value of `KVPiece.reference`."""
         return _REFERENCE.pack(*self)
 
     @classmethod
     def decode(cls, encoded: bytes) -> Reference:
-        """Read what travelled. Raises `ConnectorError`."""
+        """Read a `KVPiece.reference`. Raises `ConnectorError`."""
         if len(encoded) != _REFERENCE.size:
             raise ConnectorError("a reference to a place of NIXL cannot be read")
         return cls(*_REFERENCE.unpack(encoded))
 
 
 class Notice(NamedTuple):
-    """What follows a write, or, with an index below 0, the last write of a lease."""
+    """The notice that follows a write; with an index below 0, the one that follows the last write of a lease."""
 
     token: bytes
     piece: int
@@ -97,7 +97,7 @@ class Notice(NamedTuple):
 
     @classmethod
     def of_the_end(cls, token: bytes) -> Notice:
-        """Return the word that nothing more will be written for a lease."""
+        """Return the notice that nothing more will be written for a lease."""
         return cls(token, -1, Reference(0, 0, 0))
 
     @property
@@ -106,12 +106,12 @@ class Notice(NamedTuple):
         return self.piece < 0
 
     def encode(self) -> bytes:
-        """Return what NIXL carries."""
+        """Return the bytes that NIXL carries."""
         return _NOTICE.pack(self.token, self.piece, self.reference.encode())
 
     @classmethod
     def decode(cls, encoded: bytes) -> Notice | None:
-        """Read what somebody sent; None for what is no notice."""
+        """Read a notice that somebody sent; None for other bytes."""
         if len(encoded) != _NOTICE.size:
             return None
         token, piece, reference = _NOTICE.unpack(encoded)

@@ -1,4 +1,4 @@
-"""NIXL itself, imported when it is needed and not before."""
+"""Import of NIXL, on first use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Library(NamedTuple):
 
     api: Any
     errors: tuple[type[Exception], ...]
-    """What its calls raise."""
+    """Types of the exceptions that its calls raise."""
 
 
 def load_library() -> Library:

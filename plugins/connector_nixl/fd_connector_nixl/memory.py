@@ -1,7 +1,7 @@
-"""Pages that values are written to by others.
+"""Pages that other processes write values to.
 
-A write that is on its way ends the process if its pages are gone when it arrives, so they are never given back to the
-system: a process keeps what it once took, and uses it again.
+A write that arrives when its pages are unmapped ends the process. So pages are never returned to the system: a process
+keeps what it once took, and uses it again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["MEMORY", "Memory", "Slab"]
 
 _GRAIN: Final = 1 << 16
 _LARGEST: Final = 2
-"""A slab serves for what is at least this part of it; a lease gets nothing that is many times as large."""
+"""A slab may be this many times as large as the lease that gets it, and no larger."""
 
 
 class Slab:
@@ -29,11 +29,11 @@ class Slab:
         self.bytes = memoryview(pages)
         """uint8[size]"""
         self.start = int(np.frombuffer(self.bytes, np.uint8).ctypes.data)
-        """Where it is in this process."""
+        """Address of the first byte in this process."""
 
 
 class Memory:
-    """Slabs of a process. Safe to use from several threads."""
+    """The slabs of a process. Safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -42,7 +42,7 @@ class Memory:
 
     @property
     def taken(self) -> int:
-        """Bytes that the process has taken from the system."""
+        """Bytes of all slabs."""
         return sum(slab.size for slab in self._all)
 
     def lend(self, size: int, limit: int) -> Slab:
@@ -65,7 +65,7 @@ class Memory:
             return slab
 
     def give_back(self, slab: Slab) -> None:
-        """Let others have a slab that nobody can write to any more."""
+        """Let the next lease have a slab that nobody can write to any more."""
         with self._lock:
             self._free.append(slab)
 
@@ -77,4 +77,4 @@ def fitting(slabs: list[Slab], size: int) -> Slab | None:
 
 
 MEMORY: Final = Memory()
-"""This process's."""
+"""The slabs of this process."""

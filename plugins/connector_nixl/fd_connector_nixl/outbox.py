@@ -21,14 +21,14 @@ _PAUSE: Final = 20e-6
 
 
 class NixlOutbox(KVOutbox):
-    """Values are copied to memory that is laid out like the other side's, and written from there."""
+    """An outbox that copies values to registered memory with the inbox's layout and writes them from there."""
 
     def __init__(self, station: Station, lease: str, address: bytes, layout: Layout, timeout: float) -> None:
-        """`station` was entered for it. Raises `ConnectorError` if the decode side's memory cannot be read."""
+        """Raises `ConnectorError` if the decode side's memory cannot be read. The caller has entered `station`."""
         self._station, self._layout, self._timeout = station, layout, timeout
         self._departures = Departures(layout.window)
         self._writes: dict[int, Transfer] = {}
-        """The last one from each place."""
+        """The last write from each place."""
         self._read: Transfer | None = None
         self._closed = False
         there = read_address(lease, address)
@@ -74,7 +74,7 @@ class NixlOutbox(KVOutbox):
         return PutResult(reference.encode())
 
     def close(self) -> None:
-        """Leave the rest to the station: what is on its way, and to say when it has landed."""
+        """Leave writes that are on their way to the station, which tells the other side when they have landed."""
         if self._closed:
             return
         self._closed = True
@@ -94,7 +94,7 @@ class NixlOutbox(KVOutbox):
             raise
 
     def _learn(self, deadline: float) -> None:
-        """Read what the decode side's memory says about its places."""
+        """Read from the decode side's memory how often each place was freed."""
         start, length = self._layout.header
         agent = self._station.agent
         if self._read is None:
@@ -111,7 +111,7 @@ class NixlOutbox(KVOutbox):
         self._departures.learn(freed)
 
     def _check(self) -> None:
-        """Give up once a write has failed, whichever it was."""
+        """Raise `ConnectorError` once any write has failed."""
         try:
             for write in self._writes.values():
                 write.require()

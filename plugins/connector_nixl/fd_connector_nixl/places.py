@@ -1,4 +1,4 @@
-"""Who may use which place of a lease's memory: the books of either side. Pure, and not safe to share by threads."""
+"""Which places of a lease's memory are in use, as each side knows it. Pure; not safe to use from several threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Arrivals", "Departures"]
 
 
 class Arrivals:
-    """The decode side's book: what has arrived where, and which places were freed."""
+    """What the decode side knows: which piece has arrived in which place, and how often each place was freed."""
 
     def __init__(self, pieces: range, window: int, value_bytes: int) -> None:
         self._pieces, self._value_bytes = pieces, value_bytes
@@ -28,13 +28,13 @@ class Arrivals:
         return len(self._done) == len(self._pieces)
 
     def landed(self, index: int, reference: Reference) -> None:
-        """Note that the write of a piece is over; what cannot be so is passed over."""
+        """Note that the write of a piece is over; ignore a piece that cannot have been written."""
         if self._expected(index, reference):
             self._holders[reference.place] = index
             self._arrived[index] = reference
 
     def look(self, index: int, reference: Reference) -> bool:
-        """Whether a piece has arrived there. Raises `ConnectorError` if it never will."""
+        """Return whether a piece has arrived where a reference says. Raises `ConnectorError` if it never will."""
         if index in self._arrived:
             if self._arrived[index] != reference:
                 raise ConnectorError("a reference leads to another place than the one that the piece was written to")
@@ -44,7 +44,7 @@ class Arrivals:
         return False
 
     def done(self, index: int, reference: Reference) -> int:
-        """Free the place of a piece that has arrived; return how often that was done."""
+        """Free the place of a piece that has arrived; return how often the place was freed."""
         if not self.look(index, reference):
             raise ConnectorError("a piece is said to be done before it came")
         del self._arrived[index], self._holders[reference.place]
@@ -66,14 +66,14 @@ class Arrivals:
 
 
 class Departures:
-    """The prefill side's book: how often each place was written to and, as far as is known, freed."""
+    """What the prefill side knows: how often each place was written to and, at the last look, freed."""
 
     def __init__(self, window: int) -> None:
         self._written = [0] * window
         self._freed = [0] * window
 
     def free(self) -> int | None:
-        """Return a place that is known to be free; the one written to least lately, whose own write is over soonest."""
+        """Return the free place whose last write is the oldest; None if no place is known to be free."""
         places = [place for place, written in enumerate(self._written) if written == self._freed[place]]
         return min(places, key=self._written.__getitem__, default=None)
 
@@ -83,7 +83,7 @@ class Departures:
         return self._written[place]
 
     def learn(self, freed: Sequence[int]) -> None:
-        """Take in what the decode side's memory says. Raises `ConnectorError` if that cannot be so."""
+        """Take in the counts of the decode side's memory. Raises `ConnectorError` if they are impossible."""
         if any(not old <= new <= most for old, new, most in zip(self._freed, freed, self._written, strict=True)):
             raise ConnectorError("the decode worker's memory does not say what this lease's would")
         self._freed = list(freed)

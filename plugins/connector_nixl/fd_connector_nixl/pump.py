@@ -1,4 +1,4 @@
-"""Polls while something is under way, for NIXL moves bytes only then."""
+"""A thread that polls while transfers are in progress, because NIXL moves bytes only when it is polled."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["Pump"]
 _SHORTEST: Final = 50e-6
 _LONGEST: Final = 1e-3
 _GROWTH: Final = 1.2
-"""Seconds between polls: as long as nothing happens, each pause is longer than the last."""
+"""Factor between one pause and the next, in seconds, while nothing happens."""
 
 
 class Pump:
     """A thread that calls `poll` while `wanted()` is true, and sleeps otherwise until it is nudged."""
 
     def __init__(self, poll: Callable[[], bool], wanted: Callable[[], bool]) -> None:
-        """`poll` says whether something happened. Neither raises."""
+        """`poll` returns whether something happened. Neither callable raises."""
         self._poll, self._wanted = poll, wanted
         self._nudged = threading.Event()
         self._stopping = False

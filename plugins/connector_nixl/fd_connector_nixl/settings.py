@@ -1,4 +1,4 @@
-"""What the environment says about transports, devices and memory."""
+"""Settings from the environment: transports, devices and memory."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _MOST_MB: Final = 1 << 20
 
 
 class Settings(NamedTuple):
-    """How NIXL is started, and what it may use."""
+    """How NIXL is started, and how much memory it may use."""
 
     transports: str = "tcp"
     """Transports of UCX."""
     devices: str = "lo"
     """Network devices of UCX; it listens on each of them."""
     memory: int = _DEFAULT_MB << 20
-    """Bytes that values of all leases of this process may take."""
+    """Bytes that the values of all leases of this process may take."""
 
     @property
     def engine_config(self) -> str:
-        """What NIXL hands to UCX. It takes one word for each, so a list comes from UCX's own variables."""
+        """What NIXL hands on to UCX: one word for each variable, so a list has to come from UCX's own variables."""
         pairs = (("TLS", self.transports), ("NET_DEVICES", self.devices))
         return ",".join(f"{name}={value}" for name, value in pairs if "," not in value)
 

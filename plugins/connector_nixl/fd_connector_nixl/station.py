@@ -1,8 +1,8 @@
-"""An agent, the memory registered with it, and who uses which of it.
+"""A station: an agent, the memory registered with it, and which lease uses which of the memory.
 
-Memory that somebody may still write to is held back: until the prefill side's word that it writes no more, or until
-the agent is closed, for whoever still writes then writes to nobody. The connector closes a station that holds back
-much, once the leases that began there are over, and goes on with another one.
+Memory that a prefill worker may still write to is held back until that worker says that it writes nothing more, or
+until the agent is closed, after which no write lands. The connector retires a station that holds back much memory, and
+goes on with another one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["Peer", "Station"]
 _IDLE_PEERS: Final = 16
 """Connections that are kept for the next lease."""
 _LINGER_SECONDS: Final = 0.1
-"""After the last use, for the last word to leave."""
+"""How long to poll after the last use, so that the last notice leaves."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +45,7 @@ class Peer:
 
 @dataclass(slots=True, eq=False)
 class _Parting:
-    """What is left of the prefill side of a lease: writes that are not over."""
+    """The writes of a closed outbox that are not over."""
 
     peer: Peer
     slab: Slab
@@ -76,12 +76,12 @@ class Station:
 
     @property
     def closed(self) -> bool:
-        """Whether its agent is gone."""
+        """Whether the agent is closed."""
         return self._closed
 
     @property
     def held_back(self) -> int:
-        """Bytes of leases that are over, which nobody may use yet."""
+        """Bytes of leases that are over and that may still be written to."""
         with self._lock:
             parting = sum(parting.slab.size for parting in self._partings)
             return parting + sum(slab.size for slab in self._held_back.values())
@@ -89,13 +89,13 @@ class Station:
     # Coming and going -------------------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """An end of a lease is about to be opened."""
+        """Count an end of a lease that is about to be opened."""
         with self._lock:
             self._inside += 1
         self.nudge()
 
     def leave(self) -> None:
-        """An end is closed."""
+        """Count an end that is closed."""
         with self._lock:
             self._inside -= 1
             self._used_at = time.monotonic()
@@ -112,7 +112,7 @@ class Station:
             self.close()
 
     def close(self) -> None:
-        """Break everything off and let others have the memory. Idempotent, never raises."""
+        """Abort all transfers and return the memory. Idempotent, never raises."""
         with self._lock:
             if self._closed:
                 return
@@ -133,7 +133,7 @@ class Station:
     # Memory -----------------------------------------------------------------------------------------------
 
     def lend(self, size: int) -> tuple[Slab, bytes]:
-        """Return registered memory, and what others have to know to write to it."""
+        """Return registered memory, and the metadata that other agents need to write to it."""
         with self._lock:
             if self._closed:
                 raise ConnectorError("NIXL was closed")
@@ -150,13 +150,13 @@ class Station:
             return slab, self._metadata[slab]
 
     def give_back(self, slab: Slab) -> None:
-        """Let the next lease have memory that nobody writes to any more."""
+        """Return memory that nobody writes to any more."""
         with self._lock:
             if slab in self._metadata:
                 self._free.append(slab)
 
     def hold_back(self, slab: Slab, token: bytes) -> None:
-        """Keep memory from others until the prefill side says that it writes no more."""
+        """Lend memory to no other lease until the prefill side says that it writes nothing more."""
         with self._lock:
             if slab in self._metadata:
                 self._held_back[token] = slab
@@ -169,7 +169,7 @@ class Station:
             self._listeners[token] = listener
 
     def unlisten(self, token: bytes) -> None:
-        """Pass over notices of a lease, but for its last one."""
+        """Ignore the notices of a lease, except its last one."""
         with self._lock:
             self._listeners.pop(token, None)
 
@@ -179,7 +179,7 @@ class Station:
         return self._lock
 
     def poll(self) -> bool:
-        """Let bytes move and hand out what came; return whether anything did. Never raises."""
+        """Let bytes move and hand out notices; return whether any came. Never raises."""
         with self._lock:
             if self._closed:
                 return False
@@ -211,7 +211,7 @@ class Station:
     # Peers ------------------------------------------------------------------------------------------------
 
     def meet(self, name: str, metadata: bytes) -> Peer:
-        """Return another agent that is going to be written to. `part` or `drop` comes once for each call."""
+        """Return another agent, which the caller is going to write to. `part` follows once for each call."""
         with self._lock:
             peer = self._peers.get(name)
             if peer is not None and peer.broken and not peer.users:
@@ -235,7 +235,7 @@ class Station:
             return peer
 
     def part(self, peer: Peer, slab: Slab, token: bytes, transfers: Iterable[Transfer]) -> None:
-        """End the prefill side of a lease: tell the other side once all its writes are over, and free its memory."""
+        """End the prefill side of a lease: once all its writes are over, tell the other side and return the memory."""
         with self._lock:
             if self._closed:
                 return
