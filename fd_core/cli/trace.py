@@ -88,6 +88,6 @@ def _kv_summary(read: TraceContents) -> str:
     took = sum(load.ended - load.began for load in loads) / 1e6
     saved = sum(save.saved for save in saves)
     return (
-        f"KV outside the device: {len(loads):,} loads brought {loaded:,} of {wanted:,} blocks, {host:,} of them from "
-        f"the host, in {took:.3f} s; {declined:,} times recomputing was sooner; {saved:,} blocks were saved"
+        f"KV outside the device: {len(loads):,} loads brought {loaded:,} of {wanted:,} blocks, {host:,} from host "
+        f"memory, in {took:.3f} s; {declined:,} times recomputing was sooner; {saved:,} blocks were saved"
     )

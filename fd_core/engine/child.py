@@ -79,7 +79,7 @@ def main() -> int:
             progress=lambda phase, done, total: send(Progress(phase, done, total)),
             wake=inbox.wake,
         )
-        # What is loaded stays: the collector need not look at it again in the middle of a step.
+        # Loaded objects live as long as the process: the garbage collector need not visit them during a step.
         gc.collect()
         gc.freeze()
         send(Ready(engine.info))
@@ -87,7 +87,7 @@ def main() -> int:
     except FdError as error:
         send(Fault(error.message, error.field, error.hint, error.exit_code))
         return error.exit_code
-    except Exception as error:  # noqa: BLE001 - the last frame of the process: tell the client, then end
+    except Exception as error:  # noqa: BLE001 - last frame of the process: tell the client, then end
         _log.exception("the engine failed")
         send(Fault(f"{type(error).__name__}: {error}"))
         return 1

@@ -18,14 +18,14 @@ StartProgress = Callable[[str, int, int], None]
 class EngineClient(abc.ABC):
     """A connection to one engine, used from one asyncio event loop.
 
-    Opened by `fd_core.engine.open_client`. Every method is safe after the engine has died. Requests that it had go on,
-    with the same text, in the engine that takes its place; until then no request is taken.
+    Opened by `fd_core.engine.launch.open_client`. Every method is safe after the engine has died. Its requests go on,
+    with the same text, in the engine that replaces it; until then new requests are refused.
     """
 
     info: EngineInfo
     """Valid from the moment the client was opened; replaced when the engine restarts with a new epoch."""
     kv_log: KVEventLog | None = None
-    """Which prefixes the device holds, if the engine was asked to tell; it outlives the engine."""
+    """Events about the prefixes that the device holds; None unless `kv_events` is on. The log outlives the engine."""
 
     @property
     @abc.abstractmethod
@@ -39,15 +39,15 @@ class EngineClient(abc.ABC):
         The request starts at once, not at the first `anext`. Closing the iterator before its end (`aclose`) aborts
         the request. Deltas that are not fetched pile up; nothing else waits for a slow reader. Raises `BadRequest` if
         a request with this id runs already and `EngineDead` if there is no engine. If the engine dies later, the
-        iterator pauses until another has taken the request up; it ends with finish reason `error` if engines keep dying
-        with this request (see `fd_core.engine.ledger`) and raises `EngineDead` if none can be started.
+        iterator pauses until another engine has resumed the request; it ends with finish reason `error` if engines keep
+        dying with this request (see `fd_core.engine.request_ledger`) and raises `EngineDead` if none can be started.
         """
 
     @abc.abstractmethod
     def abort(self, request_ids: Sequence[str]) -> list[str]:
         """Abort the named requests and return those that were running or waiting. Idempotent.
 
-        Those of an engine that died end at once. Raises `EngineDead` if no engine will take its place.
+        Requests of an engine that died end at once. Raises `EngineDead` if no engine will replace it.
         """
 
     @abc.abstractmethod

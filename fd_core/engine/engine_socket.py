@@ -1,7 +1,7 @@
-"""The socket to an engine's process: messages go out at once, and those that arrive are handed over by the event loop.
+"""The socket to an engine's process: `send` never waits, and the event loop hands over every message that arrives.
 
-No task and no future is made for a message. A descriptor of ZeroMQ tells of a change once: whoever is told reads until
-nothing is left, and looks again after each send, which may take the sign for itself.
+No task and no future is made for a message. The descriptor of a ZeroMQ socket is readable once for each change, so the
+reader continues until no message is left, and looks again after each send, which may consume the readiness.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 class _QueueInbox:
     def __init__(self) -> None:
         self.queue: queue.SimpleQueue[ClientMessage | None] = queue.SimpleQueue()
-        """None wakes who waits."""
+        """Messages of the client; None ends a wait without a message."""
 
     def receive(self, timeout: float) -> list[ClientMessage]:
         messages: list[ClientMessage | None] = []
@@ -81,7 +81,7 @@ class InprocClient(StreamingClient):
                 self._send(Shutdown(drain=True))
                 await asyncio.to_thread(self._thread.join, drain_seconds)
             self._send(Shutdown(drain=False))
-            # One that is stuck in a step is left behind; it is a daemon.
+            # A thread that is stuck in a step is left behind; it is a daemon.
             await asyncio.to_thread(self._thread.join, max(self._config.watchdog_seconds, 1.0))
         for task in self._tasks:
             task.cancel()
@@ -149,7 +149,7 @@ class InprocClient(StreamingClient):
             self._went_down(GAVE_UP)
 
     async def _start_another(self) -> None:
-        gc.collect()  # the model and KV cache of the engine that failed
+        gc.collect()  # frees the model and the KV cache of the engine that failed
         try:
             await self._start(lambda *_: None)
         except Exception as error:
@@ -167,7 +167,7 @@ class InprocClient(StreamingClient):
                 continue
             busy_since = now if busy_since is None else busy_since
             silent = now - max(busy_since, self._last_sign)
-            # The engine's own watch over its device comes first: it knows more.
+            # The engine's own watch over its device fires first, because its error says more.
             if silent >= 1.5 * patience:
                 self._give_up(f"the engine gave no sign for {silent:.0f} s while requests were running")
 

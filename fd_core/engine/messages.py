@@ -1,4 +1,4 @@
-"""What crosses between an engine and its clients; encoded with msgspec, never pickled."""
+"""Messages between an engine and its clients; encoded with msgspec, never pickled."""
 
 from __future__ import annotations
 

@@ -28,17 +28,17 @@ _IDLE_SECONDS = 0.5
 
 
 class Inbox(Protocol):
-    """Where messages of the client arrive."""
+    """The queue of messages from the client."""
 
     def receive(self, timeout: float) -> list[ClientMessage]:
-        """Return what arrived; wait up to `timeout` seconds for the first message, not at all if it is 0."""
+        """Return the messages that arrived; wait up to `timeout` seconds for the first one, not at all if it is 0."""
 
     def wake(self) -> None:
-        """End a wait in `receive`, or the next one; any thread."""
+        """End the current wait in `receive`, or the next one. Called from any thread."""
 
 
 def serve_engine(engine: Engine, inbox: Inbox, send: Callable[[EngineMessage], None]) -> None:
-    """Serve until told to shut down. Errors of a step end the loop: the client sees a dead engine."""
+    """Serve until a `Shutdown` arrives. An error of a step ends the loop: the client sees a dead engine."""
     engine.on_admission = lambda admitted: send(StepEvents([], None, engine.info.epoch, admitted))
     last_stats = 0.0
     told: EngineStats | None = None
@@ -60,8 +60,8 @@ def serve_engine(engine: Engine, inbox: Inbox, send: Callable[[EngineMessage], N
         now = time.monotonic()
         busy = engine.has_work
         news: EngineStats | None = None
-        # The turn to idle is told at once, so that gauges are exact whenever nothing runs. Writes to a KV store go on
-        # behind it, so an idle engine tells what changed.
+        # Statistics are sent as soon as the engine turns idle, so that gauges are exact whenever nothing runs. Writes
+        # to a KV store go on after that, so an idle engine sends changes as well.
         if now - last_stats >= _STATS_SECONDS or (was_busy and not busy):
             stats, last_stats = engine.stats(), now
             if stats != told:

@@ -7,8 +7,8 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from fd_core.engine.client import EngineClient
-from fd_core.engine.ledger import Ledger
 from fd_core.engine.messages import Abort, ClientMessage, Delta, EngineInfo, EngineStats, StepEvents, Submit
+from fd_core.engine.request_ledger import RequestLedger
 from fd_core.errors import BadRequest, EngineDead
 from fd_core.kv.blocks import BlockStats
 from fd_core.kv.event_log import KVEventLog
@@ -18,7 +18,7 @@ __all__ = ["StreamingClient"]
 
 
 class _Stream(AsyncIterator[Delta]):
-    """Deltas of one request; those that piled up are handed over as one."""
+    """Deltas of one request; deltas that piled up are merged into one."""
 
     def __init__(self, client: StreamingClient, request_id: str) -> None:
         self._client = client
@@ -67,20 +67,20 @@ class _Stream(AsyncIterator[Delta]):
 class StreamingClient(EngineClient):
     """Keeps the streams and what was delivered to them; subclasses carry messages and start engines.
 
-    An engine that dies while another will be started interrupts its streams: they stay, and the new epoch is asked to
-    go on with each. One that will not come back ends them.
+    When an engine dies and another will be started, its streams pause, and the new epoch resumes each request. When no
+    engine will be started, its streams end.
     """
 
     def __init__(self) -> None:
-        self._ledger = Ledger()
+        self._ledger = RequestLedger()
         self._streams: dict[str, _Stream] = {}
-        """For each request of the ledger, where its deltas go."""
+        """The stream of each request in the ledger."""
         self._left: set[str] = set()
         """Requests whose reader left before the engine reported their end."""
         self._stats = EngineStats()
         self._alive = False
         self._interrupted = False
-        """Whether the engine is gone and another will take its requests."""
+        """Whether the engine is gone and another one will resume its requests."""
         self._death = "the engine is not running"
         self._requeued = 0
 
@@ -101,7 +101,7 @@ class StreamingClient(EngineClient):
 
     @property
     def active_requests(self) -> int:
-        """Requests that have not ended, those that are being aborted included."""
+        """Requests that have not ended, including requests that are being aborted."""
         return len(self._streams) + len(self._left)
 
     def submit(self, spec: RequestSpec) -> AsyncIterator[Delta]:
@@ -141,7 +141,7 @@ class StreamingClient(EngineClient):
         """Carry a message to the engine without waiting."""
 
     def _came_up(self, info: EngineInfo) -> None:
-        """An engine is ready: it takes up what its predecessor left."""
+        """An engine is ready: it resumes the requests of its predecessor."""
         self.info = info
         self._stats = EngineStats(blocks=BlockStats(total=info.num_kv_blocks))
         self._alive, self._interrupted = True, False
@@ -153,7 +153,7 @@ class StreamingClient(EngineClient):
             self._send(Submit(spec))
 
     def _went_away(self, reason: str) -> None:
-        """The engine died and another will be started: its requests wait, except those that are over or given up."""
+        """The engine died and another will be started: its requests wait, unless they are aborted or given up."""
         self._alive, self._interrupted = False, True
         self._death = reason
         self._forget_kv()
@@ -167,7 +167,7 @@ class StreamingClient(EngineClient):
         self._death = reason
         self._forget_kv()
         streams, self._streams = self._streams, {}
-        self._ledger = Ledger()
+        self._ledger = RequestLedger()
         self._left.clear()
         for stream in streams.values():
             stream.fail(reason)
@@ -178,7 +178,7 @@ class StreamingClient(EngineClient):
 
     def _dispatch(self, events: StepEvents) -> None:
         if not self._alive or events.epoch != self.info.epoch:
-            return  # of an epoch that is over: what it says is delivered by its successor
+            return  # from an epoch that is over: its successor delivers the same tokens
         if events.stats is not None:
             self._stats = events.stats
         if events.kv and self.kv_log is not None:

@@ -1,4 +1,4 @@
-"""Reads a trace, also one that is cut off or damaged, and finds out who held which slot from when to when."""
+"""Reads a trace, even if it is cut off or damaged, and finds which request held which slot, and when."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ResidencySpan:
     start: int
     returned: bool
     tokens: int
-    """Tokens to prefill at the start, those whose KV was there among them; 0 if the trace does not say."""
+    """Tokens at the admission, including tokens whose KV existed; 0 if the trace does not say."""
     computed: int
     end: int = 0
     exit: str = "open"
@@ -72,7 +72,7 @@ class Position:
 
 @dataclass(slots=True)
 class TraceContents:
-    """What could be read."""
+    """The steps and residencies that could be read from a trace."""
 
     headers: list[TraceHeader]
     positions: deque[Position]
@@ -80,7 +80,7 @@ class TraceContents:
     """Number of the first of `positions`; residencies count from the trace's own beginning."""
     residencies: list[ResidencySpan] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    """What is missing, one sentence each."""
+    """A sentence for each thing that is missing."""
 
     @property
     def num_slots(self) -> int:
@@ -141,7 +141,7 @@ def _header(raw: bytes, path: Path | str) -> TraceHeader:
 
 
 class _TraceReader:
-    """Follows a trace line by line."""
+    """Reads a trace line by line."""
 
     def __init__(self, header: TraceHeader, last: int) -> None:
         room = min(last, _MAX_CELLS // header.limits.max_num_seqs)
@@ -160,7 +160,7 @@ class _TraceReader:
         self._cut = False
 
     def feed(self, raw: bytes) -> None:
-        """Take one line; one that makes no sense is counted."""
+        """Read one line; a line that makes no sense is counted as damaged."""
         self._cut = not raw.endswith(b"\n")
         if not raw.strip():
             return
@@ -185,7 +185,7 @@ class _TraceReader:
             self._damaged += 1
 
     def result(self) -> TraceContents:
-        """Return what was read and say what was not."""
+        """Return the trace, with its problems."""
         trace = self._trace
         self._residencies.close_all(self._count - 1, "open")
         trace.first = self._count - len(trace.positions)
@@ -269,7 +269,7 @@ def _check(line: StepLine, header: TraceHeader) -> None:
 
 
 class _Residencies:
-    """Who holds which slot, followed over the steps."""
+    """Follows over the steps which request holds which slot."""
 
     def __init__(self) -> None:
         self.done: list[ResidencySpan] = []
@@ -279,7 +279,7 @@ class _Residencies:
         self._of_request: dict[str, ResidencySpan] = {}
 
     def follow(self, line: StepLine, at: int) -> Counter[str]:
-        """Apply a step and return what happened in it."""
+        """Apply a step and return the number of events of each kind."""
         events: Counter[str] = Counter()
         for entry in line.admitted:
             returned = entry.request_id in self.seen
@@ -324,7 +324,7 @@ class _Residencies:
             del self._of_request[residency.request_id]
 
     def _reconcile(self, line: StepLine, at: int) -> None:
-        """Steps are missing: the line says who is there."""
+        """Correct the residencies after missing steps, from the occupants that the line names."""
         there = {residency.slot: residency for residency in line.occupants}
         for slot, residency in list(self._open.items()):
             now = there.get(slot)

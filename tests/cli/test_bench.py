@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fd_core.cli.app import app
-from fd_core.cli.bench.results import Trace, objectives, report
+from fd_core.cli.bench.results import RequestTimes, objectives, report
 from fd_core.cli.bench.router import RouterTraffic
 from fd_core.cli.bench.scheduler import StepTimes, prompts
 from fd_core.cli.bench.workload import arrivals, from_file, synthetic, synthetic_ids
@@ -219,17 +219,17 @@ def test_bad_objectives(text):
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=30), st.integers(0, 100))
 def test_figures_of_a_request(gaps, tokens):
     arrivals = tuple(np.cumsum(gaps).tolist())
-    trace = Trace(sent=0.0, arrivals=arrivals, ended=arrivals[-1], output_tokens=tokens)
-    assert trace.ttft == arrivals[0]
-    assert math.isnan(trace.tpot) == (tokens < 2)
-    assert len(trace.gaps) == len(gaps) - 1
+    timeline = RequestTimes(sent=0.0, arrivals=arrivals, ended=arrivals[-1], output_tokens=tokens)
+    assert timeline.ttft == arrivals[0]
+    assert math.isnan(timeline.tpot) == (tokens < 2)
+    assert len(timeline.gaps) == len(gaps) - 1
     if tokens >= 2:
-        assert trace.ttft + trace.tpot * (tokens - 1) == pytest.approx(trace.e2e)
+        assert timeline.ttft + timeline.tpot * (tokens - 1) == pytest.approx(timeline.e2e)
 
 
 def test_a_failed_request_is_never_good_and_counts_nothing():
-    traces = [Trace(0.0, (0.1, 0.2), 0.2, 5, 2), Trace(0.0, (0.1,), 0.2, 5, 1, error="broken")]
-    figures = report(traces, 2.0, objectives(["ttft:1000"]))
+    timelines = [RequestTimes(0.0, (0.1, 0.2), 0.2, 5, 2), RequestTimes(0.0, (0.1,), 0.2, 5, 1, error="broken")]
+    figures = report(timelines, 2.0, objectives(["ttft:1000"]))
     assert (figures.completed, figures.failed, figures.good, figures.output_tokens) == (1, 1, 1, 2)
     assert figures.rates()["output_tokens_per_s"] == 1.0
     assert figures.errors == {"broken": 1}

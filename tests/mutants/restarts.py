@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import mutant
 
-LEDGER = "engine/ledger.py"
+LEDGER = "engine/request_ledger.py"
 STREAMS = "engine/streams.py"
 
 MUTANTS = (

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
-    from fd_core.cli.bench.results import Report, Trace
+    from fd_core.cli.bench.results import BenchmarkReport, RequestTimes
     from fd_core.engine.llm import LLM
 
 __all__ = ["app"]
@@ -53,7 +53,7 @@ def latency(
     llm = _load(model, given, input_len + output_len, console)
     try:
         first, *prompts = synthetic_ids(runs + 1, input_len, llm.info.vocab_size, seed)
-        traces: list[Trace] = []
+        timelines: list[RequestTimes] = []
         seconds = 0.0
         with _bar(console) as bar:
             task = bar.add_task("Warming up", total=runs)
@@ -61,10 +61,10 @@ def latency(
             bar.update(task, description="Measuring")
             for prompt in prompts:
                 trace, duration = generate(llm, [prompt], output_len, lambda: bar.advance(task))
-                traces += trace
+                timelines += trace
                 seconds += duration
         settings = _settings(llm, "latency", input_len=input_len, output_len=output_len, runs=runs, seed=seed)
-        _close(console, json, report(traces, seconds), settings)
+        _close(console, json, report(timelines, seconds), settings)
     finally:
         llm.close()
 
@@ -92,9 +92,9 @@ def throughput(
         prompts = synthetic_ids(num_prompts, input_len, llm.info.vocab_size, seed)
         with _bar(console) as bar:
             task = bar.add_task("Measuring", total=num_prompts)
-            traces, seconds = generate(llm, prompts, output_len, lambda: bar.advance(task))
+            timelines, seconds = generate(llm, prompts, output_len, lambda: bar.advance(task))
         shape = {"num_prompts": num_prompts, "input_len": input_len, "output_len": output_len, "seed": seed}
-        _close(console, json, report(traces, seconds), _settings(llm, "throughput", **shape))
+        _close(console, json, report(timelines, seconds), _settings(llm, "throughput", **shape))
     finally:
         llm.close()
 
@@ -145,14 +145,14 @@ def serve(
         asks = synthetic(num_prompts, input_len, output_len, seed)
     keys = merge("remote", given, os.environ).server.api_keys
 
-    async def run(bar: Progress) -> tuple[str, list[Trace], float]:
+    async def run(bar: Progress) -> tuple[str, list[RequestTimes], float]:
         async with ApiClient(url, keys[0] if keys else None) as api:
             name = model or next(iter(await api.models()), None)
             if name is None:
                 raise FdError("the server serves no model", field=api.url)
             task = bar.add_task(f"Measuring {name}", total=len(asks))
             times = arrivals(len(asks), request_rate, seed)
-            traces, seconds = await measure(
+            timelines, seconds = await measure(
                 api,
                 name,
                 asks,
@@ -161,10 +161,10 @@ def serve(
                 ignore_eos=ignore_eos,
                 ended=lambda _: bar.advance(task),
             )
-            return name, traces, seconds
+            return name, timelines, seconds
 
     with _bar(console) as bar:
-        name, traces, seconds = asyncio.run(run(bar))
+        name, timelines, seconds = asyncio.run(run(bar))
     settings = {
         "benchmark": "serve",
         "url": url,
@@ -179,7 +179,7 @@ def serve(
         "goodput_ms": {objective: limit * 1e3 for objective, limit in limits.items()},
         "seed": seed,
     }
-    result = report(traces, seconds, limits)
+    result = report(timelines, seconds, limits)
     _close(console, json, result, settings)
     if result.completed == 0:
         raise FdError("no request was completed")
@@ -373,7 +373,7 @@ def _bar(console: Console) -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def _close(console: Console, json: Path | None, result: Report, settings: dict[str, Any]) -> None:
+def _close(console: Console, json: Path | None, result: BenchmarkReport, settings: dict[str, Any]) -> None:
     from fd_core.cli.bench.tables import show, write
 
     show(console, result, f"bench {settings['benchmark']}: {settings['model']}")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from fd_core.cli.bench.results import Trace
+from fd_core.cli.bench.results import RequestTimes
 from fd_core.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ __all__ = ["generate"]
 
 def generate(
     llm: LLM, prompts: Sequence[Sequence[int]], output_tokens: int, ended: Callable[[], None]
-) -> tuple[list[Trace], float]:
-    """Complete all prompts at once, greedily and to full length; return traces and seconds."""
+) -> tuple[list[RequestTimes], float]:
+    """Complete all prompts at once, greedily and to full length; return timelines and seconds."""
 
     def on_delta(_: int, delta: Delta) -> None:
         if delta.finish_reason is not None:
@@ -29,8 +29,8 @@ def generate(
     begin = time.perf_counter()
     completions = llm.generate(list(prompts), params, on_delta=on_delta)
     duration = time.perf_counter() - begin
-    traces = [
-        Trace(
+    timelines = [
+        RequestTimes(
             sent=0.0,
             arrivals=tuple(completion.token_times),
             ended=completion.token_times[-1] if completion.token_times else duration,
@@ -39,4 +39,4 @@ def generate(
         )
         for prompt, completion in zip(prompts, completions, strict=True)
     ]
-    return traces, duration
+    return timelines, duration

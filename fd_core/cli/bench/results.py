@@ -15,14 +15,14 @@ import numpy as np
 
 from fd_core.errors import ConfigError
 
-__all__ = ["OBJECTIVES", "Report", "Trace", "objectives", "report"]
+__all__ = ["OBJECTIVES", "BenchmarkReport", "RequestTimes", "objectives", "report"]
 
 PERCENTILES: Final = (50, 90, 99)
 OBJECTIVES: Final = ("ttft", "tpot", "e2e")
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class RequestTimes:
     """One request as the client saw it; times are seconds of one clock."""
 
     sent: float
@@ -61,7 +61,7 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class BenchmarkReport:
     """The figures of one run."""
 
     duration_s: float
@@ -113,26 +113,28 @@ class Report:
         }
 
 
-def report(traces: Sequence[Trace], duration_s: float, limits: Mapping[str, float] | None = None) -> Report:
+def report(
+    timelines: Sequence[RequestTimes], duration_s: float, limits: Mapping[str, float] | None = None
+) -> BenchmarkReport:
     """Sum up the requests of one run; `limits` in seconds decide which of them were good."""
-    whole = [trace for trace in traces if trace.error is None]
+    whole = [timeline for timeline in timelines if timeline.error is None]
     errors: dict[str, int] = {}
-    for trace in traces:
-        if trace.error is not None:
-            errors[trace.error] = errors.get(trace.error, 0) + 1
-    return Report(
+    for timeline in timelines:
+        if timeline.error is not None:
+            errors[timeline.error] = errors.get(timeline.error, 0) + 1
+    return BenchmarkReport(
         duration_s=duration_s,
         completed=len(whole),
-        failed=len(traces) - len(whole),
-        prompt_tokens=sum(trace.prompt_tokens for trace in whole),
-        output_tokens=sum(trace.output_tokens for trace in whole),
+        failed=len(timelines) - len(whole),
+        prompt_tokens=sum(timeline.prompt_tokens for timeline in whole),
+        output_tokens=sum(timeline.output_tokens for timeline in whole),
         latencies={
-            "TTFT": [trace.ttft for trace in whole],
-            "TPOT": [trace.tpot for trace in whole],
-            "ITL": [gap for trace in whole for gap in trace.gaps],
-            "E2E": [trace.e2e for trace in whole],
+            "TTFT": [timeline.ttft for timeline in whole],
+            "TPOT": [timeline.tpot for timeline in whole],
+            "ITL": [gap for timeline in whole for gap in timeline.gaps],
+            "E2E": [timeline.e2e for timeline in whole],
         },
-        good=sum(trace.meets(limits) for trace in traces) if limits else None,
+        good=sum(timeline.meets(limits) for timeline in timelines) if limits else None,
         errors=errors,
     )
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fd_core.cli.api_client import ApiClient
-from fd_core.cli.bench.results import Trace
+from fd_core.cli.bench.results import RequestTimes
 from fd_core.cli.bench.workload import Ask
 from fd_core.errors import FdError
 
@@ -24,30 +24,30 @@ async def measure(
     *,
     concurrency: int | None,
     ignore_eos: bool,
-    ended: Callable[[Trace], None],
-) -> tuple[list[Trace], float]:
-    """Send every request at its time and return the traces and the seconds that all of it took.
+    ended: Callable[[RequestTimes], None],
+) -> tuple[list[RequestTimes], float]:
+    """Send every request at its time and return their times and the seconds of the whole run.
 
     At most `concurrency` requests are open at once; `ended` is told of each as it ends.
     """
     gate = asyncio.Semaphore(concurrency) if concurrency else contextlib.nullcontext()
     begin = time.perf_counter()
 
-    async def one(ask: Ask, at: float) -> Trace:
+    async def one(ask: Ask, at: float) -> RequestTimes:
         await asyncio.sleep(max(0.0, begin + at - time.perf_counter()))
         async with gate:
-            trace = await _send(api, model, ask, ignore_eos)
-        ended(trace)
-        return trace
+            timeline = await _send(api, model, ask, ignore_eos)
+        ended(timeline)
+        return timeline
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one(ask, at)) for ask, at in zip(asks, start_times, strict=True)]
     return [task.result() for task in tasks], time.perf_counter() - begin
 
 
-async def _send(api: ApiClient, model: str, ask: Ask, ignore_eos: bool) -> Trace:
+async def _send(api: ApiClient, model: str, ask: Ask, ignore_eos: bool) -> RequestTimes:
     path, body = ask.request(model, ignore_eos)
-    trace = Trace(sent=time.perf_counter())
+    timeline = RequestTimes(sent=time.perf_counter())
     arrivals: list[float] = []
     prompt_tokens = output_tokens = 0
     error: str | None = None
@@ -61,7 +61,7 @@ async def _send(api: ApiClient, model: str, ask: Ask, ignore_eos: bool) -> Trace
     except FdError as refusal:
         error = refusal.message
     return replace(
-        trace,
+        timeline,
         arrivals=tuple(arrivals),
         ended=time.perf_counter(),
         prompt_tokens=prompt_tokens,

@@ -10,13 +10,13 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from fd_core.cli.bench.results import Report
+from fd_core.cli.bench.results import BenchmarkReport
 from fd_core.errors import ConfigError
 
 __all__ = ["check_writable", "show", "show_burst", "show_queue", "show_router", "show_steps", "write"]
 
 
-def show(console: Console, report: Report, title: str) -> None:
+def show(console: Console, report: BenchmarkReport, title: str) -> None:
     """Print the figures of one run."""
     rates = Table(title=title, title_justify="left", show_header=False)
     rates.add_row("Requests completed", f"{report.completed:,}")

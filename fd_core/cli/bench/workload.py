@@ -1,4 +1,4 @@
-"""What a benchmark asks: made-up prompts, or those of a file."""
+"""The requests of a benchmark: made-up prompts, or prompts from a file."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def columns(trace: TraceContents) -> dict[str, npt.NDArray[Any]]:
 
 
 def cells(trace: TraceContents) -> dict[str, npt.NDArray[np.uint8]]:
-    """Return uint8[slots * steps], slot by slot: `cells` of `KINDS`, and drafts and kept drafts if there were any."""
+    """Return uint8[slots * steps], slot by slot: `cells` of `KINDS`, verified and accepted drafts if there were any."""
     sections = {"cells": kinds_of_cells(trace).reshape(-1)}
     if any(position.line.drafted for position in trace.positions):
         numbers = {letter: number for number, letter in enumerate(COUNT_LETTERS)}

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fd_core.engine.ledger import MAX_DEATHS, MAX_DEATHS_IN_VAIN, Ledger
 from fd_core.engine.messages import Delta
+from fd_core.engine.request_ledger import MAX_DEATHS, MAX_DEATHS_IN_VAIN, RequestLedger
 from fd_core.errors import BadRequest
 from fd_core.types import FinishReason, RequestSpec, TokenLogprobs
 from tests.engine.helpers import Texts, golden, null_engine, random_specs, run
@@ -20,7 +20,7 @@ A, B, C = (greedy(name, [1, 2, 3], 20) for name in "abc")
 
 def behind(spec: RequestSpec, delivered: list[int]) -> RequestSpec:
     """What a new epoch is asked after `delivered`."""
-    ledger = Ledger()
+    ledger = RequestLedger()
     ledger.begin(spec)
     ledger.deliver(Delta(spec.request_id, tuple(delivered)))
     assert ledger.died("a test") == []
@@ -32,7 +32,7 @@ def behind(spec: RequestSpec, delivered: list[int]) -> RequestSpec:
 
 
 def test_a_new_epoch_is_asked_in_order_of_arrival_with_what_was_delivered() -> None:
-    ledger = Ledger()
+    ledger = RequestLedger()
     for spec in (A, B, C):
         ledger.begin(spec)
     ledger.deliver(Delta("c", (7,)))
@@ -48,7 +48,7 @@ def test_a_new_epoch_is_asked_in_order_of_arrival_with_what_was_delivered() -> N
 
 
 def test_what_ended_or_was_left_is_not_asked_again_and_hears_nothing() -> None:
-    ledger = Ledger()
+    ledger = RequestLedger()
     for spec in (A, B):
         ledger.begin(spec)
     ledger.deliver(Delta("a", (1,), FinishReason.LENGTH))
@@ -60,7 +60,7 @@ def test_what_ended_or_was_left_is_not_asked_again_and_hears_nothing() -> None:
 
 
 def test_an_abort_that_the_engine_did_not_live_to_answer_is_an_abort() -> None:
-    ledger = Ledger()
+    ledger = RequestLedger()
     for spec in (A, B):
         ledger.begin(spec)
     ledger.aborting(["b"])
@@ -69,7 +69,7 @@ def test_an_abort_that_the_engine_did_not_live_to_answer_is_an_abort() -> None:
 
 
 def test_the_first_epoch_that_tells_how_much_was_cached_is_believed() -> None:
-    ledger = Ledger()
+    ledger = RequestLedger()
     ledger.begin(A)
     ledger.died("gone")
     assert ledger.deliver(Delta("a", (1,), cached_tokens=16)) == Delta("a", (1,), cached_tokens=16)
@@ -78,7 +78,7 @@ def test_the_first_epoch_that_tells_how_much_was_cached_is_believed() -> None:
 
 
 def test_a_request_is_given_up_after_epochs_that_gave_it_a_slot_and_no_token() -> None:
-    ledger = Ledger()
+    ledger = RequestLedger()
     for spec in (A, B):
         ledger.begin(spec)
     ledger.begin(C)
@@ -97,7 +97,7 @@ def test_a_request_is_given_up_after_epochs_that_gave_it_a_slot_and_no_token() -
 
 
 def test_a_request_is_given_up_after_many_deaths_even_if_each_epoch_gave_it_a_token() -> None:
-    ledger = Ledger()
+    ledger = RequestLedger()
     ledger.begin(A)
     for _ in range(MAX_DEATHS - 1):
         ledger.deliver(Delta("a", (1,)))
@@ -160,7 +160,7 @@ class Epochs(RuleBasedStateMachine):
     def start(self, depth: int, k: int, transport: str, slots: int) -> None:
         self.settings = {"pipeline_depth": depth, "output_transport": transport, "max_num_seqs": slots}
         self.k = k
-        self.ledger, self.texts = Ledger(), Texts()
+        self.ledger, self.texts = RequestLedger(), Texts()
         self.unused = list(SPECS)
         self.aborted: set[str] = set()
         self.epoch = 0

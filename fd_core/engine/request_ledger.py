@@ -1,8 +1,9 @@
-"""What each live request was delivered, so that another epoch of the engine can go on with it.
+"""Notes the tokens that each live request was delivered, so that another epoch of the engine can resume the request.
 
-Pure, as the scheduler is. The client of an engine owns the ledger: it alone knows what it handed on, and it outlives
-every epoch. A request goes to an epoch with the tokens of the epochs before it and is admitted as one that comes back
-from a preemption, so its reader sees one golden stream (the protocol's sections 1.1, 1.8 and 4).
+Pure, as the scheduler is. The client of an engine owns the ledger, because only the client knows which tokens reached
+their reader, and it outlives every epoch. A new epoch gets a request with the tokens of the epochs before and admits it
+like a request that returns from a preemption, so its reader sees one golden stream (the protocol's sections 1.1, 1.8
+and 4).
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ import msgspec
 from fd_core.engine.messages import Delta
 from fd_core.types import FinishReason, RequestSpec
 
-__all__ = ["MAX_DEATHS", "MAX_DEATHS_IN_VAIN", "Ledger"]
+__all__ = ["MAX_DEATHS", "MAX_DEATHS_IN_VAIN", "RequestLedger"]
 
 MAX_DEATHS_IN_VAIN = 2
-"""A request is given up when so many epochs gave it a slot and died before they gave it a token: it may be what kills
-them. Epochs in which it only waited are not held against it, and one that gave it a token clears it."""
+"""A request is given up when so many epochs gave it a slot and died before they gave it a token: the request may be
+what kills them. Epochs in which it only waited do not count, and an epoch that gives it a token resets the count."""
 MAX_DEATHS = 5
-"""A request is given up when so many epochs died with it, wherever it was and whatever they gave it."""
+"""A request is given up when so many epochs died before its end, whether it waited or ran and got tokens or not."""
 
 
-class _Entry:
+class _LiveRequest:
     """A request that has not ended."""
 
     __slots__ = ("aborting", "admitted", "advanced", "deaths", "delivered", "in_vain", "spec", "told_cached")
@@ -32,22 +33,22 @@ class _Entry:
         self.spec = spec
         self.delivered = list(spec.delivered)
         self.told_cached = False
-        """Whether the reader knows how much of the prompt was cached; a later epoch must not tell another number."""
+        """Whether the reader knows how much of the prompt was cached; what later epochs say of it is left out."""
         self.aborting = False
         self.admitted = False
-        """Whether the living epoch gave it a slot."""
+        """Whether the current epoch gave the request a slot."""
         self.advanced = False
-        """Whether the living epoch gave it a token."""
+        """Whether the current epoch gave the request a token."""
         self.deaths = 0
         self.in_vain = 0
         """Epochs since the last token that gave it a slot and died."""
 
 
-class Ledger:
+class RequestLedger:
     """The requests that were begun and have not ended, in order of arrival."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _LiveRequest] = {}
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._entries
@@ -60,16 +61,16 @@ class Ledger:
 
     def begin(self, spec: RequestSpec) -> None:
         """A request starts."""
-        self._entries[spec.request_id] = _Entry(spec)
+        self._entries[spec.request_id] = _LiveRequest(spec)
 
     def admitted(self, request_ids: Iterable[str]) -> None:
-        """The living epoch gave these requests slots; from here on its death may be their doing."""
+        """The current epoch gave these requests slots; if it dies now, one of them may be the cause."""
         for request_id in request_ids:
             if (entry := self._entries.get(request_id)) is not None:
                 entry.admitted = True
 
     def deliver(self, delta: Delta) -> Delta | None:
-        """Note what the living epoch sent and return what its reader is to see, None if nobody reads it."""
+        """Note a delta of the current epoch and return it as its reader is to see it; None if nobody reads it."""
         entry = self._entries.get(delta.request_id)
         if entry is None:
             return None
@@ -86,29 +87,29 @@ class Ledger:
         return delta
 
     def aborting(self, request_ids: Iterable[str]) -> None:
-        """The engine was asked to abort these requests; should it die first, they end so all the same."""
+        """The engine was asked to abort these requests; if it dies first, they end as aborted all the same."""
         for request_id in request_ids:
             self._entries[request_id].aborting = True
 
     def drop(self, request_id: str) -> None:
-        """Nobody reads the request any more, or it was ended elsewhere."""
+        """Forget a request that nobody reads any more, or that was ended elsewhere."""
         self._entries.pop(request_id, None)
 
     def died(self, reason: str) -> list[Delta]:
-        """The epoch died of `reason`; return the last deltas of those that no other epoch is given."""
+        """The epoch died of `reason`; return the last deltas of the requests that no other epoch gets."""
         ends = [end for entry in self._entries.values() if (end := _end_by_death(entry, reason)) is not None]
         for end in ends:
             del self._entries[end.request_id]
         return ends
 
     def resubmissions(self) -> list[RequestSpec]:
-        """Return what a new epoch is asked: every request, with the tokens delivered so far, in order of arrival."""
+        """Return the requests for a new epoch, with the tokens delivered so far, in order of arrival."""
         return [
             msgspec.structs.replace(entry.spec, delivered=tuple(entry.delivered)) for entry in self._entries.values()
         ]
 
 
-def _end_by_death(entry: _Entry, reason: str) -> Delta | None:
+def _end_by_death(entry: _LiveRequest, reason: str) -> Delta | None:
     entry.deaths += 1
     if entry.advanced:
         entry.in_vain = 0
