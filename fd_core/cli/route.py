@@ -94,7 +94,7 @@ def route(given: Given) -> None:
 
 
 def _text(name: str | None, console: Console) -> ModelText | None:
-    """Return how the model reads text that --tokenizer names, fetching the model if need be."""
+    """Return tokenizer and chat template of the model that --tokenizer names, fetched if need be."""
     if name is None:
         return None
     from fd_core.cli.startup import startup_bars

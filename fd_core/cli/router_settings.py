@@ -30,13 +30,13 @@ _ALSO: Final = {
     "prefill-workers": "prefill",
     "decode-workers": "decode",
 }
-"""Other spellings of keys in a file, such as the plural."""
+"""Other spellings of keys in a settings file, such as plurals."""
 ROLE_FLAGS: Final[Mapping[Role, str]] = {"mixed": "--worker", "prefill": "--prefill", "decode": "--decode"}
 
 
 @dataclass(frozen=True, slots=True)
 class RouteSettings:
-    """What a gateway runs with."""
+    """Settings of a gateway and of its router."""
 
     gateway: GatewayConfig
     router: RouterConfig
@@ -61,7 +61,7 @@ def merge_route(given: Given, environment: Mapping[str, str]) -> RouteSettings:
 
 
 def _check_workers(gateway: GatewayConfig) -> None:
-    """Raise `ConfigError` if somebody has two roles, or if nobody could be served."""
+    """Raise `ConfigError` if a worker has two roles, or if no request could be served."""
     roles: dict[str, Role] = {}
     for role, urls in gateway.by_role.items():
         for url in {url.strip().rstrip("/") for url in urls}:
@@ -85,7 +85,7 @@ def _check_workers(gateway: GatewayConfig) -> None:
         if role in roles.values() and other not in roles.values():
             flag = ROLE_FLAGS[other]
             raise ConfigError(
-                f"a {role} worker serves nobody without a {other} worker",
+                f"a {role} worker serves no requests without a {other} worker",
                 field=flag,
                 hint=f"give {flag} http://HOST:PORT, or --router-secret-file so that one can register",
             )

@@ -1,6 +1,6 @@
-"""Chat templates: a conversation to the prompt that the model was trained on.
+"""Chat templates: they turn a conversation into the prompt format that the model was trained on.
 
-A template comes with the checkpoint and is a stranger's program: see `fd_core.text.sandbox` for what holds it.
+A template comes with the checkpoint and is an untrusted program: `fd_core.text.sandbox` limits what it can do.
 """
 
 from __future__ import annotations

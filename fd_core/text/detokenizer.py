@@ -22,10 +22,10 @@ __all__ = ["IncrementalDetokenizer", "TextDelta"]
 
 
 class TextDelta(NamedTuple):
-    """What a push adds to the text.
+    """Text that new tokens add.
 
-    `stopped_by` is the stop string that ended it, None while there is none. `consumed` is how many of the
-    pushed tokens belong to the text: all of them, or those up to the one that completed the stop string.
+    `stopped_by` is the stop string that ended the text, None while there is none. `consumed` is how many of the
+    pushed tokens belong to the text: all of them, or those up to the token that completed the stop string.
     """
 
     text: str
@@ -36,7 +36,7 @@ class TextDelta(NamedTuple):
 class IncrementalDetokenizer:
     """Turns the tokens of one generation into text as they come.
 
-    With several stop strings the one that is complete first wins; of those complete at the same character, the
+    Of several stop strings the one that is complete first wins; of those complete at the same character, the
     longest. `include_stop` lets the text end with the stop string. `text_start` says that the tokens begin a text
     (as `Tokenizer.decode` takes them) and do not continue a prompt; it matters only for tokenizers that put a
     space before the first word. Raises `BadRequest` for an empty stop string.
@@ -86,7 +86,7 @@ class IncrementalDetokenizer:
         return TextDelta("".join(texts), None, len(token_ids))
 
     def flush(self) -> TextDelta:
-        """Return what was held back: the generation is over. Bytes of an unfinished character become U+FFFD."""
+        """Return the text that was held back until the end. Bytes of an unfinished character become U+FFFD."""
         if self._stopped is not None:
             return TextDelta("", self._stopped)
         text = self._started(utf_8_decode(self._pending, "replace", True)[0])
@@ -116,7 +116,7 @@ class IncrementalDetokenizer:
         return text
 
     def _released(self, text: str) -> str:
-        """Add text to what is held and return what may go out; sets `_stopped` when a stop string is complete."""
+        """Take text and return what may go out of it; sets `_stopped` when a stop string is complete."""
         if not text or not self._stops:
             return text
         text = self._held + text

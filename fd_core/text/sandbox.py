@@ -1,4 +1,4 @@
-"""The environment in which a stranger's template runs: Jinja's sandbox, with limits on steps and on growth.
+"""The environment in which untrusted templates run: Jinja's sandbox, with limits on steps and on growth.
 
 Jinja's own sandbox keeps a template away from Python's internals and from changing its input. It does not keep it
 from looping for hours or from filling the memory, so here each loop step and each call spends from a budget, and
@@ -22,13 +22,13 @@ from jinja2.visitor import NodeTransformer
 __all__ = ["MAX_CHARS", "MAX_STEPS", "Sandbox", "TemplateBudget", "TooMuch"]
 
 MAX_CHARS = 16 << 20
-"""Characters that a rendered prompt, or any value on the way to it, may have."""
+"""Limit for the characters of a rendered prompt, and of any value that a template computes."""
 
 MAX_STEPS = 2_000_000
-"""Steps that one rendering may take: a loop's turn is one, a call is ten."""
+"""Limit for the steps of one rendering: each pass of a loop is one step, each call ten."""
 
 BUDGET = "#budget"
-"""Where a rendering's budget is in its context; no template can spell the name."""
+"""Name of the budget in the context of a rendering; no template can spell it."""
 
 _CALL_STEPS = 10
 _MAX_ITEMS = 1_000_000
@@ -38,17 +38,17 @@ _WIDE = re.compile(r"\d{5,}")
 
 
 class TooMuch(Exception):
-    """The template would take more than the limits allow."""
+    """The template would take more steps or characters than the limits allow."""
 
 
 class TemplateBudget:
-    """What one rendering may still spend."""
+    """The steps that one rendering may still take."""
 
     def __init__(self, steps: int = MAX_STEPS) -> None:
         self._left = steps
 
     def spend(self, steps: int = 1) -> None:
-        """Take steps; `TooMuch` when none is left."""
+        """Take steps. Raises `TooMuch` when none is left."""
         self._left -= steps
         if self._left < 0:
             raise TooMuch(f"it takes more than {MAX_STEPS} steps")
@@ -86,7 +86,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - jinja's signature: a template's keyword arguments must not collide
-        """Call what the sandbox allows, within the budget."""
+        """Call a function that the sandbox allows, within the budget."""
         __context.parent[BUDGET].spend(_CALL_STEPS)
         # jinja wraps str.format in a function of its own
         method = getattr(__obj, "__wrapped__", __obj)
@@ -103,7 +103,7 @@ _CONCAT = "#concat"
 
 
 class _Meter(NodeTransformer):
-    """Puts every loop's iterable and every `~` behind a filter that watches it."""
+    """Puts the iterable of every loop and every `~` behind a filter that keeps to the limits."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802 - the visitor looks methods up by node name
         self.generic_visit(node)

@@ -102,7 +102,7 @@ class Tokenizer:
 
     @cached_property
     def spoken_table(self) -> list[bytes]:
-        """As `byte_table`, with control tokens silent. Read it, never change it."""
+        """The bytes of every token by id, none for control tokens. Read it, never change it."""
         table = list(self.byte_table)
         for token_id in self.special_ids:
             table[token_id] = b""

@@ -179,8 +179,8 @@ def test_a_pair_behind_a_router(logs: Path) -> None:
     [
         ((), 2, "there is no worker to send requests to"),
         (("--worker", "ftp://x"), 2, "--worker"),
-        (("--worker", "http://x:1", "--prefill", "http://x:2"), 2, "serves nobody without a decode worker"),
-        (("--decode", "http://x:2"), 2, "serves nobody without a prefill worker"),
+        (("--worker", "http://x:1", "--prefill", "http://x:2"), 2, "serves no requests without a decode worker"),
+        (("--decode", "http://x:2"), 2, "serves no requests without a prefill worker"),
         (("--prefill", "http://x:1", "--decode", "ftp://x"), 2, "--decode"),
         (("--prefill", "http://x:1", "--decode", "http://x:2", "--prefill-policy", "none"), 4, "none"),
         (("--worker", "http://x:1", "--tokenizer", "no-such-model"), 3, "no such model"),
