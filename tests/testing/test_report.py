@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from fd_core.testing.report.model import Card, Report, Result, read_report
+from fd_core.testing.report.model import Card, ConformanceReport, Result, read_report
 from fd_core.testing.report.page import html_of, markdown_of
 from fd_core.testing.report.terminal import print_report
 
@@ -23,7 +23,7 @@ GOOD = Card(target="good", dtype="float32", device="a chip", results=RESULTS[:1]
 BAD = Card(target="bad", device="another chip", results=RESULTS)
 PLAYED = Card(target="played", emulated=True, results=[RESULTS[0], RESULTS[2]])
 DEAD = Card(target="dead", error="test_x ended the process with signal 11", results=RESULTS[:1])
-REPORT = Report(
+REPORT = ConformanceReport(
     fd_core="1", python="3", machine="m", command="fdcore conformance good bad", cards=[GOOD, BAD, PLAYED, DEAD]
 )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fd_core.hookspecs import ENTRY_POINT_GROUP
-from fd_core.testing.report.recorder import Ended, read_events
+from fd_core.testing.report.recorder import CaseEnded, read_events
 from tests.testing.wrong import plugin
 from tests.testing.wrong.fault import FAULTS, matches
 
@@ -54,9 +54,9 @@ def failures(tmp_path_factory) -> dict[str, set[str]]:
     found: dict[str, set[str]] = defaultdict(set)
     for half in range(2):
         for event in read_events(folder / f"results{half}"):
-            if isinstance(event, Ended) and event.result.outcome == "fail":
+            if isinstance(event, CaseEnded) and event.result.outcome == "fail":
                 found[event.target.partition(":")[0]].add(f"{event.result.section}:{event.result.test}")
-            elif isinstance(event, Ended):
+            elif isinstance(event, CaseEnded):
                 found[event.target.partition(":")[0]] |= set()
     return dict(found)
 

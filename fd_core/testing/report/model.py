@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 import msgspec
 
-__all__ = ["SCHEMA", "SECTIONS", "Card", "Outcome", "Report", "Result", "read_report"]
+__all__ = ["SCHEMA", "SECTIONS", "Card", "CaseOutcome", "ConformanceReport", "Result", "read_report"]
 
 SCHEMA: Final = 1
 """Version of the JSON; it grows when a reader of an older version would misunderstand."""
@@ -25,7 +25,7 @@ SECTIONS: Final = (
 )
 """Sections in order; each is a file of `fd_core.testing.suite`."""
 
-Outcome = Literal["pass", "fail", "limit"]
+CaseOutcome = Literal["pass", "fail", "limit"]
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +34,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     section: str
     test: str
     """Name, with parameters in brackets."""
-    outcome: Outcome
+    outcome: CaseOutcome
     reason: str = ""
     """Why it failed, or which limit keeps it from being run; one line."""
     seconds: float = 0.0
@@ -75,12 +75,12 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         """Return the results of a section, or of one test with all its parameters."""
         return [result for result in self.results if result.section == section and function in (None, result.function)]
 
-    def counts(self, section: str, function: str | None = None) -> Counter[Outcome]:
+    def counts(self, section: str, function: str | None = None) -> Counter[CaseOutcome]:
         """Return how many tests came to which outcome."""
         return Counter(result.outcome for result in self.of(section, function))
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class ConformanceReport(msgspec.Struct, frozen=True, kw_only=True):
     """Cards side by side."""
 
     schema: int = SCHEMA
@@ -101,7 +101,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         yield from (section for section in SECTIONS if section in found)
         yield from sorted(found - set(SECTIONS))
 
-    def beside(self, others: Iterable[Report]) -> Report:
+    def beside(self, others: Iterable[ConformanceReport]) -> ConformanceReport:
         """Return the report with the cards of others behind its own, and their commands."""
         every = [self, *others]
         commands = "\n".join(dict.fromkeys(report.command for report in every))
@@ -110,9 +110,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def read_report(content: bytes) -> Report:
+def read_report(content: bytes) -> ConformanceReport:
     """Parse the JSON. Raises `ValueError` if it is none, or of another version."""
-    report = msgspec.json.decode(content, type=Report)
+    report = msgspec.json.decode(content, type=ConformanceReport)
     if report.schema != SCHEMA:
         raise ValueError(f"the report has schema {report.schema}; this fd_core reads {SCHEMA}")
     return report

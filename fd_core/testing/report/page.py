@@ -8,7 +8,7 @@ from importlib import resources
 
 import jinja2
 
-from fd_core.testing.report.model import Card, Report
+from fd_core.testing.report.model import Card, ConformanceReport
 
 __all__ = ["html_of", "markdown_of"]
 
@@ -32,14 +32,14 @@ class Line:
     cells: list[Cell]
 
 
-def html_of(report: Report) -> str:
+def html_of(report: ConformanceReport) -> str:
     """Return the page."""
     source = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     return environment.from_string(source).render(report=report, lines=list(_lines(report)), verdict=_verdict)
 
 
-def markdown_of(report: Report) -> str:
+def markdown_of(report: ConformanceReport) -> str:
     """Return the table by sections, then failures, limits and what was emulated."""
     lines = ["| | " + " | ".join(f"`{card.target}`" for card in report.cards) + " |"]
     lines.append("|---" * (1 + len(report.cards)) + "|")
@@ -75,7 +75,7 @@ def _verdict(card: Card) -> str:
     return f"{words}, EMULATED, not run on hardware" if card.emulated else words
 
 
-def _lines(report: Report) -> Iterator[Line]:
+def _lines(report: ConformanceReport) -> Iterator[Line]:
     for section in report.sections():
         yield Line(section, True, [_cell(card, section) for card in report.cards])
         for function in report.functions(section):

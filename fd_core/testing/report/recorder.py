@@ -12,15 +12,15 @@ import msgspec
 import pytest
 
 from fd_core.testing import plugin
-from fd_core.testing.report.model import Outcome, Result
+from fd_core.testing.report.model import CaseOutcome, Result
 
 if TYPE_CHECKING:
     from fd_core.testing.target import Target
 
-__all__ = ["About", "Event", "Started", "read_events"]
+__all__ = ["BackendDescribed", "CaseStarted", "RecordedEvent", "read_events"]
 
 
-class About(msgspec.Struct, frozen=True, tag="about"):
+class BackendDescribed(msgspec.Struct, frozen=True, tag="about"):
     """What is known of a backend once it was made."""
 
     target: str
@@ -31,7 +31,7 @@ class About(msgspec.Struct, frozen=True, tag="about"):
     limits: dict[str, str]
 
 
-class Started(msgspec.Struct, frozen=True, tag="started"):
+class CaseStarted(msgspec.Struct, frozen=True, tag="started"):
     """A test begins; what follows no line of the same test is what it did to the process."""
 
     target: str
@@ -39,22 +39,22 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
     test: str
 
 
-class Ended(msgspec.Struct, frozen=True, tag="ended"):
+class CaseEnded(msgspec.Struct, frozen=True, tag="ended"):
     """A test came to an outcome."""
 
     target: str
     result: Result
 
 
-Event = About | Started | Ended
+RecordedEvent = BackendDescribed | CaseStarted | CaseEnded
 
 
-def read_events(path: Path) -> list[Event]:
+def read_events(path: Path) -> list[RecordedEvent]:
     """Return what was written so far; a line that was cut off is left out."""
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")
-    return [msgspec.json.decode(line, type=Event) for line in lines[:-1]]
+    return [msgspec.json.decode(line, type=RecordedEvent) for line in lines[:-1]]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -67,17 +67,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """Begin to record if asked to."""
     path = config.getoption("--fd-results")
     if path is not None:
-        config.pluginmanager.register(_Recorder(Path(path)), "fd-results")
+        config.pluginmanager.register(_ResultRecorder(Path(path)), "fd-results")
 
 
-class _Recorder:
+class _ResultRecorder:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._known: set[str] = set()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
-        self._write(Started(*_identity(item)))
+        self._write(CaseStarted(*_identity(item)))
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
@@ -98,7 +98,7 @@ class _Recorder:
                 reason="" if report.passed else _reason(report, call),
                 seconds=round(call.duration, 4),
             )
-            self._write(Ended(target, result))
+            self._write(CaseEnded(target, result))
         return report
 
     def _introduce(self, item: pytest.Item, name: str) -> None:
@@ -110,9 +110,9 @@ class _Recorder:
 
         dtype, device = target.ops.dtype, target.backend.describe()
         origin = str(installed_plugins().backends()[target.name].origin)
-        self._write(About(name, device, dtype, origin, target.emulated, dict(target.limits)))
+        self._write(BackendDescribed(name, device, dtype, origin, target.emulated, dict(target.limits)))
 
-    def _write(self, event: Event) -> None:
+    def _write(self, event: RecordedEvent) -> None:
         with self._path.open("ab") as file:
             file.write(msgspec.json.encode(event) + b"\n")
 
@@ -129,7 +129,7 @@ def _identity(item: pytest.Item) -> tuple[str, str, str]:
     return target, module, f"{function}[{parts}]" if parts else function
 
 
-def _outcome(report: pytest.TestReport) -> Outcome:
+def _outcome(report: pytest.TestReport) -> CaseOutcome:
     return "pass" if report.passed else "limit" if report.skipped else "fail"
 
 

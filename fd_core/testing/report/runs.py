@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import Final
 
 import fd_core
-from fd_core.testing.report.model import Card, Report, Result
-from fd_core.testing.report.recorder import About, Ended, Started, read_events
+from fd_core.testing.report.model import Card, ConformanceReport, Result
+from fd_core.testing.report.recorder import BackendDescribed, CaseEnded, CaseStarted, read_events
 
 __all__ = ["run_suite"]
 
 _QUIET_SECONDS: Final = 600.0
 """A test that takes longer hangs."""
 _USAGE_CODES: Final = {1, 0}
-Progress = Callable[[str, int, int], None]
+RunProgress = Callable[[str, int, int], None]
 """Called with (target, tests done, tests that failed)."""
 
 
-def run_suite(targets: Sequence[str], expression: str | None, command: str, progress: Progress) -> Report:
+def run_suite(targets: Sequence[str], expression: str | None, command: str, progress: RunProgress) -> ConformanceReport:
     """Run the suite for each target, one after the other; `expression` is pytest's `-k`."""
-    return Report(
+    return ConformanceReport(
         fd_core=fd_core.__version__,
         python=platform.python_version(),
         machine=f"{platform.system()} {platform.machine()}",
@@ -37,7 +37,7 @@ def run_suite(targets: Sequence[str], expression: str | None, command: str, prog
     )
 
 
-def _card(target: str, expression: str | None, progress: Progress) -> Card:
+def _card(target: str, expression: str | None, progress: RunProgress) -> Card:
     with tempfile.TemporaryDirectory(prefix="fdcore-conformance-") as name:
         folder = Path(name)
         started = time.monotonic()
@@ -74,7 +74,7 @@ def _empty_settings(folder: Path) -> Path:
     return path
 
 
-def _watch(process: subprocess.Popen[bytes], results: Path, target: str, progress: Progress) -> bool:
+def _watch(process: subprocess.Popen[bytes], results: Path, target: str, progress: RunProgress) -> bool:
     """Wait for the end; returns whether it had to be made."""
     size, changed = -1, time.monotonic()
     while process.poll() is None:
@@ -82,7 +82,7 @@ def _watch(process: subprocess.Popen[bytes], results: Path, target: str, progres
         now = results.stat().st_size if results.exists() else 0
         if now != size:
             size, changed = now, time.monotonic()
-            ended = [event for event in read_events(results) if isinstance(event, Ended)]
+            ended = [event for event in read_events(results) if isinstance(event, CaseEnded)]
             progress(target, len(ended), sum(event.result.outcome == "fail" for event in ended))
         elif time.monotonic() - changed > _QUIET_SECONDS:
             os.killpg(process.pid, signal.SIGKILL)
@@ -92,16 +92,16 @@ def _watch(process: subprocess.Popen[bytes], results: Path, target: str, progres
 
 
 def _judge(target: str, path: Path, code: int, said: str, hung: bool, seconds: float) -> Card:
-    about: About | None = None
+    about: BackendDescribed | None = None
     results: dict[tuple[str, str], Result] = {}
-    running: Started | None = None
+    running: CaseStarted | None = None
     for event in read_events(path):
         match event:
-            case About():
+            case BackendDescribed():
                 about = event
-            case Started():
+            case CaseStarted():
                 running = event
-            case Ended():
+            case CaseEnded():
                 key = event.result.section, event.result.test
                 # A failure while cleaning up counts, whatever the test came to before.
                 results[key] = event.result

@@ -8,12 +8,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fd_core.testing.report.model import Card, Outcome, Report
+from fd_core.testing.report.model import Card, CaseOutcome, ConformanceReport
 
 __all__ = ["print_report"]
 
 
-def print_report(report: Report, console: Console) -> None:
+def print_report(report: ConformanceReport, console: Console) -> None:
     """Print the table of sections, then what failed and what was left out for which reason."""
     table = Table("", title="Conformance", title_justify="left")
     for card in report.cards:
@@ -34,7 +34,7 @@ def _heading(card: Card) -> Text:
     return about
 
 
-def _cell(counts: Counter[Outcome]) -> Text:
+def _cell(counts: Counter[CaseOutcome]) -> Text:
     if counts["fail"]:
         return Text(f"{counts['fail']} failed, {counts['pass']} passed", "bold red")
     parts = [f"{counts['pass']} passed"] if counts["pass"] else []
@@ -43,7 +43,7 @@ def _cell(counts: Counter[Outcome]) -> Text:
 
 
 def _print_card(card: Card, console: Console) -> None:
-    counts: Counter[Outcome] = Counter(result.outcome for result in card.results)
+    counts: Counter[CaseOutcome] = Counter(result.outcome for result in card.results)
     verdict = Text("passes" if card.passed else "DOES NOT PASS", "bold green" if card.passed else "bold red")
     line = Text(f"\n{card.target} ").append(verdict)
     done = f"{counts['pass']} passed, {counts['fail']} failed, {counts['limit']} left out"

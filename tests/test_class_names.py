@@ -1,0 +1,30 @@
+"""A class has its name for itself, private ones too: whoever searches for a name finds one thing."""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1] / "fd_core"
+
+STILL_SHARED = {
+    *("AttentionPlan", "Budget", "Choice", "CompiledForward", "Gate", "Ledger", "Load", "Policy", "Recorder"),
+    *("Registered", "Session", "Symbol", "View", "_Entry", "_Group"),
+}
+"""Names that wait for their renaming; the set only shrinks."""
+
+
+def shared_names() -> dict[str, list[str]]:
+    places = defaultdict(list)
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(path.relative_to(ROOT).as_posix())
+    return {name: files for name, files in places.items() if len(files) > 1}
+
+
+def test_no_two_classes_share_a_name() -> None:
+    assert {name: files for name, files in shared_names().items() if name not in STILL_SHARED} == {}
+
+
+def test_a_name_that_is_unique_leaves_the_list() -> None:
+    assert STILL_SHARED - set(shared_names()) == set()
