@@ -28,7 +28,7 @@ CONFORMING = (
     "xpu",
     "metax",
 )
-"""Columns of docs/conformance.md; xpu and metax are emulated where the hardware is not."""
+"""Columns of docs/conformance.md; xpu and metax are emulated on machines without their hardware."""
 
 
 @nox.session
@@ -90,7 +90,7 @@ def onnx(session: nox.Session) -> None:
 
 @nox.session
 def nixl(session: nox.Session) -> None:
-    """The connector on NIXL, with NIXL, which is large and asks for PyTorch; elsewhere its transfers are skipped."""
+    """The NIXL connector with the NIXL library, which is large; other sessions skip the transfers that need it."""
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test]", "-e", "plugins/connector_nixl[cu13,test]")
     with session.chdir("plugins/connector_nixl"):
@@ -111,7 +111,7 @@ def conformance(session: nox.Session) -> None:
 
 @nox.session
 def mutants(session: nox.Session) -> None:
-    """Faults put into the core one at a time: the fast tests must notice each. Arguments after `--` name some."""
+    """Puts faults into the core, one at a time: the fast tests must notice each. Arguments after `--` name mutants."""
     session.install("-e", ".[test]")
     session.run("python", "-m", "tests.mutants", *session.posargs)
 

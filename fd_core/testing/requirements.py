@@ -13,13 +13,13 @@ __all__ = ["OPEN", "Requirement", "closed", "lacks", "thorough_but"]
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """An ability: open, or closed for a reason."""
+    """An ability that tests ask for: present, or absent for a reason."""
 
     reason: str | None = None
-    """Why it is closed; None if it is open."""
+    """Why the ability is absent; None if it is present."""
 
     def require(self) -> None:
-        """Skip the test that asks, with the reason, if it is closed."""
+        """Skip the running test, with the reason, if the ability is absent."""
         if self.reason is not None:
             lacks(self.reason)
 

@@ -16,7 +16,7 @@ __all__ = ["ByHand", "SentStepper", "device_of"]
 
 
 def device_of(engine: Engine, transport: str) -> Device:
-    """Return a thread that computes the engine's steps and sends outputs by `memory` or `zmq`."""
+    """Return a device thread that computes the engine's steps; `transport`, `memory` or `zmq`, carries the outputs."""
     runner = engine._device.runner
     return SocketDevice(runner) if transport == "zmq" else ThreadDevice(runner)
 
@@ -62,7 +62,7 @@ class ByHand:
     def step(
         self, *rows: tuple[int, int] | tuple[int, int, bool] | tuple[int, int, bool, int], back: Sequence[int] = ()
     ) -> tuple[StepOutput, Outcomes]:
-        """Compute rows of (slot, tokens[, samples[, drafts]]) and take slots back; return output and its outcomes."""
+        """Compute rows of (slot, tokens[, samples[, drafts]]) and revoke the slots `back`; return its outcomes too."""
         full = [(slot, count, *rest, *(True, 0)[len(rest) :]) for slot, count, *rest in rows]
         slots = np.array([row[0] for row in full], np.int32)
         counts = np.array([row[1] for row in full], np.int32)

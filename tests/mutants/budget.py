@@ -160,7 +160,7 @@ MUTANTS = (
         ("runner/inputs.py", "total = int(counts.sum()) + padding", "total = int(counts.sum())"),
     ),
     mutant(
-        "a-new-stay-is-charged-for-drafts-of-the-one-before",
+        "a-new-residency-is-charged-for-drafts-of-the-one-before",
         "2.1: the charge is the request's real number of drafts",
         ("scheduling/slots.py", "= self.registered[slot] = self.drafts_ready[slot] = 0", "= self.registered[slot] = 0"),
     ),

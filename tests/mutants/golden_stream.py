@@ -42,13 +42,13 @@ MUTANTS = (
         ),
     ),
     mutant(
-        "a-new-stay-keeps-stale-drafts",
-        "4: the drafts of one stay are not those of the next",
+        "a-new-residency-keeps-stale-drafts",
+        "4: the drafts of one residency are not those of the next",
         (BATCH, "        self.num_drafts[slot] = 0\n        self.tokens", "        self.tokens"),
     ),
     mutant(
-        "the-drafter-keeps-the-stay-before",
-        "4: the drafts of one stay are not those of the next",
+        "the-drafter-keeps-the-residency-before",
+        "4: the drafts of one residency are not those of the next",
         (RUNNER, "self._admit_to_drafter(admission.slot, admission.token_ids)", "pass"),
     ),
     mutant(
@@ -119,7 +119,7 @@ MUTANTS = (
         ("scheduling/plan.py", "prompt_len=len(request.spec.prompt),", "prompt_len=len(tokens),"),
     ),
     mutant(
-        "a-new-stay-keeps-stale-penalties",
+        "a-new-residency-keeps-stale-penalties",
         "4: a row's result depends on its own request only",
         (PENALTIES, "            self._row_of[slot] = -1\n", ""),
     ),

@@ -1,4 +1,4 @@
-"""Faults against section 1 of the protocol: how a slot is taken back, and whose tokens are whose."""
+"""Faults against section 1 of the protocol: how a slot is revoked, and which request a token belongs to."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ MUTANTS = (
     ),
     mutant(
         "requeue-on-any-answer",
-        "1.2: a release answers the take-back of its own step",
+        "1.2: a release answers the revocation of its own step",
         (
             OUTPUTS,
             "        self._scheduler.answered(plan.step)\n",
@@ -86,12 +86,12 @@ MUTANTS = (
     ),
     mutant(
         "a-missing-release-is-overlooked",
-        "1.2: exactly one -9 answers a take-back",
+        "1.2: exactly one -9 answers a revocation",
         (OUTPUTS, "if seen != set(expected):", "if not seen <= set(expected):"),
     ),
     mutant(
         "a-release-that-nobody-asked-for-is-overlooked",
-        "1.2: no -9 without a take-back",
+        "1.2: no -9 without a revocation",
         (OUTPUTS, "if seen != set(expected):", "if not seen >= set(expected):"),
     ),
     mutant(
@@ -116,12 +116,12 @@ MUTANTS = (
     ),
     mutant(
         "no-output-for-an-empty-batch",
-        "1.3: a step whose whole batch was taken back still yields an output",
+        "1.3: a step whose whole batch was revoked still yields an output",
         (RUNNER, "for revocation in plan.revocations]", "for revocation in plan.revocations if len(rows.slots)]"),
     ),
     mutant(
         "no-step-for-an-empty-batch",
-        "1.3: a step whose whole batch was taken back still yields an output",
+        "1.3: a step whose whole batch was revoked still yields an output",
         (
             "scheduling/plan.py",
             "return not (self._slots or self._revocations or self._admissions)",
@@ -194,7 +194,7 @@ MUTANTS = (
     ),
     mutant(
         "no-gen-check-of-rows-here",
-        "1.5: outputs apply only if the gen matches the slot's present stay",
+        "1.5: outputs apply only if the gen matches the slot's present residency",
         (OUTPUTS, "same_here = (table.gen[plan.slots] == plan.gens) & occupied", "same_here = occupied"),
     ),
     mutant(
@@ -208,7 +208,7 @@ MUTANTS = (
         (OUTPUTS, _STALE_TAKE_BACK, "            if table.gen[slot] != gen:\n"),
     ),
     mutant(
-        "a-new-stay-keeps-the-gen",
+        "a-new-residency-keeps-the-gen",
         "1.5: the gen grows each time a request is admitted to a slot",
         ("scheduling/slots.py", "        self.gen[slot] += 1\n", "        self.gen[slot] = 1\n"),
     ),

@@ -1,4 +1,4 @@
-"""What a report says, as data: the JSON of `fdcore conformance --json`."""
+"""The conformance report as data: the JSON of `fdcore conformance --json`."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """What one backend was found to do."""
+    """The results of one backend."""
 
     target: str
-    """As it was asked for: name and settings."""
+    """The backend as the user named it: name and settings."""
     device: str = ""
     dtype: str = ""
     distribution: str = ""
     emulated: bool = False
-    """Whether it ran on another device than the one it is for: nothing here says anything about that one."""
+    """Whether the backend ran on another device than its own; the results then say nothing about its own device."""
     limits: dict[str, str] = {}
     error: str | None = None
     """Why the tests could not be run to their end; None if they were."""
@@ -81,7 +81,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConformanceReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Cards side by side."""
+    """The cards of one or more backends."""
 
     schema: int = SCHEMA
     fd_core: str
@@ -102,7 +102,7 @@ class ConformanceReport(msgspec.Struct, frozen=True, kw_only=True):
         yield from sorted(found - set(SECTIONS))
 
     def beside(self, others: Iterable[ConformanceReport]) -> ConformanceReport:
-        """Return the report with the cards of others behind its own, and their commands."""
+        """Return a report with this report's cards and commands followed by those of `others`."""
         every = [self, *others]
         commands = "\n".join(dict.fromkeys(report.command for report in every))
         return msgspec.structs.replace(

@@ -15,7 +15,7 @@ __all__ = ["html_of", "markdown_of"]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What one backend did in one row of the table."""
+    """The outcome of one backend in one row of the table."""
 
     kind: str
     """`pass`, `fail`, `limit`, or `none` where nothing was run."""
@@ -25,7 +25,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A row: a section, or a test of it with all its parameters."""
+    """A row of the table: a section, or a test of the section with all its parameters."""
 
     name: str
     is_section: bool
@@ -70,7 +70,7 @@ def _one_line(text: str) -> str:
 
 
 def _verdict(card: Card) -> str:
-    """Return the head of a column."""
+    """Return the heading of a backend's column."""
     words = "passes" if card.passed else "does not pass"
     return f"{words}, EMULATED, not run on hardware" if card.emulated else words
 

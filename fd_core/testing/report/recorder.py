@@ -1,4 +1,4 @@
-"""A pytest plugin that writes what each test of the suite came to, line by line, so that a crash loses one test only.
+"""A pytest plugin that writes the outcome of each test of the suite as one line, so that a crash loses one test only.
 
 python -m pytest -p fd_core.testing.report.recorder --pyargs fd_core.testing.suite --fd-results FILE ...
 """
@@ -21,7 +21,7 @@ __all__ = ["BackendDescribed", "CaseStarted", "RecordedEvent", "read_events"]
 
 
 class BackendDescribed(msgspec.Struct, frozen=True, tag="about"):
-    """What is known of a backend once it was made."""
+    """Device, dtype and limits of a backend, known once the backend was made."""
 
     target: str
     device: str
@@ -32,7 +32,7 @@ class BackendDescribed(msgspec.Struct, frozen=True, tag="about"):
 
 
 class CaseStarted(msgspec.Struct, frozen=True, tag="started"):
-    """A test begins; what follows no line of the same test is what it did to the process."""
+    """A test began. If no `CaseEnded` follows, the test ended the process."""
 
     target: str
     section: str
@@ -40,7 +40,7 @@ class CaseStarted(msgspec.Struct, frozen=True, tag="started"):
 
 
 class CaseEnded(msgspec.Struct, frozen=True, tag="ended"):
-    """A test came to an outcome."""
+    """A test ended."""
 
     target: str
     result: Result
@@ -50,7 +50,7 @@ RecordedEvent = BackendDescribed | CaseStarted | CaseEnded
 
 
 def read_events(path: Path) -> list[RecordedEvent]:
-    """Return what was written so far; a line that was cut off is left out."""
+    """Return the events written so far; a line that was cut off is left out."""
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")
@@ -64,7 +64,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin to record if asked to."""
+    """Record results if `--fd-results` was given."""
     path = config.getoption("--fd-results")
     if path is not None:
         config.pluginmanager.register(_ResultRecorder(Path(path)), "fd-results")

@@ -20,7 +20,7 @@ from fd_core.testing.report.recorder import BackendDescribed, CaseEnded, CaseSta
 __all__ = ["run_suite"]
 
 _QUIET_SECONDS: Final = 600.0
-"""A test that takes longer hangs."""
+"""Seconds without a new result after which the suite counts as hanging."""
 _USAGE_CODES: Final = {1, 0}
 RunProgress = Callable[[str, int, int], None]
 """Called with (target, tests done, tests that failed)."""
@@ -75,7 +75,7 @@ def _empty_settings(folder: Path) -> Path:
 
 
 def _watch(process: subprocess.Popen[bytes], results: Path, target: str, progress: RunProgress) -> bool:
-    """Wait for the end; returns whether it had to be made."""
+    """Wait until the process ends; return whether it was killed because it hung."""
     size, changed = -1, time.monotonic()
     while process.poll() is None:
         time.sleep(0.2)

@@ -14,7 +14,7 @@ __all__ = ["print_report"]
 
 
 def print_report(report: ConformanceReport, console: Console) -> None:
-    """Print the table of sections, then what failed and what was left out for which reason."""
+    """Print the table of sections, then the tests that failed, then the tests left out with their reasons."""
     table = Table("", title="Conformance", title_justify="left")
     for card in report.cards:
         table.add_column(_heading(card), overflow="fold")

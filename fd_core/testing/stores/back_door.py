@@ -20,7 +20,7 @@ class BackDoor(abc.ABC):
 
     @abc.abstractmethod
     def read(self, key: bytes) -> bytes | None:
-        """Return what lies under `key`, None if nothing does."""
+        """Return the value under `key`, None if there is none."""
 
     @abc.abstractmethod
     def write(self, key: bytes, value: bytes) -> None:
@@ -28,16 +28,16 @@ class BackDoor(abc.ABC):
 
     @abc.abstractmethod
     def delete(self, key: bytes) -> None:
-        """Take away what lies under `key`, if anything does."""
+        """Remove the value under `key`, if there is one."""
 
     def spoil(self, key: bytes) -> None:
-        """Put something under `key` that is no value at all, such as another type or a folder."""
+        """Put something under `key` that is not a value, such as another type or a folder."""
         lacks(f"{type(self).__name__} cannot put anything but values under a key")
 
     def restart(self) -> None:
-        """End whatever holds the values, without warning, and start it again."""
+        """Kill whatever holds the values and start it again."""
         lacks(f"{type(self).__name__} has nothing to restart")
 
     def fault(self, trouble: Trouble) -> AbstractContextManager[object]:
-        """Return a context inside which the store has that trouble and after which it has not."""
+        """Return a context manager: the store has the trouble inside it and is well again afterwards."""
         lacks(f"{type(self).__name__} cannot make a store {trouble}")

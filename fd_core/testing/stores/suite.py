@@ -40,7 +40,7 @@ class StoreSuite:
     size_cap: Requirement = OPEN
     """The parameter `max_bytes` of a location is a limit, and what was not used for longest goes first."""
     secrets: tuple[str, ...] = ()
-    """Texts in the location that nobody may see."""
+    """Secrets in the location, which no message may show."""
     examples: int = 15
     """Random runs beside a dict."""
 

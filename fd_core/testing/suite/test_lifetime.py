@@ -96,7 +96,7 @@ def test_a_closed_engine_leaves_no_cache_behind(target: Target) -> None:
 
 @pytest.mark.fd_thorough
 def test_memory_comes_back_when_engines_close(target: Target, require: Callable[..., None]) -> None:
-    """Caches of 24 MiB, filled: two that stay behind would show, on the device or in this process."""
+    """Filled caches of 24 MiB: two that were not freed would show, in the device's memory or in this process."""
     require("kv_transfer")
     room: dict[str, Any] = {"block_size": 128, "max_model_len": 128}
     with target.engine(**room) as engine:

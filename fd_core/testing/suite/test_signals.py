@@ -46,7 +46,7 @@ def by_hand(target: Target, golden: Golden, k: int = 0) -> Iterator[ByHand]:
 
 
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
-def test_a_take_back_is_answered_in_its_own_step(target: Target, golden: Golden, k: int) -> None:
+def test_a_revocation_is_answered_in_its_own_step(target: Target, golden: Golden, k: int) -> None:
     with by_hand(target, golden, k) as hand:
         for slot in (0, 2, 3):
             hand.admit(slot, PROMPTS[slot][:8])
@@ -59,7 +59,7 @@ def test_a_take_back_is_answered_in_its_own_step(target: Target, golden: Golden,
 
 
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
-def test_rows_beside_a_take_back_keep_their_tokens(target: Target, golden: Golden, k: int) -> None:
+def test_rows_beside_a_revocation_keep_their_tokens(target: Target, golden: Golden, k: int) -> None:
     with by_hand(target, golden, k) as hand:
         for slot in range(4):
             hand.admit(slot, PROMPTS[slot][:8])
@@ -75,7 +75,7 @@ def test_rows_beside_a_take_back_keep_their_tokens(target: Target, golden: Golde
 
 
 def test_a_row_that_is_left_out_of_a_step_is_not_released(target: Target, golden: Golden) -> None:
-    """Absence never means a take-back."""
+    """A row's absence never means a release."""
     with by_hand(target, golden) as hand:
         for slot in range(2):
             hand.admit(slot, PROMPTS[slot][:8])
@@ -110,7 +110,7 @@ def test_an_unfinished_chunk_says_nothing(target: Target, golden: Golden) -> Non
 
 
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
-def test_a_batch_that_is_taken_back_as_a_whole_is_answered(target: Target, golden: Golden, k: int) -> None:
+def test_a_batch_that_is_revoked_as_a_whole_is_answered(target: Target, golden: Golden, k: int) -> None:
     with by_hand(target, golden, k) as hand:
         for slot in range(3):
             hand.admit(slot, PROMPTS[slot][:8])
@@ -121,7 +121,7 @@ def test_a_batch_that_is_taken_back_as_a_whole_is_answered(target: Target, golde
 
 
 def test_a_slot_that_is_used_again_starts_anew(target: Target, golden: Golden) -> None:
-    """Neither the last token of who was there, nor anything else of it, is left."""
+    """No token and no other state of the request before is left in the slot."""
     with by_hand(target, golden) as hand:
         hand.admit(0, PROMPTS[3][:12])
         hand.step((0, 12))
@@ -175,7 +175,7 @@ def test_token_id_zero_is_a_token(target: Target, k: int) -> None:
 def pressed(
     target: Target, golden: Golden, specs: Sequence[RequestSpec], k: int = 0, transport: str = "memory", **changes: Any
 ) -> Iterator[SentStepper]:
-    """A stepper that admits everybody at once into a pool that holds one."""
+    """A stepper that admits all requests at once into a pool that holds one of them."""
     with target.engine(k, golden.whole(specs) if k else (), 0.3, **changes) as engine:
         device = device_of(engine, transport)
         stepper = SentStepper(engine, device)
@@ -206,7 +206,7 @@ def test_a_batch_that_is_preempted_as_a_whole_goes_on(target: Target, golden: Go
     alone: list[StepPlan] = []
     with pressed(target, golden, specs, 0, transport) as stepper:
         stepper.run(2, watch=lambda plan: alone.append(plan) if plan.revocations and not len(plan.slots) else None)
-        assert alone, "no step consisted of take-backs alone"
+        assert alone, "no step consisted of revocations alone"
         golden.check(specs, stepper.texts.tokens)
 
 

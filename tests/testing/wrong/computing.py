@@ -104,7 +104,7 @@ class RotatesHalvesOnly:
     "operations:test_attention_reads_scattered_blocks*",
     "operations:test_attention_keeps_to_its_window*",
     "operations:test_attention_caps_its_scores*",
-    "signals:test_rows_beside_a_take_back_keep_their_tokens*",
+    "signals:test_rows_beside_a_revocation_keep_their_tokens*",
     "signals:test_an_unfinished_chunk_says_nothing",
     "signals:test_a_slot_that_is_used_again_starts_anew",
     "signals:test_rejected_drafts_are_empty_and_accepted_ones_are_not*",
@@ -155,7 +155,7 @@ class ForgetsTheNormBehind:
     "models:test_a_model_computes_what_the_oracle_computes*",
     "operations:test_gated_linear_activates_the_gate*",
     "operations:test_moe_adds_the_weighted_outputs_of_the_chosen_experts*",
-    "signals:test_rows_beside_a_take_back_keep_their_tokens*",
+    "signals:test_rows_beside_a_revocation_keep_their_tokens*",
     "signals:test_an_unfinished_chunk_says_nothing",
     "signals:test_a_slot_that_is_used_again_starts_anew",
     "signals:test_rejected_drafts_are_empty_and_accepted_ones_are_not*",
@@ -210,7 +210,7 @@ class ForgetsTheScaleOfEmbeddings:
 @wrong(
     "reference",
     "models:test_a_model_computes_what_the_oracle_computes*",
-    "signals:test_rows_beside_a_take_back_keep_their_tokens*",
+    "signals:test_rows_beside_a_revocation_keep_their_tokens*",
     "signals:test_rejected_drafts_are_empty_and_accepted_ones_are_not*",
     spreads_to=(
         "budget:*",

@@ -13,8 +13,8 @@ from tests.testing.wrong.fault import wrong
 
 @wrong(
     "null",
-    "signals:test_a_take_back_is_answered_in_its_own_step[3]",
-    "signals:test_a_batch_that_is_taken_back_as_a_whole_is_answered[3]",
+    "signals:test_a_revocation_is_answered_in_its_own_step[3]",
+    "signals:test_a_batch_that_is_revoked_as_a_whole_is_answered[3]",
     "signals:test_preempted_again_and_again_nothing_is_lost[3-2-memory]",
     "signals:test_preempted_again_and_again_nothing_is_lost[3-2-zmq]",
     "signals:test_no_negative_id_reaches_log_probabilities[3]",
@@ -27,9 +27,9 @@ class ForgetsReleasesWhenSpeculating:
 
 @wrong(
     "null",
-    "signals:test_a_take_back_is_answered_in_its_own_step*",
+    "signals:test_a_revocation_is_answered_in_its_own_step*",
     "signals:test_an_idle_slot_says_nothing*",
-    "signals:test_a_batch_that_is_taken_back_as_a_whole_is_answered*",
+    "signals:test_a_batch_that_is_revoked_as_a_whole_is_answered*",
     "signals:test_a_slot_that_is_used_again_starts_anew",
     spreads_to=(
         "golden:*",
@@ -72,7 +72,7 @@ class ReleasesOneStepEarly:
     "null",
     "signals:test_a_row_that_is_left_out_of_a_step_is_not_released",
     "signals:test_an_idle_slot_says_nothing*",
-    "signals:test_a_batch_that_is_taken_back_as_a_whole_is_answered*",
+    "signals:test_a_batch_that_is_revoked_as_a_whole_is_answered*",
     spreads_to=(
         "budget:*",
         "golden:*",
@@ -91,8 +91,8 @@ class ReleasesAnIdleSlot:
 
 @wrong(
     "null",
-    "signals:test_a_take_back_is_answered_in_its_own_step*",
-    "signals:test_rows_beside_a_take_back_keep_their_tokens*",
+    "signals:test_a_revocation_is_answered_in_its_own_step*",
+    "signals:test_rows_beside_a_revocation_keep_their_tokens*",
     "signals:test_an_idle_slot_says_nothing*",
     spreads_to=(
         "golden:test_preemption_changes_no_text*",
@@ -112,10 +112,10 @@ class DropsRowsBehindARelease:
 
 @wrong(
     "null",
-    "signals:test_a_take_back_is_answered_in_its_own_step[3]",
-    "signals:test_rows_beside_a_take_back_keep_their_tokens[3]",
+    "signals:test_a_revocation_is_answered_in_its_own_step[3]",
+    "signals:test_rows_beside_a_revocation_keep_their_tokens[3]",
     "signals:test_an_idle_slot_says_nothing[3]",
-    "signals:test_a_batch_that_is_taken_back_as_a_whole_is_answered[3]",
+    "signals:test_a_batch_that_is_revoked_as_a_whole_is_answered[3]",
     "signals:test_preempted_again_and_again_nothing_is_lost[3-2-memory]",
     "signals:test_preempted_again_and_again_nothing_is_lost[3-2-zmq]",
     "signals:test_no_negative_id_reaches_log_probabilities[3]",
@@ -159,7 +159,7 @@ class LeavesAStaleToken:
 
 @wrong(
     "null",
-    "signals:test_a_batch_that_is_taken_back_as_a_whole_is_answered*",
+    "signals:test_a_batch_that_is_revoked_as_a_whole_is_answered*",
     "signals:test_a_slot_that_is_used_again_starts_anew",
     spreads_to=(
         "golden:*",
@@ -183,7 +183,7 @@ class HangsOnAnEmptyBatch:
     "sampling:test_a_large_vocabulary_with_every_filter",
     "sampling:test_a_row_does_not_depend_on_its_neighbours",
     "sampling:test_a_chosen_token_is_a_number_of_the_vocabulary",
-    "signals:test_rows_beside_a_take_back_keep_their_tokens*",
+    "signals:test_rows_beside_a_revocation_keep_their_tokens*",
     "signals:test_rejected_drafts_are_empty_and_accepted_ones_are_not*",
     spreads_to=(
         "budget:*",

@@ -66,7 +66,7 @@ class ExportsAView:
     "reference",
     "fusions:test_fusions_equal_the_composition*",
     "fusions:test_what_a_block_held_before_does_not_matter",
-    "signals:test_rows_beside_a_take_back_keep_their_tokens*",
+    "signals:test_rows_beside_a_revocation_keep_their_tokens*",
     "signals:test_an_unfinished_chunk_says_nothing",
     "signals:test_a_slot_that_is_used_again_starts_anew",
     "signals:test_rejected_drafts_are_empty_and_accepted_ones_are_not*",
