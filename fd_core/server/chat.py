@@ -43,7 +43,7 @@ async def create_chat_completion(request: Request) -> Response:
     prompt = await chat_prompt(
         state, body.messages, body.add_generation_prompt is not False, body.chat_template_kwargs or {}
     )
-    job = build_job(state, body, request.state.request_id, [prompt], n, logprobs, prefill_at)
+    job = build_job(state, body, request, [prompt], n, logprobs, prefill_at)
     shown = Shown(
         answer_id=f"chatcmpl-{job.request_id}",
         model=model,

@@ -43,7 +43,7 @@ async def create_completion(request: Request) -> Response:
     prompts = await completion_prompts(state, body.prompt, body.add_special_tokens is not False)
     n = choices_per_prompt(body, len(prompts))
     ids = [each.ids for each in prompts]
-    job = build_job(state, body, request.state.request_id, ids, n, body.logprobs, prefill_at)
+    job = build_job(state, body, request, ids, n, body.logprobs, prefill_at)
     echoes = None
     if body.echo:
         skip = job.rules.skip_special

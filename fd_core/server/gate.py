@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 import uuid
 from typing import Final
 
@@ -26,7 +27,8 @@ def request_id_of(given: bytes) -> bytes:
 class Gate:
     """ASGI middleware. Sets `request.state.request_id`: the client's X-Request-Id if it is usable, else a fresh one.
 
-    The id goes back in the answer's header. Nothing of a request but its path is ever logged here.
+    The id goes back in the response's header. `request.state.arrived` is when the request's head was read, in seconds
+    of `time.perf_counter`. Nothing of a request but its path is ever logged here.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyRing, metrics: ServerMetrics) -> None:
@@ -41,7 +43,7 @@ class Gate:
             return
         headers = dict(scope["headers"])
         request_id = request_id_of(headers.get(b"x-request-id", b""))
-        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        scope.setdefault("state", {}).update(request_id=request_id.decode(), arrived=time.perf_counter())
         started = False
 
         async def numbered(message: Message) -> None:

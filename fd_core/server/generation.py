@@ -42,6 +42,8 @@ class Job:
     """A checked request: everything that one HTTP request wants generated."""
 
     request_id: str
+    arrived: float
+    """When the server received the request, in seconds of `time.perf_counter`."""
     prompts: list[tuple[int, ...]]
     params: list[SamplingParams]
     """For each prompt; the seed is that of its first choice."""
@@ -78,13 +80,13 @@ class Choice:
     """One text that is being generated."""
 
     __slots__ = (
+        "_arrived",
         "_deltas",
         "_eos",
         "_every_token",
         "_include_stop",
         "_last",
         "_metrics",
-        "_started",
         "_stop_ids",
         "_text",
         "cached_tokens",
@@ -116,7 +118,7 @@ class Choice:
             include_stop=job.rules.include_stop,
         )
         self._metrics = state.metrics
-        self._started = self._last = time.perf_counter()
+        self._arrived = self._last = job.arrived
 
     async def next(self) -> Piece | None:
         """Return the next piece, None after the one with a finish reason.
@@ -170,13 +172,13 @@ class Choice:
         if self.tokens:
             self._metrics.inter_token.observe((moment - self._last) / count, count)
         else:
-            self._metrics.ttft.observe(moment - self._started)
+            self._metrics.ttft.observe(moment - self._arrived)
         self._last = moment
 
     def _end(self, outcome: str) -> None:
         self.finished = outcome
         self._metrics.outcomes[outcome] += 1
-        self._metrics.end_to_end.observe(time.perf_counter() - self._started)
+        self._metrics.end_to_end.observe(time.perf_counter() - self._arrived)
 
     def give_up(self, outcome: str) -> None:
         """Count a choice that ends before its time; one that has ended stays as it is."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fastapi import Request
+
 from fd_core.server.errors import invalid
 from fd_core.server.generation import Job, TextRules
 from fd_core.server.request_schemas import GenerationRequest
@@ -14,7 +16,7 @@ __all__ = ["build_job", "check_stream"]
 def build_job(
     state: ServerState,
     body: GenerationRequest,
-    request_id: str,
+    request: Request,
     prompts: list[tuple[int, ...]],
     n: int,
     logprobs: int | None,
@@ -26,7 +28,8 @@ def build_job(
     """
     rules = TextRules(stop_strings(body), bool(body.include_stop_str_in_output), body.skip_special_tokens is not False)
     return Job(
-        request_id=request_id,
+        request_id=request.state.request_id,
+        arrived=request.state.arrived,
         prompts=prompts,
         params=sampling_params(body, state.client.info, prompts, logprobs),
         n=n,

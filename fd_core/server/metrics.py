@@ -58,13 +58,17 @@ class ServerMetrics(Collector):
     def __init__(self, client: EngineClient) -> None:
         self._client = client
         self.ttft = Histogram(
-            "fdcore_time_to_first_token_seconds", "Time from a request's start to its first token, in seconds.", _TTFT
+            "fdcore_time_to_first_token_seconds",
+            "Time from the arrival of a request at the server, before its body is read, to its first token, in seconds.",
+            _TTFT,
         )
         self.inter_token = Histogram(
             "fdcore_inter_token_seconds", "Time between two tokens of one generation, in seconds.", _INTER_TOKEN
         )
         self.end_to_end = Histogram(
-            "fdcore_end_to_end_seconds", "Time from a request's start to its end, in seconds.", _END_TO_END
+            "fdcore_end_to_end_seconds",
+            "Time from the arrival of a request at the server to its last token, in seconds.",
+            _END_TO_END,
         )
         self.outcomes: Counter[str] = Counter(dict.fromkeys(("stop", "length", "abort", "error", "disconnect"), 0))
         self.answers: Counter[tuple[str, int]] = Counter()
