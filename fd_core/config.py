@@ -10,7 +10,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from fd_core.constraints import ByteSize, Checked, OneOf, Range
+from fd_core.constraints import ByteSize, CheckedStruct, OneOf, Range
 from fd_core.errors import ConfigError
 
 __all__ = ["EngineConfig", "Limits", "ServerConfig", "SpeculativeConfig", "resolve_limits"]
@@ -21,7 +21,7 @@ _DAY: Final = 86400
 LOG_LEVELS: Final = OneOf("debug", "info", "warning", "error", "critical")
 
 
-class SpeculativeConfig(Checked, frozen=True, kw_only=True):
+class SpeculativeConfig(CheckedStruct, frozen=True, kw_only=True):
     """How next tokens are guessed, the content of `--speculative-config`."""
 
     method: str
@@ -36,7 +36,7 @@ class SpeculativeConfig(Checked, frozen=True, kw_only=True):
     """What the drafter itself reads."""
 
 
-class EngineConfig(Checked, frozen=True, kw_only=True):
+class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     """What the engine runs and how large it may grow."""
 
     model: str
@@ -104,7 +104,7 @@ class EngineConfig(Checked, frozen=True, kw_only=True):
     """Bytes after which nothing more is written to `trace`."""
 
 
-class ServerConfig(Checked, frozen=True, kw_only=True):
+class ServerConfig(CheckedStruct, frozen=True, kw_only=True):
     """How the OpenAI-compatible server listens and whom it serves."""
 
     host: str = "127.0.0.1"

@@ -23,7 +23,7 @@ from fd_core.sizes import parse_size
 
 __all__ = [
     "ByteSize",
-    "Checked",
+    "CheckedStruct",
     "Constraint",
     "OneOf",
     "Prefix",
@@ -158,7 +158,7 @@ class Rule:
             self.constraint.check(value)
 
 
-class Checked(msgspec.Struct, frozen=True, kw_only=True):
+class CheckedStruct(msgspec.Struct, frozen=True, kw_only=True):
     """Base of settings: a value that its field does not allow is refused with `ConfigError`, whoever gives it."""
 
     def __post_init__(self) -> None:
@@ -168,7 +168,7 @@ class Checked(msgspec.Struct, frozen=True, kw_only=True):
                 _check_field(type(self), field.name, value, field.encode_name)
 
 
-_C = TypeVar("_C", bound=Checked)
+_C = TypeVar("_C", bound=CheckedStruct)
 
 
 def make_settings(settings: type[_C], values: Mapping[str, Any]) -> _C:
@@ -186,7 +186,7 @@ def make_settings(settings: type[_C], values: Mapping[str, Any]) -> _C:
         raise ConfigError(str(error)) from error
 
 
-def _check_field(settings: type[Checked], name: str, value: Any, called: str) -> None:
+def _check_field(settings: type[CheckedStruct], name: str, value: Any, called: str) -> None:
     try:
         rules_of(settings)[name].check(value)
     except ValueError as error:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fd_core.scheduling.policies import Policy
     from fd_core.scheduling.victims import VictimPolicy
 
-__all__ = ["KNOWN_PLUGINS", "Choice", "Origin", "Plugins", "Problem", "Registered", "installed_plugins"]
+__all__ = ["KNOWN_PLUGINS", "ChosenBackend", "Origin", "PluginOffer", "Plugins", "Problem", "installed_plugins"]
 
 KNOWN_PLUGINS: Final[Mapping[str, str]] = {
     "gpu_cuda": "fd-gpu-cuda",
@@ -120,7 +120,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Registered:
+class PluginOffer:
     """One name that a plugin offers."""
 
     kind: Kind
@@ -178,7 +178,7 @@ class Registered:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenBackend:
     """The backend that was taken, and why."""
 
     name: str
@@ -192,7 +192,7 @@ class Plugins:
     def __init__(self) -> None:
         self._manager = pluggy.PluginManager("fd_core")
         self._manager.add_hookspecs(hookspecs)
-        self._offers: dict[Kind, dict[str, list[Registered]]] = {kind: {} for kind in KINDS}
+        self._offers: dict[Kind, dict[str, list[PluginOffer]]] = {kind: {} for kind in KINDS}
         self._origins: list[Origin] = []
         self._problems: list[Problem] = []
 
@@ -220,20 +220,20 @@ class Plugins:
         """Plugins that were registered."""
         return tuple(self._origins)
 
-    def offers(self, origin: Origin) -> tuple[Registered, ...]:
+    def offers(self, origin: Origin) -> tuple[PluginOffer, ...]:
         """Everything that one plugin offers, names that others offer as well included."""
         offers = (offer for by_name in self._offers.values() for same in by_name.values() for offer in same)
         return tuple(offer for offer in offers if offer.origin == origin)
 
-    def backends(self) -> Mapping[str, Registered]:
+    def backends(self) -> Mapping[str, PluginOffer]:
         """Return the backends by name."""
         return self._usable(BACKEND)
 
-    def schedulers(self) -> Mapping[str, Registered]:
+    def schedulers(self) -> Mapping[str, PluginOffer]:
         """Return the scheduling policies by name."""
         return self._usable(SCHEDULER)
 
-    def victim_policies(self) -> Mapping[str, Registered]:
+    def victim_policies(self) -> Mapping[str, PluginOffer]:
         """Return the victim policies by name."""
         return self._usable(VICTIMS)
 
@@ -241,7 +241,7 @@ class Plugins:
         """Import the victim policy called `name`. Raises `PluginError` with the distribution and the cause."""
         return self._find(VICTIMS, name).load()
 
-    def drafters(self) -> Mapping[str, Registered]:
+    def drafters(self) -> Mapping[str, PluginOffer]:
         """Return the drafters by name."""
         return self._usable(DRAFTER)
 
@@ -249,7 +249,7 @@ class Plugins:
         """Import the drafter called `name`. Raises `PluginError` with the distribution and the cause."""
         return self._find(DRAFTER, name).load()
 
-    def stores(self) -> Mapping[str, Registered]:
+    def stores(self) -> Mapping[str, PluginOffer]:
         """Return the KV stores by scheme."""
         return self._usable(STORE)
 
@@ -257,7 +257,7 @@ class Plugins:
         """Import the KV store called `name`. Raises `PluginError` with the distribution and the cause."""
         return self._find(STORE, name).load()
 
-    def connectors(self) -> Mapping[str, Registered]:
+    def connectors(self) -> Mapping[str, PluginOffer]:
         """Return the connectors by name."""
         return self._usable(CONNECTOR)
 
@@ -265,7 +265,7 @@ class Plugins:
         """Import the connector called `name`. Raises `PluginError` with the distribution and the cause."""
         return self._find(CONNECTOR, name).load()
 
-    def router_policies(self) -> Mapping[str, Registered]:
+    def router_policies(self) -> Mapping[str, PluginOffer]:
         """Return the router policies by name."""
         return self._usable(ROUTER)
 
@@ -281,32 +281,32 @@ class Plugins:
         """Import the scheduling policy called `name`. Raises `PluginError` with the distribution and the cause."""
         return self._find(SCHEDULER, name).load()
 
-    def choose_backend(self, name: str = "auto") -> Choice:
+    def choose_backend(self, name: str = "auto") -> ChosenBackend:
         """Return the backend called `name`, or for `auto` the available one of the highest rank, none that is emulated.
 
         Raises `PluginError` if the named one is missing or cannot run here, or if none can.
         """
         if name == "auto":
             return self._best_backend()
-        registered = self._find(BACKEND, name)
-        availability = registered.probe()
+        offer = self._find(BACKEND, name)
+        availability = offer.probe()
         if not availability.available:
             raise PluginError(
                 f"backend {name} cannot run here: {availability.reason}",
                 field="--backend",
                 hint="`fdcore env` shows every backend and why it can or cannot run",
             )
-        return Choice(name, registered.load(), f"asked for by name; {availability.reason}")
+        return ChosenBackend(name, offer.load(), f"asked for by name; {availability.reason}")
 
-    def _best_backend(self) -> Choice:
+    def _best_backend(self) -> ChosenBackend:
         available: list[tuple[int, str, type[Backend], str]] = []
         passed_over = [str(problem) for problem in self._problems if problem.kind in (None, BACKEND)]
-        for name, registered in sorted(self.backends().items()):
+        for name, offer in sorted(self.backends().items()):
             try:
-                backend = registered.load()
+                backend = offer.load()
                 if backend.auto_rank < 0:
                     continue
-                availability = registered.probe()
+                availability = offer.probe()
             except PluginError as error:
                 passed_over.append(f"{name}: {error.message}")
                 continue
@@ -321,12 +321,14 @@ class Plugins:
                 hint="install the CPU backend's framework: pip install 'fd-core[cpu]'",
             )
         _, name, backend, reason = max(available, key=lambda candidate: candidate[:2])
-        return Choice(name, backend, "; ".join([f"best available: {reason}", *(f"not {why}" for why in passed_over)]))
+        return ChosenBackend(
+            name, backend, "; ".join([f"best available: {reason}", *(f"not {why}" for why in passed_over)])
+        )
 
-    def _usable(self, kind: Kind) -> dict[str, Registered]:
+    def _usable(self, kind: Kind) -> dict[str, PluginOffer]:
         return {name: offers[0] for name, offers in self._offers[kind].items() if len(offers) == 1}
 
-    def _find(self, kind: Kind, name: str) -> Registered:
+    def _find(self, kind: Kind, name: str) -> PluginOffer:
         usable = self._usable(kind)
         if name in usable:
             return usable[name]
@@ -356,11 +358,11 @@ class Plugins:
         for offer in offers:
             self._offers[offer.kind].setdefault(offer.name, []).append(offer)
 
-    def _ask(self, kind: Kind, module: ModuleType, origin: Origin) -> list[Registered]:
+    def _ask(self, kind: Kind, module: ModuleType, origin: Origin) -> list[PluginOffer]:
         others = [plugin for plugin in self._manager.get_plugins() if plugin is not module]
         hook = self._manager.subset_hook_caller(kind.hook, others)
         answers: list[object] = shielded(hook)
-        return [Registered(kind, entry, origin) for answer in answers for entry in checked_entries(kind.hook, answer)]
+        return [PluginOffer(kind, entry, origin) for answer in answers for entry in checked_entries(kind.hook, answer)]
 
     def _refuse_contested_names(self) -> None:
         for kind in KINDS:

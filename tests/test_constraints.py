@@ -14,12 +14,22 @@ from fd_core.cli.flags import ENGINE_FLAGS, GATEWAY_FLAGS, ROUTER_FLAGS, SERVER_
 from fd_core.cli.router_settings import merge_route
 from fd_core.cli.settings import merge
 from fd_core.config import EngineConfig, ServerConfig, SpeculativeConfig
-from fd_core.constraints import ByteSize, Checked, OneOf, Prefix, Range, Rule, make_settings, parse_switch, rules_of
+from fd_core.constraints import (
+    ByteSize,
+    CheckedStruct,
+    OneOf,
+    Prefix,
+    Range,
+    Rule,
+    make_settings,
+    parse_switch,
+    rules_of,
+)
 from fd_core.errors import ConfigError, PluginError
 from fd_core.router.config import RouterConfig
 from fd_core.router.gateway.config import GatewayConfig
 
-SETTINGS: dict[type[Checked], tuple[Flag, ...]] = {
+SETTINGS: dict[type[CheckedStruct], tuple[Flag, ...]] = {
     EngineConfig: ENGINE_FLAGS,
     ServerConfig: SERVER_FLAGS,
     GatewayConfig: GATEWAY_FLAGS,
@@ -55,7 +65,7 @@ def words(error: ConfigError) -> str:
     return error.message.split(": ", 1)[1]
 
 
-def refused(settings: type[Checked], name: str, value: Any) -> str:
+def refused(settings: type[CheckedStruct], name: str, value: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         settings(**(REQUIRED.get(settings, {}) | {name: value}))
     assert caught.value.exit_code == 2
@@ -67,7 +77,7 @@ def refused(settings: type[Checked], name: str, value: Any) -> str:
 
 @pytest.mark.parametrize("settings, name, rule", CONSTRAINED, ids=[f"{s.__name__}.{n}" for s, n, _ in CONSTRAINED])
 def test_whoever_makes_the_settings_cannot_break_a_constraint(
-    settings: type[Checked], name: str, rule: Rule, tmp_path: Path
+    settings: type[CheckedStruct], name: str, rule: Rule, tmp_path: Path
 ) -> None:
     value = bad_value(rule)
     said = refused(settings, name, value)
@@ -94,7 +104,7 @@ def test_whoever_makes_the_settings_cannot_break_a_constraint(
 
 
 @pytest.mark.parametrize("settings", [*SETTINGS, SpeculativeConfig])
-def test_a_value_of_another_type_is_refused(settings: type[Checked]) -> None:
+def test_a_value_of_another_type_is_refused(settings: type[CheckedStruct]) -> None:
     for name, rule in rules_of(settings).items():
         if rule.kind in (int, float, bool, str, tuple):
             assert refused(settings, name, {"a": 1})

@@ -8,14 +8,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "fd_core"
 
-BASE = {"breaker", "constraints", "errors", "types", "config", "metrics", "places", "sizes"}
+BASE = {"breaker", "cache_dir", "constraints", "errors", "types", "config", "metrics", "sizes"}
 ALLOWED: dict[str, set[str]] = {
     "__init__": {"engine", "errors", "types"},  # loaded on first use
     "errors": set(),
     "metrics": set(),
     "breaker": set(),
     "types": set(),
-    "places": set(),
+    "cache_dir": set(),
     "sizes": set(),
     "config": {"constraints", "errors"},
     "constraints": {"errors", "sizes"},

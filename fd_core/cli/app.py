@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import fd_core
-from fd_core.cli import conformance, env, models, plugins, route, serve, talk, trace
+from fd_core.cli import chat, conformance, env, models, plugins, route, serve, trace
 from fd_core.cli.bench import commands as bench
 
 __all__ = ["app"]
@@ -23,8 +23,8 @@ app = typer.Typer(
 )
 app.command()(serve.serve)
 app.command()(route.route)
-app.command()(talk.chat)
-app.command()(talk.complete)
+app.command()(chat.chat)
+app.command()(chat.complete)
 app.add_typer(models.app, name="models")
 app.add_typer(plugins.app, name="plugins")
 app.command()(env.env)

@@ -64,10 +64,10 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _caches() -> Iterator[tuple[str, str]]:
+    from fd_core.cache_dir import find_cache_dir
     from fd_core.models.catalog import list_models
-    from fd_core.places import cache_folder
 
-    folder = cache_folder()
+    folder = find_cache_dir()
     yield "Folder", str(folder)
     if folder.is_dir():
         yield "Free disk", f"{shutil.disk_usage(folder).free / _GIBI:,.1f} GiB"
@@ -80,15 +80,15 @@ def _backends() -> Iterator[tuple[str, str, str, str]]:
     from fd_core.errors import PluginError
     from fd_core.plugins import installed_plugins
 
-    for name, registered in installed_plugins().backends().items():
+    for name, offer in installed_plugins().backends().items():
         try:
-            availability = registered.probe()
+            availability = offer.probe()
             runs, why = ("yes" if availability.available else "no"), availability.reason
             if availability.available and availability.emulated:
                 runs = "emulated"
         except PluginError as error:
             runs, why = "broken", error.message
-        yield name, runs, why, str(registered.origin)
+        yield name, runs, why, str(offer.origin)
 
 
 def _problems() -> tuple[object, ...]:

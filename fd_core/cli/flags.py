@@ -16,19 +16,19 @@ import typer
 from fd_core.cli import values
 from fd_core.cli.values import Parser
 from fd_core.config import EngineConfig, ServerConfig
-from fd_core.constraints import ByteSize, Checked, OneOf, Rule, rules_of
+from fd_core.constraints import ByteSize, CheckedStruct, OneOf, Rule, rules_of
 from fd_core.router.config import RouterConfig
 from fd_core.router.gateway.config import GatewayConfig
 from fd_core.sizes import format_size
 
 __all__ = [
     "API_KEY_FILE",
+    "CHAT_FLAGS",
     "CONFIG_FILE",
     "ENGINE_FLAGS",
     "GATEWAY_FLAGS",
     "ROUTER_FLAGS",
     "SERVER_FLAGS",
-    "TALK_FLAGS",
     "TRANSFER_SECRET_FILE",
     "Flag",
     "Given",
@@ -40,7 +40,7 @@ Given = Mapping[str, Any]
 """What the command line gave: field to raw value, absent if not given."""
 
 
-_STRUCTS: Final[tuple[type[Checked], ...]] = (RouterConfig, GatewayConfig, EngineConfig, ServerConfig)
+_STRUCTS: Final[tuple[type[CheckedStruct], ...]] = (RouterConfig, GatewayConfig, EngineConfig, ServerConfig)
 _RULES: Final = {name: rule for struct in _STRUCTS for name, rule in rules_of(struct).items()}
 _DEFAULTS: Final = {
     name: default
@@ -322,7 +322,7 @@ API_KEY_FILE: Final = Flag(
 )
 """Adds to `api_keys`."""
 
-TALK_FLAGS: Final = (
+CHAT_FLAGS: Final = (
     *(flag for flag in SERVER_FLAGS if flag.field in ("api_keys", "chat_template", "engine")),
     API_KEY_FILE,
 )

@@ -19,7 +19,7 @@ import msgspec
 
 from fd_core.errors import PluginError
 from fd_core.hookspecs import ENTRY_POINT_GROUP
-from fd_core.plugins import BACKEND, Plugins, Registered
+from fd_core.plugins import BACKEND, PluginOffer, Plugins
 
 __all__ = ["Finding", "Inspection", "inspect_plugin"]
 
@@ -93,7 +93,7 @@ def inspect_plugin(point: importlib.metadata.EntryPoint) -> Inspection:
     )
 
 
-def _inspect_offer(offer: Registered, watch: _Watch, answers: list[str]) -> Iterator[Finding]:
+def _inspect_offer(offer: PluginOffer, watch: _Watch, answers: list[str]) -> Iterator[Finding]:
     about = offer.label
     if len(offer.summary.splitlines()) != 1 or not offer.summary.strip():
         cause = "its summary, which `fdcore plugins` shows, is not one line"

@@ -145,8 +145,8 @@ def _show() -> None:
         plugins.router_policies(),
     )
     for kind in offers:
-        for registered in kind.values():
-            table.add_row(registered.kind.word, registered.name, str(registered.origin), registered.summary)
+        for offer in kind.values():
+            table.add_row(offer.kind.word, offer.name, str(offer.origin), offer.summary)
     console.print(table)
     for problem in plugins.problems:
         console.print(f"not usable: {problem}", style="red", markup=False, highlight=False)

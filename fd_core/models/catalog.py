@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fd_core.cache_dir import find_cache_dir
 from fd_core.errors import ModelError
 from fd_core.models.fetching import hub, packaged
 from fd_core.models.fetching.packaged import PackagedModel
 from fd_core.models.fetching.progress import NoProgress, ProgressSink
-from fd_core.places import cache_folder
 
 __all__ = ["KNOWN", "ListedModel", "ProgressSink", "ResolvedModel", "list_models", "pull", "resolve_model"]
 
@@ -84,7 +84,7 @@ def resolve_model(
     known = next((model for model in KNOWN if model.name == name.lower()), None)
     if known is not None:
         _refuse_revision(name, revision)
-        return ResolvedModel(known.name, _packaged(known, cache_folder(cache_dir), offline, sink), "packaged")
+        return ResolvedModel(known.name, _packaged(known, find_cache_dir(cache_dir), offline, sink), "packaged")
     path = _existing(name)
     if path is not None:
         _refuse_revision(name, revision)
@@ -107,7 +107,7 @@ def pull(
 
 def list_models(*, cache_dir: Path | None = None) -> list[ListedModel]:
     """Return the models with a short name, then those of Hugging Face's cache; no network is touched."""
-    cache = cache_folder(cache_dir)
+    cache = find_cache_dir(cache_dir)
     listed = [
         ListedModel(model.name, model.about, "packaged", model.size, packaged.find(model, cache)) for model in KNOWN
     ]

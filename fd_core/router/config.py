@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
-from fd_core.constraints import Checked, Prefix, Range, make_settings
+from fd_core.constraints import CheckedStruct, Prefix, Range, make_settings
 from fd_core.errors import ConfigError
 from fd_core.router.workers import Role
 
@@ -24,7 +24,7 @@ SECTIONS: Final = ("scheduler", "manager")
 """Tables of a settings file in which the keys may stand; keys may also stand outside of any table."""
 
 
-class RouterConfig(Checked, frozen=True, kw_only=True, rename="kebab", forbid_unknown_fields=True):
+class RouterConfig(CheckedStruct, frozen=True, kw_only=True, rename="kebab", forbid_unknown_fields=True):
     """How the router chooses workers and when it gives up on one. In files the names have `-` instead of `_`."""
 
     policy: str = "request_num"

@@ -8,11 +8,11 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from fd_core.server.answer_schemas import AbortAnswer
 from fd_core.server.body import BodyFormat
 from fd_core.server.errors import invalid
 from fd_core.server.openapi import endpoint
 from fd_core.server.request_schemas import AbortRequest
+from fd_core.server.response_schemas import AbortAnswer
 from fd_core.server.state import ServerState, state_of
 
 __all__ = ["router"]

@@ -7,16 +7,16 @@ from typing import ClassVar, Final
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from fd_core.server.answer_schemas import ChatAnswer, ChatChoice, ChatLogprobs, ChatMessage, Usage
-from fd_core.server.answers import AnswerFormat, Collected, Shown
 from fd_core.server.body import BodyFormat
 from fd_core.server.errors import invalid
-from fd_core.server.generation import Choice, Piece
+from fd_core.server.generation import ChoiceStream, TextChunk
 from fd_core.server.jobs import build_job, check_stream
 from fd_core.server.logprobs import chat_logprobs
 from fd_core.server.openapi import endpoint
 from fd_core.server.prompts import chat_prompt
 from fd_core.server.request_schemas import ChatRequest
+from fd_core.server.response_format import CollectedText, ResponseFormat, ResponseOptions
+from fd_core.server.response_schemas import ChatAnswer, ChatChoice, ChatLogprobs, ChatMessage, Usage
 from fd_core.server.sampling import choices_per_prompt
 from fd_core.server.state import state_of
 from fd_core.server.streaming import GenerationResponse
@@ -44,15 +44,15 @@ async def create_chat_completion(request: Request) -> Response:
         state, body.messages, body.add_generation_prompt is not False, body.chat_template_kwargs or {}
     )
     job = build_job(state, body, request, [prompt], n, logprobs, prefill_at)
-    shown = Shown(
-        answer_id=f"chatcmpl-{job.request_id}",
+    options = ResponseOptions(
+        response_id=f"chatcmpl-{job.request_id}",
         model=model,
         usage_in_stream=usage_in_stream,
         logprobs=logprobs,
         token_ids=bool(body.return_token_ids),
         skip_special=job.rules.skip_special,
     )
-    answers = ChatFormat(shown, state.tokenizer, job.prompts)
+    answers = ChatFormat(options, state.tokenizer, job.prompts)
     return GenerationResponse(state, job, answers, bool(body.stream), headers)
 
 
@@ -65,23 +65,25 @@ def _logprobs(body: ChatRequest) -> int | None:
     return None
 
 
-class ChatFormat(AnswerFormat):
+class ChatFormat(ResponseFormat):
     """Spells chat completions."""
 
     chunk_object: ClassVar[str] = "chat.completion.chunk"
     opening: ClassVar[bytes] = b',"delta":{"content":'
     closing: ClassVar[bytes] = b"}"
 
-    def first(self, choice: Choice) -> bytes:
+    def first(self, choice: ChoiceStream) -> bytes:
         """Return the event that names the role."""
         return self.lead(choice, b',"delta":{"role":"assistant","content":""}')
 
-    def logprobs(self, choice: Choice, piece: Piece | Collected) -> ChatLogprobs:
+    def logprobs(self, choice: ChoiceStream, chunk: TextChunk | CollectedText) -> ChatLogprobs:
         """Return log-probabilities with the bytes of each token."""
-        return chat_logprobs(self.tokenizer, piece.token_ids, piece.logprobs, self.shown.logprobs or 0)
+        return chat_logprobs(self.tokenizer, chunk.token_ids, chunk.logprobs, self.options.logprobs or 0)
 
-    def whole(self, collected: list[Collected], usage: Usage) -> ChatAnswer:
+    def whole(self, collected: list[CollectedText], usage: Usage) -> ChatAnswer:
         """Return the whole answer."""
         choices = [ChatChoice(message=ChatMessage(content=each.text), **self.ending(each)) for each in collected]
-        shown = self.shown
-        return ChatAnswer(id=shown.answer_id, created=shown.created, model=shown.model, choices=choices, usage=usage)
+        options = self.options
+        return ChatAnswer(
+            id=options.response_id, created=options.created, model=options.model, choices=choices, usage=usage
+        )

@@ -8,16 +8,16 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from fd_core.server.answer_schemas import CompletionAnswer, CompletionChoice, CompletionLogprobs, Usage
-from fd_core.server.answers import AnswerFormat, Collected, Shown
 from fd_core.server.body import BodyFormat
 from fd_core.server.errors import invalid
-from fd_core.server.generation import Choice, Piece
+from fd_core.server.generation import ChoiceStream, TextChunk
 from fd_core.server.jobs import build_job, check_stream
 from fd_core.server.logprobs import CompletionLogprobsBuilder
 from fd_core.server.openapi import endpoint
 from fd_core.server.prompts import completion_prompts
 from fd_core.server.request_schemas import CompletionRequest
+from fd_core.server.response_format import CollectedText, ResponseFormat, ResponseOptions
+from fd_core.server.response_schemas import CompletionAnswer, CompletionChoice, CompletionLogprobs, Usage
 from fd_core.server.sampling import choices_per_prompt
 from fd_core.server.state import state_of
 from fd_core.server.streaming import GenerationResponse
@@ -48,15 +48,15 @@ async def create_completion(request: Request) -> Response:
     if body.echo:
         skip = job.rules.skip_special
         echoes = [state.tokenizer.decode(each.ids, skip) if each.text is None else each.text for each in prompts]
-    shown = Shown(
-        answer_id=f"cmpl-{job.request_id}",
+    options = ResponseOptions(
+        response_id=f"cmpl-{job.request_id}",
         model=model,
         usage_in_stream=usage_in_stream,
         logprobs=body.logprobs,
         token_ids=bool(body.return_token_ids),
         skip_special=job.rules.skip_special,
     )
-    answers = CompletionFormat(shown, state.tokenizer, job.prompts, echoes)
+    answers = CompletionFormat(options, state.tokenizer, job.prompts, echoes)
     return GenerationResponse(state, job, answers, bool(body.stream), headers)
 
 
@@ -76,42 +76,44 @@ def _check(body: CompletionRequest) -> None:
         )
 
 
-class CompletionFormat(AnswerFormat):
+class CompletionFormat(ResponseFormat):
     """Spells text completions; `echoes` are the prompts' texts if they go first."""
 
     chunk_object: ClassVar[str] = "text_completion"
     opening: ClassVar[bytes] = b',"text":'
     closing: ClassVar[bytes] = b""
 
-    def __init__(self, shown: Shown, tokenizer: Any, prompts: list[tuple[int, ...]], echoes: list[str] | None) -> None:
-        super().__init__(shown, tokenizer, prompts)
+    def __init__(
+        self, options: ResponseOptions, tokenizer: Any, prompts: list[tuple[int, ...]], echoes: list[str] | None
+    ) -> None:
+        super().__init__(options, tokenizer, prompts)
         self._echoes = echoes
         self._builders: dict[int, CompletionLogprobsBuilder] = {}
 
-    def first(self, choice: Choice) -> bytes:
+    def first(self, choice: ChoiceStream) -> bytes:
         """Return the echo of the prompt, if asked for."""
-        if self._echoes is None and not self.shown.token_ids:
+        if self._echoes is None and not self.options.token_ids:
             return b""
         return self.lead(choice, b',"text":' + msgspec.json.encode(self._echo(choice)))
 
-    def logprobs(self, choice: Choice, piece: Piece | Collected) -> CompletionLogprobs:
-        """Return log-probabilities; offsets go on from the piece before."""
+    def logprobs(self, choice: ChoiceStream, chunk: TextChunk | CollectedText) -> CompletionLogprobs:
+        """Return log-probabilities; offsets go on from the chunk before."""
         builder = self._builders.get(choice.index)
         if builder is None:
             builder = self._builders[choice.index] = CompletionLogprobsBuilder(
-                self.tokenizer, self.shown.logprobs or 0, len(self._echo(choice)), self.shown.skip_special
+                self.tokenizer, self.options.logprobs or 0, len(self._echo(choice)), self.options.skip_special
             )
-        return builder.build(piece.token_ids, piece.logprobs)
+        return builder.build(chunk.token_ids, chunk.logprobs)
 
-    def whole(self, collected: list[Collected], usage: Usage) -> CompletionAnswer:
+    def whole(self, collected: list[CollectedText], usage: Usage) -> CompletionAnswer:
         """Return the whole answer."""
         choices = [
             CompletionChoice(text=self._echo(each.choice) + each.text, **self.ending(each)) for each in collected
         ]
-        shown = self.shown
+        options = self.options
         return CompletionAnswer(
-            id=shown.answer_id, created=shown.created, model=shown.model, choices=choices, usage=usage
+            id=options.response_id, created=options.created, model=options.model, choices=choices, usage=usage
         )
 
-    def _echo(self, choice: Choice) -> str:
+    def _echo(self, choice: ChoiceStream) -> str:
         return "" if self._echoes is None else self._echoes[choice.prompt_index]

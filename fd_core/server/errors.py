@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from fd_core.errors import BadRequest, EngineDead, FdError
-from fd_core.server.answer_schemas import ErrorAnswer, ErrorDetail
+from fd_core.server.response_schemas import ErrorAnswer, ErrorDetail
 
 __all__ = ["ApiError", "error_response", "install_handlers", "invalid", "to_api_error", "unavailable"]
 

@@ -1,4 +1,4 @@
-"""From engine deltas to pieces of text: one `Choice` for each text, one `Generation` for each HTTP request.
+"""From engine deltas to chunks of text: one `ChoiceStream` for each text, one `Generation` for each HTTP request.
 
 A `Generation` owns its engine requests: whatever ends it (success, an error, a client that left, cancellation),
 leaving its block closes them all, and the engine aborts those that still ran.
@@ -19,14 +19,14 @@ import msgspec
 from fd_core.engine.messages import Delta
 from fd_core.errors import EngineDead
 from fd_core.kv.effects import Outcome
-from fd_core.server.answer_schemas import PromptTokensDetails, Usage
 from fd_core.server.errors import ApiError
+from fd_core.server.response_schemas import PromptTokensDetails, Usage
 from fd_core.server.sampling import choice_seed
 from fd_core.server.state import ServerState
 from fd_core.text.detokenizer import IncrementalDetokenizer
 from fd_core.types import FinishReason, RequestSpec, SamplingParams, TokenLogprobs
 
-__all__ = ["Choice", "Generation", "Job", "Piece", "TextRules"]
+__all__ = ["ChoiceStream", "Generation", "Job", "TextChunk", "TextRules"]
 
 
 class TextRules(NamedTuple):
@@ -51,7 +51,7 @@ class Job:
     """Choices of each prompt; choice `j` of prompt `i` has index `i * n + j`."""
     rules: TextRules
     every_token: bool = False
-    """Whether a piece is wanted for tokens that add no text (log-probabilities or ids are shown)."""
+    """Whether a chunk is wanted for tokens that add no text (log-probabilities or ids are shown)."""
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
@@ -59,7 +59,7 @@ class Job:
     """`host:port` of the prefill worker that computes the prompts."""
 
 
-class Piece(NamedTuple):
+class TextChunk(NamedTuple):
     """What a delta adds to a choice."""
 
     text: str
@@ -76,7 +76,7 @@ class _Deltas(Protocol):
     async def aclose(self) -> None: ...
 
 
-class Choice:
+class ChoiceStream:
     """One text that is being generated."""
 
     __slots__ = (
@@ -120,8 +120,8 @@ class Choice:
         self._metrics = state.metrics
         self._arrived = self._last = job.arrived
 
-    async def next(self) -> Piece | None:
-        """Return the next piece, None after the one with a finish reason.
+    async def next(self) -> TextChunk | None:
+        """Return the next chunk, None after the one with a finish reason.
 
         Raises `EngineDead` if the engine went away, `ApiError` if it could not go on with this request.
         """
@@ -130,16 +130,16 @@ class Choice:
                 delta = await self._deltas.__anext__()
             except StopAsyncIteration:
                 raise EngineDead("the engine ended a request without saying why") from None
-            piece = self._read(delta)
-            if piece.finish_reason is not None:
-                self._end(piece.finish_reason)
+            chunk = self._read(delta)
+            if chunk.finish_reason is not None:
+                self._end(chunk.finish_reason)
                 await self._deltas.aclose()
-                return piece
-            if piece.text or (self._every_token and piece.token_ids):
-                return piece
+                return chunk
+            if chunk.text or (self._every_token and chunk.token_ids):
+                return chunk
         return None
 
-    def _read(self, delta: Delta) -> Piece:
+    def _read(self, delta: Delta) -> TextChunk:
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
         if delta.prefill is not None:
@@ -155,13 +155,13 @@ class Choice:
         text, stopped_by, consumed = self._text.push(ids[:-1] if silent else ids)
         if stopped_by is not None:
             self.tokens += consumed
-            return Piece(text, ids[:consumed], logprobs[:consumed], "stop", stopped_by)
+            return TextChunk(text, ids[:consumed], logprobs[:consumed], "stop", stopped_by)
         self.tokens += len(ids)
         if reason is None:
-            return Piece(text, ids, logprobs)
+            return TextChunk(text, ids, logprobs)
         text += self._text.flush().text
         stop_id = ids[-1] if reason is FinishReason.STOP and ids and ids[-1] in self._stop_ids else None
-        return Piece(text, ids, logprobs, reason.value, stop_id)
+        return TextChunk(text, ids, logprobs, reason.value, stop_id)
 
     def _ends_silently(self, ids: tuple[int, ...]) -> bool:
         """Whether the last token ended the text and is not to be seen in it."""
@@ -197,7 +197,7 @@ class Generation:
         self._job = job
         self._engine_ids: list[str] = []
         self._open = AsyncExitStack()
-        self.choices: list[Choice] = []
+        self.choices: list[ChoiceStream] = []
 
     async def __aenter__(self) -> Generation:
         job = self._job
@@ -218,7 +218,7 @@ class Generation:
         left = kind is not None and issubclass(kind, asyncio.CancelledError)
         await self._close("disconnect" if left else "error")
 
-    async def each(self, follow: Callable[[Choice], Awaitable[None]]) -> None:
+    async def each(self, follow: Callable[[ChoiceStream], Awaitable[None]]) -> None:
         """Run `follow` for every choice, at the same time; the first error ends all."""
         if len(self.choices) == 1:
             await follow(self.choices[0])
@@ -256,7 +256,7 @@ class Generation:
         )
         deltas = cast(_Deltas, client.submit(spec))
         await self._open.enter_async_context(aclosing(deltas))
-        self.choices.append(Choice(self._state, job, spec, deltas, index))
+        self.choices.append(ChoiceStream(self._state, job, spec, deltas, index))
 
     async def _close(self, outcome: str) -> None:
         """Close every engine request; those that still ran are aborted."""
@@ -268,5 +268,5 @@ class Generation:
             self._state.active.leave(self._job.request_id, self._engine_ids)
 
 
-async def _run(follow: Callable[[Choice], Awaitable[None]], choice: Choice) -> None:
+async def _run(follow: Callable[[ChoiceStream], Awaitable[None]], choice: ChoiceStream) -> None:
     await follow(choice)

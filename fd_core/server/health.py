@@ -13,8 +13,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 import fd_core
 from fd_core.disagg.ticket import KV_PORT_HEADER, ROLE_HEADER
 from fd_core.server import kv_events
-from fd_core.server.answer_schemas import HealthAnswer, VersionAnswer
 from fd_core.server.openapi import endpoint
+from fd_core.server.response_schemas import HealthAnswer, VersionAnswer
 from fd_core.server.state import state_of
 
 __all__ = ["router"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from fd_core.server.answer_schemas import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from fd_core.server.response_schemas import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
 from fd_core.text.detokenizer import IncrementalDetokenizer
 from fd_core.text.tokenizer import Tokenizer
 from fd_core.types import TokenLogprobs
@@ -27,7 +27,7 @@ def chat_logprobs(tokenizer: Tokenizer, ids: Sequence[int], rows: Sequence[Token
 
 
 class CompletionLogprobsBuilder:
-    """Makes the completions shape for one choice, piece by piece; it knows where in the text each token begins."""
+    """Makes the completions shape for one choice, chunk by chunk; it knows where in the text each token begins."""
 
     def __init__(self, tokenizer: Tokenizer, top: int, offset: int, skip_special: bool) -> None:
         self._tokenizer = tokenizer

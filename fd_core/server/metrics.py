@@ -59,7 +59,7 @@ class ServerMetrics(Collector):
         self._client = client
         self.ttft = Histogram(
             "fdcore_time_to_first_token_seconds",
-            "Time from the arrival of a request at the server, before its body is read, to its first token, in seconds.",
+            "Time from the arrival of a request, before its body is read, to its first token, in seconds.",
             _TTFT,
         )
         self.inter_token = Histogram(

@@ -6,8 +6,8 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from fd_core.server.answer_schemas import ModelCard, ModelList
 from fd_core.server.openapi import endpoint
+from fd_core.server.response_schemas import ModelCard, ModelList
 from fd_core.server.state import ServerState, state_of
 
 __all__ = ["router"]

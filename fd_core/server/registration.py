@@ -19,7 +19,7 @@ __all__ = ["Registration", "registration_of"]
 log = logging.getLogger(__name__)
 
 _AGAIN_SECONDS: Final = 10.0
-"""Registered again so often, which changes nothing, so that a router that was restarted knows this server."""
+"""Seconds between registrations; a repeated one changes nothing, but tells a restarted router of this server."""
 _RETRY_SECONDS: Final = 1.0
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=3)
 

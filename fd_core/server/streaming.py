@@ -11,10 +11,10 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fd_core.disagg.ticket import OUTCOME_HEADER
-from fd_core.server.answers import AnswerFormat, Collected
 from fd_core.server.disconnect import UntilDisconnect
 from fd_core.server.errors import to_api_error
-from fd_core.server.generation import Choice, Generation, Job
+from fd_core.server.generation import ChoiceStream, Generation, Job
+from fd_core.server.response_format import CollectedText, ResponseFormat
 from fd_core.server.state import ServerState
 
 __all__ = ["GenerationResponse"]
@@ -35,12 +35,12 @@ class GenerationResponse(Response):
     """
 
     def __init__(
-        self, state: ServerState, job: Job, answers: AnswerFormat, stream: bool, headers: Mapping[str, str]
+        self, state: ServerState, job: Job, response_format: ResponseFormat, stream: bool, headers: Mapping[str, str]
     ) -> None:
         super().__init__(headers=headers)
         self._state = state
         self._job = job
-        self._answers = answers
+        self._format = response_format
         self._stream = stream
         self._extra = dict(headers)
 
@@ -49,34 +49,34 @@ class GenerationResponse(Response):
         if self._stream:
             await self._send_stream(receive, send)
             return
-        collected: list[Collected] = []
+        collected: list[CollectedText] = []
 
-        async def collect(choice: Choice) -> None:
-            pieces = Collected(choice)
-            collected.append(pieces)
-            while (piece := await choice.next()) is not None:
-                pieces.add(piece)
+        async def collect(choice: ChoiceStream) -> None:
+            chunks = CollectedText(choice)
+            collected.append(chunks)
+            while (chunk := await choice.next()) is not None:
+                chunks.add(chunk)
 
         async with UntilDisconnect(receive) as client, Generation(self._state, self._job) as generation:
             await generation.each(collect)
         if client.gone:
             return
         collected.sort(key=lambda each: each.choice.index)
-        body = msgspec.json.encode(self._answers.whole(collected, generation.usage()))
+        body = msgspec.json.encode(self._format.whole(collected, generation.usage()))
         headers = self._extra | _prefill_header(collected[0].choice)
         await Response(body, headers=headers, media_type="application/json")(scope, receive, send)
 
     async def _send_stream(self, receive: Receive, send: Send) -> None:
-        answers = self._answers
+        response_format = self._format
         events = _Events(send, self._extra)
 
-        async def follow(choice: Choice) -> None:
-            piece = await choice.next()
+        async def follow(choice: ChoiceStream) -> None:
+            chunk = await choice.next()
             events.headers.update(_prefill_header(choice))
-            if piece is not None:
-                await events.write(answers.first(choice) + answers.event(choice, piece))
-            while (piece := await choice.next()) is not None:
-                await events.write(answers.event(choice, piece))
+            if chunk is not None:
+                await events.write(response_format.first(choice) + response_format.event(choice, chunk))
+            while (chunk := await choice.next()) is not None:
+                await events.write(response_format.event(choice, chunk))
 
         try:
             async with UntilDisconnect(receive) as client, Generation(self._state, self._job) as generation:
@@ -88,11 +88,11 @@ class GenerationResponse(Response):
             return
         if client.gone:
             return
-        usage = answers.usage_event(generation.usage()) if answers.shown.usage_in_stream else b""
+        usage = response_format.usage_event(generation.usage()) if response_format.options.usage_in_stream else b""
         await events.close(usage + _DONE)
 
 
-def _prefill_header(choice: Choice) -> dict[str, str]:
+def _prefill_header(choice: ChoiceStream) -> dict[str, str]:
     """Tell a router what became of the prefill that it wanted elsewhere."""
     return {} if choice.prefill is None else {OUTCOME_HEADER: choice.prefill}
 

@@ -8,12 +8,12 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from fd_core.server.answer_schemas import DetokenizeAnswer, TokenizeAnswer
 from fd_core.server.body import BodyFormat
 from fd_core.server.errors import invalid
 from fd_core.server.openapi import endpoint
 from fd_core.server.prompts import chat_prompt
 from fd_core.server.request_schemas import DetokenizeRequest, TokenizeRequest
+from fd_core.server.response_schemas import DetokenizeAnswer, TokenizeAnswer
 from fd_core.server.state import state_of
 
 __all__ = ["router"]

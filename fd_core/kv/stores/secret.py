@@ -12,8 +12,8 @@ from typing import Final
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from fd_core.cache_dir import find_cache_dir
 from fd_core.errors import ConfigError
-from fd_core.places import cache_folder
 
 __all__ = ["derive", "load_secret"]
 
@@ -45,7 +45,7 @@ def load_secret(file: Path | None = None, *, field: str = "--kv-store-secret-fil
     """
     if file is not None:
         return _read(file.expanduser(), field)
-    own = cache_folder() / _NAME
+    own = find_cache_dir() / _NAME
     with contextlib.suppress(OSError):  # `_read` reports what is wrong
         if not own.is_file():
             _create(own, field)

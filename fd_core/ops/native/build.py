@@ -21,9 +21,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fd_core import places
+from fd_core.cache_dir import find_cache_dir
 
-__all__ = ["BuildError", "cache_folder", "library_path", "load"]
+__all__ = ["BuildError", "library_folder", "library_path", "load"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +47,9 @@ class BuildError(Exception):
     """The library cannot be built or used here; the text says why in one line."""
 
 
-def cache_folder() -> Path:
+def library_folder() -> Path:
     """Return the folder of compiled libraries, in the cache folder."""
-    return places.cache_folder() / "native"
+    return find_cache_dir() / "native"
 
 
 def load(isa: str | None = None) -> ctypes.CDLL:
@@ -73,7 +73,7 @@ def library_path(isa: str) -> Path:
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     digest.update("\0".join((*_COMMON_FLAGS, *_ISA_FLAGS[isa], _processor())).encode())
-    return cache_folder() / f"fd_native-{isa}-{digest.hexdigest()[:16]}.so"
+    return library_folder() / f"fd_native-{isa}-{digest.hexdigest()[:16]}.so"
 
 
 def _load(isa: str) -> ctypes.CDLL:

@@ -16,8 +16,8 @@ from fd_core.router.gateway.headers import to_client
 from fd_core.router.gateway.relaying import TROUBLE, read_up_to
 from fd_core.router.router import Router
 from fd_core.router.workers import RouterWorker, WorkerState
-from fd_core.server.answer_schemas import AbortAnswer
 from fd_core.server.errors import unavailable
+from fd_core.server.response_schemas import AbortAnswer
 
 __all__ = ["ABORT_PATH", "Aborts"]
 

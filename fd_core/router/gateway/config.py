@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Final
 
 from fd_core.config import LOG_LEVELS
-from fd_core.constraints import ByteSize, Checked, Range
+from fd_core.constraints import ByteSize, CheckedStruct, Range
 from fd_core.router.workers import ROLES, Role
 
 __all__ = ["GatewayConfig"]
@@ -13,7 +13,7 @@ __all__ = ["GatewayConfig"]
 _DAY: Final = 86400
 
 
-class GatewayConfig(Checked, frozen=True, kw_only=True):
+class GatewayConfig(CheckedStruct, frozen=True, kw_only=True):
     """Settings of `fdcore route` beside those of the router itself."""
 
     host: str = "127.0.0.1"

@@ -15,7 +15,7 @@ from fd_core.router.gateway.answers import json_response
 from fd_core.router.gateway.metrics import GatewayMetrics
 from fd_core.router.router import Router
 from fd_core.router.workers import ROLES, WorkerState
-from fd_core.server.answer_schemas import HealthAnswer, VersionAnswer
+from fd_core.server.response_schemas import HealthAnswer, VersionAnswer
 
 __all__ = ["Pages"]
 

@@ -8,9 +8,9 @@ from fd_core.ops.native import build, load_native_ops
 def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("FD_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert build.cache_folder() == tmp_path / "xdg" / "fd_core" / "native"
+    assert build.library_folder() == tmp_path / "xdg" / "fd_core" / "native"
     monkeypatch.setenv("FD_CACHE", str(tmp_path / "own"))
-    assert build.cache_folder() == tmp_path / "own" / "native"
+    assert build.library_folder() == tmp_path / "own" / "native"
 
 
 def test_the_library_is_named_by_its_flags():

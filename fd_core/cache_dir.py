@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["cache_folder"]
+__all__ = ["find_cache_dir"]
 
 
-def cache_folder(chosen: Path | None = None) -> Path:
+def find_cache_dir(chosen: Path | None = None) -> Path:
     """Return the cache folder: the one chosen, else $FD_CACHE, $XDG_CACHE_HOME/fd_core or ~/.cache/fd_core."""
     if chosen is not None:
         return chosen.expanduser()

@@ -18,13 +18,13 @@ from fd_core.types import RequestSpec, SamplingParams
 if TYPE_CHECKING:
     from fd_core.engine.client import EngineClient
 
-__all__ = ["EngineSpeaker", "ServerSpeaker", "Speaker", "Wishes"]
+__all__ = ["ChatBackend", "EngineChatBackend", "SamplingOptions", "ServerChatBackend"]
 
 Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class SamplingOptions:
     """How the answer is drawn and how long it may be."""
 
     max_tokens: int | None = None
@@ -35,37 +35,37 @@ class Wishes:
     """None: another answer each time."""
 
 
-class Speaker(Protocol):
+class ChatBackend(Protocol):
     """Answers piece by piece; closing the iterator early stops the answer."""
 
-    def chat(self, messages: Sequence[Message], wishes: Wishes) -> AsyncGenerator[str, None]:
+    def chat(self, messages: Sequence[Message], options: SamplingOptions) -> AsyncGenerator[str, None]:
         """Answer a conversation."""
 
-    def complete(self, prompt: str, wishes: Wishes) -> AsyncGenerator[str, None]:
+    def complete(self, prompt: str, options: SamplingOptions) -> AsyncGenerator[str, None]:
         """Continue a text."""
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSpeaker:
+class EngineChatBackend:
     """Speaks with an engine's client."""
 
     client: EngineClient
     tokenizer: Tokenizer
     template: ChatTemplate | None
 
-    def chat(self, messages: Sequence[Message], wishes: Wishes) -> AsyncGenerator[str, None]:
+    def chat(self, messages: Sequence[Message], options: SamplingOptions) -> AsyncGenerator[str, None]:
         """Answer a conversation."""
         if self.template is None:
             raise ModelError(
                 f"{self.client.info.model} has no chat template", hint="use `fdcore complete`, or give --chat-template"
             )
-        return self._say(self.tokenizer.encode(self.template.render(messages), add_special=False), wishes)
+        return self._say(self.tokenizer.encode(self.template.render(messages), add_special=False), options)
 
-    def complete(self, prompt: str, wishes: Wishes) -> AsyncGenerator[str, None]:
+    def complete(self, prompt: str, options: SamplingOptions) -> AsyncGenerator[str, None]:
         """Continue a text."""
-        return self._say(self.tokenizer.encode(prompt), wishes)
+        return self._say(self.tokenizer.encode(prompt), options)
 
-    async def _say(self, prompt: list[int], wishes: Wishes) -> AsyncGenerator[str, None]:
+    async def _say(self, prompt: list[int], options: SamplingOptions) -> AsyncGenerator[str, None]:
         info = self.client.info
         room = info.max_model_len - len(prompt)
         if not prompt:
@@ -76,10 +76,10 @@ class EngineSpeaker:
                 hint="shorten it, or /reset the chat",
             )
         params = SamplingParams(
-            max_tokens=min(room, wishes.max_tokens or room),
-            temperature=wishes.temperature,
-            top_p=wishes.top_p,
-            seed=secrets.randbits(64) if wishes.seed is None else wishes.seed,
+            max_tokens=min(room, options.max_tokens or room),
+            temperature=options.temperature,
+            top_p=options.top_p,
+            seed=secrets.randbits(64) if options.seed is None else options.seed,
         )
         spec = RequestSpec(
             request_id=secrets.token_hex(8), prompt=tuple(prompt), params=params, eos_token_ids=info.eos_token_ids
@@ -98,28 +98,28 @@ class EngineSpeaker:
 
 
 @dataclass(frozen=True, slots=True)
-class ServerSpeaker:
+class ServerChatBackend:
     """Speaks with an OpenAI-compatible server."""
 
     api: ApiClient
     model: str
 
-    def chat(self, messages: Sequence[Message], wishes: Wishes) -> AsyncGenerator[str, None]:
+    def chat(self, messages: Sequence[Message], options: SamplingOptions) -> AsyncGenerator[str, None]:
         """Answer a conversation."""
-        return self._say("/v1/chat/completions", {"messages": list(messages)}, wishes)
+        return self._say("/v1/chat/completions", {"messages": list(messages)}, options)
 
-    def complete(self, prompt: str, wishes: Wishes) -> AsyncGenerator[str, None]:
+    def complete(self, prompt: str, options: SamplingOptions) -> AsyncGenerator[str, None]:
         """Continue a text."""
         # Unlike chats, completions have a short default length in this API.
-        longest = {} if wishes.max_tokens else {"max_tokens": 256}
-        return self._say("/v1/completions", {"prompt": prompt, **longest}, wishes)
+        longest = {} if options.max_tokens else {"max_tokens": 256}
+        return self._say("/v1/completions", {"prompt": prompt, **longest}, options)
 
-    async def _say(self, path: str, asked: dict[str, Any], wishes: Wishes) -> AsyncGenerator[str, None]:
-        request = {**asked, "model": self.model, "temperature": wishes.temperature, "top_p": wishes.top_p}
-        if wishes.max_tokens is not None:
-            request["max_tokens"] = wishes.max_tokens
-        if wishes.seed is not None:
-            request["seed"] = wishes.seed
+    async def _say(self, path: str, asked: dict[str, Any], options: SamplingOptions) -> AsyncGenerator[str, None]:
+        request = {**asked, "model": self.model, "temperature": options.temperature, "top_p": options.top_p}
+        if options.max_tokens is not None:
+            request["max_tokens"] = options.max_tokens
+        if options.seed is not None:
+            request["seed"] = options.seed
         async with contextlib.aclosing(self.api.stream(path, request)) as chunks:
             async for chunk in chunks:
                 yield chunk.text

@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from fd_core.cli import startup
 from fd_core.cli.app import app
+from fd_core.cli.chat_backend import EngineChatBackend, SamplingOptions
 from fd_core.cli.loop_thread import LoopThread
-from fd_core.cli.speaker import EngineSpeaker, Wishes
 from fd_core.config import EngineConfig
 from fd_core.errors import BadRequest, FdError, ModelError
 from tests.server.fakes import FakeClient, byte_tokenizer, chat_template, live
@@ -100,22 +100,22 @@ def test_complete_with_a_server_and_its_refusals():
 def test_a_failed_row_is_told(local):
     with LoopThread() as loop, loop.entered(startup.running_engine(None, "inproc")) as client:
         client.fail_after = 3
-        speaker = EngineSpeaker(client, byte_tokenizer(), None)
+        backend = EngineChatBackend(client, byte_tokenizer(), None)
         pieces = []
         with pytest.raises(FdError, match="a row failed"):
-            pieces.extend(loop.iterate(speaker.complete("x", Wishes())))
+            pieces.extend(loop.iterate(backend.complete("x", SamplingOptions())))
     assert "".join(pieces) == "Bon"
 
 
 def test_a_text_that_does_not_fit_is_refused_with_the_limit(local):
     with LoopThread() as loop, loop.entered(startup.running_engine(None, "inproc")) as client:
-        speaker = EngineSpeaker(client, byte_tokenizer(), None)
+        backend = EngineChatBackend(client, byte_tokenizer(), None)
         with pytest.raises(BadRequest, match="the text has 400 tokens and the model holds 400"):
-            list(loop.iterate(speaker.complete("x" * 400, Wishes())))
+            list(loop.iterate(backend.complete("x" * 400, SamplingOptions())))
         with pytest.raises(BadRequest, match="the prompt is empty"):
-            list(loop.iterate(speaker.complete("", Wishes())))
+            list(loop.iterate(backend.complete("", SamplingOptions())))
         with pytest.raises(ModelError, match="has no chat template"):
-            speaker.chat([{"role": "user", "content": "x"}], Wishes())
+            backend.chat([{"role": "user", "content": "x"}], SamplingOptions())
 
 
 def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(local, interruptible, monkeypatch):
@@ -128,7 +128,7 @@ def test_ctrl_c_stops_the_answer_and_the_chat_goes_on(local, interruptible, monk
             written.append("stopped")
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr("fd_core.cli.talk._put", put)
+    monkeypatch.setattr("fd_core.cli.chat._put", put)
     original = FakeClient.__init__
     monkeypatch.setattr(FakeClient, "__init__", lambda self, reply: original(self, reply, step_seconds=0.05))
     result = runner.invoke(app, ["chat"], input="one\ntwo\n")

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fd_core.cli.flags import CONFIG_FILE, ENGINE_FLAGS, TALK_FLAGS, Given, takes_flags
+from fd_core.cli.flags import CHAT_FLAGS, CONFIG_FILE, ENGINE_FLAGS, Given, takes_flags
 from fd_core.cli.report import reports_errors, say
 from fd_core.errors import ConfigError, FdError
 
 if TYPE_CHECKING:
+    from fd_core.cli.chat_backend import ChatBackend, SamplingOptions
     from fd_core.cli.loop_thread import LoopThread
-    from fd_core.cli.speaker import Speaker, Wishes
 
 __all__ = ["chat", "complete"]
 
@@ -35,7 +35,7 @@ _BOTH = "loads a model here; with --url the server's own settings hold"
 
 
 @reports_errors
-@takes_flags(ENGINE_FLAGS, TALK_FLAGS, (CONFIG_FILE,))
+@takes_flags(ENGINE_FLAGS, CHAT_FLAGS, (CONFIG_FILE,))
 def chat(
     given: Given,
     model: Annotated[str | None, typer.Argument(metavar="[MODEL]", show_default=False)] = None,
@@ -51,18 +51,18 @@ def chat(
     MODEL is smollm2 if none is named; --url talks to a running server instead. A new line sends the message;
     /reset forgets the conversation, /quit leaves, Ctrl-C stops an answer.
     """
-    from fd_core.cli.speaker import Wishes
+    from fd_core.cli.chat_backend import SamplingOptions
 
-    wishes = Wishes(max_tokens, temperature, top_p, seed)
+    options = SamplingOptions(max_tokens, temperature, top_p, seed)
     start: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    with _speaker(model, url, given) as (loop, speaker, name):
+    with _chat_backend(model, url, given) as (loop, backend, name):
         if sys.stdin.isatty():
             print(f"{name}: {_HELP}", file=sys.stderr)
-        _converse(loop, speaker, start, wishes)
+        _converse(loop, backend, start, options)
 
 
 @reports_errors
-@takes_flags(ENGINE_FLAGS, TALK_FLAGS, (CONFIG_FILE,))
+@takes_flags(ENGINE_FLAGS, CHAT_FLAGS, (CONFIG_FILE,))
 def complete(
     given: Given,
     prompt: Annotated[str, typer.Argument(help="Text to continue; `-` reads it from the standard input.")],
@@ -74,17 +74,17 @@ def complete(
     seed: Seed = None,
 ) -> None:
     """Continue a text."""
-    from fd_core.cli.speaker import Wishes
+    from fd_core.cli.chat_backend import SamplingOptions
 
     text = sys.stdin.read() if prompt == "-" else prompt
-    with _speaker(model, url, given) as (loop, speaker, _):
-        for piece in loop.iterate(speaker.complete(text, Wishes(max_tokens or 128, temperature, top_p, seed))):
+    with _chat_backend(model, url, given) as (loop, backend, _):
+        for piece in loop.iterate(backend.complete(text, SamplingOptions(max_tokens or 128, temperature, top_p, seed))):
             _put(piece)
         _put("\n")
 
 
 @contextlib.contextmanager
-def _speaker(model: str | None, url: str | None, given: Given) -> Iterator[tuple[LoopThread, Speaker, str]]:
+def _chat_backend(model: str | None, url: str | None, given: Given) -> Iterator[tuple[LoopThread, ChatBackend, str]]:
     """Yield who answers, with the loop it lives on and its name."""
     from fd_core.cli.loop_thread import LoopThread
 
@@ -97,13 +97,13 @@ def _speaker(model: str | None, url: str | None, given: Given) -> Iterator[tuple
 
 def _remote(
     loop: LoopThread, stack: contextlib.ExitStack, url: str, model: str | None, given: Given
-) -> tuple[Speaker, str]:
+) -> tuple[ChatBackend, str]:
     from fd_core.cli.api_client import ApiClient
+    from fd_core.cli.chat_backend import ServerChatBackend
     from fd_core.cli.settings import merge
-    from fd_core.cli.speaker import ServerSpeaker
 
     engine_flags = [
-        flag.flag for flag in (*ENGINE_FLAGS, *TALK_FLAGS) if flag.field in given and flag.field != "api_keys"
+        flag.flag for flag in (*ENGINE_FLAGS, *CHAT_FLAGS) if flag.field in given and flag.field != "api_keys"
     ]
     if engine_flags:
         raise ConfigError(f"--url and {engine_flags[0]} contradict each other: {engine_flags[0]} {_BOTH}")
@@ -112,24 +112,24 @@ def _remote(
     name = model or next(iter(loop.run(api.models())), None)
     if name is None:
         raise FdError("the server serves no model", field=api.url)
-    return ServerSpeaker(api, name), f"{name} at {api.url}"
+    return ServerChatBackend(api, name), f"{name} at {api.url}"
 
 
-def _local(loop: LoopThread, stack: contextlib.ExitStack, model: str | None, given: Given) -> tuple[Speaker, str]:
+def _local(loop: LoopThread, stack: contextlib.ExitStack, model: str | None, given: Given) -> tuple[ChatBackend, str]:
     from rich.console import Console
 
+    from fd_core.cli.chat_backend import EngineChatBackend
     from fd_core.cli.settings import merge
-    from fd_core.cli.speaker import EngineSpeaker
     from fd_core.cli.startup import find_model, running_engine, startup_bars
 
     settings = merge(model, given, os.environ, default_model="smollm2")
     with startup_bars(Console(stderr=True)) as bars:
         found = find_model(settings.engine, settings.server.chat_template, bars)
         client = stack.enter_context(loop.entered(running_engine(found, settings.server.engine, bars)))
-    return EngineSpeaker(client, found.tokenizer, found.template), found.config.model
+    return EngineChatBackend(client, found.tokenizer, found.template), found.config.model
 
 
-def _converse(loop: LoopThread, speaker: Speaker, start: list[dict[str, Any]], wishes: Wishes) -> None:
+def _converse(loop: LoopThread, backend: ChatBackend, start: list[dict[str, Any]], options: SamplingOptions) -> None:
     """Read lines and answer them until the input ends."""
     messages = list(start)
     for line in _lines():
@@ -145,17 +145,19 @@ def _converse(loop: LoopThread, speaker: Speaker, start: list[dict[str, Any]], w
                 print(_HELP, file=sys.stderr)
                 continue
         asked = [*messages, {"role": "user", "content": line}]
-        answer, whole = _answer(loop, speaker, asked, wishes)
+        answer, whole = _answer(loop, backend, asked, options)
         if answer or whole:
             messages = [*asked, {"role": "assistant", "content": answer}]
 
 
-def _answer(loop: LoopThread, speaker: Speaker, messages: list[dict[str, Any]], wishes: Wishes) -> tuple[str, bool]:
+def _answer(
+    loop: LoopThread, backend: ChatBackend, messages: list[dict[str, Any]], options: SamplingOptions
+) -> tuple[str, bool]:
     """Print one answer and return its text and whether it came to its end; Ctrl-C stops it."""
     pieces: list[str] = []
     whole = False
     try:
-        for piece in loop.iterate(speaker.chat(messages, wishes)):
+        for piece in loop.iterate(backend.chat(messages, options)):
             pieces.append(piece)
             _put(piece)
         whole = True

@@ -1,0 +1,153 @@
+"""How one API family spells its responses: bytes of events for streams, values for whole responses."""
+
+from __future__ import annotations
+
+import abc
+import json
+import re
+import time
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
+
+import msgspec
+
+from fd_core.server.generation import ChoiceStream, TextChunk
+from fd_core.server.response_schemas import Usage
+from fd_core.text.tokenizer import Tokenizer
+from fd_core.types import TokenLogprobs
+
+__all__ = ["CollectedText", "ResponseFormat", "ResponseOptions"]
+
+_encode = msgspec.json.encode
+_LINE_BREAKS: Final = re.compile("[\u0085\u2028\u2029]")
+"""Legal inside JSON, but some clients split the lines of a stream at them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseOptions:
+    """What a response shows besides text."""
+
+    response_id: str
+    model: str
+    usage_in_stream: bool = False
+    logprobs: int | None = None
+    """Most likely tokens shown beside each chosen token; None shows no log-probabilities."""
+    token_ids: bool = False
+    skip_special: bool = True
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+class CollectedText:
+    """All chunks of one choice."""
+
+    __slots__ = ("choice", "finish_reason", "logprobs", "stop_reason", "texts", "token_ids")
+
+    def __init__(self, choice: ChoiceStream) -> None:
+        self.choice = choice
+        self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.finish_reason = ""
+        self.stop_reason: str | int | None = None
+
+    def add(self, chunk: TextChunk) -> None:
+        """Take the next chunk."""
+        self.texts.append(chunk.text)
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        if chunk.finish_reason is not None:
+            self.finish_reason, self.stop_reason = chunk.finish_reason, chunk.stop_reason
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self.texts)
+
+
+class ResponseFormat(abc.ABC):
+    """Spells the response to one request.
+
+    A stream's event is glued from bytes prepared once and the encoded text: nothing is built for each token.
+    """
+
+    chunk_object: ClassVar[str]
+    opening: ClassVar[bytes]
+    """JSON between a choice's index and its text."""
+    closing: ClassVar[bytes]
+    """JSON after the text."""
+
+    def __init__(self, options: ResponseOptions, tokenizer: Tokenizer, prompts: list[tuple[int, ...]]) -> None:
+        self.options = options
+        self.tokenizer = tokenizer
+        self.prompts = prompts
+        facts = {
+            "id": options.response_id,
+            "object": self.chunk_object,
+            "created": options.created,
+            "model": options.model,
+        }
+        self._head = b"data: " + _encode(facts)[:-1] + b',"choices":['
+        self._end = b'],"usage":null}\n\n' if options.usage_in_stream else b"]}\n\n"
+        self._plain = self.closing + b',"logprobs":null,"finish_reason":null}' + self._end
+        self._heads: dict[int, bytes] = {}
+
+    @abc.abstractmethod
+    def first(self, choice: ChoiceStream) -> bytes:
+        """Return the events that go before a choice's first chunk, if there are any."""
+
+    @abc.abstractmethod
+    def logprobs(self, choice: ChoiceStream, chunk: TextChunk | CollectedText) -> Any:
+        """Return the log-probabilities of a chunk as the API shapes them."""
+
+    @abc.abstractmethod
+    def whole(self, collected: list[CollectedText], usage: Usage) -> msgspec.Struct:
+        """Return the answer to a request that did not ask for a stream."""
+
+    def event(self, choice: ChoiceStream, chunk: TextChunk) -> bytes:
+        """Return the event for a chunk."""
+        head = self._heads.get(choice.index)
+        if head is None:
+            head = self._heads[choice.index] = self._head + b'{"index":%d' % choice.index + self.opening
+        options = self.options
+        if chunk.finish_reason is None and options.logprobs is None and not options.token_ids:
+            return b"%b%b%b" % (head, _text(chunk.text), self._plain)
+        scores = b"null" if options.logprobs is None else _encode(self.logprobs(choice, chunk))
+        parts = [head, _text(chunk.text), self.closing, b',"logprobs":', scores, b',"finish_reason":']
+        parts.append(_encode(chunk.finish_reason))
+        if chunk.finish_reason is not None:
+            parts += b',"stop_reason":', _encode(chunk.stop_reason)
+        if options.token_ids:
+            parts += b',"token_ids":', _encode(chunk.token_ids)
+        return b"".join([*parts, b"}", self._end])
+
+    def lead(self, choice: ChoiceStream, content: bytes) -> bytes:
+        """Return an event that comes before the first chunk; `content` is JSON such as `,"text":""`."""
+        ids = b',"prompt_token_ids":' + _encode(self.prompts[choice.prompt_index]) if self.options.token_ids else b""
+        end = b',"logprobs":null,"finish_reason":null'
+        return self._head + b'{"index":%d' % choice.index + content + end + ids + b"}" + self._end
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """Return the event that tells the usage, after the last chunk of the last choice."""
+        return self._head + b'],"usage":' + _encode(usage) + b"}\n\n"
+
+    def ending(self, collected: CollectedText) -> dict[str, Any]:
+        """Return the fields that choices of both APIs share."""
+        choice = collected.choice
+        fields: dict[str, Any] = {
+            "index": choice.index,
+            "finish_reason": collected.finish_reason,
+            "stop_reason": collected.stop_reason,
+            "logprobs": None if self.options.logprobs is None else self.logprobs(choice, collected),
+        }
+        if self.options.token_ids:
+            fields |= {
+                "token_ids": collected.token_ids,
+                "prompt_token_ids": list(self.prompts[choice.prompt_index]),
+            }
+        return fields
+
+
+def _text(text: str) -> bytes:
+    if not text.isascii() and _LINE_BREAKS.search(text):
+        return json.dumps(text).encode()
+    return _encode(text)
