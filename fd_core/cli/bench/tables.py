@@ -80,7 +80,7 @@ def show_queue(console: Console, cases: Sequence[Mapping[str, Any]], title: str)
 
 def show_burst(console: Console, burst: Mapping[str, Any], title: str) -> None:
     """Print what adding and planning cost until all prompts run, from what `burst_figures` returned."""
-    table = Table(title=f"{title}, microseconds", title_justify="left")
+    table = Table(title=f"{title}, microseconds of the processor", title_justify="left")
     for name in ("", "median", "p99", "mean", "worst"):
         table.add_column(name, justify="left" if name == "" else "right")
     for name, row, worst in (
