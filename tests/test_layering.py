@@ -86,6 +86,9 @@ IMPURE_MODULES = {
 }
 IMPURE_CALLS = {"open", "print", "input", "exec", "eval", "__import__"}
 
+STILL_INSIDE = {"stepping.py", "suite/test_golden.py", "suite/test_kv.py"}
+"""Files of the conformance kit that still look inside of the scheduler; the set only shrinks."""
+
 FRAMEWORKS = {"jax", "onnx", "onnxruntime", "paddle", "tensorflow", "torch", "torchvision", "transformers"}
 MAY_USE = {
     "torch": ("ops/torch_", "ops/native/", "backends/cpu.py"),
@@ -187,3 +190,35 @@ def test_only_signals_knows_the_negative_ids() -> None:
             if minus and isinstance(node.operand, ast.Constant) and node.operand.value == 9:
                 wrong.append(str(path.relative_to(ROOT)))
     assert set(wrong) == {"signals.py"}
+
+
+def private_names(tree: ast.AST) -> Iterator[str]:
+    """Yield the private names that a file uses of other objects and modules."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _is_private(node.attr):
+            owner = node.value.id if isinstance(node.value, ast.Name) else ""
+            if owner not in ("self", "cls"):
+                yield f"{node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.lineno}: {name.name}" for name in node.names if _is_private(name.name))
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "testing").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_kit_that_vendors_run_uses_public_names_only(path: Path) -> None:
+    """A vendor's runner, store or connector has the public names, whatever else it has."""
+    if path.relative_to(ROOT / "testing").as_posix() not in STILL_INSIDE:
+        assert list(private_names(ast.parse(path.read_text()))) == []
+
+
+@pytest.mark.parametrize("text", ["a._b", "a.b._c()", "a[0]._b", "from a import _b"])
+def test_private_names_are_recognised(text: str) -> None:
+    assert list(private_names(ast.parse(text)))
+
+
+@pytest.mark.parametrize("text", ["self._b", "cls._b", "a.__name__", "self._a.b", "a.b", "from a import b"])
+def test_other_names_are_no_private_ones(text: str) -> None:
+    assert not list(private_names(ast.parse(text)))

@@ -18,6 +18,7 @@ from fd_core.engine.kv_transfer import KVTransferExchange, open_kv_transfer, req
 from fd_core.engine.messages import Delta, EngineInfo, EngineStats
 from fd_core.engine.outputs import Outputs
 from fd_core.engine.prefill_pace import PrefillPace
+from fd_core.engine.probe import EngineProbe
 from fd_core.errors import BadRequest
 from fd_core.kv.effects import PrefillPaceMeasured
 from fd_core.kv.events import KVEvent, Recorder
@@ -149,6 +150,10 @@ class Engine:
     def check_integrity(self) -> None:
         """Audit slots and blocks; raises `RuntimeError` if they contradict each other."""
         self._scheduler.check_integrity()
+
+    def probe(self) -> EngineProbe:
+        """Return the parts of this engine, for audits and tests."""
+        return EngineProbe(self._scheduler, self._device, self._watchdog_seconds)
 
     def close(self) -> None:
         """Stop the engine's threads; what is in flight is computed and dropped, what waits for a store written."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 
 from fd_core.backends.contract import LoadProgress, Model
 from fd_core.config import Limits
-from fd_core.ops.contract import Array, Ops
+from fd_core.ops.contract import Array, KVCache, Ops, StepInput
 from fd_core.runner.batch import PersistentBatch
 from fd_core.runner.drafting import Drafter, SlotError
 from fd_core.runner.inputs import Rows, build_inputs, resolve_rows
+from fd_core.runner.probe import RunnerProbe
 from fd_core.runner.sampling import Sampled, Sampler
 from fd_core.runner.warmup import warm_up_plans
 from fd_core.types import IntArray, LogprobRows, StepOutput, StepPlan
@@ -77,6 +79,24 @@ class Runner:
         progress(len(plans), len(plans))
         self._batch = PersistentBatch(limits)
         return seconds[0] / length
+
+    def use_drafter(self, drafter: Drafter) -> None:
+        """Let another drafter guess, before the first step; its KV, if it needs any, is allocated already."""
+        self._drafter = drafter
+
+    def watch_forward(self, watch: Callable[[StepInput], None]) -> None:
+        """Have `watch` called with the input of every forward pass from now on."""
+        forward = self._forward
+
+        def watched(step: StepInput, cache: KVCache) -> Array:
+            watch(step)
+            return forward(step, cache)
+
+        self._forward = watched
+
+    def probe(self) -> RunnerProbe:
+        """Return the parts of this runner, for audits and tests."""
+        return RunnerProbe(self._ops, self._batch, self._drafter)
 
     def _apply(self, plan: StepPlan) -> None:
         for admission in plan.admissions:

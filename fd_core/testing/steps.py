@@ -17,7 +17,7 @@ __all__ = ["ByHand", "SentStepper", "device_of"]
 
 def device_of(engine: Engine, transport: str) -> Device:
     """Return a device thread that computes the engine's steps; `transport`, `memory` or `zmq`, carries the outputs."""
-    runner = engine._device.runner
+    runner = engine.probe().runner
     return SocketDevice(runner) if transport == "zmq" else ThreadDevice(runner)
 
 
@@ -27,7 +27,7 @@ class SentStepper(Stepper):
     def __init__(self, engine: Engine, device: Device) -> None:
         super().__init__(engine, eager=True)
         self._device = device
-        self._watchdog = engine._watchdog_seconds
+        self._watchdog = engine.probe().watchdog_seconds
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Send a step and wait for its output."""
@@ -39,10 +39,10 @@ class ByHand:
     """Builds plans over an engine's runner; slot i owns the blocks [i * n, (i + 1) * n)."""
 
     def __init__(self, engine: Engine) -> None:
-        self.runner = engine._device.runner
+        self.runner = engine.probe().runner
         self.limits = self.runner.limits
         self._device = ThreadDevice(self.runner)
-        self._watchdog = engine._watchdog_seconds
+        self._watchdog = engine.probe().watchdog_seconds
         self._step = 0
         self._gen = 0
         self._gens: dict[int, int] = {}

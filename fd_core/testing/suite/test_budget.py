@@ -94,7 +94,7 @@ def test_each_step_computes_what_it_was_charged(target: Target, golden: Golden) 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
 def test_padding_never_exceeds_the_budget(target: Target, rows: int) -> None:
     with target.engine(max_num_batched_tokens=4) as engine:
-        assert rows <= engine._device.runner._ops.padded_rows(rows) <= 4
+        assert rows <= engine.probe().runner.probe().ops.padded_rows(rows) <= 4
 
 
 def test_a_budget_below_one_decode_with_its_drafts_is_refused(target: Target) -> None:

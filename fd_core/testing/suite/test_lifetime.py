@@ -88,7 +88,7 @@ def test_a_closed_engine_leaves_no_cache_behind(target: Target) -> None:
     for _ in range(2):
         with target.engine() as engine:
             run(engine, [greedy("a", range(5), 4)])
-            gone.append(weakref.ref(engine._device.runner.cache))
+            gone.append(weakref.ref(engine.probe().runner.cache))
         del engine
     gc.collect()
     assert [held() for held in gone] == [None, None]
@@ -100,7 +100,7 @@ def test_memory_comes_back_when_engines_close(target: Target, require: Callable[
     require("kv_transfer")
     room: dict[str, Any] = {"block_size": 128, "max_model_len": 128}
     with target.engine(**room) as engine:
-        one = engine._device.runner.cache.export_blocks(np.zeros(1, np.int32)).nbytes
+        one = engine.probe().runner.cache.export_blocks(np.zeros(1, np.int32)).nbytes
     count = max(24 * MEBI // one, 16)
     held: list[int] = []
 
@@ -108,7 +108,7 @@ def test_memory_comes_back_when_engines_close(target: Target, require: Callable[
         free = target.backend.free_memory()
         with target.engine(num_kv_blocks=count, **room) as engine:
             run(engine, [greedy("a", range(5), 4)])
-            cache = engine._device.runner.cache
+            cache = engine.probe().runner.cache
             part = np.arange(count // 8, dtype=np.int32)
             filling = np.ones_like(cache.export_blocks(part[:1])).repeat(len(part), axis=0)
             for index in range(8):

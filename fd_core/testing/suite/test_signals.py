@@ -69,7 +69,7 @@ def test_rows_beside_a_revocation_keep_their_tokens(target: Target, golden: Gold
         assert outcomes.kinds[[0, 2, 3]].tolist() == [Outcome.TOKENS] * 3
         for slot in (0, 2, 3):
             spec = long_ones(4)[slot]
-            delivered = hand.runner._batch.tokens[slot, 8 : 8 + 1 + outcomes.counts[slot]].tolist()
+            delivered = hand.runner.probe().batch.tokens[slot, 8 : 8 + 1 + outcomes.counts[slot]].tolist()
             assert delivered[1:] == outcomes.tokens[slot, : outcomes.counts[slot]].tolist()
             golden.check_prefix(spec, delivered)
 
@@ -271,7 +271,7 @@ def test_an_abort_ends_a_request_in_every_state(target: Target, golden: Golden, 
 def test_an_error_in_a_row_swallows_no_other_row(target: Target, golden: Golden, transport: str) -> None:
     specs = long_ones(3, 20)
     with target.engine(num_kv_blocks=64, output_transport=transport) as engine:
-        execute, steps = engine._device.runner.execute, 0
+        execute, steps = engine.probe().runner.execute, 0
 
         def failing(plan: StepPlan) -> StepOutput:
             nonlocal steps
@@ -279,7 +279,7 @@ def test_an_error_in_a_row_swallows_no_other_row(target: Target, golden: Golden,
             output = execute(plan)
             return replace(output, errors=((1, "the row failed"),)) if steps == 4 else output
 
-        engine._device.runner.execute = failing  # type: ignore[method-assign]  # a back door
+        engine.probe().runner.execute = failing  # type: ignore[method-assign]  # a back door
         device = device_of(engine, transport)
         stepper = SentStepper(engine, device)
         stepper.submit(*specs)

@@ -122,13 +122,7 @@ def test_padding_is_computed_where_the_budget_was_charged_and_nowhere_else(folde
     ops = make_ops()
     runner = Runner(ops, load(folder, ops), LIMITS)
     given: list[tuple[int, int]] = []
-    forward = runner._forward
-
-    def watched(step: Any, cache: Any) -> Any:
-        given.append((len(step.token_ids), len(step.logits_rows)))
-        return forward(step, cache)
-
-    runner._forward = watched
+    runner.watch_forward(lambda step: given.append((len(step.token_ids), len(step.logits_rows))))
     plans = conversation(MIXED)
     runner.execute(plans[0])
     before = runner.cache.export_blocks(np.arange(50, 60, dtype=np.int32))
