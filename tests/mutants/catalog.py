@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from tests.mutants import blocks, budget, disagg, golden_stream, restarts, router, signalling, storage, transfers
+from tests.mutants import (
+    blocks,
+    budget,
+    disagg,
+    golden_stream,
+    restarts,
+    router,
+    salts,
+    signalling,
+    storage,
+    token_zero,
+    transfers,
+)
 from tests.mutants.mutant import Mutant, NotApplicable
 
 __all__ = ["MUTANTS", "NOT_APPLICABLE"]
 
 MUTANTS: tuple[Mutant, ...] = (
     *signalling.MUTANTS,
+    *token_zero.MUTANTS,
     *budget.MUTANTS,
     *blocks.MUTANTS,
     *golden_stream.MUTANTS,
     *restarts.MUTANTS,
     *storage.MUTANTS,
+    *salts.MUTANTS,
     *router.MUTANTS,
     *disagg.MUTANTS,
     *transfers.MUTANTS,
