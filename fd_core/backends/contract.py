@@ -77,6 +77,9 @@ class Backend(abc.ABC):
     """Whether this instance computes on another device than the one it is for. Set by the constructor; whoever shows a
     result shows this with it, for it says nothing about the device."""
 
+    dtype_reason: str = ""
+    """Why `make_ops` chose its dtype where `--dtype auto` left the choice to it; set there, shown to the user."""
+
     limits: Mapping[str, str] = MappingProxyType({})
     """What it cannot do by its nature: an ability of `fd_core.testing.limits` to the reason, which the support table
     shows. Nothing of preempted-slot signalling and of the step token budget may be in it."""

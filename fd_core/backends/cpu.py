@@ -15,7 +15,7 @@ __all__ = ["CpuBackend"]
 
 
 class CpuBackend(Backend):
-    """torch on the host's processors; by default bfloat16 with native kernels and float32 without."""
+    """torch on the host's processors; by default bfloat16 where native kernels have instructions for it."""
 
     name: ClassVar[str] = "cpu"
     default_pipeline_depth: ClassVar[int] = 1
@@ -42,13 +42,16 @@ class CpuBackend(Backend):
         if self.config.native_kernels:
             from fd_core.ops.native import load_native_ops
 
-            native = load_native_ops(wanted or "bfloat16", threads)
+            native = load_native_ops(wanted, threads)
             if native is not None:
                 self._kernels = native.describe()
+                verb = "has" if native.dtype == "bfloat16" else "lacks"
+                self.dtype_reason = f"the processor {verb} bfloat16 instructions ({native.instruction_set})"
                 return native
         from fd_core.ops.torch_ops import TorchOps
 
         self._kernels = "torch eager"
+        self.dtype_reason = "torch's own kernels round every intermediate result, which bfloat16 would show"
         return TorchOps(dtype=wanted or "float32")
 
     def free_memory(self) -> int:
@@ -61,10 +64,10 @@ class CpuBackend(Backend):
         return f"CPU, {threads} threads, {getattr(self, '_kernels', 'torch')}"
 
     def _dtype(self) -> str | None:
-        """Return the dtype asked for; None leaves it to the pack.
+        """Return the dtype asked for; None for `auto`.
 
-        The native pack accumulates in float32 and takes bfloat16; eager torch rounds every intermediate result to the
-        dtype, which can change a text, so it takes float32.
+        The native pack accumulates in float32, so it takes bfloat16 where the processor multiplies it. Eager torch
+        rounds every intermediate result to the dtype, which can change a text, so it takes float32.
         """
         if self.config.dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(

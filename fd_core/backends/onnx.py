@@ -48,6 +48,7 @@ class OnnxBackend(Backend):
             raise PluginError(
                 f"the cpu+onnx backend needs onnx and ONNX Runtime: {error}", field="--backend", hint=_HINT
             ) from error
+        self.dtype_reason = self.limits["bfloat16"]
         return OnnxOps(Provider("CPUExecutionProvider", "cpu", self._threads()))
 
     def free_memory(self) -> int:

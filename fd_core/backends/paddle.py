@@ -151,6 +151,7 @@ class PaddleBackend(Backend):
         wanted = self.config.dtype
         offered = ("float32",) if self.place == "cpu" else ("bfloat16", "float32")
         if wanted == "auto":
+            self.dtype_reason = self.limits.get("bfloat16", f"Paddle multiplies it on the {self.title}")
             return offered[0]
         if wanted not in offered:
             where = "where it is emulated " if self.emulated else ""

@@ -32,6 +32,7 @@ class ReferenceBackend(Backend):
 
         if self.config.dtype not in ("auto", "float32"):
             raise ConfigError(f"the reference backend computes in float32, not {self.config.dtype}", field="--dtype")
+        self.dtype_reason = self.limits["bfloat16"]
         return NumpyOps()
 
     def free_memory(self) -> int:

@@ -239,6 +239,7 @@ def load_engine(
         backend_reason=choice.reason,
         device=_described(backend),
         dtype=ops.dtype,
+        dtype_reason=backend.dtype_reason if config.dtype == "auto" else "asked for",
         vocab_size=limits.vocab_size,
         eos_token_ids=model.eos_token_ids,
         max_model_len=limits.max_model_len,

@@ -64,6 +64,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     """A line about what computes; it has the word "emulated" where that is so."""
     dtype: str
+    dtype_reason: str = ""
+    """Why this dtype was chosen; empty where the backend does not say."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_model_len: int

@@ -55,10 +55,15 @@ class NativeOps(TorchOps):
         self.runtime = Runtime(library, dtype, threads)
         self._arena = Arena(library)
 
+    @property
+    def instruction_set(self) -> str:
+        """What the kernels were compiled for, such as `avx512_bf16`."""
+        name: str = self.runtime.library.fd_instruction_set().decode()
+        return name
+
     def describe(self) -> str:
         """Name the instruction set that the kernels use."""
-        isa: str = self.runtime.library.fd_instruction_set().decode()
-        return f"native kernels ({isa}, {self.dtype})"
+        return f"native kernels ({self.instruction_set}, {self.dtype})"
 
     # Weights and memory -----------------------------------------------------------------------------------
 

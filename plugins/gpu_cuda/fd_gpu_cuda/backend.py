@@ -53,7 +53,7 @@ class CudaBackend(Backend):
 
     def make_ops(self) -> Ops:
         """Create the pack on the first visible device; initialises CUDA."""
-        dtype = self._dtype()
+        self._check_dtype()
         try:
             from fd_gpu_cuda.device import Cuda
             from fd_gpu_cuda.ops import CudaOps
@@ -61,6 +61,7 @@ class CudaBackend(Backend):
             raise PluginError(f"the {self.name} backend needs torch: {error}", field="--backend", hint=_HINT) from error
         try:
             self._cuda = Cuda()
+            dtype = self._dtype(self._cuda)
             kernels = self._load_kernels(dtype, self._cuda)
         except (ImportError, RuntimeError) as error:
             raise PluginError(
@@ -103,11 +104,17 @@ class CudaBackend(Backend):
                 self._kernels = "Triton kernels, FlashInfer for prefill"
         return Kernels(attention.paged_attention, sampling.sample, planned)
 
-    def _dtype(self) -> str:
-        wanted = "bfloat16" if self.config.dtype == "auto" else self.config.dtype
-        if wanted not in ("float32", "bfloat16"):
+    def _check_dtype(self) -> None:
+        wanted = self.config.dtype
+        if wanted not in ("auto", "float32", "bfloat16"):
             raise ConfigError(f"the {self.name} backend computes in float32 or bfloat16, not {wanted}", field="--dtype")
-        return wanted
+
+    def _dtype(self, cuda: Cuda) -> str:
+        if self.config.dtype != "auto":
+            return self.config.dtype
+        verb = "multiplies" if cuda.has_bfloat16 else "does not multiply"
+        self.dtype_reason = f"the device {verb} bfloat16 matrices itself"
+        return "bfloat16" if cuda.has_bfloat16 else "float32"
 
 
 def largest_step(config: EngineConfig, model: Model) -> int:

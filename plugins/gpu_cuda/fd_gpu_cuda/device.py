@@ -30,6 +30,11 @@ class Cuda:
         name: str = torch.cuda.get_device_name(self.device)
         return name
 
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether the device multiplies bfloat16 matrices itself: Ampere (compute capability 8.0) and later do."""
+        return torch.cuda.get_device_capability(self.device) >= (8, 0)
+
     def upload(self, host: Array) -> Array:
         """Queue a copy of a host tensor. torch keeps the pinned memory until the copy has read it."""
         return host.pin_memory().to(self.device, non_blocking=True) if host.numel() else host.to(self.device)

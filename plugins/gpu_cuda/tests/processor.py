@@ -34,6 +34,8 @@ class Processor(Cuda):
     """What `Cuda` does, at once and without a GPU. A replay computes again."""
 
     name = "processor"  # type: ignore[assignment]  # a property of the class above
+    # Here every intermediate result would be rounded to bfloat16.
+    has_bfloat16 = False  # type: ignore[assignment]  # as above
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -108,8 +110,8 @@ class OnProcessor(CudaBackend):
         self.processor = Processor()
         self.processor.free = 2**30 + 2**28
         self._cuda = self.processor
-        # float32 unless asked otherwise: here every intermediate result would be rounded to bfloat16.
-        return make_ops(self.processor, "float32" if self.config.dtype == "auto" else self._dtype())
+        self._check_dtype()
+        return make_ops(self.processor, self._dtype(self.processor))
 
 
 class _Watch(TorchDispatchMode):
