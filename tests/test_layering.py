@@ -161,6 +161,17 @@ def test_a_part_imports_only_what_is_below_it(part: str) -> None:
     assert wrong == []
 
 
+def test_reading_checkpoints_knows_nothing_of_models() -> None:
+    """Models are built from checkpoints; formats import no architecture, not even inside a function."""
+    above = "fd_core.models."
+    assert not [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in sources("models/loading")
+        for name, line in imported(path)
+        if name.startswith(above) and not name.startswith("fd_core.models.loading")
+    ]
+
+
 def test_the_pure_core_has_no_clock_no_randomness_and_no_io() -> None:
     assert breaches(*PURE, forbidden=IMPURE_MODULES) == []
     for path in sources(*PURE):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 
 from fd_core.errors import ConfigError, ModelError
@@ -17,6 +18,8 @@ from fd_core.models.spec import DecoderSpec, Traits, decoder_spec
 from fd_core.ops.contract import Ops
 
 __all__ = ["ARCHITECTURES", "ProgressSink", "load_model", "spec_of"]
+
+logger = logging.getLogger(__name__)
 
 ARCHITECTURES: Mapping[str, Callable[[ModelConfig], Traits]] = {
     "Ernie4_5ForCausalLM": ernie,
@@ -62,12 +65,19 @@ def load_model(
 
 
 def spec_of(checkpoint: Checkpoint) -> DecoderSpec:
-    """Describe the model that a checkpoint's config asks for, without looking at its tensors."""
+    """Describe the model that a checkpoint's config asks for, without looking at its tensors.
+
+    Code that comes with a checkpoint (`auto_map`) is never run. Raises `ModelError` if the architecture is not known.
+    """
     config = ModelConfig(checkpoint.config)
     names = checkpoint.config.get("architectures")
     name = names[0] if isinstance(names, list | tuple) and names else None
     traits = ARCHITECTURES.get(name) if isinstance(name, str) else None
     if traits is None or not isinstance(name, str):
         found = "the config names no architecture" if name is None else f"architecture {str(name)[:80]!r} is not known"
+        if "auto_map" in checkpoint.config:
+            found += ", and code that comes with the checkpoint (auto_map) is never run"
         raise ModelError(f"{checkpoint.path}: {found}", field="model", hint=f"supported are {', '.join(ARCHITECTURES)}")
+    if "auto_map" in checkpoint.config:
+        logger.warning("%s names code of its own (auto_map); the built-in %s is used instead", checkpoint.path, name)
     return decoder_spec(name, config, traits(config))

@@ -191,3 +191,14 @@ def test_configs_of_older_transformers_mean_the_same(tiny, tmp_path, case):
     edit_config(tmp_path, rope_parameters=None, **older)
     with open_checkpoint(tmp_path) as checkpoint:
         assert spec_of(checkpoint) == expected
+
+
+def test_code_beside_the_weights_is_refused_unless_it_is_not_needed(folder, caplog):
+    code = {"AutoModelForCausalLM": "modeling.Model"}
+    edit_config(folder, auto_map=code)
+    with caplog.at_level("WARNING"):
+        assert spec_of(open_checkpoint(folder)).architecture == "LlamaForCausalLM"
+    assert "auto_map" in caplog.text
+    edit_config(folder, architectures=["FancyForCausalLM"])
+    with pytest.raises(ModelError, match=r"FancyForCausalLM.*auto_map.*never run"):
+        spec_of(open_checkpoint(folder))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,8 +16,6 @@ from fd_core.models.loading.json_file import read_json_object
 from fd_core.models.loading.safetensors_format import SafetensorsFile, read_safetensors
 
 __all__ = ["SafetensorsCheckpoint"]
-
-log = logging.getLogger(__name__)
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -108,8 +105,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ModelError(f"{folder} has no config.json", field="model")
     config = read_json_object(path)
-    if "auto_map" in config:
-        _check_needs_no_code(path, config)
     if config.get("quantization_config"):
         method = config["quantization_config"]
         method = method.get("quant_method") if isinstance(method, dict) else method
@@ -119,21 +114,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
             hint="take the unquantized model or a GGUF version",
         )
     return config
-
-
-def _check_needs_no_code(path: Path, config: Mapping[str, Any]) -> None:
-    # the registry imports this package; only a checkpoint with code needs to ask it
-    from fd_core.models.registry import ARCHITECTURES
-
-    named = config.get("architectures")
-    native = [each for each in ARCHITECTURES if isinstance(named, list) and each in named]
-    if not native:
-        raise ModelError(
-            f"{path} asks for code that comes with the checkpoint (auto_map); such code is never run",
-            field="model",
-            hint=f"architectures that need none: {', '.join(sorted(ARCHITECTURES))}",
-        )
-    log.warning("%s names code of its own (auto_map); it is ignored, the built-in %s is used", path, native[0])
 
 
 def _open_shards(folder: Path) -> dict[str, SafetensorsFile]:

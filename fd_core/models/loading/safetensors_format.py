@@ -1,5 +1,8 @@
 """The safetensors container: its header checked against the file, its tensors mapped.
 
+The `safetensors` package is not used to read: without a framework it refuses bfloat16 (numpy has no such type) and
+copies every tensor, where this reader hands out views of the mapped file.
+
 Source: https://github.com/huggingface/safetensors#format. A file is 8 bytes of header length, a JSON header and a
 buffer which the tensors cover without holes or overlaps.
 """

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import struct
 import tracemalloc
 from collections.abc import Mapping
@@ -157,19 +156,6 @@ def test_pickles_are_refused_with_what_to_do(tmp_path: Path, suffix: str) -> Non
     for target in (path, tmp_path):
         with pytest.raises(ModelError, match=r"pickled weights.*safetensors or GGUF"):
             open_checkpoint(target)
-
-
-def test_code_beside_the_weights_is_refused_unless_it_is_not_needed(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    code = {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}}
-    _folder(folder, {**CONFIG, **code, "architectures": ["FancyForCausalLM"]})
-    with pytest.raises(ModelError, match="auto_map"):
-        open_checkpoint(folder)
-    _folder(folder, {**CONFIG, **code})
-    with caplog.at_level(logging.WARNING):
-        assert open_checkpoint(folder).config["model_type"] == "llama"
-    assert "auto_map" in caplog.text
 
 
 @pytest.mark.parametrize(
