@@ -23,7 +23,7 @@ from benchmarks.harness.machine import BandwidthProbe, describe, load_average
 from fd_core.models.decoder import Attention, Decoder, DecoderModel, Layer, Mlp
 from fd_core.ops.contract import Heads, KVCache, Norm, Ops, Rope, StepInput
 from fd_core.ops.native import load_native_ops
-from fd_core.ops.native.pack import CompiledForward, NativeOps
+from fd_core.ops.native.pack import NativeOps, ProgramForward
 from fd_core.types import RawTensor
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS, VOCABULARY = 576, 9, 3, 64, 1536, 30, 49152
@@ -148,7 +148,7 @@ def measured_rate(ops: NativeOps, rows: int, width: int, repeats: int) -> float:
     return best
 
 
-def shares(forward: CompiledForward, step: StepInput, cache: KVCache, repeats: int = 8) -> dict[str, float]:
+def shares(forward: ProgramForward, step: StepInput, cache: KVCache, repeats: int = 8) -> dict[str, float]:
     """Return seconds of one step by kind of operation; each operation at its fastest of `repeats` steps."""
     program = forward.program(cache)
     fastest: list[tuple[str, float]] = []
@@ -181,7 +181,7 @@ def main() -> None:
     most = max(case.rows * -(-case.context // BLOCK_SIZE) + case.shared // BLOCK_SIZE + 1 for case in cases)
     cache = ops.allocate_kv(model.kv_shape(BLOCK_SIZE), most)
     forward = ops.compile(model.forward)
-    assert isinstance(forward, CompiledForward)
+    assert isinstance(forward, ProgramForward)
     itemsize = 4 if arguments.dtype == "float32" else 2
     # Reading: a weight of 256 MiB or more for one row. Products: operands that stay in the caches.
     bandwidth = max(BandwidthProbe(arguments.threads).measure(), itemsize * measured_rate(ops, 1, 5 * VOCABULARY, 3))

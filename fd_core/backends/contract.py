@@ -28,7 +28,7 @@ class Availability:
 
     available: bool
     reason: str
-    """One line a user understands, in either case."""
+    """One line for the user, whether the backend is available or not."""
     emulated: bool = False
     """It would run on another device than the one it is for. Such a backend runs only when asked for by name."""
 
@@ -74,15 +74,15 @@ class Backend(abc.ABC):
     """`--backend auto` takes the available backend of the highest rank; below 0 it is never taken by itself."""
 
     emulated: bool = False
-    """Whether this instance computes on another device than the one it is for. Set by the constructor; whoever shows a
-    result shows this with it, for it says nothing about the device."""
+    """Whether this instance computes on another device than the one it is for. Set by the constructor and shown with
+    every result, because an emulated result says nothing about the device."""
 
     dtype_reason: str = ""
     """Why `make_ops` chose its dtype where `--dtype auto` left the choice to it; set there, shown to the user."""
 
     limits: Mapping[str, str] = MappingProxyType({})
-    """What it cannot do by its nature: an ability of `fd_core.testing.limits` to the reason, which the support table
-    shows. Nothing of preempted-slot signalling and of the step token budget may be in it."""
+    """Abilities of `fd_core.testing.limits` that the backend lacks by its nature, each with the reason that the support
+    table shows. Preempted-slot signalling and the step token budget may not be among them."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -101,7 +101,7 @@ class Backend(abc.ABC):
         """Return bytes that weights and KV cache may still take on the device."""
 
     def describe(self) -> str:
-        """Return one line about the device and the kernels in use; it has the word "emulated" where that is true."""
+        """Return one line about the device and the kernels in use; it says "emulated" where the device is emulated."""
         return self.name
 
     def load_model(self, path: Path | None, ops: Ops, progress: LoadProgress) -> Model:

@@ -1,4 +1,4 @@
-"""How much host memory may still be taken."""
+"""How much host memory is left for an engine."""
 
 from __future__ import annotations
 

@@ -31,16 +31,16 @@ _PATIENCE: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class PaddleDevices:
-    """What a Paddle says about itself."""
+    """Version and devices of the installed Paddle."""
 
     version: str
     names: tuple[str, ...] = ()
     """Devices beside the processor, such as `xpu:0` and `metax_gpu:1`."""
     problem: str = ""
-    """Why there is no answer; empty if there is one."""
+    """Why Paddle could not be asked; empty if it answered."""
 
     def count(self, device: str) -> int:
-        """Return how many of them are of a kind, such as `xpu`."""
+        """Return the number of devices of a kind, such as `xpu`."""
         return sum(name.partition(":")[0] == device for name in self.names)
 
 
@@ -79,9 +79,9 @@ class PaddleBackend(Backend):
     device: ClassVar[str]
     """Paddle's name of the device, such as `xpu`; for a custom device the name it is registered under."""
     title: ClassVar[str]
-    """What people call it."""
+    """The device's name for users, such as `MetaX GPU`."""
     paddle_hint: ClassVar[str]
-    """How to get a Paddle that drives it."""
+    """How to install a Paddle that drives the device."""
     can_be_emulated: ClassVar[bool] = False
     """Without the device, compute on the processor with Paddle's CPU kernels in float32, when asked for by name."""
 

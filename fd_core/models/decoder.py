@@ -61,7 +61,7 @@ class Decoder:
     head: Array
     activation: Activation
     softcap: float | None
-    """Of the logits."""
+    """Softcap of the logits; None for none."""
 
 
 class DecoderModel:

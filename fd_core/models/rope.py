@@ -26,7 +26,7 @@ class RopeSpec:
     """Frequencies of one kind of layer; equal specs share their tables."""
 
     inverse_frequencies: tuple[float, ...]
-    """One for each pair of elements, radians per position."""
+    """Frequency of each pair of elements, radians per position."""
     amplitude: float = 1.0
     """Factor on cosine and sine; YaRN uses it to sharpen attention."""
     interleaved: bool = False

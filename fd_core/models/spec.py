@@ -41,7 +41,7 @@ class VectorSpec:
     shape: tuple[int, ...]
 
     def tensors(self) -> Iterator[TensorShape]:
-        """Yield what it is read from."""
+        """Yield the tensors of the checkpoint that it is read from."""
         yield self.name, self.shape
 
 
@@ -55,7 +55,7 @@ class LinearSpec:
     bias: bool = False
 
     def tensors(self) -> Iterator[TensorShape]:
-        """Yield what it is read from."""
+        """Yield the tensors of the checkpoint that it is read from."""
         for name, out in zip(self.names, self.outs, strict=True):
             yield f"{name}.weight", (out, self.ins)
             if self.bias:
@@ -81,7 +81,7 @@ class AttentionSpec:
     post_norm: VectorSpec | None
 
     def tensors(self) -> Iterator[TensorShape]:
-        """Yield what it is read from."""
+        """Yield the tensors of the checkpoint that it is read from."""
         for part in (self.norm, self.qkv, self.output, self.q_norm, self.k_norm, self.post_norm):
             if part is not None:
                 yield from part.tensors()
@@ -97,7 +97,7 @@ class MlpSpec:
     post_norm: VectorSpec | None = None
 
     def tensors(self) -> Iterator[TensorShape]:
-        """Yield what it is read from."""
+        """Yield the tensors of the checkpoint that it is read from."""
         for part in (self.norm, self.gate_up, self.down, self.post_norm):
             if part is not None:
                 yield from part.tensors()
@@ -117,7 +117,7 @@ class MoeSpec:
     shared: tuple[LinearSpec, LinearSpec] | None = None
 
     def tensors(self) -> Iterator[TensorShape]:
-        """Yield what it is read from."""
+        """Yield the tensors of the checkpoint that it is read from."""
         for part in (
             self.norm,
             self.router,

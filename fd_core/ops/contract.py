@@ -150,7 +150,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class HostStep:
-    """What a pack that plans its kernels on the host would otherwise have to wait for; as in `StepInput`."""
+    """Metadata of a step on the host, for packs that plan their kernels there; the arrays are those of `StepInput`."""
 
     query_start: IntArray
     """int32[N + 1]"""
@@ -186,7 +186,7 @@ class StepInput:
     """Largest number of tokens of one row; 1 means pure decode."""
     max_context: int
     host: HostStep | None = None
-    """The same metadata as it left the host; None where the step was not built there."""
+    """The same metadata on the host; None where the step was not built there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +246,7 @@ class Ops(abc.ABC):
     """`float32` or `bfloat16`: weights, activations and KV."""
 
     def configure(self, limits: Limits) -> None:  # noqa: B027 - most packs have nothing to do here
-        """Learn the limits that the engine settled on; called before the first KV cache is allocated."""
+        """Receive the engine's final limits; called before the first KV cache is allocated."""
 
     # Arrays -----------------------------------------------------------------------------------------------
 
@@ -407,18 +407,18 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def verify(self, sampled: Array, drafts: Array, num_drafts: Array) -> Array:
-        """Count the drafts that may stay: the longest prefix that equals what was sampled in its place.
+        """Count the accepted drafts: the longest prefix that equals what was sampled in its place.
 
         sampled int32[N, 1 + k], drafts int32[N, k], num_drafts int32[N] -> int32[N]. Column j of `sampled` was chosen
         after draft j - 1, so a row with `a` accepted drafts delivers its first 1 + a sampled tokens.
         """
 
     @abc.abstractmethod
-    def postprocess(self, sampled: Array, accepted: Array, slots: Array, taken_back: Array, max_num_seqs: int) -> Array:
+    def postprocess(self, sampled: Array, accepted: Array, slots: Array, revoked: Array, max_num_seqs: int) -> Array:
         """Build the token matrix int32[max_num_seqs, 1 + k] of the step with the values of `fd_core.signals`.
 
-        sampled int32[N, 1 + k] and accepted int32[N] of the rows that yield tokens, slots int32[N], taken_back
-        int32[M]: row i delivers sampled[i, :1 + accepted[i]] in row slots[i]; each slot in `taken_back`, which has no
+        sampled int32[N, 1 + k] and accepted int32[N] of the rows that yield tokens, slots int32[N], revoked
+        int32[M]: row i delivers sampled[i, :1 + accepted[i]] in row slots[i]; each slot in `revoked`, which has no
         row, carries PREEMPTED_TOKEN_ID in column 0; everything else is EMPTY_TOKEN_ID. Does not wait for the device.
         """
 

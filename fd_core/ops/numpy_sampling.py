@@ -85,13 +85,13 @@ class NumpySampling:
         return accepted
 
     def postprocess(
-        self, sampled: IntArray, accepted: IntArray, slots: IntArray, taken_back: IntArray, max_num_seqs: int
+        self, sampled: IntArray, accepted: IntArray, slots: IntArray, revoked: IntArray, max_num_seqs: int
     ) -> IntArray:
         """Build the token matrix of the step."""
         width = sampled.shape[1]
         matrix = np.full((max_num_seqs, width), EMPTY_TOKEN_ID, np.int32)
         matrix[slots] = np.where(np.arange(width) <= accepted[:, None], sampled, EMPTY_TOKEN_ID)
-        matrix[taken_back, 0] = PREEMPTED_TOKEN_ID
+        matrix[revoked, 0] = PREEMPTED_TOKEN_ID
         return matrix
 
 

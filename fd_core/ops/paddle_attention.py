@@ -12,7 +12,7 @@ from fd_core.ops.contract import Array, Heads, KVCache, KVShape, StepInput
 from fd_core.ops.paddle_library import paddle
 from fd_core.types import IntArray
 
-__all__ = ["AttentionPlan", "PaddleKVCache", "PaddleLayer"]
+__all__ = ["PaddleAttentionPlan", "PaddleKVCache", "PaddleLayer"]
 
 
 class PaddleLayer(NamedTuple):
@@ -69,7 +69,7 @@ class PaddleKVCache(KVCache):
         return paddle.to_tensor(np.asarray(blocks, np.int64), place=self._place)
 
 
-class _Group:
+class _PaddleGroup:
     """n rows with Q tokens each, computed together over L keys at most."""
 
     def __init__(
@@ -97,7 +97,7 @@ class _Group:
         return self._masks[window]
 
 
-class AttentionPlan:
+class PaddleAttentionPlan:
     """What attention derives from a step's metadata, once for all layers; computed on the host."""
 
     def __init__(self, step: StepInput, block_size: int, place: Any) -> None:
@@ -107,7 +107,8 @@ class AttentionPlan:
             by_count[count].append(row)
         by_count.pop(0, None)
         self._groups = [
-            _Group(metadata, np.array(rows, np.int32), count, block_size, place) for count, rows in by_count.items()
+            _PaddleGroup(metadata, np.array(rows, np.int32), count, block_size, place)
+            for count, rows in by_count.items()
         ]
         self._tokens: list[Array] = []
         """For each of several groups its tokens; one group has them all, in order."""
@@ -128,7 +129,7 @@ class AttentionPlan:
         return paddle.index_select(paddle.concat(outputs), self._back)
 
 
-def _attend(q: Array, layer: PaddleLayer, heads: Heads, group: _Group) -> Array:
+def _attend(q: Array, layer: PaddleLayer, heads: Heads, group: _PaddleGroup) -> Array:
     n, count, longest = group.distance.shape
     # The query heads that share a KV head take the place of further tokens: [n, nkv, g * Q, d].
     grouped = q.reshape([n, count, heads.num_kv_heads, -1, heads.head_dim]).transpose([0, 2, 3, 1, 4])

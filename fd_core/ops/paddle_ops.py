@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.ops.contract import Activation, Array, Experts, Heads, KVCache, KVShape, Norm, Ops, Rope, StepInput
-from fd_core.ops.paddle_attention import AttentionPlan, PaddleKVCache, PaddleLayer
+from fd_core.ops.paddle_attention import PaddleAttentionPlan, PaddleKVCache, PaddleLayer
 from fd_core.ops.paddle_library import paddle
 from fd_core.ops.paddle_sampling import PaddleSampling
 from fd_core.types import RawTensor
@@ -54,7 +54,7 @@ class PaddleOps(PaddleSampling, Ops):
         self.device = device
         self.place = paddle.set_device(device)
         self.paddle_dtype = _DTYPES[dtype]
-        self._planned: tuple[StepInput, AttentionPlan] | None = None
+        self._planned: tuple[StepInput, PaddleAttentionPlan] | None = None
 
     # Arrays -----------------------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class PaddleOps(PaddleSampling, Ops):
     def paged_attention(self, q: Array, layer: PaddleLayer, heads: Heads, step: StepInput) -> Array:
         """Attend over gathered keys and values; what the step's metadata decides is computed once for all layers."""
         if self._planned is None or self._planned[0] is not step:
-            self._planned = (step, AttentionPlan(step, layer.block_size, self.place))
+            self._planned = (step, PaddleAttentionPlan(step, layer.block_size, self.place))
         return self._planned[1].attend(q, layer, heads)
 
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:

@@ -81,7 +81,7 @@ class PaddleSampling:
         right = (sampled[:, :k] == drafts) & (places < num_drafts.unsqueeze(1))
         return paddle.cumprod(right.astype("int32"), dim=1).sum(axis=1).astype("int32")
 
-    def postprocess(self, sampled: Array, accepted: Array, slots: Array, taken_back: Array, max_num_seqs: int) -> Array:
+    def postprocess(self, sampled: Array, accepted: Array, slots: Array, revoked: Array, max_num_seqs: int) -> Array:
         """Build the token matrix of the step."""
         rows, width = sampled.shape
         matrix = paddle.full([max_num_seqs, width], EMPTY_TOKEN_ID, "int32", device=sampled.place)
@@ -89,9 +89,9 @@ class PaddleSampling:
             delivered = paddle.arange(width, dtype="int32", device=sampled.place) <= accepted.unsqueeze(1)
             empty = paddle.full_like(sampled, EMPTY_TOKEN_ID)
             matrix = paddle.scatter(matrix, slots, paddle.where(delivered, sampled, empty))
-        if taken_back.shape[0]:
-            released = paddle.full_like(taken_back, PREEMPTED_TOKEN_ID)
-            matrix = paddle.scatter(matrix.flatten(), taken_back * width, released).reshape(matrix.shape)
+        if revoked.shape[0]:
+            released = paddle.full_like(revoked, PREEMPTED_TOKEN_ID)
+            matrix = paddle.scatter(matrix.flatten(), revoked * width, released).reshape(matrix.shape)
         return matrix
 
 

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from fd_core.ops.contract import Array, Heads, KVCache, KVShape, StepInput
 from fd_core.types import IntArray
 
-__all__ = ["AttentionPlan", "TorchKVCache", "TorchLayer"]
+__all__ = ["TorchAttentionPlan", "TorchKVCache", "TorchLayer"]
 
 
 class TorchLayer(NamedTuple):
@@ -71,7 +71,7 @@ class TorchKVCache(KVCache):
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _TorchGroup:
     """Rows with the same number of tokens, computed together. n rows, Q tokens each, L keys at most."""
 
     tokens: Array | None
@@ -84,11 +84,11 @@ class _Group:
     """int64[n, Q, L], how far a key lies before a token; negative if it is later."""
 
 
-class AttentionPlan:
+class TorchAttentionPlan:
     """What attention derives from a step's metadata, once for all layers."""
 
     def __init__(self, step: StepInput, block_size: int) -> None:
-        self._groups: list[_Group] = []
+        self._groups: list[_TorchGroup] = []
         starts = step.query_start.tolist()
         contexts = step.context_len.tolist()
         by_count: defaultdict[int, list[int]] = defaultdict(list)
@@ -98,7 +98,7 @@ class AttentionPlan:
         for count, rows in by_count.items():
             self._groups.append(self._group(step, block_size, rows, count, max(contexts[row] for row in rows)))
 
-    def _group(self, step: StepInput, block_size: int, rows: list[int], count: int, longest: int) -> _Group:
+    def _group(self, step: StepInput, block_size: int, rows: list[int], count: int, longest: int) -> _TorchGroup:
         device = step.positions.device
         everything = len(rows) == len(step.context_len)
         index = torch.tensor(rows, device=device)
@@ -109,7 +109,7 @@ class AttentionPlan:
         slots = torch.where(place < context, slots, 0)
         query = context - count + torch.arange(count, device=device)
         tokens = None if everything else (step.query_start.long()[index, None] + torch.arange(count, device=device))
-        return _Group(
+        return _TorchGroup(
             tokens=None if tokens is None else tokens.flatten(),
             kv_slots=slots.flatten(),
             masks={},
@@ -125,7 +125,7 @@ class AttentionPlan:
             output[group.tokens] = self._attend(q[group.tokens], layer, heads, group)
         return output
 
-    def _attend(self, q: Array, layer: TorchLayer, heads: Heads, group: _Group) -> Array:
+    def _attend(self, q: Array, layer: TorchLayer, heads: Heads, group: _TorchGroup) -> Array:
         n, count, longest = group.distance.shape
         shape = (n, longest, heads.num_kv_heads, heads.head_dim)
         keys = layer.keys.index_select(0, group.kv_slots).view(shape).transpose(1, 2)
@@ -143,7 +143,7 @@ class AttentionPlan:
             result = weights.to(q.dtype) @ values
         return result.unflatten(2, (-1, count)).permute(0, 3, 1, 2, 4).reshape(n * count, -1)
 
-    def _mask(self, group: _Group, window: int | None, dtype: Any) -> Array:
+    def _mask(self, group: _TorchGroup, window: int | None, dtype: Any) -> Array:
         mask = group.masks.get((window, dtype))
         if mask is None:
             hidden = group.distance < 0

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from fd_core.ops.contract import Activation, Array, Experts, Heads, KVCache, KVShape, Norm, Ops, Rope, StepInput
-from fd_core.ops.torch_attention import AttentionPlan, TorchKVCache, TorchLayer
+from fd_core.ops.torch_attention import TorchAttentionPlan, TorchKVCache, TorchLayer
 from fd_core.ops.torch_sampling import TorchSampling
 from fd_core.types import RawTensor
 
@@ -50,7 +50,7 @@ class TorchOps(TorchSampling, Ops):
         self.dtype = dtype
         self.device = torch.device(device)
         self.torch_dtype = _DTYPES[dtype]
-        self._planned: tuple[StepInput, AttentionPlan] | None = None
+        self._planned: tuple[StepInput, TorchAttentionPlan] | None = None
 
     # Arrays -----------------------------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class TorchOps(TorchSampling, Ops):
     def paged_attention(self, q: Array, layer: TorchLayer, heads: Heads, step: StepInput) -> Array:
         """Attend over gathered keys and values; what the step's metadata decides is computed once for all layers."""
         if self._planned is None or self._planned[0] is not step:
-            self._planned = (step, AttentionPlan(step, layer.block_size))
+            self._planned = (step, TorchAttentionPlan(step, layer.block_size))
         return self._planned[1].attend(q, layer, heads)
 
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:

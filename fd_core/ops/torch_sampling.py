@@ -71,13 +71,13 @@ class TorchSampling:
         right = (sampled[:, :k] == drafts) & (torch.arange(k, device=drafts.device) < num_drafts[:, None])
         return right.int().cumprod(dim=1).sum(dim=1).int()
 
-    def postprocess(self, sampled: Array, accepted: Array, slots: Array, taken_back: Array, max_num_seqs: int) -> Array:
+    def postprocess(self, sampled: Array, accepted: Array, slots: Array, revoked: Array, max_num_seqs: int) -> Array:
         """Build the token matrix of the step."""
         width = sampled.shape[1]
         matrix = torch.full((max_num_seqs, width), EMPTY_TOKEN_ID, dtype=torch.int32, device=sampled.device)
         delivered = torch.arange(width, device=sampled.device) <= accepted[:, None]
         matrix[slots.long()] = torch.where(delivered, sampled, EMPTY_TOKEN_ID)
-        matrix[:, 0].index_fill_(0, taken_back.long(), PREEMPTED_TOKEN_ID)
+        matrix[:, 0].index_fill_(0, revoked.long(), PREEMPTED_TOKEN_ID)
         return matrix
 
 

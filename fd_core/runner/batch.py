@@ -11,20 +11,20 @@ __all__ = ["PersistentBatch"]
 
 
 class PersistentBatch:
-    """Rows over slots, changed only by plans and by the runner's own samples."""
+    """Arrays over slots; only plans and what the runner samples change them."""
 
     def __init__(self, limits: Limits) -> None:
         slots = limits.max_num_seqs
         self.gen = np.zeros(slots, np.int32)
         self.length = np.zeros(slots, np.int32)
-        """Tokens known: those admitted and those sampled here."""
+        """Tokens that the runner knows: those admitted and those sampled since."""
         self.num_drafts = np.zeros(slots, np.int32)
-        """Guesses that stand in `tokens` right behind the known ones."""
+        """Drafts, which stand in `tokens` right behind the known tokens."""
         self.tokens = np.zeros((slots, limits.max_model_len), np.int32)
         self.tables = np.zeros((slots, limits.blocks_per_seq), np.int32)
 
     def admit(self, admission: Admission) -> None:
-        """Begin a stay."""
+        """Begin a residency: a request's time in a slot."""
         slot, n = admission.slot, len(admission.token_ids)
         self.gen[slot] = admission.gen
         self.length[slot] = n

@@ -32,7 +32,7 @@ class Spans:
     logits_rows: IntArray
     """int32[R], indices into the flattened batch."""
     padding: int = field(default=0, kw_only=True)
-    """Rows of one token that are computed for nothing, behind the others."""
+    """Rows of one token that only fill the step up; they stand behind the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def build_inputs(
     """Gather tokens, positions, cache slots and block tables of the spans, at least one.
 
     `tokens` int32[num_slots, *] and `tables` int32[num_slots, blocks] hold what is known of every slot; `size` is
-    the number of tokens in a block; `spare_block` is where the padding, if there is any, reads and writes.
+    the number of tokens in a block; `spare_block` is the block that padding rows read and write.
     """
     slots, counts = spans.slots, spans.counts
     total = int(counts.sum())

@@ -23,12 +23,12 @@ MUTANTS = (
     mutant(
         "minus-one-is-written-as-the-release",
         "1.2: -1 never means a release",
-        (POSTPROCESS, "matrix[taken_back, 0] = PREEMPTED_TOKEN_ID", "matrix[taken_back, 0] = EMPTY_TOKEN_ID"),
+        (POSTPROCESS, "matrix[revoked, 0] = PREEMPTED_TOKEN_ID", "matrix[revoked, 0] = EMPTY_TOKEN_ID"),
     ),
     mutant(
         "minus-one-is-both-written-and-read-as-the-release",
         "1.2: -1 never means a release, absence never means it",
-        (POSTPROCESS, "matrix[taken_back, 0] = PREEMPTED_TOKEN_ID", "matrix[taken_back, 0] = EMPTY_TOKEN_ID"),
+        (POSTPROCESS, "matrix[revoked, 0] = PREEMPTED_TOKEN_ID", "matrix[revoked, 0] = EMPTY_TOKEN_ID"),
         (
             OUTPUTS,
             "seen = set(np.flatnonzero(outcomes.kinds == Outcome.RELEASED).tolist())",

@@ -9,7 +9,7 @@ from tests.ops.packs import PACKS
 
 @st.composite
 def steps(draw):
-    """A step of `num_slots` slots with up to k drafts: sampled tokens, drafts, slots, slots taken back."""
+    """A step of `num_slots` slots with up to k drafts: sampled tokens, drafts, slots, slots revoked."""
     num_slots, k = draw(st.integers(1, 6)), draw(st.integers(0, 4))
     slots = draw(st.permutations(range(num_slots)))
     rows = draw(st.integers(0, num_slots))

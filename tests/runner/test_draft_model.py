@@ -15,13 +15,13 @@ from fd_core.runner.drafting.slot_blocks import SlotBlocks
 from tests.runner.drafters import LIMITS, Watched, draft_model, extend, greedy, ids, propose
 
 LONGEST = LIMITS["max_model_len"]
-STAYS = st.tuples(st.integers(0, 3), st.lists(st.integers(0, 256), min_size=1, max_size=40))
+RESIDENCIES = st.tuples(st.integers(0, 3), st.lists(st.integers(0, 256), min_size=1, max_size=40))
 TURNS = st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.tuples(STAYS | st.none(), TURNS), min_size=1, max_size=20),
+    st.lists(st.tuples(RESIDENCIES | st.none(), TURNS), min_size=1, max_size=20),
     st.integers(1, 5),
     st.integers(1, 60),
     st.integers(12, 40),
@@ -35,9 +35,9 @@ def test_a_proposal_is_the_models_own_greedy_continuation(
     drafter = draft_model(model, max_num_batched_tokens=budget, num_kv_blocks=blocks)
     texts: dict[int, list[int]] = {}
     drafts: dict[int, list[int]] = {}
-    for stay, turn in events:
-        if stay is not None:
-            slot, text = stay
+    for residency, turn in events:
+        if residency is not None:
+            slot, text = residency
             texts[slot], drafts[slot] = list(text), []
             drafter.admit(slot, ids(text))
         more = {

@@ -1,4 +1,4 @@
-"""What holds for every drafter of the core, however stays begin, go on and end."""
+"""What holds for every drafter of the core, however residencies begin, go on and end."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ KINDS = {entry.name: load(entry.target) for entry in fd_register_drafters()}
 LONGEST, VOCABULARY = LIMITS["max_model_len"], LIMITS["vocab_size"]
 TOKENS = st.integers(0, 2)
 DELIVERIES = st.fixed_dictionaries({}, optional={slot: st.tuples(st.integers(0, 5), TOKENS) for slot in range(4)})
-STAYS = st.tuples(st.integers(0, 3), st.lists(TOKENS, min_size=1, max_size=30))
+RESIDENCIES = st.tuples(st.integers(0, 3), st.lists(TOKENS, min_size=1, max_size=30))
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @settings(max_examples=40, deadline=None)
-@given(st.lists(STAYS | DELIVERIES, min_size=1, max_size=12), st.integers(1, 5))
+@given(st.lists(RESIDENCIES | DELIVERIES, min_size=1, max_size=12), st.integers(1, 5))
 def test_proposals_depend_on_the_text_alone(kind: type[Drafter], events: list, limit: int) -> None:
     """Each step keeps the first drafts of each slot and adds a token of its own; a fresh drafter agrees every time."""
     drafter = make(kind)

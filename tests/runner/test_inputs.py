@@ -152,9 +152,9 @@ def test_a_step_waits_for_the_device_once_with_penalties_and_logprobs() -> None:
 
     runner = Runner(ops, Model(vocab_size=50), LIMITS)
     params = SamplingParams(temperature=0.7, top_p=0.9, logprobs=2, presence_penalty=0.5, repetition_penalty=1.1)
-    stay = replace(admission(0, 3), params=params)
+    admitted = replace(admission(0, 3), params=params)
     grant = BlockGrant(0, 0, ids(0, 1))
-    runner.execute(replace(plan([0], [3], [0]), admissions=(stay,), grants=(grant,)))
+    runner.execute(replace(plan([0], [3], [0]), admissions=(admitted,), grants=(grant,)))
     output = runner.execute(replace(plan([3], [1], [0]), step=1, revocations=(Revocation(1, 1),)))
     assert output.logprobs is not None
     assert ops.waits == 2

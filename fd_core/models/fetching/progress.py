@@ -1,4 +1,4 @@
-"""How long work reports its progress, so that a command can draw a bar and a server can log a line."""
+"""Progress of long work, so that a command can draw a bar and a server can log a line."""
 
 from __future__ import annotations
 

@@ -31,13 +31,13 @@ from fd_core.ops.contract import (
 )
 from fd_core.ops.native.kv_cache import NativeKVCache
 from fd_core.ops.native.library import LayerGeometry, MoeGeometry, PenaltyRows, SampleRows, checked
-from fd_core.ops.native.program import CaptureError, Eager, Recorder, Runtime, Symbol, symbolic_step
+from fd_core.ops.native.program import CaptureError, Eager, ProgramRecorder, ProgramSymbol, Runtime, symbolic_step
 from fd_core.ops.native.weights import Arena, NativeLinear, pack
 from fd_core.ops.philox import uniform
 from fd_core.ops.torch_ops import TorchOps
 from fd_core.types import RawTensor
 
-__all__ = ["CompiledForward", "NativeOps"]
+__all__ = ["NativeOps", "ProgramForward"]
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class NativeOps(TorchOps):
         width = table.shape[1]
         # Like the models that have a scale, round it to the pack's dtype.
         factor = float(torch.tensor(scale, dtype=self.torch_dtype))
-        if not isinstance(token_ids, Symbol):
+        if not isinstance(token_ids, ProgramSymbol):
             return super().embedding(table, token_ids, scale).float()
         recorder = token_ids.recorder
         buffer, x = recorder.output(token_ids, width, True)
@@ -211,7 +211,7 @@ class NativeOps(TorchOps):
                 layer.index,
                 buffer,
             )
-        return q if isinstance(q, Symbol) else q.unflatten(1, (heads.num_heads, heads.head_dim))
+        return q if isinstance(q, ProgramSymbol) else q.unflatten(1, (heads.num_heads, heads.head_dim))
 
     def project_residual(self, x: Array, weight: NativeLinear, residual: Array, post_norm: Norm | None = None) -> Array:
         """Add a projection to the residual stream, in place where it is recorded."""
@@ -232,7 +232,7 @@ class NativeOps(TorchOps):
 
     def logits(self, x: Array, norm: Norm, head: NativeLinear, rows: Array, softcap: float | None = None) -> Array:
         """Final norm and output projection of the wanted rows."""
-        if not isinstance(x, Symbol):
+        if not isinstance(x, ProgramSymbol):
             return super().logits(x, norm, head, rows, softcap)
         recorder = x.recorder
         recorder.keep(head)
@@ -275,24 +275,26 @@ class NativeOps(TorchOps):
             )
         return y
 
-    def _call(self, x: Array, step: StepInput | None = None) -> Recorder | Eager:
+    def _call(self, x: Array, step: StepInput | None = None) -> ProgramRecorder | Eager:
         """Return where an operation on `x` goes: the program being recorded, or one of its own."""
-        return x.recorder if isinstance(x, Symbol) else Eager(self.runtime, step)
+        return x.recorder if isinstance(x, ProgramSymbol) else Eager(self.runtime, step)
 
     # Whole steps ------------------------------------------------------------------------------------------
 
     def compile(self, forward: Forward) -> Forward:
         """Return a forward that is recorded on its first call and replayed from then on."""
-        return CompiledForward(self.runtime, forward)
+        return ProgramForward(self.runtime, forward)
 
 
-class CompiledForward:
+class ProgramForward:
     """Replays a model's forward as one program for each KV cache."""
 
     def __init__(self, runtime: Runtime, forward: Forward) -> None:
         self._runtime = runtime
         self._forward = forward
-        self._programs: weakref.WeakKeyDictionary[KVCache, tuple[Recorder, Symbol]] = weakref.WeakKeyDictionary()
+        self._programs: weakref.WeakKeyDictionary[KVCache, tuple[ProgramRecorder, ProgramSymbol]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._eager = False
 
     def __call__(self, step: StepInput, cache: KVCache) -> Array:
@@ -312,19 +314,19 @@ class CompiledForward:
         program.run(step, len(step.token_ids))
         return logits
 
-    def program(self, cache: KVCache) -> Recorder:
+    def program(self, cache: KVCache) -> ProgramRecorder:
         """Return the program of a cache that was run before; for timing."""
         return self._programs[cache][0]
 
-    def _record(self, cache: KVCache) -> tuple[Recorder, Symbol]:
-        recorder = Recorder(self._runtime)
+    def _record(self, cache: KVCache) -> tuple[ProgramRecorder, ProgramSymbol]:
+        recorder = ProgramRecorder(self._runtime)
         result = self._forward(symbolic_step(recorder), cache)
-        if not isinstance(result, Symbol):
+        if not isinstance(result, ProgramSymbol):
             raise CaptureError("the forward does not return the result of an operation")
         return recorder, result
 
 
-def _norm(call: Recorder | Eager, norm: Norm | None) -> tuple[int | None, float]:
+def _norm(call: ProgramRecorder | Eager, norm: Norm | None) -> tuple[int | None, float]:
     return _NO_NORM if norm is None else (call.pointer(norm.weight), norm.eps)
 
 
@@ -342,5 +344,5 @@ def _geometry(heads: Heads) -> LayerGeometry:
 
 
 def _refuse_symbols(operation: str, *arrays: Array) -> None:
-    if any(isinstance(array, Symbol) for array in arrays):
+    if any(isinstance(array, ProgramSymbol) for array in arrays):
         raise CaptureError(f"the forward calls {operation} apart from its fusion, which only an eager pack can compute")

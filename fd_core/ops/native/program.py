@@ -13,7 +13,7 @@ from fd_core.ops.contract import Array, StepInput
 from fd_core.ops.native.library import Step, checked
 from fd_core.ops.symbol import UnknownArray
 
-__all__ = ["CaptureError", "Eager", "Program", "Recorder", "Runtime", "Symbol", "symbolic_step"]
+__all__ = ["CaptureError", "Eager", "Program", "ProgramRecorder", "ProgramSymbol", "Runtime", "symbolic_step"]
 
 _ROW_ALIGN = 64
 """Elements that rows are padded to, so that vectors may run over their ends."""
@@ -67,7 +67,7 @@ class Program:
         checked(getattr(self._library, f"fd_add_{operation}")(self.handle, *arguments), operation)
 
     def keep(self, *owners: Any) -> None:
-        """Hold what an operation points to for as long as the program lives."""
+        """Keep what an operation points to alive for as long as the program lives."""
         self._kept.extend(owners)
 
     def pointer(self, tensor: Array | None) -> int | None:
@@ -113,19 +113,19 @@ class Program:
         self._library.fd_program_time(self.handle, timed)
 
 
-class Symbol(UnknownArray):
+class ProgramSymbol(UnknownArray):
     """An activation matrix of a program that is being recorded; models hand it from operation to operation."""
 
     __slots__ = ("buffer", "recorder", "wide", "width")
 
-    def __init__(self, recorder: Recorder, buffer: int, width: int, wide: bool) -> None:
+    def __init__(self, recorder: ProgramRecorder, buffer: int, width: int, wide: bool) -> None:
         self.recorder = recorder
         self.buffer = buffer
         self.width = width
         self.wide = wide
 
     def __del__(self) -> None:
-        # What the forward holds no longer, no later operation can read: its buffer may serve again.
+        # No later operation can read a symbol that the forward pass dropped, so its buffer may serve again.
         if self.buffer >= 0:
             self.recorder.release(self)
 
@@ -133,14 +133,14 @@ class Symbol(UnknownArray):
         raise CaptureError(f"the forward uses {what} of an array, which only an eager pack can compute")
 
 
-class Recorder(Program):
+class ProgramRecorder(Program):
     """A program under construction: results are symbols."""
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
         self._free: dict[tuple[int, bool], list[int]] = {}
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> ProgramRecorder:
         return self
 
     def __exit__(
@@ -150,7 +150,7 @@ class Recorder(Program):
 
     def input(self, x: Any, width: int, wide: bool) -> int:
         """Return the buffer of a symbol."""
-        if not isinstance(x, Symbol) or x.recorder is not self or x.width != width or x.wide != wide:
+        if not isinstance(x, ProgramSymbol) or x.recorder is not self or x.width != width or x.wide != wide:
             raise CaptureError("the forward hands an array to an operation that cannot take it")
         return x.buffer
 
@@ -162,10 +162,10 @@ class Recorder(Program):
         """Return a buffer and its symbol."""
         free = self._free.get((width, wide))
         buffer = free.pop() if free else self._library.fd_program_buffer(self.handle, width, wide)
-        return buffer, Symbol(self, buffer, width, wide)
+        return buffer, ProgramSymbol(self, buffer, width, wide)
 
-    def release(self, symbol: Symbol) -> None:
-        """Take back the buffer of a symbol that nothing holds any more."""
+    def release(self, symbol: ProgramSymbol) -> None:
+        """Let the buffer of a symbol that is no longer referenced serve another one."""
         self._free.setdefault((symbol.width, symbol.wide), []).append(symbol.buffer)
 
 
@@ -210,8 +210,8 @@ class Eager(Program):
         return buffer
 
 
-def symbolic_step(recorder: Recorder) -> StepInput:
+def symbolic_step(recorder: ProgramRecorder) -> StepInput:
     """Return a step whose arrays are symbols: operations read the step of each run."""
 
-    arrays = {field.name: Symbol(recorder, -1, 0, False) for field in dataclasses.fields(StepInput)}
+    arrays = {field.name: ProgramSymbol(recorder, -1, 0, False) for field in dataclasses.fields(StepInput)}
     return StepInput(**arrays)  # type: ignore[arg-type]  # `max_query` refuses like an array: a program serves all

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from onnx import TensorProto
 
 from fd_core.ops.contract import Heads, StepInput
-from fd_core.ops.onnx_graph.graph import MICROSOFT, Graph, Symbol, TraceError
+from fd_core.ops.onnx_graph.graph import MICROSOFT, Graph, GraphSymbol, TraceError
 from fd_core.ops.onnx_graph.kv_cache import TracedLayer
 from fd_core.types import IntArray
 
@@ -35,16 +35,16 @@ class AttentionForm(abc.ABC):
         """Return what attention derives from a step's metadata, once for all layers."""
 
     @abc.abstractmethod
-    def write(self, layer: TracedLayer, k: Symbol, v: Symbol, kv_slots: Symbol) -> None:
+    def write(self, layer: TracedLayer, k: GraphSymbol, v: GraphSymbol, kv_slots: GraphSymbol) -> None:
         """Emit the write of k and v [T, nkv, d] to int32[T] slots and leave the layer's symbols as they are after."""
 
     @abc.abstractmethod
-    def attend(self, q: Symbol, layer: TracedLayer, heads: Heads) -> Symbol:
+    def attend(self, q: GraphSymbol, layer: TracedLayer, heads: Heads) -> GraphSymbol:
         """Emit the attention of q [T, nh, d] to what was written: [T, nh * d]."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _RowGroup:
     """Rows that are computed together: n rows padded to Q tokens and L = B * block_size keys."""
 
     tokens: IntArray
@@ -97,11 +97,11 @@ class GatheredAttention(AttentionForm):
             done += group.tokens.size
         return values | {"places": places}
 
-    def write(self, layer: TracedLayer, k: Symbol, v: Symbol, kv_slots: Symbol) -> None:
+    def write(self, layer: TracedLayer, k: GraphSymbol, v: GraphSymbol, kv_slots: GraphSymbol) -> None:
         """Scatter to the cache itself: its input and output are bound to the same memory."""
         graph = k.graph
 
-        def places() -> Symbol:
+        def places() -> GraphSymbol:
             size = graph.constant(layer.block_size, np.int32)
             parts = [graph.op(kind, kv_slots, size) for kind in ("Div", "Mod")]
             columns = [graph.op("Unsqueeze", part, graph.integers(1)) for part in parts]
@@ -111,7 +111,7 @@ class GatheredAttention(AttentionForm):
         layer.keys = graph.op("ScatterND", layer.keys, where, k)
         layer.values = graph.op("ScatterND", layer.values, where, v)
 
-    def attend(self, q: Symbol, layer: TracedLayer, heads: Heads) -> Symbol:
+    def attend(self, q: GraphSymbol, layer: TracedLayer, heads: Heads) -> GraphSymbol:
         """Attend in each group and put the tokens in order again."""
         graph, width = q.graph, heads.num_heads * heads.head_dim
         flat = graph.reshape(q, -1, width)
@@ -119,7 +119,7 @@ class GatheredAttention(AttentionForm):
         for group in range(_GROUPS):
             found = graph.op(
                 "Attention",
-                graph.op("Gather", flat, Symbol(graph, f"tokens_{group}")),
+                graph.op("Gather", flat, GraphSymbol(graph, f"tokens_{group}")),
                 self._context(group, layer.keys, layer),
                 self._context(group, layer.values, layer),
                 self._mask(graph, group, heads.window),
@@ -129,30 +129,30 @@ class GatheredAttention(AttentionForm):
                 softcap=heads.softcap,
             )
             parts.append(graph.reshape(found, -1, width))
-        return graph.op("Gather", graph.op("Concat", *parts, axis=0), Symbol(graph, "places"))
+        return graph.op("Gather", graph.op("Concat", *parts, axis=0), GraphSymbol(graph, "places"))
 
-    def _context(self, group: int, cached: Symbol, layer: TracedLayer) -> Symbol:
+    def _context(self, group: int, cached: GraphSymbol, layer: TracedLayer) -> GraphSymbol:
         """Return keys or values [n, L, nkv * d], zero where a block holds what another request may have left.
 
         The mask alone would not hide a NaN. The zeros are written into the gathered copy, in place.
         """
         graph = cached.graph
-        holes = Symbol(graph, f"holes_{group}")
+        holes = GraphSymbol(graph, f"holes_{group}")
 
-        def zeros() -> Symbol:
+        def zeros() -> GraphSymbol:
             count = graph.op("Shape", holes, start=0, end=1)
             rest = graph.integers(layer.num_kv_heads, layer.head_dim)
             return graph.op("ConstantOfShape", graph.op("Concat", count, rest, axis=0))
 
-        found = graph.op("Gather", cached, Symbol(graph, f"tables_{group}"))
+        found = graph.op("Gather", cached, GraphSymbol(graph, f"tables_{group}"))
         found = graph.op("ScatterND", found, holes, graph.once(("zeros", group), zeros))
         return graph.reshape(found, 0, -1, layer.width)
 
-    def _mask(self, graph: Graph, group: int, window: int | None) -> Symbol:
+    def _mask(self, graph: Graph, group: int, window: int | None) -> GraphSymbol:
         """Return bool[n, 1, Q, L], true where a token sees a key; layers of one window share it."""
 
-        def make() -> Symbol:
-            positions, keys = Symbol(graph, f"positions_{group}"), Symbol(graph, f"keys_at_{group}")
+        def make() -> GraphSymbol:
+            positions, keys = GraphSymbol(graph, f"positions_{group}"), GraphSymbol(graph, f"keys_at_{group}")
             seen = graph.op("LessOrEqual", keys, positions)
             if window is None:
                 return seen
@@ -175,7 +175,7 @@ def _cut(counts: IntArray, contexts: IntArray) -> int:
     return total - int((before + after)[::-1].argmin())
 
 
-def _group(step: StepInput, rows: npt.NDArray[Any], block_size: int, *, alone: bool = False) -> _Group:
+def _group(step: StepInput, rows: npt.NDArray[Any], block_size: int, *, alone: bool = False) -> _RowGroup:
     starts = np.asarray(step.query_start)[rows, None]
     counts = np.asarray(step.query_start)[rows + 1, None] - starts
     contexts = np.asarray(step.context_len)[rows, None]
@@ -187,7 +187,7 @@ def _group(step: StepInput, rows: npt.NDArray[Any], block_size: int, *, alone: b
     tables = np.asarray(step.block_tables)[rows, : int(used.max())]
     positions = np.where(real, contexts - counts + place, 0)
     beyond = np.arange(tables.shape[1] * block_size).reshape(tables.shape[1], block_size) >= contexts[:, :, None]
-    return _Group(
+    return _RowGroup(
         tokens=np.where(real, starts + place, starts).astype(np.int32),
         positions=positions[:, None, :, None].astype(np.int32),
         tables=np.where(np.arange(tables.shape[1]) < used, tables, tables[:, :1]).astype(np.int32),
@@ -223,11 +223,11 @@ class PagedAttention(AttentionForm):
             "block_tables": np.where(np.arange(tables.shape[1]) < used, tables, 0).astype(np.int32),
         }
 
-    def write(self, layer: TracedLayer, k: Symbol, v: Symbol, kv_slots: Symbol) -> None:
+    def write(self, layer: TracedLayer, k: GraphSymbol, v: GraphSymbol, kv_slots: GraphSymbol) -> None:
         """Leave keys and values to the operator that attends."""
         layer.unwritten = (k, v)
 
-    def attend(self, q: Symbol, layer: TracedLayer, heads: Heads) -> Symbol:
+    def attend(self, q: GraphSymbol, layer: TracedLayer, heads: Heads) -> GraphSymbol:
         """Emit the operator."""
         if layer.unwritten is None:
             raise TraceError("the forward attends before it writes keys and values")
@@ -239,7 +239,7 @@ class PagedAttention(AttentionForm):
             *(graph.op("Cast", graph.reshape(x, -1, size), to=self._dtype) for x, size in fresh),
             layer.keys,
             layer.values,
-            *(Symbol(graph, name) for name in ("query_start", "past", "block_tables")),
+            *(GraphSymbol(graph, name) for name in ("query_start", "past", "block_tables")),
             domain=MICROSOFT,
             num_heads=heads.num_heads,
             kv_num_heads=heads.num_kv_heads,

@@ -12,7 +12,7 @@ from onnx import helper, numpy_helper
 
 from fd_core.ops.symbol import UnknownArray
 
-__all__ = ["IR_VERSION", "MICROSOFT", "OPSET", "Graph", "Symbol", "TraceError"]
+__all__ = ["IR_VERSION", "MICROSOFT", "OPSET", "Graph", "GraphSymbol", "TraceError"]
 
 OPSET = 23
 """The first with `Attention`, `RMSNormalization` and `RotaryEmbedding`."""
@@ -26,7 +26,7 @@ class TraceError(Exception):
     """A forward did something with a symbolic array that a graph cannot hold."""
 
 
-class Symbol(UnknownArray):
+class GraphSymbol(UnknownArray):
     """A value of a graph that is being built; models hand it from operation to operation."""
 
     __slots__ = ("graph", "name")
@@ -55,21 +55,21 @@ class Graph:
     def __init__(self) -> None:
         self.weights: dict[str, npt.NDArray[Any]] = {}
         """Inputs that every run is given, by name."""
-        self._names: dict[int, Symbol] = {}
+        self._names: dict[int, GraphSymbol] = {}
         self._kept: list[Any] = []
-        self._made: dict[Any, Symbol] = {}
+        self._made: dict[Any, GraphSymbol] = {}
         self._nodes: list[onnx.NodeProto] = []
         self._inputs: dict[str, onnx.ValueInfoProto] = {}
         self._initializers: list[onnx.TensorProto] = []
         self._count = 0
 
-    def input(self, name: str, dtype: npt.DTypeLike, shape: Sequence[int | str | None]) -> Symbol:
+    def input(self, name: str, dtype: npt.DTypeLike, shape: Sequence[int | str | None]) -> GraphSymbol:
         """Declare an input; a dimension is a number, the name of one, or None for any. Unused ones are dropped."""
         kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
         self._inputs[name] = helper.make_tensor_value_info(name, kind, shape)
-        return Symbol(self, name)
+        return GraphSymbol(self, name)
 
-    def weight(self, array: npt.NDArray[Any]) -> Symbol:
+    def weight(self, array: npt.NDArray[Any]) -> GraphSymbol:
         """Return an array that outlives the graph and is not copied; the same array is one initializer."""
         if id(array) not in self._names:
             self._kept.append(array)  # even where it is copied: the id of an array that is gone may be used again
@@ -81,45 +81,45 @@ class Graph:
                 self.weights[name] = array
         return self._names[id(array)]
 
-    def constant(self, values: Any, dtype: npt.DTypeLike | None = None) -> Symbol:
+    def constant(self, values: Any, dtype: npt.DTypeLike | None = None) -> GraphSymbol:
         """Return a small constant, stored in the graph."""
         name = self._name()
         self._initializers.append(numpy_helper.from_array(np.asarray(values, dtype), name))
-        return Symbol(self, name)
+        return GraphSymbol(self, name)
 
-    def integers(self, *values: int) -> Symbol:
+    def integers(self, *values: int) -> GraphSymbol:
         """Return the constant int64[len(values)] that shapes, axes and sizes are given as."""
         return self.once(("integers", values), lambda: self.constant(values, np.int64))
 
-    def op(self, kind: str, *inputs: Symbol | None, domain: str = "", **attributes: Any) -> Symbol:
+    def op(self, kind: str, *inputs: GraphSymbol | None, domain: str = "", **attributes: Any) -> GraphSymbol:
         """Append an operator with one output; None leaves an optional input out, or an attribute."""
         return self.ops(kind, 1, *inputs, domain=domain, **attributes)[0]
 
     def ops(
-        self, kind: str, outputs: int, *inputs: Symbol | None, domain: str = "", **attributes: Any
-    ) -> tuple[Symbol, ...]:
+        self, kind: str, outputs: int, *inputs: GraphSymbol | None, domain: str = "", **attributes: Any
+    ) -> tuple[GraphSymbol, ...]:
         """Append an operator with several outputs."""
         names = []
         for value in inputs:
-            if value is not None and (not isinstance(value, Symbol) or value.graph is not self):
+            if value is not None and (not isinstance(value, GraphSymbol) or value.graph is not self):
                 raise TraceError(f"the forward hands {kind} a value that does not belong to the graph")
             names.append("" if value is None else value.name)
         results = [self._name() for _ in range(outputs)]
         given = {name: value for name, value in attributes.items() if value is not None}
         self._nodes.append(helper.make_node(kind, names, results, domain=domain, **given))
-        return tuple(Symbol(self, name) for name in results)
+        return tuple(GraphSymbol(self, name) for name in results)
 
-    def reshape(self, x: Symbol, *shape: int) -> Symbol:
+    def reshape(self, x: GraphSymbol, *shape: int) -> GraphSymbol:
         """Change the shape; 0 keeps a dimension and -1 takes what is left."""
         return self.op("Reshape", x, self.integers(*shape))
 
-    def once(self, key: Any, make: Callable[[], Symbol]) -> Symbol:
+    def once(self, key: Any, make: Callable[[], GraphSymbol]) -> GraphSymbol:
         """Return what was made for `key`, made on its first use: what a step's metadata decides serves all layers."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
 
-    def model(self, outputs: dict[str, Symbol]) -> bytes:
+    def model(self, outputs: dict[str, GraphSymbol]) -> bytes:
         """Return the serialized model with the outputs under their names."""
         # An `Identity` for each output might copy a KV cache, so the operators yield them under their names.
         final = {symbol.name: name for name, symbol in outputs.items()}

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import onnxruntime
 
 from fd_core.ops.contract import KVCache, KVShape
-from fd_core.ops.onnx_graph.graph import Graph, Symbol
+from fd_core.ops.onnx_graph.graph import Graph, GraphSymbol
 from fd_core.types import IntArray
 
 __all__ = ["OnnxKVCache", "OnnxLayer", "TracedCache", "TracedLayer"]
@@ -35,13 +35,13 @@ class OnnxLayer:
 class TracedLayer:
     """One layer in a graph: its keys and values as the operators so far have left them."""
 
-    keys: Symbol
-    values: Symbol
+    keys: GraphSymbol
+    values: GraphSymbol
     block_size: int
     num_kv_heads: int
     head_dim: int
-    unwritten: tuple[Symbol, Symbol] | None = None
-    """Keys and values that the operator which attends will write."""
+    unwritten: tuple[GraphSymbol, GraphSymbol] | None = None
+    """Keys and values that the attention operator will write itself."""
 
     @property
     def width(self) -> int:
@@ -119,7 +119,7 @@ class TracedCache(KVCache):
         """Return the layer, whose symbols change as the forward writes."""
         return self._layers[index]
 
-    def outputs(self) -> dict[str, Symbol]:
+    def outputs(self) -> dict[str, GraphSymbol]:
         """Return the keys and values that the forward has written, under the names that `bound` uses."""
         return {
             f"{part}_{index}_after": getattr(layer, part)

@@ -9,12 +9,12 @@ import numpy as np
 from onnx import TensorProto
 
 from fd_core.ops.contract import Experts
-from fd_core.ops.onnx_graph.graph import Graph, Symbol
+from fd_core.ops.onnx_graph.graph import Graph, GraphSymbol
 
 __all__ = ["route", "routed_experts"]
 
 
-def route(graph: Graph, x: Symbol, experts: Experts) -> tuple[Symbol, Symbol]:
+def route(graph: Graph, x: GraphSymbol, experts: Experts) -> tuple[GraphSymbol, GraphSymbol]:
     """Emit the choice: x [T, H] -> experts int64[T, top_k] and weights float32[T, top_k]."""
     scores = graph.op("Softmax", graph.op("Gemm", x, graph.weight(experts.router), transB=1), axis=-1)
     ranked = scores
@@ -28,7 +28,9 @@ def route(graph: Graph, x: Symbol, experts: Experts) -> tuple[Symbol, Symbol]:
     return chosen, weights
 
 
-def routed_experts(graph: Graph, x: Symbol, experts: Experts, compute: Callable[[Symbol, Any, Any], Symbol]) -> Symbol:
+def routed_experts(
+    graph: Graph, x: GraphSymbol, experts: Experts, compute: Callable[[GraphSymbol, Any, Any], GraphSymbol]
+) -> GraphSymbol:
     """Emit the weighted sum over each token's experts, [T, H] -> [T, H].
 
     `compute(x, gate_up, down)` emits one expert. An expert that no token chose computes on no rows.

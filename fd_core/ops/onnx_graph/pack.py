@@ -20,12 +20,12 @@ from onnx import TensorProto
 from fd_core.ops.contract import Activation, Array, Experts, Forward, Heads, KVCache, KVShape, Norm, Rope, StepInput
 from fd_core.ops.numpy_ops import NumpyLinear, NumpyOps
 from fd_core.ops.onnx_graph.attention import AttentionForm, GatheredAttention
-from fd_core.ops.onnx_graph.graph import Graph, Symbol, TraceError
+from fd_core.ops.onnx_graph.graph import Graph, GraphSymbol, TraceError
 from fd_core.ops.onnx_graph.kv_cache import OnnxKVCache, OnnxLayer, TracedCache, TracedLayer, bound
 from fd_core.ops.onnx_graph.moe import routed_experts
 from fd_core.ops.onnx_graph.session import CPU, Binding, Provider, Session
 
-__all__ = ["CompiledForward", "OnnxOps"]
+__all__ = ["OnnxOps", "SessionForward"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class OnnxOps(NumpyOps):
     def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
         """Look up rows."""
 
-        def emit(graph: Graph, ids: Symbol) -> Symbol:
+        def emit(graph: Graph, ids: GraphSymbol) -> GraphSymbol:
             x = graph.op("Gather", graph.weight(table), ids)
             return x if scale == 1.0 else graph.op("Mul", x, graph.constant(scale, np.float32))
 
@@ -94,7 +94,7 @@ class OnnxOps(NumpyOps):
     def rope(self, x: Array, rope: Rope, positions: Array) -> Array:
         """Rotate pairs of elements; each token is a sequence of its own."""
 
-        def emit(graph: Graph, x: Symbol, positions: Symbol) -> Symbol:
+        def emit(graph: Graph, x: GraphSymbol, positions: GraphSymbol) -> GraphSymbol:
             where = graph.once(
                 ("rope", positions.name),
                 lambda: graph.op("Unsqueeze", graph.op("Cast", positions, to=TensorProto.INT64), graph.integers(1)),
@@ -129,8 +129,8 @@ class OnnxOps(NumpyOps):
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
         """Run each expert on the tokens that chose it."""
 
-        def emit(graph: Graph, x: Symbol) -> Symbol:
-            def compute(x: Symbol, gate_up: NumpyLinear, down: NumpyLinear) -> Symbol:
+        def emit(graph: Graph, x: GraphSymbol) -> GraphSymbol:
+            def compute(x: GraphSymbol, gate_up: NumpyLinear, down: NumpyLinear) -> GraphSymbol:
                 return _linear(graph, _gated(graph, x, gate_up, activation), down)
 
             y = routed_experts(graph, x, experts, compute)
@@ -146,14 +146,14 @@ class OnnxOps(NumpyOps):
 
     def gather_rows(self, x: Array, rows: Array) -> Array:
         """Index the first axis."""
-        if not isinstance(x, Symbol):
+        if not isinstance(x, GraphSymbol):
             return super().gather_rows(x, rows)  # also of tokens and logits, after the graph
         return self._call(lambda graph, x, rows: graph.op("Gather", x, rows), x, rows)
 
     def logits_of(self, x: Array, head: NumpyLinear, softcap: float | None) -> Array:
         """Project to the vocabulary."""
 
-        def emit(graph: Graph, x: Symbol) -> Symbol:
+        def emit(graph: Graph, x: GraphSymbol) -> GraphSymbol:
             logits = _linear(graph, x, head)
             if softcap is None:
                 return logits
@@ -166,11 +166,11 @@ class OnnxOps(NumpyOps):
 
     def compile(self, forward: Forward) -> Forward:
         """Return a forward that is traced on its first call and run as one session."""
-        return CompiledForward(self, forward)
+        return SessionForward(self, forward)
 
     def _call(self, emit: Callable[..., Any], *arrays: Array) -> Any:
         """Emit into the graph of the symbols, or run a graph of these operators on arrays."""
-        traced = next((array.graph for array in arrays if isinstance(array, Symbol)), None)
+        traced = next((array.graph for array in arrays if isinstance(array, GraphSymbol)), None)
         if traced is not None:
             return emit(traced, *arrays)
         graph = Graph()
@@ -186,7 +186,7 @@ class OnnxOps(NumpyOps):
         layer: OnnxLayer,
         arrays: dict[str, npt.NDArray[Any]],
         plan: dict[str, npt.NDArray[Any]],
-        emit: Callable[..., Symbol | None],
+        emit: Callable[..., GraphSymbol | None],
     ) -> Any:
         """Run operators on one layer of a cache."""
         graph = Graph()
@@ -200,7 +200,7 @@ class OnnxOps(NumpyOps):
         return found[0] if found else None
 
 
-class CompiledForward:
+class SessionForward:
     """Runs a model's forward as one session; KV caches are bound once each."""
 
     def __init__(self, ops: OnnxOps, forward: Forward) -> None:
@@ -238,7 +238,7 @@ class CompiledForward:
         cache = TracedCache(graph, shape)
         self._ops.form.inputs(graph)
         logits = self._forward(_symbolic_step(graph), cache)
-        if not isinstance(logits, Symbol):
+        if not isinstance(logits, GraphSymbol):
             raise TraceError("the forward does not return the result of an operation")
         return Session(graph, cache.outputs() | {"logits": logits}, self._ops.provider)
 
@@ -249,17 +249,17 @@ def _symbolic_step(graph: Graph) -> StepInput:
         name: graph.input(name, np.int32, (name, "width") if name == "block_tables" else (name,))
         for name in _STEP_ARRAYS
     }
-    unknown = Symbol(graph, "a host value")
+    unknown = GraphSymbol(graph, "a host value")
     return StepInput(**arrays, max_query=unknown, max_context=unknown)  # type: ignore[arg-type]  # refuses as arrays do
 
 
-def _linear(graph: Graph, x: Symbol, weight: NumpyLinear) -> Symbol:
+def _linear(graph: Graph, x: GraphSymbol, weight: NumpyLinear) -> GraphSymbol:
     bias = None if weight.bias is None else graph.weight(weight.bias)
     inputs = (x, graph.weight(weight.weight)) if bias is None else (x, graph.weight(weight.weight), bias)
     return graph.op("Gemm", *inputs, transB=1)
 
 
-def _gated(graph: Graph, x: Symbol, weight: NumpyLinear, activation: Activation) -> Symbol:
+def _gated(graph: Graph, x: GraphSymbol, weight: NumpyLinear, activation: Activation) -> GraphSymbol:
     gate, up = graph.ops("Split", 2, _linear(graph, x, weight), axis=-1, num_outputs=2)
     match activation:
         case "silu":

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import onnxruntime
 
 from fd_core.errors import PluginError
-from fd_core.ops.onnx_graph.graph import Graph, Symbol
+from fd_core.ops.onnx_graph.graph import Graph, GraphSymbol
 
 __all__ = ["CPU", "Provider", "Session", "Values"]
 
@@ -42,7 +42,7 @@ CPU = Provider("CPUExecutionProvider", "cpu")
 class Session:
     """A graph that is ready to run. One thread at a time."""
 
-    def __init__(self, graph: Graph, outputs: Mapping[str, Symbol], provider: Provider) -> None:
+    def __init__(self, graph: Graph, outputs: Mapping[str, GraphSymbol], provider: Provider) -> None:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = provider.threads
         options.inter_op_num_threads = 1

@@ -28,11 +28,11 @@ class DraftContext:
 
     num_slots: int
     vocab_size: int
-    """Of the target, the model whose tokens are guessed."""
+    """Vocabulary of the target, which is the model whose tokens are guessed."""
     block_size: int
     """Tokens in a KV block."""
     cheap_tokens: int
-    """Drafts are verified only as far as a step stays below this many tokens; more would be made in vain."""
+    """Step size in tokens up to which drafts are verified; drafts beyond it would be made in vain."""
     ops: Ops
     """The target's pack: arrays, models and KV caches of a drafter live on the same device."""
     model_path: Path
@@ -61,7 +61,7 @@ class SlotError(Exception):
 class Drafter(abc.ABC):
     """Guesses for all slots of one runner; made and used by one thread at a time.
 
-    For each slot the runner calls `admit` once at the beginning of a stay, then, for each step that yields tokens,
+    For each slot the runner calls `admit` once at the beginning of a residency, then, for each step that yields tokens,
     `extend` with those and `propose`. A residency may end without notice; the next `admit` of the slot says so.
 
     What `admit` raises ends the request of that slot alone. `extend` and `propose` raise `SlotError` for the same; the
@@ -87,7 +87,7 @@ class Drafter(abc.ABC):
 
     @abc.abstractmethod
     def admit(self, slot: int, tokens: IntArray) -> None:
-        """A stay begins with the known `tokens` int32[n]; forget the one before."""
+        """A residency begins with the known `tokens` int32[n]; forget what the slot held before."""
 
     @abc.abstractmethod
     def extend(self, slots: IntArray, tokens: IntArray, counts: IntArray) -> None:
@@ -109,11 +109,11 @@ class PerSlotDrafter(Drafter):
 
     @abc.abstractmethod
     def grow(self, slot: int, tokens: IntArray) -> None:
-        """The request went on with `tokens` int32[n]."""
+        """The request in `slot` went on with `tokens` int32[n]."""
 
     @abc.abstractmethod
     def guess(self, slot: int, limit: int) -> IntArray:
-        """Return up to `limit` tokens, int32, that may come next."""
+        """Return up to `limit` tokens, int32, that may come next in `slot`."""
 
     def extend(self, slots: IntArray, tokens: IntArray, counts: IntArray) -> None:
         """Grow one slot after the other; what `grow` raises concerns its slot alone."""

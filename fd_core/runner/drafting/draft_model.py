@@ -55,13 +55,13 @@ class DraftModelDrafter(Drafter):
         self._blocks = SlotBlocks(limits.max_num_seqs, limits.num_kv_blocks, limits.block_size, limits.max_model_len)
 
     def admit(self, slot: int, tokens: IntArray) -> None:
-        """Forget the stay before; the model sees the tokens when drafts are first wanted."""
+        """Forget the residency before; the model sees the tokens when drafts are first wanted."""
         self._blocks.release(slot)
         self._length[slot] = len(tokens)
         self._tokens[slot, : len(tokens)] = tokens
 
     def extend(self, slots: IntArray, tokens: IntArray, counts: IntArray) -> None:
-        """Append the tokens; what was computed stays as far as it was computed from these."""
+        """Append the tokens; keys and values count as computed up to the first token that differs from the drafts."""
         begin, columns = self._length[slots], np.arange(tokens.shape[1])
         places = begin[:, None] + columns
         given = (columns < counts[:, None]) & (places < self._tokens.shape[1])
@@ -137,9 +137,9 @@ class DraftModelDrafter(Drafter):
         chosen, _ = ops.sample(logits, _greedy(ops, len(live)))
         parts = [(live, chosen)]
         for step in range(1, int(wanted.max())):
-            stay = np.flatnonzero(wanted[live] > step)
-            if len(stay) < len(live):
-                live, chosen = live[stay], ops.gather_rows(chosen, ops.from_host(stay.astype(np.int32)))
+            left = np.flatnonzero(wanted[live] > step)
+            if len(left) < len(live):
+                live, chosen = live[left], ops.gather_rows(chosen, ops.from_host(left.astype(np.int32)))
             one = np.ones(len(live), np.int32)
             spans = Spans(slots[live], length[live] + (step - 1), one, np.arange(len(live), dtype=np.int32))
             inputs = dataclasses.replace(build_inputs(spans, *self._known, ops), token_ids=chosen)

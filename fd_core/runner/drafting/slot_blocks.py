@@ -10,10 +10,11 @@ __all__ = ["SlotBlocks"]
 
 
 class SlotBlocks:
-    """Block tables that grow on demand. Nobody says when a slot falls idle, so whoever rested longest gives way.
+    """Block tables that grow on demand. The drafter is not told when a slot falls idle, so the slot that was unused for
+    the longest time loses its blocks first.
 
-    A draft that cannot be made costs speed only, so there is neither a reserve nor a fence: a cache of one drafter is
-    read and written by that drafter alone, one forward after the other.
+    A draft that cannot be made costs speed only, so no blocks are reserved. None are fenced either, because one drafter
+    alone reads and writes the cache, one forward pass after the other.
     """
 
     def __init__(self, num_slots: int, num_blocks: int, block_size: int, max_tokens: int) -> None:
@@ -33,17 +34,17 @@ class SlotBlocks:
         return len(self._free)
 
     def release(self, slot: int) -> None:
-        """Give back what a slot holds; nothing of it is computed any more."""
+        """Free the blocks of a slot; none of its tokens counts as computed then."""
         self._free.extend(self.tables[slot, : self._held[slot]].tolist())
         self._held[slot] = self.computed[slot] = 0
 
     def begin_turn(self, slots: IntArray) -> None:
-        """Mark `slots` int32[n] as used; none of them gives way until the next turn."""
+        """Mark `slots` int32[n] as used; none of them loses blocks until the next turn."""
         self._turn += 1
         self._last_use[slots] = self._turn
 
     def reserve(self, slot: int, tokens: int) -> bool:
-        """Make room for the first `tokens` tokens of a slot of this turn; false if there is none, and nothing grew."""
+        """Give a slot of this turn blocks for its first `tokens` tokens; false, and no change, if there are too few."""
         missing = -(-tokens // self._block_size) - int(self._held[slot])
         while missing > len(self._free):
             resting = np.flatnonzero((self._held > 0) & (self._last_use < self._turn))

@@ -59,11 +59,11 @@ def admission(slot: int, prompt: int, **params: Any) -> Admission:
 def conversation(params: list[dict[str, Any]], decodes: int = 5) -> list[StepPlan]:
     """Prefill in one step, then decode; slots leave one after the other."""
     lengths = [3 + 2 * slot for slot in range(len(params))]
-    stays = tuple(
+    admissions = tuple(
         admission(slot, length, **own) for slot, (length, own) in enumerate(zip(lengths, params, strict=True))
     )
     grants = tuple(BlockGrant(slot, 0, np.arange(10, dtype=np.int32) + slot * 10) for slot in range(len(params)))
-    plans = [plan(0, [(slot, 0, length) for slot, length in enumerate(lengths)], admissions=stays, grants=grants)]
+    plans = [plan(0, [(slot, 0, length) for slot, length in enumerate(lengths)], admissions=admissions, grants=grants)]
     for step in range(decodes):
         live = range(min(step, len(params) - 1), len(params))
         backs = (Revocation(step - 1, 1),) if 0 < step < len(params) else ()
@@ -138,10 +138,10 @@ def test_the_smallest_budget_runs_without_padding_beyond_it(folder: Path) -> Non
         max_num_seqs=6, max_num_batched_tokens=3, max_model_len=40, block_size=4, num_kv_blocks=60, vocab_size=160
     )
     runner = Runner(ops, load(folder, ops), tight)
-    stays = tuple(admission(slot, 1, temperature=0.0) for slot in range(3))
+    admissions = tuple(admission(slot, 1, temperature=0.0) for slot in range(3))
     grants = tuple(BlockGrant(slot, 0, ids(slot)) for slot in range(3))
     rows = [(slot, 0, 1) for slot in range(3)]
-    output = runner.execute(plan(0, rows, admissions=stays, grants=grants))
+    output = runner.execute(plan(0, rows, admissions=admissions, grants=grants))
     assert (output.tokens[:3] >= 0).all()
     with pytest.raises(BudgetExceeded):
         runner.execute(plan(1, [(0, 1, 1), (1, 1, 1), (2, 0, 2)], sampling=[True, True, False]))
@@ -152,9 +152,9 @@ def test_a_decode_beside_an_unfinished_chunk_of_one_token_is_replayed(folder: Pa
     outputs = []
     for ops in (TorchOps(), make_ops(processor)):
         runner = Runner(ops, load(folder, ops), LIMITS)
-        stays = (admission(0, 1, temperature=0.0), admission(1, 4, temperature=0.0))
+        admissions = (admission(0, 1, temperature=0.0), admission(1, 4, temperature=0.0))
         grants = (BlockGrant(0, 0, ids(8, 9)), BlockGrant(1, 0, ids(3, 4)))
-        first = plan(0, [(0, 0, 1), (1, 0, 1)], sampling=[True, False], admissions=stays, grants=grants)
+        first = plan(0, [(0, 0, 1), (1, 0, 1)], sampling=[True, False], admissions=admissions, grants=grants)
         second = plan(1, [(0, 1, 1), (1, 1, 3)])
         outputs.append([runner.execute(each).tokens for each in (first, second)])
     np.testing.assert_array_equal(outputs[0], outputs[1])

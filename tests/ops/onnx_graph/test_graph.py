@@ -8,7 +8,7 @@ from fd_core.errors import PluginError
 from fd_core.ops.contract import Ops
 from fd_core.ops.numpy_ops import NumpyOps
 from fd_core.ops.numpy_sampling import NumpySampling
-from fd_core.ops.onnx_graph.graph import Graph, Symbol, TraceError
+from fd_core.ops.onnx_graph.graph import Graph, GraphSymbol, TraceError
 from fd_core.ops.onnx_graph.pack import OnnxOps
 from fd_core.ops.onnx_graph.session import CPU, Provider, Session
 
@@ -27,7 +27,7 @@ def test_every_operation_of_a_forward_is_the_packs_own():
 )
 def test_a_symbol_has_no_value(use):
     with pytest.raises(TraceError, match="not known while a graph is traced"):
-        use(Symbol(Graph(), "x"))
+        use(GraphSymbol(Graph(), "x"))
 
 
 def test_values_of_another_graph_and_arrays_are_refused():

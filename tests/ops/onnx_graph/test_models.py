@@ -14,7 +14,7 @@ from fd_core.errors import ConfigError
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import load_model
 from fd_core.ops.numpy_ops import NumpyOps
-from fd_core.ops.onnx_graph.pack import CompiledForward, OnnxOps
+from fd_core.ops.onnx_graph.pack import OnnxOps, SessionForward
 from fd_core.testing.arrays import step_input
 from tests.models.paged import PagedDriver
 from tests.models.test_draft_model_packs import engine, specs, texts
@@ -54,7 +54,7 @@ def test_the_graph_equals_the_forward_in_numpy(tiny, case: str) -> None:
     kv = [each.cache.export_blocks(blocks) for each in (expected, traced)]
     np.testing.assert_allclose(kv[1], kv[0], rtol=1e-4, atol=1e-4)
     # One graph served all those shapes.
-    assert isinstance(traced.forward, CompiledForward)
+    assert isinstance(traced.forward, SessionForward)
     assert len(traced.forward._sessions) == 1
     assert not traced.forward._eager
 
