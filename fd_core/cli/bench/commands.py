@@ -24,11 +24,14 @@ __all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True, help="Measure latency, throughput, a running server, planning, or routing.")
 
-Model = Annotated[str | None, typer.Argument(metavar="[MODEL]", show_default=False, help="smollm2 if none is named.")]
+Model = Annotated[
+    str | None,
+    typer.Argument(metavar="[MODEL]", show_default=False, help="Model to measure; smollm2 if none is named."),
+]
 InputLen = Annotated[int, typer.Option(min=1, help="Tokens in each prompt.", metavar="TOKENS")]
 OutputLen = Annotated[int, typer.Option(min=1, help="Tokens in each answer.", metavar="TOKENS")]
-Seed = Annotated[int, typer.Option(help="Repeats the workload.", metavar="N")]
-Json = Annotated[Path | None, typer.Option("--json", help="Write the figures to a file.", metavar="FILE")]
+Seed = Annotated[int, typer.Option(help="Seed of the workload: the same seed makes the same prompts.", metavar="N")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the figures as JSON to FILE.", metavar="FILE")]
 _KEY_FLAGS = (*(flag for flag in SERVER_FLAGS if flag.field == "api_keys"), API_KEY_FILE)
 
 
@@ -75,7 +78,7 @@ def latency(
 def throughput(
     given: Given,
     model: Model = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests, all at once.", metavar="N")] = 32,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests that are sent at once.", metavar="N")] = 32,
     input_len: InputLen = 256,
     output_len: OutputLen = 128,
     seed: Seed = 0,
@@ -105,27 +108,37 @@ def throughput(
 def serve(
     given: Given,
     url: Annotated[str, typer.Option(help="Server to measure.", metavar="URL")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option(help="Model to ask; the server's first if none is named.")] = None,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests in all.", metavar="N")] = 64,
+    model: Annotated[
+        str | None, typer.Option(help="Model to measure; the first one of the server if none is named.")
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests that are sent in all.", metavar="N")] = 64,
     max_concurrency: Annotated[
         int | None, typer.Option(min=1, help="Requests open at once.", metavar="N", show_default=False)
     ] = None,
     request_rate: Annotated[
         float | None,
-        typer.Option(min=0.001, help="Requests per second (Poisson); all at once if not given.", show_default=False),
+        typer.Option(
+            min=0.001,
+            help="Requests per second, as a Poisson process; without it all requests are sent at once.",
+            show_default=False,
+        ),
     ] = None,
     input_len: Annotated[
-        int, typer.Option(min=1, help="Tokens in each made-up prompt, about.", metavar="TOKENS")
+        int, typer.Option(min=1, help="Approximate number of tokens in each made-up prompt.", metavar="TOKENS")
     ] = 256,
     output_len: OutputLen = 128,
     dataset: Annotated[
         Path | None,
-        typer.Option(help="JSON lines with `prompt` or `messages` and perhaps `max_tokens`.", show_default=False),
+        typer.Option(
+            help="File of JSON lines with `prompt` or `messages`, and perhaps `max_tokens`.", show_default=False
+        ),
     ] = None,
-    ignore_eos: Annotated[bool, typer.Option(help="Always answer to full length.")] = True,
+    ignore_eos: Annotated[bool, typer.Option(help="Generate every answer to its full length.")] = True,
     goodput: Annotated[
         list[str] | None,
-        typer.Option(help="Limit such as ttft:300, tpot:50 or e2e:5000, in ms; may be repeated.", show_default=False),
+        typer.Option(
+            help="Latency objective in ms, such as ttft:300, tpot:50 or e2e:5000; may be repeated.", show_default=False
+        ),
     ] = None,
     seed: Seed = 0,
     json: Json = None,

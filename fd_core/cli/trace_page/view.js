@@ -1,8 +1,8 @@
-// What is seen: the panels, the range they share, and how people move in it.
+// The panels, the range of steps that they share, and how people move in it.
 
 const panels = [
   { title: "Slots", draw: drawSlots, keys: [["prefill", "prefill"], ["decode", "decode (two shades: neighbouring requests)"],
-    ["unscheduled", "waits for budget or blocks"], ["draining", "revoked"], ["overrun", "computed after the end"],
+    ["unscheduled", "not scheduled"], ["draining", "revoked"], ["overrun", "computed after the end"],
     ["loading", "KV is being loaded"]] },
   { title: "", draw: drawAxis },
   { title: "Events", draw: drawEvents, lanes: [
@@ -17,9 +17,9 @@ const panels = [
   { title: "KV blocks", draw: drawStack, height: 96, limit: "blocks", exactTop: true,
     series: [{ from: "owned", colour: "decode" }, { from: "fenced", colour: "draining" }, { from: "cached", colour: "cached" }, { from: "free", colour: "soft" }],
     keys: [["decode", "owned"], ["draining", "fenced"], ["cached", "free, holds a prefix"], ["soft", "free"]] },
-  { title: "Prefixes loaded or computed again so far, tokens", draw: drawStack, height: 72, needs: "restored",
+  { title: "Prefixes loaded or recomputed so far, tokens", draw: drawStack, height: 72, needs: "restored",
     series: [{ from: "loadedSoFar", colour: "loading" }, { from: "recomputedSoFar", colour: "prefill" }],
-    keys: [["loading", "loaded from host or store"], ["prefill", "computed again after a preemption"]] },
+    keys: [["loading", "loaded from host or store"], ["prefill", "recomputed after a preemption"]] },
   { title: "Speculation, drafts per step", draw: drawStack, height: 72, peak: "drafted", needs: "drafted",
     series: [{ from: "accepted", colour: "decode" }, { from: "rejected", colour: "drafts" }],
     keys: [["decode", "accepted"], ["drafts", "rejected"], ["max", "most drafted"]] },
@@ -148,7 +148,7 @@ function slotText(slot, step) {
   if (residency < 0) return text;
   const exit = facts.exits[data.residencyExit[residency]], end = data.residencyEnd[residency];
   text += `\nrequest ${facts.requests[data.residencyRequest[residency]]}, gen ${data.residencyGen[residency]}${data.residencyReturned[residency] ? ", returned after a preemption" : ""}`;
-  text += `\nhere from step ${name(data.residencyStart[residency])} to ${name(end)}${exit === "open" ? ", still here" : `: ${exit}`}`;
+  text += `\nin the slot from step ${name(data.residencyStart[residency])} to ${name(end)}${exit === "open" ? ", still running" : `: ${exit}`}`;
   if (data.residencyTokens[residency]) text += `\n${data.residencyTokens[residency].toLocaleString("en")} tokens at the start, ${data.residencyComputed[residency].toLocaleString("en")} of them with KV`;
   return text;
 }
@@ -159,13 +159,13 @@ function loadText(load) {
     + `${duration(at(data.loadEnded) - at(data.loadBegan))}: ${host} from the host, ${stored} from the store`;
 }
 
-/** The decisions between loading and computing, with what was known and what came of them. */
+/** The decisions between loading and recomputing, with their estimates and results. */
 function listDecisions() {
   const total = data.decisionStep.length, shown = Math.min(total, 1000), loads = sum(data.decisionLoad);
   if (!total) return;
   const place = byId("decisions"), body = place.querySelector("tbody"), estimate = ms => ms === ms ? duration(ms) : "not measured yet";
   place.hidden = false;
-  place.querySelector("summary").textContent = `Load or compute: ${plural(total, "decision")}, ${loads} to load`
+  place.querySelector("summary").textContent = `Load or recompute: ${plural(total, "decision")}, ${loads} to load`
     + (shown < total ? `; the last ${shown}` : "");
   const taken = new Set();
   for (let decision = total - shown; decision < total; decision++) {
@@ -173,7 +173,7 @@ function listDecisions() {
       : data.loadRequest.findIndex((who, index) => who === request && data.loadStep[index] >= step && !taken.has(index));
     if (load >= 0) taken.add(load);
     const row = body.insertRow();
-    for (const text of [name(step), facts.requests[request], data.decisionLoad[decision] ? "load" : "compute", data.decisionHost[decision],
+    for (const text of [name(step), facts.requests[request], data.decisionLoad[decision] ? "load" : "recompute", data.decisionHost[decision],
       data.decisionStore[decision], data.decisionTokens[decision].toLocaleString("en"), estimate(data.decisionLoadTime[decision]), estimate(data.decisionTime[decision]),
       load < 0 ? "–" : plural(data.loadLoaded[load], "block"), load < 0 ? "–" : duration(data.loadEnded[load] - data.loadBegan[load])]) {
       row.insertCell().textContent = text;
@@ -195,8 +195,8 @@ function details(step, slot) {
     ["waiting", at(data.waiting)],
   ];
   if (data.loadsEnded[step]) rows.push(["loads ended, tokens", `${at(data.loadsEnded)}, ${at(data.loadedTokens)}`]);
-  if (data.declined[step]) rows.push(["computed, not loaded", plural(data.declined[step], "request")]);
-  if (data.recomputedTokens[step]) rows.push(["to compute again", plural(data.recomputedTokens[step], "token")]);
+  if (data.declined[step]) rows.push(["recomputed, not loaded", plural(data.declined[step], "request")]);
+  if (data.recomputedTokens[step]) rows.push(["to recompute", plural(data.recomputedTokens[step], "token")]);
   if (data.savedBlocks[step]) rows.push(["saved", plural(data.savedBlocks[step], "KV block")]);
   if (data.drafted[step]) rows.push(["drafts accepted", `${at(data.accepted)} of ${at(data.drafted)}`]);
   for (const event of ["admitted", "returned", "preempted", "aborted", "late", "finished"]) {
