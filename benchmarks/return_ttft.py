@@ -38,9 +38,9 @@ from rich.table import Table
 import fd_core
 from fd_core import LLM, SamplingParams
 from fd_core.errors import FdError
+from fd_core.kv.effects import LoadDecision
 from fd_core.metrics import snapshot
-from fd_core.scheduling.storage import KeepKV
-from fd_core.scheduling.tradeoff import Choice
+from fd_core.scheduling.kv_offloading import KeepKV
 
 HOST, MEMORY, DISK, REDIS = "host tier", "memory store", "disk", "redis"
 WAYS = {"host": HOST, "memory": MEMORY, "disk": DISK, "redis": REDIS}
@@ -95,21 +95,19 @@ class Returning:
             block_size=BLOCK,
             **settings,
         )
-        self._scheduler = self._llm._engine._scheduler
-        storage = self._scheduler.storage
-        assert storage is not None
-        self._storage = storage
+        self._probe = self._llm._engine._scheduler.probe()
+        offloading = self._probe.offloading
         # The host tier alone keeps preempted requests only; here each prompt is kept when it ends.
-        storage.keep = KeepKV(preempted=True, finished=True, persist=storage.keep.persist)
-        self._choices: list[Choice] = []
-        choose = storage.tradeoff.choose
+        offloading.keep = KeepKV(preempted=True, finished=True, persist=offloading.keep.persist)
+        self._decisions: list[LoadDecision] = []
+        decide = offloading.load_or_recompute.decide
 
-        def always_load(request_id: str, host_blocks: int, store_blocks: int, block_size: int) -> Choice:
-            choice = choose(request_id, host_blocks, store_blocks, block_size)
-            self._choices.append(choice)
-            return replace(choice, load=True)
+        def always_load(request_id: str, host_blocks: int, store_blocks: int, block_size: int) -> LoadDecision:
+            decision = decide(request_id, host_blocks, store_blocks, block_size)
+            self._decisions.append(decision)
+            return replace(decision, load=True)
 
-        storage.tradeoff.choose = always_load  # type: ignore[method-assign]
+        offloading.load_or_recompute.decide = always_load  # type: ignore[method-assign]
 
     @property
     def block_bytes(self) -> int:
@@ -121,14 +119,14 @@ class Returning:
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         (first,) = self._llm.generate([list(prompt)], params)
         self._wait_until_saved()
-        self._scheduler.pool.forget_prefixes()
-        self._choices.clear()
-        before = snapshot(self._storage.counters)
+        self._probe.pool.forget_prefixes()
+        self._decisions.clear()
+        before = snapshot(self._probe.offloading.counters)
         (again,) = self._llm.generate([list(prompt)], params)
-        after = self._storage.counters
+        after = self._probe.offloading.counters
         self._wait_until_saved()
-        self._scheduler.pool.forget_prefixes()
-        choice = self._choices[0] if self._choices else None
+        self._probe.pool.forget_prefixes()
+        decision = self._decisions[0] if self._decisions else None
         return Return(
             self.way,
             len(prompt),
@@ -138,9 +136,9 @@ class Returning:
             loaded_tokens=after.loaded_tokens - before.loaded_tokens,
             lost_tokens=after.lost_tokens - before.lost_tokens,
             same_token=first.token_ids == again.token_ids,
-            expected_computed_s=choice and choice.recompute_seconds,
-            expected_loaded_s=choice and choice.load_seconds,
-            decision=choice and choice.load,
+            expected_computed_s=decision and decision.recompute_seconds,
+            expected_loaded_s=decision and decision.load_seconds,
+            decision=decision and decision.load,
         )
 
     def close(self) -> None:
@@ -151,10 +149,10 @@ class Returning:
         until = time.monotonic() + PATIENCE
         engine = self._llm._engine
         while True:
-            engine._exchange_kv()
+            engine.step()
             stats = engine.stats().kv
             assert stats is not None
-            if not (self._storage.busy or stats.open_operations or stats.pending_write_bytes):
+            if not (self._probe.operations.busy or stats.open_operations or stats.pending_write_bytes):
                 return
             if time.monotonic() > until:
                 raise EngineFailedError(f"{self.way} did not take a prompt within {PATIENCE:.0f} s")

@@ -109,16 +109,18 @@ class Bench:
         self._steps = 0
         self._spent = 0.0
         scheduler = self.engine._scheduler
+        self._probe = scheduler.probe()
         # Instance attributes before the methods: nothing of the engine is changed but that it is timed.
         scheduler.plan = self._timed(scheduler.plan)  # type: ignore[method-assign]
-        self.engine._exchange_kv = self._timed(self.engine._exchange_kv)  # type: ignore[method-assign]
+        self.engine._complete = self._timed(self.engine._complete)  # type: ignore[method-assign]
+        self.engine._perform = self._timed(self.engine._perform)  # type: ignore[method-assign]
 
     def step(self) -> float:
         """Run a step; return the seconds that planning took."""
-        while self.engine._scheduler.num_running + len(self.engine._scheduler.waiting) < self._running:
+        while int(self._probe.slots.running.sum()) + len(self._probe.waiting) < self._running:
             self._submit(16, 7000)
         self._steps += 1
-        if self._steps % TRICKLE_EVERY == 0 and len(self.engine._scheduler.waiting) < MAX_WAITING:
+        if self._steps % TRICKLE_EVERY == 0 and len(self._probe.waiting) < MAX_WAITING:
             self._submit(3 * BLOCK_SIZE + 1, 4)
         self._spent = 0.0
         self.engine.step()
@@ -160,10 +162,10 @@ class Bench:
         )
 
     def _timed(self, method: Any) -> Any:
-        def timed() -> Any:
+        def timed(*arguments: Any) -> Any:
             began = time.perf_counter()
             try:
-                return method()
+                return method(*arguments)
             finally:
                 self._spent += time.perf_counter() - began
 

@@ -63,14 +63,15 @@ def fd_register_schedulers() -> Sequence[Entry]:
     """Offer scheduling policies.
 
     Called once at discovery; the results of all plugins are joined. Each target is a subclass of
-    `fd_core.scheduling.policies.Policy`: it orders waiting requests, without I/O, clock or randomness of its own.
+    `fd_core.scheduling.policies.SchedulingPolicy`: it orders waiting requests, without I/O, clock or randomness of its
+    own.
     """
     raise AssertionError("hook specification")
 
 
 @hookspec
 def fd_register_victim_policies() -> Sequence[Entry]:
-    """Offer victim policies: who is taken back when KV blocks run out.
+    """Offer victim policies: which running request is preempted when KV blocks run out.
 
     Called once at discovery; the results of all plugins are joined. Each target is a subclass of
     `fd_core.scheduling.victims.VictimPolicy`, without I/O, clock or randomness of its own.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fd_core.kv.stores.contract import KVStore
     from fd_core.router.policies import RouterPolicy
     from fd_core.runner.drafting import Drafter
-    from fd_core.scheduling.policies import Policy
+    from fd_core.scheduling.policies import SchedulingPolicy
     from fd_core.scheduling.victims import VictimPolicy
 
 __all__ = ["KNOWN_PLUGINS", "ChosenBackend", "Origin", "PluginOffer", "Plugins", "Problem", "installed_plugins"]
@@ -70,7 +70,7 @@ class Kind:
 
 BACKEND: Final = Kind("backend", "fd_register_backends", "fd_core.backends.contract:Backend", "--backend")
 SCHEDULER: Final = Kind(
-    "scheduling policy", "fd_register_schedulers", "fd_core.scheduling.policies:Policy", "--scheduling-policy"
+    "scheduling policy", "fd_register_schedulers", "fd_core.scheduling.policies:SchedulingPolicy", "--scheduling-policy"
 )
 DRAFTER: Final = Kind("drafter", "fd_register_drafters", "fd_core.runner.drafting:Drafter", "--speculative-config")
 VICTIMS: Final = Kind(
@@ -277,7 +277,7 @@ class Plugins:
         """Import the backend called `name`. Raises `PluginError` with the distribution and the cause."""
         return self._find(BACKEND, name).load()
 
-    def scheduler_class(self, name: str) -> type[Policy]:
+    def scheduler_class(self, name: str) -> type[SchedulingPolicy]:
         """Import the scheduling policy called `name`. Raises `PluginError` with the distribution and the cause."""
         return self._find(SCHEDULER, name).load()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -16,10 +16,12 @@ import numpy.typing as npt
 __all__ = [
     "Admission",
     "BlockGrant",
+    "Delta",
     "FinishReason",
     "IntArray",
     "LogprobRows",
     "PrefillJob",
+    "PrefillOutcome",
     "RawTensor",
     "RequestSpec",
     "Revocation",
@@ -99,6 +101,12 @@ class PrefillJob(msgspec.Struct, frozen=True):
     def token_ids(self) -> IntArray:
         """int32[n], read-only: the tokens, which are not copied."""
         return np.frombuffer(self.tokens, "<i4").astype(np.int32, copy=False)
+
+
+PrefillOutcome = Literal["transferred", "held", "refused", "lost", "expired", "damaged", "aborted"]
+"""What became of a prefill on another worker. `held`: nothing was asked, because the decode worker had the prefix;
+`lost`: the prefill worker broke off or could not be reached; `damaged`: what arrived was not what was sent. Unless the
+KV was `transferred` or `held`, the decode worker computes the prompt itself."""
 
 
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -238,6 +246,23 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
     top_ids: tuple[int, ...] = ()
     top: tuple[float, ...] = ()
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What one step delivered to one request."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    """Set in the request's last delta and only there."""
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One for each token id if the request asked for them."""
+    cached_tokens: int | None = None
+    """Prompt tokens served from the prefix cache; set in the first delta."""
+    error: str | None = None
+    """Set with finish reason `error`."""
+    prefill: PrefillOutcome | None = None
+    """What became of a prefill that another worker was to compute; set in the first delta."""
 
 
 @dataclass(frozen=True, slots=True)

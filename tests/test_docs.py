@@ -119,16 +119,17 @@ def test_the_tour_has_eight_steps():
     assert len(numbered("The life of a request, in eight steps")) == 8
 
 
-@pytest.mark.parametrize(("walk", "most"), [("Prefill to decode", 25)])
+@pytest.mark.parametrize(
+    ("walk", "most"), [("Chat to token", 20), ("Preempted slot and back", 12), ("Prefill to decode", 25)]
+)
 def test_a_walk_has_few_hops_and_names_functions_that_exist(walk: str, most: int):
     hops = numbered(walk)
     assert 1 <= len(hops) <= most
     sources = [path.read_text() for path in (ROOT / "fd_core").rglob("*.py")]
     for hop in hops:
-        name, method = re.match(r"`(\w+)\.(\w+)`", hop).groups()
-        assert any(
-            re.search(rf"^class {name}\b", source, re.MULTILINE) and f"def {method}(" in source for source in sources
-        ), hop
+        owner, name = re.match(r"`(?:(\w+)\.)?(\w+)`", hop).groups()
+        home = rf"^class {owner}\b" if owner else rf"^(?:async )?def {name}\("
+        assert any(re.search(home, source, re.MULTILINE) and f"def {name}(" in source for source in sources), hop
 
 
 def test_links_lead_somewhere():

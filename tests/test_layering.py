@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "plugins": {"backends", "disagg", "errors", "hookspecs", "kv", "plugin_rules", "router", "runner", "scheduling"},
     "kv": BASE | {"hookspecs", "ops"},  # the tiers copy from and to `ops.contract.KVCache`
     "disagg": BASE | {"hookspecs", "kv", "ops"},
-    "scheduling": BASE | {"kv", "hookspecs"},
+    "scheduling": BASE | {"kv", "hookspecs", "signals"},
     "router": BASE | {"hookspecs", "kv"},
     "router/gateway": BASE | {"disagg", "kv", "models", "router", "server", "text"},
     "ops": BASE | {"signals"},
@@ -60,8 +60,6 @@ PURE = (
     "sizes.py",
     "signals.py",
     "types.py",
-    "engine/output_counters.py",
-    "engine/outputs.py",
     *(f"disagg/{name}.py" for name in ("kv_compatibility", "lease", "messages", "ticket")),
     "disagg/decode/lease.py",
     "disagg/prefill/lease.py",

@@ -77,6 +77,6 @@ def test_a_snapshot_does_not_follow_later_counting() -> None:
 
 def test_statistics_of_an_engine_come_back_from_the_wire() -> None:
     stats = EngineStats()
-    stats.outputs.finished[FinishReason.STOP] = 2
-    stats.scheduler.steps = 7
+    stats.scheduler.outputs.finished[FinishReason.STOP] = 2
+    stats.scheduler.counters.steps = 7
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(stats), type=EngineStats) == stats

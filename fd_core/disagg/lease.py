@@ -17,7 +17,7 @@ from typing import Final, Literal
 
 from fd_core.disagg.connectors.contract import MAX_ADDRESS_BYTES
 from fd_core.disagg.messages import FromDecode, FromPrefill, KVPiece, Open
-from fd_core.kv.effects import Outcome
+from fd_core.types import PrefillOutcome
 
 __all__ = [
     "LEASE_NAME",
@@ -80,7 +80,7 @@ class SendPiece:
 class DecodeEnd:
     """The lease is over: none of its blocks may be written from here on."""
 
-    outcome: Outcome
+    outcome: PrefillOutcome
     reason: str
     """For people; empty if the KV was transferred."""
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import abc
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from fd_core.engine.messages import Delta, EngineInfo, EngineStats
+from fd_core.engine.messages import EngineInfo, EngineStats
 from fd_core.kv.event_log import KVEventLog
-from fd_core.types import RequestSpec
+from fd_core.types import Delta, RequestSpec
 
 __all__ = ["EngineClient", "StartProgress"]
 

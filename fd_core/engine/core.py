@@ -11,33 +11,43 @@ import msgspec
 
 from fd_core.backends.contract import Backend
 from fd_core.config import EngineConfig, resolve_limits
+from fd_core.disagg.decode.receiver import Receiver
+from fd_core.disagg.prefill.sender import Sender
+from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.engine.client import StartProgress
 from fd_core.engine.device import Device, make_device
 from fd_core.engine.kv_offload import kv_identity, open_kv_storage, start_kv_offload
-from fd_core.engine.kv_transfer import KVTransferExchange, open_kv_transfer, require_role
-from fd_core.engine.messages import Delta, EngineInfo, EngineStats
-from fd_core.engine.outputs import Outputs
+from fd_core.engine.kv_transfer import (
+    open_kv_transfer,
+    prefill_request,
+    prefill_request_id,
+    refusal,
+    require_role,
+)
+from fd_core.engine.messages import EngineInfo, EngineStats, LeaseStats
 from fd_core.engine.prefill_pace import PrefillPace
 from fd_core.engine.probe import EngineProbe
 from fd_core.errors import BadRequest
-from fd_core.kv.effects import PrefillPaceMeasured
-from fd_core.kv.events import KVEvent, Recorder
+from fd_core.kv.effects import Effects, GiveUp, LeaseEnded, PrefillJobArrived, PrefillPaceMeasured
+from fd_core.kv.events import KVEvent
 from fd_core.kv.locked_kv_cache import LockedKVCache
-from fd_core.kv.port import CompletionQueue, KVPort, NullKVPort
+from fd_core.kv.port import CompletionQueue, JoinedKVPort, KVPort, NullKVPort
 from fd_core.kv.tiers.stats import TierStats
-from fd_core.metrics import snapshot
 from fd_core.plugins import installed_plugins
 from fd_core.runner.drafting import make_drafter
 from fd_core.runner.runner import Runner
-from fd_core.scheduling.drafts import DraftControl, DraftStats
+from fd_core.scheduling.drafts import DraftControl
 from fd_core.scheduling.scheduler import Scheduler
-from fd_core.scheduling.storage import StorageCounters
 from fd_core.tracing.format import TraceHeader
 from fd_core.tracing.kv_operations import KVTrace
 from fd_core.tracing.writer import TraceWriter, require_trace_file
-from fd_core.types import FinishReason, RequestSpec, StepOutput, StepPlan
+from fd_core.types import Delta, FinishReason, PrefillJob, RequestSpec, StepPlan
 
 __all__ = ["Engine", "load_engine"]
+
+EngineKVPort = KVPort[tuple[TierStats | None, ReceiverStats | SenderStats | None]]
+"""Storage and transfers of one engine behind one port."""
+
 
 _KV_WAIT_SECONDS = 0.005
 """How long an engine whose requests all wait for KV outside the device sleeps before it looks at its messages."""
@@ -52,23 +62,23 @@ class Engine:
         info: EngineInfo,
         scheduler: Scheduler,
         device: Device,
+        kv: EngineKVPort,
         *,
         watchdog_seconds: float,
-        prefill_token: float = 0.0,
-        kv: KVPort[TierStats | None] | None = None,
-        kv_transfer: KVTransferExchange | None = None,
+        prefill_token: float,
         trace: TraceWriter | None = None,
     ) -> None:
+        """`prefill_token`: seconds that a token of a prompt took before the first request."""
         self.info = info
         self._scheduler = scheduler
-        self._outputs = Outputs(scheduler)
         self._device = device
         self._watchdog_seconds = watchdog_seconds
-        self._kv = kv or NullKVPort()
+        self._kv = kv
         self._kv_trace = None if trace is None else KVTrace(trace)
+        self._kv_events: list[KVEvent] = []
         self._prefill_pace = PrefillPace(prefill_token)
-        scheduler.completed(PrefillPaceMeasured(prefill_token))
-        self._kv_transfer = kv_transfer
+        scheduler.complete(PrefillPaceMeasured(prefill_token))
+        self._stopping = False
         self._trace = trace
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
         """Plans that were not answered, with when they were submitted."""
@@ -90,62 +100,64 @@ class Engine:
 
     def abort(self, request_ids: Iterable[str]) -> list[Delta]:
         """Abort requests; returns the last deltas of those that ended at once. Idempotent."""
-        return [delta for request_id in request_ids for delta in self._outputs.abort_waiting(request_id)]
-
-    def stop(self) -> None:
-        """Take no more requests of other workers; those that run go on."""
-        if self._kv_transfer is not None:
-            self._kv_transfer.stop()
+        deltas = (self._scheduler.abort(request_id) for request_id in request_ids)
+        return [delta for delta in deltas if delta is not None]
 
     def abort_all(self) -> list[Delta]:
         """Abort everything."""
         return self.abort(self._scheduler.request_ids())
 
+    def stop(self) -> None:
+        """Take no more prefill jobs of decode workers; those that run go on."""
+        self._stopping = True
+
     def step(self) -> list[Delta]:
         """Keep up to `pipeline_depth` plans in flight, then commit the oldest answer."""
         if self._trace is not None:
             self._trace.turn_began(time.monotonic_ns())
-        self._exchange_kv()
         while len(self._in_flight) < self.info.pipeline_depth:
-            plan = self._scheduler.plan()
+            self._complete()
+            plan, effects = self._scheduler.plan()
+            self._perform(effects)
             if plan is None:
+                if effects.operations:
+                    continue  # some operations are over at once
                 break
             if plan.admissions:
                 self.on_admission(tuple(admission.request_id for admission in plan.admissions))
             self._device.submit(plan)
             self._in_flight.append((plan, time.monotonic()))
-        self._exchange_kv()
         if not self._in_flight:
-            if self._scheduler.storage is not None and self._scheduler.storage.busy:
+            if self._scheduler.has_work:
                 self._kv.wait(_KV_WAIT_SECONDS)
-            if self._kv_transfer is not None:
-                self._kv_transfer.wait()
             return []
         output = self._device.collect(self._watchdog_seconds)
         plan, submitted = self._in_flight.popleft()
         if (pace := self._prefill_pace.observe(plan, submitted, time.monotonic())) is not None:
-            self._scheduler.completed(pace)
-        return self._commit(plan, output)
+            self._scheduler.complete(pace)
+        deltas, effects = self._scheduler.commit(plan, output)
+        self._perform(effects)
+        if self._trace is not None:
+            self._trace.step_ended(time.monotonic_ns(), plan, output, deltas, self._scheduler.gauges())
+        return deltas
 
     def stats(self) -> EngineStats:
         """Return gauges and counters as they are now."""
-        scheduler = self._scheduler
-        drafts, storage = scheduler.drafts, scheduler.storage
-        return EngineStats(
-            scheduler=scheduler.stats(),
-            blocks=scheduler.pool.stats(),
-            outputs=snapshot(self._outputs.counters),
-            drafts=DraftStats() if drafts is None else drafts.stats(),
-            storage=StorageCounters() if storage is None else snapshot(storage.counters),
-            kv=self._kv.stats(),
-            pace=None if storage is None else storage.tradeoff.pace,
-            leases=None if self._kv_transfer is None else self._kv_transfer.stats(),
-        )
+        kv, transfer = self._kv.stats()
+        leases = None
+        if transfer is not None:
+            leases = LeaseStats(
+                open=transfer.open_leases,
+                receiver=transfer if isinstance(transfer, ReceiverStats) else None,
+                sender=transfer if isinstance(transfer, SenderStats) else None,
+            )
+        return EngineStats(scheduler=self._scheduler.stats(), kv=kv, leases=leases)
 
     def take_kv_events(self) -> tuple[KVEvent, ...]:
         """Return which prefixes the device came to hold and lost since the last call; none unless asked to tell."""
-        recorder = self._scheduler.recorder
-        return () if recorder is None else recorder.take()
+        events = tuple(self._kv_events)
+        self._kv_events.clear()
+        return events
 
     def check_integrity(self) -> None:
         """Audit slots and blocks; raises `RuntimeError` if they contradict each other."""
@@ -158,32 +170,39 @@ class Engine:
     def close(self) -> None:
         """Stop the engine's threads; what is in flight is computed and dropped, what waits for a store written."""
         self._kv.close()
-        if self._kv_transfer is not None:
-            self._kv_transfer.close()
         self._device.close()
         if self._trace is not None:
             self._trace.close(time.monotonic_ns())
 
-    def _exchange_kv(self) -> None:
-        """Begin what was decided about KV outside the device, and learn what became of it."""
-        if (storage := self._scheduler.storage) is not None:
-            effects, decisions = self._scheduler.take_effects(), storage.take_choices()
-            if self._kv_trace is not None:
-                self._kv_trace.decided(decisions)
-                self._kv_trace.began(effects)
-            self._kv.perform(effects)
-            for completion in self._kv.completions():
-                if self._kv_trace is not None:
-                    self._kv_trace.ended(completion)
-                self._scheduler.completed(completion)
-        if self._kv_transfer is not None:
-            self.abort(self._kv_transfer.exchange())
+    def _complete(self) -> None:
+        """Tell the scheduler what became of operations outside steps, and take in what other workers ask for."""
+        for completion in self._kv.completions():
+            match completion:
+                case PrefillJobArrived(job):
+                    self._begin_job(job)
+                case LeaseEnded(lease):
+                    self._scheduler.abort(prefill_request_id(lease))
+                case _:
+                    if self._kv_trace is not None:
+                        self._kv_trace.ended(completion)
+                    self._scheduler.complete(completion)
 
-    def _commit(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
-        deltas = self._outputs.commit(plan, output)
-        if self._trace is not None:
-            self._trace.step_ended(time.monotonic_ns(), plan, output, deltas, self._scheduler.gauges())
-        return deltas
+    def _begin_job(self, job: PrefillJob) -> None:
+        reason = "the prefill worker is shutting down" if self._stopping else refusal(job, self.info.vocab_size)
+        if reason is None:
+            try:
+                self._scheduler.add(prefill_request(job))
+            except BadRequest as error:
+                reason = error.message
+        if reason is not None:
+            self._kv.perform([GiveUp(job.lease, reason, refused=True)])
+
+    def _perform(self, effects: Effects) -> None:
+        """Begin what the scheduler wants done outside steps."""
+        self._kv_events.extend(effects.events)
+        if self._kv_trace is not None:
+            self._kv_trace.began(effects)
+        self._kv.perform(effects.operations)
 
 
 def load_engine(
@@ -230,7 +249,7 @@ def load_engine(
     )
     runner = Runner(ops, model, limits, drafter)
     prefill_token = runner.warm_up(lambda done, total: progress("warmup", done, total))
-    recorder = Recorder() if config.kv_events and config.enable_prefix_caching else None
+    kv_events = bool(config.kv_events) and config.enable_prefix_caching
     info = EngineInfo(
         model=config.model,
         architecture=model.architecture,
@@ -255,7 +274,7 @@ def load_engine(
         role=config.role,
         kv_connector=config.kv_connector if config.role == "decode" else None,
         emulated=backend.emulated,
-        kv_events=recorder is not None,
+        kv_events=kv_events,
         epoch=epoch,
     )
     drafts = None
@@ -267,10 +286,10 @@ def load_engine(
         policy,
         victims,
         storage.hasher,
-        drafts,
+        drafts=drafts,
         keep_kv=storage.keep,
         paired=paired,
-        recorder=recorder,
+        kv_events=kv_events,
         epoch=epoch,
     )
     trace = None
@@ -285,22 +304,20 @@ def load_engine(
             limits=limits,
         )
         trace = TraceWriter(Path(config.trace), header, time.monotonic_ns(), config.trace_limit)
-    cache = LockedKVCache(runner.cache)
-    kv = start_kv_offload(storage, config, cache, ops.dtype, CompletionQueue(wake))
-    kv_transfer = None
+    cache, queue = LockedKVCache(runner.cache), CompletionQueue(wake)
+    transfer: Receiver | Sender | NullKVPort = NullKVPort()
     if paired:
-        side = open_kv_transfer(config, plugins, limits, cache, ops.dtype, identity, CompletionQueue(wake))
-        kv_transfer = KVTransferExchange(scheduler, side, None if trace is None else KVTrace(trace))
-        info = msgspec.structs.replace(info, kv_port=kv_transfer.port)
+        transfer = open_kv_transfer(config, plugins, limits, cache, ops.dtype, identity, queue)
+        info = msgspec.structs.replace(info, kv_port=transfer.port if isinstance(transfer, Sender) else None)
+    kv = JoinedKVPort(queue, start_kv_offload(storage, config, cache, ops.dtype, queue), transfer)
     device = make_device(runner, limits.pipeline_depth, config.output_transport)
     return Engine(
         info,
         scheduler,
         device,
+        kv,
         watchdog_seconds=config.watchdog_seconds,
         prefill_token=prefill_token,
-        kv=kv,
-        kv_transfer=kv_transfer,
         trace=trace,
     )
 

@@ -22,7 +22,7 @@ from fd_core.kv.tiers.offload import KVOffload, SealedStore
 from fd_core.kv.tiers.stats import TierStats
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.plugins import Plugins
-from fd_core.scheduling.storage import KeepKV
+from fd_core.scheduling.kv_offloading import KeepKV
 
 __all__ = ["KVStorage", "kv_identity", "open_kv_storage", "start_kv_offload"]
 

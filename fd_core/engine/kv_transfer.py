@@ -15,35 +15,31 @@ from fd_core.disagg.decode.receiver import Receiver
 from fd_core.disagg.keys import transfer_key
 from fd_core.disagg.kv_compatibility import KVCompatibility
 from fd_core.disagg.prefill.sender import Sender
-from fd_core.disagg.stats import ReceiverStats, SenderStats
-from fd_core.engine.messages import LeaseStats
-from fd_core.errors import BadRequest, ConfigError
+from fd_core.errors import ConfigError
 from fd_core.kv.block_format import BlockFormat
-from fd_core.kv.effects import Fetched, GiveUp, LeaseEnded, PrefillJobArrived, Sent
 from fd_core.kv.locked_kv_cache import LockedKVCache
 from fd_core.kv.port import CompletionQueue
 from fd_core.kv.stores.contract import KVStore
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.kv.stores.location import parse_location
-from fd_core.metrics import snapshot
 from fd_core.plugins import Plugins
-from fd_core.scheduling.scheduler import Scheduler
-from fd_core.tracing.kv_operations import KVTrace
 from fd_core.types import PrefillJob, RequestSpec, SamplingParams
 
-__all__ = ["KVTransferExchange", "open_kv_transfer", "prefill_request", "require_role"]
+__all__ = ["open_kv_transfer", "prefill_request", "prefill_request_id", "refusal", "require_role"]
 
-_WAIT_SECONDS: Final = 0.002
-_NAME: Final = "lease-"
-"""Begins the names of requests that compute prefill jobs."""
 _ONE_TOKEN: Final = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 """The KV of the prompt is what counts; the token that its last position yields is dropped."""
+
+
+def prefill_request_id(lease: str) -> str:
+    """Return the id of the request that computes the prefill job of a lease."""
+    return f"lease-{lease}"
 
 
 def prefill_request(job: PrefillJob) -> RequestSpec:
     """Return the request that computes a prefill job."""
     return RequestSpec(
-        request_id=_NAME + job.lease,
+        request_id=prefill_request_id(job.lease),
         prompt=tuple(job.token_ids.tolist()),
         params=_ONE_TOKEN,
         priority=job.priority,
@@ -53,81 +49,11 @@ def prefill_request(job: PrefillJob) -> RequestSpec:
     )
 
 
-class KVTransferExchange:
-    """Carries effects of one scheduler to its side of transfers, and back what comes from there. Engine's thread."""
-
-    def __init__(self, scheduler: Scheduler, side: Receiver | Sender, trace: KVTrace | None = None) -> None:
-        if scheduler.transfers is None:
-            raise ValueError("the scheduler knows no other workers")
-        self._scheduler = scheduler
-        self._transfers = scheduler.transfers
-        self._side = side
-        self._trace = trace
-        self._stopping = False
-
-    @property
-    def port(self) -> int | None:
-        """TCP port on which the prefill worker listens for decode workers; None for decode workers."""
-        return self._side.port if isinstance(self._side, Sender) else None
-
-    def stop(self) -> None:
-        """Take no more prefill jobs."""
-        self._stopping = True
-
-    def exchange(self) -> list[str]:
-        """Begin the scheduler's effects, and tell the scheduler what is completed and which jobs arrived.
-
-        Returns names of requests whose leases ended, to be aborted.
-        """
-        effects = self._transfers.take_effects()
-        if effects:
-            if self._trace is not None:
-                self._trace.began(effects)
-            self._side.perform(effects)
-        ended = []
-        for completion in self._side.completions():
-            match completion:
-                case PrefillJobArrived(job):
-                    if (reason := self._refusal(job)) is not None:
-                        self._side.perform([GiveUp(job.lease, reason, refused=True)])
-                case LeaseEnded(lease):
-                    ended.append(_NAME + lease)
-                case Fetched() | Sent():
-                    if self._trace is not None:
-                        self._trace.ended(completion)
-                    self._scheduler.transferred(completion)
-        return ended
-
-    def wait(self) -> None:
-        """Wait a moment for a transfer to end; called when no step can be planned or answered."""
-        if self._transfers.busy:
-            self._side.wait(_WAIT_SECONDS)
-
-    def stats(self) -> LeaseStats:
-        """Return counters and gauges."""
-        side = self._side.stats()
-        return LeaseStats(
-            open=side.open_leases,
-            transfers=snapshot(self._transfers.counters),
-            receiver=side if isinstance(side, ReceiverStats) else None,
-            sender=side if isinstance(side, SenderStats) else None,
-        )
-
-    def close(self) -> None:
-        """End every lease and the thread."""
-        self._side.close()
-
-    def _refusal(self, job: PrefillJob) -> str | None:
-        """Have a job computed; say for people why not, if it will not be."""
-        if self._stopping:
-            return "the prefill worker is shutting down"
-        if int(job.token_ids.max()) >= self._scheduler.limits.vocab_size:
-            return "the prompt has tokens that the model does not know"
-        try:
-            self._scheduler.add(prefill_request(job))
-        except BadRequest as error:
-            return error.message
-        return None
+def refusal(job: PrefillJob, vocab_size: int) -> str | None:
+    """Say for people why a prefill job cannot be computed here; None if it can."""
+    if int(job.token_ids.max()) >= vocab_size:
+        return "the prompt has tokens that the model does not know"
+    return None
 
 
 def require_role(config: EngineConfig) -> None:

@@ -12,9 +12,9 @@ from fd_core.config import EngineConfig
 from fd_core.constraints import make_settings
 from fd_core.engine.assets import find_assets
 from fd_core.engine.core import Engine, load_engine
-from fd_core.engine.messages import Delta, EngineInfo, EngineStats
+from fd_core.engine.messages import EngineInfo, EngineStats
 from fd_core.errors import BadRequest
-from fd_core.types import FinishReason, RequestSpec, SamplingParams, TokenLogprobs
+from fd_core.types import Delta, FinishReason, RequestSpec, SamplingParams, TokenLogprobs
 
 __all__ = ["LLM", "Completion"]
 

@@ -7,23 +7,15 @@ from typing import Annotated
 import msgspec
 
 from fd_core.disagg.stats import ReceiverStats, SenderStats
-from fd_core.engine.output_counters import OutputCounters
-from fd_core.kv.blocks import BlockStats
-from fd_core.kv.effects import Outcome
 from fd_core.kv.events import KVEvent
 from fd_core.kv.tiers.stats import TierStats
 from fd_core.metrics import gauge
-from fd_core.scheduling.drafts import DraftStats
-from fd_core.scheduling.scheduler import SchedulerStats
-from fd_core.scheduling.storage import StorageCounters
-from fd_core.scheduling.tradeoff import Pace
-from fd_core.scheduling.transfers import TransferCounters
-from fd_core.types import FinishReason, RequestSpec, TokenLogprobs
+from fd_core.scheduling.stats import SchedulerStats
+from fd_core.types import Delta, RequestSpec
 
 __all__ = [
     "Abort",
     "ClientMessage",
-    "Delta",
     "EngineInfo",
     "EngineMessage",
     "EngineStats",
@@ -33,23 +25,6 @@ __all__ = [
     "StepEvents",
     "Submit",
 ]
-
-
-class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """What one step delivered to one request."""
-
-    request_id: str
-    token_ids: tuple[int, ...] = ()
-    finish_reason: FinishReason | None = None
-    """Set in the request's last delta and only there."""
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    """One for each token id if the request asked for them."""
-    cached_tokens: int | None = None
-    """Prompt tokens served from the prefix cache; set in the first delta."""
-    error: str | None = None
-    """Set with finish reason `error`."""
-    prefill: Outcome | None = None
-    """What became of a prompt that another worker was to compute; set in the first delta."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +73,6 @@ class LeaseStats(msgspec.Struct, frozen=True, kw_only=True):
     """KV that travels between workers; counters only grow within an epoch."""
 
     open: Annotated[int, gauge("kv_leases_open", "KV leases between prefill and decode workers in progress.")] = 0
-    transfers: TransferCounters = msgspec.field(default_factory=TransferCounters)
     receiver: ReceiverStats | None = None
     """Of a decode worker."""
     sender: SenderStats | None = None
@@ -108,15 +82,9 @@ class LeaseStats(msgspec.Struct, frozen=True, kw_only=True):
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges and counters of an engine, by owner; counters only grow within an epoch."""
 
-    scheduler: SchedulerStats = msgspec.field(default_factory=SchedulerStats)
-    blocks: BlockStats = BlockStats()
-    outputs: OutputCounters = msgspec.field(default_factory=OutputCounters)
-    drafts: DraftStats = DraftStats()
-    storage: StorageCounters = msgspec.field(default_factory=StorageCounters)
+    scheduler: SchedulerStats = SchedulerStats()
     kv: TierStats | None = None
     """KV outside the device; None if none is kept there."""
-    pace: Pace | None = None
-    """What computing and loading were measured to cost; None if no KV is kept outside the device."""
     leases: LeaseStats | None = None
     """KV that travels between workers; None for a worker that prefills and decodes."""
 

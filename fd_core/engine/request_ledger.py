@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-from fd_core.engine.messages import Delta
-from fd_core.types import FinishReason, RequestSpec
+from fd_core.types import Delta, FinishReason, RequestSpec
 
 __all__ = ["MAX_DEATHS", "MAX_DEATHS_IN_VAIN", "RequestLedger"]
 

@@ -10,16 +10,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from fd_core.engine.core import Engine
-from fd_core.engine.messages import (
-    Abort,
-    ClientMessage,
-    Delta,
-    EngineMessage,
-    EngineStats,
-    Shutdown,
-    StepEvents,
-    Submit,
-)
+from fd_core.engine.messages import Abort, ClientMessage, EngineMessage, EngineStats, Shutdown, StepEvents, Submit
+from fd_core.types import Delta
 
 __all__ = ["Inbox", "serve_engine"]
 

@@ -7,12 +7,13 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from fd_core.engine.client import EngineClient
-from fd_core.engine.messages import Abort, ClientMessage, Delta, EngineInfo, EngineStats, StepEvents, Submit
+from fd_core.engine.messages import Abort, ClientMessage, EngineInfo, EngineStats, StepEvents, Submit
 from fd_core.engine.request_ledger import RequestLedger
 from fd_core.errors import BadRequest, EngineDead
 from fd_core.kv.blocks import BlockStats
 from fd_core.kv.event_log import KVEventLog
-from fd_core.types import FinishReason, RequestSpec
+from fd_core.scheduling.stats import SchedulerStats
+from fd_core.types import Delta, FinishReason, RequestSpec
 
 __all__ = ["StreamingClient"]
 
@@ -143,7 +144,7 @@ class StreamingClient(EngineClient):
     def _came_up(self, info: EngineInfo) -> None:
         """An engine is ready: it resumes the requests of its predecessor."""
         self.info = info
-        self._stats = EngineStats(blocks=BlockStats(total=info.num_kv_blocks))
+        self._stats = EngineStats(scheduler=SchedulerStats(blocks=BlockStats(total=info.num_kv_blocks)))
         self._alive, self._interrupted = True, False
         if info.kv_events and self.kv_log is None:
             self.kv_log = KVEventLog(info.block_size)

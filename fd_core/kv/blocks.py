@@ -57,9 +57,9 @@ class BlockPool:
         self._references = np.zeros(num_blocks, np.int32)
         self._fence = np.full(num_blocks, -1, np.int64)
         """Last step scheduled to touch a block, over all owners it had since it was free."""
-        self._blank = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
-        """Stack of free blocks without reusable content; the first `_num_blank` entries are valid."""
-        self._num_blank = num_blocks
+        self._empty = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        """Stack of free blocks without reusable content; the first `_num_empty` entries are valid."""
+        self._num_empty = num_blocks
         self._cached: OrderedDict[int, None] = OrderedDict()
         """Free blocks with reusable content, least recently used first."""
         self._fenced: deque[tuple[int, IntArray]] = deque()
@@ -68,6 +68,8 @@ class BlockPool:
         self._pinned: dict[int, None] = {}
         """Blocks that would be free but for their pins, in the order of their release."""
         self._answered = -1
+        self.num_freed = 0
+        """Blocks that came free since the start, each as often as it did; only grows."""
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
 
@@ -80,7 +82,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that an allocation can take at once."""
-        return self._num_blank + len(self._cached)
+        return self._num_empty + len(self._cached)
 
     @property
     def num_fenced(self) -> int:
@@ -101,19 +103,28 @@ class BlockPool:
         """Whether a block holds the content named by `key`, if only a fenced one."""
         return key in self._block_of
 
+    def holds(self, block: int, key: bytes) -> bool:
+        """Whether a block holds the content named by `key`."""
+        return self._block_of.get(key) == block
+
     def match(self, keys: Iterable[bytes]) -> IntArray:
         """Return the blocks that hold the longest known prefix of the chain `keys`; takes and evicts nothing.
 
         A block that is fenced by a step does not match: it gets no owner before that step was answered. One that is
         only pinned does.
         """
+        block_of = self._block_of
         found = []
         for key in keys:
-            block = self._block_of.get(key)
-            if block is None or not (self._references[block] or block in self._cached or block in self._pinned):
+            block = block_of.get(key)
+            if block is None:
                 break
             found.append(block)
-        return np.array(found, np.int32)
+        blocks = np.array(found, np.int32)
+        for index in np.flatnonzero(self._references[blocks] == 0).tolist():
+            if found[index] not in self._cached and found[index] not in self._pinned:
+                return blocks[:index]
+        return blocks
 
     # Ownership --------------------------------------------------------------------------------------------
 
@@ -121,21 +132,20 @@ class BlockPool:
         """Take `count` free blocks for one owner, or none at all if fewer are free."""
         if count > self.num_free:
             return None
-        from_blank = min(count, self._num_blank)
-        self._num_blank -= from_blank
+        from_empty = min(count, self._num_empty)
+        self._num_empty -= from_empty
         # Ascending, so that a request's blocks are neighbours in memory as long as the pool is fresh.
-        taken = self._blank[self._num_blank : self._num_blank + from_blank][::-1].copy()
-        if from_blank < count:
-            taken = np.concatenate([taken, self._evict(count - from_blank)])
+        taken = self._empty[self._num_empty : self._num_empty + from_empty][::-1].copy()
+        if from_empty < count:
+            taken = np.concatenate([taken, self._evict(count - from_empty)])
         self._references[taken] = 1
         return frozen(taken)
 
     def acquire(self, blocks: IntArray) -> None:
         """Add an owner to blocks that `match` returned."""
-        for block in blocks.tolist():
-            if self._references[block] == 0:
-                del (self._pinned if self._pins[block] else self._cached)[block]
-            self._references[block] += 1
+        for block in blocks[self._references[blocks] == 0].tolist():
+            del (self._pinned if self._pins[block] else self._cached)[block]
+        self._references[blocks] += 1
 
     def release(self, blocks: IntArray, fence: int) -> None:
         """Remove one owner of each block; `fence` is the last step that the owner scheduled to touch them.
@@ -207,7 +217,7 @@ class BlockPool:
         self._block_of.clear()
         self._key_of.clear()
         cached, self._cached = self._cached, OrderedDict()
-        self._push_blank(np.fromiter(cached, np.int32, len(cached)))
+        self._push_empty(np.fromiter(cached, np.int32, len(cached)))
         if self._recorder is not None:
             self._recorder.cleared()
 
@@ -218,9 +228,9 @@ class BlockPool:
         expected = np.zeros(self.num_blocks, np.int32)
         for table in owners:
             np.add.at(expected, table, 1)
-        blank = self._blank[: self._num_blank].tolist()
+        empty = self._empty[: self._num_empty].tolist()
         fenced = [block for _, blocks in self._fenced for block in blocks.tolist()] + list(self._pinned)
-        free = blank + list(self._cached) + fenced
+        free = empty + list(self._cached) + fenced
         if len(set(free)) != len(free):
             raise RuntimeError("a block is free or fenced twice")
         if (expected != self._references).any():
@@ -249,17 +259,18 @@ class BlockPool:
         if self._pins[blocks].any():
             self._pinned.update(dict.fromkeys(blocks[self._pins[blocks] > 0].tolist()))
             blocks = blocks[self._pins[blocks] == 0]
+        self.num_freed += len(blocks)
         if not self._key_of:
-            self._push_blank(blocks)
+            self._push_empty(blocks)
             return
-        blank = []
+        empty = []
         for block in blocks.tolist():
             if block in self._key_of:
                 self._cached[block] = None
             else:
-                blank.append(block)
-        self._push_blank(np.array(blank, np.int32))
+                empty.append(block)
+        self._push_empty(np.array(empty, np.int32))
 
-    def _push_blank(self, blocks: IntArray) -> None:
-        self._blank[self._num_blank : self._num_blank + len(blocks)] = blocks
-        self._num_blank += len(blocks)
+    def _push_empty(self, blocks: IntArray) -> None:
+        self._empty[self._num_empty : self._num_empty + len(blocks)] = blocks
+        self._num_empty += len(blocks)

@@ -1,8 +1,9 @@
 """What the scheduler wants done with KV outside a step, and what became of it.
 
-Effects are values: the scheduler returns them, the engine's loop hands them to its `fd_core.kv.port.KVPort`, which
-performs them on other threads, and brings the completions back before the next plan. Nothing here waits for anything.
-`fd_core.kv.tiers` performs `Lookup`, `Load` and `Save`; `fd_core.disagg` performs `Fetch`, `Send` and `GiveUp`.
+Effects are values: `Scheduler.plan` and `Scheduler.commit` return them, the engine's loop hands their operations to its
+`fd_core.kv.port.KVPort`, which performs them on other threads, and brings the completions back before the next plan.
+Nothing here waits for anything. `fd_core.kv.tiers` performs `Lookup`, `Load` and `Save`; `fd_core.disagg` performs
+`Fetch`, `Send` and `GiveUp`.
 
 An operation is a number chosen by the scheduler, unique within an engine. What the scheduler may assume:
 
@@ -17,33 +18,33 @@ An operation is a number chosen by the scheduler, unique within an engine. What 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from fd_core.types import IntArray, PrefillJob
+from fd_core.kv.events import KVEvent
+from fd_core.types import IntArray, PrefillJob, PrefillOutcome
 
 __all__ = [
+    "NO_EFFECTS",
     "Cancel",
     "Completion",
     "Effect",
+    "Effects",
     "Fetch",
     "Fetched",
     "Found",
     "GiveUp",
     "LeaseEnded",
     "Load",
+    "LoadDecision",
     "LoadPaceMeasured",
     "Loaded",
     "Lookup",
     "NotStored",
-    "Outcome",
     "PrefillJobArrived",
     "PrefillPaceMeasured",
     "Save",
     "Saved",
     "Send",
     "Sent",
-    "Transfer",
-    "Transferred",
 ]
 
 
@@ -149,12 +150,6 @@ class PrefillPaceMeasured:
     """Seconds for one token."""
 
 
-Outcome = Literal["transferred", "held", "refused", "lost", "expired", "damaged", "aborted"]
-"""What became of a prefill elsewhere. `held`: nothing was asked, as the decode side had the prefix; `lost`: the other
-side broke off or could not be reached; `damaged`: what came was not what was sent. All but the first are computed
-where the text is decoded."""
-
-
 @dataclass(frozen=True, slots=True)
 class Fetch:
     """Have a prefill worker compute the KV of a prompt, and copy that KV into device blocks leased for it."""
@@ -177,7 +172,7 @@ class Fetched:
     """Answer to a `Fetch`: unless it was transferred, the blocks are as they were or worthless."""
 
     operation: int
-    outcome: Outcome
+    outcome: PrefillOutcome
     cached: int = 0
     """Tokens whose KV the prefill worker had in its prefix cache."""
     seconds: float = 0.0
@@ -234,9 +229,6 @@ class GiveUp:
     """Whether the engine did not take the job, which is what the decode worker is told then."""
 
 
-Transfer = Fetch | Send | GiveUp | Cancel
-Transferred = Fetched | Sent
-
 Effect = Lookup | Load | Save | Fetch | Send | GiveUp | Cancel
 Completion = (
     Found
@@ -250,3 +242,32 @@ Completion = (
     | PrefillJobArrived
     | LeaseEnded
 )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadDecision:
+    """Whether to load KV or to compute it again for one request, and why; told to the trace."""
+
+    request_id: str
+    load: bool
+    host_blocks: int
+    store_blocks: int
+    num_tokens: int
+    """Tokens that need not be computed if the blocks are loaded."""
+    load_seconds: float | None
+    recompute_seconds: float | None
+    """None while unknown; what is unknown is tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effects:
+    """What one call of the scheduler wants done, in order."""
+
+    operations: tuple[Effect, ...] = ()
+    """Operations on KV to begin or to cancel."""
+    decisions: tuple[LoadDecision, ...] = ()
+    events: tuple[KVEvent, ...] = ()
+    """Which prefixes the device came to hold and lost."""
+
+
+NO_EFFECTS = Effects()

@@ -21,6 +21,6 @@ def fd_register_schedulers() -> list[Entry]:
 def fd_register_victim_policies() -> list[Entry]:
     """Offer `cheapest` and `youngest`."""
     return [
-        Entry("cheapest", "fd_core.scheduling.victims:Cheapest", "fewest tokens to compute again"),
-        Entry("youngest", "fd_core.scheduling.victims:Youngest", "the request that arrived last"),
+        Entry("cheapest", "fd_core.scheduling.victims:FewestTokens", "fewest tokens to compute again"),
+        Entry("youngest", "fd_core.scheduling.victims:LatestArrival", "the request that arrived last"),
     ]

@@ -74,7 +74,7 @@ class DraftControl:
         )
 
     def admit(self, slot: int) -> None:
-        """A stay begins: nothing is known, so drafts are welcome."""
+        """A residency begins: no acceptance rate is known, so all drafts are welcome."""
         self._rate[slot] = 1.0
 
     def allowed(self, slots: npt.NDArray[np.intp], ready: IntArray) -> IntArray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.scheduling.requests import Request
+from fd_core.scheduling.budget import Budget
 from fd_core.scheduling.slots import SlotTable
 from fd_core.types import Admission, BlockGrant, IntArray, Revocation, StepPlan, frozen
 
@@ -15,9 +15,10 @@ __all__ = ["PlanBuilder"]
 class PlanBuilder:
     """A plan in the making; `build` freezes it."""
 
-    def __init__(self, epoch: int, step: int) -> None:
+    def __init__(self, epoch: int, step: int, budget: int) -> None:
+        self.budget = Budget(budget)
         self.preempted = False
-        """Whether this pass took back a request for want of blocks."""
+        """Whether this pass preempted a request for want of blocks."""
         self._epoch = epoch
         self._step = step
         self._slots: list[npt.NDArray[np.intp]] = []
@@ -29,7 +30,7 @@ class PlanBuilder:
 
     @property
     def empty(self) -> bool:
-        """Whether the step would do nothing; a plan that only admits or only takes slots back is not empty."""
+        """Whether the step would do nothing; a plan that only admits or only revokes is not empty."""
         return not (self._slots or self._revocations or self._admissions)
 
     def add_rows(self, slots: npt.NDArray[np.intp], num_tokens: IntArray, num_drafts: IntArray) -> None:
@@ -43,16 +44,17 @@ class PlanBuilder:
         """Schedule one slot without drafts."""
         self.add_rows(np.array([slot]), np.array([num_tokens], np.int32), np.zeros(1, np.int32))
 
-    def admit(self, slot: int, table: SlotTable, request: Request, tokens: IntArray, computed: int) -> None:
-        """Tell the runner about a new stay and the blocks it begins with."""
+    def admit(self, slot: int, table: SlotTable) -> None:
+        """Tell the runner about a new residency and the blocks that it begins with."""
+        request = table.request_in(slot)
         admission = Admission(
             slot=slot,
             gen=int(table.gen[slot]),
-            token_ids=frozen(tokens),
-            prompt_len=len(request.spec.prompt),
+            token_ids=request.tokens.view(),
+            prompt_len=request.prompt_len,
             params=request.spec.params,
             eos_token_ids=request.spec.eos_token_ids,
-            computed=computed,
+            computed=int(table.num_computed[slot]),
             request_id=request.spec.request_id,
         )
         self._admissions.append(admission)
@@ -63,8 +65,8 @@ class PlanBuilder:
         if len(blocks):
             self._grants.append(BlockGrant(slot, offset, blocks))
 
-    def take_back(self, slot: int, gen: int) -> None:
-        """Take a slot back; blocks granted to it in the same pass are void."""
+    def revoke(self, slot: int, gen: int) -> None:
+        """Revoke a slot; blocks granted to it in the same pass are void."""
         self._grants = [grant for grant in self._grants if grant.slot != slot]
         self._revocations.append(Revocation(slot, gen))
 
@@ -73,7 +75,7 @@ class PlanBuilder:
         slots = np.concatenate(self._slots) if self._slots else np.empty(0, np.intp)
         num_tokens = np.concatenate(self._num_tokens) if self._slots else np.empty(0, np.int32)
         num_drafts = np.concatenate(self._num_drafts) if self._slots else np.empty(0, np.int32)
-        starts = table.computed[slots]
+        starts = table.num_computed[slots]
         return StepPlan(
             epoch=self._epoch,
             step=self._step,
@@ -82,7 +84,7 @@ class PlanBuilder:
             starts=frozen(starts),
             num_tokens=frozen(num_tokens),
             num_drafts=frozen(num_drafts),
-            samples=frozen(starts + num_tokens - num_drafts >= table.length[slots]),
+            samples=frozen(starts + num_tokens - num_drafts >= table.num_planned[slots]),
             admissions=tuple(self._admissions),
             grants=tuple(self._grants),
             revocations=tuple(self._revocations),

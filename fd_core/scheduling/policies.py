@@ -1,93 +1,157 @@
-"""Scheduling policies: who is admitted first.
+"""Scheduling policies: which waiting request is admitted first.
 
-A policy is pure: it sees values and returns an order. Plugins offer their own through
+A policy is pure: it sees frozen values and returns an order. Plugins offer their own through
 `fd_core.hookspecs.fd_register_schedulers`.
 """
 
 from __future__ import annotations
 
 import abc
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.scheduling.requests import Request
-from fd_core.scheduling.slots import SlotTable
+from fd_core.scheduling.requests import QueuedRequest
+from fd_core.scheduling.victims import RunningRequests
 
-__all__ = ["FairShare", "Fcfs", "Policy", "Priority"]
+__all__ = ["FairShare", "Fcfs", "Priority", "SchedulingPolicy"]
 
 Rank = tuple[int, ...]
 
 
-class Policy(abc.ABC):
-    """Orders waiting requests, and says who may not be taken back while others can."""
+class SchedulingPolicy(abc.ABC):
+    """Orders waiting requests, and says who may not be preempted while others can.
+
+    Requests wait in flows. Within a flow the smallest rank is first; among flows, the flow with the smallest turn is
+    served next. A policy that knows nothing of flows has one.
+    """
 
     name: str
 
     @abc.abstractmethod
-    def rank(self, request: Request) -> Rank:
-        """Return the sort key of a request that arrives; the smallest is admitted first.
+    def rank(self, request: QueuedRequest) -> Rank:
+        """Return the sort key of a request that arrives; the smallest in its flow is admitted first.
 
-        Asked once for each request: a preempted one keeps its rank, and with it its place before everything younger.
+        The queue asks once for each request: a preempted request keeps its rank, and with it its place before every
+        younger request.
         """
 
-    def admitted(self, request: Request, rank: Rank) -> None:  # noqa: B027 - most policies need not know
-        """A request of this rank was admitted."""
+    def flow(self, request: QueuedRequest) -> str | None:
+        """Return the flow in which a request waits; asked when the request arrives and when it was preempted."""
+        return ""
 
-    def expendable(self, slots: SlotTable, candidates: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-        """Return those of the running slots `candidates` among which a victim is sought, at least one."""
-        return candidates
+    def turn(self, flow: str | None) -> int:
+        """Return the sort key of a flow; it may only change in `arrived`, `admitted` and `ended`, which see a request
+        that waits in that flow, or waited there before it was preempted."""
+        return 0
+
+    def arrived(self, request: QueuedRequest) -> None:  # noqa: B027 - most policies need not know
+        """A new request begins to wait."""
+
+    def admitted(self, request: QueuedRequest) -> None:  # noqa: B027
+        """A request left the queue for a slot; also when it returns after a preemption."""
+
+    def ended(self, request: QueuedRequest, num_computed: int) -> None:  # noqa: B027
+        """A request that had been admitted ended: `num_computed` prompt and generated tokens were used in all."""
+
+    def expendable(self, running: RunningRequests) -> npt.NDArray[np.intp]:
+        """Return indices into `running`, at least one: the requests among which a victim is chosen."""
+        return np.arange(len(running.slots))
 
 
-class Fcfs(Policy):
+class Fcfs(SchedulingPolicy):
     """First come, first served."""
 
     name = "fcfs"
 
-    def rank(self, request: Request) -> Rank:
+    def rank(self, request: QueuedRequest) -> Rank:
         """Order of arrival."""
         return (request.arrival,)
 
 
-class Priority(Policy):
-    """Lower `priority` first, then order of arrival; the least important are taken back first."""
+class Priority(SchedulingPolicy):
+    """Lower `priority` first, then order of arrival; the least important requests are preempted first."""
 
     name = "priority"
 
-    def rank(self, request: Request) -> Rank:
+    def rank(self, request: QueuedRequest) -> Rank:
         """(priority, arrival)"""
-        return (request.spec.priority, request.arrival)
+        return (request.priority, request.arrival)
 
-    def expendable(self, slots: SlotTable, candidates: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-        """The slots of the largest priority value."""
-        values = slots.priority[candidates]
-        least: npt.NDArray[np.intp] = candidates[values == values.max()]
-        return least
+    def expendable(self, running: RunningRequests) -> npt.NDArray[np.intp]:
+        """The requests with the largest priority value."""
+        return np.flatnonzero(running.priorities == running.priorities.max())
 
 
-class FairShare(Policy):
-    """An equal share of tokens for each tenant that asks, however many requests it sends.
+class FairShare(SchedulingPolicy):
+    """An equal share of tokens for each tenant that asks, however many requests the tenant sends.
 
-    Start-time fair queuing (Goyal et al., 1996): a request starts where its tenant's previous one ends in virtual time,
-    and not before the virtual time of the last admission; it is charged its prompt and the output it may ask for. A
-    tenant that was idle saves nothing up, and no tenant waits longer than one request of every other.
+    Start-time fair queuing (Goyal et al., 1996) with tokens as the service: each tenant has a clock that runs ahead by
+    the tokens of its admitted requests, and the tenant whose clock is furthest behind is served next. Output tokens are
+    not known at admission, so the charge is the usual length of an output, and is corrected when the request ends
+    (Sheng et al., 2024, correct in each step). A tenant that was idle saves nothing up.
     """
 
     name = "fair"
 
+    _USUAL_OUTPUT: Final = 256
+    """Output tokens that are expected before the first request ended."""
+    _MEMORY: Final = 0.9
+    """Weight of the past in the average length of outputs."""
+    _RETURNING: Final = None
+    """The flow of preempted requests, which go first: their tokens are charged already."""
+
     def __init__(self) -> None:
         self._now = 0
-        self._ends: dict[str, int] = {}
+        self._clocks: dict[str, int] = {}
+        self._charges: dict[int, tuple[int, int]] = {}
+        """Tokens at the first admission and charge of each admitted request, by arrival."""
+        self._unfinished: dict[str, int] = {}
+        """Requests of each tenant that wait or run."""
+        self._usual_output = float(self._USUAL_OUTPUT)
 
-    def rank(self, request: Request) -> Rank:
-        """(start in virtual time, arrival)"""
-        tenant = request.spec.tenant
-        start = max(self._now, self._ends.get(tenant, 0))
-        self._ends[tenant] = start + request.limit
-        return (start, request.arrival)
+    def rank(self, request: QueuedRequest) -> Rank:
+        """Order of arrival within the tenant."""
+        return (request.arrival,)
 
-    def admitted(self, request: Request, rank: Rank) -> None:
-        """Virtual time is where the last admitted request starts; tenants that it has passed are forgotten."""
-        if rank[0] > self._now:
-            self._now = rank[0]
-            self._ends = {tenant: end for tenant, end in self._ends.items() if end > self._now}
+    def flow(self, request: QueuedRequest) -> str | None:
+        """The tenant, or the flow of preempted requests."""
+        return self._RETURNING if request.preempted else request.tenant
+
+    def turn(self, flow: str | None) -> int:
+        """The clock of the tenant."""
+        return -1 if flow is None else max(self._clocks.get(flow, 0), 0)
+
+    def arrived(self, request: QueuedRequest) -> None:
+        """A tenant that was idle begins where the others are."""
+        tenant = request.tenant
+        if tenant not in self._unfinished:
+            self._clocks[tenant] = max(self._clocks.get(tenant, 0), self._now)
+        self._unfinished[tenant] = self._unfinished.get(tenant, 0) + 1
+
+    def admitted(self, request: QueuedRequest) -> None:
+        """The clock of the tenant runs ahead by the tokens that the request will probably use."""
+        if request.arrival in self._charges:
+            return
+        tenant = request.tenant
+        self._now = max(self._now, self._clocks[tenant])
+        charge = request.num_tokens + min(request.max_new_tokens, int(self._usual_output))
+        self._charges[request.arrival] = request.num_tokens, charge
+        self._clocks[tenant] += charge
+
+    def ended(self, request: QueuedRequest, num_computed: int) -> None:
+        """The charge becomes what was used; a request that ended before its admission is charged nothing."""
+        tenant = request.tenant
+        admitted = self._charges.pop(request.arrival, None)
+        if admitted is not None:
+            num_prompt, charge = admitted
+            self._clocks[tenant] += num_computed - charge
+            self._usual_output += (1.0 - self._MEMORY) * (num_computed - num_prompt - self._usual_output)
+        self._unfinished[tenant] -= 1
+        if not self._unfinished[tenant]:
+            del self._unfinished[tenant]
+            if self._clocks[tenant] <= self._now:
+                del self._clocks[tenant]
+        if not self._unfinished:
+            self._clocks.clear()  # nobody competes, so nobody is ahead of others

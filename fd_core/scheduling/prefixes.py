@@ -1,12 +1,15 @@
-"""Known prefixes, as the scheduler uses them: which blocks hold one, and which are about to.
+"""Known prefixes, as the scheduler uses them: which blocks hold one, and which blocks soon will.
 
-Pure. A prompt that begins like one whose prefill is under way waits for it rather than computing the same again, so the
-keys of blocks that running prefills will complete are counted here until they are registered or given up.
+Pure. A prompt that begins like a prompt whose prefill is under way waits for that prefill instead of computing the same
+again. So the keys of the blocks that running prefills will complete are counted here until they are registered or given
+up; each key that is not awaited any more is told to `on_end`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from fd_core.kv.blocks import BlockPool
 from fd_core.kv.events import Recorder
@@ -18,61 +21,107 @@ __all__ = ["Prefixes"]
 
 
 class Prefixes:
-    """Names the blocks of one scheduler's requests; knows nothing if there is no hasher."""
+    """Names the blocks of the requests of one scheduler; knows nothing if there is no hasher."""
 
-    def __init__(self, hasher: PrefixHasher | None, pool: BlockPool, recorder: Recorder | None = None) -> None:
-        """`recorder` is told which prefixes become known."""
+    def __init__(
+        self,
+        hasher: PrefixHasher | None,
+        pool: BlockPool,
+        recorder: Recorder | None,
+        on_end: Callable[[bytes], None],
+    ) -> None:
+        """`recorder` is told which prefixes become known, `on_end` which keys no running request will complete."""
         self.hasher = hasher
         self._pool = pool
         self._recorder = recorder
+        self._on_end = on_end
         self._computing: dict[bytes, int] = {}
-        """Block keys that running prefills are about to compute, with how many of them."""
+        """Block keys that running prefills and loads are about to complete, with how many requests."""
 
     @property
     def num_computing(self) -> int:
-        """Keys that are being computed; none at idle."""
+        """Keys that are being computed; 0 at idle."""
         return len(self._computing)
 
     def root(self, salt: str) -> bytes:
         """Return where the chain of a request begins."""
         return b"" if self.hasher is None else self.hasher.root(salt)
 
-    def keys(self, request: Request, tokens: IntArray) -> list[bytes]:
-        """Return the keys of the leading full blocks; the last token is always computed, it yields the next one."""
+    def extend(self, request: Request) -> None:
+        """Compute the keys of the full blocks of a request's tokens, as far as they are missing."""
+        if self.hasher is not None:
+            self.hasher.extend(request.chain, request.root, request.tokens.view(), request.num_tokens)
+
+    def keys(self, request: Request) -> Sequence[bytes]:
+        """Return the keys of the leading full blocks behind which a token is left to compute: it yields the next."""
         if self.hasher is None:
-            return []
-        upto = len(tokens) - 1
-        self.hasher.extend(request.chain, request.root, tokens, upto)
-        return request.chain[: upto // self.hasher.block_size]
+            return ()
+        return request.chain[: (request.num_tokens - 1) // self.hasher.block_size]
 
-    def is_computing(self, key: bytes) -> bool:
-        """Whether a running prefill is about to complete the block of this key."""
-        return key in self._computing
+    def match(self, keys: Sequence[bytes], last: IntArray) -> IntArray:
+        """Return the blocks that hold the longest known prefix.
 
-    def begin(self, keys: Iterable[bytes]) -> None:
-        """A request is going to compute or load the blocks of `keys`."""
-        for key in keys:
+        `last` are blocks that another request was admitted with in the same plan, which owns them: prompts that arrive
+        together often begin alike, and a key names everything before its block.
+        """
+        count = len(last)
+        if 0 < count <= len(keys) and self._pool.holds(int(last[-1]), keys[count - 1]):
+            more = self._pool.match(keys[count:])
+            return np.concatenate([last, more]) if len(more) else last
+        return self._pool.match(keys)
+
+    # Prefixes in the making -------------------------------------------------------------------------------
+
+    def awaited(self, keys: Sequence[bytes], matched: int) -> tuple[bytes, int] | None:
+        """Return what a prompt had better wait for: the key of its last block that running requests will complete.
+
+        Returns also how many blocks they will complete up to there; None if the first unknown block, behind `matched`
+        known ones, is not among them. A request announces its blocks from some block on to the end, so the last one is
+        found by bisection.
+        """
+        if keys[matched] not in self._computing:
+            return None
+        first, end = matched, len(keys)
+        while end - first > 1:
+            middle = (first + end) // 2
+            if keys[middle] in self._computing:
+                first = middle
+            else:
+                end = middle
+        return keys[first], first + 1 - matched
+
+    def announce(self, request: Request, first: int, upto: int) -> None:
+        """A request is going to compute or load its blocks from `first` to `upto`."""
+        for key in request.chain[first:upto]:
             self._computing[key] = self._computing.get(key, 0) + 1
+        request.announced = upto
 
-    def complete(self, request: Request, tokens: IntArray, table: IntArray, first: int, upto: int) -> None:
-        """Entries `first` to `upto` of a request's block `table` hold settled KV of its `tokens`: name them."""
+    def complete(self, request: Request, table: IntArray, first: int, upto: int) -> None:
+        """Entries `first` to `upto` of a request's block `table` hold settled KV of its tokens: name them."""
         if self.hasher is None:
             return
-        size = self.hasher.block_size
-        self.hasher.extend(request.chain, request.root, tokens, upto * size)
+        if len(request.chain) < upto:
+            self.extend(request)
+        chain = request.chain
         named = False
         for index in range(first, upto):
-            named |= self._pool.register(int(table[index]), request.chain[index])
-            self._no_longer(request.chain[index])
+            named |= self._pool.register(int(table[index]), chain[index])
+            if index < request.announced:
+                self._end(chain[index])
+                self._on_end(chain[index])
         if named and self._recorder is not None and not request.spec.cache_salt:
-            self._recorder.stored(request.chain, tokens, size, first, upto, self._pool.knows)
+            tokens = request.tokens.view()
+            self._recorder.stored(chain, tokens, self.hasher.block_size, first, upto, self._pool.knows)
 
-    def give_up(self, keys: Iterable[bytes]) -> None:
-        """A request leaves without having completed the blocks of `keys`."""
-        for key in keys:
-            self._no_longer(key)
+    def give_up(self, request: Request, first: int) -> None:
+        """A request leaves its slot without having completed the blocks that it announced from `first` on."""
+        for key in request.chain[first : request.announced]:
+            self._end(key)
+            if key not in self._computing:
+                self._on_end(key)
+        request.announced = 0
 
-    def _no_longer(self, key: bytes) -> None:
+    def _end(self, key: bytes) -> None:
         count = self._computing.get(key, 0)
         if count > 1:
             self._computing[key] = count - 1

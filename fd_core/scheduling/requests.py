@@ -1,25 +1,24 @@
 """The life of a request, as a table of transitions.
 
-    WAITING --admit--> RUNNING --take back--> DRAINING --released--> WAITING (preempted) or FINISHED (aborted)
-       |                 ^  |                       |
-       +-load-> LOADING -+  +------ finish ---------+--> FINISHED (end of text, length, error)
+    WAITING --admit--> RUNNING --revoke--> DRAINING --released--> WAITING (preempted) or FINISHED (aborted)
+       |                 ^  |                  |
+       +-load-> LOADING -+  +----- finish -----+--> FINISHED (end of text, length, error)
 
-LOADING is an admission whose KV is still on its way from outside the device; the runner hears of it afterwards. A
-request leaves DRAINING only on the release of its own gen; if its last token arrives while it drains, it is finished
-for its client at once and its slot follows on the release.
+LOADING is an admission whose KV is still on its way from outside the device; the runner hears of the request
+afterwards. A request leaves DRAINING only on the release of its own gen. If the last token of a request arrives while
+it drains, the client is told the end at once, and the slot follows on the release.
 """
 
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
+from fd_core.scheduling.tokens import TokenBuffer
+from fd_core.types import FinishReason, PrefillOutcome, RequestSpec
 
-from fd_core.kv.effects import Outcome
-from fd_core.types import FinishReason, IntArray, RequestSpec
-
-__all__ = ["TRANSITIONS", "Event", "Request", "State"]
+__all__ = ["TRANSITIONS", "Event", "QueuedRequest", "Request", "State"]
 
 
 class State(enum.IntEnum):
@@ -36,7 +35,7 @@ class Event(enum.Enum):
     """What can happen to a request."""
 
     ADMIT = enum.auto()
-    TAKE_BACK = enum.auto()
+    REVOKE = enum.auto()
     RELEASED_PREEMPTED = enum.auto()
     RELEASED_ABORTED = enum.auto()
     RELEASED_ENDED = enum.auto()
@@ -53,7 +52,7 @@ TRANSITIONS: Final = {
     (State.WAITING, Event.LOAD): State.LOADING,
     (State.LOADING, Event.LOADED): State.RUNNING,
     (State.LOADING, Event.ABORT_LOADING): State.FINISHED,
-    (State.RUNNING, Event.TAKE_BACK): State.DRAINING,
+    (State.RUNNING, Event.REVOKE): State.DRAINING,
     (State.RUNNING, Event.FINISH): State.FINISHED,
     (State.DRAINING, Event.RELEASED_PREEMPTED): State.WAITING,
     (State.DRAINING, Event.RELEASED_ABORTED): State.FINISHED,
@@ -61,32 +60,52 @@ TRANSITIONS: Final = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class QueuedRequest:
+    """What a scheduling policy knows of a request that waits."""
+
+    arrival: int
+    """Order of arrival; unique."""
+    num_tokens: int
+    """Prompt tokens, and tokens that were delivered before the request was preempted."""
+    max_new_tokens: int
+    """Tokens that the request may still generate."""
+    priority: int
+    """Lower values are more important."""
+    tenant: str
+    preempted: bool
+    """Whether the request ran before and was preempted."""
+
+
 class Request:
     """One generation inside the engine; owned by the scheduler."""
 
     __slots__ = (
         "abort_wanted",
+        "announced",
         "arrival",
-        "asked",
+        "asked_store",
         "cached_tokens",
         "chain",
         "ended",
         "fetch",
-        "generated",
-        "held",
-        "held_on_host",
         "limit",
         "load",
         "lookup",
         "preemptions",
         "prefill",
+        "prompt_len",
         "rank",
         "root",
+        "save",
         "sent",
         "sent_all",
         "slot",
         "spec",
         "state",
+        "stored",
+        "stored_on_host",
+        "tokens",
     )
 
     def __init__(self, spec: RequestSpec, arrival: int, max_model_len: int, root: bytes) -> None:
@@ -94,49 +113,67 @@ class Request:
         self.arrival = arrival
         """Order of arrival."""
         self.state = State.WAITING
-        self.limit = min(len(spec.prompt) + spec.params.max_tokens, max_model_len)
-        """Tokens at which the request ends for its length."""
-        self.generated: IntArray = np.array(spec.delivered, np.int32)
-        """int32[g]: tokens delivered before the request last left a slot, or by epochs before this one; the slot table
-        holds them all meanwhile."""
+        self.prompt_len = len(spec.prompt)
+        self.limit = min(self.prompt_len + spec.params.max_tokens, max_model_len)
+        """Number of tokens at which the request ends for its length."""
+        self.tokens = TokenBuffer(spec.prompt, self.limit)
+        """Prompt and delivered tokens."""
+        if spec.delivered:
+            self.tokens.append(spec.delivered)
         self.root = root
         self.chain: list[bytes] = []
-        """Keys of the full blocks of settled tokens."""
+        """Keys of the leading full blocks of `tokens`."""
         self.slot: int | None = None
         self.abort_wanted = False
         self.ended: FinishReason | None = None
         """Set once the client was told the end, also while the slot still drains."""
         self.preemptions = 0
         self.rank: tuple[int, ...] | None = None
-        """Place among waiting requests, given by the policy once."""
+        """Place among the waiting requests, given by the policy once."""
         self.cached_tokens: int | None = None
-        """Tokens found in the prefix cache at first admission."""
+        """Tokens found in the prefix cache at the first admission."""
+        self.announced = 0
+        """Leading blocks that the request announced to compute or load, for others with the same prefix to wait for."""
 
-        self.asked = False
-        """Whether it was asked, since it waits, what of its prefix is held outside the device."""
+        self.asked_store = False
+        """Whether the scheduler asked, since the request waits, how much of its prefix is stored outside the device."""
         self.lookup: int | None = None
-        """Operation that looks for the prefix outside the device; the request waits for it."""
-        self.held = 0
-        """Leading blocks that were found outside the device."""
-        self.held_on_host = 0
-        """How many of them in the host tier."""
+        """Operation that looks for the prefix outside the device; the request waits for its completion."""
+        self.save: int | None = None
+        """Operation that saves the KV of the request since its preemption."""
+        self.stored = 0
+        """Leading blocks that are stored outside the device."""
+        self.stored_on_host = 0
+        """Leading blocks that the host tier stores, at most `stored`."""
         self.load: int | None = None
         """Operation that brings KV back while the request is LOADING."""
 
         self.fetch: int | None = None
         """Operation that has another worker compute the prompt while the request is LOADING."""
-        self.prefill: Outcome | None = None
-        """What became of that, if it was asked for."""
+        self.prefill: PrefillOutcome | None = None
+        """What became of the prefill on another worker, if the request asked for one."""
         self.sent = 0 if spec.prefill_job is None else spec.prefill_job.held_blocks
         """Leading blocks of a prefill job that were sent to the decode worker, or that the decode worker holds."""
         self.sent_all = False
 
-    def known_tokens(self) -> IntArray:
-        """Return int32[n]: the prompt and the tokens delivered before the request last left a slot."""
-        return np.concatenate([np.array(self.spec.prompt, np.int32), self.generated])
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and delivered tokens."""
+        return self.tokens.count
+
+    @property
+    def num_generated(self) -> int:
+        """Delivered tokens."""
+        return self.tokens.count - self.prompt_len
+
+    def queued(self) -> QueuedRequest:
+        """Return what a scheduling policy may know."""
+        spec = self.spec
+        remaining = self.limit - self.num_tokens
+        return QueuedRequest(self.arrival, self.num_tokens, remaining, spec.priority, spec.tenant, self.preemptions > 0)
 
     def advance(self, event: Event) -> None:
-        """Move along `TRANSITIONS`; anything else is a fault of the engine."""
+        """Move along `TRANSITIONS`. Raises `RuntimeError` for anything else: a fault of the engine."""
         target = TRANSITIONS.get((self.state, event))
         if target is None:
             raise RuntimeError(f"request in state {self.state.name} cannot take {event.name}")

@@ -1,4 +1,4 @@
-"""Victim policies: who is taken back when blocks run out.
+"""Victim policies: which running request is preempted when KV blocks run out.
 
 Pure, as scheduling policies are. Plugins offer their own through `fd_core.hookspecs.fd_register_victim_policies`.
 """
@@ -6,47 +6,78 @@ Pure, as scheduling policies are. Plugins offer their own through `fd_core.hooks
 from __future__ import annotations
 
 import abc
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.scheduling.slots import SlotTable
+from fd_core.types import IntArray
 
-__all__ = ["Cheapest", "VictimPolicy", "Youngest"]
+__all__ = ["FewestTokens", "LatestArrival", "RunningRequests", "VictimPolicy"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRequests:
+    """Running requests, a row each, among which a victim is chosen."""
+
+    slots: npt.NDArray[np.intp]
+    """intp[n]"""
+    arrivals: npt.NDArray[np.int64]
+    """int64[n]: order of arrival; the largest is the youngest."""
+    priorities: npt.NDArray[np.int64]
+    """int64[n]: lower values are more important."""
+    num_tokens: IntArray
+    """int32[n]: tokens to compute again if the request is preempted and nothing of it is kept."""
+    num_gained: IntArray
+    """int32[n]: tokens delivered since the request was admitted to its slot."""
+    preempted_before: npt.NDArray[np.bool_]
+    """bool[n]"""
+    block_size: int
+    """Tokens in a KV block."""
+
+    def only(self, rows: npt.NDArray[np.intp]) -> RunningRequests:
+        """Return some of the rows."""
+        return RunningRequests(
+            self.slots[rows],
+            self.arrivals[rows],
+            self.priorities[rows],
+            self.num_tokens[rows],
+            self.num_gained[rows],
+            self.preempted_before[rows],
+            self.block_size,
+        )
 
 
 class VictimPolicy(abc.ABC):
-    """Chooses one of several running slots."""
+    """Chooses one of several running requests."""
 
     name: str
 
     @abc.abstractmethod
-    def choose(self, slots: SlotTable, candidates: npt.NDArray[np.intp]) -> int:
-        """Return which of the running slots `candidates`, at least one, is taken back."""
+    def choose(self, running: RunningRequests) -> int:
+        """Return the row of `running`, which has at least one, that is preempted."""
 
 
-class Cheapest(VictimPolicy):
+class FewestTokens(VictimPolicy):
     """The request that is cheapest to bring back: the one with the fewest tokens to compute again.
 
-    A request that came back and has not filled a block since is spared while there is another, so that nobody is sent
-    to and fro without getting on. Of equals the youngest goes.
+    A request that was preempted before and has not filled a block since is spared while there is another request, so
+    that no request is sent to and fro without progress. Among equals the youngest is chosen.
     """
 
     name = "cheapest"
 
-    def choose(self, slots: SlotTable, candidates: npt.NDArray[np.intp]) -> int:
-        """Spared last, then fewest tokens, then youngest."""
-        since = slots.known[candidates] - slots.admitted_with[candidates]
-        spared = slots.returned[candidates] & (since < slots.block_size)
-        order = np.lexsort((-slots.arrival[candidates], slots.length[candidates], spared))
-        return int(candidates[order[0]])
+    def choose(self, running: RunningRequests) -> int:
+        """Spared requests last, then the fewest tokens, then the youngest."""
+        spared = running.preempted_before & (running.num_gained < running.block_size)
+        return int(np.lexsort((-running.arrivals, running.num_tokens, spared))[0])
 
 
-class Youngest(VictimPolicy):
-    """The request that arrived last (LIFO); the oldest always gets on."""
+class LatestArrival(VictimPolicy):
+    """The request that arrived last (LIFO); the oldest request always makes progress."""
 
     name = "youngest"
 
-    def choose(self, slots: SlotTable, candidates: npt.NDArray[np.intp]) -> int:
+    def choose(self, running: RunningRequests) -> int:
         """The latest arrival."""
-        return int(candidates[np.argmax(slots.arrival[candidates])])
+        return int(np.argmax(running.arrivals))

@@ -1,47 +1,174 @@
-"""The queue of waiting requests, ordered by the policy."""
+"""The waiting requests: those that may be admitted, in the order of the policy, and those that wait for something.
+
+    push --> ready --first, pop--> admitted
+               |  ^
+          park |  | wake(reason), expire
+               v  |
+             parked under the event that ends the wait
+
+A parked request costs nothing until its event comes: the answer to an operation outside steps, the end of the
+computation of a prefix block, or the step at which the wait has lasted long enough.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
-from fd_core.scheduling.policies import Policy
+from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.requests import Request
 
-__all__ = ["WaitingQueue"]
+__all__ = ["WaitFor", "WaitingQueue"]
+
+WaitFor = bytes | int
+"""What ends a wait: the key of a prefix block that a running request computes, or the number of an operation."""
+
+_SLACK = 64
+"""Entries of requests that left which may stay in a heap of any size."""
+
+_Entry = tuple[tuple[int, ...], int]
+"""Rank and arrival."""
+
+
+@dataclass(slots=True)
+class _Flow:
+    """The ready requests of one flow, by rank."""
+
+    heap: list[_Entry] = field(default_factory=list)
+    members: dict[int, Request] = field(default_factory=dict)
+
+    def push(self, rank: tuple[int, ...], request: Request) -> None:
+        self.members[request.arrival] = request
+        heapq.heappush(self.heap, (rank, request.arrival))
+
+    def remove(self, request: Request) -> None:
+        """Let go of a request at once; its entry, two numbers, leaves the heap later."""
+        del self.members[request.arrival]
+        if len(self.heap) > 2 * len(self.members) + _SLACK:
+            self.heap = [entry for entry in self.heap if entry[1] in self.members]
+            heapq.heapify(self.heap)
+
+    def first(self) -> Request | None:
+        while self.heap:
+            request = self.members.get(self.heap[0][1])
+            if request is not None:
+                return request
+            heapq.heappop(self.heap)
+        return None
 
 
 class WaitingQueue:
-    """A heap of requests by policy rank; removal is lazy, so that an abort costs nothing."""
+    """Requests that wait for a slot, owned by one scheduler. Each operation takes O(log n) or less, amortized."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
-        self._heap: list[tuple[tuple[int, ...], int, Request]] = []
-        self._members: set[int] = set()
+        self._flows: dict[str | None, _Flow] = {}
+        self._turns: list[tuple[int, tuple[str, ...]]] = []
+        """Flows by turn, the flow without a name as (). An entry that is out of date moves when it comes to the top."""
+        self._flow_of: dict[int, str | None] = {}
+        """Flow of each ready request, by arrival."""
+        self._parked: dict[WaitFor, dict[int, Request]] = {}
+        self._parked_for: dict[int, tuple[WaitFor, int | None]] = {}
+        """What each parked request waits for, and until which step, by arrival."""
+        self._deadlines: list[tuple[int, int]] = []
+        """Step at which a parked request is woken at the latest, and its arrival."""
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self._flow_of) + len(self._parked_for)
+
+    @property
+    def num_parked(self) -> int:
+        """Requests that wait for an event."""
+        return len(self._parked_for)
 
     def push(self, request: Request) -> None:
-        """Add a request; a preempted one returns to the place that its rank gives it."""
+        """Make a request ready; a preempted one returns to the place that its rank gives it."""
+        queued = request.queued()
         if request.rank is None:
-            request.rank = self._policy.rank(request)
-        self._members.add(request.arrival)
-        heapq.heappush(self._heap, (request.rank, request.arrival, request))
+            request.rank = self._policy.rank(queued)
+        name = self._policy.flow(queued)
+        flow = self._flows.get(name)
+        if flow is None:
+            flow = self._flows[name] = _Flow()
+        self._enter(name)
+        flow.push(request.rank, request)
+        self._flow_of[request.arrival] = name
 
-    def remove(self, request: Request) -> None:
-        """Forget a request."""
-        self._members.discard(request.arrival)
+    def turn_changed(self, request: Request) -> None:
+        """Follow the policy, which has seen something of a request's flow; a preempted request waited in two."""
+        queued = request.queued()
+        for name in {self._policy.flow(queued), self._policy.flow(replace(queued, preempted=False))}:
+            if name in self._flows:
+                self._enter(name)
 
-    def pop(self) -> Request | None:
-        """Take the first request, or None."""
-        while self._heap:
-            request = heapq.heappop(self._heap)[2]
-            if request.arrival in self._members:
-                self._members.remove(request.arrival)
-                return request
+    def first(self) -> Request | None:
+        """Return the ready request that is admitted next, or None."""
+        while self._turns:
+            turn, named = self._turns[0]
+            name = named[0] if named else None
+            flow = self._flows.get(name)
+            request = None if flow is None else flow.first()
+            if request is None or turn != self._policy.turn(name):
+                heapq.heappop(self._turns)
+                if request is not None:
+                    self._enter(name)
+                else:
+                    self._flows.pop(name, None)
+                continue
+            return request
         return None
 
-    def __iter__(self) -> Iterator[Request]:
-        """All requests, in no particular order."""
-        return (request for _, _, request in self._heap if request.arrival in self._members)
+    def remove(self, request: Request) -> None:
+        """Let go of a request, ready or parked."""
+        arrival = request.arrival
+        if arrival in self._flow_of:
+            self._flows[self._flow_of.pop(arrival)].remove(request)
+            return
+        parked = self._parked_for.pop(arrival, None)
+        if parked is not None:
+            waits_for, _ = parked
+            others = self._parked[waits_for]
+            del others[arrival]
+            if not others:
+                del self._parked[waits_for]
+
+    # Waiting for an event ---------------------------------------------------------------------------------
+
+    def park(self, request: Request, waits_for: WaitFor, until_step: int | None = None) -> None:
+        """Set a request aside until `wake(waits_for)`, or until step `until_step` at the latest."""
+        self.remove(request)
+        self._parked.setdefault(waits_for, {})[request.arrival] = request
+        self._parked_for[request.arrival] = waits_for, until_step
+        if until_step is not None:
+            heapq.heappush(self._deadlines, (until_step, request.arrival))
+
+    def wake(self, waits_for: WaitFor) -> None:
+        """What some requests wait for has come: make them ready."""
+        woken = self._parked.pop(waits_for, None)
+        if woken is not None:
+            for arrival, request in woken.items():
+                del self._parked_for[arrival]
+                self.push(request)
+
+    def expire(self, step: int) -> list[Request]:
+        """Make the requests ready that have waited until `step`, and return them."""
+        expired = []
+        while self._deadlines and self._deadlines[0][0] <= step:
+            until_step, arrival = heapq.heappop(self._deadlines)
+            waits_for, until = self._parked_for.get(arrival, (0, None))
+            if until == until_step:
+                request = self._parked[waits_for][arrival]
+                self.remove(request)
+                self.push(request)
+                expired.append(request)
+        return expired
+
+    def _enter(self, name: str | None) -> None:
+        if len(self._turns) > 4 * len(self._flows) + _SLACK:
+            self._turns = [self._turn(flow) for flow in self._flows]
+            heapq.heapify(self._turns)
+        else:
+            heapq.heappush(self._turns, self._turn(name))
+
+    def _turn(self, name: str | None) -> tuple[int, tuple[str, ...]]:
+        return self._policy.turn(name), () if name is None else (name,)

@@ -16,15 +16,13 @@ from typing import NamedTuple, Protocol, cast
 
 import msgspec
 
-from fd_core.engine.messages import Delta
 from fd_core.errors import EngineDead
-from fd_core.kv.effects import Outcome
 from fd_core.server.errors import ApiError
 from fd_core.server.response_schemas import PromptTokensDetails, Usage
 from fd_core.server.sampling import choice_seed
 from fd_core.server.state import ServerState
 from fd_core.text.detokenizer import IncrementalDetokenizer
-from fd_core.types import FinishReason, RequestSpec, SamplingParams, TokenLogprobs
+from fd_core.types import Delta, FinishReason, PrefillOutcome, RequestSpec, SamplingParams, TokenLogprobs
 
 __all__ = ["ChoiceStream", "Generation", "Job", "TextChunk", "TextRules"]
 
@@ -103,7 +101,7 @@ class ChoiceStream:
         self.tokens = 0
         """Tokens generated, up to and including the one that ended the text."""
         self.cached_tokens = 0
-        self.prefill: Outcome | None = None
+        self.prefill: PrefillOutcome | None = None
         """What became of a prompt that another worker was to compute; known with the first token."""
         self.finished: str | None = None
         self._deltas = deltas

@@ -11,15 +11,13 @@ from typing import Final
 import numpy as np
 
 from fd_core.config import Limits
-from fd_core.engine.messages import Delta
-from fd_core.engine.outputs import Outputs
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.scheduling.drafts import DraftControl
 from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.scheduler import Scheduler
-from fd_core.scheduling.victims import Cheapest
+from fd_core.scheduling.victims import FewestTokens
 from fd_core.signals import EMPTY_TOKEN_ID
-from fd_core.types import RequestSpec, SamplingParams, StepOutput, StepPlan
+from fd_core.types import Delta, RequestSpec, SamplingParams, StepOutput, StepPlan
 
 __all__ = ["EOS", "REJECT_EVERY", "ScriptedEngine"]
 
@@ -39,8 +37,7 @@ class ScriptedEngine:
         # Drafts of the whole batch count as cheap, so that each request verifies as many as it may.
         drafts = DraftControl(count, limits.max_drafts, count * width) if limits.max_drafts else None
         hasher = PrefixHasher(block_size=limits.block_size, identity="benchmark", secret=draw.bytes(32))
-        self._scheduler = Scheduler(limits, Fcfs(), Cheapest(), hasher, drafts)
-        self._outputs = Outputs(self._scheduler)
+        self._scheduler = Scheduler(limits, Fcfs(), FewestTokens(), hasher, drafts=drafts)
         self._gens = np.zeros(count, np.int32)
         self._draw = draw
         self._requests = 0
@@ -48,7 +45,7 @@ class ScriptedEngine:
     @property
     def num_running(self) -> int:
         """Requests that compute."""
-        return self._scheduler.num_running
+        return self._scheduler.stats().slots.running
 
     @property
     def num_waiting(self) -> int:
@@ -64,7 +61,7 @@ class ScriptedEngine:
 
     def plan(self) -> StepPlan:
         """Plan the next step."""
-        plan = self._scheduler.plan()
+        plan, _ = self._scheduler.plan()
         if plan is None:
             raise RuntimeError("nothing is left to plan: more steps were asked for than there is room for")
         return plan
@@ -88,7 +85,8 @@ class ScriptedEngine:
 
     def commit(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
         """Commit the answer; returns what the clients would be told."""
-        return self._outputs.commit(plan, output)
+        deltas, _ = self._scheduler.commit(plan, output)
+        return deltas
 
     def check_integrity(self) -> None:
         """Audit slots and blocks; raises `RuntimeError` if they contradict each other."""

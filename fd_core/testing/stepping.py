@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 
 from fd_core.engine.core import Engine
+from fd_core.kv.effects import Effects
+from fd_core.scheduling.kv_offloading import KeepKV
 from fd_core.scheduling.requests import State
 from fd_core.testing.texts import Texts
 from fd_core.types import RequestSpec, StepOutput, StepPlan
@@ -26,10 +28,11 @@ class Stepper:
     def __init__(self, engine: Engine, *, eager: bool = False) -> None:
         """`eager` admits whoever fits, without looking ahead: much more preemption."""
         self.engine = engine
-        self.scheduler, self.outputs, self.runner = engine._scheduler, engine._outputs, engine._device.runner
+        self.scheduler, self.runner = engine._scheduler, engine._device.runner
+        self.probe = self.scheduler.probe()
         self.limits = self.scheduler.limits
-        # Nothing is kept outside the device unless a test plays the tiers itself.
-        self.scheduler.storage = None
+        # No KV is stored outside the device unless a test plays the tiers itself.
+        self.probe.offloading.keep = KeepKV(preempted=False)
         self.in_flight: deque[tuple[StepPlan, StepOutput]] = deque()
         self.texts = Texts()
         self.computed: list[int] = []
@@ -38,7 +41,7 @@ class Stepper:
         """Blocks that each step in flight reads or writes."""
         self.runner._forward = self._counting(self.runner._forward)
         if eager:
-            self.scheduler._growth_with = lambda *_: 0  # type: ignore[method-assign]  # a back door
+            self.probe.control.growth = lambda *_: 0  # type: ignore[method-assign]  # a back door
 
     def execute(self, plan: StepPlan) -> StepOutput:
         """Compute a step at once; override it to send it another way."""
@@ -56,8 +59,8 @@ class Stepper:
 
     def plan(self) -> StepPlan | None:
         """Plan a step and execute it; its answer stays in flight."""
-        plan = self.scheduler.plan()
-        self.perform()
+        plan, effects = self.scheduler.plan()
+        self.perform(effects)
         if plan is None:
             return None
         self._check_grants(plan)
@@ -78,14 +81,14 @@ class Stepper:
     def answer(self) -> StepPlan:
         """Commit the oldest answer."""
         plan, output = self.receive()
-        self.texts.take(self.outputs.commit(plan, output))
-        self.perform()
+        deltas, effects = self.scheduler.commit(plan, output)
+        self.texts.take(deltas)
+        self.perform(effects)
         self.audit()
         return plan
 
-    def perform(self) -> None:
-        """Take the scheduler's effects; nobody performs them here."""
-        self.scheduler.take_effects()
+    def perform(self, effects: Effects) -> None:
+        """Begin what the scheduler wants done outside steps; here nobody performs it."""
 
     def receive(self) -> tuple[StepPlan, StepOutput]:
         """Take the oldest answer out of flight without committing it."""
@@ -124,30 +127,31 @@ class Stepper:
 
     def state_of(self, request_id: str) -> State | None:
         """Return where a request is in its life, None if it left."""
-        request = self.scheduler._requests.get(request_id)
+        request = self.probe.requests.get(request_id)
         return None if request is None else request.state
 
     def request_in(self, slot: int) -> str:
         """Return who holds a slot."""
-        request = self.scheduler.slots.requests[slot]
+        request = self.probe.slots.requests[slot]
         assert request is not None
         return request.spec.request_id
 
     def check_idle(self) -> None:
         """Every gauge is back at its start."""
         stats = self.engine.stats()
-        gauges = (stats.scheduler.running, stats.scheduler.waiting, stats.scheduler.take_backs_in_flight)
+        gauges = (stats.scheduler.slots.running, stats.scheduler.slots.waiting, stats.scheduler.slots.draining)
         assert gauges == (0, 0, 0)
-        assert (stats.blocks.used, stats.blocks.fenced, stats.outputs.stale_outputs) == (0, 0, 0)
-        assert not self.scheduler.prefixes.num_computing
-        assert self.scheduler.storage is None or not self.scheduler.storage.busy
+        assert (stats.scheduler.blocks.used, stats.scheduler.blocks.fenced) == (0, 0)
+        assert stats.scheduler.outputs.stale_outputs == 0
+        assert not self.probe.prefixes.num_computing
+        assert not self.probe.operations.busy
 
     # Audits -----------------------------------------------------------------------------------------------
 
     def audit(self) -> None:
         """Check slots and blocks against each other and against what is in flight."""
         self.engine.check_integrity()
-        slots = self.scheduler.slots
+        slots = self.probe.slots
         assert int(slots.occupied.sum()) <= self.limits.max_num_seqs
         for plan, _ in self.in_flight:
             for back in plan.revocations:
@@ -158,8 +162,8 @@ class Stepper:
 
     def free_blocks(self) -> set[int]:
         """Return the blocks that may be granted to anybody."""
-        pool = self.scheduler.pool
-        return set(pool._blank[: pool._num_blank].tolist()) | set(pool._cached)
+        pool = self.probe.pool
+        return set(pool._empty[: pool._num_empty].tolist()) | set(pool._cached)
 
     def _check_grants(self, plan: StepPlan) -> None:
         busy = set().union(*self._touched.values())

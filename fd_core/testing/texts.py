@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from fd_core.engine.core import Engine
-from fd_core.engine.messages import Delta
-from fd_core.types import FinishReason, RequestSpec, SamplingParams, TokenLogprobs
+from fd_core.types import Delta, FinishReason, RequestSpec, SamplingParams, TokenLogprobs
 
 __all__ = ["Texts", "greedy", "run"]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from fd_core.kv.effects import Cancel, Completion, Effect, Fetch, Fetched, Load, Loaded, Save, Saved
-from fd_core.scheduling.tradeoff import Choice
+from fd_core.kv.effects import Cancel, Completion, Effects, Fetch, Fetched, Load, LoadDecision, Loaded, Save, Saved
 from fd_core.tracing.format import DecisionEntry, LoadEntry, SaveEntry
 from fd_core.tracing.writer import TraceWriter
 
@@ -14,10 +13,7 @@ __all__ = ["KVTrace"]
 
 
 class KVTrace:
-    """Follows effects from their beginning to their completion. Used from the engine's thread.
-
-    Each owner of operations, tiers or transfers, has a `KVTrace` of its own, because each numbers its operations anew.
-    """
+    """Follows effects from their beginning to their completion. Used from the engine's thread."""
 
     def __init__(self, trace: TraceWriter) -> None:
         self._trace = trace
@@ -28,7 +24,7 @@ class KVTrace:
         self._abandoned: set[int] = set()
         """Loads in flight whose request was aborted: another request may hold the slot."""
 
-    def decided(self, decisions: Iterable[Choice]) -> None:
+    def _decided(self, decisions: Iterable[LoadDecision]) -> None:
         """Note which prefixes are to be loaded and which to be recomputed."""
         for decision in decisions:
             self._trace.note(
@@ -38,15 +34,16 @@ class KVTrace:
                     decision.load,
                     decision.host_blocks,
                     decision.store_blocks,
-                    decision.tokens,
+                    decision.num_tokens,
                     _microseconds(decision.load_seconds),
                     _microseconds(decision.recompute_seconds),
                 )
             )
 
-    def began(self, effects: Iterable[Effect]) -> None:
-        """Note which operations begin, and which requests wait for them."""
-        for effect in effects:
+    def began(self, effects: Effects) -> None:
+        """Note what was decided, which operations begin, and which requests wait for them."""
+        self._decided(effects.decisions)
+        for effect in effects.operations:
             match effect:
                 case Load(operation) | Fetch(operation):
                     self._loads[operation] = (self._now(), effect)

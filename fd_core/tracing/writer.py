@@ -27,7 +27,6 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core import signals
-from fd_core.engine.messages import Delta
 from fd_core.errors import ConfigError
 from fd_core.scheduling.gauges import SchedulerGauges
 from fd_core.sizes import format_size
@@ -50,7 +49,7 @@ from fd_core.tracing.format import (
     StepLine,
     TraceHeader,
 )
-from fd_core.types import StepOutput, StepPlan
+from fd_core.types import Delta, StepOutput, StepPlan
 
 __all__ = ["StepRecord", "TraceWriter", "line_of", "require_trace_file"]
 

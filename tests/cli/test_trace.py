@@ -38,7 +38,7 @@ def trace_of(path: Path, *, depth: int = 2, abort: str | None = None) -> EngineS
         engine.submit(spec)
     while engine.has_work:
         engine.step()
-        if abort is not None and engine.stats().scheduler.steps == 10:
+        if abort is not None and engine.stats().scheduler.counters.steps == 10:
             engine.abort([abort])
     engine.close()
     return engine.stats()
@@ -72,7 +72,7 @@ def test_the_command_writes_one_page_beside_the_trace(run: tuple[Path, EngineSta
     path, stats = run
     code, output = fdcore(path)
     assert code == 0
-    assert f"{stats.scheduler.steps:,} steps" in output
+    assert f"{stats.scheduler.counters.steps:,} steps" in output
     assert "note:" not in output
     assert path.with_suffix(".html").read_text().startswith("<!doctype html>")
 
@@ -89,12 +89,12 @@ def test_the_page_adds_up_to_the_counters(run: tuple[Path, EngineStats]) -> None
     path, stats = run
     facts, arrays = unpacked(page(read_trace(path, ALL), "run"))
     assert facts["problems"] == []
-    assert (facts["numSteps"], facts["numSlots"]) == (stats.scheduler.steps, 8)
+    assert (facts["numSteps"], facts["numSlots"]) == (stats.scheduler.counters.steps, 8)
     used = arrays["prefillTokens"] + arrays["decodeTokens"] + arrays["drafted"]
-    assert used.sum() == stats.scheduler.budget_used
+    assert used.sum() == stats.scheduler.counters.budget_used
     assert (used <= arrays["limit"]).all()
-    assert arrays["delivered"].sum() == stats.outputs.generated_tokens
-    assert arrays["preempted"].sum() + arrays["late"].sum() == stats.scheduler.preemptions > 0
+    assert arrays["delivered"].sum() == stats.scheduler.outputs.generated_tokens
+    assert arrays["preempted"].sum() + arrays["late"].sum() == stats.scheduler.counters.preemptions > 0
     assert arrays["returned"].sum() == arrays["preempted"].sum()
     assert arrays["admitted"].sum() == arrays["finished"].sum() == len(SPECS)
     assert (arrays["owned"] + arrays["fenced"] + arrays["cached"] <= arrays["blocks"]).all()
@@ -149,16 +149,21 @@ def test_what_was_loaded_and_why_is_on_the_page_and_in_the_terminal(kept: tuple[
     path, stats = kept
     code, output = fdcore(path)
     assert code == 0
-    assert re.search(rf"KV outside the device: {stats.storage.loads} loads brought \d+ of \d+ blocks", output)
+    assert re.search(rf"KV outside the device: {stats.scheduler.offload.loads} loads brought \d+ of \d+ blocks", output)
     facts, arrays = unpacked(path.with_suffix(".html").read_text())
     assert facts["problems"] == []
-    assert arrays["loadedTokens"].sum() == 16 * arrays["loadLoaded"].sum() == stats.storage.loaded_tokens > 0
-    assert arrays["decisionLoad"].sum() == len(arrays["loadStep"]) == arrays["loadsEnded"].sum() == stats.storage.loads
-    assert arrays["declined"].sum() == stats.storage.declined
+    assert arrays["loadedTokens"].sum() == 16 * arrays["loadLoaded"].sum() == stats.scheduler.offload.loaded_tokens > 0
+    assert (
+        arrays["decisionLoad"].sum()
+        == len(arrays["loadStep"])
+        == arrays["loadsEnded"].sum()
+        == stats.scheduler.offload.loads
+    )
+    assert arrays["declined"].sum() == stats.scheduler.offload.declined
     assert (arrays["loadBegan"] <= arrays["loadEnded"]).all()
     assert np.isnan(arrays["decisionLoadTime"][0])
     assert facts["requests"][arrays["decisionRequest"][0]] == "r0"
-    assert arrays["recomputedTokens"].sum() <= stats.scheduler.recomputed_tokens
+    assert arrays["recomputedTokens"].sum() <= stats.scheduler.counters.recomputed_tokens
 
 
 def test_a_trace_of_the_version_before_is_read(run: tuple[Path, EngineStats], tmp_path: Path) -> None:
@@ -173,7 +178,7 @@ def test_a_trace_of_the_version_before_is_read(run: tuple[Path, EngineStats], tm
     code, output = fdcore(old)
     assert code == 0
     assert "KV outside" not in output
-    assert unpacked(old.with_suffix(".html").read_text())[0]["numSteps"] == run[1].scheduler.steps
+    assert unpacked(old.with_suffix(".html").read_text())[0]["numSteps"] == run[1].scheduler.counters.steps
 
 
 def test_text_of_a_trace_cannot_leave_its_place(tmp_path: Path) -> None:
@@ -194,10 +199,10 @@ def test_the_last_steps_alone(run: tuple[Path, EngineStats]) -> None:
     path, stats = run
     code, output = fdcore(path, "--last", 20, "--output", path.with_name("few.html"))
     assert code == 0
-    assert f"note: This page shows the last 20 of {stats.scheduler.steps:,} steps." in output
+    assert f"note: This page shows the last 20 of {stats.scheduler.counters.steps:,} steps." in output
     facts, arrays = unpacked(path.with_name("few.html").read_text())
     assert facts["numSteps"] == len(arrays["step"]) == 20
-    assert arrays["step"][-1] == stats.scheduler.steps - 1
+    assert arrays["step"][-1] == stats.scheduler.counters.steps - 1
     assert (arrays["residencyEnd"] >= 0).all()
     assert (arrays["residencyEnd"] < 20).all()
 
@@ -229,7 +234,7 @@ def test_damaged_lines_are_left_out_and_named(run: tuple[Path, EngineStats], tmp
         "5 steps are missing in the file.",
     ]
     assert [position.missing for position in read.positions if position.missing] == [1, 1, 3]
-    assert len(read.positions) == run[1].scheduler.steps - 5
+    assert len(read.positions) == run[1].scheduler.counters.steps - 5
     assert page(read, "damaged")
 
 
@@ -352,7 +357,7 @@ def test_a_full_trace_says_so_on_the_page_and_in_the_terminal(tmp_path: Path) ->
     code, output = fdcore(path)
     assert code == 0
     facts, _ = unpacked(path.with_suffix(".html").read_text())
-    missing = engine.stats().scheduler.steps - facts["numSteps"]
+    missing = engine.stats().scheduler.counters.steps - facts["numSteps"]
     problem = f"The file reached its limit of 4.9 KiB: {missing:,} later steps cannot be shown."
     assert facts["problems"] == [problem]
     assert problem in output

@@ -15,10 +15,9 @@ import numpy as np
 
 from fd_core.backends.null import _chain
 from fd_core.engine.core import Engine
-from fd_core.kv.effects import Cancel, Fetch, Fetched, GiveUp, Outcome, Send, Sent, Transfer
-from fd_core.scheduling.transfers import Transfers
+from fd_core.kv.effects import Cancel, Effect, Effects, Fetch, Fetched, GiveUp, Load, Lookup, Save, Send, Sent
 from fd_core.testing.texts import Texts
-from fd_core.types import IntArray, RequestSpec, SamplingParams
+from fd_core.types import IntArray, PrefillOutcome, RequestSpec, SamplingParams
 from tests.engine.stepping import How, Stepper
 
 __all__ = ["Lease", "Pair", "Worker"]
@@ -62,31 +61,27 @@ class Worker(Stepper):
     def __init__(self, engine: Engine, pair: Pair, *, eager: bool) -> None:
         super().__init__(engine, eager=eager)
         self.pair = pair
-        self.scheduler.transfers = Transfers(self.scheduler.pool, self.limits.block_size)
+        self.probe.transferring.paired = True
         self.holding: dict[int, Fetch | Send] = {}
         """Transfers that may still read or write their blocks."""
-
-    @property
-    def transfers(self) -> Transfers:
-        assert self.scheduler.transfers is not None
-        return self.scheduler.transfers
 
     @property
     def busy(self) -> bool:
         """Whether anything is left to do or to be answered."""
         return self.engine.has_work or bool(self.in_flight)
 
-    def perform(self) -> None:
-        super().perform()
-        for effect in self.transfers.take_effects():
+    def perform(self, effects: Effects) -> None:
+        super().perform(effects)
+        for effect in effects.operations:
             if isinstance(effect, Fetch | Send):
                 self.holding[effect.operation] = effect
-            self.pair.take(self, effect)
+            if not isinstance(effect, Lookup | Load | Save):
+                self.pair.take(self, effect)
 
     def turn(self, depth: int, times: int = 1) -> None:
         """Do as the engine's loop does."""
         for _ in range(times):
-            self.perform()
+            self.flush()
             while len(self.in_flight) < depth and self.plan() is not None:
                 pass
             if self.in_flight:
@@ -97,15 +92,14 @@ class Worker(Stepper):
     def told(self, answer: Fetched | Sent) -> None:
         """Tell the scheduler what became of a transfer."""
         del self.holding[answer.operation]
-        self.scheduler.transferred(answer)
+        self.scheduler.complete(answer)
         self.audit()
 
     def check_idle(self) -> None:
         super().check_idle()
         assert not self.holding
-        assert not self.transfers.busy, "the scheduler believes in a transfer that is over"
-        assert not self.scheduler.pool._pins.any(), "a block stays pinned"
-        assert self.scheduler.pool.num_free == self.limits.num_kv_blocks
+        assert not self.probe.pool._pins.any(), "a block stays pinned"
+        assert self.probe.pool.num_free == self.limits.num_kv_blocks
 
     def audit(self) -> None:
         super().audit()
@@ -133,12 +127,12 @@ class Pair:
         """Those that one of the sides still knows, oldest first."""
         self.reading: list[tuple[Lease, Send]] = []
         """Sends that were not answered, oldest first."""
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[PrefillOutcome] = []
         self._count = 0
 
     # What the engines want --------------------------------------------------------------------------------
 
-    def take(self, worker: Worker, effect: Transfer) -> None:
+    def take(self, worker: Worker, effect: Effect) -> None:
         """An engine wants something of a transfer."""
         match effect:
             case Fetch():
@@ -232,7 +226,7 @@ class Pair:
         self.prefill.told(Sent(send.operation))
         self._forget(lease)
 
-    def end(self, lease: Lease, outcome: Outcome = "transferred") -> None:
+    def end(self, lease: Lease, outcome: PrefillOutcome = "transferred") -> None:
         """The decode worker is told what became of a lease; without everything in place it is not transferred."""
         if outcome == "transferred" and not lease.complete:
             outcome = "aborted" if lease.cancelled else "lost"
@@ -249,7 +243,7 @@ class Pair:
     def abort(self, lease: Lease) -> None:
         """The prefill worker hears that nobody wants a lease any more, or finds that out itself."""
         self.prefill.abort(lease.name)
-        self.prefill.perform()
+        self.prefill.flush()
 
     def replace(self, worker: Worker, engine: Engine) -> Worker:
         """An engine dies with its leases; return the next epoch's, which has the texts of what was delivered."""

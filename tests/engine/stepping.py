@@ -13,7 +13,7 @@ import numpy as np
 
 from fd_core.backends.null import NullModel, _chain
 from fd_core.engine.core import Engine
-from fd_core.kv.effects import Load
+from fd_core.kv.effects import Effects, Load
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.testing import stepping
 from fd_core.testing.drafting import speculation
@@ -69,16 +69,19 @@ class Stepper(stepping.Stepper):
         self.tiers: ScriptedTiers | None = None
         self._ways = itertools.cycle(How)
 
-    def perform(self) -> None:
-        """Hand the scheduler's effects to whoever plays the tiers."""
-        effects = self.scheduler.take_effects()
+    def perform(self, effects: Effects) -> None:
+        """Hand the scheduler's operations to whoever plays the tiers."""
         if self.tiers is not None:
-            self.tiers.perform(effects)
+            self.tiers.perform(effects.operations)
+
+    def flush(self) -> None:
+        """Hand over at once what the next plan or commit would return."""
+        self.perform(Effects(*self.probe.operations.take()))
 
     def complete(self, index: int, how: How) -> None:
         """End an operation outside steps."""
         assert self.tiers is not None
-        self.scheduler.completed(self.tiers.complete(index, how))
+        self.scheduler.complete(self.tiers.complete(index, how))
         self.audit()
 
     def meanwhile(self) -> bool:
@@ -94,7 +97,7 @@ class Stepper(stepping.Stepper):
         super().audit()
         if self.tiers is not None:
             self._check_operations(self.free_blocks())
-        for slot in np.flatnonzero(self.scheduler.slots.running).tolist():
+        for slot in np.flatnonzero(self.probe.slots.running).tolist():
             self._check_settled(slot)
 
     def _check_operations(self, free: set[int]) -> None:
@@ -108,17 +111,17 @@ class Stepper(stepping.Stepper):
 
     def _check_settled(self, slot: int) -> None:
         """What a slot registered is known, hashed from the known tokens, and held by the cache."""
-        slots, size = self.scheduler.slots, self.limits.block_size
-        settled, known = int(slots.settled[slot]), int(slots.known[slot])
+        slots, size = self.probe.slots, self.limits.block_size
+        settled, known = int(slots.num_settled[slot]), int(slots.num_tokens[slot])
         assert settled < known <= slots.limit[slot]
-        hasher, request = self.scheduler.prefixes.hasher, slots.requests[slot]
-        if hasher is None or request is None or not slots.registered[slot]:
+        hasher, request = self.probe.prefixes.hasher, slots.requests[slot]
+        if hasher is None or request is None or not slots.num_registered[slot]:
             return
-        tokens = slots.tokens[slot, :known]
+        tokens = request.tokens.view()
         assert request.chain[: known // size] == _keys(hasher, request.root, tokens)[: len(request.chain)]
         hashes = _chain(np.uint64(0), tokens)[size - 1 :: size]
-        held = self.runner.cache.layer(0)[slots.tables[slot, : slots.registered[slot]], size - 1]
-        assert held.tolist() == hashes[: slots.registered[slot]].tolist(), "a known prefix is not in its blocks"
+        held = self.runner.cache.layer(0)[slots.tables[slot, : slots.num_registered[slot]], size - 1]
+        assert held.tolist() == hashes[: slots.num_registered[slot]].tolist(), "a known prefix is not in its blocks"
 
 
 def _keys(hasher: PrefixHasher, root: bytes, tokens: Any) -> list[bytes]:

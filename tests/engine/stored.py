@@ -6,11 +6,13 @@ that somebody else uses too early, or uses although it was not loaded, changes a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from fd_core.kv.effects import Cancel, Completion, Effect, Found, Load, Loaded, Lookup, Save, Saved
 from fd_core.ops.contract import KVCache
-from fd_core.scheduling.storage import KeepKV, Storage
+from fd_core.scheduling.kv_offloading import KeepKV
 from tests.engine.stepping import How, Stepper
 
 __all__ = ["ScriptedTiers", "keep_kv"]
@@ -25,11 +27,11 @@ class ScriptedTiers:
         self.cancelled: set[int] = set()
         self._cache = cache
 
-    def perform(self, effects: list[Effect]) -> None:
+    def perform(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Cancel):
                 self.cancelled.add(effect.operation)
-            else:
+            elif isinstance(effect, Lookup | Load | Save):
                 self.pending.append(effect)
 
     def complete(self, index: int, how: How) -> Completion:
@@ -67,14 +69,14 @@ class ScriptedTiers:
         upto = {How.WELL: len(save.keys), How.IN_PART: len(save.keys) // 2, How.BADLY: 0}[how]
         for key, block in zip(save.keys[:upto], save.blocks[:upto].tolist(), strict=True):
             self.values[key] = self._cache.export_blocks(np.array([block], np.int32))
-        return Saved(save.operation, upto)
+        # What was copied may be evicted by other requests at once, whatever the store has of it.
+        return Saved(save.operation, upto, host=upto if how is How.WELL else upto // 2)
 
 
 def keep_kv(
     stepper: Stepper, *, preempted: bool = True, finished: bool = False, persist: bool = False
 ) -> ScriptedTiers:
     """Let the stepper's scheduler keep KV outside the device, in tiers that the test plays."""
-    scheduler = stepper.scheduler
-    scheduler.storage = Storage(scheduler.pool, scheduler.limits.block_size, KeepKV(preempted, finished, persist))
+    stepper.probe.offloading.keep = KeepKV(preempted, finished, persist)
     stepper.tiers = ScriptedTiers(stepper.runner.cache)
     return stepper.tiers

@@ -27,11 +27,11 @@ def test_a_running_request_ends_with_the_answer_to_its_take_back() -> None:
     engine.submit(SPECS[1])
     engine.step()
     assert engine.abort(["r1"]) == []
-    assert engine.stats().scheduler.running == 1
+    assert engine.stats().scheduler.slots.running == 1
     deltas = engine.step()
     assert [delta.finish_reason for delta in deltas] == [FinishReason.ABORT]
     assert not engine.has_work
-    assert engine.stats().blocks.used == 0
+    assert engine.stats().scheduler.blocks.used == 0
 
 
 def test_unknown_ids_are_ignored() -> None:
@@ -68,7 +68,12 @@ def test_survivors_keep_their_text_whoever_is_aborted_when(depth: int, aborts: l
         else:
             assert delivered == whole
     stats = engine.stats()
-    assert (stats.scheduler.running, stats.scheduler.waiting, stats.blocks.used, stats.blocks.fenced) == (0, 0, 0, 0)
+    assert (
+        stats.scheduler.slots.running,
+        stats.scheduler.slots.waiting,
+        stats.scheduler.blocks.used,
+        stats.scheduler.blocks.fenced,
+    ) == (0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -23,7 +23,7 @@ SPECS = random_specs(12, seed=23)
 def test_texts_with_logprobs_are_the_same_over_each_transport(transport: str, depth: int) -> None:
     engine = null_engine(num_kv_blocks=30, pipeline_depth=depth, output_transport=transport)
     assert run(engine, SPECS).tokens == golden(SPECS)
-    assert engine.stats().outputs.stale_outputs == 0
+    assert engine.stats().scheduler.outputs.stale_outputs == 0
     engine.close()
 
 

@@ -25,8 +25,10 @@ def test_texts_are_the_golden_ones_under_pressure(k: int, depth: int, budget: in
     engine = drafting(k, num_kv_blocks=30, pipeline_depth=depth, max_num_batched_tokens=budget)
     assert run(engine, SPECS).tokens == golden(SPECS)
     stats = engine.stats()
-    assert stats.scheduler.preemptions > 0
-    assert stats.drafts.proposed > stats.drafts.accepted > 0, "random requests reject, greedy ones accept"
+    assert stats.scheduler.counters.preemptions > 0
+    assert stats.scheduler.drafts.proposed > stats.scheduler.drafts.accepted > 0, (
+        "random requests reject, greedy ones accept"
+    )
     engine.close()
 
 
@@ -37,8 +39,8 @@ def test_a_model_that_drafts_for_itself_is_always_right(k: int) -> None:
     texts, expected = run(engine, specs), run(plain, specs)
     assert texts.tokens == expected.tokens
     stats = engine.stats()
-    assert stats.drafts.proposed == stats.drafts.accepted > 0
-    assert stats.scheduler.steps < plain.stats().scheduler.steps
+    assert stats.scheduler.drafts.proposed == stats.scheduler.drafts.accepted > 0
+    assert stats.scheduler.counters.steps < plain.stats().scheduler.counters.steps
 
 
 def test_the_drafts_cache_comes_out_of_the_memory_for_kv() -> None:

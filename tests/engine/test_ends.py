@@ -59,7 +59,7 @@ def test_penalties_see_the_drafts_before_them(k: int) -> None:
     stepper.submit(spec)
     assert stepper.run(1).tokens == golden([spec])
     if k:
-        assert stepper.engine.stats().drafts.accepted > 0
+        assert stepper.engine.stats().scheduler.drafts.accepted > 0
 
 
 @pytest.mark.parametrize("salts", [("one", "two"), ("tenant-1", "tenant-2"), ("a", "ab"), ("ab", "a"), ("", "a")])
@@ -68,7 +68,7 @@ def test_requests_of_two_salts_share_no_prefix(salts: tuple[str, str]) -> None:
     for name, salt in zip("abc", (*salts, salts[0]), strict=True):
         stepper.submit(greedy(name, PROMPT, 2, cache_salt=salt))
         stepper.run(1)
-        assert stepper.engine.stats().scheduler.prefix_hits == (4 if name == "c" else 0)
+        assert stepper.engine.stats().scheduler.counters.prefix_hits == (4 if name == "c" else 0)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -77,4 +77,4 @@ def test_a_prompt_whose_request_ends_with_its_first_token_is_still_there_for_the
     for name in "ab":
         stepper.submit(greedy(name, range(10), 1))
         stepper.run(depth)
-    assert stepper.engine.stats().scheduler.prefix_hits == 8
+    assert stepper.engine.stats().scheduler.counters.prefix_hits == 8

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from fd_core.scheduling.requests import State
 from fd_core.types import FinishReason, RequestSpec
 from tests.engine.helpers import golden, random_specs
 from tests.engine.stepping import SMALL, How, Stepper, greedy, scripted, small_engine
@@ -105,20 +106,21 @@ class EngineMachine(RuleBasedStateMachine):
     def answer(self) -> None:
         self.stepper.answer()
 
-    @precondition(lambda self: len(self.stepper.scheduler.waiting) > 4)
+    @precondition(lambda self: len(self.stepper.probe.waiting) > 4)
     @rule(data=st.data())
     def abort_who_waits(self, data: st.DataObject) -> None:
-        self._abort(data, [request.spec.request_id for request in self.stepper.scheduler.waiting])
+        requests = self.stepper.probe.requests
+        self._abort(data, [name for name, request in requests.items() if request.state is State.WAITING])
 
-    @precondition(lambda self: self.stepper.scheduler.num_running > 2 and self.stepper.in_flight)
+    @precondition(lambda self: int(self.stepper.probe.slots.running.sum()) > 2 and self.stepper.in_flight)
     @rule(data=st.data())
     def abort_who_runs(self, data: st.DataObject) -> None:
-        self._abort(data, self._in_slots(self.stepper.scheduler.slots.running))
+        self._abort(data, self._in_slots(self.stepper.probe.slots.running))
 
-    @precondition(lambda self: self.stepper.scheduler.num_draining)
+    @precondition(lambda self: int(self.stepper.probe.slots.draining.sum()))
     @rule(data=st.data())
     def abort_who_drains(self, data: st.DataObject) -> None:
-        self._abort(data, self._in_slots(self.stepper.scheduler.slots.draining))
+        self._abort(data, self._in_slots(self.stepper.probe.slots.draining))
 
     @precondition(lambda self: self.stepper.tiers is not None and self.stepper.tiers.pending)
     @rule(data=st.data(), how=st.sampled_from([How.WELL, How.WELL, How.IN_PART, How.BADLY]))
@@ -126,10 +128,10 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.stepper.tiers is not None
         self.stepper.complete(data.draw(st.integers(0, len(self.stepper.tiers.pending) - 1)), how)
 
-    @precondition(lambda self: self.stepper.scheduler.num_loading)
+    @precondition(lambda self: int(self.stepper.probe.slots.loading.sum()))
     @rule(data=st.data())
     def abort_who_loads(self, data: st.DataObject) -> None:
-        self._abort(data, self._in_slots(self.stepper.scheduler.slots.loading))
+        self._abort(data, self._in_slots(self.stepper.probe.slots.loading))
 
     def _in_slots(self, which: npt.NDArray[np.bool_]) -> list[str]:
         return [self.stepper.request_in(slot) for slot in np.flatnonzero(which).tolist()]

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fd_core.scheduling.slots import SlotStats
 from tests.engine.helpers import golden, null_engine, random_specs, run
 
 SPECS = random_specs(30, seed=7)
@@ -22,7 +23,7 @@ def test_texts_survive_a_pool_that_preempts(expected: dict[str, list[int]], dept
     engine = null_engine(num_kv_blocks=30, pipeline_depth=depth, enable_prefix_caching=prefix_caching)
     texts = run(engine, SPECS)
     assert texts.tokens == expected
-    assert engine.stats().scheduler.preemptions > 0, "the pool was meant to run out"
+    assert engine.stats().scheduler.counters.preemptions > 0, "the pool was meant to run out"
     engine.close()
 
 
@@ -50,12 +51,12 @@ def test_texts_do_not_depend_on_limits(slots: int, budget: int, blocks: int, dep
 
 def test_gauges_return_to_their_start() -> None:
     engine = null_engine(num_kv_blocks=30, pipeline_depth=2)
-    before = engine.stats()
+    before = engine.stats().scheduler
     run(engine, SPECS)
-    after = engine.stats()
-    for gauge in ("running", "waiting", "take_backs_in_flight", "kv_blocks_used", "kv_blocks_fenced"):
-        assert getattr(after, gauge) == getattr(before, gauge) == 0
-    assert after.stale_outputs == 0
+    after = engine.stats().scheduler
+    assert after.slots == before.slots == SlotStats(running=0, loading=0, draining=0, waiting=0)
+    assert (after.blocks.used, after.blocks.fenced) == (before.blocks.used, before.blocks.fenced) == (0, 0)
+    assert after.outputs.stale_outputs == 0
     engine.close()
 
 
@@ -68,4 +69,4 @@ def test_requests_sharing_a_prefix_arrive_together_and_compute_it_once() -> None
     engine = null_engine(max_num_batched_tokens=1024, num_kv_blocks=200)
     texts = run(engine, specs)
     assert texts.tokens == golden(specs)
-    assert engine.stats().scheduler.prefix_hits == 7 * 64
+    assert engine.stats().scheduler.counters.prefix_hits == 7 * 64

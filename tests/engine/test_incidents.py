@@ -122,10 +122,10 @@ def test_a_text_that_ends_while_it_drains_is_not_requeued(depth: int) -> None:
     plan_until(stepper, depth, State.DRAINING, "r2")
     stepper.answer()
     assert stepper.texts.ends == {"r2": FinishReason.STOP}
-    assert stepper.scheduler.num_draining == 1, "the end was told, the slot follows on its -9"
+    assert int(stepper.probe.slots.draining.sum()) == 1, "the end was told, the slot follows on its -9"
     stepper.run(depth)
     assert stepper.texts.tokens["r2"] == text[: first_in_flight + 1]
-    assert stepper.engine.stats().outputs.finished[FinishReason.STOP] == 1
+    assert stepper.engine.stats().scheduler.outputs.finished[FinishReason.STOP] == 1
 
 
 # Abort in each state ------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_abort_while_waiting_leaves_at_once_and_is_never_prefilled() -> None:
     stepper.abort("r1")
     assert stepper.texts.ends == {"r1": FinishReason.ABORT}
     stepper.run(2)
-    assert stepper.engine.stats().scheduler.prompt_tokens == 8
+    assert stepper.engine.stats().scheduler.counters.prompt_tokens == 8
 
 
 def test_abort_between_two_chunks_of_a_prompt_takes_the_slot_back() -> None:
@@ -248,9 +248,9 @@ def test_one_victim_is_enough_while_its_blocks_are_fenced(depth: int) -> None:
         else:
             plan_until_taken = len(plan.revocations)
     assert plan_until_taken == 1
-    given_up = stepper.scheduler.pool.num_fenced
+    given_up = stepper.probe.pool.num_fenced
     assert given_up > 1, "the victim was meant to give up more than the one block that was short"
-    while stepper.scheduler.pool.num_fenced == given_up:
+    while stepper.probe.pool.num_fenced == given_up:
         plan = stepper.plan() if len(stepper.in_flight) < depth else None
         assert plan is None or not plan.revocations, "another victim although the first one's blocks come free"
         if plan is None:
@@ -295,6 +295,6 @@ def test_a_thousand_requests_pass_through_a_pool_that_holds_five() -> None:
     )
     stepper.submit(*specs)
     stepper.run(2)
-    assert stepper.engine.stats().scheduler.preemptions > 50
+    assert stepper.engine.stats().scheduler.counters.preemptions > 50
     assert stepper.texts.tokens == {spec.request_id: scripted(spec) for spec in specs}
     assert Counter(stepper.texts.ends.values()) == {FinishReason.LENGTH: 1000}

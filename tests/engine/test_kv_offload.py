@@ -53,7 +53,7 @@ def test_a_stalled_store_does_not_hold_a_plan(stalled: str, secret: str, monkeyp
 
     engine = null_engine(kv_store="memory:", kv_store_secret_file=secret, kv_store_timeout=2.4, host_kv_memory=1)
     run(engine, [greedy("first", range(100), 3)])
-    engine._scheduler.pool.forget_prefixes()
+    engine._scheduler.probe().pool.forget_prefixes()
     deadline = time.monotonic() + 5
     while not engine.stats().kv.written_blocks and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -76,10 +76,14 @@ def test_another_engine_finds_what_the_first_one_stored(tmp_path: Path, secret: 
     assert run(second, PROMPTS[:1]).tokens == golden(PROMPTS[:1])
     stats = second.stats()
     second.close()
-    assert (stats.storage.loads, stats.storage.loaded_tokens, stats.storage.lost_tokens) == (1, 96, 0)
+    assert (
+        stats.scheduler.offload.loads,
+        stats.scheduler.offload.loaded_tokens,
+        stats.scheduler.offload.lost_tokens,
+    ) == (1, 96, 0)
     assert stats.kv is not None
     assert (stats.kv.loaded_blocks_store, stats.kv.loaded_blocks_host) == (6, 0)
-    assert stats.scheduler.prefix_hits == 96
+    assert stats.scheduler.counters.prefix_hits == 96
 
 
 def test_decisions_do_not_pile_up_where_nobody_reads_them(tmp_path: Path, secret: str) -> None:
@@ -87,11 +91,10 @@ def test_decisions_do_not_pile_up_where_nobody_reads_them(tmp_path: Path, secret
     for _ in range(2):
         engine = null_engine(**settings)
         run(engine, PROMPTS)
-        storage = engine._scheduler.storage
-        assert storage is not None
-        assert storage._choices == []
+        assert engine._scheduler.probe().operations.take() == ((), ())
         engine.close()
-    assert storage.counters.loads + storage.counters.declined > 0
+    counters = engine.stats().scheduler.offload
+    assert counters.loads + counters.declined > 0
 
 
 def test_whatever_decides_the_kv_of_a_block_decides_its_name(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +119,7 @@ def test_what_a_prefilled_token_costs_is_known_before_the_first_request() -> Non
     engine = null_engine()
     engine.submit(greedy("r", range(40), 2))
     engine.step()
-    assert (engine.stats().pace.prefill_token or 0) > 0
+    assert (engine.stats().scheduler.pace.prefill_token or 0) > 0
     engine.close()
 
 

@@ -84,18 +84,18 @@ def pair(secret: str, prefill: dict[str, Any] | None = None, decode: dict[str, A
 
 def at_rest(two: Pair) -> bool:
     """Whether no lease is open and no block owned or held back, on either side."""
-    stats = [engine.stats() for engine in (two.prefill, two.decode)]
     return all(
         each.leases is not None
-        and (each.leases.open, each.blocks.used, each.blocks.fenced, each.scheduler.loading) == (0, 0, 0, 0)
-        for each in stats
+        and (each.leases.open, each.scheduler.slots.loading) == (0, 0)
+        and (each.scheduler.blocks.used, each.scheduler.blocks.fenced) == (0, 0)
+        for each in (engine.stats() for engine in (two.prefill, two.decode))
     )
 
 
 def prefill_runs(two: Pair) -> None:
     """Step the prefill side until the order has come and a first chunk is computed."""
     deadline = time.monotonic() + 10
-    while not two.prefill.stats().scheduler.running:
+    while not two.prefill.stats().scheduler.slots.running:
         assert time.monotonic() < deadline
         two.prefill.step()
 
@@ -110,23 +110,23 @@ def test_texts_are_as_if_one_worker_had_computed_them(secret: str, depth: int) -
         two.until(lambda: at_rest(two), 5)
         stats = two.decode.stats()
         assert stats.leases is not None
-        assert stats.leases.transfers.outcomes["transferred"] > 15
-        assert stats.scheduler.recomputed_tokens == 0
+        assert stats.scheduler.transfers.outcomes["transferred"] > 15
+        assert stats.scheduler.counters.recomputed_tokens == 0
 
 
 def test_the_decode_side_computes_one_token_of_a_prompt(secret: str) -> None:
     with pair(secret) as two:
         two.run(LONG[0])
         assert two.outcomes == {"r0": "transferred"}
-        assert two.decode.stats().scheduler.budget_used == 20, "the last token of the prompt and 19 behind it"
-        assert two.prefill.stats().scheduler.budget_used >= 99
+        assert two.decode.stats().scheduler.counters.budget_used == 20, "the last token of the prompt and 19 behind it"
+        assert two.prefill.stats().scheduler.counters.budget_used >= 99
 
 
 def test_what_the_prefill_side_had_cached_is_told_and_sent_too(secret: str) -> None:
     again = msgspec.structs.replace(LONG[0], request_id="again")
     with pair(secret) as two:
         two.run(LONG[0])
-        two.decode._scheduler.pool.forget_prefixes()
+        two.decode._scheduler.probe().pool.forget_prefixes()
         two.run(again)
         assert two.outcomes["again"] == "transferred"
         assert two.cached["again"] == 96
@@ -138,7 +138,7 @@ def test_a_decode_side_under_pressure_preempts_and_goes_on_by_itself(secret: str
         specs = [greedy(f"r{index}", range(index, index + 40), 100) for index in range(8)]
         two.run(*specs)
         assert two.texts.tokens == golden(specs)
-        assert two.decode.stats().scheduler.preemptions > 0
+        assert two.decode.stats().scheduler.counters.preemptions > 0
         two.until(lambda: at_rest(two), 5)
 
 
@@ -196,7 +196,7 @@ def test_an_abort_on_the_decode_side_ends_the_request_of_the_prefill_side(secret
             assert time.monotonic() < deadline
             time.sleep(0.001)
         two.until(lambda: at_rest(two), 5)
-        assert two.prefill.stats().outputs.finished[FinishReason.ABORT] == 1
+        assert two.prefill.stats().scheduler.outputs.finished[FinishReason.ABORT] == 1
 
 
 def test_an_abort_on_the_prefill_side_leaves_the_prompt_to_the_decode_side(secret: str) -> None:

@@ -7,17 +7,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from fd_core.engine.messages import Delta
-from fd_core.kv.effects import Outcome, Send
+from fd_core.kv.effects import Send
 from fd_core.scheduling.requests import State
-from fd_core.types import FinishReason, RequestSpec
+from fd_core.types import Delta, FinishReason, PrefillOutcome, RequestSpec
 from tests.engine.helpers import golden
 from tests.engine.leased import Pair
 from tests.engine.stepping import greedy, small_engine
 from tests.engine.stored import keep_kv
 
 LONG = greedy("long", range(38), 20)
-FAILURES: list[Outcome] = ["refused", "lost", "expired", "damaged"]
+FAILURES: list[PrefillOutcome] = ["refused", "lost", "expired", "damaged"]
 
 
 def elsewhere(*specs: RequestSpec) -> list[RequestSpec]:
@@ -48,7 +47,7 @@ def test_a_text_behind_transferred_kv_is_the_golden_one(length: int, depth: int,
 
 
 @pytest.mark.parametrize("outcome", FAILURES)
-def test_a_text_is_the_golden_one_though_the_transfer_failed(outcome: Outcome) -> None:
+def test_a_text_is_the_golden_one_though_the_transfer_failed(outcome: PrefillOutcome) -> None:
     pair = pair_of(LONG)
     pair.decode.submit(*elsewhere(LONG))
     pair.decode.turn(1)
@@ -81,16 +80,39 @@ def test_a_prefix_on_the_device_is_not_sent() -> None:
     (lease,) = pair.unasked
     assert (lease.fetch.job.held_blocks, len(lease.fetch.blocks)) == (4, 5)
     assert pair.run().tokens == golden([LONG, other])
-    assert pair.prefill.transfers.counters.sent_blocks == 10 + 5
+    assert pair.prefill.probe.transferring.counters.sent_blocks == 10 + 5
 
 
-def test_requests_of_one_prompt_fetch_it_once() -> None:
+def test_requests_of_one_prompt_that_come_one_after_the_other_fetch_it_once() -> None:
     specs = [greedy(f"r{index}", range(38), 6) for index in range(4)]
     pair = pair_of(*specs, decode={"num_kv_blocks": 40})
+    for spec in elsewhere(*specs):
+        pair.decode.submit(spec)
+        pair.run()
+    assert pair.decode.texts.tokens == golden(specs)
+    assert pair.outcomes == ["transferred"]
+    assert pair.decode.probe.transferring.counters.outcomes == {"transferred": 1, "held": 3}
+
+
+def test_requests_of_one_prompt_that_come_together_each_fetch_it() -> None:
+    specs = [greedy(f"r{index}", range(38), 6) for index in range(4)]
+    pair = pair_of(*specs, decode={"num_kv_blocks": 60})
     pair.decode.submit(*elsewhere(*specs))
     assert pair.run().tokens == golden(specs)
-    assert pair.outcomes == ["transferred"]
-    assert pair.decode.transfers.counters.outcomes == {"transferred": 1, "held": 3}
+    assert pair.outcomes == ["transferred"] * 4
+    assert sum(pair.prefill.computed) < 2 * 37, "the prefill worker computes it once"
+
+
+def test_a_prompt_that_is_being_fetched_is_computed_here_for_who_has_no_prefill_worker() -> None:
+    """A fetch may take long; it holds back nobody."""
+    same = greedy("same", range(38), 6)
+    pair = pair_of(LONG, same, decode={"num_kv_blocks": 60})
+    pair.decode.submit(*elsewhere(LONG))
+    pair.decode.turn(1)
+    pair.decode.submit(same)
+    pair.decode.turn(1, times=12)
+    assert pair.decode.texts.ends == {"same": FinishReason.LENGTH}
+    assert pair.run().tokens == golden([LONG, same])
 
 
 @pytest.mark.parametrize("salts", [("", "s"), ("tenant-1", "tenant-2"), ("a", "ab")])
@@ -109,8 +131,8 @@ def test_every_slot_waits_for_a_prefill_worker_that_refuses() -> None:
     pair = pair_of(*specs)
     pair.decode.submit(*elsewhere(*specs))
     pair.decode.turn(1)
-    assert pair.decode.scheduler.num_loading == 4
-    assert pair.decode.scheduler.num_running == 0
+    assert int(pair.decode.probe.slots.loading.sum()) == 4
+    assert int(pair.decode.probe.slots.running.sum()) == 0
     for _ in range(200):
         for lease in pair.unasked:
             pair.refuse(lease)
@@ -130,7 +152,7 @@ def test_who_runs_gets_on_beside_slots_that_wait() -> None:
     pair.decode.turn(1)
     pair.decode.submit(*elsewhere(*specs[1:]))
     pair.decode.turn(1, times=25)
-    assert pair.decode.scheduler.num_loading == 3
+    assert int(pair.decode.probe.slots.loading.sum()) == 3
     assert pair.decode.texts.ends == {"runs": FinishReason.LENGTH}
     assert pair.run().tokens == golden(specs)
 
@@ -149,7 +171,7 @@ def test_preempted_in_the_middle_a_prompt_is_sent_on_behind_what_left() -> None:
         pair.read(0)
     said = lease.said
     assert 0 < said < 10
-    pool = pair.prefill.scheduler.pool
+    pool = pair.prefill.probe.pool
     hostage = pool.allocate(pool.num_free)
     assert hostage is not None
     audit, pair.prefill.audit = pair.prefill.audit, lambda: None  # type: ignore[method-assign]  # a foreign owner
@@ -163,7 +185,7 @@ def test_preempted_in_the_middle_a_prompt_is_sent_on_behind_what_left() -> None:
     assert lease.said >= said
     assert pair.run().tokens == golden([LONG])
     assert pair.outcomes == ["transferred"]
-    assert pair.prefill.scheduler.counters.preemptions == 1
+    assert pair.prefill.probe.residencies.counters.preemptions == 1
     assert pair.prefill.texts.tokens["direct"] == golden([direct])["direct"]
 
 
@@ -179,7 +201,7 @@ def test_an_abort_at_the_decode_worker_frees_the_prefill_worker() -> None:
     pair.run()
     assert pair.outcomes == ["aborted"]
     assert sum(pair.prefill.computed) < 37
-    assert pair.prefill.transfers.counters.given_up == 1
+    assert pair.prefill.probe.transferring.counters.given_up == 1
 
 
 def test_blocks_that_are_read_are_waited_for_before_anybody_is_preempted() -> None:
@@ -189,14 +211,14 @@ def test_blocks_that_are_read_are_waited_for_before_anybody_is_preempted() -> No
     pair.decode.turn(1)
     pair.ask(pair.unasked[0])
     pair.prefill.turn(1, times=3)
-    assert pair.prefill.scheduler.pool.num_fenced == 10, "nobody has read them"
+    assert pair.prefill.probe.pool.num_fenced == 10, "nobody has read them"
     pair.prefill.submit(other)
     pair.prefill.turn(1, times=30)
     assert pair.prefill.state_of("other") is State.RUNNING
     assert pair.prefill.plan() is None, "it needs a block that will come"
     assert pair.run().tokens == golden([LONG])
     assert pair.prefill.texts.tokens["other"] == golden([other])["other"]
-    assert not pair.prefill.scheduler.counters.preemptions
+    assert not pair.prefill.probe.residencies.counters.preemptions
 
 
 def test_a_prefix_kept_at_the_prefill_worker_is_sent_as_soon_as_it_is_loaded() -> None:
@@ -206,14 +228,14 @@ def test_a_prefix_kept_at_the_prefill_worker_is_sent_as_soon_as_it_is_loaded() -
     pair.run()
     assert tiers.values
     for worker in (pair.decode, pair.prefill):
-        worker.scheduler.pool.forget_prefixes()
+        worker.probe.pool.forget_prefixes()
     before = len(pair.prefill.computed)
     again = greedy("again", LONG.prompt, 20)
     pair.decode.submit(*elsewhere(again))
     assert pair.run().tokens["again"] == golden([LONG])["long"]
     assert pair.outcomes == ["transferred"] * 2
     assert sum(pair.prefill.computed[before:]) == 1
-    assert pair.prefill.transfers.counters.sent_blocks == 20
+    assert pair.prefill.probe.transferring.counters.sent_blocks == 20
 
 
 def test_an_engine_of_the_next_epoch_fetches_a_prompt_again_but_not_behind_a_text() -> None:
@@ -242,7 +264,7 @@ def test_a_send_says_what_was_cached() -> None:
     pair = pair_of(LONG)
     pair.decode.submit(*elsewhere(LONG))
     pair.run()
-    pair.decode.scheduler.pool.forget_prefixes()
+    pair.decode.probe.pool.forget_prefixes()
     again = greedy("again", LONG.prompt, 4)
     pair.decode.submit(*elsewhere(again))
     pair.decode.turn(1)
@@ -250,7 +272,7 @@ def test_a_send_says_what_was_cached() -> None:
     pair.prefill.turn(1)
     last: list[Send] = [send for _, send in pair.reading if send.tokens is not None]
     assert [send.cached for send in last] == [36]
-    request = pair.decode.scheduler._requests["again"]
+    request = pair.decode.probe.requests["again"]
     pair.calm()
     assert request.cached_tokens == 36
     pair.run()

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fd_core.engine.core import Engine
-from fd_core.kv.effects import Outcome
-from fd_core.types import FinishReason, RequestSpec
+from fd_core.types import FinishReason, PrefillOutcome, RequestSpec
 from tests.engine.helpers import golden
 from tests.engine.leased import Lease, Pair, Worker
 from tests.engine.stepping import SMALL, greedy, small_engine
@@ -27,7 +26,7 @@ SPECS = [
 DIRECT = [greedy(f"direct{index}", range(index, 2 * index + 9), 40) for index in range(8)]
 """Texts that the prefill worker makes itself: they grow and take its blocks."""
 EXPECTED = {"decode": PLAIN, "prefill": DIRECT}
-FAILURES: list[Outcome] = ["refused", "lost", "expired", "damaged"]
+FAILURES: list[PrefillOutcome] = ["refused", "lost", "expired", "damaged"]
 
 
 class PairMachine(RuleBasedStateMachine):
@@ -117,7 +116,7 @@ class PairMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), side=st.sampled_from(["decode", "decode", "prefill"]), state=st.sampled_from([0, 0, 1, 2]))
     def abort(self, data: st.DataObject, side: str, state: int) -> None:
-        slots = self.worker(side).scheduler.slots
+        slots = self.worker(side).scheduler.probe().slots
         which = (slots.loading, slots.running, slots.draining)[state]
         names = [self.worker(side).request_in(slot) for slot in np.flatnonzero(which).tolist()]
         if names := sorted(set(names) & self.taken[side].keys()):
@@ -159,13 +158,13 @@ class PairMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.pair.awaited)
     @rule(data=st.data(), failure=st.sampled_from(FAILURES))
-    def a_lease_ends(self, data: st.DataObject, failure: Outcome) -> None:
+    def a_lease_ends(self, data: st.DataObject, failure: PrefillOutcome) -> None:
         lease = self.one_of(data, self.pair.awaited)
         self.pair.end(lease, "transferred" if lease.complete else failure)
 
     @precondition(lambda self: any(lease.complete for lease in self.pair.awaited))
     @rule(data=st.data(), outcome=st.sampled_from(["transferred", "transferred", "damaged"]))
-    def a_commit_arrives(self, data: st.DataObject, outcome: Outcome) -> None:
+    def a_commit_arrives(self, data: st.DataObject, outcome: PrefillOutcome) -> None:
         self.pair.end(self.one_of(data, [lease for lease in self.pair.awaited if lease.complete]), outcome)
 
     @precondition(lambda self: self.pair.unwanted)

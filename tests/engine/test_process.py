@@ -60,7 +60,7 @@ def test_streams_carry_the_golden_texts() -> None:
         texts = await asyncio.gather(*(text(client, index) for index in range(len(SPECS))))
         assert {f"r{index}": tokens for index, tokens in enumerate(texts)} == golden(SPECS)
         assert client.active_requests == 0
-        await until(lambda: client.stats.blocks.used == 0 and client.stats.scheduler.running == 0)
+        await until(lambda: client.stats.scheduler.blocks.used == 0 and client.stats.scheduler.slots.running == 0)
 
     in_each_place(check)
 
@@ -71,7 +71,7 @@ def test_a_reader_who_leaves_frees_the_request() -> None:
         await anext(stream)
         await stream.aclose()  # type: ignore[attr-defined]
         await until(lambda: client.active_requests == 0, 1.0)
-        await until(lambda: client.stats.blocks.used == 0, 1.0)
+        await until(lambda: client.stats.scheduler.blocks.used == 0, 1.0)
 
     in_each_place(check)
 

@@ -7,10 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fd_core.engine.messages import Delta
 from fd_core.engine.request_ledger import MAX_DEATHS, MAX_DEATHS_IN_VAIN, RequestLedger
 from fd_core.errors import BadRequest
-from fd_core.types import FinishReason, RequestSpec, TokenLogprobs
+from fd_core.types import Delta, FinishReason, RequestSpec, TokenLogprobs
 from tests.engine.helpers import Texts, golden, null_engine, random_specs, run
 from tests.engine.stepping import Stepper, greedy, scripted, small_engine
 
@@ -132,8 +131,8 @@ def test_what_was_delivered_before_counts_as_recomputed_not_as_prompt() -> None:
     engine = null_engine()
     run(engine, [behind(greedy("a", range(20), 9), [1, 2, 3, 4])])
     stats = engine.stats()
-    assert (stats.scheduler.prompt_tokens, stats.scheduler.recomputed_tokens) == (0, 24)
-    assert stats.outputs.generated_tokens == 5
+    assert (stats.scheduler.counters.prompt_tokens, stats.scheduler.counters.recomputed_tokens) == (0, 24)
+    assert stats.scheduler.outputs.generated_tokens == 5
 
 
 def test_nothing_left_to_generate_is_refused() -> None:
@@ -231,8 +230,8 @@ class Epochs(RuleBasedStateMachine):
         begun = {spec.request_id for spec in SPECS} - {spec.request_id for spec in self.unused}
         assert set(self.texts.ends) | self.aborted >= begun, "a request has no end"
         stats = self.engine.stats()
-        assert (stats.scheduler.running, stats.scheduler.waiting) == (0, 0)
-        assert (stats.blocks.used, stats.blocks.fenced) == (0, 0)
+        assert (stats.scheduler.slots.running, stats.scheduler.slots.waiting) == (0, 0)
+        assert (stats.scheduler.blocks.used, stats.scheduler.blocks.fenced) == (0, 0)
 
 
 TestEpochs = Epochs.TestCase

@@ -98,7 +98,7 @@ async def all_texts_are(client: EngineClient, expected: Texts) -> None:
         )
         assert len(told.cached) == 1, "how much was cached is told once"
     assert client.active_requests == 0
-    await until(lambda: client.stats.blocks.used == 0 and client.stats.scheduler.running == 0)
+    await until(lambda: client.stats.scheduler.blocks.used == 0 and client.stats.scheduler.slots.running == 0)
 
 
 def signal_to(client: EngineClient, number: int) -> None:
@@ -270,7 +270,7 @@ def test_an_abort_is_not_undone_by_a_death(faults: Faults) -> None:
 
     async def main() -> None:
         async with opened(max_num_seqs=1) as client:
-            running, waiting = client.submit(LONG), client.submit(greedy("w", [1], 370))
+            running, waiting = client.submit(LONG), client.submit(greedy("w", range(50, 70), 370))
             third = asyncio.create_task(read(client, SPECS[2]))
             await anext(running)
             signal_to(client, signal.SIGSTOP)

@@ -49,6 +49,6 @@ def test_an_idle_engine_tells_what_its_store_still_did_and_nothing_twice(tmp_pat
     stats = told(sent)
     assert stats[-1].kv is not None
     assert stats[-1].kv.written_blocks == 6
-    assert stats[-1].storage.saved_tokens == 96
-    assert (stats[-1].scheduler.running, stats[-1].scheduler.loading) == (0, 0)
+    assert stats[-1].scheduler.offload.saved_tokens == 96
+    assert (stats[-1].scheduler.slots.running, stats[-1].scheduler.slots.loading) == (0, 0)
     assert all(before != after for before, after in pairwise(stats))

@@ -29,19 +29,23 @@ def test_texts_are_the_golden_ones_under_pressure(k: int, depth: int, wrong: flo
     engine = speculating(k, wrong, num_kv_blocks=30, pipeline_depth=depth)
     assert run(engine, SPECS).tokens == golden(SPECS)
     stats = engine.stats()
-    assert stats.scheduler.preemptions > 0
-    assert (stats.blocks.used, stats.blocks.fenced, stats.outputs.stale_outputs) == (0, 0, 0)
+    assert stats.scheduler.counters.preemptions > 0
+    assert (stats.scheduler.blocks.used, stats.scheduler.blocks.fenced, stats.scheduler.outputs.stale_outputs) == (
+        0,
+        0,
+        0,
+    )
     for all_drafts, per_position in (
-        (stats.drafts.proposed, stats.drafts.proposed_per_position),
-        (stats.drafts.accepted, stats.drafts.accepted_per_position),
+        (stats.scheduler.drafts.proposed, stats.scheduler.drafts.proposed_per_position),
+        (stats.scheduler.drafts.accepted, stats.scheduler.drafts.accepted_per_position),
     ):
         assert len(per_position) == k
         assert sum(per_position) == all_drafts
         assert list(per_position) == sorted(per_position, reverse=True)
     if wrong == 0.0:
-        assert stats.drafts.accepted > 0.8 * stats.drafts.proposed / depth
+        assert stats.scheduler.drafts.accepted > 0.8 * stats.scheduler.drafts.proposed / depth
     if wrong == 1.0:
-        assert stats.drafts.accepted == 0
+        assert stats.scheduler.drafts.accepted == 0
     engine.close()
 
 
@@ -56,7 +60,7 @@ def test_log_probabilities_are_those_of_a_run_without_drafts(k: int) -> None:
 
 def test_without_speculation_there_are_no_positions() -> None:
     stats = null_engine().stats()
-    assert stats.drafts.proposed_per_position == stats.drafts.accepted_per_position == ()
+    assert stats.scheduler.drafts.proposed_per_position == stats.scheduler.drafts.accepted_per_position == ()
 
 
 def test_good_drafts_save_steps() -> None:
@@ -64,7 +68,7 @@ def test_good_drafts_save_steps() -> None:
     plain, drafted = null_engine(), speculating(3, 0.0)
     run(plain, alone)
     run(drafted, alone)
-    assert drafted.stats().scheduler.steps * 3 < plain.stats().scheduler.steps
+    assert drafted.stats().scheduler.counters.steps * 3 < plain.stats().scheduler.counters.steps
 
 
 @settings(max_examples=25, deadline=None)

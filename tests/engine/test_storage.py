@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from fd_core.kv.effects import Found, Load, Lookup, Save
+from fd_core.scheduling.load_or_recompute import Pace
 from fd_core.scheduling.requests import State
-from fd_core.scheduling.tradeoff import Pace
 from fd_core.types import FinishReason, RequestSpec
 from tests.engine.helpers import golden
 from tests.engine.stepping import How, Stepper, greedy, small_engine
@@ -26,11 +26,11 @@ def stepper_with_tiers(*specs: RequestSpec, blocks: int = 16, **keep: bool) -> t
 
 def preempt(stepper: Stepper, name: str) -> None:
     """Take a running request back as if blocks had run out, and answer until it waits again."""
-    scheduler = stepper.scheduler
-    slot = scheduler._requests[name].slot
+    pool = stepper.probe.pool
+    slot = stepper.probe.requests[name].slot
     assert slot is not None
-    scheduler._choose_victim = lambda: slot  # type: ignore[method-assign]  # a back door
-    hostage = scheduler.pool.allocate(scheduler.pool.num_free)
+    stepper.scheduler._planner._choose_victim = lambda: slot  # type: ignore[method-assign]  # a back door
+    hostage = pool.allocate(pool.num_free)
     assert hostage is not None
     while stepper.state_of(name) is State.RUNNING:
         stepper_audit, stepper.audit = stepper.audit, lambda: None  # type: ignore[method-assign]  # a foreign owner
@@ -39,7 +39,7 @@ def preempt(stepper: Stepper, name: str) -> None:
             stepper.answer()
         finally:
             stepper.audit = stepper_audit  # type: ignore[method-assign]
-    scheduler.pool.release(hostage, -1)
+    pool.release(hostage, -1)
     assert stepper.state_of(name) is State.WAITING
 
 
@@ -54,7 +54,7 @@ def start(stepper: Stepper, tiers: ScriptedTiers, spec: RequestSpec, steps: int 
 
 
 def finish_all(stepper: Stepper, tiers: ScriptedTiers, how: How = How.WELL) -> None:
-    stepper.perform()
+    stepper.flush()
     while tiers.pending:
         stepper.complete(0, how)
 
@@ -65,18 +65,18 @@ def test_a_preempted_request_comes_back_with_what_could_be_loaded(how: How, load
     start(stepper, tiers, LONG)
     preempt(stepper, "long")
     assert any(isinstance(operation, Save) for operation in tiers.pending)
-    stepper.scheduler.pool.forget_prefixes()
+    stepper.probe.pool.forget_prefixes()
     finish_all(stepper, tiers)
-    stepper.scheduler.pool.forget_prefixes()
+    stepper.probe.pool.forget_prefixes()
     stepper.plan()
     assert stepper.state_of("long") is State.LOADING
-    assert stepper.scheduler.num_loading == 1
+    assert int(stepper.probe.slots.loading.sum()) == 1
     finish_all(stepper, tiers, how)
     assert stepper.state_of("long") is State.RUNNING
-    counters = stepper.scheduler.storage.counters  # type: ignore[union-attr]
+    counters = stepper.probe.offloading.counters
     assert (counters.loaded_tokens > 0) == loads_something
     assert stepper.run(1).tokens == golden([LONG])
-    assert stepper.scheduler.counters.recomputed_tokens < 60 - counters.loaded_tokens
+    assert stepper.probe.residencies.counters.recomputed_tokens < 60 - counters.loaded_tokens
 
 
 def test_blocks_of_a_victim_stay_fenced_until_they_are_copied() -> None:
@@ -84,7 +84,7 @@ def test_blocks_of_a_victim_stay_fenced_until_they_are_copied() -> None:
     start(stepper, tiers, LONG)
     preempt(stepper, "long")
     save = next(operation for operation in tiers.pending if isinstance(operation, Save))
-    pool = stepper.scheduler.pool
+    pool = stepper.probe.pool
     assert pool.num_fenced == len(save.blocks)
     assert len(pool.match(save.keys)) == len(save.keys), "reading them takes nothing from whoever has the same prefix"
     stepper.complete(tiers.pending.index(save), How.WELL)
@@ -97,18 +97,18 @@ def test_an_abort_while_loading_ends_the_request_at_once_and_keeps_its_blocks_fe
     start(stepper, tiers, LONG)
     preempt(stepper, "long")
     finish_all(stepper, tiers)
-    stepper.scheduler.pool.forget_prefixes()
+    stepper.probe.pool.forget_prefixes()
     stepper.plan()
     assert stepper.state_of("long") is State.LOADING
     stepper.abort("long")
-    stepper.perform()
+    stepper.flush()
     assert stepper.texts.ends["long"] is FinishReason.ABORT
     (load,) = tiers.pending
     assert isinstance(load, Load)
     assert load.operation in tiers.cancelled
-    assert stepper.scheduler.pool.num_fenced == len(load.blocks)
+    assert stepper.probe.pool.num_fenced == len(load.blocks)
     stepper.submit(OTHER)
-    stepper.perform()
+    stepper.flush()
     lookup = next(operation for operation in tiers.pending if isinstance(operation, Lookup))
     stepper.complete(tiers.pending.index(lookup), How.WELL)
     for _ in range(4):
@@ -127,7 +127,7 @@ def test_a_request_waits_for_its_lookup_and_others_pass() -> None:
     assert stepper.state_of("long") is State.WAITING
     assert stepper.state_of("short") is State.RUNNING, "a prompt without a full block has nothing to look up"
     (lookup,) = tiers.pending
-    stepper.scheduler.completed(Found(lookup.operation, 0, 0))
+    stepper.scheduler.complete(Found(lookup.operation, 0, 0))
     tiers.pending.clear()
     stepper.plan()
     assert stepper.state_of("long") is State.RUNNING
@@ -135,22 +135,21 @@ def test_a_request_waits_for_its_lookup_and_others_pass() -> None:
 
 def test_what_is_sooner_computed_is_not_loaded_but_tried_again_in_the_end() -> None:
     stepper, tiers = stepper_with_tiers(LONG)
-    storage = stepper.scheduler.storage
-    assert storage is not None
-    storage.tradeoff.pace = Pace(prefill_token=1e-6, host_block=1e-3, store_block=1e-3)
+    offloading = stepper.probe.offloading
+    offloading.load_or_recompute.pace = Pace(prefill_token=1e-6, host_block=1e-3, store_block=1e-3)
     start(stepper, tiers, LONG)
-    request = stepper.scheduler._requests["long"]
-    request.held, request.held_on_host = 9, 3
+    request = stepper.probe.requests["long"]
+    request.stored, request.stored_on_host = 9, 3
     declined = 0
-    while not storage.worth_loading(request, 0, 9):
+    while not offloading.worth_loading(request, 0, 9):
         declined += 1
         assert declined < 200
     assert declined > 1
-    choices = storage.take_choices()
-    assert choices[0].load_seconds == pytest.approx(9e-3)
-    assert choices[0].recompute_seconds == pytest.approx(36e-6)
-    assert [choice.load for choice in choices] == [False] * declined + [True]
-    assert storage.counters.declined == declined
+    _, decisions = stepper.probe.operations.take()
+    assert decisions[0].load_seconds == pytest.approx(9e-3)
+    assert decisions[0].recompute_seconds == pytest.approx(36e-6)
+    assert [decision.load for decision in decisions] == [False] * declined + [True]
+    assert offloading.counters.declined == declined
 
 
 def test_a_finished_prompt_is_loaded_by_another_engine() -> None:
@@ -159,29 +158,33 @@ def test_a_finished_prompt_is_loaded_by_another_engine() -> None:
     first.run(1)
     assert tiers.values
     second, other_tiers = stepper_with_tiers(LONG, finished=True, persist=True)
-    second.scheduler.prefixes.hasher = first.scheduler.prefixes.hasher
+    second.probe.prefixes.hasher = first.probe.prefixes.hasher
     other_tiers.values = tiers.values
     start(second, other_tiers, LONG)
-    assert second.scheduler._requests["long"].cached_tokens == 36
+    assert second.probe.requests["long"].cached_tokens == 36
     assert second.run(1).tokens == golden([LONG])
 
 
 def test_blocks_already_stored_are_not_stored_again_until_a_lookup_misses_them() -> None:
     stepper, _ = stepper_with_tiers(LONG, finished=True, persist=True)
-    storage = stepper.scheduler.storage
-    assert storage is not None
-    blocks = stepper.scheduler.pool.allocate(3)
+    offloading = stepper.probe.offloading
+    blocks = stepper.probe.pool.allocate(3)
     assert blocks is not None
     keys = [b"a", b"b", b"c"]
-    storage.save(keys, blocks)
-    storage.save(keys, blocks)
-    assert [len(effect.keys) for effect in storage.take_effects() if isinstance(effect, Save)] == [3]
-    request = stepper.scheduler.add(LONG)
-    storage.ask(request, keys)
-    asked = storage.take_effects()[-1]
-    storage.found(Found(asked.operation, 0, 1))
-    storage.save(keys, blocks)
-    (again,) = storage.take_effects()
+    operations = stepper.probe.operations
+    stepper.scheduler.add(LONG)
+    request = stepper.probe.requests["long"]
+    (asked,), _ = operations.take()
+    offloading.found(Found(asked.operation, 0, 0))  # type: ignore[union-attr]  # a lookup
+    assert offloading.save(request, keys, blocks) is not None
+    assert offloading.save(request, keys, blocks) is None
+    assert [len(effect.keys) for effect in operations.take()[0] if isinstance(effect, Save)] == [3]
+    request.asked_store = False
+    offloading.ask(request, keys)
+    (asked,), _ = operations.take()
+    offloading.found(Found(asked.operation, 0, 1))  # type: ignore[union-attr]  # a lookup
+    offloading.save(request, keys, blocks)
+    (again,), _ = operations.take()
     assert isinstance(again, Save)
     assert again.keys == (b"b", b"c")
     assert np.array_equal(again.blocks, blocks[1:])
@@ -194,14 +197,14 @@ def test_loading_slots_count_against_the_number_of_requests_at_a_time() -> None:
     for spec in specs:
         start(stepper, tiers, spec, steps=0)
     stepper.run(1)
-    stepper.scheduler.pool.forget_prefixes()
+    stepper.probe.pool.forget_prefixes()
     again = [greedy(f"a{index}", spec.prompt, 6) for index, spec in enumerate(specs)]
     stepper.submit(*again)
-    stepper.perform()
+    stepper.flush()
     for _ in range(len(again)):
         stepper.complete(0, How.WELL)
     stepper.plan()
-    assert stepper.scheduler.num_loading == 4
+    assert int(stepper.probe.slots.loading.sum()) == 4
     assert stepper.run(1).tokens == golden([*specs, *again])
 
 
@@ -211,17 +214,17 @@ def test_only_settled_blocks_of_a_victim_are_saved() -> None:
     finish_all(stepper, tiers)
     stepper.plan()
     assert stepper.state_of("long") is State.RUNNING
-    slot = stepper.scheduler._requests["long"].slot
+    slot = stepper.probe.requests["long"].slot
     assert slot is not None
-    settled = int(stepper.scheduler.slots.settled[slot]) // stepper.limits.block_size
-    assert settled < stepper.scheduler.slots.num_blocks[slot], "a prefill is in flight"
-    stepper.scheduler._save(slot, stepper.scheduler._requests["long"])
-    assert [effect for effect in stepper.scheduler.take_effects() if isinstance(effect, Save)] == []
+    settled = int(stepper.probe.slots.num_settled[slot]) // stepper.limits.block_size
+    assert settled < stepper.probe.slots.num_blocks[slot], "a prefill is in flight"
+    residencies, operations = stepper.probe.residencies, stepper.probe.operations
+    assert residencies._save(slot, stepper.probe.requests["long"]) is None
     stepper.answer()
-    stepper.scheduler._save(slot, stepper.scheduler._requests["long"])
-    (saved,) = stepper.scheduler.take_effects()
+    residencies._save(slot, stepper.probe.requests["long"])
+    (saved,), _ = operations.take()
     assert isinstance(saved, Save)
-    assert len(saved.keys) == int(stepper.scheduler.slots.settled[slot]) // stepper.limits.block_size > 0
+    assert len(saved.keys) == int(stepper.probe.slots.num_settled[slot]) // stepper.limits.block_size > 0
 
 
 @pytest.mark.parametrize("salts", [("", "another"), ("tenant-1", "tenant-2"), ("a", "ab")])
@@ -230,29 +233,29 @@ def test_a_prefix_is_not_loaded_under_another_salt(salts: tuple[str, str]) -> No
     stepper, tiers = stepper_with_tiers(stored, finished=True, persist=True)
     start(stepper, tiers, stored)
     stepper.run(1)
-    stepper.scheduler.pool.forget_prefixes()
+    stepper.probe.pool.forget_prefixes()
     stepper.submit(greedy("other tenant", LONG.prompt, 3, cache_salt=salts[1]))
-    stepper.perform()
+    stepper.flush()
     (lookup,) = tiers.pending
     assert isinstance(lookup, Lookup)
     assert tiers.values
     assert not set(lookup.keys) & set(tiers.values)
     finish_all(stepper, tiers)
     stepper.plan()
-    assert stepper.scheduler.num_loading == 0
-    assert stepper.scheduler._requests["other tenant"].cached_tokens == 0
+    assert int(stepper.probe.slots.loading.sum()) == 0
+    assert stepper.probe.requests["other tenant"].cached_tokens == 0
 
 
 def test_an_answer_does_not_bring_back_who_was_aborted_while_it_waited() -> None:
     stepper, tiers = stepper_with_tiers(LONG, OTHER)
     stepper.submit(LONG)
-    stepper.perform()
+    stepper.flush()
     (lookup,) = tiers.pending
     stepper.abort("long")
-    stepper.perform()
+    stepper.flush()
     assert lookup.operation in tiers.cancelled
     assert stepper.texts.ends["long"] is FinishReason.ABORT
     finish_all(stepper, tiers)
     stepper.plan()
-    assert stepper.scheduler.num_running == 0
+    assert int(stepper.probe.slots.running.sum()) == 0
     assert stepper.run(1).tokens.get("long", []) == []

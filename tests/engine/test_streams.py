@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
-from fd_core.engine.messages import Abort, ClientMessage, Delta, StepEvents, Submit
+from fd_core.engine.messages import Abort, ClientMessage, StepEvents, Submit
 from fd_core.engine.streams import StreamingClient
 from fd_core.errors import EngineDead
-from fd_core.types import FinishReason
+from fd_core.types import Delta, FinishReason
 from tests.engine.helpers import null_engine
 from tests.engine.stepping import greedy
 

@@ -16,7 +16,9 @@ import msgspec
 from fd_core.kv.effects import Effect, Load, Lookup, Save
 from fd_core.kv.tiers.offload import KVOffload
 from fd_core.kv.tiers.stats import TierStats
-from fd_core.scheduling.tradeoff import Pace
+from fd_core.scheduling.kv_offloading import OffloadCounters
+from fd_core.scheduling.load_or_recompute import Pace
+from fd_core.scheduling.slots import SlotStats
 from fd_core.types import FinishReason, RequestSpec
 from tests.engine.helpers import Texts, golden, null_engine, random_specs
 
@@ -85,20 +87,24 @@ class Pressed:
         started = Stopwatch()
         self.engine = null_engine(**(values | settings))
         assert started.fair_seconds < _START_SECONDS, "the engine waited for its store to start"
-        scheduler, offload = self.engine._scheduler, self.engine._kv
-        assert isinstance(offload, KVOffload) and scheduler.storage is not None
-        self.storage, self._scheduler, self._offload = scheduler.storage, scheduler, offload
+        offload = self.engine._kv._offload  # type: ignore[attr-defined]  # a back door into both ports
+        assert isinstance(offload, KVOffload)
+        self._probe, self._offload = self.engine._scheduler.probe(), offload
         # Back doors: whoever fits is admitted, so that blocks run out; and what computing costs is not learnt, so that
         # whatever can be loaded is.
-        scheduler._growth_with = lambda *_: 0  # type: ignore[method-assign]
+        self._probe.control.growth = lambda *_: 0  # type: ignore[method-assign]
         if always_loads:
             self.engine._prefill_pace.observe = lambda *_: None  # type: ignore[method-assign]
-            self.storage.tradeoff.pace = Pace()  # what is unknown is tried
+            self._probe.offloading.load_or_recompute.pace = Pace()  # what is unknown is tried
         self._since: dict[int, tuple[type[Effect], Stopwatch]] = {}
         self._rounds = 0
         self._wants_blocks = False
         perform = offload.perform
         offload.perform = lambda effects: (self._began(effects), perform(effects))[1]  # type: ignore[assignment]
+
+    @property
+    def offload_counters(self) -> OffloadCounters:
+        return self.engine.stats().scheduler.offload
 
     @property
     def tiers(self) -> TierStats:
@@ -112,7 +118,7 @@ class Pressed:
         Prompts of one `salt` have the same keys; what the device still held of them is forgotten first.
         """
         self._rounds += 1
-        self._scheduler.pool.forget_prefixes()
+        self._probe.pool.forget_prefixes()
         name = f"{self._rounds}-"
         texts = Texts()
         for spec in specs:
@@ -131,12 +137,12 @@ class Pressed:
         """Wait until nothing is on its way to the store; return the numbers, all gauges being as at first."""
         writer = self._offload._writer
         until(lambda: not self.tiers.pending_write_bytes and not writer._forgotten, _CALM_SECONDS)
-        stats, tiers = self.engine.stats(), self.tiers
-        assert (stats.scheduler.running, stats.scheduler.waiting, stats.scheduler.take_backs_in_flight) == (0, 0, 0)
+        stats, tiers = self.engine.stats().scheduler, self.tiers
+        assert stats.slots == SlotStats(running=0, loading=0, draining=0, waiting=0)
         assert (stats.blocks.used, stats.blocks.fenced, stats.outputs.stale_outputs) == (0, 0, 0)
         assert tiers.host_bytes <= tiers.host_limit_bytes
         assert (tiers.copy_errors, tiers.open_operations) == (0, 0)
-        assert not self.storage.busy
+        assert not self._probe.operations.busy
         return tiers
 
     def warm(self, salt: str = "") -> TierStats:
@@ -178,14 +184,14 @@ class Pressed:
         self.engine.close()
         assert closing.fair_seconds < _CLOSE_SECONDS
         assert not self.tiers.pending_write_bytes
-        assert not self._wants_blocks or self.engine.stats().scheduler.preemptions, "there was no pressure"
+        assert not self._wants_blocks or self.engine.stats().scheduler.counters.preemptions, "there was no pressure"
 
     def _step(self, texts: Texts) -> None:
         step = Stopwatch()
         texts.take(self.engine.step())
         assert step.fair_seconds < _LATE_SECONDS, "a step waited for something"
         self.engine.check_integrity()
-        still = {*self.storage._lookups, *self.storage._loads, *self.storage._saves}
+        still = self._probe.operations._open
         self._since = {number: since for number, since in self._since.items() if number in still}
         for kind, since in self._since.values():
             bound = _BOUNDS[kind] * self._waits + _LATE_SECONDS

@@ -153,7 +153,7 @@ def test_a_slow_server_is_used_but_not_where_computing_is_sooner(proxy: Proxy, s
             engine.round(specs=SPECS[:3])
             assert engine.calm().loaded_blocks_store > 0, "what is unknown is tried"
             engine.round(specs=SPECS[:3])
-        assert engine.storage.counters.declined > 0
+        assert engine.offload_counters.declined > 0
         assert not engine.calm().store_errors
         engine.close()
 

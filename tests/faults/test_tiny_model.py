@@ -60,13 +60,13 @@ def test_texts_of_a_real_model_survive_damaged_values(
             kv_store_secret_file=str(secret),
             kv_store_compression=compression,
         )
-        engine._scheduler._growth_with = lambda *_: 0  # type: ignore[method-assign]  # admits more than fit
+        engine._scheduler.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # admits more than fit
         engine._prefill_pace.observe = lambda *_: None  # type: ignore[method-assign]  # loads whatever it can
         assert run(engine, specs()).tokens == expected
-        until(lambda kv=engine._kv: not kv.stats().pending_write_bytes, 5.0)
+        until(lambda engine=engine: not engine.stats().kv.pending_write_bytes, 5.0)  # type: ignore[union-attr]
         stats = engine.stats().kv
         assert stats is not None
-        assert engine.stats().scheduler.preemptions > 0
+        assert engine.stats().scheduler.counters.preemptions > 0
         assert not number or stats.loaded_blocks_store > 0
         assert bool(stats.damaged) == (number == 2)
         engine.close()

@@ -111,7 +111,7 @@ def test_texts_under_pressure_stay_golden_while_values_are_damaged(place: Place,
         engine.round(busy=damage)
     tiers = engine.calm()
     assert tiers.loaded_blocks_store > 0 < sum(tiers.damaged.values())
-    assert engine.storage.counters.lost_tokens > 0
+    assert engine.offload_counters.lost_tokens > 0
     engine.recover()
     engine.close()
 

@@ -65,7 +65,7 @@ def specs(temperature: float = 0.0) -> list[RequestSpec]:
 
 def texts(loaded: Engine, requests: list[RequestSpec], *, eager: bool = False) -> Texts:
     if eager:
-        loaded._scheduler._growth_with = lambda *_: 0  # type: ignore[method-assign]  # admits more than fit
+        loaded._scheduler.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # a back door: admit everybody
     return run(loaded, requests)
 
 
@@ -77,8 +77,8 @@ def test_another_architecture_drafts_and_no_text_changes(tiny, pack: str, k: int
     pressed = engine(tiny("llama").folder, tiny("qwen2").folder, pack, k, num_kv_blocks=26)
     assert texts(pressed, requests, eager=True).tokens == plain.tokens
     stats = pressed.stats()
-    assert stats.scheduler.preemptions > 0
-    assert stats.drafts.proposed > stats.drafts.accepted
+    assert stats.scheduler.counters.preemptions > 0
+    assert stats.scheduler.drafts.proposed > stats.scheduler.drafts.accepted
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])
@@ -88,7 +88,7 @@ def test_a_model_that_drafts_for_itself_is_right(tiny, pack: str, k: int) -> Non
     drafting = engine(folder, folder, pack, k)
     assert texts(drafting, specs()).tokens == texts(engine(folder, None, pack), specs()).tokens
     stats = drafting.stats()
-    assert stats.drafts.accepted == stats.drafts.proposed > 0
+    assert stats.scheduler.drafts.accepted == stats.scheduler.drafts.proposed > 0
 
 
 def test_a_draft_model_that_cannot_be_used_is_named_as_such(tiny, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_draft_model_of_a_shorter_context_drafts_as_far_as_it_reaches(tiny, tm
         engine(folder, short, "numpy")
     drafting = engine(folder, short, "numpy", max_model_len=None)
     assert texts(drafting, specs()).tokens == texts(engine(folder, None, "numpy"), specs()).tokens
-    assert drafting.stats().drafts.accepted > 0
+    assert drafting.stats().scheduler.drafts.accepted > 0
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_a_named_model_drafts_for_itself(smollm2: str) -> None:
     drafting = LLM(smollm2, speculative={"method": "draft_model", "model": "smollm2"}, **settings)
     assert [result.token_ids for result in drafting.generate(prompts, greedy)] == expected
     stats = drafting.stats
-    assert stats.drafts.accepted == stats.drafts.proposed > 0
+    assert stats.scheduler.drafts.accepted == stats.scheduler.drafts.proposed > 0
     drafting.close()
     with pytest.raises(ModelError, match="draft model: no such model: 'smollm3'"):
         LLM(smollm2, speculative={"method": "draft_model", "model": "smollm3"}, **settings)

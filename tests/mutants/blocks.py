@@ -5,17 +5,20 @@ from __future__ import annotations
 from tests.mutants.mutant import mutant
 
 SCHEDULER = "scheduling/scheduler.py"
-OUTPUTS = "engine/outputs.py"
+PLANNER = "scheduling/planner.py"
+ADMISSIONS = "scheduling/admissions.py"
+RESIDENCIES = "scheduling/residencies.py"
+OUTPUTS = "scheduling/output_side.py"
 POOL = "kv/blocks.py"
 PREFIX = "kv/prefix.py"
 EVENTS = "kv/events.py"
 PREFIXES = "scheduling/prefixes.py"
 
-_RELEASE = "self.pool.release(slots.blocks(slot), int(slots.last_step[slot]))"
-_SETTLED = "upto = np.where(sampled, table.known[slots] - 1, plan.starts[rows] + plan.num_tokens[rows])"
+_RELEASE = "self._pool.release(slots.blocks(slot), int(slots.last_step[slot]))"
+_SETTLED = "upto = np.where(sampled, slots.num_tokens[rows_of] - 1, plan.starts[rows] + plan.num_tokens[rows])"
 
 _TOLD = "whoever follows the events knows exactly what the pool knows"
-_ACQUIRED = "                del (self._pinned if self._pins[block] else self._cached)[block]\n"
+_ACQUIRED = "            del (self._pinned if self._pins[block] else self._cached)[block]\n"
 
 MUTANTS = (
     mutant(
@@ -44,12 +47,12 @@ MUTANTS = (
     mutant(
         "free-with-a-step-in-flight",
         "3.2: a block leaves fenced only when the last step that touches it was answered",
-        (SCHEDULER, _RELEASE, "self.pool.release(slots.blocks(slot), -1)"),
+        (RESIDENCIES, _RELEASE, "self._pool.release(slots.blocks(slot), -1)"),
     ),
     mutant(
         "the-fence-is-one-step-short",
         "3.2: a block leaves fenced only when the last step that touches it was answered",
-        (SCHEDULER, _RELEASE, "self.pool.release(slots.blocks(slot), int(slots.last_step[slot]) - 1)"),
+        (RESIDENCIES, _RELEASE, "self._pool.release(slots.blocks(slot), int(slots.last_step[slot]) - 1)"),
     ),
     mutant(
         "the-pool-does-not-fence",
@@ -74,25 +77,25 @@ MUTANTS = (
     mutant(
         "a-shared-block-has-one-owner",
         "3.1: a reference count equals the number of owners",
-        (POOL, "            self._references[block] += 1\n", "            self._references[block] = 1\n"),
+        (POOL, "        self._references[blocks] += 1\n", "        self._references[blocks] = 1\n"),
     ),
     mutant(
         "blocks-are-not-given-up",
         "3.6: at idle every gauge equals its value at start",
         (
-            SCHEDULER,
-            "self.slots.blocks(slot), reason)\n        self._give_up_blocks(slot, request)\n",
-            "self.slots.blocks(slot), reason)\n",
+            RESIDENCIES,
+            "self.slots.blocks(slot), reason)\n        self._vacate(slot, request)\n",
+            "self.slots.blocks(slot), reason)\n        self.slots.vacate(slot)\n",
         ),
     ),
     mutant(
         "matching-evicts-what-it-matched",
         "3.3: matching a prefix never evicts what it matched",
-        (SCHEDULER, "        self.pool.acquire(matched)\n        fits", "        fits"),
+        (ADMISSIONS, "        self._pool.acquire(matched)\n        fits", "        fits"),
         (
-            SCHEDULER,
-            "        if blocks is None:\n            self.pool.release(matched, -1)\n            return False\n",
-            "        if blocks is None:\n            return False\n        self.pool.acquire(matched)\n",
+            ADMISSIONS,
+            "        if blocks is None:\n            self._pool.release(matched, -1)\n            return None\n",
+            "        if blocks is None:\n            return None\n        self._pool.acquire(matched)\n",
         ),
     ),
     mutant(
@@ -100,33 +103,33 @@ MUTANTS = (
         "3.2: a fenced block gets no owner before its fence was answered",
         (
             POOL,
-            "if block is None or not (self._references[block] or block in self._cached or block in self._pinned):",
-            "if block is None:",
+            "            if found[index] not in self._cached and found[index] not in self._pinned:\n",
+            "            if False:\n",
         ),
-        (POOL, _ACQUIRED, "                (self._pinned if self._pins[block] else self._cached).pop(block, None)\n"),
+        (POOL, _ACQUIRED, "            (self._pinned if self._pins[block] else self._cached).pop(block, None)\n"),
     ),
     mutant(
         "a-block-that-is-read-is-no-prefix",
         "3.3: what is known of a prefix stays known while nobody else needs its blocks",
-        (POOL, " or block in self._pinned):", "):"),
+        (POOL, " and found[index] not in self._pinned:\n", ":\n"),
     ),
     mutant(
         "a-block-that-is-read-has-an-owner-and-is-fenced",
         "3.1: blocks are partitioned into free, owned and fenced",
-        (POOL, _ACQUIRED, "                self._cached.pop(block, None)\n"),
+        (POOL, _ACQUIRED, "            self._cached.pop(block, None)\n"),
     ),
     mutant(
         "fenced-blocks-do-not-count-before-a-victim-is-chosen",
         "3.4: fenced blocks are counted before another victim is chosen: no cascade",
-        (SCHEDULER, "while blocks is None and short >= self.pool.num_fenced:", "while blocks is None:"),
+        (PLANNER, "while blocks is None and len(stalled) >= self._pool.num_fenced:", "while blocks is None:"),
     ),
     mutant(
         "admission-in-a-pass-that-preempted",
         "3.4: no cascade; who is admitted in a pass that preempted takes what the victim gave",
         (
-            SCHEDULER,
-            "        if not draft.preempted:\n            self._admit",
-            "        if True:\n            self._admit",
+            PLANNER,
+            "        if not draft.preempted:\n            self._admissions",
+            "        if True:\n            self._admissions",
         ),
     ),
     mutant(
@@ -137,7 +140,7 @@ MUTANTS = (
     mutant(
         "positions-in-flight-are-registered",
         "3.5: only positions answered by an output are hashed",
-        (OUTPUTS, _SETTLED, "upto = table.computed[slots]"),
+        (OUTPUTS, _SETTLED, "upto = slots.num_computed[rows_of]"),
     ),
     mutant(
         "a-prefix-keeps-its-second-holder",
@@ -152,11 +155,7 @@ MUTANTS = (
     mutant(
         "a-prefill-that-left-still-claims-its-prefix",
         "1.7: everything a request holds is freed exactly once",
-        (
-            SCHEDULER,
-            "        self.prefixes.give_up(request.chain[int(slots.registered[slot]) :])\n",
-            "",
-        ),
+        (RESIDENCIES, "        self._prefixes.give_up(request, int(slots.num_registered[slot]))\n", ""),
     ),
     mutant(
         "the-hash-ignores-the-salt",
@@ -166,7 +165,7 @@ MUTANTS = (
     mutant(
         "the-scheduler-ignores-the-salt",
         "3 and 5.3: tenants do not share KV",
-        (SCHEDULER, "self.prefixes.root(spec.cache_salt)", 'self.prefixes.root("")'),
+        (SCHEDULER, "self._prefixes.root(spec.cache_salt)", 'self._prefixes.root("")'),
     ),
     mutant(
         "the-hash-ignores-the-parent",

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from tests.mutants.mutant import mutant
 
-SCHEDULER = "scheduling/scheduler.py"
+PLANNER = "scheduling/planner.py"
+ADMISSIONS = "scheduling/admissions.py"
 BUDGET = "scheduling/budget.py"
 
-_LIMIT = "        budget = Budget(self.limits.max_num_batched_tokens)\n"
-_DECODES = "        self._decode(rows, budget, draft)\n        self._continue_prefills(rows, budget, draft)\n"
+_LIMIT = "        draft = PlanBuilder(self._epoch, self._step, self._limits.max_num_batched_tokens)\n"
+_DECODES = "        self._decode(rows, draft)\n        self._continue_prefills(rows, draft)\n"
 _RESERVED_BEFORE = (
-    SCHEDULER,
-    "        chosen, granted = allot_decodes(budget, drafts, slots.last_step[decoding])\n",
-    "        chosen = np.arange(min(len(decoding), budget.left))\n"
-    "        granted = drafts[chosen]\n"
-    "        budget.take(len(chosen))\n",
+    PLANNER,
+    "        chosen, granted = allot_decodes(draft.budget, wanted, slots.last_step[decoding])\n",
+    "        chosen = np.arange(min(len(decoding), draft.budget.left))\n"
+    "        granted = wanted[chosen]\n"
+    "        draft.budget.take(len(chosen))\n",
 )
 """Decodes are charged one token each: their drafts were paid for by the reserve."""
 _SMALLEST = "    if config.max_num_batched_tokens < 1 + max_drafts:\n"
@@ -41,10 +42,11 @@ MUTANTS = (
         "reserve-for-every-slot-with-a-floor",
         "2.1: no blanket reserve for max_num_seqs, no floor, no magic number",
         (
-            SCHEDULER,
+            PLANNER,
             _LIMIT,
-            "        whole, width = self.limits.max_num_batched_tokens, 1 + self.limits.max_drafts\n"
-            "        budget = Budget(max(whole - self.limits.max_num_seqs * width, min(whole, 512)))\n",
+            "        whole, width = self._limits.max_num_batched_tokens, 1 + self._limits.max_drafts\n"
+            "        left = max(whole - self._limits.max_num_seqs * width, min(whole, 512))\n"
+            "        draft = PlanBuilder(self._epoch, self._step, left)\n",
         ),
         _RESERVED_BEFORE,
     ),
@@ -52,10 +54,11 @@ MUTANTS = (
         "reserve-for-every-slot-without-a-floor",
         "2.4: budget equal to the decode demand still makes progress",
         (
-            SCHEDULER,
+            PLANNER,
             _LIMIT,
-            "        whole, width = self.limits.max_num_batched_tokens, 1 + self.limits.max_drafts\n"
-            "        budget = Budget(max(whole - self.limits.max_num_seqs * width, 0))\n",
+            "        whole, width = self._limits.max_num_batched_tokens, 1 + self._limits.max_drafts\n"
+            "        left = max(whole - self._limits.max_num_seqs * width, 0)\n"
+            "        draft = PlanBuilder(self._epoch, self._step, left)\n",
         ),
         _RESERVED_BEFORE,
     ),
@@ -63,11 +66,12 @@ MUTANTS = (
         "reserve-for-every-decode",
         "2.4: budget equal to the decode demand still makes progress",
         (
-            SCHEDULER,
+            PLANNER,
             _LIMIT,
-            "        table, width = self.slots, 1 + self.limits.max_drafts\n"
-            "        decoding = int((table.running & (table.length - table.computed == 1)).sum())\n"
-            "        budget = Budget(max(self.limits.max_num_batched_tokens - decoding * width, 0))\n",
+            "        table, width = self._slots, 1 + self._limits.max_drafts\n"
+            "        decoding = int((table.running & (table.num_planned - table.num_computed == 1)).sum())\n"
+            "        left = max(self._limits.max_num_batched_tokens - decoding * width, 0)\n"
+            "        draft = PlanBuilder(self._epoch, self._step, left)\n",
         ),
         _RESERVED_BEFORE,
     ),
@@ -89,9 +93,9 @@ MUTANTS = (
         "prefills-go-first",
         "2.2: a decode is left out only in rotation",
         (
-            SCHEDULER,
+            PLANNER,
             _DECODES,
-            "        self._continue_prefills(rows, budget, draft)\n        self._decode(rows, budget, draft)\n",
+            "        self._continue_prefills(rows, draft)\n        self._decode(rows, draft)\n",
         ),
     ),
     mutant(
@@ -115,38 +119,35 @@ MUTANTS = (
     mutant(
         "an-unfinished-prefill-starves",
         "2.2: every request advances",
-        (SCHEDULER, "        if len(decoding) >= budget.left:\n            decoding = rows\n", ""),
+        (PLANNER, "        if len(decoding) >= draft.budget.left:\n            decoding = rows\n", ""),
     ),
     mutant(
         "an-aborted-request-is-charged",
         "2.3: what an aborted request was charged in the same pass is refunded",
         (
-            SCHEDULER,
-            "        self._take_back_aborted(draft)\n        rows = self._make_room(self.slots.ready(), draft)\n",
-            "        for request in self._aborting:\n"
-            "            budget.take(1 if request.state is State.RUNNING else 0)\n"
-            "        self._take_back_aborted(draft)\n"
-            "        rows = self._make_room(self.slots.ready(), draft)\n",
+            PLANNER,
+            "        self._revoke(aborting, draft)\n",
+            "        for request in aborting:\n"
+            "            draft.budget.take(1 if request.state is State.RUNNING else 0)\n"
+            "        self._revoke(aborting, draft)\n",
         ),
     ),
     mutant(
         "a-preempted-request-is-charged",
         "2.3: what a preempted request was charged in the same pass is refunded",
         (
-            SCHEDULER,
-            "        self._decode(rows, budget, draft)\n",
-            "        budget.take(int(self.slots.draining.sum()))\n        self._decode(rows, budget, draft)\n",
+            PLANNER,
+            "        self._decode(rows, draft)\n",
+            "        draft.budget.take(int(self._slots.draining.sum()))\n        self._decode(rows, draft)\n",
         ),
     ),
     mutant(
         "a-cached-prefix-is-charged",
         "2.1: the chunk is charged after the cached prefix",
         (
-            SCHEDULER,
-            "            self._prefill(slot, budget, draft)\n            slot = self.slots.free_slot()\n",
-            "            budget.take(int(self.slots.computed[slot]))\n"
-            "            self._prefill(slot, budget, draft)\n"
-            "            slot = self.slots.free_slot()\n",
+            ADMISSIONS,
+            "        chunk = draft.budget.take(request.num_tokens - cached)\n",
+            "        draft.budget.take(cached)\n        chunk = draft.budget.take(request.num_tokens - cached)\n",
         ),
     ),
     mutant(
@@ -162,6 +163,10 @@ MUTANTS = (
     mutant(
         "a-new-residency-is-charged-for-drafts-of-the-one-before",
         "2.1: the charge is the request's real number of drafts",
-        ("scheduling/slots.py", "= self.registered[slot] = self.drafts_ready[slot] = 0", "= self.registered[slot] = 0"),
+        (
+            "scheduling/slots.py",
+            "= self.num_registered[slot] = self.drafts_ready[slot] = 0",
+            "= self.num_registered[slot] = 0",
+        ),
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants import (
+    admissions,
     blocks,
     budget,
     disagg,
@@ -23,6 +24,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *signalling.MUTANTS,
     *token_zero.MUTANTS,
     *budget.MUTANTS,
+    *admissions.MUTANTS,
     *blocks.MUTANTS,
     *golden_stream.MUTANTS,
     *restarts.MUTANTS,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import mutant
 
-SCHEDULER = "scheduling/scheduler.py"
-OUTPUTS = "engine/outputs.py"
+PLANNER = "scheduling/planner.py"
+OUTPUTS = "scheduling/output_side.py"
 INPUTS = "runner/inputs.py"
 BATCH = "runner/batch.py"
 RUNNER = "runner/runner.py"
@@ -30,15 +30,19 @@ MUTANTS = (
     mutant(
         "a-prefix-counts-as-computed-to-the-last-token",
         "4: the last token is always computed, it yields the next one",
-        ("scheduling/prefixes.py", "        upto = len(tokens) - 1\n", "        upto = len(tokens)\n"),
+        (
+            "scheduling/prefixes.py",
+            "(request.num_tokens - 1) // self.hasher.block_size",
+            "request.num_tokens // self.hasher.block_size",
+        ),
     ),
     mutant(
         "a-cached-prefix-is-one-block-too-long",
         "4: what was not computed is not skipped",
         (
-            SCHEDULER,
-            "                cached = len(matched) * self.limits.block_size\n",
-            "                cached = min((len(matched) + 1) * self.limits.block_size, len(tokens) - 1)\n",
+            "scheduling/admissions.py",
+            "        cached = first * self._limits.block_size\n",
+            "        cached = min((first + 1) * self._limits.block_size, request.num_tokens - 1)\n",
         ),
     ),
     mutant(
@@ -56,14 +60,14 @@ MUTANTS = (
         "4: neither rejected drafts nor their KV exist",
         (
             OUTPUTS,
-            "            self._scheduler.set_back(slots, np.where(sampled, plan.num_drafts[rows] - accepted, 0))\n",
+            "            slots.num_planned[rows_of] -= rejected\n            slots.num_computed[rows_of] -= rejected\n",
             "",
         ),
     ),
     mutant(
         "set-back-leaves-the-kv-of-rejected-drafts",
         "4: neither rejected drafts nor their KV exist",
-        (SCHEDULER, "        self.slots.computed[rows] -= rejected\n", ""),
+        (OUTPUTS, "            slots.num_computed[rows_of] -= rejected\n", ""),
     ),
     mutant(
         "a-row-begins-where-the-plan-hoped",
@@ -116,7 +120,7 @@ MUTANTS = (
     mutant(
         "penalties-take-a-return-for-a-prompt",
         "4: after a preemption only the client's prompt is the prompt",
-        ("scheduling/plan.py", "prompt_len=len(request.spec.prompt),", "prompt_len=len(tokens),"),
+        ("scheduling/plan.py", "prompt_len=request.prompt_len,", "prompt_len=request.num_tokens,"),
     ),
     mutant(
         "a-new-residency-keeps-stale-penalties",
@@ -136,15 +140,15 @@ MUTANTS = (
     mutant(
         "a-stop-token-inside-accepted-drafts-is-ignored",
         "4: a text ends at its stop token, in whatever column it comes",
-        (OUTPUTS, "& (columns < counts[:, None])\n", "& (columns == counts[:, None] - 1)\n"),
+        (OUTPUTS, "dtype=np.int32) < counts[:, None]\n", "dtype=np.int32) == counts[:, None] - 1\n"),
     ),
     mutant(
         "one-token-above-the-limit",
         "4: a text has at most max_tokens tokens",
         (
             "scheduling/requests.py",
-            "min(len(spec.prompt) + spec.params.max_tokens, max_model_len)",
-            "min(len(spec.prompt) + spec.params.max_tokens + 1, max_model_len)",
+            "min(self.prompt_len + spec.params.max_tokens, max_model_len)",
+            "min(self.prompt_len + spec.params.max_tokens + 1, max_model_len)",
         ),
     ),
     mutant(
@@ -152,23 +156,23 @@ MUTANTS = (
         "4: a text has max_tokens tokens unless it stops before",
         (
             OUTPUTS,
-            "full = table.known[slots] >= table.limit[slots]",
-            "full = table.known[slots] >= table.limit[slots] - 1",
+            "full = slots.num_tokens[rows] >= slots.limit[rows]",
+            "full = slots.num_tokens[rows] >= slots.limit[rows] - 1",
         ),
     ),
     mutant(
         "accepted-drafts-pass-the-limit",
         "4: a text has at most max_tokens tokens, accepted drafts included",
-        (OUTPUTS, "        counts = np.minimum(counts, table.limit[slots] - table.known[slots])\n", ""),
-        (SCHEDULER, "np.minimum(ready, slots.limit[rows] - slots.length[rows] - 1)", "ready"),
+        (OUTPUTS, "        counts = np.minimum(counts, slots.limit[rows] - slots.num_tokens[rows])\n", ""),
+        (PLANNER, "np.minimum(ready, slots.limit[rows] - slots.num_planned[rows] - 1)", "ready"),
     ),
     mutant(
         "the-context-limit-is-ignored",
         "4: prompt and output fit the context",
         (
             "scheduling/requests.py",
-            "min(len(spec.prompt) + spec.params.max_tokens, max_model_len)",
-            "len(spec.prompt) + spec.params.max_tokens",
+            "min(self.prompt_len + spec.params.max_tokens, max_model_len)",
+            "self.prompt_len + spec.params.max_tokens",
         ),
     ),
 )

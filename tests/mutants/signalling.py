@@ -7,12 +7,15 @@ from tests.mutants.mutant import mutant
 SIGNALS = "signals.py"
 POSTPROCESS = "ops/numpy_sampling.py"
 SCHEDULER = "scheduling/scheduler.py"
-OUTPUTS = "engine/outputs.py"
+PLANNER = "scheduling/planner.py"
+ADMISSIONS = "scheduling/admissions.py"
+RESIDENCIES = "scheduling/residencies.py"
+OUTPUTS = "scheduling/output_side.py"
 RUNNER = "runner/runner.py"
 ENGINE = "engine/core.py"
 DEVICE = "engine/device.py"
 
-_STALE_TAKE_BACK = "            if output.gens[slot] != gen or table.gen[slot] != gen:\n"
+_STALE_TAKE_BACK = "            if output.gens[slot] != gen or slots.gen[slot] != gen:\n"
 
 MUTANTS = (
     mutant(
@@ -54,16 +57,16 @@ MUTANTS = (
         "requeue-without-waiting",
         "1.2: a request leaves DRAINING only on the -9 of its own gen",
         (
-            SCHEDULER,
-            "        draft.take_back(slot, int(self.slots.gen[slot]))\n",
-            "        draft.take_back(slot, int(self.slots.gen[slot]))\n"
-            "        if not request.abort_wanted:\n"
-            "            self.released(slot)\n",
+            PLANNER,
+            "                self._residencies.preempt(self._choose_victim(), draft)\n",
+            "                victim = self._choose_victim()\n"
+            "                self._residencies.preempt(victim, draft)\n"
+            "                self._admissions.wait(self._residencies.release(victim))\n",
         ),
         (
             OUTPUTS,
             _STALE_TAKE_BACK,
-            "            if output.gens[slot] != gen or table.gen[slot] != gen or not table.draining[slot]:\n",
+            "            if output.gens[slot] != gen or slots.gen[slot] != gen or not slots.draining[slot]:\n",
         ),
     ),
     mutant(
@@ -71,17 +74,17 @@ MUTANTS = (
         "1.2: a release answers the revocation of its own step",
         (
             OUTPUTS,
-            "        self._scheduler.answered(plan.step)\n",
-            "        self._scheduler.answered(plan.step)\n"
-            "        for slot in np.flatnonzero(self._scheduler.slots.draining).tolist():\n"
-            "            request = self._scheduler.slots.requests[slot]\n"
+            "        answered(plan.step)\n",
+            "        answered(plan.step)\n"
+            "        for slot in np.flatnonzero(self._slots.draining).tolist():\n"
+            "            request = self._slots.requests[slot]\n"
             "            if request is not None and not request.abort_wanted and request.ended is None:\n"
-            "                self._scheduler.released(slot)\n",
+            "                self._on_released(self._residencies.release(slot))\n",
         ),
         (
             OUTPUTS,
             _STALE_TAKE_BACK,
-            "            if output.gens[slot] != gen or table.gen[slot] != gen or not table.draining[slot]:\n",
+            "            if output.gens[slot] != gen or slots.gen[slot] != gen or not slots.draining[slot]:\n",
         ),
     ),
     mutant(
@@ -110,8 +113,8 @@ MUTANTS = (
         "1.1: delivered tokens are all that were generated before the -9",
         (
             OUTPUTS,
-            "occupied = (table.running[plan.slots] | table.draining[plan.slots]) & ~table.ended[plan.slots]",
-            "occupied = table.running[plan.slots]",
+            "occupied = (slots.running[plan.slots] | slots.draining[plan.slots]) & ~slots.ended[plan.slots]",
+            "occupied = slots.running[plan.slots]",
         ),
     ),
     mutant(
@@ -131,7 +134,11 @@ MUTANTS = (
     mutant(
         "an-error-swallows-the-other-rows",
         "1.3: an error in one row never swallows another row",
-        (OUTPUTS, "healthy = kinds != Outcome.ERROR", "healthy = (kinds != Outcome.ERROR) & (not output.errors)"),
+        (
+            OUTPUTS,
+            "healthy = outcomes.kinds[rows_of] != Outcome.ERROR",
+            "healthy = (outcomes.kinds[rows_of] != Outcome.ERROR) & (not output.errors)",
+        ),
     ),
     mutant(
         "an-error-hides-a-release",
@@ -149,6 +156,11 @@ MUTANTS = (
         (RUNNER, "& (np.arange(width) <= accepted[:, None])).any", "& (np.arange(width) >= 0)).any"),
     ),
     mutant(
+        "an-error-hides-that-its-slot-was-released",
+        "1.3: a slot leaves on its -9, whatever else went wrong",
+        (SIGNALS, "        if not released[slot]:\n", "        if True:\n"),
+    ),
+    mutant(
         "a-draining-slot-counts-as-free",
         "1.4: while DRAINING a request keeps its slot",
         ("scheduling/slots.py", "free = ~self.occupied", "free = ~(self.running | self.loading)"),
@@ -157,15 +169,9 @@ MUTANTS = (
         "what-to-prefill-is-fixed-before-the-release",
         "1.4: what is to prefill on return is computed after the -9",
         (
-            SCHEDULER,
-            "        draft.take_back(slot, int(self.slots.gen[slot]))\n",
-            "        draft.take_back(slot, int(self.slots.gen[slot]))\n"
-            "        request.generated = self.slots.generated(slot)\n",
-        ),
-        (
-            SCHEDULER,
-            "        request.generated = self.slots.generated(slot)\n        request.slot = None\n",
-            "        request.slot = None\n",
+            OUTPUTS,
+            "            request.tokens.append(token_ids)\n",
+            "            if slots.running[slot]:\n                request.tokens.append(token_ids)\n",
         ),
     ),
     mutant(
@@ -190,12 +196,12 @@ MUTANTS = (
         "frames-keyed-by-slot-only",
         "1.5: outputs apply only if the gen matches",
         (OUTPUTS, "same_runner = output.gens[plan.slots] == plan.gens", "same_runner = np.full(len(plan.slots), True)"),
-        (OUTPUTS, "same_here = (table.gen[plan.slots] == plan.gens) & occupied", "same_here = occupied"),
+        (OUTPUTS, "same_here = (slots.gen[plan.slots] == plan.gens) & occupied", "same_here = occupied"),
     ),
     mutant(
         "no-gen-check-of-rows-here",
         "1.5: outputs apply only if the gen matches the slot's present residency",
-        (OUTPUTS, "same_here = (table.gen[plan.slots] == plan.gens) & occupied", "same_here = occupied"),
+        (OUTPUTS, "same_here = (slots.gen[plan.slots] == plan.gens) & occupied", "same_here = occupied"),
     ),
     mutant(
         "no-gen-check-of-rows-at-the-runner",
@@ -205,7 +211,7 @@ MUTANTS = (
     mutant(
         "no-gen-check-of-releases",
         "1.2: a request leaves DRAINING only on the -9 of its own gen",
-        (OUTPUTS, _STALE_TAKE_BACK, "            if table.gen[slot] != gen:\n"),
+        (OUTPUTS, _STALE_TAKE_BACK, "            if slots.gen[slot] != gen:\n"),
     ),
     mutant(
         "a-new-residency-keeps-the-gen",
@@ -217,43 +223,42 @@ MUTANTS = (
         "1.6: a request whose last token was in flight while DRAINING is not requeued",
         (
             OUTPUTS,
-            "            if reason is not None:\n",
-            "            if reason is not None and table.running[slot]:\n",
+            "            if ends[index]:\n",
+            "            if ends[index] and slots.running[slot]:\n",
         ),
     ),
     mutant(
         "ended-while-draining-is-requeued-on-its-release",
         "1.6: a request whose last token was in flight while DRAINING is not requeued",
         (
-            SCHEDULER,
+            RESIDENCIES,
             "        if request.ended is not None:\n            request.advance(Event.RELEASED_ENDED)\n        elif",
             "        if",
         ),
+        (OUTPUTS, "            if request.ended is None:\n", "            if not request.abort_wanted:\n"),
     ),
     mutant(
         "abort-while-draining-frees-at-once",
         "1.7: abort frees everything exactly once, a draining slot on its -9",
         (
             SCHEDULER,
-            "        if request.state is State.RUNNING:\n            self._aborting.append(request)\n",
-            "        if request.state is State.DRAINING:\n"
-            "            self.slots.vacate(self._slot_of(request))\n"
-            "            self._forget(request, FinishReason.ABORT)\n"
-            "            return True\n"
-            "        if request.state is State.RUNNING:\n"
-            "            self._aborting.append(request)\n",
+            "        else:\n            if request.state is State.RUNNING:\n",
+            "        elif request.state is State.DRAINING and request.slot is not None:\n"
+            "            self._residencies.slots.vacate(request.slot)\n"
+            "            self._ended(request, FinishReason.ABORT)\n"
+            "        else:\n            if request.state is State.RUNNING:\n",
         ),
         (
             OUTPUTS,
             _STALE_TAKE_BACK,
-            "            if output.gens[slot] != gen or table.gen[slot] != gen or not table.draining[slot]:\n",
+            "            if output.gens[slot] != gen or slots.gen[slot] != gen or not slots.draining[slot]:\n",
         ),
     ),
     mutant(
         "abort-while-draining-is-forgotten",
         "1.7: abort is prompt in every state",
         (
-            SCHEDULER,
+            RESIDENCIES,
             "        elif request.abort_wanted:\n            request.advance(Event.RELEASED_ABORTED)\n",
             "        elif request.abort_wanted and request.preemptions == 0:\n"
             "            request.advance(Event.RELEASED_ABORTED)\n",
@@ -262,12 +267,12 @@ MUTANTS = (
     mutant(
         "an-aborted-waiting-request-is-prefilled",
         "1.7: a waiting request leaves at once, never prefilled",
-        (SCHEDULER, "            self.waiting.remove(request)\n", ""),
+        (ADMISSIONS, "        self._waiting.remove(request)\n        self._offloading", "        self._offloading"),
     ),
     mutant(
         "abort-of-a-running-request-waits-for-its-end",
         "1.7: abort is prompt in every state",
-        (SCHEDULER, "            self._aborting.append(request)\n", "            pass\n"),
+        (SCHEDULER, "                self._aborting.append(request)\n", "                pass\n"),
     ),
     mutant(
         "no-watchdog",
@@ -289,8 +294,8 @@ MUTANTS = (
         "1.9: no negative id reaches a client",
         (
             OUTPUTS,
-            "self._delta(request, tuple(block[index, :count].tolist()), reason, given[:count] if given else None)",
-            "self._delta(request, tuple(block[index].tolist()), reason, given[:count] if given else None)",
+            "token_ids = tuple(delivered if count == width else delivered[:count])",
+            "token_ids = tuple(delivered)",
         ),
     ),
 )

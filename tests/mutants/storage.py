@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from tests.mutants.mutant import mutant
 
-SCHEDULER = "scheduling/scheduler.py"
-STORAGE = "scheduling/storage.py"
+ADMISSIONS = "scheduling/admissions.py"
+RESIDENCIES = "scheduling/residencies.py"
+OFFLOADING = "scheduling/kv_offloading.py"
+OPERATIONS = "scheduling/kv_operations.py"
 SLOTS = "scheduling/slots.py"
 CORE = "engine/core.py"
 KV_OFFLOAD = "engine/kv_offload.py"
@@ -33,41 +35,43 @@ MUTANTS = (
         "5.1: a stalled store does not move the p99 of planning",
         (
             CORE,
-            "            for completion in self._kv.completions():\n",
-            "            self._kv.wait(1.0)\n            for completion in self._kv.completions():\n",
+            "        for completion in self._kv.completions():\n",
+            "        self._kv.wait(1.0)\n        for completion in self._kv.completions():\n",
         ),
     ),
     mutant(
         "free-while-a-load-is-in-flight",
         "3.2: a block leaves fenced only when no storage operation writes it; an aborted load still does",
-        (STORAGE, "        self._pool.pin(loading.blocks)\n", ""),
-        (STORAGE, "        self._pool.unpin(loading.blocks)\n", ""),
+        (OFFLOADING, "first),\n            frozen(blocks),\n", "first),\n"),
     ),
     mutant(
         "free-while-a-save-reads",
         "3.2: a block leaves fenced only when no storage operation reads it",
-        (STORAGE, "        self._pool.pin(copied)\n", ""),
-        (STORAGE, "        self._pool.unpin(blocks)\n", ""),
+        (OFFLOADING, "len(keys)),\n            copied,\n", "len(keys)),\n"),
     ),
     mutant(
         "blocks-of-a-load-stay-pinned",
         "3.6: at idle every gauge equals its value at start",
-        (STORAGE, "        self._pool.unpin(loading.blocks)\n", ""),
+        (
+            OPERATIONS,
+            "        if blocks is not None:\n            self._pool.unpin",
+            '        if blocks is not None and kind.__name__ != "_Loading":\n            self._pool.unpin',
+        ),
     ),
     mutant(
         "unsettled-blocks-are-saved",
         "3.5 and 5.2: only settled blocks of a victim are stored",
-        (SCHEDULER, "complete = int(self.slots.registered[slot])\n", "complete = len(request.chain)\n"),
+        (RESIDENCIES, "complete = int(self.slots.num_registered[slot])\n", "complete = len(request.chain)\n"),
     ),
     mutant(
         "a-load-in-part-is-taken-as-whole",
         "5.4: what did not arrive is computed, never used",
-        (STORAGE, "count = min(answer.blocks, len(loading.keys))", "count = len(loading.keys)"),
+        (OFFLOADING, "count = min(answer.blocks, len(loading.keys))", "count = len(loading.keys)"),
     ),
     mutant(
         "a-loaded-slot-is-not-announced",
         "5.2: on return the loaded prefix is used, the rest recomputed",
-        (SCHEDULER, "        self._arrived.append(slot)\n", ""),
+        (RESIDENCIES, "        self._arrived.append(slot)\n", ""),
     ),
     mutant(
         "the-digest-is-not-checked",
@@ -105,8 +109,8 @@ MUTANTS = (
         "5.3: keys chain over the tenant's salt: change it, no hit",
         (
             "scheduling/prefixes.py",
-            "self.hasher.extend(request.chain, request.root, tokens, upto)",
-            'self.hasher.extend(request.chain, self.hasher.root(""), tokens, upto)',
+            "self.hasher.extend(request.chain, request.root, ",
+            'self.hasher.extend(request.chain, self.hasher.root(""), ',
         ),
     ),
     mutant(
@@ -136,17 +140,15 @@ MUTANTS = (
     mutant(
         "the-answer-of-an-abandoned-load-counts",
         "1.7: what a request that left was waiting for changes nothing",
-        (STORAGE, "        if request.load != answer.operation:\n", "        if False:\n"),
+        (OFFLOADING, "        if request.load != answer.operation:\n", "        if False:\n"),
     ),
     mutant(
         "who-is-aborted-during-a-lookup-comes-back",
         "1.7: abort is prompt in every state",
         (
-            SCHEDULER,
-            "            self.waiting.remove(request)\n            if self.storage",
-            "            if request.lookup is None:\n"
-            "                self.waiting.remove(request)\n"
-            "            if self.storage",
+            ADMISSIONS,
+            "        self._waiting.remove(request)\n        self._offloading",
+            "        if request.lookup is None:\n            self._waiting.remove(request)\n        self._offloading",
         ),
     ),
     mutant(
@@ -157,7 +159,7 @@ MUTANTS = (
     mutant(
         "who-looks-up-is-not-waited-for",
         "5.2: the longest stored prefix is loaded",
-        (SCHEDULER, "            if request.lookup is not None:\n", "            if False:\n"),
+        (ADMISSIONS, "        if operation is not None:\n", "        if operation not in (None, request.lookup):\n"),
     ),
     mutant(
         "nothing-expires",
@@ -191,11 +193,11 @@ MUTANTS = (
     mutant(
         "loading-is-never-weighed",
         "5.6: the engine measures both and decides",
-        ("scheduling/tradeoff.py", "load * self._trust < recompute", "True"),
+        ("scheduling/load_or_recompute.py", "load * self._trust < recompute", "True"),
     ),
     mutant(
         "stored-for-ever-although-a-lookup-missed-it",
         "5.5: a store may forget; what it forgot is stored again",
-        (STORAGE, "        for key in keys[answer.total :]:\n", "        for key in ():\n"),
+        (OFFLOADING, "        self.not_stored(looked_up.keys[answer.total :])\n", ""),
     ),
 )

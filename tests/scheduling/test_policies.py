@@ -1,111 +1,325 @@
-"""Who comes first, and who is taken back."""
+"""Who comes first, and who is preempted."""
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fd_core.scheduling.policies import FairShare, Priority
-from fd_core.scheduling.requests import Request
-from fd_core.scheduling.slots import SlotTable
-from fd_core.scheduling.victims import Cheapest, Youngest
+from fd_core.config import Limits
+from fd_core.scheduling.policies import FairShare, Priority, SchedulingPolicy
+from fd_core.scheduling.requests import QueuedRequest, Request
+from fd_core.scheduling.scheduler import Scheduler
+from fd_core.scheduling.victims import FewestTokens, LatestArrival, RunningRequests
 from fd_core.scheduling.waiting import WaitingQueue
 from fd_core.types import RequestSpec, SamplingParams
+from tests.scheduling.driving import commit, output_of, planned
 
 
-def request(arrival: int, tenant: str = "", cost: int = 10, priority: int = 0) -> Request:
+def request(arrival: int, tenant: str = "", prompt: int = 1, max_tokens: int = 9) -> Request:
     spec = RequestSpec(
-        request_id=str(arrival),
-        prompt=(1,),
-        params=SamplingParams(max_tokens=cost - 1),
-        tenant=tenant,
-        priority=priority,
+        request_id=str(arrival), prompt=(1,) * prompt, params=SamplingParams(max_tokens=max_tokens), tenant=tenant
     )
-    return Request(spec, arrival, 1000, b"")
+    return Request(spec, arrival, 100_000, b"")
 
 
-def table(lengths: list[int], *, returned: list[bool] | None = None, gained: list[int] | None = None) -> SlotTable:
-    slots = SlotTable(len(lengths), 1000, 16)
-    for slot, length in enumerate(lengths):
-        entry = request(slot)
-        entry.preemptions = int(bool(returned and returned[slot]))
-        slots.occupy(slot, entry, np.zeros(length, np.int32))
-        slots.known[slot] += gained[slot] if gained else 0
-    return slots
+class Queue:
+    """Requests that arrive, are admitted in turn and end, as a scheduler's do; each generates `uses` of its tokens."""
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self.policy = policy
+        self.waiting = WaitingQueue(policy)
+        self.running: list[Request] = []
+        self._arrivals = itertools.count()
+
+    def add(self, tenant: str, prompt: int = 1, max_tokens: int = 9) -> Request:
+        made = request(next(self._arrivals), tenant, prompt, max_tokens)
+        self.policy.arrived(made.queued())
+        self.waiting.push(made)
+        return made
+
+    def admit(self) -> Request:
+        chosen = self.waiting.first()
+        assert chosen is not None
+        self.waiting.remove(chosen)
+        self.policy.admitted(chosen.queued())
+        self.waiting.turn_changed(chosen)
+        self.running.append(chosen)
+        return chosen
+
+    def end(self, running: Request, uses: int = 0) -> None:
+        running.tokens.append((5,) * uses)
+        self.running.remove(running)
+        self._ended(running)
+
+    def abort_waiting(self, waiting: Request) -> None:
+        self.waiting.remove(waiting)
+        self._ended(waiting)
+
+    def preempt(self, running: Request, after: int = 0) -> None:
+        running.tokens.append((5,) * after)
+        running.preemptions += 1
+        self.running.remove(running)
+        self.waiting.push(running)
+
+    def _ended(self, ended: Request) -> None:
+        self.policy.ended(ended.queued(), ended.num_tokens)
+        self.waiting.turn_changed(ended)
+
+    def turns(self, count: int, uses: dict[str, int]) -> Counter[str]:
+        """Serve `count` requests one by one, of tenants that always have another; returns how often it was whose."""
+        served: Counter[str] = Counter()
+        for _ in range(count):
+            chosen = self.admit()
+            tenant = chosen.spec.tenant
+            served[tenant] += 1
+            self.add(tenant, chosen.prompt_len, chosen.limit - chosen.prompt_len)
+            self.end(chosen, uses[tenant])
+        return served
+
+
+# An equal share for each tenant -------------------------------------------------------------------------------
 
 
 def test_a_tenant_with_many_requests_does_not_delay_one_with_few() -> None:
-    policy = FairShare()
-    queue = WaitingQueue(policy)
-    for arrival in range(10):
-        queue.push(request(arrival, "greedy"))
-    queue.push(request(10, "modest"))
-    order = []
-    while (next_one := queue.pop()) is not None:
-        assert next_one.rank is not None
-        policy.admitted(next_one, next_one.rank)
-        order.append(next_one.spec.tenant)
-    assert order.index("modest") <= 1
+    queue = Queue(FairShare())
+    for _ in range(10):
+        queue.add("greedy")
+    queue.add("modest")
+    assert "modest" in [queue.admit().spec.tenant for _ in range(2)]
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(2, 50)), min_size=3, max_size=60))
-def test_backlogged_tenants_get_equal_service(arrivals: list[tuple[str, int]]) -> None:
-    policy = FairShare()
-    queue = WaitingQueue(policy)
-    left = {tenant: 0 for tenant, _ in arrivals}
-    for index, (tenant, cost) in enumerate(arrivals):
-        queue.push(request(index, tenant, cost))
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50), st.integers(0, 50)), min_size=3, max_size=60))
+def test_backlogged_tenants_get_equal_service_whatever_they_ask_for(arrivals: list[tuple[str, int, int]]) -> None:
+    queue = Queue(FairShare())
+    uses: dict[int, int] = {}
+    left: Counter[str] = Counter()
+    for tenant, prompt, generated in arrivals:
+        made = queue.add(tenant, prompt, 50)
+        uses[made.arrival] = generated
         left[tenant] += 1
     served = dict.fromkeys(left, 0)
     while all(left.values()):
-        chosen = queue.pop()
-        assert chosen is not None
-        assert chosen.rank is not None
-        policy.admitted(chosen, chosen.rank)
-        served[chosen.spec.tenant] += chosen.limit
+        chosen = queue.admit()
         left[chosen.spec.tenant] -= 1
-        assert max(served.values()) - min(served.values()) <= 2 * 50
+        queue.end(chosen, uses[chosen.arrival])
+        served[chosen.spec.tenant] += chosen.num_tokens
+        assert max(served.values()) - min(served.values()) <= 2 * 100
 
 
-def test_an_idle_tenant_saves_nothing_up() -> None:
+def test_asking_for_many_tokens_costs_a_tenant_nothing() -> None:
+    queue = Queue(FairShare())
+    queue.add("modest", 10, 100)
+    queue.add("grand", 10, 32_000)
+    served = queue.turns(100, {"modest": 20, "grand": 20})
+    assert abs(served["modest"] - served["grand"]) <= 2
+
+
+def test_a_tenant_that_uses_more_gets_fewer_turns() -> None:
+    queue = Queue(FairShare())
+    queue.add("short", 10, 1000)
+    queue.add("long", 10, 1000)
+    served = queue.turns(200, {"short": 10, "long": 190})
+    assert served["long"] * 200 == pytest.approx(served["short"] * 20, rel=0.2)
+
+
+def test_many_at_a_time_are_charged_what_outputs_usually_are() -> None:
+    """With all slots taken nobody has ended yet, so nothing is corrected: the charge must be near the truth."""
+    queue = Queue(FairShare())
+    queue.add("any", 10, 1000)
+    queue.turns(60, {"any": 20})
+    queue.end(queue.admit(), 20)
+    for _ in range(80):
+        queue.add("long prompts", 100, 1000)
+        queue.add("short prompts", 40, 1000)
+    served = Counter(queue.admit().spec.tenant for _ in range(60))
+    tokens = {"long prompts": served["long prompts"] * 120, "short prompts": served["short prompts"] * 60}
+    assert tokens["long prompts"] == pytest.approx(tokens["short prompts"], abs=240)
+
+
+def test_a_tenant_that_was_idle_saved_nothing_up() -> None:
+    queue = Queue(FairShare())
+    queue.add("busy", 100, 100)
+    queue.turns(50, {"busy": 100})
+    for _ in range(10):
+        queue.add("busy", 100, 100)
+        queue.add("was idle", 100, 100)
+    served = [queue.admit().spec.tenant for _ in range(10)]
+    assert 4 <= served.count("busy") <= 6
+
+
+def test_a_debt_is_not_forgiven_by_a_pause() -> None:
+    """A tenant that took much at once goes on behind the others, though it had nothing to ask for meanwhile."""
+    queue = Queue(FairShare())
+    queue.add("other", 10, 100)
+    queue.add("greedy", 10, 20_000)
+    first, second = queue.admit(), queue.admit()
+    greedy = first if first.spec.tenant == "greedy" else second
+    queue.end(greedy, 10_000)
+    queue.add("greedy", 10, 100)
+    for _ in range(10):
+        queue.add("other", 10, 100)
+    assert {queue.admit().spec.tenant for _ in range(10)} == {"other"}
+
+
+def test_whoever_left_the_queue_unserved_is_charged_nothing() -> None:
+    queue = Queue(FairShare())
+    for _ in range(20):
+        queue.abort_waiting(queue.add("impatient", 1000, 1000))
+    queue.add("impatient")
+    queue.add("other")
+    assert queue.admit().spec.tenant == "impatient", "the first to come of two whose clocks are equal"
+
+
+def test_an_abort_gives_back_what_was_charged_and_not_used() -> None:
+    queue = Queue(FairShare())
+    queue.add("a", 10, 1000)
+    queue.add("b", 10, 1000)
+    served = []
+    for _ in range(12):
+        chosen = queue.admit()
+        served.append(chosen.spec.tenant)
+        queue.add(chosen.spec.tenant, 10, 1000)
+        queue.end(chosen, 0 if chosen.spec.tenant == "a" else 110)
+    assert served.count("a") > 4 * served.count("b"), "a uses 10 tokens a request, b 120"
+
+
+def test_a_preempted_request_returns_before_every_other_and_is_charged_once() -> None:
+    queue = Queue(FairShare())
+    first = queue.add("a", 10, 50)
+    queue.add("b", 10, 50)
+    assert queue.admit() is first
+    queue.preempt(first, after=20)
+    assert queue.admit() is first, "although it is b's turn"
+    queue.end(first, 10)
+    queue.add("a", 10, 50)
+    assert queue.admit().spec.tenant == "b"
+    assert queue.admit().spec.tenant == "a"
+
+
+def test_the_end_of_a_request_that_was_preempted_corrects_its_tenants_turn() -> None:
+    queue = Queue(FairShare())
+    first = queue.add("a", 10, 256)
+    queue.admit()
+    queue.preempt(first)
+    queue.admit()
+    other = queue.add("b", 10, 100)
+    queue.admit()
+    waiting = {tenant: queue.add(tenant, 10, 10) for tenant in "ab"}
+    assert queue.waiting.first() is waiting["b"], "charged 110 tokens beside 266"
+    queue.end(first, 1)
+    assert queue.waiting.first() is waiting["a"], "it used 11"
+    queue.end(other, 0)
+    assert queue.waiting.first() is waiting["b"], "it used 10"
+
+
+def test_tenants_are_forgotten_once_nobody_competes() -> None:
     policy = FairShare()
-    for arrival in range(5):
-        early = request(arrival, "busy")
-        policy.admitted(early, policy.rank(early))
-    late_busy, late_idle = request(5, "busy"), request(6, "idle")
-    assert policy.rank(late_busy)[0] - policy.rank(late_idle)[0] <= 10
+    queue = Queue(policy)
+    for index in range(100):
+        queue.add(f"tenant {index}", 10, 100)
+        queue.end(queue.admit(), index % 30)
+    assert not policy._clocks
+    assert not policy._charges
+    assert not policy._unfinished
+
+
+def test_a_scheduler_gives_tenants_equal_turns_whatever_they_ask_for() -> None:
+    """With one slot, requests of 20 tokens: the tenant that asks for 32,000 gets as many turns as the one with 100."""
+    limits = Limits(
+        max_num_seqs=1,
+        max_num_batched_tokens=64,
+        max_model_len=40_000,
+        block_size=64,
+        num_kv_blocks=1000,
+        vocab_size=100,
+    )
+    scheduler = Scheduler(limits, FairShare(), FewestTokens(), None)
+    for index in range(40):
+        for tenant, max_tokens in (("grand", 32_000), ("modest", 100)):
+            params = SamplingParams(max_tokens=max_tokens, stop_token_ids=(51,))
+            scheduler.add(RequestSpec(request_id=f"{tenant} {index}", prompt=(1, 2), params=params, tenant=tenant))
+    ended: list[str] = []
+    while len(ended) < 40:
+        plan = planned(scheduler)
+        (running,) = filter(None, scheduler.probe().slots.requests)
+        deltas = commit(scheduler, plan, output_of(scheduler, plan, 51 if running.num_generated == 19 else 50))
+        ended += [delta.request_id.split()[0] for delta in deltas if delta.finish_reason is not None]
+    assert abs(ended.count("grand") - 20) <= 1
+
+
+# What policies see --------------------------------------------------------------------------------------------
+
+
+def test_a_policy_learns_of_a_request_what_may_matter_to_it() -> None:
+    made = request(3, "t", prompt=4, max_tokens=20)
+    assert made.queued() == QueuedRequest(3, 4, 20, 0, "t", False)
+    made.tokens.append((1, 2))
+    made.preemptions = 1
+    assert made.queued() == QueuedRequest(3, 6, 18, 0, "t", True)
 
 
 def test_a_preempted_request_keeps_its_rank() -> None:
-    queue = WaitingQueue(FairShare())
-    first = request(0, "a")
-    queue.push(first)
+    queue = Queue(Priority())
+    first = queue.add("")
     rank = first.rank
-    assert queue.pop() is first
-    queue.push(request(1, "b"))
-    queue.push(first)
+    assert queue.admit() is first
+    queue.add("")
+    queue.preempt(first)
     assert first.rank == rank
-    assert queue.pop() is first
+    assert queue.admit() is first
+
+
+# Victims ------------------------------------------------------------------------------------------------------
+
+
+def running(num_tokens: list[int], *, preempted: list[int] | None = None, gained: int = 0) -> RunningRequests:
+    rows = len(num_tokens)
+    return RunningRequests(
+        slots=np.arange(rows) + 10,
+        arrivals=np.arange(rows),
+        priorities=np.zeros(rows, np.int64),
+        num_tokens=np.array(num_tokens, np.int32),
+        num_gained=np.full(rows, gained, np.int32),
+        preempted_before=np.isin(np.arange(rows), preempted or []),
+        block_size=16,
+    )
 
 
 def test_only_the_least_important_are_expendable() -> None:
-    slots = table([5, 5, 5])
-    slots.priority[:] = [0, 3, 3]
-    assert Priority().expendable(slots, np.arange(3)).tolist() == [1, 2]
+    three = running([5, 5, 5])
+    three.priorities[:] = [0, 3, 3]
+    assert Priority().expendable(three).tolist() == [1, 2]
+
+
+def test_some_of_the_running_requests_are_seen_with_all_that_is_known_of_them() -> None:
+    three = running([9, 4, 7], preempted=[2], gained=3)
+    three.priorities[:] = [0, 5, 6]
+    two = three.only(np.array([2, 1]))
+    assert two.slots.tolist() == [12, 11]
+    assert two.arrivals.tolist() == [2, 1]
+    assert two.priorities.tolist() == [6, 5]
+    assert two.num_tokens.tolist() == [7, 4]
+    assert two.num_gained.tolist() == [3, 3]
+    assert two.preempted_before.tolist() == [True, False]
+    assert two.block_size == 16
 
 
 def test_the_victim_has_the_fewest_tokens_and_is_the_youngest_of_equals() -> None:
-    assert Cheapest().choose(table([9, 4, 7, 4]), np.arange(4)) == 3
+    assert FewestTokens().choose(running([9, 4, 7, 4])) == 3
 
 
-def test_a_request_that_just_came_back_is_spared() -> None:
-    slots = table([9, 4, 7], returned=[False, True, False])
-    assert Cheapest().choose(slots, np.arange(3)) == 2
-    assert Cheapest().choose(slots, np.array([1])) == 1
-    slots.known[1] += 16
-    assert Cheapest().choose(slots, np.arange(3)) == 1
+def test_a_request_that_just_came_back_is_spared_until_it_filled_a_block() -> None:
+    assert FewestTokens().choose(running([9, 4, 7], preempted=[1])) == 2
+    assert FewestTokens().choose(running([9, 4, 7], preempted=[0, 1, 2])) == 1, "somebody has to go"
+    assert FewestTokens().choose(running([9, 4, 7], preempted=[1], gained=15)) == 2
+    assert FewestTokens().choose(running([9, 4, 7], preempted=[1], gained=16)) == 1
 
 
 def test_lifo_takes_the_latest_arrival() -> None:
-    assert Youngest().choose(table([9, 4, 7]), np.arange(3)) == 2
+    assert LatestArrival().choose(running([9, 4, 7])) == 2
+    assert LatestArrival().choose(running([9, 4, 7]).only(np.array([1, 0]))) == 0

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import numpy as np
+import msgspec
 import pytest
 
 from fd_core.config import Limits
 from fd_core.errors import BadRequest
+from fd_core.kv.effects import NO_EFFECTS, Cancel, Found, Load, Loaded, LoadPaceMeasured, Lookup, PrefillPaceMeasured
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.scheduling.drafts import DraftControl
-from fd_core.scheduling.policies import Fcfs, Policy, Priority
+from fd_core.scheduling.kv_offloading import KeepKV
+from fd_core.scheduling.policies import Fcfs, Priority, SchedulingPolicy
 from fd_core.scheduling.scheduler import Scheduler
-from fd_core.scheduling.victims import Youngest
-from fd_core.types import FinishReason, RequestSpec, SamplingParams, StepPlan
+from fd_core.scheduling.victims import LatestArrival
+from fd_core.types import Delta, FinishReason, RequestSpec, SamplingParams, StepPlan
+from tests.scheduling.driving import answer, num_draining, num_loading, num_running, output_of, planned, take_effects
 
 HASHER = PrefixHasher(block_size=4, identity="m")
 
 
-def scheduler(policy: Policy | None = None, hasher: PrefixHasher | None = None, **changes: int) -> Scheduler:
+def scheduler(
+    policy: SchedulingPolicy | None = None,
+    hasher: PrefixHasher | None = None,
+    drafts: DraftControl | None = None,
+    **changes: int,
+) -> Scheduler:
     values = {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 16,
@@ -26,8 +34,8 @@ def scheduler(policy: Policy | None = None, hasher: PrefixHasher | None = None, 
         "num_kv_blocks": 20,
         "vocab_size": 100,
     }
-    made = Scheduler(Limits(**(values | changes)), policy or Fcfs(), Youngest(), hasher)
-    made._forecast.share = 0.0  # nothing is kept in reserve, so that shortages come soon
+    made = Scheduler(Limits(**(values | changes)), policy or Fcfs(), LatestArrival(), hasher, drafts=drafts)
+    made.probe().control.forecast.share = 0.0  # nothing is kept in reserve, so that shortages come soon
     return made
 
 
@@ -40,28 +48,8 @@ def spec(name: str, length: int = 6, max_tokens: int = 8, priority: int = 0, fir
     )
 
 
-def planned(scheduler: Scheduler) -> StepPlan:
-    plan = scheduler.plan()
-    assert plan is not None
-    assert plan.total_tokens <= scheduler.limits.max_num_batched_tokens
-    return plan
-
-
-def answer(scheduler: Scheduler, plan: StepPlan, token: int = 50) -> None:
-    """Apply the least that a healthy output would."""
-    table = scheduler.slots
-    for row, slot in enumerate(plan.slots.tolist()):
-        if plan.samples[row]:
-            table.tokens[slot, table.known[slot]] = token
-            table.known[slot] += 1
-    scheduler.settle(plan.slots.astype(np.intp), plan.starts + plan.num_tokens)
-    scheduler.answered(plan.step)
-    for back in plan.revocations:
-        scheduler.released(back.slot)
-
-
 def test_an_idle_scheduler_has_no_plan() -> None:
-    assert scheduler().plan() is None
+    assert scheduler().plan() == (None, NO_EFFECTS)
 
 
 def test_prefill_is_chunked_to_the_budget_and_samples_only_at_its_end() -> None:
@@ -85,28 +73,36 @@ def test_decodes_come_before_prefills() -> None:
 
 
 def test_a_budget_equal_to_the_decode_demand_serves_decodes_and_an_unfinished_prefill_in_turn() -> None:
-    s = scheduler(max_num_batched_tokens=2)
-    s.add(spec("a", length=1, max_tokens=20))
+    """The second decode comes from a load, which needs no budget, while the prefill is under way."""
+    limits = msgspec.structs.replace(scheduler().limits, max_num_batched_tokens=2)
+    s = Scheduler(limits, Fcfs(), LatestArrival(), HASHER, keep_kv=KeepKV())
+    s.add(spec("decodes", length=1, max_tokens=20))
     answer(s, planned(s))
-    s.add(spec("b", length=12))
+    s.add(spec("loads", length=5, max_tokens=20, first=50))
+    s.add(spec("prefills", length=20, first=70))
+    for effect in take_effects(s):
+        assert isinstance(effect, Lookup)
+        stored = 1 if len(effect.keys) == 1 else 0
+        s.complete(Found(effect.operation, stored, stored))
     answer(s, planned(s))
-    s.limits = Limits(
-        **{name: getattr(s.limits, name) for name in s.limits.__struct_fields__} | {"max_num_batched_tokens": 1}
-    )
-    served = []
-    for _ in range(6):
+    (load,) = take_effects(s)
+    assert isinstance(load, Load)
+    s.complete(Loaded(load.operation, 1))
+    assert (num_running(s), num_loading(s)) == (3, 0)
+    served: list[int] = []
+    for _ in range(9):
         plan = planned(s)
         served += plan.slots.tolist()
         answer(s, plan)
-    assert served.count(0) == served.count(1) == 3
+    assert (len(served), min(served.count(slot) for slot in range(3))) == (18, 4)
 
 
 def test_the_smallest_budget_makes_progress() -> None:
     s = scheduler(max_num_batched_tokens=1)
     s.add(spec("a", length=3, max_tokens=4))
-    for _ in range(6):
-        answer(s, planned(s))
-    assert s.slots.known[0] == 3 + 4
+    deltas = [delta for _ in range(6) for delta in answer(s, planned(s))]
+    assert sum(len(delta.token_ids) for delta in deltas) == 4
+    assert not s.has_work
 
 
 def test_a_request_that_was_aborted_in_the_same_pass_is_not_charged() -> None:
@@ -151,7 +147,7 @@ def test_blocks_that_are_fenced_are_waited_for_before_another_victim_is_taken() 
     in_flight = [planned(s)]
     taken = 0
     for _ in range(40):
-        plan = s.plan()
+        plan, _ = s.plan()
         if plan is not None:
             in_flight.append(plan)
             taken += len(plan.revocations)
@@ -160,7 +156,7 @@ def test_blocks_that_are_fenced_are_waited_for_before_another_victim_is_taken() 
         if len(in_flight) > 1 or plan is None:
             answer(s, in_flight.pop(0))
     assert taken == 1
-    assert s.pool.num_fenced > 0, "the step in flight still touches the victim's blocks"
+    assert s.probe().pool.num_fenced > 0, "the step in flight still touches the victim's blocks"
     while in_flight:
         answer(s, in_flight.pop(0))
     s.check_integrity()
@@ -171,7 +167,7 @@ def test_priority_goes_first_and_is_taken_back_last() -> None:
     s.add(spec("low", priority=5))
     s.add(spec("high", priority=-1))
     plan = planned(s)
-    occupant = s.slots.requests[int(plan.slots[0])]
+    occupant = s.probe().slots.requests[int(plan.slots[0])]
     assert occupant is not None
     assert occupant.spec.request_id == "high"
 
@@ -191,22 +187,82 @@ def test_a_prompt_that_fills_the_context_is_refused_with_the_numbers() -> None:
         scheduler().add(spec("a", length=40))
 
 
+def test_what_add_abort_and_complete_decide_is_returned_by_the_next_plan_or_commit() -> None:
+    s = Scheduler(scheduler().limits, Fcfs(), LatestArrival(), HASHER, keep_kv=KeepKV())
+    s.add(spec("a"))
+    plan, effects = s.plan()
+    (lookup,) = effects.operations
+    assert (plan, type(lookup)) == (None, Lookup)
+    assert s.plan() == (None, NO_EFFECTS), "it is returned once"
+    s.complete(Found(1, 0, 0))
+    plan, effects = s.plan()
+    assert plan is not None
+    assert effects is NO_EFFECTS
+    s.add(spec("b", first=50))
+    s.abort("b")
+    _, effects = s.commit(plan, output_of(s, plan))
+    assert [type(effect) for effect in effects.operations] == [Lookup, Cancel]
+    assert s.has_work
+
+
+def test_an_abort_of_a_request_that_waits_ends_it_at_once() -> None:
+    s = scheduler()
+    s.add(spec("a"))
+    assert s.abort("a") == Delta("a", finish_reason=FinishReason.ABORT)
+    assert s.abort("a") is None
+    assert (s.has_work, s.request_ids(), s.plan()) == (False, [], (None, NO_EFFECTS))
+    assert s.stats().outputs.finished[FinishReason.ABORT] == 1
+
+
+def test_an_abort_of_a_running_request_ends_it_with_its_release() -> None:
+    s = scheduler()
+    s.add(spec("a"))
+    answer(s, planned(s))
+    assert s.abort("a") is None
+    assert answer(s, planned(s)) == [Delta("a", finish_reason=FinishReason.ABORT)]
+    assert not s.has_work
+
+
+def test_load_or_recompute_is_told_once_with_the_plan_that_decided() -> None:
+    s = Scheduler(scheduler().limits, Fcfs(), LatestArrival(), HASHER, keep_kv=KeepKV())
+    s.add(spec("a", length=9))
+    s.plan()
+    s.complete(PrefillPaceMeasured(0.001))
+    s.complete(LoadPaceMeasured(host_block=1.0))
+    s.complete(Found(1, 2, 2))
+    plan, effects = s.plan()
+    assert plan is not None
+    (decision,) = effects.decisions
+    assert (decision.request_id, decision.load, decision.num_tokens) == ("a", False, 8)
+    assert s.commit(plan, output_of(s, plan))[1] == NO_EFFECTS
+
+
+def test_prefixes_that_the_device_came_to_hold_and_lost_are_told_once() -> None:
+    s = Scheduler(scheduler().limits, Fcfs(), LatestArrival(), HASHER, kv_events=True)
+    s.add(spec("a", length=9, max_tokens=1))
+    plan, effects = s.plan()
+    assert plan is not None
+    assert not effects.events
+    _, effects = s.commit(plan, output_of(s, plan))
+    assert len(effects.events) == 1
+    assert s.plan() == (None, NO_EFFECTS)
+    s.probe().pool.forget_prefixes()
+    assert len(s.plan()[1].events) == 1
+
+
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(BadRequest, match="no tokens"):
         scheduler().add(spec("a", length=0))
 
 
-def test_a_new_stay_is_not_charged_for_the_drafts_of_the_one_before() -> None:
-    s = scheduler(max_num_seqs=1, max_drafts=3)
-    s.drafts = DraftControl(1, 3, cheap_tokens=100)
-    s.add(spec("a", length=1, max_tokens=8))
+def test_a_new_residency_is_not_charged_for_the_drafts_of_the_one_before() -> None:
+    s = scheduler(max_num_seqs=1, max_drafts=3, drafts=DraftControl(1, 3, cheap_tokens=100))
+    s.add(spec("a", length=1, max_tokens=1))
     first = planned(s)
-    s.drafts_are_ready(np.array([3], np.int32), first.step)
-    s.finish(0, FinishReason.STOP)
-    s.answered(first.step)
+    s.commit(first, output_of(s, first, drafts_ready=3))
     s.add(spec("b", length=1, max_tokens=8, first=50))
-    s.plan()
-    assert s.slots.drafts_ready.tolist() == [0]
+    plan = planned(s)
+    assert (plan.num_tokens.tolist(), s.probe().slots.drafts_ready.tolist()) == ([1], [0])
 
 
 def test_blocks_come_free_with_the_answer_to_the_last_step_that_touches_them() -> None:
@@ -217,22 +273,21 @@ def test_blocks_come_free_with_the_answer_to_the_last_step_that_touches_them() -
     planned(s)
     free = []
     for plan in steps:
-        free.append(s.pool.num_free)
-        s.answered(plan.step)
-    assert [*free, s.pool.num_free] == [8, 8, 10]
+        free.append(s.probe().pool.num_free)
+        s.probe().pool.answered(plan.step)
+    assert [*free, s.probe().pool.num_free] == [8, 8, 10]
 
 
 def test_a_prefix_that_matched_is_not_evicted_to_make_room_behind_it() -> None:
     s = scheduler(hasher=HASHER, num_kv_blocks=10, max_num_batched_tokens=32)
     s.add(spec("a", length=17, max_tokens=1))
     answer(s, planned(s))
-    s.finish(0, FinishReason.LENGTH)
-    assert (s.pool.num_cached, s.pool.num_free) == (4, 10)
+    assert (s.probe().pool.num_cached, s.probe().pool.num_free) == (4, 10)
     s.add(spec("other", length=23, first=50))
     s.add(spec("again", length=19))
     plan = planned(s)
     assert len(plan.admissions) == 1, "nothing but its own prefix is left for the second one, so it waits"
-    assert s.pool.num_cached == 4
+    assert s.probe().pool.num_cached == 4
     s.check_integrity()
 
 
@@ -244,9 +299,9 @@ def test_a_request_waits_for_its_release_before_it_may_return() -> None:
     while not (in_flight and in_flight[-1].revocations):
         if len(in_flight) == 2:
             answer(s, in_flight.pop(0))
-        if (plan := s.plan()) is not None:
+        if (plan := s.plan()[0]) is not None:
             in_flight.append(plan)
-    assert (s.num_running, s.num_draining, len(s.waiting)) == (2, 1, 0)
+    assert (num_running(s), num_draining(s), len(s.probe().waiting)) == (2, 1, 0)
     while in_flight:
         answer(s, in_flight.pop(0))
-    assert (s.num_draining, len(s.waiting)) == (0, 1)
+    assert (num_draining(s), len(s.probe().waiting)) == (0, 1)

@@ -18,17 +18,18 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from fd_core.config import ServerConfig
 from fd_core.engine.client import EngineClient
-from fd_core.engine.messages import Abort, ClientMessage, Delta, EngineInfo, EngineStats, StepEvents, Submit
+from fd_core.engine.messages import Abort, ClientMessage, EngineInfo, EngineStats, StepEvents, Submit
 from fd_core.engine.streams import StreamingClient
 from fd_core.kv.blocks import BlockStats
-from fd_core.kv.effects import Outcome
+from fd_core.scheduling.counters import SchedulerCounters
 from fd_core.scheduling.drafts import DraftStats
-from fd_core.scheduling.scheduler import SchedulerStats
+from fd_core.scheduling.slots import SlotStats
+from fd_core.scheduling.stats import SchedulerStats
 from fd_core.server.serve import bind_socket, serve_http
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.token_bytes import Decoding
 from fd_core.text.tokenizer import Tokenizer
-from fd_core.types import FinishReason, RequestSpec, TokenLogprobs
+from fd_core.types import Delta, FinishReason, PrefillOutcome, RequestSpec, TokenLogprobs
 from tests.text.small_tokenizers import byte_characters
 
 EOS = 256
@@ -91,7 +92,7 @@ class FakeClient(StreamingClient):
         self.fail_after: int | None = None
         """Tokens after which a request fails with an error."""
         self.cached_tokens = 0
-        self.prefill: Outcome | None = None
+        self.prefill: PrefillOutcome | None = None
         """What becomes of prompts that others compute."""
         self.specs: list[RequestSpec] = []
         self.aborts: list[str] = []
@@ -159,9 +160,12 @@ class FakeClient(StreamingClient):
 
     def _statistics(self) -> EngineStats:
         return EngineStats(
-            scheduler=SchedulerStats(running=len(self.live), preemptions=3),
-            blocks=BlockStats(total=40, used=len(self.live)),
-            drafts=DraftStats(proposed_per_position=(9, 7), accepted_per_position=(6, 2)),
+            scheduler=SchedulerStats(
+                slots=SlotStats(running=len(self.live)),
+                counters=SchedulerCounters(preemptions=3),
+                blocks=BlockStats(total=40, used=len(self.live)),
+                drafts=DraftStats(proposed_per_position=(9, 7), accepted_per_position=(6, 2)),
+            )
         )
 
 

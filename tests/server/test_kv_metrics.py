@@ -9,8 +9,9 @@ from prometheus_client.registry import Collector
 
 from fd_core.engine.messages import EngineStats
 from fd_core.kv.tiers.stats import TierStats
-from fd_core.scheduling.storage import StorageCounters
-from fd_core.scheduling.tradeoff import Pace
+from fd_core.scheduling.kv_offloading import OffloadCounters
+from fd_core.scheduling.load_or_recompute import Pace
+from fd_core.scheduling.stats import SchedulerStats
 from fd_core.server.metrics import engine_families
 
 KV = TierStats(
@@ -54,7 +55,7 @@ def test_without_kv_outside_the_device_there_are_no_metrics_of_it() -> None:
 
 
 def test_what_the_tiers_know_is_told() -> None:
-    told = metrics(EngineStats(kv=KV, pace=Pace(prefill_token=0.002, store_block=0.5)))
+    told = metrics(EngineStats(kv=KV, scheduler=SchedulerStats(pace=Pace(prefill_token=0.002, store_block=0.5))))
     assert told["fdcore_kv_host_bytes"] == 300
     assert told["fdcore_kv_host_limit_bytes"] == 1000
     assert told["fdcore_kv_store_pending_bytes"] == 77
@@ -81,5 +82,5 @@ def test_without_a_store_nothing_is_said_of_one() -> None:
 
 
 def test_statistics_survive_the_way_to_the_server() -> None:
-    stats = EngineStats(kv=KV, pace=Pace(host_block=0.25), storage=StorageCounters(loads=2))
+    stats = EngineStats(kv=KV, scheduler=SchedulerStats(pace=Pace(host_block=0.25), offload=OffloadCounters(loads=2)))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(stats), type=EngineStats) == stats

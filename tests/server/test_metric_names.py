@@ -5,7 +5,9 @@ from __future__ import annotations
 from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.engine.messages import EngineStats, LeaseStats
 from fd_core.metrics import declared_metrics
-from fd_core.scheduling.tradeoff import Pace
+from fd_core.scheduling.kv_transferring import TransferCounters
+from fd_core.scheduling.load_or_recompute import Pace
+from fd_core.scheduling.stats import SchedulerStats
 from fd_core.server.metrics import ServerMetrics
 from tests.server.fakes import FakeClient
 from tests.server.test_kv_metrics import KV
@@ -86,7 +88,13 @@ PROMISED = {
 
 def served(leases: LeaseStats) -> dict[str, tuple[str, list[str]]]:
     client = FakeClient()
-    client._stats = EngineStats(kv=KV, pace=Pace(), leases=leases, drafts=client._statistics().drafts)
+    client._stats = EngineStats(
+        kv=KV,
+        leases=leases,
+        scheduler=SchedulerStats(
+            pace=Pace(), drafts=client._statistics().scheduler.drafts, transfers=TransferCounters()
+        ),
+    )
     metrics = ServerMetrics(client)
     metrics.answers["/health", 200] = 1
     return {

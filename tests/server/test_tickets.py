@@ -12,7 +12,8 @@ from prometheus_client.registry import Collector
 from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.disagg.ticket import sign_ticket
 from fd_core.engine.messages import EngineStats, LeaseStats
-from fd_core.scheduling.transfers import TransferCounters
+from fd_core.scheduling.kv_transferring import TransferCounters
+from fd_core.scheduling.stats import SchedulerStats
 from fd_core.server.metrics import engine_families
 from tests.server.fakes import FakeClient, LiveServer, live
 
@@ -89,10 +90,10 @@ def test_a_prefill_worker_generates_nothing_but_says_where_it_is_reached(path: s
         assert server.get("/ready").status == 200
 
 
-def lines(stats: LeaseStats | None) -> list[str]:
+def lines(stats: LeaseStats | None, transfers: TransferCounters | None = None) -> list[str]:
     class Leases(Collector):
         def collect(self):
-            return engine_families(EngineStats(leases=stats))
+            return engine_families(EngineStats(leases=stats, scheduler=SchedulerStats(transfers=transfers)))
 
     registry = CollectorRegistry()
     registry.register(Leases())
@@ -102,20 +103,16 @@ def lines(stats: LeaseStats | None) -> list[str]:
 def test_the_metrics_of_either_side() -> None:
     assert not [line for line in lines(None) if line.startswith(("fdcore_kv_lease", "fdcore_prefills"))]
     shown = lines(
-        LeaseStats(
-            open=2,
-            transfers=TransferCounters(outcomes={"lost": 3}, fetched_tokens=7),
-            receiver=ReceiverStats(bytes=9),
-        )
+        LeaseStats(open=2, receiver=ReceiverStats(bytes=9)),
+        TransferCounters(outcomes={"lost": 3}, fetched_tokens=7),
     )
     assert "fdcore_kv_leases_open 2.0" in shown
     assert 'fdcore_prefills_elsewhere_total{outcome="lost"} 3.0' in shown
     assert 'fdcore_prefills_elsewhere_total{outcome="transferred"} 0.0' in shown
     assert "fdcore_kv_fetched_tokens_total 7.0" in shown
     shown = lines(
-        LeaseStats(
-            transfers=TransferCounters(sent_blocks=4), sender=SenderStats(ended={"confirmed": 5}, refused={"busy": 1})
-        )
+        LeaseStats(sender=SenderStats(ended={"confirmed": 5}, refused={"busy": 1})),
+        TransferCounters(sent_blocks=4),
     )
     assert 'fdcore_kv_leases_ended_total{how="confirmed"} 5.0' in shown
     assert 'fdcore_kv_leases_refused_total{reason="busy"} 1.0' in shown

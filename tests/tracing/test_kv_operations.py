@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fd_core.config import Limits
-from fd_core.kv.effects import Cancel, Fetch, Fetched, Load, Loaded, Save, Saved
+from fd_core.kv.effects import Cancel, Effects, Fetch, Fetched, Load, Loaded, Save, Saved
 from fd_core.scheduling.gauges import SchedulerGauges
 from fd_core.tracing.format import StepLine, TraceHeader
 from fd_core.tracing.kv_operations import KVTrace
@@ -55,7 +55,7 @@ def load(operation: int, slot: int) -> Load:
 
 
 def test_a_slot_is_loading_from_the_effect_to_its_completion(run: Run) -> None:
-    run.kv.began([load(1, 2)])
+    run.kv.began(Effects((load(1, 2),)))
     run.step()
     run.kv.ended(Loaded(1, 2, 1))
     run.step()
@@ -67,10 +67,17 @@ def test_a_slot_is_loading_from_the_effect_to_its_completion(run: Run) -> None:
 
 def test_the_slot_of_an_aborted_load_belongs_to_its_next_request(run: Run) -> None:
     """The blocks of an abandoned load stay with it until its completion; the slot does not."""
-    run.kv.began([load(1, 0)])
-    run.kv.began([Cancel(1), Cancel(1)])
+    run.kv.began(Effects((load(1, 0),)))
+    run.kv.began(
+        Effects(
+            (
+                Cancel(1),
+                Cancel(1),
+            )
+        )
+    )
     run.step()
-    run.kv.began([load(2, 0)])
+    run.kv.began(Effects((load(2, 0),)))
     run.kv.ended(Loaded(1, 0))
     run.step()
     run.kv.ended(Loaded(2, 3))
@@ -82,7 +89,7 @@ def test_the_slot_of_an_aborted_load_belongs_to_its_next_request(run: Run) -> No
 
 @pytest.mark.parametrize("outcome, loaded", [("transferred", 3), ("lost", 0)])
 def test_a_fetch_from_a_prefill_worker_is_a_load(run: Run, outcome: str, loaded: int) -> None:
-    run.kv.began([Fetch(7, "host:1", PrefillJob(b"", 0), BLOCKS, slot=1, request_id="far")])
+    run.kv.began(Effects((Fetch(7, "host:1", PrefillJob(b"", 0), BLOCKS, slot=1, request_id="far"),)))
     run.step()
     run.kv.ended(Fetched(7, outcome))  # type: ignore[arg-type]
     run.step()
@@ -92,7 +99,14 @@ def test_a_fetch_from_a_prefill_worker_is_a_load(run: Run, outcome: str, loaded:
 
 
 def test_saves_are_told_and_strange_completions_are_not(run: Run) -> None:
-    run.kv.began([Save(3, KEYS, BLOCKS, True), Cancel(99)])
+    run.kv.began(
+        Effects(
+            (
+                Save(3, KEYS, BLOCKS, True),
+                Cancel(99),
+            )
+        )
+    )
     for completion in (Saved(3, 2), Saved(4, 1), Loaded(5, 1), Fetched(6, "lost")):
         run.kv.ended(completion)
     run.step()

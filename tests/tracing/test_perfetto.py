@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fd_core.engine.messages import EngineStats
-from fd_core.kv.effects import Loaded
+from fd_core.kv.effects import Effects, Loaded
 from fd_core.tracing.perfetto import perfetto_events, perfetto_json
 from fd_core.tracing.reader import TraceContents, read_trace
 from tests.cli.test_trace import fdcore, kept, trace_of  # noqa: F401 - `kept` is a fixture
@@ -82,10 +82,10 @@ def test_a_run_under_pressure_follows_the_format_and_adds_up(run: tuple[Path, En
     events = events_of(trace)
     check(events)
     steps = [event for event in events if event.get("cat") == "step"]
-    assert len(steps) == stats.scheduler.steps
-    assert sum(event["args"]["budget used"] for event in steps) == stats.scheduler.budget_used
+    assert len(steps) == stats.scheduler.counters.steps
+    assert sum(event["args"]["budget used"] for event in steps) == stats.scheduler.counters.budget_used
     counted = [event["args"] for event in events if event["name"] == "tokens per step"]
-    assert sum(sum(args.values()) for args in counted) == stats.scheduler.budget_used
+    assert sum(sum(args.values()) for args in counted) == stats.scheduler.counters.budget_used
     prefills = [event["args"]["tokens"] for event in events if event["name"] == "prefill"]
     assert sum(prefills) == sum(args["prefill"] for args in counted) > 0
     residencies = Counter(event["name"] for event in events if event.get("cat") == "residency")
@@ -115,14 +115,14 @@ def test_loads_have_a_slice_in_their_slot_and_one_of_their_own(kept: tuple[Path,
     events = events_of(trace)
     check(events)
     loads = [event for event in events if event.get("cat") == "load" and event["ph"] == "b"]
-    assert len(loads) == stats.storage.loads > 0
-    assert sum(event["args"]["loaded"] for event in loads) * 16 == stats.storage.loaded_tokens
+    assert len(loads) == stats.scheduler.offload.loads > 0
+    assert sum(event["args"]["loaded"] for event in loads) * 16 == stats.scheduler.offload.loaded_tokens
     assert any(event.get("cat") == "save" for event in events)
 
 
 def test_a_slot_that_loads_names_the_request_that_waits(tmp_path: Path) -> None:
     writing = Run(tmp_path / "t.jsonl")
-    writing.kv.began([load(1, 2)])
+    writing.kv.began(Effects((load(1, 2),)))
     writing.step()
     writing.step()
     writing.kv.ended(Loaded(1, 3, 1))

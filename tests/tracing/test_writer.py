@@ -16,14 +16,13 @@ import pytest
 
 from fd_core.config import EngineConfig, SpeculativeConfig
 from fd_core.engine.core import Engine, load_engine
-from fd_core.engine.messages import Delta
 from fd_core.errors import ConfigError
 from fd_core.scheduling.gauges import SchedulerGauges
 from fd_core.tracing import format as trace_format
 from fd_core.tracing import writer
 from fd_core.tracing.format import StepLine
 from fd_core.tracing.writer import StepRecord, line_of
-from fd_core.types import Admission, FinishReason, Revocation, SamplingParams, StepOutput, StepPlan
+from fd_core.types import Admission, Delta, FinishReason, Revocation, SamplingParams, StepOutput, StepPlan
 from tests.engine.helpers import golden, null_engine, random_specs, run
 from tests.engine.stepping import greedy
 from tests.engine.test_speculation import SPECS, speculating
@@ -67,16 +66,16 @@ def test_the_trace_adds_up_to_the_counters_under_preemption_and_speculation(path
     assert (header["model"], header["backend"], header["epoch"]) == ("null", "null", 1)
     assert header["limits"]["max_num_batched_tokens"] == 64
     assert abs(header["started"] - time.time()) < 60
-    assert [line.step for line in steps] == list(range(stats.scheduler.steps))
-    assert sum(line.budget for line in steps) == stats.scheduler.budget_used
+    assert [line.step for line in steps] == list(range(stats.scheduler.counters.steps))
+    assert sum(line.budget for line in steps) == stats.scheduler.counters.budget_used
     assert max(line.budget for line in steps) <= 64
-    assert sum(line.delivered for line in steps) == stats.outputs.generated_tokens
-    assert sum(len(line.revoked) for line in steps) == stats.scheduler.preemptions > 0
-    assert len(SPECS) < sum(len(line.admitted) for line in steps) <= len(SPECS) + stats.scheduler.preemptions
+    assert sum(line.delivered for line in steps) == stats.scheduler.outputs.generated_tokens
+    assert sum(len(line.revoked) for line in steps) == stats.scheduler.counters.preemptions > 0
+    assert len(SPECS) < sum(len(line.admitted) for line in steps) <= len(SPECS) + stats.scheduler.counters.preemptions
     # With two steps in flight some drafts are computed for a request that has just ended; the counters leave them out.
     drafted, accepted = (sum(total(getattr(line, name)) for line in steps) for name in ("drafted", "accepted"))
-    assert drafted == stats.drafts.proposed if depth == 1 else drafted >= stats.drafts.proposed
-    assert 0 < stats.drafts.accepted <= accepted < drafted
+    assert drafted == stats.scheduler.drafts.proposed if depth == 1 else drafted >= stats.scheduler.drafts.proposed
+    assert 0 < stats.scheduler.drafts.accepted <= accepted < drafted
     assert sorted(ended.request_id for line in steps for ended in line.finished) == sorted(golden(SPECS))
     assert all(sum(line.kv) <= 30 for line in steps)
     assert max(line.kv[0] for line in steps) > 20
@@ -175,16 +174,16 @@ def test_decisions_loads_and_saves_are_told_with_times_and_amounts(tmp_path: Pat
     _, steps, _ = lines_of(path)
     decisions = [decision for line in steps for decision in line.decisions]
     loads = [load for line in steps for load in line.loads]
-    assert len([decision for decision in decisions if decision.load]) == len(loads) == stats.storage.loads
+    assert len([decision for decision in decisions if decision.load]) == len(loads) == stats.scheduler.offload.loads
     assert {decision.request_id for decision in decisions} == {spec.request_id for spec in specs}
     assert (decisions[0].store_blocks, decisions[0].tokens, decisions[0].load_time) == (6, 96, None)
-    assert sum(load.loaded for load in loads) * 16 == stats.storage.loaded_tokens > 0
+    assert sum(load.loaded for load in loads) * 16 == stats.scheduler.offload.loaded_tokens > 0
     assert stats.kv is not None
     assert sum(load.from_host for load in loads) == stats.kv.loaded_blocks_host
     assert all(0 < load.began <= load.ended <= steps[-1].ended for load in loads)
     saves = [save for line in steps for save in line.saves]
     # What ends behind the last step is not told.
-    assert 0 < sum(save.saved for save in saves) * 16 <= stats.storage.saved_tokens
+    assert 0 < sum(save.saved for save in saves) * 16 <= stats.scheduler.offload.saved_tokens
     assert all(save.began <= save.ended for save in saves)
 
 
@@ -249,7 +248,7 @@ def test_dropped_steps_are_counted_and_the_next_one_says_who_is_there(
     steps(12)
     assert engine._trace is not None
     engine._trace._drain()
-    there = {request.spec.request_id for request in engine._scheduler.slots.requests if request is not None}
+    there = {request.spec.request_id for request in engine._scheduler.probe().slots.requests if request is not None}
     steps(9)
     engine.close()
     _, lines, [end] = lines_of(path)
@@ -343,7 +342,7 @@ def test_a_trace_stays_below_its_limit_and_says_what_it_left_out(path: Path, cap
     assert full == {"full": 4000}
     assert [line.step for line in steps] == list(range(len(steps)))
     assert len(steps) > 2
-    assert end["dropped"] == engine.stats().scheduler.steps - len(steps)
+    assert end["dropped"] == engine.stats().scheduler.counters.steps - len(steps)
     assert path.read_bytes().splitlines()[-2] == b'{"full":4000}'
     assert caplog.text.count("has reached its limit of 3.9 KiB") == 1
 
@@ -367,4 +366,4 @@ def test_any_limit_leaves_a_header_and_whole_lines(path: Path, limit: int) -> No
     [header], steps, ends = lines_of(path)
     assert header["epoch"] == 1
     assert len(ends) == 2
-    assert len(steps) + ends[1]["dropped"] == engine.stats().scheduler.steps
+    assert len(steps) + ends[1]["dropped"] == engine.stats().scheduler.counters.steps

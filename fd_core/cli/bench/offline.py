@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from fd_core.cli.bench.results import RequestTimes
-from fd_core.types import SamplingParams
+from fd_core.types import Delta, SamplingParams
 
 if TYPE_CHECKING:
     from fd_core.engine.llm import LLM
-    from fd_core.engine.messages import Delta
 
 __all__ = ["generate"]
 

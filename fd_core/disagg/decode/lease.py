@@ -6,7 +6,7 @@ import math
 
 from fd_core.disagg.lease import Action, Clock, DecodeEnd, Say, TakePiece, commit_digest, wanted
 from fd_core.disagg.messages import AbortLease, Alive, Commit, Confirm, Credit, FromPrefill, KVPiece, Open, Refuse
-from fd_core.kv.effects import Outcome
+from fd_core.types import PrefillOutcome
 
 __all__ = ["DecodeLease"]
 
@@ -16,7 +16,7 @@ class DecodeLease:
 
     def __init__(self, opening: Open, *, longest: float, now: float) -> None:
         """Want the pieces of an `opening` without a `flaw`; the lease is over after `longest` seconds."""
-        self.outcome: Outcome | None = None
+        self.outcome: PrefillOutcome | None = None
         self.cached = 0
         """Tokens whose KV the prefill side had in its prefix cache, known with its `Commit`."""
         self._opening = opening
@@ -115,9 +115,9 @@ class DecodeLease:
         self._clock.said(now)
         return [Say(Credit(self._opening.lease, len(self._copied)))]
 
-    def _break(self, outcome: Outcome, reason: str) -> list[Action]:
+    def _break(self, outcome: PrefillOutcome, reason: str) -> list[Action]:
         return [Say(AbortLease(self._opening.lease, reason)), *self._end(outcome, reason)]
 
-    def _end(self, outcome: Outcome, reason: str) -> list[Action]:
+    def _end(self, outcome: PrefillOutcome, reason: str) -> list[Action]:
         self.outcome = outcome
         return [DecodeEnd(outcome, reason)]

@@ -23,11 +23,12 @@ from fd_core.disagg.stats import ReceiverStats
 from fd_core.disagg.transfer import ENGINE_ENDS, KVTransfer
 from fd_core.disagg.wire import Unfit, Wire
 from fd_core.kv.block_format import BlockFormat
-from fd_core.kv.effects import Cancel, Completion, Effect, Fetch, Fetched, Outcome
+from fd_core.kv.effects import Cancel, Completion, Effect, Fetch, Fetched
 from fd_core.kv.pending import PendingOperations
 from fd_core.kv.port import CompletionQueue
 from fd_core.kv.stores.envelope import Damaged, Envelope
 from fd_core.ops.contract import KVCache
+from fd_core.types import PrefillOutcome
 
 __all__ = ["Receiver"]
 
@@ -145,7 +146,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         return completed
 
     def _complete_all(self, reason: str) -> None:
-        outcome: Outcome = "aborted" if reason == ENGINE_ENDS else "expired"
+        outcome: PrefillOutcome = "aborted" if reason == ENGINE_ENDS else "expired"
         for operation in self._pending.numbers():
             self._complete(Fetched(operation, outcome, reason=reason))
             self._loop.post(partial(self._abort, operation))
@@ -235,7 +236,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
                     self._end(lease, outcome, reason)
         self._due = min(self._due, lease.machine.next_tick)
 
-    def _end(self, lease: _DecodeSide, outcome: Outcome, reason: str) -> None:
+    def _end(self, lease: _DecodeSide, outcome: PrefillOutcome, reason: str) -> None:
         del self._leases[lease.opening.lease], self._names[lease.effect.operation]
         lease.to_copy.clear()
         lease.peer.leases.discard(lease.opening.lease)
@@ -244,7 +245,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         self._end_fetch(lease.effect, outcome, reason, lease.machine.cached, began=lease.began, last=lease.last_copy)
 
     def _end_fetch(
-        self, effect: Fetch, outcome: Outcome, reason: str, cached: int = 0, *, began: float, last: float
+        self, effect: Fetch, outcome: PrefillOutcome, reason: str, cached: int = 0, *, began: float, last: float
     ) -> None:
         self._complete(Fetched(effect.operation, outcome, cached, max(0.0, last - began), reason))
 

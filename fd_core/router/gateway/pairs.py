@@ -12,17 +12,17 @@ from yarl import URL
 from fd_core.disagg import keys
 from fd_core.disagg.ticket import OUTCOME_HEADER, TICKET_HEADER, sign_ticket
 from fd_core.errors import ConfigError
-from fd_core.kv.effects import Outcome
 from fd_core.router.gateway.config import GatewayConfig
 from fd_core.router.gateway.metrics import GatewayMetrics
 from fd_core.router.router import Router
 from fd_core.router.selection import Selection
+from fd_core.types import PrefillOutcome
 
 __all__ = ["NOT_TOLD", "Pairs", "ticket_key"]
 
 NOT_TOLD: Final = "not_told"
 """Outcome where the decode worker names none: it does not know tickets, or ignores them."""
-_OUTCOMES: Final = frozenset(get_args(Outcome))
+_OUTCOMES: Final = frozenset(get_args(PrefillOutcome))
 _FAILED: Final = frozenset({"lost", "expired", "damaged"})
 """Outcomes for which the prefill worker is at fault; `held` and `aborted` say nothing about it."""
 

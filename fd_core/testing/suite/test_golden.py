@@ -56,7 +56,7 @@ def test_a_shared_prefix_changes_no_text(target: Target, golden: Golden) -> None
     specs = [greedy(f"r{index}", [*prefix, index], 12) for index in range(5)]
     with target.engine(**ROOM) as engine:
         golden.check(specs, run(engine, specs).tokens)
-        assert engine.stats().scheduler.prefix_hits == 4 * 24
+        assert engine.stats().scheduler.counters.prefix_hits == 4 * 24
 
 
 @pytest.mark.parametrize("depth", thorough_but([1, 2, 3], 2))
@@ -64,9 +64,9 @@ def test_a_shared_prefix_changes_no_text(target: Target, golden: Golden) -> None
 def test_preemption_changes_no_text(target: Target, golden: Golden, keep: bool, depth: int) -> None:
     specs = [greedy(spec.request_id, spec.prompt[:20], 38) for spec in specs_of(target)]
     with target.engine(pipeline_depth=depth, save_preempted_kv=keep) as engine:
-        engine._scheduler._growth_with = lambda *_: 0  # type: ignore[method-assign]  # a back door: admit everybody
+        engine._scheduler.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # a back door: admit everybody
         golden.check(specs, run(engine, specs).tokens)
-        assert engine.stats().scheduler.preemptions > 0
+        assert engine.stats().scheduler.counters.preemptions > 0
 
 
 @pytest.mark.parametrize("wrong", thorough_but([0.0, 0.3, 1.0], 0.3))
@@ -77,9 +77,9 @@ def test_speculation_changes_no_text(target: Target, golden: Golden, k: int, wro
         golden.check(specs, run(engine, specs).tokens)
         stats = engine.stats()
     if wrong == 1.0:
-        assert stats.drafts.accepted == 0
+        assert stats.scheduler.drafts.accepted == 0
     elif wrong == 0.0 and target.ops.dtype == "float32":
-        assert stats.drafts.accepted > 0.8 * stats.drafts.proposed
+        assert stats.scheduler.drafts.accepted > 0.8 * stats.scheduler.drafts.proposed
 
 
 @pytest.mark.parametrize("k", thorough_but([0, 3], 3))

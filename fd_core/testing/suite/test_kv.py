@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from fd_core.kv.effects import Load, Save
 from fd_core.ops.contract import KVShape, Ops
+from fd_core.scheduling.requests import Request
 from fd_core.testing.arrays import Values, activations, assert_near
 from fd_core.testing.golden import Golden
 from fd_core.testing.layers import Geometry, LayerOn
@@ -91,12 +91,16 @@ def test_an_engine_goes_on_from_imported_blocks(target: Target, golden: Golden) 
     with target.engine(max_model_len=40) as first:
         run(first, [spec])
         cache = first._device.runner.cache
-        names = first._scheduler.pool._cached
+        names = first._scheduler.probe().pool._cached
         assert names, "nothing was cached"
         data = cache.export_blocks(np.arange(cache.num_blocks, dtype=np.int32))
         tables = first._device.runner._batch.tables[0].copy()
     with target.engine(max_model_len=40) as second:
-        cache, pool, hasher = second._device.runner.cache, second._scheduler.pool, second._scheduler.prefixes.hasher
+        cache, pool, hasher = (
+            second._device.runner.cache,
+            second._scheduler.probe().pool,
+            second._scheduler.probe().prefixes.hasher,
+        )
         assert hasher is not None
         chain: list[bytes] = []
         hasher.extend(chain, hasher.root(""), np.array(spec.prompt, np.int32), len(spec.prompt) - 1)
@@ -112,7 +116,9 @@ def test_an_engine_goes_on_from_imported_blocks(target: Target, golden: Golden) 
         pool.release(moved, -1)
         pool.release(spare, -1)
         texts = run(second, [spec])
-        assert second.stats().scheduler.prefix_hits == len(chain) * hasher.block_size, "what was imported was not used"
+        assert second.stats().scheduler.counters.prefix_hits == len(chain) * hasher.block_size, (
+            "what was imported was not used"
+        )
     golden.check([spec], texts.tokens)
 
 
@@ -120,27 +126,20 @@ def test_an_engine_goes_on_from_imported_blocks(target: Target, golden: Golden) 
 def test_texts_survive_a_preemption_whose_kv_is_restored(target: Target, golden: Golden, depth: int) -> None:
     specs = [greedy(f"r{index}", range(index, index + 14), 40) for index in range(3)]
     with target.engine(pipeline_depth=depth, save_preempted_kv=True, num_kv_blocks=18) as engine:
-        effects: list[type] = []
-        engine._scheduler._growth_with = lambda *_: 0  # type: ignore[method-assign]  # a back door: admit everybody
-        take = engine._scheduler.take_effects
-
-        def watched() -> list[object]:
-            taken = take()
-            effects.extend(type(effect) for effect in taken)
-            return taken  # type: ignore[return-value]  # the same list
-
-        engine._scheduler.take_effects = watched  # type: ignore[method-assign,assignment]  # a back door
+        probe = engine._scheduler.probe()
+        probe.control.growth = lambda *_: 0  # type: ignore[method-assign]  # a back door: admit everybody
         # What a preempted request finds again in the pool needs no copy, so nothing stays there.
-        release = engine._scheduler.released
+        release = probe.residencies.release
 
-        def forgetting(slot: int) -> object:
+        def forgetting(slot: int) -> Request:
             request = release(slot)
-            engine._scheduler.pool.forget_prefixes()
+            probe.pool.forget_prefixes()
             return request
 
-        engine._scheduler.released = forgetting  # type: ignore[method-assign,assignment]  # a back door
+        probe.residencies.release = forgetting  # type: ignore[method-assign]  # a back door
         texts = run(engine, specs)
-        assert engine.stats().scheduler.preemptions > 0
-    assert Save in effects
-    assert Load in effects
+        stats = engine.stats().scheduler
+        assert stats.counters.preemptions > 0
+        assert stats.offload.saved_tokens > 0
+        assert stats.offload.loaded_tokens > 0
     golden.check(specs, texts.tokens)

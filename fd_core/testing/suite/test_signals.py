@@ -238,7 +238,7 @@ def test_a_text_that_ends_while_it_drains_is_not_requeued(target: Target, golden
         stepper.run(2)
         assert stepper.texts.ends["r2"] is FinishReason.STOP
         assert stepper.texts.tokens["r2"] == text[: text.index(stop) + 1]
-        assert stepper.engine.stats().outputs.finished[FinishReason.STOP] == 1
+        assert stepper.engine.stats().scheduler.outputs.finished[FinishReason.STOP] == 1
 
 
 @pytest.mark.parametrize("state", ["waiting", "between chunks", "running", "draining", "preempted"])

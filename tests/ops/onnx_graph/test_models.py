@@ -112,8 +112,8 @@ def test_texts_stay_under_preemption_and_speculation(tiny, k: int) -> None:
     pressed = engine(tiny("llama").folder, tiny("qwen2").folder, "numpy", k, num_kv_blocks=26, **onnx)
     assert texts(pressed, requests, eager=True).tokens == plain.tokens
     stats = pressed.stats()
-    assert stats.scheduler.preemptions > 0
-    assert stats.drafts.proposed > stats.drafts.accepted
+    assert stats.scheduler.counters.preemptions > 0
+    assert stats.scheduler.drafts.proposed > stats.scheduler.drafts.accepted
 
 
 def test_a_model_that_drafts_for_itself_is_right(tiny) -> None:
@@ -121,7 +121,7 @@ def test_a_model_that_drafts_for_itself_is_right(tiny) -> None:
     drafting = engine(folder, folder, "numpy", 3, backend="cpu+onnx")
     assert texts(drafting, specs()).tokens == texts(engine(folder, None, "numpy"), specs()).tokens
     stats = drafting.stats()
-    assert stats.drafts.accepted == stats.drafts.proposed > 0
+    assert stats.scheduler.drafts.accepted == stats.scheduler.drafts.proposed > 0
 
 
 def test_the_backend_is_float32_and_says_where_it_runs() -> None:

@@ -12,16 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fd_core.config import Limits
-from fd_core.kv.effects import Found, Load, Loaded, Lookup, Save, Saved
+from fd_core.kv.effects import Effects, Found, Load, Loaded, Lookup, Save, Saved
 from fd_core.kv.prefix import PrefixHasher
+from fd_core.scheduling.admission_control import ReturnCost, UsageForecast, peak_growth
+from fd_core.scheduling.kv_offloading import KeepKV
 from fd_core.scheduling.policies import Fcfs
-from fd_core.scheduling.reserve import ReturnCost, UsageForecast, peak_growth
 from fd_core.scheduling.scheduler import Scheduler
-from fd_core.scheduling.storage import KeepKV
-from fd_core.scheduling.victims import Cheapest
-from fd_core.types import FinishReason, RequestSpec, SamplingParams, StepPlan
+from fd_core.scheduling.victims import FewestTokens
+from fd_core.types import RequestSpec, SamplingParams, StepPlan
+from tests.scheduling.driving import output_of
 
 BLOCK = 4
+END = 51
 
 
 def test_the_forecast_learns_the_share_that_requests_use() -> None:
@@ -101,14 +103,14 @@ class Simulation:
             vocab_size=1000,
         )
         hasher = PrefixHasher(block_size=BLOCK, identity="m") if keep else None
-        self.scheduler = Scheduler(limits, Fcfs(), Cheapest(), hasher, keep_kv=KeepKV() if keep else None)
+        self.scheduler = Scheduler(limits, Fcfs(), FewestTokens(), hasher, keep_kv=KeepKV() if keep else None)
         self._outputs = {str(index): output for index, (_, output) in enumerate(requests)}
         for index, (prompt, _) in enumerate(requests):
             self.scheduler.add(
                 RequestSpec(
                     request_id=str(index),
                     prompt=tuple(index + 1 if at < 4 else at for at in range(prompt)),
-                    params=SamplingParams(max_tokens=max_tokens),
+                    params=SamplingParams(max_tokens=max_tokens, stop_token_ids=(END,)),
                 )
             )
         self.generated = 0
@@ -118,9 +120,8 @@ class Simulation:
         """Run until all have ended; returns the steps that computed something."""
         scheduler, idle, steps = self.scheduler, 0, 0
         while scheduler.has_work:
-            self._keep()
-            plan = scheduler.plan()
-            self._keep()
+            plan, effects = scheduler.plan()
+            self._keep(effects)
             idle = idle + 1 if plan is None else 0
             assert idle < 5, "nobody gets on"
             if plan is not None:
@@ -129,33 +130,29 @@ class Simulation:
         scheduler.check_integrity()
         return steps
 
-    def _keep(self) -> None:
-        for effect in self.scheduler.take_effects():
+    def _keep(self, effects: Effects) -> None:
+        for effect in effects.operations:
             match effect:
                 case Lookup(operation, keys):
                     held = next((index for index, key in enumerate(keys) if key not in self._kept), len(keys))
-                    self.scheduler.completed(Found(operation, held, held))
+                    self.scheduler.complete(Found(operation, held, held))
                 case Load(operation, keys):
-                    self.scheduler.completed(Loaded(operation, len(keys)))
+                    self.scheduler.complete(Loaded(operation, len(keys)))
                 case Save(operation, keys):
                     self._kept.update(keys)
-                    self.scheduler.completed(Saved(operation, len(keys)))
+                    self.scheduler.complete(Saved(operation, len(keys), host=len(keys)))
 
     def _answer(self, plan: StepPlan) -> None:
-        table = self.scheduler.slots
-        sampled = plan.slots[plan.samples]
-        table.tokens[sampled, table.known[sampled]] = 50
-        table.known[sampled] += 1
-        self.generated += len(sampled)
-        self.scheduler.settle(plan.slots.astype(np.intp), plan.starts + plan.num_tokens)
-        for slot in sampled.tolist():
+        table = self.scheduler.probe().slots
+        tokens = {}
+        for slot in plan.slots[plan.samples].tolist():
             request = table.requests[slot]
             assert request is not None
-            if table.known[slot] - len(request.spec.prompt) >= self._outputs[request.spec.request_id]:
-                self.scheduler.finish(slot, FinishReason.STOP)
-        self.scheduler.answered(plan.step)
-        for back in plan.revocations:
-            self.scheduler.released(back.slot)
+            last = request.num_generated + 1 == self._outputs[request.spec.request_id]
+            tokens[slot] = [END if last else 50]
+        deltas, effects = self.scheduler.commit(plan, output_of(self.scheduler, plan, tokens=tokens))
+        self._keep(effects)
+        self.generated += sum(len(delta.token_ids) for delta in deltas)
 
 
 @settings(max_examples=30)
@@ -168,7 +165,9 @@ def test_every_stay_but_the_first_fills_a_block(requests: list[tuple[int, int]],
     simulation = Simulation(requests, 60, blocks, keep=keep)
     simulation.run()
     assert simulation.generated == sum(output for _, output in requests)
-    assert simulation.scheduler.counters.preemptions <= len(requests) + simulation.generated // BLOCK
+    assert (
+        simulation.scheduler.probe().residencies.counters.preemptions <= len(requests) + simulation.generated // BLOCK
+    )
 
 
 def _workload(seed: int) -> list[tuple[int, int]]:
@@ -182,9 +181,9 @@ def _outcome(keep: bool, horizon: int | None) -> tuple[int, int]:
     for seed in range(4):
         simulation = Simulation(_workload(seed), 64, 120, keep=keep)
         if horizon is not None:
-            simulation.scheduler._return_cost.horizon = lambda *_: horizon  # type: ignore[method-assign]  # a back door
+            simulation.scheduler.probe().control.return_cost.horizon = lambda *_: horizon  # type: ignore[method-assign]  # a back door
         steps += simulation.run()
-        preemptions += simulation.scheduler.counters.preemptions
+        preemptions += simulation.scheduler.probe().residencies.counters.preemptions
     return steps, preemptions
 
 

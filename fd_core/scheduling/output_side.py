@@ -1,0 +1,237 @@
+"""The output side: turns the answer to a step into tokens for requests, acknowledgements and ends.
+
+The law it keeps: outputs apply only if epoch, step and gen match; a draining request leaves only on the -9 of its own
+gen; an error in one row never swallows another row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from fd_core import signals
+from fd_core.metrics import counter
+from fd_core.scheduling.drafts import DraftControl
+from fd_core.scheduling.requests import Request
+from fd_core.scheduling.residencies import Residencies
+from fd_core.signals import Outcome
+from fd_core.types import Delta, FinishReason, IntArray, LogprobRows, StepOutput, StepPlan, TokenLogprobs
+
+__all__ = ["OutputCounters", "OutputSide"]
+
+
+class OutputCounters(msgspec.Struct, kw_only=True):
+    """What was delivered or dropped since the start; only grows."""
+
+    generated_tokens: Annotated[int, counter("generated_tokens", "Tokens generated and delivered.")] = 0
+    stale_outputs: Annotated[
+        int, counter("stale_outputs", "Outputs dropped because epoch, step or generation did not match.")
+    ] = 0
+    overrun_rows: int = 0
+    """Rows computed for a request that had ended by the time its output arrived."""
+    finished: Annotated[
+        dict[FinishReason, int],
+        counter("engine_finished", "Requests that the engine ended, by finish reason.", label="reason"),
+    ] = msgspec.field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+
+
+class OutputSide:
+    """Applies outputs to the slots of one scheduler, in step order."""
+
+    def __init__(self, residencies: Residencies, drafts: DraftControl, on_released: Callable[[Request], None]) -> None:
+        """`on_released` is told of each request whose slot was released and that did not end."""
+        self.counters = OutputCounters()
+        self._residencies = residencies
+        self._slots = residencies.slots
+        self._drafts = drafts
+        self._on_released = on_released
+        self._next_step = 0
+        self._told_first: set[str] = set()
+        """Requests whose first delta was told."""
+
+    def commit(self, plan: StepPlan, output: StepOutput, answered: Callable[[int], None]) -> list[Delta]:
+        """Apply the answer to `plan` and return what the clients are told, at most one delta for each request.
+
+        `answered` is told the step before its revocations are acknowledged. Raises `fd_core.signals.MalformedOutput`
+        if the backend broke the protocol.
+        """
+        if (output.epoch, output.step) != (plan.epoch, plan.step) or plan.step != self._next_step:
+            self.counters.stale_outputs += 1
+            return []
+        self._next_step = plan.step + 1
+        outcomes = signals.read(output.tokens, output.errors)
+        rows = self._rows_of_this_residency(plan, output)
+        deltas = self._deliver(plan, rows, outcomes, output)
+        if output.drafts_ready is not None:
+            # Slots that were scheduled again since this step hold newer drafts.
+            current = self._slots.last_step <= plan.step
+            self._slots.drafts_ready[current] = output.drafts_ready[current]
+        answered(plan.step)
+        return deltas + self._acknowledge(plan, outcomes, output)
+
+    def end(self, request: Request, reason: FinishReason) -> Delta:
+        """Return the last delta of a request that ended with nothing more to deliver."""
+        return self._delta(request, (), reason, None)
+
+    # Inside -----------------------------------------------------------------------------------------------
+
+    def _rows_of_this_residency(self, plan: StepPlan, output: StepOutput) -> npt.NDArray[np.intp]:
+        """Return indices of the plan's rows whose residency still exists on both sides."""
+        slots = self._slots
+        same_runner = output.gens[plan.slots] == plan.gens
+        occupied = (slots.running[plan.slots] | slots.draining[plan.slots]) & ~slots.ended[plan.slots]
+        same_here = (slots.gen[plan.slots] == plan.gens) & occupied
+        self.counters.stale_outputs += int((~same_runner).sum())
+        self.counters.overrun_rows += int((same_runner & ~same_here).sum())
+        return np.flatnonzero(same_runner & same_here)
+
+    def _deliver(
+        self, plan: StepPlan, rows: npt.NDArray[np.intp], outcomes: signals.Outcomes, output: StepOutput
+    ) -> list[Delta]:
+        rows_of = plan.slots[rows].astype(np.intp)
+        healthy = outcomes.kinds[rows_of] != Outcome.ERROR
+        deltas = []
+        if output.errors:
+            failed = set(rows_of[~healthy].tolist())
+            deltas = [self._fail(slot, message) for slot, message in output.errors if slot in failed]
+        rows, rows_of = rows[healthy], rows_of[healthy]
+        counts = outcomes.counts[rows_of]
+        with_tokens = (counts > 0) & plan.samples[rows]
+        unasked = (counts > 0) & ~plan.samples[rows]
+        if unasked.any():
+            raise signals.MalformedOutput(f"slot {rows_of[unasked][0]} carries tokens that no row of the step samples")
+        told, ended = self._append(rows_of[with_tokens], counts[with_tokens], outcomes.tokens, output.logprobs)
+        # What is settled comes before who is done: the blocks that a last step completes are named like any others.
+        self._settle(plan, rows, rows_of, counts)
+        for slot, reason in ended:
+            self._residencies.finish(slot, reason)
+        return deltas + told
+
+    def _append(
+        self, rows: npt.NDArray[np.intp], counts: IntArray, tokens: IntArray, logprobs: LogprobRows | None
+    ) -> tuple[list[Delta], list[tuple[int, FinishReason]]]:
+        """Append delivered tokens, at most up to a stop token or the length limit; return also the slots that end."""
+        slots = self._slots
+        width = int(counts.max(initial=0))
+        if width == 0:
+            return [], []
+        block = tokens[rows, :width]
+        counts = np.minimum(counts, slots.limit[rows] - slots.num_tokens[rows])
+        in_row = np.arange(width, dtype=np.int32) < counts[:, None]
+        stops = (block[:, :, None] == slots.stops[rows][:, None, :]).any(axis=2) & in_row
+        stopped = stops.any(axis=1)
+        counts = np.where(stopped, stops.argmax(axis=1).astype(np.int32) + 1, counts)
+        slots.num_tokens[rows] += counts
+        self.counters.generated_tokens += int(counts.sum())
+        full = slots.num_tokens[rows] >= slots.limit[rows]
+        scores = _logprobs_by_slot(logprobs, slots.requests)
+        deltas: list[Delta] = []
+        ended: list[tuple[int, FinishReason]] = []
+        ends = (stopped | full).tolist()
+        for index, (slot, count, delivered) in enumerate(
+            zip(rows.tolist(), counts.tolist(), block.tolist(), strict=True)
+        ):
+            request = slots.request_in(slot)
+            token_ids = tuple(delivered if count == width else delivered[:count])
+            request.tokens.append(token_ids)
+            reason = None
+            if ends[index]:
+                reason = FinishReason.STOP if stopped[index] else FinishReason.LENGTH
+                ended.append((slot, reason))
+            given = scores.get(slot)
+            deltas.append(self._delta(request, token_ids, reason, given[:count] if given else None))
+        return deltas, ended
+
+    def _settle(
+        self, plan: StepPlan, rows: npt.NDArray[np.intp], rows_of: npt.NDArray[np.intp], counts: IntArray
+    ) -> None:
+        """Positions computed by the step are settled, but for rejected drafts; requests that left have none."""
+        slots = self._slots
+        sampled = plan.samples[rows]
+        accepted = np.maximum(counts - 1, 0)
+        if self._drafts.max_drafts:
+            drafted = plan.num_drafts[rows]
+            self._drafts.observe(rows_of[sampled], drafted[sampled], accepted[sampled])
+            rejected = np.where(sampled, drafted - accepted, 0)
+            # Neither rejected drafts nor their KV exist.
+            slots.num_planned[rows_of] -= rejected
+            slots.num_computed[rows_of] -= rejected
+        still = slots.running[rows_of]
+        rows, rows_of, sampled = rows[still], rows_of[still], sampled[still]
+        if len(rows):
+            # The last token delivered has no KV yet.
+            upto = np.where(sampled, slots.num_tokens[rows_of] - 1, plan.starts[rows] + plan.num_tokens[rows])
+            self._residencies.settle(rows_of, upto.astype(np.int32))
+
+    def _acknowledge(self, plan: StepPlan, outcomes: signals.Outcomes, output: StepOutput) -> list[Delta]:
+        """Match every -9 with the one revocation that it answers."""
+        slots = self._slots
+        expected = {revoked.slot: revoked.gen for revoked in plan.revocations}
+        seen = set(np.flatnonzero(outcomes.kinds == Outcome.RELEASED).tolist())
+        if seen != set(expected):
+            raise signals.MalformedOutput(
+                f"step {plan.step} revokes slots {sorted(expected)}, but its output releases {sorted(seen)}"
+            )
+        deltas = []
+        for slot, gen in expected.items():
+            if output.gens[slot] != gen or slots.gen[slot] != gen:
+                self.counters.stale_outputs += 1
+                continue
+            ended_before = slots.request_in(slot).ended is not None
+            request = self._residencies.release(slot)
+            if request.ended is None:
+                self._on_released(request)
+            elif not ended_before:
+                deltas.append(self.end(request, request.ended))
+        return deltas
+
+    def _fail(self, slot: int, message: str) -> Delta:
+        request = self._slots.request_in(slot)
+        self._residencies.finish(slot, FinishReason.ERROR)
+        self._count_end(request, FinishReason.ERROR)
+        return Delta(request.spec.request_id, finish_reason=FinishReason.ERROR, error=message)
+
+    def _delta(
+        self,
+        request: Request,
+        token_ids: tuple[int, ...],
+        reason: FinishReason | None,
+        logprobs: tuple[TokenLogprobs, ...] | None,
+    ) -> Delta:
+        request_id = request.spec.request_id
+        cached = prefill = None
+        if token_ids and request_id not in self._told_first:
+            self._told_first.add(request_id)
+            cached, prefill = request.cached_tokens, request.prefill
+        if reason is not None:
+            self._count_end(request, reason)
+        return Delta(request_id, token_ids, reason, logprobs, cached, prefill=prefill)
+
+    def _count_end(self, request: Request, reason: FinishReason) -> None:
+        self._told_first.discard(request.spec.request_id)
+        self.counters.finished[reason] += 1
+
+
+def _logprobs_by_slot(rows: LogprobRows | None, requests: list[Request | None]) -> dict[int, tuple[TokenLogprobs, ...]]:
+    """Group rows by slot in column order; each request gets as many alternatives as it asked for."""
+    if rows is None:
+        return {}
+    grouped: dict[int, list[TokenLogprobs]] = {}
+    for index in np.lexsort((rows.columns, rows.slots)).tolist():
+        slot = int(rows.slots[index])
+        request = requests[slot]
+        wanted = request.spec.params.logprobs if request is not None else None
+        if wanted is None:
+            continue
+        grouped.setdefault(slot, []).append(
+            TokenLogprobs(
+                float(rows.chosen[index]),
+                tuple(rows.top_ids[index, :wanted].tolist()),
+                tuple(rows.top[index, :wanted].tolist()),
+            )
+        )
+    return {slot: tuple(values) for slot, values in grouped.items()}

@@ -1,0 +1,93 @@
+"""Faults of admission: who waits for what, who is woken, and whose turn it is."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import mutant
+
+SCHEDULER = "scheduling/scheduler.py"
+ADMISSIONS = "scheduling/admissions.py"
+OFFLOADING = "scheduling/kv_offloading.py"
+POLICIES = "scheduling/policies.py"
+PREFIXES = "scheduling/prefixes.py"
+WAITING = "scheduling/waiting.py"
+
+_WAIT = "2.6: whoever can compute does; a wait for the prefix of another request is bounded"
+_SHARE = "policy `fair`: tenants that ask get equal shares of the tokens that are used"
+
+MUTANTS = (
+    mutant(
+        "a-prefix-that-was-given-up-wakes-nobody",
+        _WAIT,
+        (PREFIXES, "            if key not in self._computing:\n                self._on_end(key)\n", ""),
+    ),
+    mutant(
+        "a-prefix-that-is-complete-wakes-nobody",
+        _WAIT,
+        (PREFIXES, "                self._on_end(chain[index])\n", ""),
+    ),
+    mutant(
+        "a-wait-for-a-prefix-has-no-bound",
+        _WAIT,
+        (ADMISSIONS, "park(request, key, step + _PATIENCE + 2 * steps)", "park(request, key)"),
+    ),
+    mutant(
+        "who-waited-long-enough-waits-again",
+        _WAIT,
+        (ADMISSIONS, "        if request.arrival not in self._impatient:\n", "        if True:\n"),
+    ),
+    mutant(
+        "a-fetch-holds-back-whoever-has-its-prompt",
+        _WAIT,
+        (
+            ADMISSIONS,
+            "            residencies.load(slot)\n            upto",
+            "            residencies.load(slot)\n"
+            "            self._prefixes.announce(request, first, len(self._prefixes.keys(request)))\n"
+            "            upto",
+        ),
+    ),
+    mutant(
+        "who-waits-behind-one-that-does-not-fit-is-looked-at",
+        "2.6: planning costs the same however many requests wait",
+        (ADMISSIONS, "if request is None or self._is_blocked(request, step):", "if request is None:"),
+    ),
+    mutant(
+        "one-that-does-not-fit-is-never-looked-at-again",
+        "2.6: whoever can compute does",
+        (ADMISSIONS, " and freed == self._pool.num_freed and step - since < _RETRY_STEPS", ""),
+    ),
+    mutant(
+        "what-an-abort-decides-is-dropped",
+        "1.7: abort frees everything, and hurries what a request was waiting for",
+        (
+            SCHEDULER,
+            "            self._admissions.leave(request)\n",
+            "            self._admissions.leave(request)\n            self._operations.take()\n",
+        ),
+    ),
+    mutant(
+        "a-preempted-request-does-not-wait-for-its-save",
+        "5.2: on return the stored prefix is used",
+        (OFFLOADING, "            return request.save\n", "            return None\n"),
+    ),
+    mutant(
+        "a-save-says-nothing-about-the-host",
+        "5.2: a preempted request that returns does not look up what was just saved",
+        (OFFLOADING, "            if saving.whole:\n", "            if False:\n"),
+    ),
+    mutant(
+        "a-charge-is-never-corrected",
+        _SHARE,
+        (POLICIES, "            self._clocks[tenant] += num_computed - charge\n", ""),
+    ),
+    mutant(
+        "a-tenant-that-was-idle-saves-up",
+        _SHARE,
+        (POLICIES, "max(self._clocks.get(tenant, 0), self._now)", "self._clocks.get(tenant, 0)"),
+    ),
+    mutant(
+        "a-turn-that-fell-is-noticed-late",
+        _SHARE,
+        (WAITING, "            if name in self._flows:\n                self._enter(name)\n", "            pass\n"),
+    ),
+)

@@ -1,0 +1,115 @@
+"""A scheduler driven by hand: what it plans, and the answers of a runner that a test makes up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from fd_core.kv.effects import Effect, Effects
+from fd_core.scheduling.requests import Request
+from fd_core.scheduling.scheduler import Scheduler
+from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
+from fd_core.types import Delta, RequestSpec, StepOutput, StepPlan
+
+__all__ = [
+    "add",
+    "answer",
+    "commit",
+    "next_plan",
+    "num_draining",
+    "num_loading",
+    "num_running",
+    "output_of",
+    "planned",
+    "take_effects",
+]
+
+_wanted: WeakKeyDictionary[Scheduler, list[Effect]] = WeakKeyDictionary()
+"""What each scheduler wanted done outside steps since a test last asked."""
+
+
+def add(scheduler: Scheduler, spec: RequestSpec) -> Request:
+    """Queue a request and return what the scheduler knows of it."""
+    scheduler.add(spec)
+    return scheduler.probe().requests[spec.request_id]
+
+
+def next_plan(scheduler: Scheduler) -> StepPlan | None:
+    """The next plan, None if a step could do nothing."""
+    plan, effects = scheduler.plan()
+    _remember(scheduler, effects)
+    assert plan is None or plan.total_tokens <= scheduler.limits.max_num_batched_tokens
+    return plan
+
+
+def planned(scheduler: Scheduler) -> StepPlan:
+    """The next plan, which there has to be."""
+    plan = next_plan(scheduler)
+    assert plan is not None
+    return plan
+
+
+def output_of(
+    scheduler: Scheduler,
+    plan: StepPlan,
+    token: int = 50,
+    *,
+    drafts_ready: int | None = None,
+    tokens: Mapping[int, list[int]] | None = None,
+    errors: tuple[tuple[int, str], ...] = (),
+) -> StepOutput:
+    """The answer of a healthy runner: rows that sample deliver `token`, or what `tokens` says for their slot."""
+    limits = scheduler.limits
+    matrix = np.full((limits.max_num_seqs, 1 + limits.max_drafts), EMPTY_TOKEN_ID, np.int32)
+    gens = scheduler.probe().slots.gen.copy()
+    for row, slot in enumerate(plan.slots.tolist()):
+        gens[slot] = plan.gens[row]
+        if plan.samples[row]:
+            delivered = [token] if tokens is None or slot not in tokens else tokens[slot]
+            matrix[slot, : len(delivered)] = delivered
+    for revoked in plan.revocations:
+        gens[revoked.slot] = revoked.gen
+        matrix[revoked.slot] = EMPTY_TOKEN_ID
+        matrix[revoked.slot, 0] = PREEMPTED_TOKEN_ID
+    ready = None if drafts_ready is None else np.full(limits.max_num_seqs, drafts_ready, np.int32)
+    return StepOutput(plan.epoch, plan.step, matrix, gens, ready, errors=errors)
+
+
+def commit(scheduler: Scheduler, plan: StepPlan, output: StepOutput) -> list[Delta]:
+    """Apply an answer and return what the clients are told."""
+    deltas, effects = scheduler.commit(plan, output)
+    _remember(scheduler, effects)
+    return deltas
+
+
+def answer(scheduler: Scheduler, plan: StepPlan, token: int = 50) -> list[Delta]:
+    """Apply the answer of a healthy runner and return what the clients are told."""
+    return commit(scheduler, plan, output_of(scheduler, plan, token))
+
+
+def take_effects(scheduler: Scheduler) -> list[Effect]:
+    """What a scheduler wanted done outside steps since the last call, also what its next call would return."""
+    effects = _wanted.pop(scheduler, [])
+    effects.extend(scheduler.probe().operations.take()[0])
+    return effects
+
+
+def num_running(scheduler: Scheduler) -> int:
+    """Requests that run."""
+    return int(scheduler.probe().slots.running.sum())
+
+
+def num_loading(scheduler: Scheduler) -> int:
+    """Requests in slots whose KV is on its way."""
+    return int(scheduler.probe().slots.loading.sum())
+
+
+def num_draining(scheduler: Scheduler) -> int:
+    """Slots that were revoked and are not released."""
+    return int(scheduler.probe().slots.draining.sum())
+
+
+def _remember(scheduler: Scheduler, effects: Effects) -> None:
+    _wanted.setdefault(scheduler, []).extend(effects.operations)
