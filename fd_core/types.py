@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 __all__ = [
     "Admission",
@@ -41,29 +42,41 @@ def frozen(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return array
 
 
+# Ranges of sampling parameters: decoders refuse what is outside, and the HTTP API publishes the same ranges.
+TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Temperature = Annotated[float, Meta(ge=0.0, le=2.0)]
+TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
+MinP = Annotated[float, Meta(ge=0.0, le=1.0)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+RepetitionPenalty = Annotated[float, Meta(gt=0.0, le=10.0)]
+LogitBias = Annotated[float, Meta(ge=-100.0, le=100.0)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=20)]
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the next token of a request is chosen and when the request ends.
 
     `seed` together with the position of a token decides every random choice, so a request's text depends on
-    nothing but model, prompt, these parameters and the seed. Validated where a request enters (`fd_core.server`,
-    `fd_core.engine.llm`), not here.
+    nothing but model, prompt, these parameters and the seed. The fields' ranges hold where values are decoded;
+    `fd_core.sampling_checks.check_sampling` checks values that were made in Python.
     """
 
-    max_tokens: int = 16
-    min_tokens: int = 0
-    temperature: float = 1.0
+    max_tokens: TokenCount = 16
+    min_tokens: Count = 0
+    temperature: Temperature = 1.0
     """0 means greedy: the most likely token, the lower id on a tie."""
-    top_p: float = 1.0
-    top_k: int = 0
+    top_p: TopP = 1.0
+    top_k: Count = 0
     """Keep the k most likely tokens; 0 keeps all."""
-    min_p: float = 0.0
+    min_p: MinP = 0.0
     seed: int = 0
     """Unsigned 64-bit key of the counter-based generator."""
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] | None = None
-    logprobs: int | None = None
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    logit_bias: dict[int, LogitBias] | None = None
+    logprobs: NumLogprobs | None = None
     """Number of most likely tokens reported beside the chosen one; 0 reports the chosen one only, None nothing."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False

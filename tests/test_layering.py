@@ -8,13 +8,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "fd_core"
 
-BASE = {"breaker", "cache_dir", "constraints", "errors", "types", "config", "metrics", "sizes"}
+BASE = {"breaker", "cache_dir", "constraints", "errors", "types", "config", "metrics", "sampling_checks", "sizes"}
 ALLOWED: dict[str, set[str]] = {
     "__init__": {"engine", "errors", "types"},  # loaded on first use
     "errors": set(),
     "metrics": set(),
     "breaker": set(),
     "types": set(),
+    "sampling_checks": {"errors", "types"},
     "cache_dir": set(),
     "sizes": set(),
     "config": {"constraints", "errors"},
@@ -57,6 +58,7 @@ PURE = (
     "breaker.py",
     "constraints.py",
     "metrics.py",
+    "sampling_checks.py",
     "sizes.py",
     "signals.py",
     "types.py",

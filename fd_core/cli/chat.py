@@ -1,4 +1,4 @@
-"""`fdcore chat` and `fdcore complete`: talk to a model in the terminal."""
+"""`fdcore chat` and `fdcore complete`: use a model in the terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 
 from fd_core.cli.flags import CHAT_FLAGS, CONFIG_FILE, ENGINE_FLAGS, Given, takes_flags
 from fd_core.cli.report import reports_errors, say
-from fd_core.errors import ConfigError, FdError
+from fd_core.errors import BadRequest, ConfigError, FdError
 
 if TYPE_CHECKING:
     from fd_core.cli.chat_backend import ChatBackend, SamplingOptions
@@ -20,18 +20,24 @@ if TYPE_CHECKING:
 
 __all__ = ["chat", "complete"]
 
-Url = Annotated[str | None, typer.Option(help="Talk to a running server instead of loading a model.", metavar="URL")]
-MaxTokens = Annotated[int | None, typer.Option(min=1, help="Longest answer, tokens.", metavar="N", show_default=False)]
-Temperature = Annotated[float, typer.Option(min=0, max=2, help="0 always takes the most likely token.", metavar="T")]
-TopP = Annotated[float, typer.Option(min=0.001, max=1, help="Share of the probability to draw from.", metavar="P")]
-Seed = Annotated[int | None, typer.Option(min=0, help="Repeats an answer.", metavar="N", show_default=False)]
+Url = Annotated[
+    str | None, typer.Option(help="URL of a running server to use instead of loading a model.", metavar="URL")
+]
+MaxTokens = Annotated[int | None, typer.Option(help="Longest answer in tokens.", metavar="N", show_default=False)]
+Temperature = Annotated[
+    float, typer.Option(help="Randomness of sampling, 0 to 2; 0 always takes the most likely token.", metavar="T")
+]
+TopP = Annotated[float, typer.Option(help="Probability mass to sample from, above 0 and at most 1.", metavar="P")]
+Seed = Annotated[
+    int | None, typer.Option(help="Seed of sampling; the same seed repeats an answer.", metavar="N", show_default=False)
+]
 Model = Annotated[
     str | None,
     typer.Option("--model", "-m", help="smollm2, a folder, a .gguf file or a Hugging Face name.", metavar="MODEL"),
 ]
 
 _HELP = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
-_BOTH = "loads a model here; with --url the server's own settings hold"
+_BOTH = "is for a model loaded here, and with --url the server's own settings hold"
 
 
 @reports_errors
@@ -40,7 +46,10 @@ def chat(
     given: Given,
     model: Annotated[str | None, typer.Argument(metavar="[MODEL]", show_default=False)] = None,
     url: Url = None,
-    system: Annotated[str | None, typer.Option(help="System message.", metavar="TEXT", show_default=False)] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(help="System message at the beginning of the conversation.", metavar="TEXT", show_default=False),
+    ] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = 0.7,
     top_p: TopP = 0.95,
@@ -51,9 +60,7 @@ def chat(
     MODEL is smollm2 if none is named; --url talks to a running server instead. A new line sends the message;
     /reset forgets the conversation, /quit leaves, Ctrl-C stops an answer.
     """
-    from fd_core.cli.chat_backend import SamplingOptions
-
-    options = SamplingOptions(max_tokens, temperature, top_p, seed)
+    options = _sampling(max_tokens, temperature, top_p, seed)
     start: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     with _chat_backend(model, url, given) as (loop, backend, name):
         if sys.stdin.isatty():
@@ -74,18 +81,32 @@ def complete(
     seed: Seed = None,
 ) -> None:
     """Continue a text."""
-    from fd_core.cli.chat_backend import SamplingOptions
-
+    options = _sampling(128 if max_tokens is None else max_tokens, temperature, top_p, seed)
     text = sys.stdin.read() if prompt == "-" else prompt
     with _chat_backend(model, url, given) as (loop, backend, _):
-        for piece in loop.iterate(backend.complete(text, SamplingOptions(max_tokens or 128, temperature, top_p, seed))):
+        for piece in loop.iterate(backend.complete(text, options)):
             _put(piece)
         _put("\n")
 
 
+def _sampling(max_tokens: int | None, temperature: float, top_p: float, seed: int | None) -> SamplingOptions:
+    """Return what the flags say. Raises `ConfigError` that names the flag out of its range."""
+    from fd_core.cli.chat_backend import SamplingOptions
+    from fd_core.sampling_checks import check_sampling
+
+    options = SamplingOptions(max_tokens, temperature, top_p, seed)
+    try:
+        check_sampling(options.params(2**31 - 1))
+    except BadRequest as error:
+        field = error.field or ""
+        flag = "--" + field.replace("_", "-")
+        raise ConfigError(flag + error.message.removeprefix(field), field=flag) from None
+    return options
+
+
 @contextlib.contextmanager
 def _chat_backend(model: str | None, url: str | None, given: Given) -> Iterator[tuple[LoopThread, ChatBackend, str]]:
-    """Yield who answers, with the loop it lives on and its name."""
+    """Yield the chat backend, with the event loop that it lives on and its name for people."""
     from fd_core.cli.loop_thread import LoopThread
 
     with LoopThread() as loop, contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Who answers in the terminal: an engine started for the command, or a server that runs already."""
+"""What answers a chat in the terminal: an engine started for the command, or a running server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class SamplingOptions:
-    """How the answer is drawn and how long it may be."""
+    """How the tokens of an answer are sampled and how many there may be."""
 
     max_tokens: int | None = None
     """None: as long as the model can."""
@@ -34,9 +34,18 @@ class SamplingOptions:
     seed: int | None = None
     """None: another answer each time."""
 
+    def params(self, room: int) -> SamplingParams:
+        """Return the parameters of an answer of at most `room` tokens."""
+        return SamplingParams(
+            max_tokens=room if self.max_tokens is None else min(room, self.max_tokens),
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=secrets.randbits(64) if self.seed is None else self.seed,
+        )
+
 
 class ChatBackend(Protocol):
-    """Answers piece by piece; closing the iterator early stops the answer."""
+    """Generates text chunk by chunk; closing the iterator early stops the generation."""
 
     def chat(self, messages: Sequence[Message], options: SamplingOptions) -> AsyncGenerator[str, None]:
         """Answer a conversation."""
@@ -47,7 +56,7 @@ class ChatBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineChatBackend:
-    """Speaks with an engine's client."""
+    """Generates with an engine of this process's own."""
 
     client: EngineClient
     tokenizer: Tokenizer
@@ -59,13 +68,13 @@ class EngineChatBackend:
             raise ModelError(
                 f"{self.client.info.model} has no chat template", hint="use `fdcore complete`, or give --chat-template"
             )
-        return self._say(self.tokenizer.encode(self.template.render(messages), add_special=False), options)
+        return self._generate(self.tokenizer.encode(self.template.render(messages), add_special=False), options)
 
     def complete(self, prompt: str, options: SamplingOptions) -> AsyncGenerator[str, None]:
         """Continue a text."""
-        return self._say(self.tokenizer.encode(prompt), options)
+        return self._generate(self.tokenizer.encode(prompt), options)
 
-    async def _say(self, prompt: list[int], options: SamplingOptions) -> AsyncGenerator[str, None]:
+    async def _generate(self, prompt: list[int], options: SamplingOptions) -> AsyncGenerator[str, None]:
         info = self.client.info
         room = info.max_model_len - len(prompt)
         if not prompt:
@@ -75,14 +84,11 @@ class EngineChatBackend:
                 f"the text has {len(prompt):,} tokens and the model holds {info.max_model_len:,} with its answer",
                 hint="shorten it, or /reset the chat",
             )
-        params = SamplingParams(
-            max_tokens=min(room, options.max_tokens or room),
-            temperature=options.temperature,
-            top_p=options.top_p,
-            seed=secrets.randbits(64) if options.seed is None else options.seed,
-        )
         spec = RequestSpec(
-            request_id=secrets.token_hex(8), prompt=tuple(prompt), params=params, eos_token_ids=info.eos_token_ids
+            request_id=secrets.token_hex(8),
+            prompt=tuple(prompt),
+            params=options.params(room),
+            eos_token_ids=info.eos_token_ids,
         )
         text = IncrementalDetokenizer(self.tokenizer)
         deltas = self.client.submit(spec)
@@ -99,22 +105,22 @@ class EngineChatBackend:
 
 @dataclass(frozen=True, slots=True)
 class ServerChatBackend:
-    """Speaks with an OpenAI-compatible server."""
+    """Generates with an OpenAI-compatible server."""
 
     api: ApiClient
     model: str
 
     def chat(self, messages: Sequence[Message], options: SamplingOptions) -> AsyncGenerator[str, None]:
         """Answer a conversation."""
-        return self._say("/v1/chat/completions", {"messages": list(messages)}, options)
+        return self._generate("/v1/chat/completions", {"messages": list(messages)}, options)
 
     def complete(self, prompt: str, options: SamplingOptions) -> AsyncGenerator[str, None]:
         """Continue a text."""
         # Unlike chats, completions have a short default length in this API.
         longest = {} if options.max_tokens else {"max_tokens": 256}
-        return self._say("/v1/completions", {"prompt": prompt, **longest}, options)
+        return self._generate("/v1/completions", {"prompt": prompt, **longest}, options)
 
-    async def _say(self, path: str, asked: dict[str, Any], options: SamplingOptions) -> AsyncGenerator[str, None]:
+    async def _generate(self, path: str, asked: dict[str, Any], options: SamplingOptions) -> AsyncGenerator[str, None]:
         request = {**asked, "model": self.model, "temperature": options.temperature, "top_p": options.top_p}
         if options.max_tokens is not None:
             request["max_tokens"] = options.max_tokens

@@ -14,6 +14,7 @@ from fd_core.engine.assets import find_assets
 from fd_core.engine.core import Engine, load_engine
 from fd_core.engine.messages import EngineInfo, EngineStats
 from fd_core.errors import BadRequest
+from fd_core.sampling_checks import check_sampling
 from fd_core.types import Delta, FinishReason, RequestSpec, SamplingParams, TokenLogprobs
 
 __all__ = ["LLM", "Completion"]
@@ -77,12 +78,15 @@ class LLM:
 
         A prompt is text or token ids. `params` applies to every prompt or is one for each; without a seed of its own
         a prompt's index decides. `on_delta(index, delta)` is called as tokens arrive. Raises `BadRequest` for a
-        prompt that can never run. A step that fails raises: there is no second engine here that could go on.
+        prompt that can never run and for a sampling parameter out of range. A step that fails raises: there is no
+        second engine here that could go on.
         """
         items = _as_list(prompts)
         given = [params or SamplingParams()] * len(items) if not isinstance(params, Sequence) else list(params)
         if len(given) != len(items):
             raise BadRequest(f"{len(items)} prompts, but {len(given)} sampling parameters", field="params")
+        for parameters in given:
+            check_sampling(parameters, self.info.vocab_size)
         prefix = secrets.token_hex(4)
         index_of = {f"{prefix}-{self._requests + index}": index for index in range(len(items))}
         self._requests += len(items)

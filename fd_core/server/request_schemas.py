@@ -7,10 +7,21 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
+from fd_core.types import (
+    Count,
+    LogitBias,
+    MinP,
+    NumLogprobs,
+    Penalty,
+    RepetitionPenalty,
+    Temperature,
+    TokenCount,
+    TopP,
+)
+
 __all__ = [
     "MAX_CHOICES",
     "MAX_LOGIT_BIAS",
-    "MAX_LOGPROBS",
     "MAX_STOP",
     "MAX_STOP_CHARS",
     "AbortRequest",
@@ -26,7 +37,6 @@ __all__ = [
 
 MAX_CHOICES: Final = 128
 """Texts that one HTTP request may ask for: prompts times n."""
-MAX_LOGPROBS: Final = 20
 MAX_STOP: Final = 16
 MAX_STOP_CHARS: Final = 256
 MAX_LOGIT_BIAS: Final = 1024
@@ -79,18 +89,18 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    max_tokens: TokenCount | None = None
+    min_tokens: Count | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     """0 and -1 keep every token."""
-    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    min_p: MinP | None = None
     seed: Seed | None = None
-    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
-    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
-    logit_bias: dict[int, Annotated[float, Meta(ge=-100.0, le=100.0)]] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: dict[int, LogitBias] | None = None
     stop: Stop | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=_MAX_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
@@ -110,7 +120,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: Prompt
     echo: bool | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: NumLogprobs | None = None
     add_special_tokens: bool | None = None
 
 
@@ -135,9 +145,9 @@ class ChatRequest(GenerationRequest, kw_only=True):
     """The body of /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)]
-    max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: NumLogprobs | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

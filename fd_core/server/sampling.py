@@ -23,6 +23,9 @@ _MASK: Final = 2**64 - 1
 _GREEDY_BELOW: Final = 1e-5
 """Smaller temperatures would overflow float32 where logits are divided; they are taken as 0."""
 _COMPLETION_DEFAULT: Final = 16
+_READ: Final = frozenset(("max_tokens", "temperature", "top_k", "seed", "logit_bias", "logprobs", "stop_token_ids"))
+"""Sampling parameters that are not simply copied from the request's field of the same name."""
+_COPIED: Final = tuple(name for name in SamplingParams.__struct_fields__ if name not in _READ)
 
 
 def choice_seed(seed: int, index: int) -> int:
@@ -72,6 +75,7 @@ def sampling_params(
     _require_in_vocabulary(max(stop_ids, default=0), "stop_token_ids", info)
     bias = _logit_bias(request, info)
     temperature = 1.0 if request.temperature is None else request.temperature
+    copied = {name: value for name in _COPIED if (value := getattr(request, name)) is not None}
     seed = secrets.randbits(63) if request.seed is None else _seed(request.seed)
     params = []
     for prompt in prompts:
@@ -81,19 +85,13 @@ def sampling_params(
         params.append(
             SamplingParams(
                 max_tokens=allowed,
-                min_tokens=request.min_tokens or 0,
                 temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
-                top_p=1.0 if request.top_p is None else request.top_p,
                 top_k=min(max(request.top_k or 0, 0), info.vocab_size),
-                min_p=request.min_p or 0.0,
                 seed=seed,
-                presence_penalty=request.presence_penalty or 0.0,
-                frequency_penalty=request.frequency_penalty or 0.0,
-                repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
                 logit_bias=bias,
                 logprobs=logprobs,
                 stop_token_ids=stop_ids,
-                ignore_eos=bool(request.ignore_eos),
+                **copied,
             )
         )
     return params

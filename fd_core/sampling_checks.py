@@ -1,0 +1,37 @@
+"""Whether sampling parameters can be used: the ranges of their fields, and the model's vocabulary."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Final
+
+import msgspec
+
+from fd_core.errors import BadRequest
+from fd_core.types import SamplingParams
+
+__all__ = ["check_sampling"]
+
+_PATH: Final = re.compile(r" - at `\$\.(?P<path>[^`]*)`")
+
+
+def check_sampling(params: SamplingParams, vocab_size: int | None = None) -> None:
+    """Raise `BadRequest` that names the field which is out of its range, or an id beyond the vocabulary."""
+    for name in SamplingParams.__struct_fields__:
+        value = getattr(params, name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise BadRequest(f"{name}: {value} is not a number", field=name)
+    if not 0 <= params.seed < 2**64:
+        raise BadRequest("seed: it must fit in 64 bits without a sign", field="seed")
+    try:
+        msgspec.convert(msgspec.to_builtins(params), SamplingParams)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        place = _PATH.search(text)
+        field = "params" if place is None else place["path"]
+        words = text if place is None else text[: place.start()]
+        raise BadRequest(f"{field}: {words[:1].lower()}{words[1:]}", field=field) from None
+    for field, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
+        if vocab_size is not None and ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise BadRequest(f"{field}: token ids are 0 to {vocab_size - 1}", field=field)
