@@ -276,6 +276,20 @@ MUTANTS = (
         ),
     ),
     mutant(
+        "a-prompt-that-ended-is-still-in-flight",
+        "7.2: a worker is believed to compute a prefix only while a request that computes it runs",
+        (
+            INDEX,
+            "                return\n            del nodes[key]\n",
+            "                return\n            nodes[key] = 1\n",
+        ),
+    ),
+    mutant(
+        "a-prefix-ends-with-the-first-of-its-prompts",
+        "7.2: a worker is believed to compute a prefix as long as a request that computes it runs",
+        (INDEX, "            nodes[key] -= 1\n            if nodes[key]:\n                return\n", ""),
+    ),
+    mutant(
         "an-unhealthy-worker-counts-as-load",
         "7.2: unhealthy workers count nowhere",
         (
