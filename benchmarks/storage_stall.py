@@ -40,7 +40,7 @@ from rich.console import Console
 
 import fd_core
 from fd_core.config import EngineConfig
-from fd_core.engine.core import load_engine
+from fd_core.engine.builder import load_engine
 from fd_core.engine.messages import TierStats
 from fd_core.types import RequestSpec, SamplingParams
 

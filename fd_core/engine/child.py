@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from fd_core.engine.core import load_engine
+from fd_core.engine.builder import load_engine
 from fd_core.engine.messages import ClientMessage, EngineMessage, Fault, Progress, Ready
 from fd_core.engine.process import Start
-from fd_core.engine.service import serve_engine
+from fd_core.engine.service import serve_engine, tells_admissions
 from fd_core.errors import FdError
 
 _log = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ def main() -> int:
             epoch=start.epoch,
             progress=lambda phase, done, total: send(Progress(phase, done, total)),
             wake=inbox.wake,
+            admitted=tells_admissions(send, start.epoch),
         )
         # Loaded objects live as long as the process: the garbage collector need not visit them during a step.
         gc.collect()

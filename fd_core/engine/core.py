@@ -5,24 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
-import msgspec
-
-from fd_core.backends.contract import Backend
-from fd_core.config import EngineConfig, resolve_limits
-from fd_core.disagg.decode.receiver import Receiver
-from fd_core.disagg.prefill.sender import Sender
 from fd_core.disagg.stats import ReceiverStats, SenderStats
-from fd_core.engine.client import StartProgress
-from fd_core.engine.device import Device, make_device
-from fd_core.engine.kv_offload import kv_identity, open_kv_storage, start_kv_offload
+from fd_core.engine.device import Device
 from fd_core.engine.kv_transfer import (
-    open_kv_transfer,
     prefill_request,
     prefill_request_id,
     refusal,
-    require_role,
 )
 from fd_core.engine.messages import EngineInfo, EngineStats, LeaseStats
 from fd_core.engine.prefill_pace import PrefillPace
@@ -30,20 +19,17 @@ from fd_core.engine.probe import EngineProbe
 from fd_core.errors import BadRequest
 from fd_core.kv.effects import Effects, GiveUp, LeaseEnded, PrefillJobArrived, PrefillPaceMeasured
 from fd_core.kv.events import KVEvent
-from fd_core.kv.locked_kv_cache import LockedKVCache
-from fd_core.kv.port import CompletionQueue, JoinedKVPort, KVPort, NullKVPort
+from fd_core.kv.port import KVPort
 from fd_core.kv.tiers.stats import TierStats
-from fd_core.plugins import installed_plugins
-from fd_core.runner.drafting import make_drafter
-from fd_core.runner.runner import Runner
-from fd_core.scheduling.drafts import DraftControl
 from fd_core.scheduling.scheduler import Scheduler
-from fd_core.tracing.format import TraceHeader
 from fd_core.tracing.kv_operations import KVTrace
-from fd_core.tracing.writer import TraceWriter, require_trace_file
+from fd_core.tracing.writer import TraceWriter
 from fd_core.types import Delta, FinishReason, PrefillJob, RequestSpec, StepPlan
 
-__all__ = ["Engine", "load_engine"]
+__all__ = ["AdmissionSink", "Engine"]
+
+AdmissionSink = Callable[[tuple[str, ...]], None]
+"""Told which requests enter a slot, before a step computes them."""
 
 EngineKVPort = KVPort[tuple[TierStats | None, ReceiverStats | SenderStats | None]]
 """Storage and transfers of one engine behind one port."""
@@ -51,7 +37,6 @@ EngineKVPort = KVPort[tuple[TierStats | None, ReceiverStats | SenderStats | None
 
 _KV_WAIT_SECONDS = 0.005
 """How long an engine whose requests all wait for KV outside the device sleeps before it looks at its messages."""
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Engine:
@@ -66,6 +51,7 @@ class Engine:
         *,
         watchdog_seconds: float,
         prefill_token: float,
+        admitted: AdmissionSink = lambda _: None,
         trace: TraceWriter | None = None,
     ) -> None:
         """`prefill_token`: seconds that a token of a prompt took before the first request."""
@@ -82,8 +68,7 @@ class Engine:
         self._trace = trace
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
         """Plans that were not answered, with when they were submitted."""
-        self.on_admission: Callable[[tuple[str, ...]], None] = lambda _: None
-        """Told which requests enter a slot, before a step computes them."""
+        self._admitted = admitted
 
     @property
     def has_work(self) -> bool:
@@ -124,7 +109,7 @@ class Engine:
                     continue  # some operations are over at once
                 break
             if plan.admissions:
-                self.on_admission(tuple(admission.request_id for admission in plan.admissions))
+                self._admitted(tuple(admission.request_id for admission in plan.admissions))
             self._device.submit(plan)
             self._in_flight.append((plan, time.monotonic()))
         if not self._in_flight:
@@ -203,126 +188,3 @@ class Engine:
         if self._kv_trace is not None:
             self._kv_trace.began(effects)
         self._kv.perform(effects.operations)
-
-
-def load_engine(
-    config: EngineConfig,
-    path: Path | None,
-    *,
-    epoch: int = 1,
-    progress: StartProgress,
-    wake: Callable[[], None] = lambda: None,
-) -> Engine:
-    """Choose the backend, load the model at `path`, size the KV cache, warm up.
-
-    `path` is None only for backends that need no checkpoint. `wake` is called, on any thread, when a step would do
-    something that nobody submitted. Raises `ConfigError`, `ModelError` or `PluginError`.
-    """
-    if config.trace is not None:
-        require_trace_file(Path(config.trace))
-    require_role(config)
-    plugins = installed_plugins()
-    choice = plugins.choose_backend(config.backend)
-    policy = plugins.scheduler_class(config.scheduling_policy)()
-    victims = plugins.victim_policy_class(config.victim_policy)()
-    plugins.connector_class(config.kv_connector)  # a name that no plugin offers is refused whatever the role
-    backend: Backend = choice.cls(config)
-    ops = backend.make_ops()
-    model = backend.load_model(path, ops, lambda done, total: progress("load", done, total))
-    drafter = None
-    if config.speculative is not None:
-        chosen = plugins.drafter_class(config.speculative.method)
-        drafter = make_drafter(chosen, config, backend, ops, model, lambda *parts: progress("load", *parts))
-    shape = model.kv_shape(config.block_size)
-    bytes_per_block = shape.bytes_per_block(_ITEM_BYTES[ops.dtype])
-    identity = kv_identity(path, f"{ops.name}/{ops.dtype}/{shape}")
-    storage = open_kv_storage(config, plugins, identity)
-    if drafter is not None and drafter.kv_shape is not None:
-        bytes_per_block += drafter.kv_shape.bytes_per_block(_ITEM_BYTES[ops.dtype])
-    limits = resolve_limits(
-        config,
-        model_max_len=model.max_positions,
-        vocab_size=model.vocab_size,
-        bytes_per_block=bytes_per_block,
-        free_bytes=backend.free_memory(),
-        default_pipeline_depth=backend.default_pipeline_depth,
-    )
-    runner = Runner(ops, model, limits, drafter)
-    prefill_token = runner.warm_up(lambda done, total: progress("warmup", done, total))
-    kv_events = bool(config.kv_events) and config.enable_prefix_caching
-    info = EngineInfo(
-        model=config.model,
-        architecture=model.architecture,
-        num_parameters=model.num_parameters,
-        backend=choice.name,
-        backend_reason=choice.reason,
-        device=_described(backend),
-        dtype=ops.dtype,
-        dtype_reason=backend.dtype_reason if config.dtype == "auto" else "asked for",
-        vocab_size=limits.vocab_size,
-        eos_token_ids=model.eos_token_ids,
-        max_model_len=limits.max_model_len,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        block_size=limits.block_size,
-        num_kv_blocks=limits.num_kv_blocks,
-        kv_cache_bytes=limits.num_kv_blocks * bytes_per_block,
-        pipeline_depth=limits.pipeline_depth,
-        host_kv_bytes=0 if storage.keep is None else config.host_kv_memory,
-        kv_store=storage.summary,
-        kv_store_answers=storage.reachable,
-        role=config.role,
-        kv_connector=config.kv_connector if config.role == "decode" else None,
-        emulated=backend.emulated,
-        kv_events=kv_events,
-        epoch=epoch,
-    )
-    drafts = None
-    if config.speculative is not None and limits.max_drafts:
-        drafts = DraftControl(limits.max_num_seqs, limits.max_drafts, config.speculative.cheap_tokens)
-    paired = config.role != "mixed"
-    scheduler = Scheduler(
-        limits,
-        policy,
-        victims,
-        storage.hasher,
-        drafts=drafts,
-        keep_kv=storage.keep,
-        paired=paired,
-        kv_events=kv_events,
-        epoch=epoch,
-    )
-    trace = None
-    if config.trace is not None:
-        header = TraceHeader(
-            model=info.model,
-            backend=info.backend,
-            device=info.device,
-            epoch=epoch,
-            started=time.time(),
-            speculation=None if config.speculative is None else config.speculative.method,
-            limits=limits,
-        )
-        trace = TraceWriter(Path(config.trace), header, time.monotonic_ns(), config.trace_limit)
-    cache, queue = LockedKVCache(runner.cache), CompletionQueue(wake)
-    transfer: Receiver | Sender | NullKVPort = NullKVPort()
-    if paired:
-        transfer = open_kv_transfer(config, plugins, limits, cache, ops.dtype, identity, queue)
-        info = msgspec.structs.replace(info, kv_port=transfer.port if isinstance(transfer, Sender) else None)
-    kv = JoinedKVPort(queue, start_kv_offload(storage, config, cache, ops.dtype, queue), transfer)
-    device = make_device(runner, limits.pipeline_depth, config.output_transport)
-    return Engine(
-        info,
-        scheduler,
-        device,
-        kv,
-        watchdog_seconds=config.watchdog_seconds,
-        prefill_token=prefill_token,
-        trace=trace,
-    )
-
-
-def _described(backend: Backend) -> str:
-    """Return a backend's line about its device, which may be silent about being emulated: this is not."""
-    line = backend.describe()
-    return f"emulated: {line}" if backend.emulated and "emulated" not in line.lower() else line

@@ -12,12 +12,13 @@ from collections.abc import Coroutine
 from pathlib import Path
 
 from fd_core.config import EngineConfig
+from fd_core.engine.builder import load_engine
 from fd_core.engine.client import StartProgress
-from fd_core.engine.core import Engine, load_engine
+from fd_core.engine.core import Engine
 from fd_core.engine.device import DeviceStalled
 from fd_core.engine.messages import ClientMessage, EngineMessage, Shutdown, StepEvents
 from fd_core.engine.restarting import GAVE_UP, start_again
-from fd_core.engine.service import serve_engine
+from fd_core.engine.service import serve_engine, tells_admissions
 from fd_core.engine.streams import StreamingClient
 from fd_core.errors import EngineDead
 
@@ -106,7 +107,10 @@ class InprocClient(StreamingClient):
         self._thread.start()
 
     def _load(self, progress: StartProgress, inbox: _QueueInbox) -> Engine:
-        engine = load_engine(self._config, self._path, epoch=self._epoch, progress=progress, wake=inbox.wake)
+        admitted = tells_admissions(self._deliver, self._epoch)
+        engine = load_engine(
+            self._config, self._path, epoch=self._epoch, progress=progress, wake=inbox.wake, admitted=admitted
+        )
         if self._closing:
             engine.close()
             raise EngineDead("the engine was closed")

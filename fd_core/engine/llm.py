@@ -11,7 +11,8 @@ from typing import Any
 from fd_core.config import EngineConfig
 from fd_core.constraints import make_settings
 from fd_core.engine.assets import find_assets
-from fd_core.engine.core import Engine, load_engine
+from fd_core.engine.builder import load_engine
+from fd_core.engine.core import Engine
 from fd_core.engine.messages import EngineInfo, EngineStats
 from fd_core.errors import BadRequest
 from fd_core.sampling_checks import check_sampling

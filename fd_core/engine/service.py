@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from fd_core.engine.core import Engine
+from fd_core.engine.core import AdmissionSink, Engine
 from fd_core.engine.messages import Abort, ClientMessage, EngineMessage, EngineStats, Shutdown, StepEvents, Submit
 from fd_core.types import Delta
 
-__all__ = ["Inbox", "serve_engine"]
+__all__ = ["Inbox", "serve_engine", "tells_admissions"]
 
 _STATS_SECONDS = 0.25
 _IDLE_SECONDS = 0.5
@@ -29,9 +29,13 @@ class Inbox(Protocol):
         """End the current wait in `receive`, or the next one. Called from any thread."""
 
 
+def tells_admissions(send: Callable[[EngineMessage], None], epoch: int) -> AdmissionSink:
+    """Return what tells the client which requests the engine of this epoch gives a slot."""
+    return lambda admitted: send(StepEvents([], epoch=epoch, admitted=admitted))
+
+
 def serve_engine(engine: Engine, inbox: Inbox, send: Callable[[EngineMessage], None]) -> None:
     """Serve until a `Shutdown` arrives. An error of a step ends the loop: the client sees a dead engine."""
-    engine.on_admission = lambda admitted: send(StepEvents([], None, engine.info.epoch, admitted))
     last_stats = 0.0
     told: EngineStats | None = None
     was_busy = True

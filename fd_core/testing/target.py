@@ -12,7 +12,8 @@ import msgspec
 
 from fd_core.backends.contract import Backend
 from fd_core.config import EngineConfig
-from fd_core.engine.core import Engine, load_engine
+from fd_core.engine.builder import load_engine
+from fd_core.engine.core import Engine
 from fd_core.errors import ConfigError
 from fd_core.ops.contract import Ops
 from fd_core.plugins import installed_plugins

@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 
 from fd_core.config import EngineConfig
-from fd_core.engine.core import Engine, load_engine
+from fd_core.engine.builder import load_engine
+from fd_core.engine.core import Engine
 from fd_core.testing.texts import Texts, run
 from fd_core.types import RequestSpec, SamplingParams
 

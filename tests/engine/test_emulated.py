@@ -8,8 +8,8 @@ import pytest
 
 from fd_core.backends.null import NullBackend
 from fd_core.config import EngineConfig, ServerConfig
-from fd_core.engine import core
-from fd_core.engine.core import load_engine
+from fd_core.engine import builder
+from fd_core.engine.builder import load_engine
 from fd_core.plugins import ChosenBackend
 
 
@@ -37,7 +37,7 @@ class Open(Silent):
     ],
 )
 def test_the_line_about_the_device_has_the_word(monkeypatch: pytest.MonkeyPatch, backend, device) -> None:
-    plugins = core.installed_plugins()
+    plugins = builder.installed_plugins()
     monkeypatch.setattr(type(plugins), "choose_backend", lambda *_: ChosenBackend("chip", backend, "asked for by name"))
     config = EngineConfig(model="m", max_model_len=64, num_kv_blocks=8)
     engine = load_engine(config, None, progress=lambda *_: None)

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from fd_core.config import EngineConfig, SpeculativeConfig
-from fd_core.engine.core import Engine, load_engine
+from fd_core.engine.builder import load_engine
+from fd_core.engine.core import Engine
 from fd_core.errors import ConfigError
 from fd_core.scheduling.gauges import SchedulerGauges
 from fd_core.tracing import format as trace_format

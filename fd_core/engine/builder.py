@@ -1,0 +1,226 @@
+"""Builds an engine from its settings, part by part."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Final
+
+from fd_core.backends.contract import Backend, Model
+from fd_core.config import EngineConfig, Limits, resolve_limits
+from fd_core.disagg.decode.receiver import Receiver
+from fd_core.disagg.prefill.sender import Sender
+from fd_core.engine.client import StartProgress
+from fd_core.engine.core import AdmissionSink, Engine
+from fd_core.engine.device import make_device
+from fd_core.engine.kv_offload import KVStorage, kv_identity, open_kv_storage, start_kv_offload
+from fd_core.engine.kv_transfer import open_kv_transfer, require_role
+from fd_core.engine.messages import EngineInfo
+from fd_core.kv.locked_kv_cache import LockedKVCache
+from fd_core.kv.port import CompletionQueue, JoinedKVPort, NullKVPort
+from fd_core.plugins import installed_plugins
+from fd_core.runner.drafting import Drafter, make_drafter
+from fd_core.runner.runner import Runner
+from fd_core.scheduling.drafts import DraftControl
+from fd_core.scheduling.scheduler import Scheduler
+from fd_core.tracing.format import TraceHeader
+from fd_core.tracing.writer import TraceWriter, require_trace_file
+
+__all__ = ["load_engine"]
+
+_ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def load_engine(
+    config: EngineConfig,
+    path: Path | None,
+    *,
+    epoch: int = 1,
+    progress: StartProgress,
+    wake: Callable[[], None] = lambda: None,
+    admitted: AdmissionSink = lambda _: None,
+) -> Engine:
+    """Choose the backend, load the model at `path`, size the KV cache, warm up.
+
+    `path` is None only for backends that need no checkpoint. `wake` is called, on any thread, when a step would do
+    something that nobody submitted; `admitted` is called with the ids of requests that enter a slot, before a step
+    computes them. Raises `ConfigError`, `ModelError` or `PluginError`.
+    """
+    return _EngineBuilder(config, path, epoch, progress).build(wake, admitted)
+
+
+class _EngineBuilder:
+    """The parts of one engine. Each is made when another one needs it, and is complete from then on."""
+
+    def __init__(self, config: EngineConfig, path: Path | None, epoch: int, progress: StartProgress) -> None:
+        """Check the settings and look up the plugins that they name before anything is loaded."""
+        if config.trace is not None:
+            require_trace_file(Path(config.trace))
+        require_role(config)
+        self._config = config
+        self._path = path
+        self._epoch = epoch
+        self._progress = progress
+        self._plugins = installed_plugins()
+        self._choice = self._plugins.choose_backend(config.backend)
+        self._policy = self._plugins.scheduler_class(config.scheduling_policy)()
+        self._victims = self._plugins.victim_policy_class(config.victim_policy)()
+        self._plugins.connector_class(config.kv_connector)  # a name that no plugin offers is refused whatever the role
+        self._backend: Backend = self._choice.cls(config)
+        self._ops = self._backend.make_ops()
+
+    def build(self, wake: Callable[[], None], admitted: AdmissionSink) -> Engine:
+        """Make the parts that start threads last, and join them."""
+        scheduler, runner = self._scheduler(), self._runner
+        prefill_token = runner.warm_up(lambda done, total: self._progress("warmup", done, total))
+        trace = self._trace()
+        cache, queue = LockedKVCache(runner.cache), CompletionQueue(wake)
+        transfer = self._transfer(cache, queue)
+        offload = start_kv_offload(self._storage, self._config, cache, self._ops.dtype, queue)
+        return Engine(
+            self._info(transfer.port if isinstance(transfer, Sender) else None),
+            scheduler,
+            make_device(runner, self._limits.pipeline_depth, self._config.output_transport),
+            JoinedKVPort(queue, offload, transfer),
+            watchdog_seconds=self._config.watchdog_seconds,
+            prefill_token=prefill_token,
+            admitted=admitted,
+            trace=trace,
+        )
+
+    # The model on its device --------------------------------------------------------------------------------
+
+    @cached_property
+    def _model(self) -> Model:
+        return self._backend.load_model(self._path, self._ops, lambda done, total: self._progress("load", done, total))
+
+    @cached_property
+    def _drafter(self) -> Drafter | None:
+        if self._config.speculative is None:
+            return None
+        chosen = self._plugins.drafter_class(self._config.speculative.method)
+        model = self._model
+        return make_drafter(
+            chosen, self._config, self._backend, self._ops, model, lambda *parts: self._progress("load", *parts)
+        )
+
+    @cached_property
+    def _runner(self) -> Runner:
+        return Runner(self._ops, self._model, self._limits, self._drafter)
+
+    # KV -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _bytes_per_block(self) -> int:
+        """Bytes of a block with its drafter's share."""
+        item_bytes = _ITEM_BYTES[self._ops.dtype]
+        size = self._model.kv_shape(self._config.block_size).bytes_per_block(item_bytes)
+        if self._drafter is not None and self._drafter.kv_shape is not None:
+            size += self._drafter.kv_shape.bytes_per_block(item_bytes)
+        return size
+
+    @cached_property
+    def _identity(self) -> str:
+        shape = self._model.kv_shape(self._config.block_size)
+        return kv_identity(self._path, f"{self._ops.name}/{self._ops.dtype}/{shape}")
+
+    @cached_property
+    def _storage(self) -> KVStorage:
+        return open_kv_storage(self._config, self._plugins, self._identity)
+
+    def _transfer(self, cache: LockedKVCache, queue: CompletionQueue) -> Receiver | Sender | NullKVPort:
+        if self._config.role == "mixed":
+            return NullKVPort()
+        return open_kv_transfer(
+            self._config, self._plugins, self._limits, cache, self._ops.dtype, self._identity, queue
+        )
+
+    # Planning -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _limits(self) -> Limits:
+        return resolve_limits(
+            self._config,
+            model_max_len=self._model.max_positions,
+            vocab_size=self._model.vocab_size,
+            bytes_per_block=self._bytes_per_block,
+            free_bytes=self._backend.free_memory(),
+            default_pipeline_depth=self._backend.default_pipeline_depth,
+        )
+
+    @property
+    def _kv_events(self) -> bool:
+        return bool(self._config.kv_events) and self._config.enable_prefix_caching
+
+    def _scheduler(self) -> Scheduler:
+        limits, speculative, storage = self._limits, self._config.speculative, self._storage
+        drafts = None
+        if speculative is not None and limits.max_drafts:
+            drafts = DraftControl(limits.max_num_seqs, limits.max_drafts, speculative.cheap_tokens)
+        return Scheduler(
+            limits,
+            self._policy,
+            self._victims,
+            storage.hasher,
+            drafts=drafts,
+            keep_kv=storage.keep,
+            paired=self._config.role != "mixed",
+            kv_events=self._kv_events,
+            epoch=self._epoch,
+        )
+
+    # What others are told -----------------------------------------------------------------------------------
+
+    def _trace(self) -> TraceWriter | None:
+        config = self._config
+        if config.trace is None:
+            return None
+        header = TraceHeader(
+            model=config.model,
+            backend=self._choice.name,
+            device=self._device_line,
+            epoch=self._epoch,
+            started=time.time(),
+            speculation=None if config.speculative is None else config.speculative.method,
+            limits=self._limits,
+        )
+        return TraceWriter(Path(config.trace), header, time.monotonic_ns(), config.trace_limit)
+
+    @cached_property
+    def _device_line(self) -> str:
+        """The backend's line about its device, which says "emulated" where that is so."""
+        line = self._backend.describe()
+        return f"emulated: {line}" if self._backend.emulated and "emulated" not in line.lower() else line
+
+    def _info(self, kv_port: int | None) -> EngineInfo:
+        config, limits, model, storage = self._config, self._limits, self._model, self._storage
+        return EngineInfo(
+            model=config.model,
+            architecture=model.architecture,
+            num_parameters=model.num_parameters,
+            backend=self._choice.name,
+            backend_reason=self._choice.reason,
+            device=self._device_line,
+            dtype=self._ops.dtype,
+            dtype_reason=self._backend.dtype_reason if config.dtype == "auto" else "asked for",
+            vocab_size=limits.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            max_model_len=limits.max_model_len,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            block_size=limits.block_size,
+            num_kv_blocks=limits.num_kv_blocks,
+            kv_cache_bytes=limits.num_kv_blocks * self._bytes_per_block,
+            pipeline_depth=limits.pipeline_depth,
+            host_kv_bytes=0 if storage.keep is None else config.host_kv_memory,
+            kv_store=storage.summary,
+            kv_store_answers=storage.reachable,
+            role=config.role,
+            kv_port=kv_port,
+            kv_connector=config.kv_connector if config.role == "decode" else None,
+            emulated=self._backend.emulated,
+            kv_events=self._kv_events,
+            epoch=self._epoch,
+        )
