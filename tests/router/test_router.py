@@ -458,7 +458,7 @@ def test_only_workers_of_the_selection_can_be_blamed() -> None:
 
 
 def test_settings_and_policies_that_cannot_be_used_are_refused() -> None:
-    with pytest.raises(ConfigError, match="max-attempts is 0"):
+    with pytest.raises(ConfigError, match="max-attempts: 0 is out of range"):
         router_of(max_attempts=0)
     with pytest.raises(PluginError, match="no router policy called 'best'"):
         Router(RouterConfig(policy="best"), BUILTINS.router_policy_class)

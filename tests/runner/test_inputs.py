@@ -100,6 +100,13 @@ def test_a_new_stay_has_no_drafts() -> None:
     assert resolve_rows(plan([1], [3], [2]), slots, LIMITS).drafts.tolist() == [0]
 
 
+def test_token_zero_is_a_draft_like_every_other() -> None:
+    rows = batch(0, length=5)
+    rows.guess(ids(0), np.array([[0, 0, 7]], np.int32), ids(3))
+    assert rows.num_drafts[0] == 3
+    assert rows.tokens[0, 5:8].tolist() == [0, 0, 7]
+
+
 def single(count: int) -> StepPlan:
     return plan([4] * count, [1] * count, [0] * count)
 
