@@ -108,7 +108,7 @@ class Bench:
         self._numbers = itertools.count()
         self._steps = 0
         self._spent = 0.0
-        scheduler = self.engine._scheduler
+        scheduler = self.engine.probe().scheduler
         self._probe = scheduler.probe()
         # Instance attributes before the methods: nothing of the engine is changed but that it is timed.
         scheduler.plan = self._timed(scheduler.plan)  # type: ignore[method-assign]

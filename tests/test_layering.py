@@ -86,9 +86,6 @@ IMPURE_MODULES = {
 }
 IMPURE_CALLS = {"open", "print", "input", "exec", "eval", "__import__"}
 
-STILL_INSIDE = {"stepping.py", "suite/test_golden.py", "suite/test_kv.py"}
-"""Files of the conformance kit that still look inside of the scheduler; the set only shrinks."""
-
 FRAMEWORKS = {"jax", "onnx", "onnxruntime", "paddle", "tensorflow", "torch", "torchvision", "transformers"}
 MAY_USE = {
     "torch": ("ops/torch_", "ops/native/", "backends/cpu.py"),
@@ -221,8 +218,7 @@ def _is_private(name: str) -> bool:
 @pytest.mark.parametrize("path", sorted((ROOT / "testing").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_kit_that_vendors_run_uses_public_names_only(path: Path) -> None:
     """A vendor's runner, store or connector has the public names, whatever else it has."""
-    if path.relative_to(ROOT / "testing").as_posix() not in STILL_INSIDE:
-        assert list(private_names(ast.parse(path.read_text()))) == []
+    assert list(private_names(ast.parse(path.read_text()))) == []
 
 
 @pytest.mark.parametrize("text", ["a._b", "a.b._c()", "a[0]._b", "from a import _b"])

@@ -223,6 +223,10 @@ class BlockPool:
 
     # Audit ------------------------------------------------------------------------------------------------
 
+    def free_blocks(self) -> set[int]:
+        """Return the blocks that an allocation can take, those that hold a reusable prefix included."""
+        return {*self._empty[: self._num_empty].tolist(), *self._cached}
+
     def check_integrity(self, owners: Iterable[npt.NDArray[np.int32]]) -> None:
         """Raise `RuntimeError` unless the blocks are exactly partitioned and counts equal the given owners."""
         expected = np.zeros(self.num_blocks, np.int32)

@@ -1,14 +1,13 @@
 """An engine whose planning and answering are apart, so that a test decides what is in flight.
 
-Every plan and every answer is audited through back doors: the budget is counted where the forward pass gets its input,
-a block is never granted while a step in flight touches it, and a take-back that was not answered keeps its slot.
+Every plan and every answer is audited: the budget is counted where the forward pass gets its input, a block is never
+granted while a step in flight touches it, and a revocation that was not answered keeps its slot.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -26,9 +25,9 @@ class Stepper:
     """Plans, executes and answers one step at a time, with an audit after each."""
 
     def __init__(self, engine: Engine, *, eager: bool = False) -> None:
-        """`eager` admits whoever fits, without looking ahead: much more preemption."""
+        """`eager` admits every request whose prompt fits, without looking ahead: much more preemption."""
         self.engine = engine
-        self.scheduler, self.runner = engine._scheduler, engine._device.runner
+        self.scheduler, self.runner = engine.probe().scheduler, engine.probe().runner
         self.probe = self.scheduler.probe()
         self.limits = self.scheduler.limits
         # No KV is stored outside the device unless a test plays the tiers itself.
@@ -39,7 +38,7 @@ class Stepper:
         """Tokens that the forward pass got, step by step."""
         self._touched: dict[int, set[int]] = {}
         """Blocks that each step in flight reads or writes."""
-        self.runner._forward = self._counting(self.runner._forward)
+        self.runner.watch_forward(lambda step: self.computed.append(int(np.shape(step.token_ids)[0])))
         if eager:
             self.probe.control.growth = lambda *_: 0  # type: ignore[method-assign]  # a back door
 
@@ -58,7 +57,7 @@ class Stepper:
         self.audit()
 
     def plan(self) -> StepPlan | None:
-        """Plan a step and execute it; its answer stays in flight."""
+        """Plan a step and execute it; its output is left in flight."""
         plan, effects = self.scheduler.plan()
         self.perform(effects)
         if plan is None:
@@ -66,14 +65,15 @@ class Stepper:
         self._check_grants(plan)
         before = len(self.computed)
         self.in_flight.append((plan, self.execute(plan)))
-        padded = self.runner._ops.padded_rows(len(plan.slots)) if len(plan.slots) else 0
+        padded = self.runner.probe().ops.padded_rows(len(plan.slots)) if len(plan.slots) else 0
         allowed = min(max(plan.total_tokens, padded), self.limits.max_num_batched_tokens)
         computed = sum(self.computed[before:])
         assert computed <= allowed, f"step {plan.step} computes {computed} tokens where {allowed} were charged"
+        tables = self.runner.probe().batch.tables
         self._touched[plan.step] = {
             block
             for slot, start, count in zip(plan.slots, plan.starts, plan.num_tokens, strict=True)
-            for block in self.runner._batch.tables[slot, : -(-(start + count) // self.limits.block_size)].tolist()
+            for block in tables[slot, : -(-(start + count) // self.limits.block_size)].tolist()
         }
         self.audit()
         return plan
@@ -97,7 +97,7 @@ class Stepper:
         return plan, output
 
     def run(self, depth: int, max_steps: int = 20_000, watch: Callable[[StepPlan], None] = lambda _: None) -> Texts:
-        """Keep `depth` steps in flight until nothing is left to do; `watch` sees each plan."""
+        """Keep `depth` steps in flight until no request is left; `watch` is called with each plan."""
         for _ in range(max_steps):
             while len(self.in_flight) < depth and (plan := self.plan()) is not None:
                 watch(plan)
@@ -115,7 +115,7 @@ class Stepper:
         return False
 
     def plan_until(self, depth: int, state: State, request_id: str) -> bool:
-        """Step until a request is in `state`, the plan that took it there and those before it in flight."""
+        """Step until a request is in `state`; the plan that brought it into that state is still in flight."""
         for _ in range(500):
             if self.state_of(request_id) is state:
                 return True
@@ -126,18 +126,18 @@ class Stepper:
         return False
 
     def state_of(self, request_id: str) -> State | None:
-        """Return where a request is in its life, None if it left."""
+        """Return the state of a request, None once it has ended."""
         request = self.probe.requests.get(request_id)
         return None if request is None else request.state
 
     def request_in(self, slot: int) -> str:
-        """Return who holds a slot."""
+        """Return the id of the request in a slot."""
         request = self.probe.slots.requests[slot]
         assert request is not None
         return request.spec.request_id
 
     def check_idle(self) -> None:
-        """Every gauge is back at its start."""
+        """Check that every gauge is back at its value at start."""
         stats = self.engine.stats()
         gauges = (stats.scheduler.slots.running, stats.scheduler.slots.waiting, stats.scheduler.slots.draining)
         assert gauges == (0, 0, 0)
@@ -155,15 +155,10 @@ class Stepper:
         assert int(slots.occupied.sum()) <= self.limits.max_num_seqs
         for plan, _ in self.in_flight:
             for back in plan.revocations:
-                assert slots.draining[back.slot] and slots.gen[back.slot] == back.gen, "left before its release"
-        free = self.free_blocks()
+                assert slots.draining[back.slot] and slots.gen[back.slot] == back.gen, "freed before its release"
+        free = self.probe.pool.free_blocks()
         for step, blocks in self._touched.items():
             assert not blocks & free, f"step {step} in flight touches blocks that are free"
-
-    def free_blocks(self) -> set[int]:
-        """Return the blocks that may be granted to anybody."""
-        pool = self.probe.pool
-        return set(pool._empty[: pool._num_empty].tolist()) | set(pool._cached)
 
     def _check_grants(self, plan: StepPlan) -> None:
         busy = set().union(*self._touched.values())
@@ -172,10 +167,3 @@ class Stepper:
             shared = matched.get(grant.slot, 0) if grant.offset == 0 else 0
             fresh = set(grant.blocks[shared:].tolist())
             assert not fresh & busy, "a block was granted while a step in flight touches it"
-
-    def _counting(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(step: Any, cache: Any) -> Any:
-            self.computed.append(int(np.shape(step.token_ids)[0]))
-            return forward(step, cache)
-
-        return counted

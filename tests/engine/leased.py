@@ -103,7 +103,7 @@ class Worker(Stepper):
 
     def audit(self) -> None:
         super().audit()
-        free = self.free_blocks()
+        free = self.probe.pool.free_blocks()
         for effect in self.holding.values():
             blocks = set(effect.blocks.tolist())
             assert not blocks & free, "a block is free while a transfer reads or writes it"

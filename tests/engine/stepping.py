@@ -36,7 +36,7 @@ def small_engine(specs: list[RequestSpec], k: int = 0, wrong: float = 0.0, seed:
     values: dict[str, Any] = SMALL | {"speculative": speculation(k)} | settings
     engine = null_engine(**values)
     if k:
-        engine._device.runner._drafter = KnowingDrafter(values["max_num_seqs"], specs, wrong, seed)
+        engine.probe().runner.use_drafter(KnowingDrafter(values["max_num_seqs"], specs, wrong, seed))
     return engine
 
 
@@ -96,7 +96,7 @@ class Stepper(stepping.Stepper):
     def audit(self) -> None:
         super().audit()
         if self.tiers is not None:
-            self._check_operations(self.free_blocks())
+            self._check_operations(self.probe.pool.free_blocks())
         for slot in np.flatnonzero(self.probe.slots.running).tolist():
             self._check_settled(slot)
 

@@ -273,7 +273,7 @@ def test_nobody_is_admitted_in_a_pass_that_preempted() -> None:
 def test_a_step_that_is_not_answered_in_time_is_an_engine_fault() -> None:
     engine = null_engine(pipeline_depth=2, watchdog_seconds=0.1)
     go_on = threading.Event()
-    engine._device.runner.execute = lambda _: go_on.wait(5)  # type: ignore[method-assign,assignment,return-value]
+    engine.probe().runner.execute = lambda _: go_on.wait(5)  # type: ignore[method-assign,assignment,return-value]
     engine.submit(greedy("r0", PROMPTS[0], 4))
     try:
         with pytest.raises(EngineDead, match=r"not answered within 0\.1 s"):

@@ -53,7 +53,7 @@ def test_a_stalled_store_does_not_hold_a_plan(stalled: str, secret: str, monkeyp
 
     engine = null_engine(kv_store="memory:", kv_store_secret_file=secret, kv_store_timeout=2.4, host_kv_memory=1)
     run(engine, [greedy("first", range(100), 3)])
-    engine._scheduler.probe().pool.forget_prefixes()
+    engine.probe().scheduler.probe().pool.forget_prefixes()
     deadline = time.monotonic() + 5
     while not engine.stats().kv.written_blocks and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -91,7 +91,7 @@ def test_decisions_do_not_pile_up_where_nobody_reads_them(tmp_path: Path, secret
     for _ in range(2):
         engine = null_engine(**settings)
         run(engine, PROMPTS)
-        assert engine._scheduler.probe().operations.take() == ((), ())
+        assert engine.probe().scheduler.probe().operations.take() == ((), ())
         engine.close()
     counters = engine.stats().scheduler.offload
     assert counters.loads + counters.declined > 0

@@ -141,7 +141,7 @@ def test_nothing_left_to_generate_is_refused() -> None:
     assert delta.finish_reason is FinishReason.ERROR
     assert delta.error is not None and "none of at most 4 is left" in delta.error
     with pytest.raises(BadRequest):
-        engine._scheduler.add(behind(greedy("a", [1, 2], 4), [1, 2, 3, 4, 5]))
+        engine.probe().scheduler.add(behind(greedy("a", [1, 2], 4), [1, 2, 3, 4, 5]))
 
 
 # Epochs that die at any moment ----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ def speculating(k: int, wrong: float, seed: int = 0, **changes: object) -> Engin
     engine = null_engine(
         speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=k, cheap_tokens=1000), **changes
     )
-    engine._device.runner._drafter = KnowingDrafter(int(changes.get("max_num_seqs", 8)), SPECS, wrong, seed)  # type: ignore[call-overload]
+    engine.probe().runner.use_drafter(KnowingDrafter(int(changes.get("max_num_seqs", 8)), SPECS, wrong, seed))  # type: ignore[call-overload]
     return engine
 
 

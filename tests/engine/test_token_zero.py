@@ -114,7 +114,7 @@ def test_as_a_draft_it_is_accepted(k: int) -> None:
     stepper = Stepper(small_engine([spec], k))
     stepper.submit(spec)
     assert stepper.run(1).tokens["a"] == scripted(spec)
-    drafts = stepper.engine.stats().drafts
+    drafts = stepper.engine.stats().scheduler.drafts
     assert drafts.accepted == drafts.proposed > LENGTH * k // (k + 1) - k - 1
 
 

@@ -89,7 +89,7 @@ class Pressed:
         assert started.fair_seconds < _START_SECONDS, "the engine waited for its store to start"
         offload = self.engine._kv._offload  # type: ignore[attr-defined]  # a back door into both ports
         assert isinstance(offload, KVOffload)
-        self._probe, self._offload = self.engine._scheduler.probe(), offload
+        self._probe, self._offload = self.engine.probe().scheduler.probe(), offload
         # Back doors: whoever fits is admitted, so that blocks run out; and what computing costs is not learnt, so that
         # whatever can be loaded is.
         self._probe.control.growth = lambda *_: 0  # type: ignore[method-assign]

@@ -61,7 +61,7 @@ def test_texts_of_a_real_model_survive_damaged_values(
             kv_store_secret_file=str(secret),
             kv_store_compression=compression,
         )
-        engine._scheduler.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # admits more than fit
+        engine.probe().scheduler.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # admits more than fit
         engine._prefill_pace.observe = lambda *_: None  # type: ignore[method-assign]  # loads whatever it can
         assert run(engine, specs()).tokens == expected
         until(lambda engine=engine: not engine.stats().kv.pending_write_bytes, 5.0)  # type: ignore[union-attr]

@@ -94,7 +94,7 @@ def test_a_whole_engine_tells_what_its_pool_knows() -> None:
         events = engine.take_kv_events()
         told += len(events)
         log.extend(events)
-        assert set(log._stored) == set(engine._scheduler.probe().pool._block_of)
+        assert set(log._stored) == set(engine.probe().scheduler.probe().pool._block_of)
     assert engine.info.kv_events and told > 40
     assert engine.stats().scheduler.blocks.cached == len(log._stored) > 0
 

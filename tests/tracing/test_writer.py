@@ -249,7 +249,9 @@ def test_dropped_steps_are_counted_and_the_next_one_says_who_is_there(
     steps(12)
     assert engine._trace is not None
     engine._trace._drain()
-    there = {request.spec.request_id for request in engine._scheduler.probe().slots.requests if request is not None}
+    there = {
+        request.spec.request_id for request in engine.probe().scheduler.probe().slots.requests if request is not None
+    }
     steps(9)
     engine.close()
     _, lines, [end] = lines_of(path)

@@ -64,7 +64,8 @@ def test_a_shared_prefix_changes_no_text(target: Target, golden: Golden) -> None
 def test_preemption_changes_no_text(target: Target, golden: Golden, keep: bool, depth: int) -> None:
     specs = [greedy(spec.request_id, spec.prompt[:20], 38) for spec in specs_of(target)]
     with target.engine(pipeline_depth=depth, save_preempted_kv=keep) as engine:
-        engine._scheduler.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # a back door: admit everybody
+        probe = engine.probe().scheduler.probe()
+        probe.control.growth = lambda *_: 0  # type: ignore[method-assign]  # admits all requests at once
         golden.check(specs, run(engine, specs).tokens)
         assert engine.stats().scheduler.counters.preemptions > 0
 

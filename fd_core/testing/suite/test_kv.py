@@ -90,17 +90,14 @@ def test_an_engine_goes_on_from_imported_blocks(target: Target, golden: Golden) 
     spec = greedy("a", range(1, 25), 12)
     with target.engine(max_model_len=40) as first:
         run(first, [spec])
-        cache = first._device.runner.cache
-        names = first._scheduler.probe().pool._cached
-        assert names, "nothing was cached"
+        runner = first.probe().runner
+        cache = runner.cache
+        assert first.probe().scheduler.probe().pool.num_cached, "nothing was cached"
         data = cache.export_blocks(np.arange(cache.num_blocks, dtype=np.int32))
-        tables = first._device.runner._batch.tables[0].copy()
+        tables = runner.probe().batch.tables[0].copy()
     with target.engine(max_model_len=40) as second:
-        cache, pool, hasher = (
-            second._device.runner.cache,
-            second._scheduler.probe().pool,
-            second._scheduler.probe().prefixes.hasher,
-        )
+        probe = second.probe().scheduler.probe()
+        cache, pool, hasher = second.probe().runner.cache, probe.pool, probe.prefixes.hasher
         assert hasher is not None
         chain: list[bytes] = []
         hasher.extend(chain, hasher.root(""), np.array(spec.prompt, np.int32), len(spec.prompt) - 1)
@@ -126,9 +123,9 @@ def test_an_engine_goes_on_from_imported_blocks(target: Target, golden: Golden) 
 def test_texts_survive_a_preemption_whose_kv_is_restored(target: Target, golden: Golden, depth: int) -> None:
     specs = [greedy(f"r{index}", range(index, index + 14), 40) for index in range(3)]
     with target.engine(pipeline_depth=depth, save_preempted_kv=True, num_kv_blocks=18) as engine:
-        probe = engine._scheduler.probe()
+        probe = engine.probe().scheduler.probe()
         probe.control.growth = lambda *_: 0  # type: ignore[method-assign]  # a back door: admit everybody
-        # What a preempted request finds again in the pool needs no copy, so nothing stays there.
+        # A prefix that is still in the pool needs no load, so the pool forgets all prefixes.
         release = probe.residencies.release
 
         def forgetting(slot: int) -> Request:
