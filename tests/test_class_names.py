@@ -6,9 +6,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "fd_core"
 
-STILL_SHARED = {"AttentionPlan", "Checked", "Choice", "CompiledForward", "Recorder", "Symbol", "_Entry", "_Group"}
-"""Names that wait for their renaming; the set only shrinks."""
-
 
 def shared_names() -> dict[str, list[str]]:
     places = defaultdict(list)
@@ -20,4 +17,4 @@ def shared_names() -> dict[str, list[str]]:
 
 
 def test_no_two_classes_share_a_name() -> None:
-    assert {name: files for name, files in shared_names().items() if name not in STILL_SHARED} == {}
+    assert shared_names() == {}
