@@ -30,7 +30,7 @@ def trace(
         Path | None,
         typer.Option(
             metavar="PATH",
-            help="The file to write.",
+            help="File that receives the page or the JSON.",
             show_default="FILE with the suffix .html or .perfetto.json",
         ),
     ] = None,

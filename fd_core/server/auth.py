@@ -1,4 +1,4 @@
-"""API keys: who may ask."""
+"""API keys that clients must send."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fd_core.server.errors import ApiError
 __all__ = ["OPEN_PATHS", "KeyRing"]
 
 OPEN_PATHS: Final = frozenset({"/", "/health", "/ready", "/version", "/metrics", "/openapi.json"})
-"""Served without a key: what probes and scrapers read. Nothing there holds a prompt, a text or a key."""
+"""Paths served without a key, for probes and scrapers. None of them shows a prompt, a text or a key."""
 
 
 class KeyRing:

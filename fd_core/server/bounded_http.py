@@ -11,7 +11,7 @@ from fd_core.server.errors import ApiError
 __all__ = ["MAX_HEAD_BYTES", "BoundedHttp"]
 
 MAX_HEAD_BYTES: Final = 64 * 1024
-"""Request line and headers may have so many bytes, and at most one read of the socket more."""
+"""Most bytes of request line and headers together; one read of the socket may exceed it."""
 
 
 class BoundedHttp(HttpToolsProtocol):

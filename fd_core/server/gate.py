@@ -1,4 +1,4 @@
-"""The gate every HTTP request passes: its id, its key, and a last resort for errors nobody expected."""
+"""Middleware that every HTTP request passes: request id, API key, and the answer to unexpected errors."""
 
 from __future__ import annotations
 

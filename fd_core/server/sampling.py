@@ -122,7 +122,7 @@ def _allowed_tokens(request: GenerationRequest, asked: int | None, field: str, p
     if asked is None:
         return room
     if asked > room and request.max_tokens is None and field == "max_tokens":
-        return room  # the default is no wish that could be refused
+        return room  # the server's own default is not refused
     if asked > room:
         raise _too_long(
             f"the prompt has {prompt} tokens and {field} asks for {asked} more, but the context holds "

@@ -88,7 +88,7 @@ def test_an_engine_in_python_takes_no_parameter_out_of_range() -> None:
     try:
         with pytest.raises(BadRequest, match=r"temperature: expected `float` <= 2\.0"):
             llm.generate([[1], [2]], [SamplingParams(max_tokens=1), SamplingParams(temperature=9.0)])
-        assert llm.stats.scheduler.waiting == 0, "nothing was submitted"
+        assert llm.stats.scheduler.slots.waiting == 0, "nothing was submitted"
         with pytest.raises(BadRequest, match="stop_token_ids: token ids are 0 to"):
             llm.generate([[1]], SamplingParams(stop_token_ids=(10**6,)))
     finally:
