@@ -34,8 +34,8 @@ ALLOWED: dict[str, set[str]] = {
     "text": BASE | {"models"},
     "backends": BASE | {"hookspecs", "models", "ops", "runner"},
     "runner": BASE | {"backends", "hookspecs", "ops"},
-    "simulation": BASE | {"engine", "kv", "scheduling", "signals"},
-    "tracing": BASE | {"engine", "kv", "scheduling", "signals"},
+    "simulation": BASE | {"kv", "scheduling", "signals"},
+    "tracing": BASE | {"kv", "scheduling", "signals"},
     "engine": BASE
     | {"backends", "disagg", "kv", "models", "plugins", "runner", "scheduling", "signals", "text", "tracing"},
     "server": BASE | {"disagg", "engine", "kv", "text"},
