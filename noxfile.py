@@ -1,5 +1,6 @@
 """Checks of fd_core. `nox` alone runs lint, types and tests, each in an environment of its own."""
 
+import os
 from pathlib import Path
 
 import nox
@@ -7,8 +8,9 @@ import nox
 nox.options.sessions = ["lint", "types", "tests", "plugins"]
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_missing_interpreters = True
-# Installing is a large part of a first run: uv does it in a third of the time, where there is one.
-nox.options.default_venv_backend = "uv|virtualenv"
+# pip would compile every module of every framework; Python compiles those that a test imports. pip reads this name's
+# value the other way round: "no" switches compiling off.
+os.environ.setdefault("PIP_NO_COMPILE", "no")
 
 SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadfile")
 """Options of pytest: a worker for each core; the tests of one file share a worker, and so what they set up."""
