@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import msgspec
 import numpy as np
 import pytest
@@ -16,11 +13,21 @@ from fd_core.kv.blocks import BlockPool
 from fd_core.kv.events import BEGINNING, Cleared, KVEvent, Recorder, Removed, Stored, StoredBlocks
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.scheduling.prefixes import Prefixes
+from fd_core.scheduling.requests import Request
+from fd_core.types import RequestSpec, SamplingParams
 from tests.kv.following import SIZE, Reader, ids
 
 BLOCKS = 8
 HASHER = PrefixHasher(block_size=SIZE, identity="test")
 PROMPTS = st.lists(st.integers(0, 1), min_size=SIZE, max_size=BLOCKS * SIZE)
+
+
+def known(tokens: list[int], salt: str = "") -> Request:
+    """A request with these tokens, its keys computed."""
+    spec = RequestSpec(request_id="r", prompt=tuple(tokens), params=SamplingParams(max_tokens=1), cache_salt=salt)
+    request = Request(spec, 0, 1000, HASHER.root(salt))
+    HASHER.extend(request.chain, request.root, request.tokens.view(), len(tokens))
+    return request
 
 
 class FollowMachine(RuleBasedStateMachine):
@@ -31,8 +38,8 @@ class FollowMachine(RuleBasedStateMachine):
         self.recorder = Recorder(limit)
         self.complete = limit == 1000
         self.pool = BlockPool(BLOCKS, self.recorder)
-        self.prefixes = Prefixes(HASHER, self.pool, self.recorder)
-        self.running: list[tuple[Any, np.ndarray, np.ndarray, int]] = []
+        self.prefixes = Prefixes(HASHER, self.pool, self.recorder, lambda _: None)
+        self.running: list[tuple[Request, np.ndarray, int]] = []
         self.held = StoredBlocks(SIZE)
         self.reader = Reader()
         self.secret: set[bytes] = set()
@@ -41,11 +48,7 @@ class FollowMachine(RuleBasedStateMachine):
     @rule(tokens=PROMPTS, salted=st.integers(0, 4))
     def begin(self, tokens: list[int], salted: int) -> None:
         salt = "" if salted else "tenant"
-        request = SimpleNamespace(
-            chain=[], root=HASHER.root(salt), spec=SimpleNamespace(cache_salt=salt, request_id="r")
-        )
-        prompt = np.array(tokens, np.int32)
-        HASHER.extend(request.chain, request.root, prompt, len(prompt))
+        request = known(tokens, salt)
         matched = self.pool.match(request.chain)
         self.pool.acquire(matched)
         more = self.pool.allocate(len(request.chain) - len(matched))
@@ -56,21 +59,21 @@ class FollowMachine(RuleBasedStateMachine):
             self.secret.update(request.chain)
         else:
             self.paths.update((key, tuple(tokens[: (i + 1) * SIZE])) for i, key in enumerate(request.chain))
-        self.running.append((request, prompt, np.concatenate([matched, more]), len(matched)))
+        self.running.append((request, np.concatenate([matched, more]), len(matched)))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def settle(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.running) - 1))
-        request, prompt, table, done = self.running[index]
+        request, table, done = self.running[index]
         upto = data.draw(st.integers(done, len(table)))
-        self.prefixes.complete(request, prompt, table, done, upto)
-        self.running[index] = (request, prompt, table, upto)
+        self.prefixes.complete(request, table, done, upto)
+        self.running[index] = (request, table, upto)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
-        _, _, table, _ = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        _, table, _ = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         self.pool.release(table, -1)
 
     @rule()
@@ -82,9 +85,9 @@ class FollowMachine(RuleBasedStateMachine):
         for event in self.recorder.take():
             self.held.apply(event)
             self.reader.apply(event)
-        known = {key for key in self.paths if self.pool.knows(key)}
+        held = {key for key in self.paths if self.pool.knows(key)}
         told = set(self.held)
-        assert told == known if self.complete else told <= known
+        assert told == held if self.complete else told <= held
         assert self.reader.paths == {self.paths[key] for key in told}
         assert len(self.held) == len(told)
 
@@ -120,13 +123,11 @@ def chain_of(tokens: list[int]) -> list[bytes]:
 def test_what_is_evicted_and_stored_again_is_told_in_that_order() -> None:
     recorder = Recorder()
     pool = BlockPool(1, recorder)
-    prefixes = Prefixes(HASHER, pool, recorder)
+    prefixes = Prefixes(HASHER, pool, recorder, lambda _: None)
     for tokens in ([1, 1], [2, 2], [1, 1]):
-        chain = chain_of(tokens)
         table = pool.allocate(1)
         assert table is not None
-        request: Any = SimpleNamespace(chain=chain, root=HASHER.root(""), spec=SimpleNamespace(cache_salt=""))
-        prefixes.complete(request, np.array(tokens, np.int32), table, 0, 1)
+        prefixes.complete(known(tokens), table, 0, 1)
         pool.release(table, -1)
     one, two = chain_of([1, 1]), chain_of([2, 2])
     assert recorder.take() == (
