@@ -78,7 +78,7 @@ class Engine:
     def submit(self, spec: RequestSpec) -> list[Delta]:
         """Queue a request; one that can never run is answered with its last delta at once."""
         try:
-            self._scheduler.add(spec)
+            self._perform(self._scheduler.add(spec))
         except BadRequest as error:
             return [Delta(spec.request_id, finish_reason=FinishReason.ERROR, error=str(error))]
         return []
@@ -176,7 +176,7 @@ class Engine:
         reason = "the prefill worker is shutting down" if self._stopping else refusal(job, self.info.vocab_size)
         if reason is None:
             try:
-                self._scheduler.add(prefill_request(job))
+                self._perform(self._scheduler.add(prefill_request(job)))
             except BadRequest as error:
                 reason = error.message
         if reason is not None:

@@ -116,8 +116,11 @@ class Scheduler:
 
     # Requests come and go ---------------------------------------------------------------------------------
 
-    def add(self, spec: RequestSpec) -> None:
-        """Queue a request. Raises `BadRequest` if it can never run here."""
+    def add(self, spec: RequestSpec) -> Effects:
+        """Queue a request; return what is to be done outside steps before the request can enter a slot.
+
+        Raises `BadRequest` if the request can never run here.
+        """
         if spec.request_id in self._requests:
             raise BadRequest(f"a request with id {spec.request_id!r} is already running", field="request_id")
         if not len(spec.prompt):
@@ -139,6 +142,7 @@ class Scheduler:
         self._arrivals += 1
         self._requests[spec.request_id] = request
         self._admissions.arrive(request)
+        return self._effects()
 
     def abort(self, request_id: str) -> Delta | None:
         """Ask for the end of a request; return its last delta if it ended at once, as it does while it waits or loads.

@@ -49,7 +49,7 @@ class Stepper:
     def submit(self, *specs: RequestSpec) -> None:
         """Queue requests."""
         for spec in specs:
-            self.texts.take(self.engine.submit(spec))
+            self.perform(self.scheduler.add(spec))
 
     def abort(self, request_id: str) -> None:
         """Abort a request."""

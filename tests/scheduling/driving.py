@@ -32,7 +32,7 @@ _wanted: WeakKeyDictionary[Scheduler, list[Effect]] = WeakKeyDictionary()
 
 def add(scheduler: Scheduler, spec: RequestSpec) -> Request:
     """Queue a request and return what the scheduler knows of it."""
-    scheduler.add(spec)
+    _remember(scheduler, scheduler.add(spec))
     return scheduler.probe().requests[spec.request_id]
 
 

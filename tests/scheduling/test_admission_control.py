@@ -105,16 +105,15 @@ class Simulation:
         hasher = PrefixHasher(block_size=BLOCK, identity="m") if keep else None
         self.scheduler = Scheduler(limits, Fcfs(), FewestTokens(), hasher, keep_kv=KeepKV() if keep else None)
         self._outputs = {str(index): output for index, (_, output) in enumerate(requests)}
-        for index, (prompt, _) in enumerate(requests):
-            self.scheduler.add(
-                RequestSpec(
-                    request_id=str(index),
-                    prompt=tuple(index + 1 if at < 4 else at for at in range(prompt)),
-                    params=SamplingParams(max_tokens=max_tokens, stop_token_ids=(END,)),
-                )
-            )
         self.generated = 0
         self._kept: set[bytes] = set()
+        for index, (prompt, _) in enumerate(requests):
+            spec = RequestSpec(
+                request_id=str(index),
+                prompt=tuple(index + 1 if at < 4 else at for at in range(prompt)),
+                params=SamplingParams(max_tokens=max_tokens, stop_token_ids=(END,)),
+            )
+            self._keep(self.scheduler.add(spec))
 
     def run(self) -> int:
         """Run until all have ended; returns the steps that computed something."""

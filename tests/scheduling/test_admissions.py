@@ -68,11 +68,11 @@ def test_of_ten_thousand_that_wait_behind_one_that_does_not_fit_nobody_is_looked
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     s = scheduler(num_kv_blocks=60)
-    s.add(spec("running", 120, 60, first=50_000))
+    add(s, spec("running", 120, 60, first=50_000))
     for _ in range(4):
         answer(s, planned(s))
     for index in range(10_000):
-        s.add(spec(str(index), 150, first=index))
+        add(s, spec(str(index), 150, first=index))
     matches = counted(monkeypatch, s.probe().pool, "match")
     hashes = counted(monkeypatch, s.probe().prefixes, "keys")
     for _ in range(40):
@@ -84,10 +84,10 @@ def test_of_ten_thousand_that_wait_behind_one_that_does_not_fit_nobody_is_looked
 
 def test_with_all_slots_taken_nobody_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     s = scheduler(max_num_seqs=1)
-    s.add(spec("running"))
+    add(s, spec("running"))
     answer(s, planned(s))
     for index in range(1000):
-        s.add(spec(str(index), first=index))
+        add(s, spec(str(index), first=index))
     matches = counted(monkeypatch, s.probe().pool, "match")
     for _ in range(20):
         answer(s, planned(s))
@@ -96,10 +96,10 @@ def test_with_all_slots_taken_nobody_is_looked_at(monkeypatch: pytest.MonkeyPatc
 
 def test_each_of_those_that_wait_for_one_prefix_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     s = scheduler(max_num_batched_tokens=32, max_num_seqs=2)
-    s.add(spec("first", 31))
+    add(s, spec("first", 31))
     prefill = planned(s)
     for index in range(1000):
-        s.add(spec(str(index), 31))
+        add(s, spec(str(index), 31))
     matches = counted(monkeypatch, s.probe().pool, "match")
     for _ in range(14):
         planned(s)
@@ -111,7 +111,7 @@ def test_each_of_those_that_wait_for_one_prefix_is_looked_at_once(monkeypatch: p
 
 def test_who_does_not_fit_is_admitted_once_blocks_came_free_and_nobody_overtakes() -> None:
     s = scheduler(num_kv_blocks=60)
-    s.add(spec("running", 120, 60, first=50_000))
+    add(s, spec("running", 120, 60, first=50_000))
     for _ in range(4):
         answer(s, planned(s))
     large, small = add(s, spec("large", 150)), add(s, spec("small", 6, first=500))
@@ -127,7 +127,7 @@ def test_who_does_not_fit_is_admitted_once_blocks_came_free_and_nobody_overtakes
 def test_who_does_not_fit_is_looked_at_again_once_in_a_while_though_no_block_came_free() -> None:
     """What running requests are expected to need may shrink too."""
     s = scheduler(num_kv_blocks=60)
-    s.add(spec("running", 60, 100))
+    add(s, spec("running", 60, 100))
     for _ in range(3):
         answer(s, planned(s))
     control = s.probe().control
@@ -147,7 +147,7 @@ def test_who_does_not_fit_is_looked_at_again_once_in_a_while_though_no_block_cam
 
 def waiting_for_a_prefix(s: Scheduler) -> tuple[StepPlan, Request]:
     """The step that computes all of prompt `a`, and a request with the same prompt that waits for that."""
-    s.add(spec("a"))
+    add(s, spec("a"))
     request = add(s, spec("b"))
     plan = planned(s)
     assert 20 in plan.num_tokens.tolist()
@@ -168,7 +168,7 @@ def test_it_ends_when_the_prefix_is_complete() -> None:
 
 def test_it_ends_when_as_much_as_both_share_is_complete() -> None:
     s = scheduler(max_num_batched_tokens=16)
-    s.add(spec("a", 60))
+    add(s, spec("a", 60))
     plan = planned(s)
     request = add(s, spec("b", 14))
     shorter = planned(s)
@@ -192,7 +192,7 @@ def test_it_ends_when_the_one_who_computes_is_aborted() -> None:
 
 def test_it_ends_when_the_one_who_computes_is_preempted() -> None:
     s = scheduler()
-    s.add(spec("old", 11, first=500))
+    add(s, spec("old", 11, first=500))
     answer(s, planned(s))
     prefill, request = waiting_for_a_prefix(s)
     pool = s.probe().pool
@@ -245,7 +245,7 @@ def test_a_load_that_comes_short_is_waited_for_until_the_rest_was_computed(loade
 def test_it_lasts_a_bounded_number_of_steps_and_is_not_begun_again() -> None:
     """The step that computes the prefix is not answered; another request goes on meanwhile."""
     s = scheduler()
-    s.add(spec("other", 8, first=600))
+    add(s, spec("other", 8, first=600))
     answer(s, planned(s))
     _, request = waiting_for_a_prefix(s)
     steps = 0
@@ -261,7 +261,7 @@ def test_it_lasts_a_bounded_number_of_steps_and_is_not_begun_again() -> None:
 
 def test_of_two_who_compute_one_prefix_the_first_to_complete_it_ends_the_wait() -> None:
     s = scheduler()
-    s.add(spec("other", 8, first=600))
+    add(s, spec("other", 8, first=600))
     answer(s, planned(s))
     prefill, impatient = waiting_for_a_prefix(s)
     while impatient.state is State.WAITING:
@@ -277,7 +277,7 @@ def test_of_two_who_compute_one_prefix_the_first_to_complete_it_ends_the_wait() 
 
 def test_if_one_of_two_who_compute_a_prefix_is_aborted_the_wait_goes_on() -> None:
     s = scheduler()
-    s.add(spec("other", 8, first=600))
+    add(s, spec("other", 8, first=600))
     answer(s, planned(s))
     _, impatient = waiting_for_a_prefix(s)
     while impatient.state is State.WAITING:
@@ -298,35 +298,35 @@ def test_if_one_of_two_who_compute_a_prefix_is_aborted_the_wait_goes_on() -> Non
 def is_ready(s: Scheduler) -> None:
     """All slots are taken."""
     for index in range(4):
-        s.add(spec(f"other {index}", 4, first=500 + index))
+        add(s, spec(f"other {index}", 4, first=500 + index))
     planned(s)
-    s.add(spec("a"))
+    add(s, spec("a"))
 
 
 def does_not_fit(s: Scheduler) -> None:
     hostage = s.probe().pool.allocate(98)
     assert hostage is not None
-    s.add(spec("a"))
+    add(s, spec("a"))
     assert next_plan(s) is None
 
 
 def waits_for_a_prefix(s: Scheduler) -> None:
-    s.add(spec("b"))
-    s.add(spec("a"))
+    add(s, spec("b"))
+    add(s, spec("a"))
     planned(s)
     assert s.probe().waiting.num_parked == 1
 
 
 def waits_for_a_lookup(s: Scheduler) -> None:
     s.probe().offloading.keep = KeepKV()
-    s.add(spec("a"))
+    add(s, spec("a"))
     assert s.probe().waiting.num_parked == 1
 
 
 def waits_for_its_save(s: Scheduler) -> None:
-    s.add(spec("old", 12, first=500))
+    add(s, spec("old", 12, first=500))
     answer(s, planned(s))
-    s.add(spec("a", 24))
+    add(s, spec("a", 24))
     answer(s, planned(s))
     s.probe().offloading.keep = KeepKV()
     pool = s.probe().pool

@@ -60,7 +60,7 @@ def have_on_device(s: Scheduler, keys: tuple[bytes, ...]) -> None:
 
 def test_a_prefix_that_left_the_device_while_its_request_waited_is_asked_for_once() -> None:
     s = scheduler()
-    s.add(spec("before"))
+    add(s, spec("before"))
     first = effect_of(s, Lookup)
     s.abort("before")
     assert take_effects(s) == [Cancel(first.operation)]
@@ -85,7 +85,7 @@ def test_a_prefix_that_left_the_device_while_its_request_waited_is_asked_for_onc
 
 def test_a_prefix_that_is_stored_nowhere_is_asked_for_once() -> None:
     s = scheduler()
-    s.add(spec("a"))
+    add(s, spec("a"))
     assert next_plan(s) is None, "it waits for the answer"
     s.complete(Found(effect_of(s, Lookup).operation, 0, 0))
     assert planned(s).num_tokens.tolist() == [18]
@@ -98,7 +98,7 @@ def test_a_prefix_that_is_stored_nowhere_is_asked_for_once() -> None:
 def preempted(s: Scheduler, stored: int = 0) -> tuple[Request, Save]:
     """A request that was preempted for want of blocks, with the save of its KV; `stored` blocks of it were before."""
     for name, first, total in (("old", 40, 0), ("young", 0, stored)):
-        s.add(spec(name, 10, 30, first))
+        add(s, spec(name, 10, 30, first))
         s.complete(Found(effect_of(s, Lookup).operation, total, total))
     young = s.probe().requests["young"]
     plan = planned(s)
@@ -138,7 +138,7 @@ def test_a_preempted_request_waits_for_its_save_and_asks_nothing_if_all_of_it_is
 def test_a_save_that_completed_before_the_release_is_not_waited_for_nor_asked_about() -> None:
     s = scheduler(num_kv_blocks=10)
     for name, first in (("old", 40), ("young", 0)):
-        s.add(spec(name, 10, 30, first))
+        add(s, spec(name, 10, 30, first))
         s.complete(Found(effect_of(s, Lookup).operation, 0, 0))
     plan = planned(s)
     while not plan.revocations:
@@ -180,7 +180,7 @@ def test_a_save_that_failed_is_computed_again_without_asking() -> None:
 def test_a_save_that_left_blocks_out_is_asked_about() -> None:
     """What the store is believed to have is not saved again, so the completion does not tell where that is."""
     s = scheduler(KeepKV(preempted=True, finished=True, persist=True), num_kv_blocks=10)
-    s.add(spec("before", 5, 1))
+    add(s, spec("before", 5, 1))
     s.complete(Found(effect_of(s, Lookup).operation, 0, 0))
     answer(s, planned(s))
     early = effect_of(s, Save)

@@ -15,7 +15,16 @@ from fd_core.scheduling.policies import Fcfs, Priority, SchedulingPolicy
 from fd_core.scheduling.scheduler import Scheduler
 from fd_core.scheduling.victims import LatestArrival
 from fd_core.types import Delta, FinishReason, RequestSpec, SamplingParams, StepPlan
-from tests.scheduling.driving import answer, num_draining, num_loading, num_running, output_of, planned, take_effects
+from tests.scheduling.driving import (
+    add,
+    answer,
+    num_draining,
+    num_loading,
+    num_running,
+    output_of,
+    planned,
+    take_effects,
+)
 
 HASHER = PrefixHasher(block_size=4, identity="m")
 
@@ -78,8 +87,8 @@ def test_a_budget_equal_to_the_decode_demand_serves_decodes_and_an_unfinished_pr
     s = Scheduler(limits, Fcfs(), LatestArrival(), HASHER, keep_kv=KeepKV())
     s.add(spec("decodes", length=1, max_tokens=20))
     answer(s, planned(s))
-    s.add(spec("loads", length=5, max_tokens=20, first=50))
-    s.add(spec("prefills", length=20, first=70))
+    add(s, spec("loads", length=5, max_tokens=20, first=50))
+    add(s, spec("prefills", length=20, first=70))
     for effect in take_effects(s):
         assert isinstance(effect, Lookup)
         stored = 1 if len(effect.keys) == 1 else 0
@@ -187,21 +196,19 @@ def test_a_prompt_that_fills_the_context_is_refused_with_the_numbers() -> None:
         scheduler().add(spec("a", length=40))
 
 
-def test_what_add_abort_and_complete_decide_is_returned_by_the_next_plan_or_commit() -> None:
+def test_what_add_decides_is_returned_at_once_and_what_abort_decides_by_the_next_plan_or_commit() -> None:
     s = Scheduler(scheduler().limits, Fcfs(), LatestArrival(), HASHER, keep_kv=KeepKV())
-    s.add(spec("a"))
-    plan, effects = s.plan()
-    (lookup,) = effects.operations
-    assert (plan, type(lookup)) == (None, Lookup)
+    (lookup,) = s.add(spec("a")).operations
+    assert isinstance(lookup, Lookup)
     assert s.plan() == (None, NO_EFFECTS), "it is returned once"
-    s.complete(Found(1, 0, 0))
+    s.complete(Found(lookup.operation, 0, 0))
     plan, effects = s.plan()
     assert plan is not None
     assert effects is NO_EFFECTS
-    s.add(spec("b", first=50))
+    (other,) = s.add(spec("b", first=50)).operations
     s.abort("b")
     _, effects = s.commit(plan, output_of(s, plan))
-    assert [type(effect) for effect in effects.operations] == [Lookup, Cancel]
+    assert effects.operations == (Cancel(other.operation),)
     assert s.has_work
 
 
