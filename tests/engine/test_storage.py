@@ -172,9 +172,8 @@ def test_blocks_already_stored_are_not_stored_again_until_a_lookup_misses_them()
     assert blocks is not None
     keys = [b"a", b"b", b"c"]
     operations = stepper.probe.operations
-    stepper.scheduler.add(LONG)
+    (asked,) = stepper.scheduler.add(LONG).operations
     request = stepper.probe.requests["long"]
-    (asked,), _ = operations.take()
     offloading.found(Found(asked.operation, 0, 0))  # type: ignore[union-attr]  # a lookup
     assert offloading.save(request, keys, blocks) is not None
     assert offloading.save(request, keys, blocks) is None
