@@ -53,6 +53,11 @@ class UsageForecast:
         left: npt.NDArray[np.int64] = np.maximum(np.minimum(expected, asked) - generated, 1).astype(np.int64)
         return left
 
+    def remaining_of(self, generated: int, asked: int) -> int:
+        """Predict the tokens that one request will still generate, at least one."""
+        expected = max(self.share * asked, 1.5 * generated)
+        return max(int(min(expected, asked) - generated), 1)
+
 
 class ReturnCost:
     """Learns which share of its tokens a preempted request computes again when it returns.
@@ -133,8 +138,7 @@ class AdmissionControl:
         return self.forecast.remaining(slots.num_planned[rows] - prompts, slots.limit[rows] - prompts)
 
     def _remaining_of(self, request: Request) -> int:
-        generated = np.array([request.num_generated], np.int32)
-        return int(self.forecast.remaining(generated, np.array([request.limit - request.prompt_len], np.int32))[0])
+        return self.forecast.remaining_of(request.num_generated, request.limit - request.prompt_len)
 
 
 class AdmissionPass:

@@ -34,6 +34,8 @@ __all__ = ["Admissions"]
 
 _MAX_PARKED: Final = 256
 """Waiting requests that one plan parks; later plans look at the others."""
+_MAX_SHARED: Final = 1 << 14
+"""Blocks of known prefixes that one plan gives to new requests: they cost the plan time, and the step no token."""
 _PATIENCE: Final = 16
 """Steps that a request waits for a prefix beyond twice the steps that its prefill takes alone."""
 _RETRY_STEPS: Final = 16
@@ -109,14 +111,17 @@ class Admissions:
         admission_pass = AdmissionPass(self._control, self._residencies.slots)
         slot = self._residencies.slots.free_slot()
         matched = nothing = np.empty(0, np.int32)
-        parked = 0
-        while draft.budget.left and slot is not None and parked < _MAX_PARKED:
+        parked = shared = 0
+        while draft.budget.left and slot is not None and parked < _MAX_PARKED and shared < _MAX_SHARED:
             request = self._waiting.first()
             if request is None or self._is_blocked(request, step):
                 return
             keys = self._prefixes.keys(request)
+            if self._park_for_prefix(request, keys, step):
+                parked += 1
+                continue
             matched = self._prefixes.match(keys, matched)
-            if len(matched) < len(keys) and self._park(request, keys, len(matched), step):
+            if len(matched) < len(keys) and self._park_for_lookup(request, keys):
                 matched = nothing  # blocks without an owner may be gone when the next prompt is matched
                 parked += 1
                 continue
@@ -125,6 +130,7 @@ class Admissions:
                 self._blocked = (request.arrival, self._pool.num_freed, step)
                 return
             self._enter(slot, request, matched, blocks, draft)
+            shared += len(matched)
             slot = self._residencies.slots.free_slot()
 
     def _is_blocked(self, request: Request, step: int) -> bool:
@@ -134,15 +140,18 @@ class Admissions:
         arrival, freed, since = self._blocked
         return request.arrival == arrival and freed == self._pool.num_freed and step - since < _RETRY_STEPS
 
-    def _park(self, request: Request, keys: Sequence[bytes], matched: int, step: int) -> bool:
-        """Park a request whose prefix the device does not have, if there is something to wait for."""
-        if request.arrival not in self._impatient:
-            awaited = self._prefixes.awaited(keys, matched)
-            if awaited is not None:
-                key, blocks = awaited
-                steps = -(-blocks * self._limits.block_size // self._limits.max_num_batched_tokens)
-                self._waiting.park(request, key, step + _PATIENCE + 2 * steps)
-                return True
+    def _park_for_prefix(self, request: Request, keys: Sequence[bytes], step: int) -> bool:
+        """Park a request if running requests are about to compute blocks of its prefix."""
+        awaited = None if request.arrival in self._impatient else self._prefixes.awaited(keys)
+        if awaited is None:
+            return False
+        key, blocks = awaited
+        steps = -(-blocks * self._limits.block_size // self._limits.max_num_batched_tokens)
+        self._waiting.park(request, key, step + _PATIENCE + 2 * steps)
+        return True
+
+    def _park_for_lookup(self, request: Request, keys: Sequence[bytes]) -> bool:
+        """Park a request whose prefix the device has only in part, until it is known what is stored elsewhere."""
         if self._transferring.wants(request):
             return False
         # The device may have had all of it when the request began to wait, and lost it since.

@@ -72,23 +72,22 @@ class Prefixes:
 
     # Prefixes in the making -------------------------------------------------------------------------------
 
-    def awaited(self, keys: Sequence[bytes], matched: int) -> tuple[bytes, int] | None:
+    def awaited(self, keys: Sequence[bytes]) -> tuple[bytes, int] | None:
         """Return what a prompt had better wait for: the key of its last block that running requests will complete.
 
-        Returns also how many blocks they will complete up to there; None if the first unknown block, behind `matched`
-        known ones, is not among them. A request announces its blocks from some block on to the end, so the last one is
-        found by bisection.
+        Returns also the number of blocks up to there; None if nobody computes a block of the prompt. Who computes a
+        block owns all blocks before it, so the last one is found by bisection, without a look at each block.
         """
-        if keys[matched] not in self._computing:
+        if not self._computing:
             return None
-        first, end = matched, len(keys)
-        while end - first > 1:
-            middle = (first + end) // 2
-            if keys[middle] in self._computing:
-                first = middle
+        last, end = -1, len(keys)
+        while end - last > 1:
+            middle = (last + end) // 2
+            if keys[middle] in self._computing or self._pool.knows(keys[middle]):
+                last = middle
             else:
                 end = middle
-        return keys[first], first + 1 - matched
+        return None if last < 0 or self._pool.knows(keys[last]) else (keys[last], last + 1)
 
     def announce(self, request: Request, first: int, upto: int) -> None:
         """A request is going to compute or load its blocks from `first` to `upto`."""

@@ -33,7 +33,7 @@ MUTANTS = (
     mutant(
         "who-waited-long-enough-waits-again",
         _WAIT,
-        (ADMISSIONS, "        if request.arrival not in self._impatient:\n", "        if True:\n"),
+        (ADMISSIONS, "None if request.arrival in self._impatient else self._prefixes", "self._prefixes"),
     ),
     mutant(
         "a-fetch-holds-back-whoever-has-its-prompt",

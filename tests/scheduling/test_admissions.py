@@ -100,11 +100,11 @@ def test_each_of_those_that_wait_for_one_prefix_is_looked_at_once(monkeypatch: p
     prefill = planned(s)
     for index in range(1000):
         add(s, spec(str(index), 31))
-    matches = counted(monkeypatch, s.probe().pool, "match")
+    looks = counted(monkeypatch, s.probe().prefixes, "awaited")
     for _ in range(14):
         planned(s)
     assert (s.probe().waiting.num_parked, num_running(s)) == (1000, 1)
-    assert len(matches) == 1000
+    assert len(looks) == 1000
     answer(s, prefill)
     assert s.probe().waiting.num_parked == 0
 
