@@ -16,6 +16,8 @@ from tests.testing.wrong import plugin
 from tests.testing.wrong.fault import FAULTS, matches
 
 ROOT = Path(__file__).parents[2]
+# Some fifty backends take ten seconds each, two at a time, beside whatever else runs.
+pytestmark = pytest.mark.timeout(1500)
 
 
 def installed(folder: Path) -> dict[str, str]:
