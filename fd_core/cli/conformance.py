@@ -29,11 +29,15 @@ def conformance(
     expression: Annotated[
         str | None, typer.Option("-k", metavar="EXPR", help="Run only the tests that match, as in pytest.")
     ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Leave out production sizes, the section `scale`: less than a minute.")
+    ] = False,
 ) -> None:
     """Run the conformance kit on backends and print their report cards.
 
     Each backend runs in a process of its own, against numpy as the oracle: operations, models, sampling, preempted-slot
-    signalling, the step token budget, KV transfer, golden streams, crashes and memory. The exit code is 0 if all pass,
+    signalling, the step token budget, KV transfer, golden streams, crashes and memory, and then at production
+    sizes, which takes minutes. Each card says which sections were not looked at. The exit code is 0 if all pass,
     1 if one does not, and 4 if the tests could not be run to their end.
     """
     from fd_core.errors import PluginError
@@ -41,10 +45,10 @@ def conformance(
     for package in ("pytest", "hypothesis"):
         if importlib.util.find_spec(package) is None:
             raise PluginError(f"the conformance kit needs {package}", hint="pip install 'fd-core[test]'")
-    _run(backends, json, html, expression)
+    _run(backends, json, html, expression, quick)
 
 
-def _run(backends: list[str], json: Path | None, html: Path | None, expression: str | None) -> None:
+def _run(backends: list[str], json: Path | None, html: Path | None, expression: str | None, quick: bool) -> None:
     import shlex
 
     import msgspec
@@ -56,14 +60,14 @@ def _run(backends: list[str], json: Path | None, html: Path | None, expression: 
 
     for path in (json, html):
         _require_writable(path)
-    words = ["fdcore", "conformance", *backends, *(("-k", expression) if expression else ())]
+    words = ["fdcore", "conformance", *backends, *(("-k", expression) if expression else ()), *(("--quick",) * quick)]
     console = Console()
     with console.status("starting") as status:
 
         def progress(target: str, done: int, failed: int) -> None:
             status.update(f"{target}: {done} tests{f', {failed} failed' if failed else ''}")
 
-        report = run_suite(backends, expression, shlex.join(words), progress)
+        report = run_suite(backends, expression, shlex.join(words), progress, quick=quick)
     print_report(report, console)
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 
@@ -46,6 +47,18 @@ def test_failures_limits_crashes_and_emulation_are_shown(show):
         assert words in shown
     assert "emulated" in shown.lower()
     assert "hardware" not in show(msgspec.structs.replace(REPORT, cards=[GOOD, BAD]))
+
+
+@pytest.mark.parametrize("show", [in_terminal, html_of, markdown_of])
+def test_what_was_not_looked_at_is_always_said(show):
+    card = Card(
+        target="hasty", results=RESULTS[:1], sections=("signals", "scale"), deselected={"signals": 3, "scale": 9}
+    )
+    report = msgspec.structs.replace(REPORT, cards=[card])
+    assert "not looked at" in show(report)
+    assert "scale, signals (3 of 4 tests)" in show(report)
+    whole = msgspec.structs.replace(card, sections=("signals",), deselected={})
+    assert "not looked at" not in show(msgspec.structs.replace(REPORT, cards=[whole]))
 
 
 def test_the_page_escapes_what_backends_say_and_needs_no_network():
@@ -93,6 +106,15 @@ def test_the_command_writes_a_report_of_what_ran(tmp_path):
         "test_limits_are_known_and_have_reasons",
     }
     assert "an idle slot says nothing" in html.read_text()
+    assert "budget" in card.unseen
+    assert "scale" in card.unseen
+    assert any(words.startswith("lifetime (") for words in card.unseen)
+
+
+def test_quick_leaves_out_scale_and_says_so():
+    ended = conformance("null", "--quick", "-k", "idle_slot or postprocess")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert re.search(r"not looked at: .*scale", " ".join(ended.stdout.split()))
 
 
 @pytest.mark.parametrize(

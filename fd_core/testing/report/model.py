@@ -22,8 +22,9 @@ SECTIONS: Final = (
     "kv",
     "golden",
     "lifetime",
+    "scale",
 )
-"""Sections in order; each is a file of `fd_core.testing.suite`."""
+"""Sections in order; each is a file or a folder of `fd_core.testing.suite`."""
 
 CaseOutcome = Literal["pass", "fail", "limit"]
 
@@ -60,6 +61,22 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     """Why the tests could not be run to their end; None if they were."""
     seconds: float = 0.0
     results: list[Result] = []
+    sections: tuple[str, ...] = SECTIONS
+    """Sections of the kit that was run."""
+    deselected: dict[str, int] = {}
+    """Tests of each section that the user left out."""
+
+    @property
+    def unseen(self) -> list[str]:
+        """What was not looked at: sections of which no test ran, then those of which some did, with the numbers."""
+        ran = Counter(result.section for result in self.results)
+        whole = [section for section in self.sections if not ran[section]]
+        parts = [
+            f"{section} ({count} of {count + ran[section]} tests)"
+            for section, count in self.deselected.items()
+            if ran[section]
+        ]
+        return whole + parts
 
     @property
     def passed(self) -> bool:

@@ -54,6 +54,8 @@ def markdown_of(report: ConformanceReport) -> str:
         notes += [f"fails {result.section}: `{result.test}`: {result.reason}" for result in card.failures]
         limited = {result.reason for result in card.results if result.outcome == "limit"}
         notes += [f"limit: {reason}" for reason in sorted(limited)]
+        if card.unseen:
+            notes.insert(0, f"**not looked at**: {', '.join(card.unseen)}")
         if card.emulated:
             notes.insert(0, "**emulated**: not run on the hardware it is for")
         if notes:

@@ -5,6 +5,8 @@ python -m pytest -p fd_core.testing.report.recorder --pyargs fd_core.testing.sui
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ from fd_core.testing.report.model import CaseOutcome, Result
 if TYPE_CHECKING:
     from fd_core.testing.target import Target
 
-__all__ = ["BackendDescribed", "CaseStarted", "RecordedEvent", "read_events"]
+__all__ = ["BackendDescribed", "CaseStarted", "CasesLeftOut", "RecordedEvent", "identity_of", "read_events"]
 
 
 class BackendDescribed(msgspec.Struct, frozen=True, tag="about"):
@@ -46,7 +48,15 @@ class CaseEnded(msgspec.Struct, frozen=True, tag="ended"):
     result: Result
 
 
-RecordedEvent = BackendDescribed | CaseStarted | CaseEnded
+class CasesLeftOut(msgspec.Struct, frozen=True, tag="deselected"):
+    """Tests of a section that the user left out, with `-k` or `-m`."""
+
+    target: str
+    section: str
+    count: int
+
+
+RecordedEvent = BackendDescribed | CaseStarted | CaseEnded | CasesLeftOut
 
 
 def read_events(path: Path) -> list[RecordedEvent]:
@@ -75,15 +85,20 @@ class _ResultRecorder:
         self._path = path
         self._known: set[str] = set()
 
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        counts = Counter(identity_of(item)[:2] for item in items)
+        for (target, section), count in counts.items():
+            self._write(CasesLeftOut(target, section, count))
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
-        self._write(CaseStarted(*_identity(item)))
+        self._write(CaseStarted(*identity_of(item)))
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
         report = yield
-        target, section, test = _identity(item)
+        target, section, test = identity_of(item)
         if call.when == "setup":
             self._introduce(item, target)
         if (
@@ -117,9 +132,10 @@ class _ResultRecorder:
             file.write(msgspec.json.encode(event) + b"\n")
 
 
-def _identity(item: pytest.Item) -> tuple[str, str, str]:
-    """Return target, section and test of an item."""
-    module = Path(item.path).stem.removeprefix("test_")
+def identity_of(item: pytest.Item) -> tuple[str, str, str]:
+    """Return target, section and test of an item; a section is a file, or a folder of files."""
+    path = Path(item.path)
+    module = (path.parent if path.parent.parent.name == "suite" else path).stem.removeprefix("test_")
     function = getattr(item, "originalname", item.name)
     callspec = getattr(item, "callspec", None)
     if callspec is None:

@@ -15,7 +15,7 @@ from typing import Final
 
 import fd_core
 from fd_core.testing.report.model import Card, ConformanceReport, Result
-from fd_core.testing.report.recorder import BackendDescribed, CaseEnded, CaseStarted, read_events
+from fd_core.testing.report.recorder import BackendDescribed, CaseEnded, CasesLeftOut, CaseStarted, read_events
 
 __all__ = ["run_suite"]
 
@@ -26,24 +26,29 @@ RunProgress = Callable[[str, int, int], None]
 """Called with (target, tests done, tests that failed)."""
 
 
-def run_suite(targets: Sequence[str], expression: str | None, command: str, progress: RunProgress) -> ConformanceReport:
-    """Run the suite for each target, one after the other; `expression` is pytest's `-k`."""
+def run_suite(
+    targets: Sequence[str], expression: str | None, command: str, progress: RunProgress, *, quick: bool = False
+) -> ConformanceReport:
+    """Run the suite for each target, one after the other.
+
+    `expression` is pytest's `-k`; `quick` leaves out the tests that are marked `fd_scale`.
+    """
     return ConformanceReport(
         fd_core=fd_core.__version__,
         python=platform.python_version(),
         machine=f"{platform.system()} {platform.machine()}",
         command=command,
-        cards=[_card(target, expression, progress) for target in targets],
+        cards=[_card(target, expression, quick, progress) for target in targets],
     )
 
 
-def _card(target: str, expression: str | None, progress: RunProgress) -> Card:
+def _card(target: str, expression: str | None, quick: bool, progress: RunProgress) -> Card:
     with tempfile.TemporaryDirectory(prefix="fdcore-conformance-") as name:
         folder = Path(name)
         started = time.monotonic()
         with (folder / "output").open("wb") as output:
             process = subprocess.Popen(
-                _command(target, expression, folder),
+                _command(target, expression, quick, folder),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -60,12 +65,13 @@ def _card(target: str, expression: str | None, progress: RunProgress) -> Card:
         return _judge(target, folder / "results", process.returncode, said, hung, time.monotonic() - started)
 
 
-def _command(target: str, expression: str | None, folder: Path) -> list[str]:
+def _command(target: str, expression: str | None, quick: bool, folder: Path) -> list[str]:
     command = [sys.executable, "-m", "pytest", "-p", "fd_core.testing.report.recorder", "-p", "no:cacheprovider"]
     # Nothing of the folder that the user happens to be in may change what is tested.
     command += ["-c", str(_empty_settings(folder)), "--rootdir", str(folder), "--basetemp", str(folder / "files")]
     command += ["--pyargs", "fd_core.testing.suite", f"--fd-backend={target}", f"--fd-results={folder / 'results'}"]
-    return [*command, "-q", "--tb=short", *(("-k", expression) if expression else ())]
+    command += ["-q", "--tb=short", *(("-k", expression) if expression else ())]
+    return [*command, "-m", "not fd_scale"] if quick else command
 
 
 def _empty_settings(folder: Path) -> Path:
@@ -94,6 +100,7 @@ def _watch(process: subprocess.Popen[bytes], results: Path, target: str, progres
 def _judge(target: str, path: Path, code: int, said: str, hung: bool, seconds: float) -> Card:
     about: BackendDescribed | None = None
     results: dict[tuple[str, str], Result] = {}
+    left_out: dict[str, int] = {}
     running: CaseStarted | None = None
     for event in read_events(path):
         match event:
@@ -101,6 +108,8 @@ def _judge(target: str, path: Path, code: int, said: str, hung: bool, seconds: f
                 about = event
             case CaseStarted():
                 running = event
+            case CasesLeftOut():
+                left_out[event.section] = left_out.get(event.section, 0) + event.count
             case CaseEnded():
                 key = event.result.section, event.result.test
                 # A failure while cleaning up counts, whatever the test came to before.
@@ -128,4 +137,5 @@ def _judge(target: str, path: Path, code: int, said: str, hung: bool, seconds: f
         error=error,
         seconds=round(seconds, 1),
         results=list(results.values()),
+        deselected=left_out,
     )

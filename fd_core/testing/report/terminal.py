@@ -53,6 +53,8 @@ def _print_card(card: Card, console: Console) -> None:
         console.print(Text("  emulated: it did not run on the hardware it is for", "bold yellow"))
     if card.error is not None:
         console.print(Text(f"  {card.error}", "red"))
+    if card.unseen:
+        console.print(Text(f"  not looked at: {', '.join(card.unseen)}", "bold yellow"))
     for result in card.failures:
         console.print(Text(f"  failed {result.section}: {result.test}: {result.reason}", "red"), soft_wrap=True)
     reasons = Counter(result.reason for result in card.results if result.outcome == "limit")

@@ -25,6 +25,7 @@ settings.register_profile(
     suppress_health_check=list(HealthCheck),
 )
 
+SCALE = Path(__file__).parent / "scale"
 _TARGETS: dict[str, Target] = {}
 
 
@@ -32,6 +33,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """Choose the examples and name the marker."""
     settings.load_profile("fd_core_kit")
     config.addinivalue_line("markers", "fd_thorough: repeats another test with other numbers, or takes seconds")
+    config.addinivalue_line(
+        "markers", "fd_scale: looks at production sizes; `fdcore conformance --quick` leaves it out"
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the section `scale` and let it come last."""
+    for item in items:
+        if SCALE in item.path.parents:
+            item.add_marker("fd_scale")
+    items.sort(key=lambda item: item.get_closest_marker("fd_scale") is not None)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
