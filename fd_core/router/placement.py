@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from fd_core.errors import PluginError
+from fd_core.kv.prefix import PrefixHasher
 from fd_core.router.accounting import WorkerLoads
 from fd_core.router.config import RouterConfig
 from fd_core.router.policies import Candidate, RouterPolicy, RoutingContext
@@ -39,27 +40,21 @@ class Placement:
     """Prompt tokens that the prefill side is believed to have to compute."""
 
 
+@dataclass(slots=True)
 class Placer:
     """Finds the eligible workers and asks the policies. Nothing changes but what the policies remember."""
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        policies: Mapping[Role, RouterPolicy],
-        registry: Registry,
-        loads: WorkerLoads,
-        index: PrefixIndex,
-        in_flight: PrefixesInFlight,
-        reported_kv: ReportedKV,
-    ) -> None:
-        self._config = config
-        self._policies = policies
-        self._registry = registry
-        self._loads = loads
-        self._index = index
-        self._in_flight = in_flight
-        self._reported_kv = reported_kv
-        self._hasher = block_hasher(config.cache_block_size)
+    config: RouterConfig
+    policies: Mapping[Role, RouterPolicy]
+    registry: Registry
+    loads: WorkerLoads
+    index: PrefixIndex
+    in_flight: PrefixesInFlight
+    reported_kv: ReportedKV
+    hasher: PrefixHasher = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.hasher = block_hasher(self.config.cache_block_size)
 
     def place(self, request: RouteRequest, tried: frozenset[str], now: float, random: float) -> Placement | NoWorker:
         """Choose workers for a request that failed on the addresses `tried`."""
@@ -68,8 +63,8 @@ class Placer:
             return pools
         roles = PARTS[self._mode(pools)]
         keys: tuple[bytes, ...] = ()
-        if any(self._policies[role].uses_prefix for role in roles):
-            keys = block_keys(self._hasher, request.tokens, request.salt)
+        if any(self.policies[role].uses_prefix for role in roles):
+            keys = block_keys(self.hasher, request.tokens, request.salt)
         members, hits, missing = [], 0, request.length
         for role, number in zip(roles, (random, random * _SECOND_DRAW % 1.0), strict=False):
             chosen = self._choose(role, pools[role], request, keys, now, number)
@@ -80,32 +75,29 @@ class Placer:
 
     def possible(self) -> bool:
         """Whether a mixed worker, or both sides of a pair, are healthy and fit for their roles."""
-        fit = [one for one in self._registry if one.state is WorkerState.HEALTHY and not one.unfit]
+        fit = [one for one in self.registry if one.state is WorkerState.HEALTHY and not one.unfit]
         return _sufficient({role: [one for one in fit if one.worker.role == role] for role in ROLES})
 
     def _eligible(self, model: str | None, tried: frozenset[str], now: float) -> dict[Role, list[Member]] | NoWorker:
         """Return the workers that may be chosen, by role, or the first reason that leaves too few of them."""
         pools: dict[Role, list[Member]] = {role: [] for role in ROLES}
-        for member in self._registry:
+        for member in self.registry:
             if member.state is not WorkerState.DRAINING:
                 pools[member.worker.role].append(member)
         if model is not None:
             pools = _serving(model, pools)
         if not _sufficient(pools):
-            return NoWorker("none_registered", "no worker is registered", self._config.health_check_interval_secs)
-        healthy = {role: [one for one in pool if one.open_to_requests(now)] for role, pool in pools.items()}
+            return NoWorker("none_registered", "no worker is registered", self.config.health_check_interval_secs)
+        healthy = _where(pools, lambda one: one.open_to_requests(now))
         if not _sufficient(healthy):
             pauses = [one.circuit.remaining(now) for pool in pools.values() for one in pool if one.broken]
-            wait = min(pauses, default=self._config.health_check_interval_secs)
+            wait = min(pauses, default=self.config.health_check_interval_secs)
             return NoWorker("none_healthy", "no worker is healthy", max(wait, _SHORTEST_WAIT))
-        untried = {role: [one for one in pool if one.worker.url not in tried] for role, pool in healthy.items()}
+        untried = _where(healthy, lambda one: one.worker.url not in tried)
         if not _sufficient(untried):
             return NoWorker("all_tried", "every healthy worker failed on this request", None)
-        if limit := self._config.max_requests_per_worker:
-            free = {
-                role: [one for one in pool if self._loads.of(one.worker).requests < limit]
-                for role, pool in untried.items()
-            }
+        if limit := self.config.max_requests_per_worker:
+            free = _where(untried, lambda one: self.loads.of(one.worker).requests < limit)
             return free if _sufficient(free) else NoWorker("all_busy", "every worker is busy", _SHORTEST_WAIT)
         return untried
 
@@ -116,7 +108,7 @@ class Placer:
 
     def _crowding(self, pools: Mapping[Role, list[Member]], roles: tuple[Role, ...]) -> float:
         members = [member for role in roles for member in pools[role]]
-        return sum(self._loads.of(member.worker).requests for member in members) / len(members)
+        return sum(self.loads.of(member.worker).requests for member in members) / len(members)
 
     def _choose(
         self,
@@ -127,17 +119,17 @@ class Placer:
         now: float,
         random: float,
     ) -> Candidate:
-        policy = self._policies[role]
+        policy = self.policies[role]
         hits_of = self._hits if policy.uses_prefix else _no_hits
-        prompt = HashedPrompt(request.tokens, self._hasher, keys)
+        prompt = HashedPrompt(request.tokens, self.hasher, keys)
         candidates = tuple(
-            Candidate(one.worker, self._loads.of(one.worker), *hits_of(one.worker, request, prompt, keys, now))
+            Candidate(one.worker, self.loads.of(one.worker), *hits_of(one.worker, request, prompt, keys, now))
             for one in pool
         )
         seen = keys if policy.uses_prefix else ()
         chosen = policy.choose(RoutingContext(candidates, request.tokens, seen, request.session, random, now))
         if chosen not in candidates:
-            name = self._config.policy_of(role)
+            name = self.config.policy_of(role)
             raise PluginError(f"router policy {name} chose {chosen!r:.200}, which is not one of the candidates")
         return chosen
 
@@ -149,13 +141,13 @@ class Placer:
         A worker holds the blocks that it reports; if it does not report, those that it served. Reports can be compared
         only with token ids of the workers, and do not cover prompts with a salt.
         """
-        reported = self._reported_kv.leading_tokens(worker, prompt) if request.tokenized and not request.salt else None
-        hits = self._index.match(worker, keys, now) if reported is None else reported // self._hasher.block_size
-        return hits, max(hits, self._in_flight.match(worker, keys))
+        reported = self.reported_kv.leading_tokens(worker, prompt) if request.tokenized and not request.salt else None
+        hits = self.index.match(worker, keys, now) if reported is None else reported // self.hasher.block_size
+        return hits, max(hits, self.in_flight.match(worker, keys))
 
     def _missing(self, request: RouteRequest, chosen: Candidate) -> int:
         """Return the prompt tokens that the chosen worker has to compute: at least one, since the last always is."""
-        left = request.length - chosen.expected_hits * self._config.cache_block_size
+        left = request.length - chosen.expected_hits * self.config.cache_block_size
         return min(request.length, max(1, left))
 
 
@@ -179,6 +171,10 @@ def _serving(model: str, pools: dict[Role, list[Member]]) -> dict[Role, list[Mem
         role: [one for one in pool if one.models is None or model in one.models] if strict[role] else pool
         for role, pool in pools.items()
     }
+
+
+def _where(pools: Mapping[Role, list[Member]], test: Callable[[Member], bool]) -> dict[Role, list[Member]]:
+    return {role: [member for member in pool if test(member)] for role, pool in pools.items()}
 
 
 def _sufficient(pools: Mapping[Role, list[Member]]) -> bool:

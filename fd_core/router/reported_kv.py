@@ -1,14 +1,13 @@
 """The KV that workers report to hold. It counts exactly, as long as a worker goes on reporting. Pure.
 
-A worker names its blocks by keys that only it can make, and reports their tokens. `Mirror` gives each block the key
+A worker names its blocks by keys that only it can make, and reports their tokens. Here each block gets the key
 that the router itself would give it, with the worker's block size; a prompt is hashed with each block size, as far as
 some worker holds its blocks. So block sizes need not agree, and matches are exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Sequence
 from typing import Final
 
 import numpy as np
@@ -19,7 +18,7 @@ from fd_core.router.prefix_index import block_hasher
 from fd_core.router.workers import Registry, RouterWorker
 from fd_core.types import IntArray
 
-__all__ = ["MAX_BLOCK_SIZE", "HashedPrompt", "Mirror", "ReportedKV"]
+__all__ = ["MAX_BLOCK_SIZE", "HashedPrompt", "ReportedKV"]
 
 MAX_BLOCK_SIZE: Final = 1 << 16
 """Tokens; larger block sizes are taken for nonsense."""
@@ -46,56 +45,44 @@ class HashedPrompt:
         return len(self._tokens) // block_size * block_size
 
 
-@dataclass(slots=True)
-class _Report:
-    """Blocks that one incarnation reported to hold."""
-
-    block_size: int
-    keys: set[bytes] = field(default_factory=set)
-
-
 class ReportedKV:
     """The blocks of every worker that reports. Reports of an incarnation count from `begin` to `end` or `remove`."""
 
     def __init__(self, registry: Registry, capacity: int) -> None:
         """`capacity`: blocks that one worker may report."""
-        self.capacity = capacity
+        self._capacity = capacity
         self._registry = registry
-        self._reports: dict[RouterWorker, _Report] = {}
+        self._mirrors: dict[RouterWorker, _Mirror] = {}
         self._num_events: dict[RouterWorker, int] = {}
 
     def begin(self, worker: RouterWorker, block_size: int, instance: str) -> bool:
-        """The process `instance` begins to report for `worker`; return whether it is that worker's process."""
+        """The process `instance` begins to report for `worker`; return whether it is that worker's process.
+
+        Raises `ValueError` for a block size that cannot be.
+        """
+        if not 1 <= block_size <= MAX_BLOCK_SIZE:
+            raise ValueError(f"it has blocks of {block_size} tokens")
         member = self._registry.member(worker)
         if member is None or member.instance not in (None, instance):
             return False
-        self._reports[worker] = _Report(block_size)
+        self._mirrors[worker] = _Mirror(block_size, self._capacity)
         return True
 
-    def stored(self, worker: RouterWorker, keys: Iterable[bytes]) -> bool:
-        """Add blocks that `worker` came to hold; return whether its reports still count."""
-        report = self._report(worker)
-        if report is not None:
-            report.keys.update(keys)
-        return report is not None
+    def apply(self, worker: RouterWorker, event: KVEvent) -> bool:
+        """Follow one event of `worker`; return whether its reports still count.
 
-    def removed(self, worker: RouterWorker, keys: Iterable[bytes]) -> bool:
-        """Take out blocks that `worker` lost; return whether its reports still count."""
-        report = self._report(worker)
-        if report is not None:
-            report.keys.difference_update(keys)
-        return report is not None
-
-    def cleared(self, worker: RouterWorker) -> bool:
-        """Take out all blocks of `worker`; return whether its reports still count."""
-        report = self._report(worker)
-        if report is not None:
-            report.keys.clear()
-        return report is not None
+        Raises `ValueError` for an event that does not fit the events before it, and for more blocks than allowed.
+        """
+        mirror = self._mirrors.get(worker)
+        if mirror is None:
+            return False
+        mirror.apply(event)
+        self._num_events[worker] = self.num_events(worker) + 1
+        return True
 
     def end(self, worker: RouterWorker) -> None:
         """Forget the blocks of `worker`: it reports no more."""
-        self._reports.pop(worker, None)
+        self._mirrors.pop(worker, None)
 
     def remove(self, worker: RouterWorker) -> None:
         """Forget an incarnation that is gone."""
@@ -104,67 +91,51 @@ class ReportedKV:
 
     def leading_tokens(self, worker: RouterWorker, prompt: HashedPrompt) -> int | None:
         """Return how many leading tokens of a prompt `worker` holds; None if it does not report."""
-        report = self._reports.get(worker)
-        return None if report is None else prompt.leading_tokens(report.block_size, report.keys)
+        mirror = self._mirrors.get(worker)
+        return None if mirror is None else prompt.leading_tokens(mirror.block_size, mirror.held)
 
     def num_blocks(self, worker: RouterWorker) -> int | None:
         """Return how many blocks `worker` holds; None if it does not report."""
-        report = self._reports.get(worker)
-        return None if report is None else len(report.keys)
+        mirror = self._mirrors.get(worker)
+        return None if mirror is None else len(mirror.held)
 
     def num_events(self, worker: RouterWorker) -> int:
         """Return how many events of this incarnation were taken."""
         return self._num_events.get(worker, 0)
 
-    def _report(self, worker: RouterWorker) -> _Report | None:
-        """Return the report that an event of `worker` changes, and count the event; None if it does not count."""
-        report = self._reports.get(worker)
-        if report is not None:
-            self._num_events[worker] = self._num_events.get(worker, 0) + 1
-        return report
 
+class _Mirror:
+    """The blocks that one incarnation reports to hold, named as the router names them."""
 
-class Mirror:
-    """Follows the KV events of one worker, and names its blocks as the router does."""
-
-    def __init__(self, reported_kv: ReportedKV, worker: RouterWorker, block_size: int) -> None:
-        """Raises `ValueError` for a block size that cannot be."""
-        if not 1 <= block_size <= MAX_BLOCK_SIZE:
-            raise ValueError(f"it has blocks of {block_size} tokens")
-        self._reported_kv = reported_kv
-        self._worker = worker
-        self._block_size = block_size
+    def __init__(self, block_size: int, capacity: int) -> None:
+        self.block_size = block_size
+        self.held: set[bytes] = set()
+        self._capacity = capacity
         self._hasher = block_hasher(block_size)
         self._root = self._hasher.root("")
         self._names: dict[bytes, bytes] = {}
         """The worker's keys of the blocks that it holds, to the router's."""
 
-    def apply(self, event: KVEvent) -> bool:
-        """Follow one event; return whether the worker's reports still count.
-
-        Raises `ValueError` for an event that does not fit the events before it, and for more blocks than allowed.
-        """
+    def apply(self, event: KVEvent) -> None:
         match event:
             case Stored():
-                return self._reported_kv.stored(self._worker, self._store(event))
+                self._store(event)
             case Removed(keys):
-                gone = [name for key in keys if (name := self._names.pop(key, None)) is not None]
-                return self._reported_kv.removed(self._worker, gone)
+                self.held -= {name for key in keys if (name := self._names.pop(key, None)) is not None}
             case Cleared():
                 self._names.clear()
-                return self._reported_kv.cleared(self._worker)
+                self.held.clear()
 
-    def _store(self, event: Stored) -> list[bytes]:
+    def _store(self, event: Stored) -> None:
         parent = self._root if event.parent == BEGINNING else self._names.get(event.parent)
         if parent is None:
             raise ValueError("it reported blocks that follow a block which it does not hold")
-        if not event.keys or len(event.tokens) != len(event.keys) * self._block_size * TOKEN_BYTES:
+        if not event.keys or len(event.tokens) != len(event.keys) * self.block_size * TOKEN_BYTES:
             raise ValueError("it reported blocks without all their tokens")
-        if len(self._names) + len(event.keys) > self._reported_kv.capacity:
-            raise ValueError(f"it holds more than the {self._reported_kv.capacity:,} blocks of max-index-blocks")
+        if len(self._names) + len(event.keys) > self._capacity:
+            raise ValueError(f"it holds more than the {self._capacity:,} blocks of max-index-blocks")
         tokens = np.frombuffer(event.tokens, f"<i{TOKEN_BYTES}")
         chain: list[bytes] = []
         self._hasher.extend(chain, parent, tokens, len(tokens))
-        for key, name in zip(event.keys, chain, strict=True):
-            self._names[key] = name
-        return chain
+        self._names.update(zip(event.keys, chain, strict=True))
+        self.held.update(chain)

@@ -10,8 +10,10 @@ selection = router.retry(selection, now, rng)     # after a failure: another wor
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from copy import copy, deepcopy
 
 from fd_core.router.accounting import IDLE, WorkerLoad, WorkerLoads
 from fd_core.router.config import RouterConfig
@@ -39,13 +41,7 @@ class Router:
         Raises `ConfigError` for numbers out of range.
         """
         self.config = config
-        self._registry = Registry(
-            failure_threshold=config.health_failure_threshold,
-            success_threshold=config.health_success_threshold,
-            circuit_failures=config.circuit_failure_threshold,
-            circuit_seconds=config.circuit_open_secs,
-            circuit_max_seconds=config.circuit_max_open_secs,
-        )
+        self._registry = Registry(config)
         self._loads = WorkerLoads(self._on_idle)
         self._index = PrefixIndex(duration=config.eviction_duration, capacity=config.max_index_blocks)
         self._policies: dict[Role, RouterPolicy] = {
@@ -55,13 +51,7 @@ class Router:
         self.reported_kv = ReportedKV(self._registry, config.max_index_blocks)
         """The KV that workers report to hold."""
         self._placer = Placer(
-            config,
-            self._policies,
-            self._registry,
-            self._loads,
-            self._index,
-            self._in_flight,
-            self.reported_kv,
+            config, self._policies, self._registry, self._loads, self._index, self._in_flight, self.reported_kv
         )
         self._by_worker: dict[RouterWorker, SelectionCounts] = {}
         self._by_role: dict[Role, SelectionCounts] = {role: SelectionCounts() for role in ROLES}
@@ -163,28 +153,18 @@ class Router:
 
     def declined(self, selection: Selection, worker: RouterWorker) -> None:
         """Note that `worker` had no room or serves another model: it is not at fault, but a retry goes elsewhere."""
-        _check(selection, worker)
-        if self._judge(selection, worker, "declined"):
-            for counts in self._counts(worker):
-                counts.declined += 1
+        self._judge(selection, worker, "declined")
 
     def failed(self, selection: Selection, worker: RouterWorker, now: float, *, severe: bool = False) -> None:
         """Note that `worker`, one of the selection's, failed; `severe` if it cannot even be reached."""
-        _check(selection, worker)
-        if not self._judge(selection, worker, "failed"):
-            return
-        for counts in self._counts(worker):
-            counts.failed += 1
-        member = self._registry.member(worker)
+        member = self._judge(selection, worker, "failed")
         if member is not None:
             member.circuit.failure(now, severe=severe)
 
     def snapshot(self) -> RouterSnapshot:
         """Return everything that metrics and the live page show."""
         loads = self._loads.by_worker()
-        total = WorkerLoad()
-        for load in loads.values():
-            total = total.plus(load)
+        total = functools.reduce(WorkerLoad.plus, loads.values(), IDLE)
         workers = tuple(
             WorkerSnapshot(
                 worker=member.worker,
@@ -192,7 +172,7 @@ class Router:
                 since=member.since,
                 circuit=member.circuit.state,
                 load=loads.pop(member.worker, IDLE),
-                tally=SelectionCounts.total([self._by_worker.get(member.worker, SelectionCounts())]),
+                tally=copy(self._by_worker.get(member.worker, SelectionCounts())),
                 index_blocks=self._index.blocks(member.worker),
                 held_blocks=self.reported_kv.num_blocks(member.worker),
                 kv_events=self.reported_kv.num_events(member.worker),
@@ -206,7 +186,7 @@ class Router:
             departed=tuple(loads.items()),
             index_blocks=len(self._index),
             total=total,
-            roles={role: SelectionCounts.total([counts]) for role, counts in self._by_role.items()},
+            roles=deepcopy(self._by_role),
             modes=dict(self._modes),
             refused=dict(self._refused),
             retries=self._retries,
@@ -220,26 +200,25 @@ class Router:
         placement = self._placer.place(request, tried, now, rng)
         if isinstance(placement, NoWorker):
             return self._refuse(placement)
-        trials = [member.worker for member in placement.members if _is_trial(member, now)]
-        first, *_ = workers = [member.worker for member in placement.members]
-        guards = tuple(
-            self._loads.take(
-                worker,
-                placement.missing if worker is first else 0,
-                ends_at_first_token=worker.role == "prefill",
-            )
+        trials = frozenset(member.worker for member in placement.members if _is_trial(member, now))
+        first, *_ = workers = tuple(member.worker for member in placement.members)
+        held = {
+            worker: WorkerLoad(requests=1, waiting=1, prefill_tokens=placement.missing if worker is first else 0)
             for worker in workers
-        )
+        }
+        for worker, load in held.items():
+            self._loads.add(worker, load)
         self._count_selected(placement)
         chosen = Selection(
             request,
-            guards,
-            loads=self._loads,
-            on_release=self._on_release,
+            workers,
+            held,
+            self._loads,
+            self._on_release,
             keys=placement.keys,
             hits=placement.hits,
             tried=tried,
-            trials=frozenset(trials),
+            trials=trials,
             kv_port=placement.members[0].kv_port if len(workers) > 1 else None,
             attempt=attempt,
         )
@@ -252,24 +231,26 @@ class Router:
         return answer
 
     def _did_well(self, selection: Selection, worker: RouterWorker, now: float) -> None:
-        if not self._judge(selection, worker, "served"):
-            return
-        for counts in self._counts(worker):
-            counts.served += 1
-        member = self._registry.member(worker)
+        member = self._judge(selection, worker, "served")
         if member is None:
             return
         member.circuit.success()
         if self._policies[worker.role].uses_prefix:
             self._index.record(worker, selection.keys, now)
 
-    def _judge(self, selection: Selection, worker: RouterWorker, verdict: Verdict) -> bool:
-        """Note a verdict; one that comes twice or after the release counts as a fault and nothing else."""
+    def _judge(self, selection: Selection, worker: RouterWorker, verdict: Verdict) -> Member | None:
+        """Count a verdict, and return the worker's entry if it is there.
+
+        A verdict that comes twice or after the release counts as a fault and nothing else.
+        """
+        if worker not in selection.workers:
+            raise ValueError(f"{worker} is not a worker of this selection")
         if selection.released or worker in selection.verdicts:
-            self._loads.fault()
-            return False
+            self._loads.faults += 1
+            return None
         selection.verdicts[worker] = verdict
-        return True
+        self._count(worker, verdict)
+        return self._registry.member(worker)
 
     def _on_release(self, selection: Selection) -> None:
         self._in_flight.end(selection.prefill, selection.keys)
@@ -277,9 +258,7 @@ class Router:
         for worker in selection.workers:
             verdict = selection.verdicts.get(worker)
             if verdict is None:
-                for counts in self._counts(worker):
-                    counts.unused += ended_well
-                    counts.left += not ended_well
+                self._count(worker, "unused" if ended_well else "left")
             member = self._registry.member(worker)
             if verdict in (None, "declined") and member is not None and worker in selection.trials:
                 member.circuit.withdraw()
@@ -293,7 +272,7 @@ class Router:
             self._forget(before)
 
     def _forget(self, worker: RouterWorker) -> None:
-        """Forget an incarnation; requests that run there stay counted until their guards give them back."""
+        """Forget an incarnation; requests that run there stay counted until their selections give them back."""
         self._index.remove(worker)
         self.reported_kv.remove(worker)
         self._by_worker.pop(worker, None)
@@ -316,16 +295,15 @@ class Router:
                     counts.prompt_blocks += len(placement.keys)
                     counts.hit_blocks += placement.hits
 
+    def _count(self, worker: RouterWorker, outcome: str) -> None:
+        for counts in self._counts(worker):
+            setattr(counts, outcome, getattr(counts, outcome) + 1)
+
     def _counts(self, worker: RouterWorker) -> Iterable[SelectionCounts]:
         """Return the counts that a selection of `worker` changes: those of its role and, while it is there, its own."""
         if self._registry.member(worker) is None:
             return (self._by_role[worker.role],)
         return self._by_role[worker.role], self._by_worker.setdefault(worker, SelectionCounts())
-
-
-def _check(selection: Selection, worker: RouterWorker) -> None:
-    if worker not in selection.workers:
-        raise ValueError(f"{worker} is not a worker of this selection")
 
 
 def _is_trial(member: Member, now: float) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, Self
 
 from fd_core.errors import BadRequest
-from fd_core.router.accounting import Guard, WorkerLoads
+from fd_core.router.accounting import WorkerLoad, WorkerLoads
 from fd_core.router.workers import RouterWorker
 from fd_core.types import IntArray, frozen
 
@@ -68,102 +68,80 @@ class NoWorker:
         return 503 if self.reason in ("none_registered", "none_healthy") else 502
 
 
+@dataclass(slots=True, eq=False)
 class Selection:
-    """The workers of one attempt, and the guards that count it; made by `Router.select` and `Router.retry`.
+    """The guard of one attempt: what is counted for it on its workers; made by `Router.select` and `Router.retry`.
 
     The stream of the answer calls `first_token` when its first byte comes and `release` in its own `finally`, or uses
     the selection as a context manager. Verdicts (`Router.served`, `prefilled`, `failed`, `declined`) come before
     `release`.
     """
 
-    __slots__ = (
-        "_loads",
-        "_on_release",
-        "_released",
-        "attempt",
-        "decode",
-        "guards",
-        "hits",
-        "keys",
-        "kv_port",
-        "mode",
-        "prefill",
-        "request",
-        "started",
-        "trials",
-        "tried",
-        "verdicts",
-    )
+    request: RouteRequest
+    workers: tuple[RouterWorker, ...]
+    """A mixed worker, or the prefill side and the decode side of a pair, in this order."""
+    held: dict[RouterWorker, WorkerLoad]
+    """What counts on each worker at this moment."""
+    loads: WorkerLoads
+    on_release: Callable[[Selection], None]
+    keys: tuple[bytes, ...] = ()
+    """Block keys of the prompt, as far as a policy needed them."""
+    hits: int = 0
+    """Leading blocks of the prompt that the prefill side is believed to hold."""
+    tried: frozenset[str] = frozenset()
+    """Addresses of workers on which earlier attempts of the request failed."""
+    trials: frozenset[RouterWorker] = frozenset()
+    """Workers whose circuit breaker let this one request through."""
+    kv_port: int | None = None
+    """Port from which the decode worker of a pair takes the KV of the prompt; None for a mixed worker."""
+    attempt: int = 1
+    """Number of the attempt, from 1 on."""
+    started: bool = False
+    """Whether the answer has begun; then the request may not be retried."""
+    released: bool = False
+    """Whether everything was given back."""
+    verdicts: dict[RouterWorker, Verdict] = field(default_factory=dict)
 
-    def __init__(
-        self,
-        request: RouteRequest,
-        guards: tuple[Guard, ...],
-        *,
-        loads: WorkerLoads,
-        on_release: Callable[[Selection], None],
-        keys: tuple[bytes, ...] = (),
-        hits: int = 0,
-        tried: frozenset[str] = frozenset(),
-        trials: frozenset[RouterWorker] = frozenset(),
-        kv_port: int | None = None,
-        attempt: int = 1,
-    ) -> None:
-        self.request = request
-        self.guards = guards
-        """One guard for a mixed worker; the prefill side's and the decode side's, in this order, for a pair."""
-        self.prefill: RouterWorker = guards[0].worker
-        self.decode: RouterWorker = guards[-1].worker
+    @property
+    def prefill(self) -> RouterWorker:
+        """The worker that computes the prompt."""
+        return self.workers[0]
+
+    @property
+    def decode(self) -> RouterWorker:
         """The worker that streams the answer; the same as `prefill` unless `mode` is `pd`."""
-        self.mode: Mode = "mixed" if len(guards) == 1 else "pd"
-        self.keys = keys
-        """Block keys of the prompt, as far as a policy needed them."""
-        self.hits = hits
-        """Leading blocks of the prompt that the prefill side is believed to hold."""
-        self.tried = tried
-        """Addresses of workers on which earlier attempts of the request failed."""
-        self.trials = trials
-        """Workers whose circuit breaker let this one request through."""
-        self.kv_port = kv_port
-        """Port from which the decode worker of a pair takes the KV of the prompt; None for a mixed worker."""
-        self.attempt = attempt
-        """Number of the attempt, from 1 on."""
-        self.started = False
-        """Whether the answer has begun; then the request may not be retried."""
-        self.verdicts: dict[RouterWorker, Verdict] = {}
-        self._loads = loads
-        self._on_release = on_release
-        self._released = False
+        return self.workers[-1]
 
     @property
-    def workers(self) -> tuple[RouterWorker, ...]:
-        """Each worker once, the prefill side first."""
-        return tuple(guard.worker for guard in self.guards)
-
-    @property
-    def released(self) -> bool:
-        """Whether the selection has given back everything that it counted."""
-        return self._released
+    def mode(self) -> Mode:
+        """`mixed` for one worker, `pd` for a pair."""
+        return "mixed" if len(self.workers) == 1 else "pd"
 
     def first_token(self) -> None:
         """Give back what counted for prefill: the first token came. May be called for every token."""
         if self.started:
             return
         self.started = True
-        for guard in self.guards:
-            guard.first_token()
+        for worker, held in list(self.held.items()):
+            if worker.role == "prefill":
+                self._give_back(worker)
+            else:
+                self.held[worker] = WorkerLoad(requests=held.requests)
+                self.loads.subtract(worker, held.minus(self.held[worker]))
 
     def release(self) -> bool:
         """Give back the rest: the stream ended. A second call is counted as a fault and returns False."""
-        if self._released:
-            self._loads.fault()
+        if self.released:
+            self.loads.faults += 1
             return False
-        self._released = True
-        for guard in self.guards:
-            if not guard.released:
-                guard.release()
-        self._on_release(self)
+        self.released = True
+        for worker in list(self.held):
+            self._give_back(worker)
+        self.on_release(self)
         return True
+
+    def _give_back(self, worker: RouterWorker) -> None:
+        self.loads.subtract(worker, self.held.pop(worker))
 
     def __enter__(self) -> Self:
         return self

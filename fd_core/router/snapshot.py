@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Final
 
@@ -43,12 +42,6 @@ class SelectionCounts(msgspec.Struct):
     ] = 0
     prompt_blocks: Annotated[int, _PROMPT_BLOCKS] = 0
     hit_blocks: Annotated[int, _HIT_BLOCKS] = 0
-
-    @classmethod
-    def total(cls, parts: Iterable[SelectionCounts]) -> SelectionCounts:
-        """Return the sum of all parts, as a value of its own."""
-        columns = zip(*map(msgspec.structs.astuple, (cls(), *parts)), strict=True)
-        return cls(*map(sum, columns))
 
 
 OUTCOMES: Final = ("served", "failed", "declined", "unused", "left")
@@ -129,7 +122,8 @@ class RouterSnapshot:
     @property
     def tally(self) -> SelectionCounts:
         """Counts of all workers there ever were."""
-        return SelectionCounts.total(self.roles.values())
+        columns = zip(*map(msgspec.structs.astuple, self.roles.values()), strict=True)
+        return SelectionCounts(*map(sum, columns))
 
     @property
     def prompt_blocks(self) -> Annotated[int, _PROMPT_BLOCKS]:

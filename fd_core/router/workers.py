@@ -13,12 +13,15 @@ import enum
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final, Literal, get_args
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 import msgspec
 
 from fd_core.breaker import Breaker
 from fd_core.errors import BadRequest
+
+if TYPE_CHECKING:
+    from fd_core.router.config import RouterConfig
 
 __all__ = ["ROLES", "Circuit", "Member", "Registry", "Role", "RouterWorker", "WorkerState"]
 
@@ -106,13 +109,7 @@ class Member:
 class Registry:
     """Every worker that may get requests, by address. Health checks and failures change states here, never counters."""
 
-    failure_threshold: int = 1
-    """Health checks in a row that have to fail before a worker counts as unhealthy."""
-    success_threshold: int = 1
-    """Health checks in a row that have to pass before a worker counts as healthy."""
-    circuit_failures: int = 3
-    circuit_seconds: float = 1.0
-    circuit_max_seconds: float = 30.0
+    config: RouterConfig
     _members: dict[str, Member] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -186,7 +183,7 @@ class Registry:
             return worker
         if not ok:
             member.passed, member.missed = 0, member.missed + 1
-            if member.missed >= self.failure_threshold:
+            if member.missed >= self.config.health_failure_threshold:
                 member.turn(WorkerState.UNHEALTHY, now)
             return worker
         member = self._passed(member, now, instance)
@@ -202,16 +199,20 @@ class Registry:
         member.passed, member.missed = member.passed + 1, 0
         if instance is not None and member.state is not WorkerState.UNHEALTHY:
             member.instance = instance
-        if member.passed < self.success_threshold or member.state is WorkerState.HEALTHY:
+        if member.passed < self.config.health_success_threshold or member.state is WorkerState.HEALTHY:
             return member
         if member.state is WorkerState.UNHEALTHY and not same_process:
             member = self._enter(RouterWorker(worker.url, worker.role, next(self._numbers)), now, instance)
-            member.passed = self.success_threshold
+            member.passed = self.config.health_success_threshold
         member.turn(WorkerState.HEALTHY, now)
         return member
 
     def _enter(self, worker: RouterWorker, now: float, instance: str | None) -> Member:
-        circuit = Circuit(first=self.circuit_seconds, longest=self.circuit_max_seconds, patience=self.circuit_failures)
+        circuit = Circuit(
+            first=self.config.circuit_open_secs,
+            longest=self.config.circuit_max_open_secs,
+            patience=self.config.circuit_failure_threshold,
+        )
         self._members[worker.url] = member = Member(worker, instance, circuit, now)
         return member
 

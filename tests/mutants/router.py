@@ -19,7 +19,7 @@ _SERVED = "7.2: a prefix is recorded for a worker only after that worker served 
 _RETRY = "7.3: retries go to another worker and only before the first byte"
 _BACK = "7.4: a worker that comes back is a new incarnation; health checks never write counters"
 
-_GIVE_BACK = "        self._released = True\n        self._give_back(self._held)\n"
+_GIVE_BACK = "        self.loads.subtract(worker, self.held.pop(worker))\n"
 _TRIED = "tried = selection.tried | {worker.url for worker in failed or selection.workers}"
 
 _HELD = "7.2: what a worker tells counts exactly, for its own incarnation and while it goes on telling"
@@ -34,7 +34,7 @@ MUTANTS = (
     mutant(
         "what-is-dropped-still-counts",
         _HELD,
-        (REPORTED_KV, "            report.keys.difference_update(keys)\n", "            pass\n"),
+        (REPORTED_KV, "self.held -= {name for key in keys if", "{name for key in keys if"),
     ),
     mutant(
         "a-salted-prompt-is-compared-with-what-is-told",
@@ -44,17 +44,22 @@ MUTANTS = (
     mutant(
         "prefill-tokens-are-not-released",
         _COUNTED,
-        (ACCOUNTING, _GIVE_BACK, _GIVE_BACK.replace("self._held)", "replace(self._held, prefill_tokens=0))")),
+        (
+            SELECTION,
+            _GIVE_BACK,
+            "        held = self.held.pop(worker)\n"
+            "        self.loads.subtract(worker, WorkerLoad(held.requests, held.waiting, 0))\n",
+        ),
     ),
     mutant(
         "the-first-token-releases-nothing",
         "7.1: in PD mode the prefill side's guard is released at the first token",
-        (SELECTION, "            guard.first_token()\n", "            pass\n"),
+        (SELECTION, "        for worker, held in list(self.held.items()):\n", "        for worker, held in ():\n"),
     ),
     mutant(
         "the-prefill-side-counts-until-the-end",
         "7.1: in PD mode the prefill side's guard is released at the first token",
-        (ROUTER, 'ends_at_first_token=worker.role == "prefill"', "ends_at_first_token=False"),
+        (SELECTION, 'if worker.role == "prefill":', "if False:"),
     ),
     mutant(
         "a-client-writes-tickets",
@@ -96,24 +101,19 @@ MUTANTS = (
         _COUNTED,
         (
             SELECTION,
-            "        for guard in self.guards:\n            if not guard",
-            "        for guard in self.guards[1:]:\n            if not guard",
+            "        for worker in list(self.held):\n",
+            "        for worker in list(self.held)[-1:]:\n",
         ),
     ),
     mutant(
         "a-guard-is-released-twice",
         _ONCE,
-        (ACCOUNTING, "        if self._released:\n            self._loads.fault()\n            return False\n", ""),
-        (
-            ACCOUNTING,
-            _GIVE_BACK,
-            "        self._released = True\n        self._loads.settle(self.worker, self._held)\n",
-        ),
+        (SELECTION, _GIVE_BACK, _GIVE_BACK.replace("self.held.pop(worker)", "self.held[worker]")),
     ),
     mutant(
         "a-selection-is-released-twice",
         _ONCE,
-        (SELECTION, "        if self._released:\n            self._loads.fault()\n            return False\n", ""),
+        (SELECTION, "        if self.released:\n            self.loads.faults += 1\n            return False\n", ""),
     ),
     mutant(
         "the-policy-sees-an-empty-prompt",
@@ -181,8 +181,8 @@ MUTANTS = (
         "7.2: requests of different salts share no prefix",
         (
             PLACEMENT,
-            "block_keys(self._hasher, request.tokens, request.salt)",
-            "block_keys(self._hasher, request.tokens)",
+            "block_keys(self.hasher, request.tokens, request.salt)",
+            "block_keys(self.hasher, request.tokens)",
         ),
     ),
     mutant(
@@ -213,7 +213,7 @@ MUTANTS = (
             "        self._replaced(worker, after)\n",
             "        self._replaced(worker, after)\n        self._loads._by_worker.pop(worker, None)\n",
         ),
-        (ACCOUNTING, "left = self._by_worker[worker].minus(part)", "left = self.of(worker).minus(part)"),
+        (ACCOUNTING, "left = self._by_worker[worker].minus(load)", "left = self.of(worker).minus(load)"),
         (ACCOUNTING, "        del self._by_worker[worker]\n", "        self._by_worker.pop(worker, None)\n"),
     ),
     mutant(
@@ -296,8 +296,8 @@ MUTANTS = (
             PLACEMENT,
             "        seen = keys if",
             "        candidates += tuple(\n"
-            "            Candidate(one.worker, self._loads.of(one.worker), -1)\n"
-            "            for one in self._registry\n"
+            "            Candidate(one.worker, self.loads.of(one.worker), -1)\n"
+            "            for one in self.registry\n"
             "            if one.worker.role == role and one not in pool\n"
             "        )\n"
             "        seen = keys if",

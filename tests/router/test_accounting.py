@@ -1,55 +1,76 @@
-"""Guards give back what they hold, once; nothing else writes a counter."""
+"""Selections give back what they hold, once; nothing else writes a counter."""
 
 from __future__ import annotations
 
 from fd_core.router.accounting import IDLE, WorkerLoad, WorkerLoads
+from fd_core.router.selection import Selection
 from fd_core.router.workers import RouterWorker
+from tests.router.helpers import request
 
 MIXED = RouterWorker("http://a", "mixed", 1)
 PREFILL = RouterWorker("http://p", "prefill", 2)
+DECODE = RouterWorker("http://d", "decode", 3)
+WAITING, RUNNING = WorkerLoad(1, 1, 0), WorkerLoad(1, 0, 0)
+
+
+def loads_of() -> WorkerLoads:
+    return WorkerLoads(lambda _: None)
+
+
+def take(loads: WorkerLoads, prefill_tokens: int, *workers: RouterWorker) -> Selection:
+    """Count a request whose prompt is computed by the first of its workers."""
+    held = dict.fromkeys(workers, WAITING) | {workers[0]: WorkerLoad(1, 1, prefill_tokens)}
+    for worker, load in held.items():
+        loads.add(worker, load)
+    return Selection(request(), workers, held, loads, lambda _: None)
 
 
 def test_the_first_token_gives_back_the_prefill_tokens_and_the_end_the_rest() -> None:
-    loads = WorkerLoads()
-    guard = loads.take(MIXED, 100)
-    assert loads.of(MIXED) == guard.held == WorkerLoad(1, 1, 100)
-    guard.first_token()
-    guard.first_token()
-    assert loads.of(MIXED) == guard.held == WorkerLoad(1, 0, 0)
-    assert guard.release()
-    assert loads.of(MIXED) == guard.held == IDLE
+    loads = loads_of()
+    selection = take(loads, 100, MIXED)
+    assert loads.of(MIXED) == WorkerLoad(1, 1, 100)
+    selection.first_token()
+    selection.first_token()
+    assert loads.of(MIXED) == RUNNING
+    assert selection.release()
     assert loads.by_worker() == {}
 
 
 def test_what_ends_before_its_first_token_gives_back_its_prefill_tokens_as_well() -> None:
-    loads = WorkerLoads()
-    loads.take(MIXED, 100).release()
-    assert loads.by_worker() == {}
+    loads = loads_of()
+    selection = take(loads, 100, MIXED)
+    assert selection.release()
+    selection.first_token()
+    assert loads.by_worker() == {} and loads.faults == 0
 
 
 def test_the_prefill_side_ends_at_the_first_token() -> None:
-    loads = WorkerLoads()
-    guard = loads.take(PREFILL, 100, ends_at_first_token=True)
-    guard.first_token()
-    assert guard.released and loads.by_worker() == {}
-    guard.first_token()
-    assert loads.faults == 0
+    loads = loads_of()
+    other, selection = take(loads, 7, PREFILL, DECODE), take(loads, 100, PREFILL, DECODE)
+    selection.first_token()
+    assert loads.by_worker() == {PREFILL: WorkerLoad(1, 1, 7), DECODE: WorkerLoad(2, 1, 0)}
+    assert selection.release()
+    assert loads.by_worker() == {PREFILL: WorkerLoad(1, 1, 7), DECODE: WAITING}
+    assert other.release()
+    assert loads.by_worker() == {} and loads.faults == 0
 
 
 def test_a_second_release_is_a_fault_and_changes_nothing() -> None:
-    loads = WorkerLoads()
-    other, guard = loads.take(MIXED, 7), loads.take(MIXED, 100)
-    assert guard.release()
-    assert not guard.release()
+    loads = loads_of()
+    take(loads, 7, MIXED)
+    selection = take(loads, 100, MIXED)
+    assert selection.release()
+    assert not selection.release()
     assert loads.faults == 1
-    assert loads.of(MIXED) == other.held == WorkerLoad(1, 1, 7)
+    assert loads.of(MIXED) == WorkerLoad(1, 1, 7)
 
 
 def test_an_earlier_incarnation_keeps_its_own_counters() -> None:
-    loads = WorkerLoads()
+    loads = loads_of()
     again = RouterWorker(MIXED.url, "mixed", 9)
-    old, new = loads.take(MIXED, 5), loads.take(again, 3)
-    assert (loads.of(MIXED), loads.of(again)) == (old.held, new.held)
+    old = take(loads, 5, MIXED)
+    take(loads, 3, again)
+    assert (loads.of(MIXED), loads.of(again)) == (WorkerLoad(1, 1, 5), WorkerLoad(1, 1, 3))
     old.release()
     assert (loads.of(MIXED), loads.of(again)) == (IDLE, WorkerLoad(1, 1, 3))
 
@@ -57,7 +78,7 @@ def test_an_earlier_incarnation_keeps_its_own_counters() -> None:
 def test_idle_workers_are_told_of_once() -> None:
     told: list[RouterWorker] = []
     loads = WorkerLoads(told.append)
-    first, second = loads.take(MIXED, 5), loads.take(MIXED, 0)
+    first, second = take(loads, 5, MIXED), take(loads, 0, MIXED)
     first.release()
     assert told == []
     second.first_token()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 
 from fd_core.kv.events import BEGINNING, Cleared, KVEvent, Recorder, Removed, Stored, StoredBlocks
 from fd_core.kv.prefix import PrefixHasher
-from fd_core.router.reported_kv import Mirror
 from fd_core.router.router import Router
 from fd_core.router.workers import RouterWorker
 from tests.router.helpers import add, chosen, place, request, router_of, serve
@@ -29,12 +29,12 @@ def stored(tokens: Sequence[int], size: int, parent: bytes = BEGINNING, name: st
     return Stored(parent, keys, ids(tokens))
 
 
-def telling(router: Router, worker: RouterWorker, size: int, *events: KVEvent) -> Mirror:
+def telling(router: Router, worker: RouterWorker, size: int, *events: KVEvent) -> Callable[[KVEvent], bool]:
+    """Let a worker begin to report; return what takes its next events."""
     assert router.reported_kv.begin(worker, size, "p")
-    mirror = Mirror(router.reported_kv, worker, size)
     for event in events:
-        assert mirror.apply(event)
-    return mirror
+        assert router.reported_kv.apply(worker, event)
+    return functools.partial(router.reported_kv.apply, worker)
 
 
 def hits(router: Router, tokens: Sequence[int], **more: Any) -> int:
@@ -51,11 +51,11 @@ def test_blocks_of_any_size_are_understood(size: int) -> None:
     router = router_of(mixed=1, **SETTINGS)
     (worker,) = router.workers()
     prompt = list(range(48))
-    mirror = telling(router, worker, size, stored(prompt[: 48 // size * size], size))
+    tell = telling(router, worker, size, stored(prompt[: 48 // size * size], size))
     assert hits(router, prompt) == 48 // size * size // 4
     assert hits(router, [*prompt[:17], 99, 99, 99]) == 17 // size * size // 4
     last = stored(prompt[: 48 // size * size], size).keys[20 // size]
-    assert mirror.apply(Removed((last,)))
+    assert tell(Removed((last,)))
     assert hits(router, prompt) == 20 // size * size // 4, "what is gone, and all behind it, counts no longer"
 
 
@@ -65,21 +65,21 @@ def test_what_was_served_counts_for_nothing_while_the_worker_tells() -> None:
     prompt = list(range(16))
     serve(router, prompt)
     assert hits(router, prompt) == 4
-    mirror = telling(router, worker, 4)
+    tell = telling(router, worker, 4)
     assert hits(router, prompt) == 0 and shown(router, worker).held_blocks == 0
     serve(router, prompt)
     assert hits(router, prompt) == 0, "it was served, but is not held"
     event = stored(prompt, 4)
-    mirror.apply(event)
+    tell(event)
     assert hits(router, prompt) == 4 and shown(router, worker).held_blocks == 4
-    mirror.apply(Removed(event.keys))
+    tell(Removed(event.keys))
     assert hits(router, prompt) == 0
-    mirror.apply(stored(prompt, 4))
-    mirror.apply(Cleared())
+    tell(stored(prompt, 4))
+    tell(Cleared())
     assert hits(router, prompt) == 0 and shown(router, worker).kv_events == 4
     router.reported_kv.end(worker)
     assert hits(router, prompt) == 4 and shown(router, worker).held_blocks is None
-    assert mirror.apply(stored(prompt, 4)) is False, "nobody follows any longer"
+    assert tell(stored(prompt, 4)) is False, "nobody follows any longer"
     assert shown(router, worker).held_blocks is None
 
 
@@ -120,11 +120,10 @@ def test_events_of_a_process_count_for_its_own_incarnation() -> None:
     prompt = list(range(16))
     assert not router.reported_kv.begin(first, 4, "b"), "another process has this address by now"
     assert router.reported_kv.begin(first, 4, "a")
-    mirror = Mirror(router.reported_kv, first, 4)
-    assert mirror.apply(stored(prompt, 4))
+    assert router.reported_kv.apply(first, stored(prompt, 4))
     second = router.health(first, True, 1.0, instance="b")
     assert second != first
-    assert mirror.apply(stored(list(range(16, 32)), 4)) is False
+    assert router.reported_kv.apply(first, stored(list(range(16, 32)), 4)) is False
     assert (hits(router, prompt), hits(router, list(range(16, 32)))) == (0, 0)
     assert shown(router, second).held_blocks is None and shown(router, second).kv_events == 0
     assert not router.reported_kv.begin(first, 4, "a")
@@ -133,9 +132,9 @@ def test_events_of_a_process_count_for_its_own_incarnation() -> None:
 def test_a_worker_that_left_is_forgotten() -> None:
     router = router_of(mixed=1, **SETTINGS)
     (worker,) = router.workers()
-    mirror = telling(router, worker, 4, stored(list(range(16)), 4))
+    tell = telling(router, worker, 4, stored(list(range(16)), 4))
     router.deregister(worker.url, 0.0)
-    assert not mirror.apply(Cleared()) and not router.reported_kv._reports and not router.reported_kv._num_events
+    assert not tell(Cleared()) and not router.reported_kv._mirrors and not router.reported_kv._num_events
 
 
 @pytest.mark.parametrize(
@@ -149,16 +148,16 @@ def test_a_worker_that_left_is_forgotten() -> None:
 )
 def test_what_does_not_fit_is_refused(event: KVEvent, says: str) -> None:
     router = router_of(mixed=1, max_index_blocks=8, **SETTINGS)
-    mirror = telling(router, router.workers()[0], 4)
+    tell = telling(router, router.workers()[0], 4)
     with pytest.raises(ValueError, match=says):
-        mirror.apply(event)
+        tell(event)
 
 
 @pytest.mark.parametrize("size", [0, -1, 1 << 20])
 def test_a_block_size_that_cannot_be_is_refused(size: int) -> None:
     router = router_of(mixed=1, **SETTINGS)
     with pytest.raises(ValueError, match="tokens"):
-        Mirror(router.reported_kv, router.workers()[0], size)
+        router.reported_kv.begin(router.workers()[0], size, "p")
 
 
 @given(
@@ -178,7 +177,7 @@ def test_a_router_knows_what_a_worker_holds(
     recorder, held, known = Recorder(), StoredBlocks(size), dict[bytes, int]()
     router = router_of(mixed=1, policy="cache_aware", cache_block_size=router_size)
     (worker,) = router.workers()
-    mirror = telling(router, worker, size)
+    tell = telling(router, worker, size)
 
     def chain_of(tokens: list[int]) -> list[bytes]:
         chain: list[bytes] = []
@@ -195,9 +194,9 @@ def test_a_router_knows_what_a_worker_holds(
             recorder.removed(chain[-1:])
         for event in recorder.take():
             held.apply(event)
-            assert mirror.apply(event)
+            assert tell(event)
         if call == "late":
-            mirror = telling(router, worker, size, *held.events())
+            tell = telling(router, worker, size, *held.events())
     expected = 0
     for key in chain_of(asked):
         if key not in known:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from fd_core.errors import BadRequest
+from fd_core.router.config import RouterConfig
 from fd_core.router.workers import Circuit, Registry, RouterWorker, WorkerState
+
+
+def registry_of(**settings: int) -> Registry:
+    return Registry(RouterConfig(**settings))  # type: ignore[arg-type]
 
 
 def state_of(registry: Registry, worker: RouterWorker) -> WorkerState:
@@ -19,7 +24,7 @@ def healthy(registry: Registry, instance: str | None = None) -> RouterWorker:
 
 
 def test_a_worker_is_unknown_until_its_checks_pass() -> None:
-    registry = Registry(success_threshold=2)
+    registry = registry_of(health_success_threshold=2)
     worker = registry.register("http://a/", "mixed", 0.0)
     assert worker.url == "http://a" and state_of(registry, worker) is WorkerState.UNKNOWN
     assert registry.health(worker, True, 1.0) == worker and state_of(registry, worker) is WorkerState.UNKNOWN
@@ -27,7 +32,7 @@ def test_a_worker_is_unknown_until_its_checks_pass() -> None:
 
 
 def test_failures_count_in_a_row_only() -> None:
-    registry = Registry(failure_threshold=2)
+    registry = registry_of(health_failure_threshold=2)
     worker = healthy(registry)
     for ok in (False, True, False):
         registry.health(worker, ok, 1.0)
@@ -37,7 +42,7 @@ def test_failures_count_in_a_row_only() -> None:
 
 
 def test_who_was_unhealthy_comes_back_as_a_new_incarnation() -> None:
-    registry = Registry(success_threshold=2)
+    registry = registry_of(health_success_threshold=2)
     worker = registry.register("http://a", "mixed", 0.0)
     registry.health(worker, False, 1.0)
     assert registry.health(worker, True, 2.0) == worker
@@ -47,7 +52,7 @@ def test_who_was_unhealthy_comes_back_as_a_new_incarnation() -> None:
 
 
 def test_the_same_process_is_the_same_incarnation() -> None:
-    registry = Registry()
+    registry = registry_of()
     worker = healthy(registry, instance="one")
     registry.health(worker, False, 1.0)
     assert registry.health(worker, True, 2.0, instance="one") == worker
@@ -55,14 +60,14 @@ def test_the_same_process_is_the_same_incarnation() -> None:
 
 
 def test_another_process_is_another_incarnation_although_no_check_failed() -> None:
-    registry = Registry()
+    registry = registry_of()
     worker = healthy(registry, instance="one")
     again = registry.health(worker, True, 1.0, instance="two")
     assert again != worker and state_of(registry, again) is WorkerState.HEALTHY
 
 
 def test_the_result_of_a_check_of_an_earlier_incarnation_changes_nothing() -> None:
-    registry = Registry()
+    registry = registry_of()
     worker = healthy(registry)
     again = registry.health(registry.register("http://a", "mixed", 1.0), True, 1.0)
     registry.health(worker, False, 2.0)
@@ -70,7 +75,7 @@ def test_the_result_of_a_check_of_an_earlier_incarnation_changes_nothing() -> No
 
 
 def test_who_registers_again_is_new_unless_it_names_the_same_process() -> None:
-    registry = Registry()
+    registry = registry_of()
     worker = registry.register("http://a", "mixed", 0.0, instance="one")
     assert registry.register("http://a", "mixed", 1.0, instance="one") == worker
     assert registry.register("http://a", "decode", 1.0, instance="one") != worker
@@ -80,7 +85,7 @@ def test_who_registers_again_is_new_unless_it_names_the_same_process() -> None:
 
 
 def test_who_deregisters_drains_until_idle() -> None:
-    registry = Registry()
+    registry = registry_of()
     worker = healthy(registry)
     assert not registry.idle(worker)
     assert registry.deregister("http://a/", 1.0) == worker
@@ -92,7 +97,7 @@ def test_who_deregisters_drains_until_idle() -> None:
 
 
 def test_who_registers_while_it_drains_is_new() -> None:
-    registry = Registry()
+    registry = registry_of()
     worker = registry.register("http://a", "mixed", 0.0, instance="one")
     registry.deregister("http://a", 1.0)
     assert registry.register("http://a", "mixed", 2.0, instance="one") != worker
@@ -104,12 +109,12 @@ def test_who_registers_while_it_drains_is_new() -> None:
 )
 def test_an_address_that_cannot_be_used_is_refused(url: str) -> None:
     with pytest.raises(BadRequest, match="not the address of a worker"):
-        Registry().register(url, "mixed", 0.0)
+        registry_of().register(url, "mixed", 0.0)
 
 
 def test_a_role_that_there_is_not_is_refused() -> None:
     with pytest.raises(BadRequest, match="no role 'both'"):
-        Registry().register("http://a", "both", 0.0)  # type: ignore[arg-type]
+        registry_of().register("http://a", "both", 0.0)  # type: ignore[arg-type]
 
 
 def test_a_trial_without_a_verdict_lets_another_one_try() -> None:

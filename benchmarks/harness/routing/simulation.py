@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 
+from fd_core.kv.events import BEGINNING, KVEvent, Removed, Stored
 from fd_core.router.config import RouterConfig
 from fd_core.router.policies import Candidate, RouterPolicy, RoutingContext
 from fd_core.router.prefix_index import block_hasher, block_keys
@@ -76,8 +77,7 @@ class _Engine:
     def __init__(self, settings: Settings, at: Callable[[float, Event], None]) -> None:
         self.settings = settings
         self.cache = PrefixCache(settings.cache_blocks)
-        self.holds: Callable[[Sequence[bytes]], object] = lambda _: None
-        self.dropped: Callable[[Sequence[bytes]], object] = lambda _: None
+        self.tell: Callable[[KVEvent], object] = lambda _: None
         self._at = at
         self._running = 0
         self._waiting: deque[Event] = deque()
@@ -94,8 +94,10 @@ class _Engine:
 
         def prefill(now: float) -> None:
             taken = self.cache.take(prompt.blocks, len(prompt.request.tokens))
-            self.holds(prompt.blocks)
-            self.dropped([name for name in taken.evicted if isinstance(name, bytes)])
+            if prompt.blocks:
+                told = prompt.request.tokens[: len(prompt.blocks) * BLOCK_TOKENS]
+                self.tell(Stored(BEGINNING, prompt.blocks, told.tobytes()))
+            self.tell(Removed(tuple(name for name in taken.evicted if isinstance(name, bytes))))
             self._at(now + taken.computed / self.settings.prefill_tps, prefilled)
 
         def prefilled(now: float) -> None:
@@ -151,8 +153,7 @@ def simulate(
         engine = engines[worker.url] = _Engine(settings, at)
         if told:
             router.reported_kv.begin(worker, BLOCK_TOKENS, "one")
-            engine.holds = partial(router.reported_kv.stored, worker)
-            engine.dropped = partial(router.reported_kv.removed, worker)
+            engine.tell = partial(router.reported_kv.apply, worker)
     waiting = list(reversed(played))
     first_s: list[float] = []
 

@@ -17,7 +17,6 @@ import msgspec
 
 from fd_core.kv.events import KVPage
 from fd_core.router.gateway.relaying import TROUBLE, read_up_to
-from fd_core.router.reported_kv import Mirror
 from fd_core.router.router import Router
 from fd_core.router.workers import RouterWorker
 from fd_core.server.kv_events import PATH, WAIT_SECONDS
@@ -37,7 +36,7 @@ _PAUSES: Final = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 _decoder: Final = msgspec.msgpack.Decoder(KVPage)
 
 
-class _Broken(Exception):
+class _Broken(ValueError):
     """The worker's events cannot be used; the text of the exception is for people and quotes none of them."""
 
 
@@ -67,33 +66,26 @@ class _Follower:
             self._failures += 1
             try:
                 await self._listen(fingerprint)
-            except _Broken as error:
-                self._report(worker, str(error))
             except TROUBLE as error:
                 self._report(worker, f"it does not answer ({type(error).__name__})")
+            except ValueError as error:
+                self._report(worker, str(error))
             finally:
                 self._router.reported_kv.end(worker)
 
     async def _listen(self, fingerprint: str) -> None:
-        """Take the worker's blocks, then its events while they count. Raises `_Broken` or one of `TROUBLE`."""
+        """Take the worker's blocks, then its events while they count. Raises `ValueError` or one of `TROUBLE`."""
         page = await self._ask(None)
         if page.reading != fingerprint:
             raise _Broken("its tokenizer or its chat template is not that of --tokenizer")
-        try:
-            mirror = Mirror(self._router.reported_kv, self._worker, page.block_size)
-        except ValueError as error:
-            raise _Broken(str(error)) from error
-        instance = page.instance
-        counts = self._router.reported_kv.begin(self._worker, page.block_size, instance)
-        while counts:
+        reported, instance = self._router.reported_kv, page.instance
+        if not reported.begin(self._worker, page.block_size, instance):
+            return
+        while True:
             if page.instance != instance:
                 raise _Broken("another process has its address")
             for event in page.events:
-                try:
-                    counts = mirror.apply(event)
-                except ValueError as error:
-                    raise _Broken(str(error)) from error
-                if not counts:
+                if not reported.apply(self._worker, event):
                     return
                 await asyncio.sleep(0)  # requests come first
             self._failures = 0

@@ -125,7 +125,7 @@ async def test_another_process_at_the_same_address_begins_with_nothing() -> None
             worker.log = KVEventLog(SIZE)
             worker.tell(stored("12345678" * 2))
             await eventually(lambda: live.router.workers()[0] != first and held(live) == 4)
-            assert not live.router.reported_kv.stored(first, [b"k"])
+            assert not live.router.reported_kv.apply(first, stored("abcd"))
 
 
 def page(**changes: Any) -> Callable[[], web.Response]:
