@@ -123,7 +123,8 @@ class Engine:
         deltas, effects = self._scheduler.commit(plan, output)
         self._perform(effects)
         if self._trace is not None:
-            self._trace.step_ended(time.monotonic_ns(), plan, output, deltas, self._scheduler.gauges())
+            waiting, blocks = self._scheduler.num_waiting, self._scheduler.blocks()
+            self._trace.step_ended(time.monotonic_ns(), plan, output, deltas, waiting, blocks)
         return deltas
 
     def stats(self) -> EngineStats:

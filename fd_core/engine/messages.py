@@ -10,7 +10,7 @@ from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.kv.events import KVEvent
 from fd_core.kv.tiers.stats import TierStats
 from fd_core.metrics import gauge
-from fd_core.scheduling.stats import SchedulerStats
+from fd_core.scheduling.scheduler import SchedulerStats
 from fd_core.types import Delta, RequestSpec
 
 __all__ = [

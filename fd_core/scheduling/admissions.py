@@ -13,6 +13,7 @@ So planning costs what a step computes, however many requests wait and however l
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -27,6 +28,7 @@ from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.prefixes import Prefixes
 from fd_core.scheduling.requests import Event, Request
 from fd_core.scheduling.residencies import Residencies
+from fd_core.scheduling.slots import SlotTable
 from fd_core.scheduling.waiting import WaitingQueue
 from fd_core.types import IntArray
 
@@ -42,34 +44,24 @@ _RETRY_STEPS: Final = 16
 """Steps after which the first in line is looked at again although no block came free."""
 
 
+@dataclass(slots=True)
 class Admissions:
     """The waiting requests of one scheduler, and their way into slots."""
 
-    def __init__(
-        self,
-        limits: Limits,
-        policy: SchedulingPolicy,
-        pool: BlockPool,
-        waiting: WaitingQueue,
-        prefixes: Prefixes,
-        offloading: KVOffloading,
-        transferring: KVTransferring,
-        control: AdmissionControl,
-        residencies: Residencies,
-    ) -> None:
-        self._limits = limits
-        self._policy = policy
-        self._pool = pool
-        self._waiting = waiting
-        self._prefixes = prefixes
-        self._offloading = offloading
-        self._transferring = transferring
-        self._control = control
-        self._residencies = residencies
-        self._impatient: set[int] = set()
-        """Requests, by arrival, that have waited long enough for a prefix and compute it themselves."""
-        self._blocked: tuple[int, int, int] | None = None
-        """Arrival of the first in line that did not fit, blocks freed by then, and the step."""
+    _limits: Limits
+    _policy: SchedulingPolicy
+    _pool: BlockPool
+    _slots: SlotTable
+    _waiting: WaitingQueue
+    _prefixes: Prefixes
+    _offloading: KVOffloading
+    _transferring: KVTransferring
+    _control: AdmissionControl
+    _residencies: Residencies
+    _impatient: set[int] = field(default_factory=set)
+    """Requests, by arrival, that have waited long enough for a prefix and compute it themselves."""
+    _blocked: tuple[int, int, int] | None = None
+    """Arrival of the first in line that did not fit, blocks freed by then, and the step."""
 
     # Requests come and go ---------------------------------------------------------------------------------
 
@@ -108,8 +100,8 @@ class Admissions:
     def admit(self, draft: PlanBuilder, step: int) -> None:
         """Move waiting requests into free slots while budget, slots and blocks allow."""
         self._impatient.update(request.arrival for request in self._waiting.expire(step))
-        admission_pass = AdmissionPass(self._control, self._residencies.slots)
-        slot = self._residencies.slots.free_slot()
+        admission_pass = AdmissionPass(self._control, self._slots)
+        slot = self._slots.free_slot()
         matched = nothing = np.empty(0, np.int32)
         parked = shared = 0
         while draft.budget.left and slot is not None and parked < _MAX_PARKED and shared < _MAX_SHARED:
@@ -131,7 +123,7 @@ class Admissions:
                 return
             self._enter(slot, request, matched, blocks, draft)
             shared += len(matched)
-            slot = self._residencies.slots.free_slot()
+            slot = self._slots.free_slot()
 
     def _is_blocked(self, request: Request, step: int) -> bool:
         """Whether the first in line did not fit and nothing has changed since."""
@@ -186,19 +178,19 @@ class Admissions:
             # Requests with the same prefix do not wait for a fetch: they may compute before it ends.
             residencies.load(slot)
             upto = -(-(request.num_tokens - 1) // self._limits.block_size)
-            self._transferring.fetch(request, slot, residencies.slots.blocks(slot, first, upto), first)
+            self._transferring.fetch(request, slot, self._slots.blocks(slot, first, upto), first)
             return
         keys = self._prefixes.keys(request)
         self._prefixes.announce(request, first, len(keys))
         count = self._offloading.worth_loading(request, first, len(keys))
         if count:
             residencies.load(slot)
-            loaded = residencies.slots.blocks(slot, first, first + count)
+            loaded = self._slots.blocks(slot, first, first + count)
             self._offloading.load(request, slot, keys[first : first + count], loaded, first)
             return
         request.advance(Event.ADMIT)
         cached = first * self._limits.block_size
         residencies.run(slot, cached, cached)
-        draft.admit(slot, residencies.slots)
+        draft.admit(slot, self._slots)
         chunk = draft.budget.take(request.num_tokens - cached)
         draft.add_row(slot, chunk)

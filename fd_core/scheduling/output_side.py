@@ -7,6 +7,7 @@ gen; an error in one row never swallows another row.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
@@ -18,6 +19,7 @@ from fd_core.metrics import counter
 from fd_core.scheduling.drafts import DraftControl
 from fd_core.scheduling.requests import Request
 from fd_core.scheduling.residencies import Residencies
+from fd_core.scheduling.slots import SlotTable
 from fd_core.signals import Outcome
 from fd_core.types import Delta, FinishReason, IntArray, LogprobRows, StepOutput, StepPlan, TokenLogprobs
 
@@ -39,19 +41,19 @@ class OutputCounters(msgspec.Struct, kw_only=True):
     ] = msgspec.field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
 
 
+@dataclass(slots=True)
 class OutputSide:
     """Applies outputs to the slots of one scheduler, in step order."""
 
-    def __init__(self, residencies: Residencies, drafts: DraftControl, on_released: Callable[[Request], None]) -> None:
-        """`on_released` is told of each request whose slot was released and that did not end."""
-        self.counters = OutputCounters()
-        self._residencies = residencies
-        self._slots = residencies.slots
-        self._drafts = drafts
-        self._on_released = on_released
-        self._next_step = 0
-        self._told_first: set[str] = set()
-        """Requests whose first delta was told."""
+    _slots: SlotTable
+    _drafts: DraftControl
+    _residencies: Residencies
+    _on_released: Callable[[Request], None]
+    """Told of each request whose slot was released and that did not end."""
+    counters: OutputCounters = field(default_factory=OutputCounters)
+    _next_step: int = 0
+    _told_first: set[str] = field(default_factory=set)
+    """Requests whose first delta was told."""
 
     def commit(self, plan: StepPlan, output: StepOutput, answered: Callable[[int], None]) -> list[Delta]:
         """Apply the answer to `plan` and return what the clients are told, at most one delta for each request.

@@ -6,6 +6,8 @@ oldest to the youngest, then admissions. Arrivals, aborts and block growth never
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -18,36 +20,27 @@ from fd_core.scheduling.plan import PlanBuilder
 from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.requests import Request, State
 from fd_core.scheduling.residencies import Residencies
+from fd_core.scheduling.slots import SlotTable
 from fd_core.scheduling.victims import VictimPolicy
 from fd_core.types import IntArray, StepPlan
 
 __all__ = ["Planner"]
 
 
+@dataclass(slots=True)
 class Planner:
     """Plans the steps of one scheduler."""
 
-    def __init__(
-        self,
-        limits: Limits,
-        epoch: int,
-        policy: SchedulingPolicy,
-        victims: VictimPolicy,
-        pool: BlockPool,
-        residencies: Residencies,
-        admissions: Admissions,
-        drafts: DraftControl,
-    ) -> None:
-        self._limits = limits
-        self._epoch = epoch
-        self._policy = policy
-        self._victims = victims
-        self._pool = pool
-        self._residencies = residencies
-        self._slots = residencies.slots
-        self._admissions = admissions
-        self._drafts = drafts
-        self._step = 0
+    _limits: Limits
+    _epoch: int
+    _policy: SchedulingPolicy
+    _victims: VictimPolicy
+    _pool: BlockPool
+    _slots: SlotTable
+    _drafts: DraftControl
+    _residencies: Residencies
+    _admissions: Admissions
+    _step: int = 0
 
     def plan(self, aborting: list[Request]) -> StepPlan | None:
         """Decide the next step, or return None if a step could do nothing now; `aborting` requests are revoked."""

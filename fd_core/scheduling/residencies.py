@@ -8,14 +8,16 @@ but its place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Annotated
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.config import Limits
 from fd_core.kv.blocks import BlockPool
+from fd_core.metrics import counter
 from fd_core.scheduling.admission_control import AdmissionControl
-from fd_core.scheduling.counters import SchedulerCounters
 from fd_core.scheduling.drafts import DraftControl
 from fd_core.scheduling.kv_offloading import Arrival, KVOffloading
 from fd_core.scheduling.kv_transferring import KVTransferring
@@ -25,36 +27,42 @@ from fd_core.scheduling.requests import Event, Request, State
 from fd_core.scheduling.slots import SlotTable
 from fd_core.types import FinishReason, IntArray
 
-__all__ = ["Residencies"]
+__all__ = ["Residencies", "SchedulerCounters"]
 
 
+class SchedulerCounters(msgspec.Struct, kw_only=True):
+    """What happened since the start; only grows."""
+
+    steps: Annotated[int, counter("steps", "Steps planned.")] = 0
+    budget_used: Annotated[int, counter("budget_used_tokens", "Tokens computed, over all steps.")] = 0
+    budget_limit: Annotated[
+        int, counter("budget_limit_tokens", "Tokens that the step budgets allowed, over all steps.")
+    ] = 0
+    prompt_tokens: Annotated[int, counter("prompt_tokens", "Prompt tokens of the requests admitted.")] = 0
+    preemptions: Annotated[int, counter("preemptions", "Requests preempted to free KV blocks for others.")] = 0
+    recomputed_tokens: Annotated[
+        int, counter("recomputed_tokens", "Tokens computed a second time after a preemption.")
+    ] = 0
+    prefix_queries: Annotated[int, counter("prefix_queries_tokens", "Prompt tokens looked up in the prefix cache.")] = 0
+    prefix_hits: Annotated[int, counter("prefix_hits_tokens", "Prompt tokens found in the prefix cache.")] = 0
+
+
+@dataclass(slots=True)
 class Residencies:
     """Slots with their requests and blocks; owned by one scheduler."""
 
-    def __init__(
-        self,
-        limits: Limits,
-        pool: BlockPool,
-        prefixes: Prefixes,
-        offloading: KVOffloading,
-        transferring: KVTransferring,
-        drafts: DraftControl,
-        control: AdmissionControl,
-        on_end: Callable[[Request, FinishReason], None],
-    ) -> None:
-        """`on_end` is told of each request that ended."""
-        self.slots = SlotTable(limits.max_num_seqs, limits.max_model_len, limits.block_size)
-        self.drafts = drafts
-        self.counters = SchedulerCounters()
-        self._block_size = limits.block_size
-        self._pool = pool
-        self._prefixes = prefixes
-        self._offloading = offloading
-        self._transferring = transferring
-        self._control = control
-        self._on_end = on_end
-        self._arrived: list[int] = []
-        """Slots whose KV arrived; the next plan tells the runner of them."""
+    slots: SlotTable
+    _pool: BlockPool
+    _prefixes: Prefixes
+    _offloading: KVOffloading
+    _transferring: KVTransferring
+    _drafts: DraftControl
+    _control: AdmissionControl
+    _on_end: Callable[[Request, FinishReason], None]
+    """Told of each request that ended."""
+    counters: SchedulerCounters = field(default_factory=SchedulerCounters)
+    _arrived: list[int] = field(default_factory=list)
+    """Slots whose KV arrived; the next plan tells the runner of them."""
 
     # A residency begins -----------------------------------------------------------------------------------
 
@@ -76,7 +84,7 @@ class Residencies:
         slots, counters = self.slots, self.counters
         request = slots.request_in(slot)
         slots.num_computed[slot] = slots.num_settled[slot] = num_computed
-        self.drafts.admit(slot)
+        self._drafts.admit(slot)
         request.stored = request.stored_on_host = 0
         num_tokens = int(slots.num_tokens[slot])
         if request.cached_tokens is None and not request.spec.delivered:
@@ -97,7 +105,7 @@ class Residencies:
         slot, request, slots = arrival.slot, arrival.request, self.slots
         request.advance(Event.LOADED)
         slots.loading[slot], slots.running[slot] = False, True
-        arrived = arrival.num_tokens // self._block_size
+        arrived = arrival.num_tokens // self.slots.block_size
         self._register(slot, request, arrived)
         if not request.announced:
             self._prefixes.announce(request, arrived, len(self._prefixes.keys(request)))
@@ -119,9 +127,9 @@ class Residencies:
         slots.num_settled[rows] = upto
         if self._prefixes.hasher is None:
             return
-        for slot in rows[upto // self._block_size > slots.num_registered[rows]].tolist():
+        for slot in rows[upto // self.slots.block_size > slots.num_registered[rows]].tolist():
             request = slots.request_in(slot)
-            self._register(slot, request, int(slots.num_settled[slot]) // self._block_size)
+            self._register(slot, request, int(slots.num_settled[slot]) // self.slots.block_size)
             self._send_settled(slot, request)
 
     def _register(self, slot: int, request: Request, upto: int) -> None:

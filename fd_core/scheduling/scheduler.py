@@ -11,9 +11,14 @@ return what is to be done outside steps as effects; `complete` says what became 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
 from fd_core.config import Limits
 from fd_core.errors import BadRequest
-from fd_core.kv.blocks import BlockPool
+from fd_core.kv.blocks import BlockPool, BlockStats
 from fd_core.kv.effects import (
     NO_EFFECTS,
     Completion,
@@ -32,24 +37,55 @@ from fd_core.kv.prefix import PrefixHasher
 from fd_core.metrics import snapshot
 from fd_core.scheduling.admission_control import AdmissionControl
 from fd_core.scheduling.admissions import Admissions
-from fd_core.scheduling.drafts import DraftControl
-from fd_core.scheduling.gauges import SchedulerGauges
-from fd_core.scheduling.kv_offloading import Arrival, KeepKV, KVOffloading
+from fd_core.scheduling.drafts import DraftControl, DraftStats
+from fd_core.scheduling.kv_offloading import Arrival, KeepKV, KVOffloading, OffloadCounters
 from fd_core.scheduling.kv_operations import KVOperations
-from fd_core.scheduling.kv_transferring import KVTransferring
-from fd_core.scheduling.output_side import OutputSide
+from fd_core.scheduling.kv_transferring import KVTransferring, TransferCounters
+from fd_core.scheduling.load_or_recompute import Pace
+from fd_core.scheduling.output_side import OutputCounters, OutputSide
 from fd_core.scheduling.planner import Planner
 from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.prefixes import Prefixes
-from fd_core.scheduling.probe import SchedulerProbe
 from fd_core.scheduling.requests import Event, Request, State
-from fd_core.scheduling.residencies import Residencies
-from fd_core.scheduling.stats import SchedulerStats
+from fd_core.scheduling.residencies import Residencies, SchedulerCounters
+from fd_core.scheduling.slots import SlotStats, SlotTable
 from fd_core.scheduling.victims import VictimPolicy
 from fd_core.scheduling.waiting import WaitingQueue
 from fd_core.types import Delta, FinishReason, RequestSpec, StepOutput, StepPlan
 
-__all__ = ["Scheduler"]
+__all__ = ["Scheduler", "SchedulerProbe", "SchedulerStats"]
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges and counters by owner; counters only grow within an epoch."""
+
+    slots: SlotStats = SlotStats()
+    counters: SchedulerCounters = msgspec.field(default_factory=SchedulerCounters)
+    blocks: BlockStats = BlockStats()
+    outputs: OutputCounters = msgspec.field(default_factory=OutputCounters)
+    drafts: DraftStats = DraftStats()
+    offload: OffloadCounters = msgspec.field(default_factory=OffloadCounters)
+    pace: Pace | None = None
+    """Measured costs of computing and loading; None if no KV is stored outside the device."""
+    transfers: TransferCounters | None = None
+    """KV that travels between workers; None for a worker that prefills and decodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerProbe:
+    """The parts of one scheduler as they are, for audits and tests: who changes them may break every law."""
+
+    slots: SlotTable
+    pool: BlockPool
+    requests: Mapping[str, Request]
+    """Requests that have not ended, by id."""
+    waiting: WaitingQueue
+    prefixes: Prefixes
+    residencies: Residencies
+    operations: KVOperations
+    offloading: KVOffloading
+    transferring: KVTransferring
+    control: AdmissionControl
 
 
 class Scheduler:
@@ -75,41 +111,29 @@ class Scheduler:
         """
         self.limits = limits
         self._recorder = Recorder() if kv_events else None
-        self._pool = BlockPool(limits.num_kv_blocks, self._recorder)
-        self._drafts = drafts or DraftControl(limits.max_num_seqs, 0, 0)
+        self._pool = pool = BlockPool(limits.num_kv_blocks, self._recorder)
+        self._slots = slots = SlotTable(limits.max_num_seqs, limits.max_model_len, limits.block_size)
+        self._drafts = drafts = drafts or DraftControl(limits.max_num_seqs, 0, 0)
+        self._waiting = waiting = WaitingQueue(policy)
+        self._prefixes = prefixes = Prefixes(hasher, pool, self._recorder, waiting.wake)
+        self._operations = KVOperations(pool)
         keep = keep_kv or KeepKV(preempted=False)
-        self._waiting = WaitingQueue(policy)
-        self._prefixes = Prefixes(hasher, self._pool, self._recorder, self._waiting.wake)
-        self._operations = KVOperations(self._pool)
-        self._offloading = KVOffloading(self._pool, self._operations, limits.block_size, keep)
-        self._transferring = KVTransferring(self._operations, limits.block_size, paired)
-        self._control = AdmissionControl(0.0 if keep.preempted else 1.0)
-        self._residencies = Residencies(
-            limits,
-            self._pool,
-            self._prefixes,
-            self._offloading,
-            self._transferring,
-            self._drafts,
-            self._control,
-            self._ended,
+        self._offloading = offloading = KVOffloading(pool, self._operations, limits.block_size, keep)
+        self._transferring = transferring = KVTransferring(self._operations, limits.block_size, paired)
+        control = AdmissionControl(0.0 if keep.preempted else 1.0)
+        self._residencies = residencies = Residencies(
+            slots, pool, prefixes, offloading, transferring, drafts, control, self._ended
         )
-        self._admissions = Admissions(
-            limits,
-            policy,
-            self._pool,
-            self._waiting,
-            self._prefixes,
-            self._offloading,
-            self._transferring,
-            self._control,
-            self._residencies,
+        self._admissions = admissions = Admissions(
+            limits, policy, pool, slots, waiting, prefixes, offloading, transferring, control, residencies
         )
-        self._planner = Planner(
-            limits, epoch, policy, victims, self._pool, self._residencies, self._admissions, self._drafts
-        )
-        self._output_side = OutputSide(self._residencies, self._drafts, self._admissions.wait)
+        self._planner = Planner(limits, epoch, policy, victims, pool, slots, drafts, residencies, admissions)
+        self._output_side = OutputSide(slots, drafts, residencies, admissions.wait)
         self._requests: dict[str, Request] = {}
+        self._probe = SchedulerProbe(
+            *(slots, pool, self._requests, waiting, prefixes, residencies),
+            *(self._operations, offloading, transferring, control),
+        )
         self._arrivals = 0
         self._aborting: list[Request] = []
         """Running requests to revoke in the next plan."""
@@ -173,7 +197,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a request has not ended, a slot is still draining, or an operation on KV is not over."""
-        return bool(self._requests) or self._operations.busy or bool(self._residencies.slots.draining.any())
+        return bool(self._requests) or self._operations.busy or bool(self._slots.draining.any())
 
     # Steps ------------------------------------------------------------------------------------------------
 
@@ -217,7 +241,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Return gauges and counters as they are now."""
         return SchedulerStats(
-            slots=self._residencies.slots.stats(len(self._waiting)),
+            slots=self._slots.stats(len(self._waiting)),
             counters=snapshot(self._residencies.counters),
             blocks=self._pool.stats(),
             outputs=snapshot(self._output_side.counters),
@@ -227,10 +251,14 @@ class Scheduler:
             transfers=snapshot(self._transferring.counters) if self._transferring.paired else None,
         )
 
-    def gauges(self) -> SchedulerGauges:
-        """Return the length of the queue and the use of the KV blocks."""
-        pool = self._pool
-        return SchedulerGauges(len(self._waiting), pool.num_owned, pool.num_fenced, pool.num_cached)
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
+    def blocks(self) -> BlockStats:
+        """Return the use of the KV blocks."""
+        return self._pool.stats()
 
     # Inside -----------------------------------------------------------------------------------------------
 
@@ -251,18 +279,7 @@ class Scheduler:
 
     def probe(self) -> SchedulerProbe:
         """Return the parts of this scheduler, for audits and tests."""
-        return SchedulerProbe(
-            self._residencies.slots,
-            self._pool,
-            self._requests,
-            self._waiting,
-            self._prefixes,
-            self._residencies,
-            self._operations,
-            self._offloading,
-            self._transferring,
-            self._control,
-        )
+        return self._probe
 
     def check_integrity(self) -> None:
         """Raise `RuntimeError` if slots, requests and blocks contradict each other."""

@@ -50,7 +50,7 @@ class ScriptedEngine:
     @property
     def num_waiting(self) -> int:
         """Requests in the queue."""
-        return self._scheduler.gauges().waiting
+        return self._scheduler.num_waiting
 
     def add(self, prompt: Sequence[int], max_tokens: int) -> None:
         """Queue a request."""

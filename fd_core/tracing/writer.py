@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from fd_core import signals
 from fd_core.errors import ConfigError
-from fd_core.scheduling.gauges import SchedulerGauges
+from fd_core.kv.blocks import BlockStats
 from fd_core.sizes import format_size
 from fd_core.tracing.format import (
     COUNT_LETTERS,
@@ -73,7 +73,9 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     plan: StepPlan
     output: StepOutput
     deltas: tuple[Delta, ...]
-    gauges: SchedulerGauges
+    waiting: int
+    """Requests in the queue."""
+    blocks: BlockStats
     dropped: int = 0
     occupants: tuple[ResidencyEntry, ...] = ()
     loading: tuple[int, ...] = ()
@@ -105,8 +107,8 @@ def line_of(record: StepRecord) -> StepLine:
         ended=record.ended,
         budget=plan.total_tokens,
         delivered=sum(len(delta.token_ids) for delta in record.deltas),
-        waiting=record.gauges.waiting,
-        kv=(record.gauges.owned, record.gauges.fenced, record.gauges.cached),
+        waiting=record.waiting,
+        kv=(record.blocks.used, record.blocks.fenced, record.blocks.cached),
         slots=_text(letters, IDLE),
         drafted=drafted,
         accepted=accepted,
@@ -216,9 +218,9 @@ class TraceWriter:
         self._loading.discard(slot)
 
     def step_ended(
-        self, now: int, plan: StepPlan, output: StepOutput, deltas: list[Delta], gauges: SchedulerGauges
+        self, now: int, plan: StepPlan, output: StepOutput, deltas: list[Delta], waiting: int, blocks: BlockStats
     ) -> None:
-        """Hand over a committed step, or count it as dropped if too many wait to be written."""
+        """Hand over a committed step with the gauges after it, or count it as dropped if too many wait."""
         self._follow(plan, deltas)
         if len(self._queue) >= _MAX_QUEUED or self._failed or self._full:
             self._dropped += 1
@@ -231,7 +233,8 @@ class TraceWriter:
                 plan,
                 output,
                 tuple(deltas),
-                gauges,
+                waiting,
+                blocks,
                 self._dropped,
                 tuple(self._occupants.values()) if self._dropped else (),
                 tuple(self._loading),

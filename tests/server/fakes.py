@@ -21,10 +21,10 @@ from fd_core.engine.client import EngineClient
 from fd_core.engine.messages import Abort, ClientMessage, EngineInfo, EngineStats, StepEvents, Submit
 from fd_core.engine.streams import StreamingClient
 from fd_core.kv.blocks import BlockStats
-from fd_core.scheduling.counters import SchedulerCounters
 from fd_core.scheduling.drafts import DraftStats
+from fd_core.scheduling.residencies import SchedulerCounters
+from fd_core.scheduling.scheduler import SchedulerStats
 from fd_core.scheduling.slots import SlotStats
-from fd_core.scheduling.stats import SchedulerStats
 from fd_core.server.serve import bind_socket, serve_http
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.token_bytes import Decoding
