@@ -12,14 +12,16 @@ import tempfile
 import threading
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import zmq
 
 from fd_core.errors import ConfigError, EngineDead
 from fd_core.runner.runner import Runner
-from fd_core.types import IntArray, LogprobRows, StepOutput, StepPlan
+from fd_core.types import StepOutput, StepPlan
 
 __all__ = [
     "Device",
@@ -181,84 +183,32 @@ def _stalled(timeout: float) -> DeviceStalled:
 # Frames ---------------------------------------------------------------------------------------------------
 
 
-class _LogprobFrame(msgspec.Struct, frozen=True, array_like=True):
-    slots: bytes
-    columns: bytes
-    chosen: bytes
-    top_ids: bytes
-    top: bytes
+class _Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
+    reason: str
 
 
-class _OutputFrame(msgspec.Struct, frozen=True, array_like=True):
-    """A `StepOutput` with its arrays as little-endian bytes; the slot count gives their shapes."""
-
-    epoch: int
-    step: int
-    num_slots: int
-    tokens: bytes
-    gens: bytes
-    drafts_ready: bytes | None
-    logprobs: _LogprobFrame | None
-    errors: tuple[tuple[int, str], ...]
-    failure: str | None = None
+def _encode_array(array: npt.NDArray[Any]) -> tuple[tuple[int, ...], str, bytes]:
+    """Return shape, type character and values in C order; both ends are in one process."""
+    return array.shape, array.dtype.char, array.tobytes()
 
 
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(_OutputFrame)
+def _decode_array(_: type, packed: tuple[tuple[int, ...], str, bytes]) -> npt.NDArray[Any]:
+    shape, dtype, values = packed
+    return np.frombuffer(values, dtype).reshape(shape)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_DECODER: msgspec.msgpack.Decoder[StepOutput | _Failure] = msgspec.msgpack.Decoder(
+    StepOutput | _Failure, dec_hook=_decode_array
+)
 
 
 def encode_output(output: StepOutput | str) -> bytes:
     """Return the frame of an output, or of the reason why there is none."""
-    if isinstance(output, str):
-        return _ENCODER.encode(_OutputFrame(0, 0, 0, b"", b"", None, None, (), output))
-    scores = output.logprobs
-    return _ENCODER.encode(
-        _OutputFrame(
-            epoch=output.epoch,
-            step=output.step,
-            num_slots=len(output.gens),
-            tokens=_ints(output.tokens),
-            gens=_ints(output.gens),
-            drafts_ready=None if output.drafts_ready is None else _ints(output.drafts_ready),
-            logprobs=None
-            if scores is None
-            else _LogprobFrame(
-                slots=_ints(scores.slots),
-                columns=_ints(scores.columns),
-                chosen=np.ascontiguousarray(scores.chosen, "<f4").tobytes(),
-                top_ids=_ints(scores.top_ids),
-                top=np.ascontiguousarray(scores.top, "<f4").tobytes(),
-            ),
-            errors=output.errors,
-        )
-    )
+    return _ENCODER.encode(_Failure(output) if isinstance(output, str) else output)
 
 
 def decode_output(frame: bytes) -> StepOutput | str:
     """Return what `encode_output` was given. Raises `msgspec.DecodeError` or `ValueError` for anything else."""
     read = _DECODER.decode(frame)
-    if read.failure is not None:
-        return read.failure
-    scores = None
-    if read.logprobs is not None:
-        rows = len(read.logprobs.chosen) // 4
-        scores = LogprobRows(
-            slots=np.frombuffer(read.logprobs.slots, "<i4"),
-            columns=np.frombuffer(read.logprobs.columns, "<i4"),
-            chosen=np.frombuffer(read.logprobs.chosen, "<f4"),
-            top_ids=np.frombuffer(read.logprobs.top_ids, "<i4").reshape(rows, -1),
-            top=np.frombuffer(read.logprobs.top, "<f4").reshape(rows, -1),
-        )
-    return StepOutput(
-        epoch=read.epoch,
-        step=read.step,
-        tokens=np.frombuffer(read.tokens, "<i4").reshape(read.num_slots, -1),
-        gens=np.frombuffer(read.gens, "<i4"),
-        drafts_ready=None if read.drafts_ready is None else np.frombuffer(read.drafts_ready, "<i4"),
-        logprobs=scores,
-        errors=read.errors,
-    )
-
-
-def _ints(array: IntArray) -> bytes:
-    return np.ascontiguousarray(array, "<i4").tobytes()
+    return read.reason if isinstance(read, _Failure) else read

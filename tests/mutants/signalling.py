@@ -16,6 +16,12 @@ ENGINE = "engine/core.py"
 DEVICE = "engine/device.py"
 
 _STALE_TAKE_BACK = "            if output.gens[slot] != gen or slots.gen[slot] != gen:\n"
+_FRAME = "isinstance(read, _Failure) else read\n"
+_REBUILT = (
+    "isinstance(read, _Failure) else StepOutput(\n"
+    "        read.epoch, read.step, read.tokens, {gens}, read.drafts_ready, read.logprobs, {errors}\n"
+    "    )\n"
+)
 
 MUTANTS = (
     mutant(
@@ -282,12 +288,12 @@ MUTANTS = (
     mutant(
         "a-frame-loses-the-gens",
         "1.5: outputs apply only if the gen matches, whichever way they travel",
-        (DEVICE, "            gens=_ints(output.gens),\n", "            gens=_ints(np.zeros_like(output.gens)),\n"),
+        (DEVICE, _FRAME, _REBUILT.format(gens="np.zeros_like(read.gens)", errors="read.errors")),
     ),
     mutant(
         "a-frame-loses-the-errors",
         "1.3: an error in one row reaches its request, whichever way it travels",
-        (DEVICE, "            errors=output.errors,\n", "            errors=(),\n"),
+        (DEVICE, _FRAME, _REBUILT.format(gens="read.gens", errors="()")),
     ),
     mutant(
         "a-negative-id-reaches-the-client",
