@@ -1,13 +1,18 @@
-"""How servers and notebooks speak to an engine, wherever it runs."""
+"""How servers and notebooks speak to an engine, wherever it runs: one stream of deltas for each request."""
 
 from __future__ import annotations
 
 import abc
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from fd_core.engine.messages import EngineInfo, EngineStats
+from fd_core.engine.messages import Abort, ClientMessage, EngineInfo, EngineStats, StepEvents, Submit
+from fd_core.engine.request_ledger import RequestLedger
+from fd_core.errors import BadRequest, EngineDead
+from fd_core.kv.blocks import BlockStats
 from fd_core.kv.event_log import KVEventLog
-from fd_core.types import Delta, RequestSpec
+from fd_core.scheduling.scheduler import SchedulerStats
+from fd_core.types import Delta, FinishReason, RequestSpec
 
 __all__ = ["EngineClient", "StartProgress"]
 
@@ -15,11 +20,59 @@ StartProgress = Callable[[str, int, int], None]
 """Called with (phase, done, total) while an engine starts; phases are `load` (bytes) and `warmup` (steps)."""
 
 
-class EngineClient(abc.ABC):
-    """A connection to one engine, used from one asyncio event loop.
+class _Stream(AsyncIterator[Delta]):
+    """Deltas of one request; deltas that piled up are merged into one."""
 
-    Opened by `fd_core.engine.launch.open_client`. Every method is safe after the engine has died. Its requests go on,
-    with the same text, in the engine that replaces it; until then new requests are refused.
+    def __init__(self, client: EngineClient, request_id: str) -> None:
+        self._client = client
+        self._request_id = request_id
+        self._pending: list[Delta] = []
+        self._failure: str | None = None
+        self._wake: asyncio.Future[None] | None = None
+        self._done = False
+
+    def push(self, delta: Delta) -> None:
+        self._pending.append(delta)
+        self._notify()
+
+    def fail(self, message: str) -> None:
+        self._failure = message
+        self._notify()
+
+    async def __anext__(self) -> Delta:
+        if self._done:
+            raise StopAsyncIteration
+        while not self._pending:
+            if self._failure is not None:
+                self._done = True
+                raise EngineDead(self._failure)
+            self._wake = asyncio.get_running_loop().create_future()
+            try:
+                await self._wake
+            finally:
+                self._wake = None
+        delta = _merged(self._pending)
+        self._pending = []
+        self._done = delta.finish_reason is not None
+        return delta
+
+    async def aclose(self) -> None:
+        """Abort the request unless it has ended."""
+        if not self._done:
+            self._done = True
+            self._client._leave(self._request_id)
+
+    def _notify(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+
+class EngineClient(abc.ABC):
+    """A connection to one engine, used from one asyncio event loop; subclasses carry messages and start engines.
+
+    Opened by `fd_core.engine.launch.open_client`. Every method is safe after the engine has died. When another will be
+    started, streams pause, and the new epoch resumes each request with the same text; until then new requests are
+    refused. When none will be started, streams end.
     """
 
     info: EngineInfo
@@ -27,12 +80,39 @@ class EngineClient(abc.ABC):
     kv_log: KVEventLog | None = None
     """Events about the prefixes that the device holds; None unless `kv_events` is on. The log outlives the engine."""
 
+    def __init__(self) -> None:
+        self._ledger = RequestLedger()
+        self._streams: dict[str, _Stream] = {}
+        """The stream of each request in the ledger."""
+        self._left: set[str] = set()
+        """Requests whose reader left before the engine reported their end."""
+        self._stats = EngineStats()
+        self._alive = False
+        self._interrupted = False
+        """Whether the engine is gone and another one will resume its requests."""
+        self._death = "the engine is not running"
+        self._requeued = 0
+
     @property
-    @abc.abstractmethod
     def alive(self) -> bool:
         """Whether the engine answers; false from its death until a restart is ready."""
+        return self._alive
 
-    @abc.abstractmethod
+    @property
+    def stats(self) -> EngineStats:
+        """The latest statistics that the engine sent, at most about half a second old."""
+        return self._stats
+
+    @property
+    def requests_requeued(self) -> int:
+        """Requests given to a new epoch because the one before died with them; only grows."""
+        return self._requeued
+
+    @property
+    def active_requests(self) -> int:
+        """Requests that have not ended, including requests that are being aborted."""
+        return len(self._streams) + len(self._left)
+
     def submit(self, spec: RequestSpec) -> AsyncIterator[Delta]:
         """Start a request and return its deltas; the last one carries a finish reason.
 
@@ -42,33 +122,121 @@ class EngineClient(abc.ABC):
         iterator pauses until another engine has resumed the request; it ends with finish reason `error` if engines keep
         dying with this request (see `fd_core.engine.request_ledger`) and raises `EngineDead` if none can be started.
         """
+        if not self._alive:
+            raise EngineDead(self._death)
+        if spec.request_id in self._streams or spec.request_id in self._left:
+            raise BadRequest(f"a request with id {spec.request_id!r} is already running", field="request_id")
+        stream = _Stream(self, spec.request_id)
+        self._ledger.begin(spec)
+        self._streams[spec.request_id] = stream
+        self._send(Submit(spec))
+        return stream
 
-    @abc.abstractmethod
     def abort(self, request_ids: Sequence[str]) -> list[str]:
         """Abort the named requests and return those that were running or waiting. Idempotent.
 
         Requests of an engine that died end at once. Raises `EngineDead` if no engine will replace it.
         """
+        if not self._alive and not self._interrupted:
+            raise EngineDead(self._death)
+        known = [request_id for request_id in dict.fromkeys(request_ids) if request_id in self._ledger]
+        if not self._alive:
+            # No engine has them, so they end here.
+            for request_id in known:
+                self._hand_on(Delta(request_id, finish_reason=FinishReason.ABORT))
+        elif known:
+            self._ledger.aborting(known)
+            self._send(Abort(tuple(known)))
+        return known
 
-    @abc.abstractmethod
     def abort_all(self) -> list[str]:
         """Abort everything and return the ids."""
-
-    @property
-    @abc.abstractmethod
-    def active_requests(self) -> int:
-        """Requests submitted by this client that have not ended."""
-
-    @property
-    @abc.abstractmethod
-    def requests_requeued(self) -> int:
-        """Requests given to a new epoch because the one before died with them; only grows."""
-
-    @property
-    @abc.abstractmethod
-    def stats(self) -> EngineStats:
-        """The latest statistics that the engine sent, at most about half a second old."""
+        return self.abort(list(self._ledger))
 
     @abc.abstractmethod
     async def close(self, drain_seconds: float = 0.0) -> None:
         """Let running requests finish for up to `drain_seconds`, abort the rest and stop the engine."""
+
+    # For subclasses ---------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _send(self, message: ClientMessage) -> None:
+        """Carry a message to the engine without waiting."""
+
+    def _came_up(self, info: EngineInfo) -> None:
+        """An engine is ready: it resumes the requests of its predecessor."""
+        self.info = info
+        self._stats = EngineStats(scheduler=SchedulerStats(blocks=BlockStats(total=info.num_kv_blocks)))
+        self._alive, self._interrupted = True, False
+        if info.kv_events and self.kv_log is None:
+            self.kv_log = KVEventLog(info.block_size)
+        left_over = self._ledger.resubmissions()
+        self._requeued += len(left_over)
+        for spec in left_over:
+            self._send(Submit(spec))
+
+    def _went_away(self, reason: str) -> None:
+        """The engine died and another will be started: its requests wait, unless they are aborted or given up."""
+        self._alive, self._interrupted = False, True
+        self._death = reason
+        self._forget_kv()
+        self._left.clear()
+        for end in self._ledger.died(reason):
+            self._streams.pop(end.request_id).push(end)
+
+    def _went_down(self, reason: str) -> None:
+        """The engine is gone for good, and every request with it."""
+        self._alive = self._interrupted = False
+        self._death = reason
+        self._forget_kv()
+        streams, self._streams = self._streams, {}
+        self._ledger = RequestLedger()
+        self._left.clear()
+        for stream in streams.values():
+            stream.fail(reason)
+
+    def _forget_kv(self) -> None:
+        if self.kv_log is not None:
+            self.kv_log.restart()
+
+    def _dispatch(self, events: StepEvents) -> None:
+        if not self._alive or events.epoch != self.info.epoch:
+            return  # from an epoch that is over: its successor delivers the same tokens
+        if events.stats is not None:
+            self._stats = events.stats
+        if events.kv and self.kv_log is not None:
+            self.kv_log.extend(events.kv)
+        self._ledger.admitted(events.admitted)
+        for delta in events.deltas:
+            if delta.finish_reason is not None:
+                self._left.discard(delta.request_id)
+            self._hand_on(delta)
+
+    def _hand_on(self, delta: Delta) -> None:
+        seen = self._ledger.deliver(delta)
+        if seen is None:
+            return
+        streams, name = self._streams, delta.request_id
+        (streams[name] if seen.finish_reason is None else streams.pop(name)).push(seen)
+
+    def _leave(self, request_id: str) -> None:
+        self._ledger.drop(request_id)
+        if self._streams.pop(request_id, None) is not None and self._alive:
+            self._left.add(request_id)
+            self._send(Abort((request_id,)))
+
+
+def _merged(deltas: list[Delta]) -> Delta:
+    if len(deltas) == 1:
+        return deltas[0]
+    last = deltas[-1]
+    scores = [delta.logprobs for delta in deltas if delta.logprobs is not None]
+    return Delta(
+        last.request_id,
+        tuple(token for delta in deltas for token in delta.token_ids),
+        last.finish_reason,
+        tuple(score for group in scores for score in group) if scores else None,
+        next((delta.cached_tokens for delta in deltas if delta.cached_tokens is not None), None),
+        last.error,
+        next((delta.prefill for delta in deltas if delta.prefill is not None), None),
+    )

@@ -13,13 +13,12 @@ from pathlib import Path
 
 from fd_core.config import EngineConfig
 from fd_core.engine.builder import load_engine
-from fd_core.engine.client import StartProgress
+from fd_core.engine.client import EngineClient, StartProgress
 from fd_core.engine.core import Engine
 from fd_core.engine.device import DeviceStalled
 from fd_core.engine.messages import ClientMessage, EngineMessage, Shutdown, StepEvents
 from fd_core.engine.restarting import GAVE_UP, start_again
 from fd_core.engine.service import serve_engine, tells_admissions
-from fd_core.engine.streams import StreamingClient
 from fd_core.errors import EngineDead
 
 __all__ = ["InprocClient"]
@@ -46,7 +45,7 @@ class _QueueInbox:
         self.queue.put(None)
 
 
-class InprocClient(StreamingClient):
+class InprocClient(EngineClient):
     """Speaks to an engine that runs in a thread.
 
     A step that fails ends that engine; another is loaded in its place and takes up its requests. A step that stalls

@@ -15,11 +15,10 @@ import msgspec
 import zmq
 
 from fd_core.config import EngineConfig
-from fd_core.engine.client import StartProgress
+from fd_core.engine.client import EngineClient, StartProgress
 from fd_core.engine.engine_socket import EngineSocket
 from fd_core.engine.messages import ClientMessage, EngineMessage, Fault, Progress, Ready, Shutdown, StepEvents
 from fd_core.engine.restarting import GAVE_UP, start_again
-from fd_core.engine.streams import StreamingClient
 from fd_core.errors import ConfigError, EngineDead, FdError, ModelError, PluginError
 
 __all__ = ["ProcessClient", "Start"]
@@ -43,7 +42,7 @@ class Start(msgspec.Struct, frozen=True):
     epoch: int
 
 
-class ProcessClient(StreamingClient):
+class ProcessClient(EngineClient):
     """Speaks to an engine in a child process; if it dies, starts another that takes up its requests in a new epoch."""
 
     def __init__(self, config: EngineConfig, path: Path | None, progress: StartProgress) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
+from fd_core.engine.client import EngineClient
 from fd_core.engine.messages import Abort, ClientMessage, StepEvents, Submit
-from fd_core.engine.streams import StreamingClient
 from fd_core.errors import EngineDead
 from fd_core.types import Delta, FinishReason
 from tests.engine.helpers import null_engine
@@ -18,7 +18,7 @@ from tests.engine.stepping import greedy
 A, B = greedy("a", [1], 9), greedy("b", [2], 9)
 
 
-class Client(StreamingClient):
+class Client(EngineClient):
     """Keeps what it is asked to send; a test plays the engine."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import mutant
 
 LEDGER = "engine/request_ledger.py"
-STREAMS = "engine/streams.py"
+STREAMS = "engine/client.py"
 
 MUTANTS = (
     mutant(

@@ -19,7 +19,6 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from fd_core.config import ServerConfig
 from fd_core.engine.client import EngineClient
 from fd_core.engine.messages import Abort, ClientMessage, EngineInfo, EngineStats, StepEvents, Submit
-from fd_core.engine.streams import StreamingClient
 from fd_core.kv.blocks import BlockStats
 from fd_core.scheduling.drafts import DraftStats
 from fd_core.scheduling.residencies import SchedulerCounters
@@ -79,7 +78,7 @@ def engine_info(**changes: Any) -> EngineInfo:
     return EngineInfo(**(values | changes))
 
 
-class FakeClient(StreamingClient):
+class FakeClient(EngineClient):
     """Answers every request with the bytes of `reply`, then EOS, `per_step` tokens a step."""
 
     def __init__(self, reply: str | bytes = "Hello, world!", *, step_seconds: float = 0.0, **info: Any) -> None:
