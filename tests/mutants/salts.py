@@ -22,4 +22,9 @@ MUTANTS = (
         _LAW,
         ("router/placement.py", "request.tokens, request.salt)", "request.tokens, request.salt[:1])"),
     ),
+    mutant(
+        "a-prefill-worker-is-not-told-the-salt",
+        "5.3 and 6: a prefill worker keys its prefixes by the salt of the request, as the decode worker does",
+        ("scheduling/kv_transferring.py", "PrefillJob(tokens, first, spec.cache_salt,", 'PrefillJob(tokens, first, "",'),
+    ),
 )
