@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections import Counter
-from collections.abc import Mapping
 from typing import Annotated, Final
 
 import msgspec
 
 from fd_core.metrics import counter
 
-__all__ = ["ReceiverStats", "SenderStats", "TransferTally"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["ReceiverStats", "SenderStats"]
 
 _DROPPED: Final = "Transfer messages dropped because they were not sealed with the secret, malformed or too large."
-_MOST_LOGGED: Final = 64
-"""Sentences: some come from another process."""
 
 
 class ReceiverStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,51 +65,3 @@ class SenderStats(msgspec.Struct, frozen=True, kw_only=True):
     """Messages for leases that were over or never opened."""
     errors: dict[str, int] = {}
     """Failed calls, by what failed: connector, cache."""
-
-
-class TransferTally:
-    """The counters behind the stats. Any thread adds, under a lock that is held for one addition."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._seconds = 0.0
-        self._labelled: dict[str, Counter[str]] = {}
-        self._logged: set[str] = set()
-
-    def add(self, name: str, count: int = 1) -> None:
-        """Add to the counter of that name."""
-        with self._lock:
-            self._counts[name] += count
-
-    def add_labelled(self, name: str, label: str) -> None:
-        """Add one to a label of the counters of that name."""
-        with self._lock:
-            self._labelled.setdefault(name, Counter())[label] += 1
-
-    def add_seconds(self, seconds: float) -> None:
-        """Add to `seconds`."""
-        with self._lock:
-            self._seconds += seconds
-
-    def error(self, part: str, call: str, error: Exception) -> None:
-        """Count a failed call of the `cache` or `connector`, and log its kind once, never its text."""
-        self.add_labelled("errors", part)
-        self.log_once(
-            f"the {part} of transfers failed in {call}: {type(error).__name__}; "
-            "such prompts are computed where they are decoded"
-        )
-
-    def log_once(self, sentence: str) -> None:
-        """Log a warning, unless it was logged before or there were too many others."""
-        with self._lock:
-            if sentence in self._logged or len(self._logged) >= _MOST_LOGGED:
-                return
-            self._logged.add(sentence)
-        _log.warning("%s", sentence)
-
-    def read(self) -> Mapping[str, object]:
-        """Return all fields of a stats struct that were counted."""
-        with self._lock:
-            labelled = {name: dict(counts) for name, counts in self._labelled.items()}
-            return {**self._counts, **labelled, "seconds": self._seconds}

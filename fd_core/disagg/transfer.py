@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from fd_core.disagg.connectors.contract import Connector, KVInbox, KVOutbox
-from fd_core.disagg.stats import TransferTally
 from fd_core.kv.port import CompletionQueue, KVPort
+from fd_core.kv.tally import Tally
 from fd_core.kv.thread_loop import ThreadLoop
 
 __all__ = ["ENGINE_ENDS", "KVTransfer"]
@@ -54,12 +54,12 @@ class KVTransfer(KVPort[_Stats], Generic[_Stats, _Kept]):
 
         While an operation is pending, a thread that has not turned for `stuck_seconds` is stuck in a call.
         """
-        self._queue = queue
+        super().__init__(queue)
         self._stuck_seconds = stuck_seconds
         self._turned_at = clock()
         """When the thread turned last, or the first operation began behind which it has to."""
         self._clock = clock
-        self._tally = TransferTally()
+        self._tally = Tally()
         self._loop = ThreadLoop(thread, self._turn, self._end_all)
         self._connectors: dict[str, Connector] = {}
         self._leases: dict[str, _Kept] = {}
@@ -70,10 +70,6 @@ class KVTransfer(KVPort[_Stats], Generic[_Stats, _Kept]):
         self._closed = False
 
     # The engine's thread ----------------------------------------------------------------------------------
-
-    def wait(self, seconds: float) -> None:
-        """Wait until `completions` may have something to return, at most `seconds`."""
-        self._queue.wait(seconds)
 
     def close(self) -> None:
         """End every lease, complete every operation, end the thread, close the connectors. Idempotent.
@@ -128,7 +124,15 @@ class KVTransfer(KVPort[_Stats], Generic[_Stats, _Kept]):
         try:
             end.close()
         except Exception as error:  # noqa: BLE001 - a stranger's connector, which promises not to raise
-            self._tally.error("connector", "close", error)
+            self._failed("connector", "close", error)
+
+    def _failed(self, part: str, call: str, error: Exception) -> None:
+        """Count a failed call of the `cache` or `connector`, and log its kind once, never its text."""
+        self._tally.add_labelled("errors", part)
+        self._tally.log_once(
+            f"the {part} of transfers failed in {call}: {type(error).__name__}; "
+            "such prompts are computed where they are decoded"
+        )
 
     def _turn(self) -> float:
         """Copy one piece and do what is due; return the seconds until there is more to do."""

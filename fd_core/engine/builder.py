@@ -19,7 +19,7 @@ from fd_core.engine.kv_offload import KVStorage, kv_identity, open_kv_storage, s
 from fd_core.engine.kv_transfer import open_kv_transfer, require_role
 from fd_core.engine.messages import EngineInfo
 from fd_core.kv.locked_kv_cache import LockedKVCache
-from fd_core.kv.port import CompletionQueue, JoinedKVPort, NullKVPort
+from fd_core.kv.port import CompletionQueue, JoinedKVPort
 from fd_core.plugins import installed_plugins
 from fd_core.runner.drafting import Drafter, make_drafter
 from fd_core.runner.runner import Runner
@@ -130,9 +130,9 @@ class _EngineBuilder:
     def _storage(self) -> KVStorage:
         return open_kv_storage(self._config, self._plugins, self._identity)
 
-    def _transfer(self, cache: LockedKVCache, queue: CompletionQueue) -> Receiver | Sender | NullKVPort:
+    def _transfer(self, cache: LockedKVCache, queue: CompletionQueue) -> Receiver | Sender | None:
         if self._config.role == "mixed":
-            return NullKVPort()
+            return None
         return open_kv_transfer(
             self._config, self._plugins, self._limits, cache, self._ops.dtype, self._identity, queue
         )

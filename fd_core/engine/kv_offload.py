@@ -12,14 +12,13 @@ from typing import Final
 from fd_core.config import EngineConfig
 from fd_core.errors import ConfigError, ModelError
 from fd_core.kv.locked_kv_cache import LockedKVCache
-from fd_core.kv.port import CompletionQueue, KVPort, NullKVPort
+from fd_core.kv.port import CompletionQueue
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.kv.stores.contract import StoreError
 from fd_core.kv.stores.envelope import Compression, Envelope
 from fd_core.kv.stores.location import parse_location
 from fd_core.kv.stores.secret import derive, load_secret
 from fd_core.kv.tiers.offload import KVOffload, SealedStore
-from fd_core.kv.tiers.stats import TierStats
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.plugins import Plugins
 from fd_core.scheduling.kv_offloading import KeepKV
@@ -94,10 +93,10 @@ def _open_store(config: EngineConfig, text: str, plugins: Plugins, identity: str
 
 def start_kv_offload(
     storage: KVStorage, config: EngineConfig, cache: LockedKVCache, dtype: str, queue: CompletionQueue
-) -> KVPort[TierStats | None]:
-    """Return the port to what was opened, its threads started."""
+) -> KVOffload | None:
+    """Return the port to what was opened, its threads started; None if nothing is kept outside the device."""
     if storage.keep is None:
-        return NullKVPort()
+        return None
     return KVOffload(
         queue,
         cache,

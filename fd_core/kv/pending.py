@@ -53,8 +53,7 @@ class PendingOperations(Generic[_Answer]):
 
     def __contains__(self, number: int) -> bool:
         """Whether somebody still waits for an operation."""
-        pending = self._pending.get(number)
-        return pending is not None and not pending.ending
+        return self._awaited(number) is not None
 
     def numbers(self, *kinds: type[_Answer]) -> list[int]:
         """Return the numbers of the operations that somebody still waits for, ascending.
@@ -84,8 +83,8 @@ class PendingOperations(Generic[_Answer]):
     def advance(self, answer: _Answer) -> bool:
         """Replace the completion that an operation would get now; return whether somebody still waits for it."""
         with self._lock:
-            pending = self._pending.get(answer.operation)
-            if pending is None or pending.ending:
+            pending = self._awaited(answer.operation)
+            if pending is None:
                 return False
             pending.answer = answer
             return True
@@ -93,8 +92,8 @@ class PendingOperations(Generic[_Answer]):
     def finish(self, answer: _Answer) -> bool:
         """Complete an operation with `answer`, after the copy that is under way; False if it has ended before."""
         with self._lock:
-            pending = self._pending.get(answer.operation)
-            if pending is None or pending.ending:
+            pending = self._awaited(answer.operation)
+            if pending is None:
                 return False
             pending.answer = answer
             pending.settled = True
@@ -104,8 +103,8 @@ class PendingOperations(Generic[_Answer]):
     def end(self, number: int) -> bool:
         """Complete an operation as far as it came, after the copy that is under way; False if it has ended before."""
         with self._lock:
-            pending = self._pending.get(number)
-            if pending is None or pending.ending:
+            pending = self._awaited(number)
+            if pending is None:
                 return False
             self._end(pending)
             return True
@@ -117,8 +116,8 @@ class PendingOperations(Generic[_Answer]):
         expired = []
         with self._lock:
             while self._deadlines and self._deadlines[0][0] <= now:
-                pending = self._pending.get(heapq.heappop(self._deadlines)[1])
-                if pending is not None and not pending.ending:
+                pending = self._awaited(heapq.heappop(self._deadlines)[1])
+                if pending is not None:
                     expired.append(pending.answer)
                     self._end(pending)
         return expired
@@ -126,8 +125,8 @@ class PendingOperations(Generic[_Answer]):
     def begin_copy(self, number: int) -> bool:
         """Ask whether a device block of an operation may be touched; if so, `end_copy` must follow."""
         with self._lock:
-            pending = self._pending.get(number)
-            if pending is None or pending.ending:
+            pending = self._awaited(number)
+            if pending is None:
                 return False
             pending.copying = True
             return True
@@ -141,6 +140,10 @@ class PendingOperations(Generic[_Answer]):
                 pending.answer = answer
             if pending.ending:
                 self._end(pending)
+
+    def _awaited(self, number: int) -> _Pending[_Answer] | None:
+        pending = self._pending.get(number)
+        return None if pending is None or pending.ending else pending
 
     def _end(self, pending: _Pending[_Answer]) -> None:
         pending.ending = True

@@ -1,7 +1,7 @@
 """The port between an engine's loop and KV outside the device: effects go out, completions come in, nothing waits.
 
 What performs an effect (storage and host tier, or transfers between workers) is behind the port, on threads of its own.
-The engine joins the two with `JoinedKVPort` and puts `NullKVPort` where it has none.
+The engine joins those that it has with `JoinedKVPort`.
 """
 
 from __future__ import annotations
@@ -14,41 +14,11 @@ from typing import ClassVar, Generic, TypeVar
 
 from fd_core.kv.effects import Cancel, Completion, Effect
 
-__all__ = ["CompletionQueue", "JoinedKVPort", "KVPort", "NullKVPort"]
+__all__ = ["CompletionQueue", "JoinedKVPort", "KVPort"]
 
 _Stats = TypeVar("_Stats", covariant=True)
 _Offload = TypeVar("_Offload", covariant=True)
 _Transfer = TypeVar("_Transfer", covariant=True)
-
-
-class KVPort(ABC, Generic[_Stats]):
-    """Performs effects for one engine. The methods belong to the engine's thread; only `wait` and `close` block.
-
-    Operation numbers are unique within an engine, whichever port performs the operation.
-    """
-
-    performs: ClassVar[tuple[type[Effect], ...]] = ()
-    """Types of the effects that this port performs, `Cancel` left out: every port takes that."""
-
-    @abstractmethod
-    def perform(self, effects: Iterable[Effect]) -> None:
-        """Begin effects in order. A `Cancel` of an operation that is unknown here or over is ignored."""
-
-    @abstractmethod
-    def completions(self) -> list[Completion]:
-        """Return the completions since the last call, those of operations that are past their deadline included."""
-
-    @abstractmethod
-    def wait(self, seconds: float) -> None:
-        """Wait until `completions` may have something to return, at most `seconds`."""
-
-    @abstractmethod
-    def stats(self) -> _Stats:
-        """Return counters and gauges."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Complete every operation and end the threads, within seconds. Idempotent."""
 
 
 class CompletionQueue:
@@ -85,65 +55,75 @@ class CompletionQueue:
         self._filled.wait(max(0.0, seconds))
 
 
-class NullKVPort(KVPort[None]):
-    """Stands where an engine has no such port: there is nothing to perform."""
+class KVPort(ABC, Generic[_Stats]):
+    """Performs effects for one engine. The methods belong to the engine's thread; only `wait` and `close` block.
 
+    Operation numbers are unique within an engine, whichever port performs the operation.
+    """
+
+    performs: ClassVar[tuple[type[Effect], ...]] = ()
+    """Types of the effects that this port performs, `Cancel` left out: every port takes that."""
+
+    def __init__(self, queue: CompletionQueue) -> None:
+        """Put completions into `queue`; the ports of one engine share theirs."""
+        self._queue = queue
+
+    @abstractmethod
     def perform(self, effects: Iterable[Effect]) -> None:
-        """Raise `ValueError` for any effect but `Cancel`: it would never be completed."""
-        for effect in effects:
-            if not isinstance(effect, Cancel):
-                raise ValueError(f"this engine has nothing that performs {type(effect).__name__}")
+        """Begin effects in order. A `Cancel` of an operation that is unknown here or over is ignored."""
 
     def completions(self) -> list[Completion]:
-        """Return nothing."""
-        return []
+        """Return the completions since the last call, those of operations that are past their deadline included."""
+        return self._queue.take()
 
     def wait(self, seconds: float) -> None:
-        """Return at once."""
+        """Wait until `completions` may have something to return, at most `seconds`."""
+        self._queue.wait(seconds)
 
-    def stats(self) -> None:
-        """Return nothing."""
+    @abstractmethod
+    def stats(self) -> _Stats:
+        """Return counters and gauges."""
 
+    @abstractmethod
     def close(self) -> None:
-        """Do nothing."""
+        """Complete every operation and end the threads, within seconds. Idempotent."""
 
 
-class JoinedKVPort(KVPort[tuple[_Offload, _Transfer]]):
-    """The two ports of an engine as one: each effect goes to the port that performs its type, a `Cancel` to both."""
+class JoinedKVPort(KVPort[tuple[_Offload | None, _Transfer | None]]):
+    """The ports of an engine as one: each effect goes to the port that performs its type, a `Cancel` to all."""
 
-    def __init__(self, queue: CompletionQueue, offload: KVPort[_Offload], transfer: KVPort[_Transfer]) -> None:
-        """`queue` is the one that both ports put their completions into."""
-        self._queue = queue
+    def __init__(
+        self, queue: CompletionQueue, offload: KVPort[_Offload] | None, transfer: KVPort[_Transfer] | None
+    ) -> None:
+        """`queue` is the one that the ports put their completions into."""
+        super().__init__(queue)
         self._offload = offload
         self._transfer = transfer
-        self._ports: dict[type[Effect], KVPort[object]] = {
-            effect: port for port in (offload, transfer) for effect in port.performs
-        }
+        self._ports: list[KVPort[object]] = [port for port in (offload, transfer) if port is not None]
+        self._port_of = {effect: port for port in self._ports for effect in port.performs}
 
     def perform(self, effects: Iterable[Effect]) -> None:
-        """Begin effects, in order within each port. Raises `ValueError` for an effect that neither port performs."""
+        """Begin effects, in order within each port. Raises `ValueError` for an effect that no port performs."""
         for effect in effects:
             if isinstance(effect, Cancel):
-                self._offload.perform((effect,))
-                self._transfer.perform((effect,))
-            elif (port := self._ports.get(type(effect))) is not None:
-                port.perform((effect,))
+                for port in self._ports:
+                    port.perform((effect,))
+            elif type(effect) in self._port_of:
+                self._port_of[type(effect)].perform((effect,))
             else:
                 raise ValueError(f"this engine has nothing that performs {type(effect).__name__}")
 
     def completions(self) -> list[Completion]:
-        """Return the completions of both ports."""
-        return self._offload.completions() + self._transfer.completions()
+        """Return the completions of all ports."""
+        return [completion for port in self._ports for completion in port.completions()]
 
-    def wait(self, seconds: float) -> None:
-        """Wait until either port may have completed something, at most `seconds`."""
-        self._queue.wait(seconds)
-
-    def stats(self) -> tuple[_Offload, _Transfer]:
-        """Return the counters and gauges of both ports."""
-        return self._offload.stats(), self._transfer.stats()
+    def stats(self) -> tuple[_Offload | None, _Transfer | None]:
+        """Return the counters and gauges of each port."""
+        return None if self._offload is None else self._offload.stats(), (
+            None if self._transfer is None else self._transfer.stats()
+        )
 
     def close(self) -> None:
-        """Close both ports."""
-        self._offload.close()
-        self._transfer.close()
+        """Close the ports."""
+        for port in self._ports:
+            port.close()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fd_core.kv.effects import Cancel, Effect, Found, GiveUp, Lookup, Save, Saved, Send, Sent
-from fd_core.kv.port import CompletionQueue, JoinedKVPort, KVPort, NullKVPort
+from fd_core.kv.port import CompletionQueue, JoinedKVPort, KVPort
 
 NO_BLOCKS = np.zeros(0, np.int32)
 
@@ -19,18 +19,12 @@ class Noting(KVPort[str]):
 
     def __init__(self, queue: CompletionQueue, *performs: type[Effect]) -> None:
         self.performs = performs  # type: ignore[misc]  # of this one only
-        self.queue = queue
+        super().__init__(queue)
         self.performed: list[Effect] = []
         self.closed = False
 
     def perform(self, effects) -> None:
         self.performed += effects
-
-    def completions(self):
-        return self.queue.take()
-
-    def wait(self, seconds) -> None:
-        self.queue.wait(seconds)
 
     def stats(self) -> str:
         return f"{len(self.performed)} performed"
@@ -61,16 +55,18 @@ def test_a_cancel_goes_to_both_ports(queue) -> None:
 
 
 def test_an_effect_that_nobody_performs_is_refused(queue) -> None:
-    joined = JoinedKVPort(queue, Noting(queue, Lookup), NullKVPort())
+    joined = JoinedKVPort(queue, Noting(queue, Lookup), None)
     joined.perform([Cancel(1)])
     with pytest.raises(ValueError, match="nothing that performs GiveUp"):
         joined.perform([GiveUp("lease")])
+    nobody = JoinedKVPort(queue, None, None)
+    assert (nobody.completions(), nobody.stats()) == ([], (None, None))
     with pytest.raises(ValueError, match="nothing that performs Lookup"):
-        NullKVPort().perform([Lookup(1, ())])
+        nobody.perform([Cancel(1), Lookup(1, ())])
 
 
 def test_completions_of_both_ports_come_in_order_and_once(queue) -> None:
-    joined = JoinedKVPort(queue, Noting(queue), NullKVPort())
+    joined = JoinedKVPort(queue, Noting(queue), None)
     for completion in (Found(1, 0, 0), Sent(2), Saved(3, 0)):
         queue.put(completion)
     assert joined.completions() == [Found(1, 0, 0), Sent(2), Saved(3, 0)]
@@ -83,17 +79,8 @@ def test_both_ports_are_closed(queue) -> None:
     assert offload.closed and transfer.closed
 
 
-def test_a_null_port_has_nothing_to_say_and_nothing_to_wait_for() -> None:
-    port = NullKVPort()
-    began = time.monotonic()
-    port.wait(60.0)
-    assert time.monotonic() - began < 10
-    assert port.completions() == []
-    port.close()
-
-
 def test_waiting_ends_with_a_completion_or_the_time(queue) -> None:
-    joined = JoinedKVPort(queue, Noting(queue), NullKVPort())
+    joined = JoinedKVPort(queue, Noting(queue), None)
     threading.Timer(0.05, queue.put, [Sent(1)]).start()
     began = time.monotonic()
     joined.wait(20)

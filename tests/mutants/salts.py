@@ -25,6 +25,10 @@ MUTANTS = (
     mutant(
         "a-prefill-worker-is-not-told-the-salt",
         "5.3 and 6: a prefill worker keys its prefixes by the salt of the request, as the decode worker does",
-        ("scheduling/kv_transferring.py", "PrefillJob(tokens, first, spec.cache_salt,", 'PrefillJob(tokens, first, "",'),
+        (
+            "scheduling/kv_transferring.py",
+            "PrefillJob(tokens, first, spec.cache_salt,",
+            'PrefillJob(tokens, first, "",',
+        ),
     ),
 )

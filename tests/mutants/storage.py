@@ -25,9 +25,8 @@ MUTANTS = (
         "5.1: storage is an effect, performed outside planning; no plan waits for it",
         (
             OFFLOAD,
-            "                        self._copier.look_up(effect)\n",
-            "                        self._copier.look_up(effect)\n"
-            "                        self._queue.wait(self._lookup_seconds)\n",
+            "            self._copier.loop.post(job)\n",
+            "            self._copier.loop.post(job)\n            self._queue.wait(self._lookup_seconds)\n",
         ),
     ),
     mutant(
@@ -88,11 +87,11 @@ MUTANTS = (
         "5.4: anything wrong is a miss and is never used in part",
         (
             READER,
-            "        except Damaged as damaged:\n            self._counters",
+            "        except Damaged as damaged:\n            self._tally",
             "        except Damaged as damaged:\n"
             "            if len(value) == self._limit:\n"
             "                return self._block.array(value[HEADER_BYTES:])\n"
-            "            self._counters",
+            "            self._tally",
         ),
     ),
     mutant(
@@ -123,8 +122,9 @@ MUTANTS = (
         "3.2 and 5.5: a late answer of an expired load is not applied",
         (
             PENDING,
-            "            if pending is None or pending.ending:\n                return False\n"
-            "            pending.copying = True",
+            "            pending = self._awaited(number)\n"
+            "            if pending is None:\n                return False\n            pending.copying = True",
+            "            pending = self._pending.get(number)\n"
             "            if pending is None:\n                return True\n            pending.copying = True",
         ),
     ),
@@ -188,7 +188,7 @@ MUTANTS = (
     mutant(
         "a-dead-store-is-hammered",
         "5.5: a circuit breaker stops hammering a dead store",
-        (GUARDED_STORE, "            if not self._breaker.admit(now):\n", "            if False:\n"),
+        (GUARDED_STORE, "if self._store is None or not self._breaker.admit(now):", "if self._store is None:"),
     ),
     mutant(
         "loading-is-never-weighed",

@@ -13,9 +13,9 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from fd_core.disagg.messages import FromDecode, FromPrefill
-from fd_core.disagg.stats import TransferTally
 from fd_core.disagg.wire import Unfit, Unsealed, Wire
 from fd_core.kv.stores.contract import Bytes
+from fd_core.kv.tally import Tally
 from fd_core.kv.thread_loop import ThreadLoop
 
 __all__ = ["Endpoint", "Peer", "PrefillConnections", "look_up", "split_address"]
@@ -140,7 +140,7 @@ class PrefillConnections:
         self,
         loop: ThreadLoop,
         wire: Wire,
-        tally: TransferTally,
+        tally: Tally,
         *,
         hear: Callable[[Peer, FromPrefill, Sequence[Bytes]], None],
         reopen: Callable[[str], None],

@@ -120,12 +120,11 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
             self._account(fetched)
             self._loop.post(partial(self._abort, fetched.operation))
         self._watch(len(self._pending))
-        return self._queue.take()
+        return super().completions()
 
     def stats(self) -> ReceiverStats:
         """Return counters and gauges."""
-        counted = msgspec.convert(self._tally.read(), ReceiverStats)
-        return msgspec.structs.replace(counted, open_leases=len(self._pending), peers=len(self._connections))
+        return self._tally.read(ReceiverStats, open_leases=len(self._pending), peers=len(self._connections))
 
     def _begin(self, effect: Fetch) -> None:
         self._watch(len(self._pending))
@@ -154,7 +153,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
     def _account(self, fetched: Fetched) -> None:
         self._tally.add_labelled("outcomes", fetched.outcome)
         if fetched.outcome == "transferred":
-            self._tally.add_seconds(fetched.seconds)
+            self._tally.add("seconds", fetched.seconds)
         elif fetched.outcome not in _EXPECTED:
             self._tally.log_once(
                 f"a prefill worker's KV was {fetched.outcome}, so the prompt is computed here: {fetched.reason}"
@@ -185,7 +184,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
                 opening.lease, pieces=pieces, window=window, value_bytes=self._wire.value_bytes
             )
         except Exception as error:  # noqa: BLE001 - a stranger's connector: whatever it raises is a failed call
-            self._tally.error("connector", "open_inbox", error)
+            self._failed("connector", "open_inbox", error)
             end("lost", "the connector could not open this worker's end")
             return
         opening = msgspec.structs.replace(opening, window=window, address=inbox.address)
@@ -257,7 +256,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         try:
             value = lease.inbox.take(piece.index, piece.reference, values)
         except Exception as error:  # noqa: BLE001 - a stranger's connector: whatever it raises is a failed call
-            self._tally.error("connector", "take", error)
+            self._failed("connector", "take", error)
             self._spoil(lease, piece, "the connector could not take it")
             return
         flaw = self._import(lease, piece, value)
@@ -265,7 +264,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         try:
             lease.inbox.done(piece.index, piece.reference)
         except Exception as error:  # noqa: BLE001 - likewise
-            self._tally.error("connector", "done", error)
+            self._failed("connector", "done", error)
             flaw = flaw or "the connector could not free its place"
         if flaw is not None:
             self._spoil(lease, piece, flaw)
@@ -293,7 +292,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         try:
             self._cache.import_blocks(effect.blocks[at : at + 1], array[None])
         except Exception as error:  # noqa: BLE001 - a backend's cache: what it cannot copy was not transferred
-            self._tally.error("cache", "import_blocks", error)
+            self._failed("cache", "import_blocks", error)
             return "it could not be copied to the device"
         finally:
             self._pending.end_copy(effect.operation)

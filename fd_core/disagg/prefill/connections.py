@@ -10,10 +10,10 @@ from typing import Final
 import zmq
 
 from fd_core.disagg.messages import FromDecode, FromPrefill
-from fd_core.disagg.stats import TransferTally
 from fd_core.disagg.wire import Unfit, Unsealed, Wire
 from fd_core.errors import ConfigError
 from fd_core.kv.stores.contract import Bytes
+from fd_core.kv.tally import Tally
 from fd_core.kv.thread_loop import ThreadLoop
 
 __all__ = ["DecodeConnections"]
@@ -31,7 +31,7 @@ class DecodeConnections:
         self,
         loop: ThreadLoop,
         wire: Wire,
-        tally: TransferTally,
+        tally: Tally,
         host: str,
         port: int,
         *,

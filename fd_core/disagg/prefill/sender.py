@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, cast
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -141,12 +140,11 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         """
         self._asked_at = self._clock()
         self._watch(len(self._pending))
-        return self._queue.take()
+        return super().completions()
 
     def stats(self) -> SenderStats:
         """Return counters and gauges."""
-        counted = msgspec.convert(self._tally.read(), SenderStats)
-        return msgspec.structs.replace(counted, open_leases=len(self._leases), open_sends=len(self._pending))
+        return self._tally.read(SenderStats, open_leases=len(self._leases), open_sends=len(self._pending))
 
     def _complete_all(self, reason: str) -> None:
         for operation in self._pending.numbers():
@@ -159,7 +157,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         if lease is not None:
             lease.route = route
             if isinstance(message, Confirm):
-                self._tally.add_seconds(self._clock() - lease.began)
+                self._tally.add("seconds", self._clock() - lease.began)
             self._act(lease, lease.machine.heard(message, self._clock()))
         elif isinstance(message, Open) and message.lease not in self._over:
             self._open(route, message)
@@ -181,7 +179,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
                 opening.lease, opening.address, window=opening.window, value_bytes=self._wire.value_bytes
             )
         except Exception as error:  # noqa: BLE001 - a stranger's connector: whatever it raises is a failed call
-            self._tally.error("connector", "open_outbox", error)
+            self._failed("connector", "open_outbox", error)
             reason = f": {error}" if isinstance(error, FdError) else ""
             reason = f"the prefill worker cannot use the connector {opening.connector}{reason}"
             self._turn_down(route, opening.lease, "connector", reason)
@@ -299,7 +297,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
             if len(reference) > MAX_REFERENCE_BYTES:
                 raise ValueError("a reference is too long")
         except Exception as error:  # noqa: BLE001 - a stranger's connector: whatever it raises is a failed call
-            self._tally.error("connector", "put", error)
+            self._failed("connector", "put", error)
             reason = "the connector could not send a piece"
             self._act(lease, lease.machine.failed(reason, self._clock()))
             return
@@ -314,7 +312,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
             array: npt.NDArray[Any] = np.ascontiguousarray(self._cache.export_blocks(block))[0]
             return array
         except Exception as error:  # noqa: BLE001 - a backend's cache: what it cannot copy is not sent
-            self._tally.error("cache", "export_blocks", error)
+            self._failed("cache", "export_blocks", error)
             return None
         finally:
             self._pending.end_copy(operation)

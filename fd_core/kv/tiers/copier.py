@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,22 +11,19 @@ import numpy as np
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.effects import Found, Load, Loaded, Lookup, NotStored, Save, Saved
 from fd_core.kv.pending import PendingOperations
+from fd_core.kv.tally import Tally
 from fd_core.kv.thread_loop import ThreadLoop
 from fd_core.kv.tiers.host import HostArray, HostTier
-from fd_core.kv.tiers.load_job import LoadJob
 from fd_core.kv.tiers.rates import Rate
-from fd_core.kv.tiers.reader import StoreReader
-from fd_core.kv.tiers.stats import TierCounters
+from fd_core.kv.tiers.reader import LoadJob, StoreReader
 from fd_core.kv.tiers.writer import WriteBehind
 from fd_core.ops.contract import KVCache
 
 __all__ = ["Copier"]
 
-log = logging.getLogger(__name__)
-
 
 class Copier:
-    """Performs saves, and the host tier's part of loads and lookups, in the order in which they were posted.
+    """Performs saves, and the host tier's part of loads and lookups, on the thread of `loop`, in the order of its jobs.
 
     Blocks are copied one by one: each host array is then memory of its own, freed with its block, and an operation that
     ends early waits for one block at most.
@@ -41,7 +37,7 @@ class Copier:
         reader: StoreReader,
         writer: WriteBehind,
         pending: PendingOperations[Found | Loaded | Saved],
-        counters: TierCounters,
+        tally: Tally,
         clock: Callable[[], float],
         tell: Callable[[NotStored], None],
     ) -> None:
@@ -54,31 +50,19 @@ class Copier:
         self._reader = reader
         self._writer = writer
         self._pending = pending
-        self._counters = counters
+        self._tally = tally
         self._clock = clock
         self._tell = tell
         self._room = host.limit_bytes // block.bytes
         """Blocks that fit into the host tier; a longer prefix keeps its beginning there."""
-        self._logged: set[str] = set()
-
-    def look_up(self, lookup: Lookup) -> None:
-        """Post a lookup."""
-        self.loop.post(partial(self._look_up, lookup))
-
-    def save(self, save: Save) -> None:
-        """Post a save."""
-        self.loop.post(partial(self._save, save))
-
-    def load(self, load: Load, began: float) -> None:
-        """Post a load that began at `began`, in seconds of the clock."""
-        self.loop.post(partial(self._load, load, began))
 
     def lost(self, keys: Sequence[bytes]) -> None:
         """Tell that the store may not have got the blocks of `keys` after all. Any thread."""
         self.loop.post(partial(self._host.unmark_written, keys))
         self._tell(NotStored(tuple(keys)))
 
-    def _look_up(self, lookup: Lookup) -> None:
+    def look_up(self, lookup: Lookup) -> None:
+        """Look in the host tier, and ask the store for the rest."""
         keys = lookup.keys
         missing = [index for index, key in enumerate(keys) if key not in self._host]
         host = missing[0] if missing else len(keys)
@@ -86,7 +70,7 @@ class Copier:
         if not self._pending.advance(found):
             return
         self._host.touch(keys[:host])
-        self._counters.add("host_hit_blocks", host)
+        self._tally.add("host_hit_blocks", host)
         if missing and self._reader.ready():
             self._reader.look_up(lookup, host, missing)
         else:
@@ -94,7 +78,8 @@ class Copier:
 
     # Saving -----------------------------------------------------------------------------------------------
 
-    def _save(self, save: Save) -> None:
+    def save(self, save: Save) -> None:
+        """Copy blocks to the host tier, and queue them to be written to the store."""
         if save.operation not in self._pending:
             return
         self._host.touch(save.keys[: self._room])
@@ -121,7 +106,7 @@ class Copier:
                     dropped.append(key)
         self._host.touch(save.keys[: self._room])
         if dropped:
-            self._counters.add("dropped_blocks", len(dropped))
+            self._tally.add("dropped_blocks", len(dropped))
             self._tell(NotStored(tuple(dropped)))
         self._pending.end(save.operation)
 
@@ -139,12 +124,13 @@ class Copier:
         finally:
             self._pending.end_copy(save.operation, None if array is None else saved)
         if array is not None:
-            self._counters.add("saved_blocks")
+            self._tally.add("saved_blocks")
         return array
 
     # Loading ----------------------------------------------------------------------------------------------
 
-    def _load(self, load: Load, began: float) -> None:
+    def load(self, load: Load, began: float) -> None:
+        """Copy blocks to the device; `began` is in seconds of the clock."""
         keys = load.keys
         if load.operation not in self._pending:
             return
@@ -213,12 +199,10 @@ class Copier:
             self._pending.end_copy(job.effect.operation, job.answer)
         if not failed:
             self.import_rate.add(ended - began, 1, ended)
-            self._counters.add("loaded_blocks_store" if stored else "loaded_blocks_host")
+            self._tally.add("loaded_blocks_store" if stored else "loaded_blocks_host")
         return not failed
 
     def _copy_failed(self, what: str, error: Exception) -> None:
-        self._counters.add("copy_errors")
+        self._tally.add("copy_errors")
         kind = f"{what}: {type(error).__name__}"
-        if kind not in self._logged:
-            self._logged.add(kind)
-            log.warning("the KV cache failed in %s; blocks that cannot be copied are computed again", kind)
+        self._tally.log_once(f"the KV cache failed in {kind}; blocks that cannot be copied are computed again")

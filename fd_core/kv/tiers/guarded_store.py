@@ -9,9 +9,9 @@ from typing import TypeVar
 
 from fd_core.breaker import Breaker, BreakerState
 from fd_core.kv.stores.contract import KVStore, StoreError, Trouble
-from fd_core.kv.tiers.stats import TierCounters
+from fd_core.kv.tally import Tally
 
-__all__ = ["GuardedStore", "NullGuardedStore"]
+__all__ = ["GuardedStore"]
 
 log = logging.getLogger(__name__)
 
@@ -27,9 +27,11 @@ class GuardedStore:
     Nothing that is logged holds a key, a value or the text of an error, which a stranger's store wrote.
     """
 
-    def __init__(self, store: KVStore, counters: TierCounters, clock: Callable[[], float]) -> None:
+    def __init__(self, store: KVStore | None, tally: Tally, clock: Callable[[], float]) -> None:
+        """Without a `store`, no call is made."""
         self._store = store
-        self._counters = counters
+        self._shown = "" if store is None else store.location.shown
+        self._tally = tally
         self._clock = clock
         self._breaker = Breaker()
         self._lock = threading.Lock()
@@ -37,7 +39,6 @@ class GuardedStore:
         """When the call in progress should be back."""
         self._hung = False
         """Whether the call in progress was counted as a timeout already."""
-        self._logged: set[str] = set()
 
     @property
     def state(self) -> BreakerState:
@@ -46,6 +47,8 @@ class GuardedStore:
 
     def ready(self) -> bool:
         """Whether a call would be made at once: the breaker admits it, and no call hangs. Any thread."""
+        if self._store is None:
+            return False
         now = self._clock()
         due = self._due
         if due is not None and now > due + _GRACE_SECONDS:
@@ -61,7 +64,7 @@ class GuardedStore:
         """
         with self._lock:
             now = self._clock()
-            if not self._breaker.admit(now):
+            if self._store is None or not self._breaker.admit(now):
                 return None
             self._due = now + timeout
         try:
@@ -70,11 +73,7 @@ class GuardedStore:
             self._fails(error.trouble if isinstance(error.trouble, Trouble) else Trouble.OTHER)
         except Exception as error:  # noqa: BLE001 - a stranger's store: whatever it raises is a failed call
             kind = f"{what}: {type(error).__name__}"
-            if kind not in self._logged:
-                self._logged.add(kind)
-                log.warning(
-                    "KV store %s broke its contract in %s; the call counts as failed", self._store.location.shown, kind
-                )
+            self._tally.log_once(f"KV store {self._shown} broke its contract in {kind}; the call counts as failed")
             self._fails(Trouble.OTHER)
         else:
             with self._lock:
@@ -99,29 +98,9 @@ class GuardedStore:
                 self._trouble(trouble, self._clock())
 
     def _trouble(self, trouble: Trouble, now: float) -> None:
-        self._counters.add_trouble(trouble)
+        self._tally.add_labelled("store_errors", trouble)
         if trouble is Trouble.MALFORMED:
             self._breaker.success()  # the store answered; one bad key must not shut out all others
         elif self._breaker.failure(now, severe=trouble in _SEVERE):
             pause = self._breaker.remaining(now)
-            log.warning("KV store %s: %s; no call is made for %.0f s", self._store.location.shown, trouble, pause)
-
-
-class NullGuardedStore(GuardedStore):
-    """Stands where an engine has no store: it is never ready."""
-
-    def __init__(self) -> None:
-        pass
-
-    @property
-    def state(self) -> BreakerState:
-        """State of a breaker that nothing opens."""
-        return "closed"
-
-    def ready(self) -> bool:
-        """Return False."""
-        return False
-
-    def call(self, what: str, timeout: float, do: Callable[[KVStore, float], _Result]) -> _Result | None:
-        """Return None."""
-        return None
+            log.warning("KV store %s: %s; no call is made for %.0f s", self._shown, trouble, pause)

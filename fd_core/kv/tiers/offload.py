@@ -6,9 +6,8 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import ClassVar, NamedTuple
-
-import msgspec
 
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.effects import (
@@ -27,12 +26,13 @@ from fd_core.kv.pending import PendingOperations
 from fd_core.kv.port import CompletionQueue, KVPort
 from fd_core.kv.stores.contract import KVStore
 from fd_core.kv.stores.envelope import Envelope
+from fd_core.kv.tally import Tally
 from fd_core.kv.thread_loop import ThreadLoop
 from fd_core.kv.tiers.copier import Copier
-from fd_core.kv.tiers.guarded_store import GuardedStore, NullGuardedStore
+from fd_core.kv.tiers.guarded_store import GuardedStore
 from fd_core.kv.tiers.host import HostTier
 from fd_core.kv.tiers.reader import StoreReader
-from fd_core.kv.tiers.stats import TierCounters, TierStats
+from fd_core.kv.tiers.stats import TierStats
 from fd_core.kv.tiers.writer import WriteBehind
 from fd_core.ops.contract import KVCache
 
@@ -88,26 +88,25 @@ class KVOffload(KVPort[TierStats]):
         that wait to be written. `store` was opened before and is closed at the end.
         """
         block = BlockFormat.of(cache.shape, dtype)
-        self._queue = queue
+        super().__init__(queue)
         self._block_size = cache.shape.block_size
         self._store = None if store is None else store.store
         self._clock = clock
         self._lookup_seconds = _LOOKUP_SHARE * load_seconds
         self._load_seconds = load_seconds
         self._pending: PendingOperations[Found | Loaded | Saved] = PendingOperations(queue.put)
-        self._counters = TierCounters()
+        self._tally = Tally()
         self._pace: tuple[float | None, ...] = (None, None, None)
         """Fields of the `LoadPaceMeasured` that was told last."""
         self._host = HostTier(host_bytes)
         envelope = Envelope(os.urandom(32)) if store is None else store.envelope  # without a store it seals nothing
         # Two guards, so that a store that only writes badly is still read.
-        self._reads, self._writes = (
-            NullGuardedStore() if store is None else GuardedStore(store.store, self._counters, clock) for _ in range(2)
-        )
+        self._reads = GuardedStore(self._store, self._tally, clock)
+        self._writes = GuardedStore(self._store, self._tally, clock)
         self._writer = WriteBehind(
             self._writes,
             envelope,
-            self._counters,
+            self._tally,
             limit_bytes=pending_bytes,
             batch=block.batch,
             put_seconds=load_seconds,
@@ -118,7 +117,7 @@ class KVOffload(KVPort[TierStats]):
             envelope,
             block,
             self._pending,
-            self._counters,
+            self._tally,
             lookup_seconds=self._lookup_seconds,
             fetch_seconds=_FETCH_SHARE * load_seconds,
             forget=self._writer.forget,
@@ -131,7 +130,7 @@ class KVOffload(KVPort[TierStats]):
             self._reader,
             self._writer,
             self._pending,
-            self._counters,
+            self._tally,
             clock,
             queue.put,
         )
@@ -151,28 +150,30 @@ class KVOffload(KVPort[TierStats]):
         for effect in effects:
             match effect:
                 case Lookup(operation, keys):
-                    self._counters.add("lookups")
-                    if not keys or self._nothing_to_find():
-                        self._queue.put(Found(operation, 0, 0))
-                    else:
-                        self._pending.begin(Found(operation, 0, 0), now + self._lookup_seconds)
-                        self._copier.look_up(effect)
+                    useful = bool(keys) and not self._nothing_to_find()
+                    job = partial(self._copier.look_up, effect)
+                    self._begin("lookups", Found(operation, 0, 0), now + self._lookup_seconds, job, useful)
                 case Load(operation, keys):
-                    self._counters.add("loads")
-                    if not keys or self._nothing_to_find():
-                        self._queue.put(Loaded(operation, 0))
-                    else:
-                        self._pending.begin(Loaded(operation, 0), now + self._load_seconds)
-                        self._copier.load(effect, now)
+                    useful = bool(keys) and not self._nothing_to_find()
+                    job = partial(self._copier.load, effect, now)
+                    self._begin("loads", Loaded(operation, 0), now + self._load_seconds, job, useful)
                 case Save(operation, keys):
-                    self._counters.add("saves")
-                    if not keys or self._closed:
-                        self._queue.put(Saved(operation, 0))
-                    else:
-                        self._pending.begin(Saved(operation, 0), now + self._load_seconds)
-                        self._copier.save(effect)
+                    useful = bool(keys) and not self._closed
+                    job = partial(self._copier.save, effect)
+                    self._begin("saves", Saved(operation, 0), now + self._load_seconds, job, useful)
                 case Cancel(operation):
                     self._pending.end(operation)
+
+    def _begin(
+        self, counter: str, answer: Found | Loaded | Saved, deadline: float, job: Callable[[], None], useful: bool
+    ) -> None:
+        """Post the job of an operation; complete the operation at once if the job is of no use."""
+        self._tally.add(counter)
+        if useful:
+            self._pending.begin(answer, deadline)
+            self._copier.loop.post(job)
+        else:
+            self._queue.put(answer)
 
     def completions(self) -> list[Completion]:
         """Return the completions since the last call, those of operations that are past their deadline included.
@@ -181,8 +182,8 @@ class KVOffload(KVPort[TierStats]):
         """
         now = self._clock()
         for answer in self._pending.expire(now):
-            self._counters.add(_EXPIRED[type(answer)])
-        completions = self._queue.take()
+            self._tally.add(_EXPIRED[type(answer)])
+        completions = super().completions()
         pace = (
             self._copier.import_rate.value(now),
             self._reader.block_rate.value(now),
@@ -193,14 +194,10 @@ class KVOffload(KVPort[TierStats]):
             completions.append(LoadPaceMeasured(*pace))
         return completions
 
-    def wait(self, seconds: float) -> None:
-        """Wait until an operation is completed, at most `seconds`."""
-        self._queue.wait(seconds)
-
     def stats(self) -> TierStats:
         """Return counters and gauges."""
-        return msgspec.structs.replace(
-            self._counters.snapshot(),
+        return self._tally.read(
+            TierStats,
             block_size=self._block_size,
             host_blocks=len(self._host),
             host_bytes=self._host.bytes,

@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from fd_core.kv.block_format import BlockFormat
-from fd_core.kv.effects import Found, Loaded, Lookup, Saved
+from fd_core.kv.effects import Found, Load, Loaded, Lookup, Saved
 from fd_core.kv.pending import PendingOperations
 from fd_core.kv.stores.contract import KVStore
 from fd_core.kv.stores.envelope import HEADER_BYTES, Damaged, Envelope
+from fd_core.kv.tally import Tally
 from fd_core.kv.thread_loop import ThreadLoop
 from fd_core.kv.tiers.guarded_store import GuardedStore
 from fd_core.kv.tiers.host import HostArray
-from fd_core.kv.tiers.load_job import LoadJob
 from fd_core.kv.tiers.rates import Rate
-from fd_core.kv.tiers.stats import TierCounters
 
-__all__ = ["Deliver", "StoreReader"]
+__all__ = ["Deliver", "LoadJob", "StoreReader"]
 
-Deliver = Callable[[LoadJob, "list[tuple[int, HostArray]]", "int | None"], None]
+
+@dataclass(slots=True, eq=False)
+class LoadJob:
+    """How far a load came. The thread that copies owns all of it but `missing`, which the thread that reads owns."""
+
+    effect: Load
+    began: float
+    arrays: list[HostArray | None]
+    """By index of their key: the blocks on the host that are still to be copied, None for those on their way."""
+    end: int
+    """Blocks that may still be loaded: the prefix ends before the first that is missing, damaged or not copied."""
+    answer: Loaded
+    """The completion, if the load were to end here."""
+    missing: deque[int] = field(default_factory=deque)
+    """Indices of the keys that are still to be fetched from the store, ascending."""
+    fetched: set[int] = field(default_factory=set)
+    """Indices of the keys whose blocks came from the store."""
+
+
+Deliver = Callable[[LoadJob, list[tuple[int, HostArray]], int | None], None]
 """Takes blocks by index of their key and, if the prefix ends among them, the index where it does. Any thread."""
 
 
@@ -36,7 +56,7 @@ class StoreReader:
         envelope: Envelope,
         block: BlockFormat,
         pending: PendingOperations[Found | Loaded | Saved],
-        counters: TierCounters,
+        tally: Tally,
         *,
         lookup_seconds: float,
         fetch_seconds: float,
@@ -51,7 +71,7 @@ class StoreReader:
         self._envelope = envelope
         self._block = block
         self._pending = pending
-        self._counters = counters
+        self._tally = tally
         self._lookup_seconds = lookup_seconds
         self._fetch_seconds = fetch_seconds
         self._forget = forget
@@ -84,7 +104,7 @@ class StoreReader:
             self.latency.add(self._clock() - began, 1, self._clock())
             total = missing[found] if found < len(missing) else len(keys)
         if self._pending.finish(Found(lookup.operation, host, total)):
-            self._counters.add("store_hit_blocks", total - host)
+            self._tally.add("store_hit_blocks", total - host)
 
     def _longest_prefix(self, store: KVStore, keys: Sequence[bytes], timeout: float) -> int:
         found = store.longest_prefix(keys, self._limit, timeout)
@@ -124,6 +144,6 @@ class StoreReader:
         try:
             return self._block.array(self._envelope.open(key, value, self._block.bytes))
         except Damaged as damaged:
-            self._counters.add_damaged(damaged.reason)
+            self._tally.add_labelled("damaged", damaged.reason)
             self._forget(key)
             return None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from typing import Annotated, Any, Final, get_args
 
 import msgspec
@@ -12,7 +10,7 @@ from fd_core.breaker import BreakerState
 from fd_core.kv.stores.contract import Trouble
 from fd_core.metrics import counter, gauge, state
 
-__all__ = ["TierCounters", "TierStats"]
+__all__ = ["TierStats"]
 
 _FOUND: Final = "KV blocks that lookups found, by tier."
 _LOADED: Final = "Tokens whose KV was copied to the device, by tier."
@@ -96,33 +94,3 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     def loaded_tokens_store(self) -> Annotated[int, counter("kv_loaded_tokens", _LOADED, labels={"tier": "store"})]:
         """Tokens whose KV was copied from the store to the device."""
         return self.loaded_blocks_store * self.block_size
-
-
-class TierCounters:
-    """The counters behind `TierStats`; any thread adds, under a lock that is held for one addition."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._damaged: Counter[str] = Counter()
-        self._troubles: Counter[str] = Counter()
-
-    def add(self, name: str, count: int = 1) -> None:
-        """Add to the counter that `TierStats` calls `name`."""
-        with self._lock:
-            self._counts[name] += count
-
-    def add_damaged(self, reason: str) -> None:
-        """Count a value that was refused."""
-        with self._lock:
-            self._damaged[reason] += 1
-
-    def add_trouble(self, trouble: str) -> None:
-        """Count a failed call of the store."""
-        with self._lock:
-            self._troubles[trouble] += 1
-
-    def snapshot(self) -> TierStats:
-        """Return the counters; gauges are left at their defaults."""
-        with self._lock:
-            return TierStats(**self._counts, damaged=dict(self._damaged), store_errors=dict(self._troubles))  # type: ignore[arg-type]  # names are TierStats fields

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 from fd_core.kv.stores.contract import Bytes, KVStore
 from fd_core.kv.stores.envelope import Envelope
+from fd_core.kv.tally import Tally
 from fd_core.kv.thread_loop import ThreadLoop
 from fd_core.kv.tiers.guarded_store import GuardedStore
 from fd_core.kv.tiers.host import HostArray
-from fd_core.kv.tiers.stats import TierCounters
 
 __all__ = ["WriteBehind"]
 
@@ -33,7 +33,7 @@ class WriteBehind:
         self,
         store: GuardedStore,
         envelope: Envelope,
-        counters: TierCounters,
+        tally: Tally,
         *,
         limit_bytes: int,
         batch: int,
@@ -46,7 +46,7 @@ class WriteBehind:
         """Bytes of blocks that were accepted and neither written nor dropped."""
         self._store = store
         self._envelope = envelope
-        self._counters = counters
+        self._tally = tally
         self._limit_bytes = limit_bytes
         self._batch = batch
         self._put_seconds = put_seconds
@@ -130,7 +130,7 @@ class WriteBehind:
             for key, array in batch:
                 self._queued.discard(key)
                 self.pending_bytes -= array.nbytes
-        self._counters.add("written_blocks", stored)
-        self._counters.add("dropped_blocks", len(batch) - stored)
+        self._tally.add("written_blocks", stored)
+        self._tally.add("dropped_blocks", len(batch) - stored)
         if stored < len(batch):  # the store does not say which of them it has
             self._lost([key for key, _ in batch])

@@ -7,8 +7,9 @@ import logging
 import pytest
 
 from fd_core.kv.stores.contract import StoreError, Trouble
+from fd_core.kv.tally import Tally
 from fd_core.kv.tiers.guarded_store import GuardedStore
-from fd_core.kv.tiers.stats import TierCounters
+from fd_core.kv.tiers.stats import TierStats
 
 from .scripted import Clock, ScriptedStore
 
@@ -19,8 +20,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def counters() -> TierCounters:
-    return TierCounters()
+def counters() -> Tally:
+    return Tally()
 
 
 @pytest.fixture
@@ -48,20 +49,20 @@ def test_an_unreachable_store_is_left_alone_at_once(guarded, counters, clock, tr
     assert guarded.ready()
     assert guarded.call("get", 0.5, lambda store, timeout: 7) == 7
     assert guarded.state == "closed"
-    assert counters.snapshot().store_errors == {trouble: 1}
+    assert counters.read(TierStats).store_errors == {trouble: 1}
 
 
 def test_other_troubles_are_tolerated_twice(guarded, counters) -> None:
     for expected in ("closed", "closed", "open"):
         guarded.call("put", 0.5, failing(StoreError(Trouble.FULL, "full")))
         assert guarded.state == expected
-    assert counters.snapshot().store_errors == {"full": 3}
+    assert counters.read(TierStats).store_errors == {"full": 3}
 
 
 def test_a_bad_key_does_not_shut_the_store(guarded, counters) -> None:
     for _ in range(5):
         guarded.call("get", 0.5, failing(StoreError(Trouble.MALFORMED, "a list")))
-    assert guarded.state == "closed" and counters.snapshot().store_errors == {"malformed": 5}
+    assert guarded.state == "closed" and counters.read(TierStats).store_errors == {"malformed": 5}
 
 
 def test_whatever_a_strange_store_raises_is_a_failure_logged_once_without_its_words(guarded, counters, caplog) -> None:
@@ -69,7 +70,7 @@ def test_whatever_a_strange_store_raises_is_a_failure_logged_once_without_its_wo
         guarded.call("get", 0.5, failing(KeyError("secret words")))
         guarded.call("get", 0.5, failing(KeyError("secret words")))
         guarded.call("put", 0.5, failing(StoreError("nonsense", "secret words")))
-    assert counters.snapshot().store_errors == {"other": 3}
+    assert counters.read(TierStats).store_errors == {"other": 3}
     assert caplog.text.count("KeyError") == 1
     assert "secret" not in caplog.text
 
@@ -88,7 +89,7 @@ def test_a_call_that_hangs_opens_the_breaker_once_and_keeps_the_store_shut_until
         raise StoreError(Trouble.TIMEOUT, "at last")
 
     assert guarded.call("get", 0.5, hang) is None
-    assert counters.snapshot().store_errors == {"timeout": 1}
+    assert counters.read(TierStats).store_errors == {"timeout": 1}
     assert guarded.ready()
     assert guarded.call("get", 0.5, lambda store, timeout: 7) == 7 and guarded.state == "closed"
 

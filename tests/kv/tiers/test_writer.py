@@ -7,8 +7,9 @@ import pytest
 
 from fd_core.kv.stores.contract import Trouble
 from fd_core.kv.stores.envelope import Envelope
+from fd_core.kv.tally import Tally
 from fd_core.kv.tiers.guarded_store import GuardedStore
-from fd_core.kv.tiers.stats import TierCounters
+from fd_core.kv.tiers.stats import TierStats
 from fd_core.kv.tiers.writer import WriteBehind
 
 from .scripted import BLOCK_BYTES, SECRET, Clock, ScriptedStore, chain, content
@@ -22,8 +23,8 @@ def store() -> ScriptedStore:
 
 
 @pytest.fixture
-def counters() -> TierCounters:
-    return TierCounters()
+def counters() -> Tally:
+    return Tally()
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_blocks_are_put_in_batches_and_open_again(writer, store, counters) -> No
     for key in KEYS[:4]:
         opened = Envelope(SECRET).open(key, store.values[key], BLOCK_BYTES)
         assert np.array_equal(np.frombuffer(opened, np.float32), content(key).ravel())
-    assert writer.pending_bytes == 0 and counters.snapshot().written_blocks == 4
+    assert writer.pending_bytes == 0 and counters.read(TierStats).written_blocks == 4
 
 
 def test_the_very_array_is_written(writer, store) -> None:
@@ -84,9 +85,9 @@ def test_what_cannot_be_written_is_dropped_and_counted(writer, store, counters, 
     writer.offer(KEYS[0], content(KEYS[0]))
     writer.loop.run_one()
     assert writer.pending_bytes == 0
-    assert counters.snapshot().dropped_blocks == 1
+    assert counters.read(TierStats).dropped_blocks == 1
     assert lost == [KEYS[0]]
-    assert sum(counters.snapshot().store_errors.values()) == 1
+    assert sum(counters.read(TierStats).store_errors.values()) == 1
 
 
 def test_while_the_breaker_is_open_nothing_is_accepted_and_what_waits_is_dropped(writer, store, counters) -> None:
@@ -96,7 +97,7 @@ def test_while_the_breaker_is_open_nothing_is_accepted_and_what_waits_is_dropped
     while writer.loop.run_one():
         pass
     assert store.calls == ["put"]
-    assert counters.snapshot().dropped_blocks == 4
+    assert counters.read(TierStats).dropped_blocks == 4
     assert not writer.offer(KEYS[5], content(KEYS[5])) and not writer.accepts(1)
 
 
@@ -105,7 +106,7 @@ def test_closing_writes_what_it_can_in_time(writer, store, counters) -> None:
         writer.offer(key, content(key))
     writer.loop.start()
     assert writer.close(5.0)
-    assert counters.snapshot().written_blocks == 4 and len(store.values) == 4
+    assert counters.read(TierStats).written_blocks == 4 and len(store.values) == 4
 
 
 def test_closing_without_time_drops(writer, store, counters) -> None:
@@ -117,7 +118,7 @@ def test_closing_without_time_drops(writer, store, counters) -> None:
     writer.loop.start()
     assert writer.close(0.0)
     assert store.calls == [] and writer.pending_bytes == 0
-    assert counters.snapshot().dropped_blocks == 4
+    assert counters.read(TierStats).dropped_blocks == 4
 
 
 def test_damaged_values_are_deleted_but_not_hoarded(writer, store) -> None:
