@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Final
+from typing import Final
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -10,20 +10,18 @@ from fastapi.responses import Response
 from fd_core.server.body import BodyFormat
 from fd_core.server.errors import invalid
 from fd_core.server.generation import ChoiceStream, TextChunk
-from fd_core.server.jobs import build_job, check_stream
+from fd_core.server.jobs import build_job
 from fd_core.server.logprobs import chat_logprobs
 from fd_core.server.openapi import endpoint
 from fd_core.server.prompts import chat_prompt
 from fd_core.server.request_schemas import ChatRequest
-from fd_core.server.response_format import CollectedText, ResponseFormat, ResponseOptions
-from fd_core.server.response_schemas import ChatAnswer, ChatChoice, ChatLogprobs, ChatMessage, Usage
-from fd_core.server.sampling import choices_per_prompt
+from fd_core.server.response_format import CollectedText, ResponseFormat
+from fd_core.server.response_schemas import ChatAnswer, ChatChoice, ChatLogprobs, ChatMessage
 from fd_core.server.state import state_of
 from fd_core.server.streaming import GenerationResponse
-from fd_core.server.tickets import prefill_peer
 from fd_core.server.unsupported import CHAT
 
-__all__ = ["ChatFormat", "router"]
+__all__ = ["router"]
 
 router = APIRouter()
 _BODY: Final = BodyFormat(ChatRequest, CHAT)
@@ -34,26 +32,14 @@ async def create_chat_completion(request: Request) -> Response:
     """Generate the assistant's next message."""
     state = state_of(request)
     body, headers = await _BODY.read(request, state.config.max_body_bytes)
-    model = state.model_name(body.model)
+    state.model_name(body.model)
     state.admit(1)
-    prefill_at = prefill_peer(state, request)
     logprobs = _logprobs(body)
-    usage_in_stream = check_stream(body)
-    n = choices_per_prompt(body, 1)
     prompt = await chat_prompt(
         state, body.messages, body.add_generation_prompt is not False, body.chat_template_kwargs or {}
     )
-    job = build_job(state, body, request, [prompt], n, logprobs, prefill_at)
-    options = ResponseOptions(
-        response_id=f"chatcmpl-{job.request_id}",
-        model=model,
-        usage_in_stream=usage_in_stream,
-        logprobs=logprobs,
-        token_ids=bool(body.return_token_ids),
-        skip_special=job.rules.skip_special,
-    )
-    answers = ChatFormat(options, state.tokenizer, job.prompts)
-    return GenerationResponse(state, job, answers, bool(body.stream), headers)
+    job = build_job(state, body, request, [prompt], logprobs)
+    return GenerationResponse(state, ChatFormat(job, state.tokenizer), bool(body.stream), headers)
 
 
 def _logprobs(body: ChatRequest) -> int | None:
@@ -68,9 +54,11 @@ def _logprobs(body: ChatRequest) -> int | None:
 class ChatFormat(ResponseFormat):
     """Spells chat completions."""
 
-    chunk_object: ClassVar[str] = "chat.completion.chunk"
-    opening: ClassVar[bytes] = b',"delta":{"content":'
-    closing: ClassVar[bytes] = b"}"
+    answer = ChatAnswer
+    id_prefix = "chatcmpl-"
+    chunk_object = "chat.completion.chunk"
+    opening = b',"delta":{"content":'
+    closing = b"}"
 
     def first(self, choice: ChoiceStream) -> bytes:
         """Return the event that names the role."""
@@ -78,12 +66,8 @@ class ChatFormat(ResponseFormat):
 
     def logprobs(self, choice: ChoiceStream, chunk: TextChunk | CollectedText) -> ChatLogprobs:
         """Return log-probabilities with the bytes of each token."""
-        return chat_logprobs(self.tokenizer, chunk.token_ids, chunk.logprobs, self.options.logprobs or 0)
+        return chat_logprobs(self.tokenizer, chunk.token_ids, chunk.logprobs, self.job.logprobs or 0)
 
-    def whole(self, collected: list[CollectedText], usage: Usage) -> ChatAnswer:
-        """Return the whole answer."""
-        choices = [ChatChoice(message=ChatMessage(content=each.text), **self.ending(each)) for each in collected]
-        options = self.options
-        return ChatAnswer(
-            id=options.response_id, created=options.created, model=options.model, choices=choices, usage=usage
-        )
+    def choice(self, collected: CollectedText) -> ChatChoice:
+        """Return one generated message."""
+        return ChatChoice(message=ChatMessage(content=collected.text), **self.ending(collected))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Final
+from typing import Final
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -10,21 +10,21 @@ from fastapi.responses import Response
 
 from fd_core.server.body import BodyFormat
 from fd_core.server.errors import invalid
-from fd_core.server.generation import ChoiceStream, TextChunk
-from fd_core.server.jobs import build_job, check_stream
+from fd_core.server.generation import ChoiceStream, Job, TextChunk
+from fd_core.server.jobs import build_job
 from fd_core.server.logprobs import CompletionLogprobsBuilder
 from fd_core.server.openapi import endpoint
 from fd_core.server.prompts import completion_prompts
 from fd_core.server.request_schemas import CompletionRequest
-from fd_core.server.response_format import CollectedText, ResponseFormat, ResponseOptions
-from fd_core.server.response_schemas import CompletionAnswer, CompletionChoice, CompletionLogprobs, Usage
-from fd_core.server.sampling import choices_per_prompt
+from fd_core.server.response_format import CollectedText, ResponseFormat
+from fd_core.server.response_schemas import CompletionAnswer, CompletionChoice, CompletionLogprobs
 from fd_core.server.state import state_of
 from fd_core.server.streaming import GenerationResponse
-from fd_core.server.tickets import prefill_peer
 from fd_core.server.unsupported import COMPLETIONS
+from fd_core.text.prompt_reader import PromptText
+from fd_core.text.tokenizer import Tokenizer
 
-__all__ = ["CompletionFormat", "router"]
+__all__ = ["router"]
 
 router = APIRouter()
 _BODY: Final = BodyFormat(CompletionRequest, COMPLETIONS)
@@ -35,29 +35,12 @@ async def create_completion(request: Request) -> Response:
     """Generate texts that continue one or several prompts."""
     state = state_of(request)
     body, headers = await _BODY.read(request, state.config.max_body_bytes)
-    model = state.model_name(body.model)
+    state.model_name(body.model)
     state.admit(1)
-    prefill_at = prefill_peer(state, request)
     _check(body)
-    usage_in_stream = check_stream(body)
     prompts = await completion_prompts(state, body.prompt, body.add_special_tokens is not False)
-    n = choices_per_prompt(body, len(prompts))
-    ids = [each.ids for each in prompts]
-    job = build_job(state, body, request, ids, n, body.logprobs, prefill_at)
-    echoes = None
-    if body.echo:
-        skip = job.rules.skip_special
-        echoes = [state.tokenizer.decode(each.ids, skip) if each.text is None else each.text for each in prompts]
-    options = ResponseOptions(
-        response_id=f"cmpl-{job.request_id}",
-        model=model,
-        usage_in_stream=usage_in_stream,
-        logprobs=body.logprobs,
-        token_ids=bool(body.return_token_ids),
-        skip_special=job.rules.skip_special,
-    )
-    answers = CompletionFormat(options, state.tokenizer, job.prompts, echoes)
-    return GenerationResponse(state, job, answers, bool(body.stream), headers)
+    job = build_job(state, body, request, [each.ids for each in prompts], body.logprobs)
+    return GenerationResponse(state, CompletionFormat(job, state.tokenizer, body, prompts), bool(body.stream), headers)
 
 
 def _check(body: CompletionRequest) -> None:
@@ -77,22 +60,26 @@ def _check(body: CompletionRequest) -> None:
 
 
 class CompletionFormat(ResponseFormat):
-    """Spells text completions; `echoes` are the prompts' texts if they go first."""
+    """Spells text completions; with `echo` the prompts' texts go first."""
 
-    chunk_object: ClassVar[str] = "text_completion"
-    opening: ClassVar[bytes] = b',"text":'
-    closing: ClassVar[bytes] = b""
+    answer = CompletionAnswer
+    id_prefix = "cmpl-"
+    chunk_object = "text_completion"
+    opening = b',"text":'
+    closing = b""
 
-    def __init__(
-        self, options: ResponseOptions, tokenizer: Any, prompts: list[tuple[int, ...]], echoes: list[str] | None
-    ) -> None:
-        super().__init__(options, tokenizer, prompts)
-        self._echoes = echoes
+    def __init__(self, job: Job, tokenizer: Tokenizer, body: CompletionRequest, prompts: list[PromptText]) -> None:
+        super().__init__(job, tokenizer)
+        self._echoes: list[str] | None = None
+        if body.echo:
+            self._echoes = [
+                tokenizer.decode(each.ids, job.skip_special) if each.text is None else each.text for each in prompts
+            ]
         self._builders: dict[int, CompletionLogprobsBuilder] = {}
 
     def first(self, choice: ChoiceStream) -> bytes:
         """Return the echo of the prompt, if asked for."""
-        if self._echoes is None and not self.options.token_ids:
+        if self._echoes is None and not self.job.token_ids:
             return b""
         return self.lead(choice, b',"text":' + msgspec.json.encode(self._echo(choice)))
 
@@ -101,19 +88,13 @@ class CompletionFormat(ResponseFormat):
         builder = self._builders.get(choice.index)
         if builder is None:
             builder = self._builders[choice.index] = CompletionLogprobsBuilder(
-                self.tokenizer, self.options.logprobs or 0, len(self._echo(choice)), self.options.skip_special
+                self.tokenizer, self.job.logprobs or 0, len(self._echo(choice)), self.job.skip_special
             )
         return builder.build(chunk.token_ids, chunk.logprobs)
 
-    def whole(self, collected: list[CollectedText], usage: Usage) -> CompletionAnswer:
-        """Return the whole answer."""
-        choices = [
-            CompletionChoice(text=self._echo(each.choice) + each.text, **self.ending(each)) for each in collected
-        ]
-        options = self.options
-        return CompletionAnswer(
-            id=options.response_id, created=options.created, model=options.model, choices=choices, usage=usage
-        )
+    def choice(self, collected: CollectedText) -> CompletionChoice:
+        """Return one generated text."""
+        return CompletionChoice(text=self._echo(collected.choice) + collected.text, **self.ending(collected))
 
     def _echo(self, choice: ChoiceStream) -> str:
         return "" if self._echoes is None else self._echoes[choice.prompt_index]

@@ -24,22 +24,16 @@ from fd_core.server.state import ServerState
 from fd_core.text.detokenizer import IncrementalDetokenizer
 from fd_core.types import Delta, FinishReason, PrefillOutcome, RequestSpec, SamplingParams, TokenLogprobs
 
-__all__ = ["ChoiceStream", "Generation", "Job", "TextChunk", "TextRules"]
-
-
-class TextRules(NamedTuple):
-    """How tokens become the text that a client sees."""
-
-    stop: tuple[str, ...] = ()
-    include_stop: bool = False
-    skip_special: bool = True
+__all__ = ["ChoiceStream", "Generation", "Job", "TextChunk"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A checked request: everything that one HTTP request wants generated."""
+    """A checked request: everything that one HTTP request wants generated, and what its answer shows."""
 
     request_id: str
+    model: str
+    """The name under which the model answers."""
     arrived: float
     """When the server received the request, in seconds of `time.perf_counter`."""
     prompts: list[tuple[int, ...]]
@@ -47,14 +41,19 @@ class Job:
     """For each prompt; the seed is that of its first choice."""
     n: int
     """Choices of each prompt; choice `j` of prompt `i` has index `i * n + j`."""
-    rules: TextRules
-    every_token: bool = False
-    """Whether a chunk is wanted for tokens that add no text (log-probabilities or ids are shown)."""
-    priority: int = 0
-    tenant: str = ""
-    cache_salt: str = ""
-    prefill_at: str = ""
-    """`host:port` of the prefill worker that computes the prompts."""
+    stop: tuple[str, ...]
+    include_stop: bool
+    skip_special: bool
+    logprobs: int | None
+    """Most likely tokens shown beside each chosen token; None shows no log-probabilities."""
+    token_ids: bool
+    """Whether ids are shown."""
+    usage_in_stream: bool
+    priority: int
+    tenant: str
+    cache_salt: str
+    prefill_at: str
+    """`host:port` of the prefill worker that computes the prompts; empty computes them here."""
 
 
 class TextChunk(NamedTuple):
@@ -105,15 +104,13 @@ class ChoiceStream:
         """What became of a prompt that another worker was to compute; known with the first token."""
         self.finished: str | None = None
         self._deltas = deltas
-        self._every_token = job.every_token
-        self._include_stop = job.rules.include_stop
+        # Tokens that add no text get a chunk if their log-probabilities or ids are shown.
+        self._every_token = job.logprobs is not None or job.token_ids
+        self._include_stop = job.include_stop
         self._stop_ids = spec.params.stop_token_ids
         self._eos = () if spec.params.ignore_eos else spec.eos_token_ids
         self._text = IncrementalDetokenizer(
-            state.tokenizer,
-            skip_special=job.rules.skip_special,
-            stop=job.rules.stop,
-            include_stop=job.rules.include_stop,
+            state.tokenizer, skip_special=job.skip_special, stop=job.stop, include_stop=job.include_stop
         )
         self._metrics = state.metrics
         self._arrived = self._last = job.arrived

@@ -4,46 +4,63 @@ from __future__ import annotations
 
 from fastapi import Request
 
-from fd_core.server.errors import invalid
-from fd_core.server.generation import Job, TextRules
+from fd_core.disagg.ticket import TICKET_HEADER, read_ticket
+from fd_core.server.errors import ApiError, invalid
+from fd_core.server.generation import Job
 from fd_core.server.request_schemas import GenerationRequest
-from fd_core.server.sampling import sampling_params, stop_strings
+from fd_core.server.sampling import choices_per_prompt, sampling_params, stop_strings
 from fd_core.server.state import ServerState
 
-__all__ = ["build_job", "check_stream"]
+__all__ = ["build_job"]
 
 
 def build_job(
-    state: ServerState,
-    body: GenerationRequest,
-    request: Request,
-    prompts: list[tuple[int, ...]],
-    n: int,
-    logprobs: int | None,
-    prefill_at: str = "",
+    state: ServerState, body: GenerationRequest, request: Request, prompts: list[tuple[int, ...]], logprobs: int | None
 ) -> Job:
-    """Return what the request wants generated; `ApiError` (400) names a field that does not fit the model.
-
-    `prefill_at` is `host:port` of the prefill worker that computes the prompts, empty to compute them here.
-    """
-    rules = TextRules(stop_strings(body), bool(body.include_stop_str_in_output), body.skip_special_tokens is not False)
+    """Return what the request wants generated; `ApiError` (400, 403) for what does not fit the model or this worker."""
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options is given, but stream is not true", "stream_options")
     return Job(
         request_id=request.state.request_id,
+        model=state.model_name(body.model),
         arrived=request.state.arrived,
         prompts=prompts,
         params=sampling_params(body, state.client.info, prompts, logprobs),
-        n=n,
-        rules=rules,
-        every_token=logprobs is not None or bool(body.return_token_ids),
+        n=choices_per_prompt(body, len(prompts)),
+        stop=stop_strings(body),
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special=body.skip_special_tokens is not False,
+        logprobs=logprobs,
+        token_ids=bool(body.return_token_ids),
+        usage_in_stream=bool(body.stream_options and body.stream_options.include_usage),
         priority=body.priority or 0,
         tenant=body.user or "",
         cache_salt=body.cache_salt or "",
-        prefill_at=prefill_at,
+        prefill_at=_prefill_peer(state, request),
     )
 
 
-def check_stream(body: GenerationRequest) -> bool:
-    """Return whether the stream tells its usage; `ApiError` (400) for stream_options without a stream."""
-    if body.stream_options is not None and not body.stream:
-        raise invalid("stream_options is given, but stream is not true", "stream_options")
-    return bool(body.stream_options and body.stream_options.include_usage)
+def _prefill_peer(state: ServerState, request: Request) -> str:
+    """Return `host:port` of the prefill worker that computes the prompt, empty if this one does.
+
+    A router names it to a decode worker, in a signed header. Raises `ApiError` for a ticket that was not signed with
+    this worker's secret, or that this worker has no use for.
+    """
+    ticket = request.headers.get(TICKET_HEADER)
+    if ticket is None:
+        return ""
+    if state.client.info.role != "decode" or state.ticket_key is None:
+        raise ApiError(
+            400,
+            f"{TICKET_HEADER} names a prefill worker, but this worker was not started with --role decode",
+            code="not_a_decode_worker",
+        )
+    peer = read_ticket(state.ticket_key, request.state.request_id, ticket)
+    if peer is None:
+        raise ApiError(
+            403,
+            f"{TICKET_HEADER} is not signed with this worker's secret: routers, prefill and decode workers need the "
+            "same one (--transfer-secret-file)",
+            code="bad_ticket",
+        )
+    return peer

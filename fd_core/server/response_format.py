@@ -6,35 +6,20 @@ import abc
 import json
 import re
 import time
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 import msgspec
 
-from fd_core.server.generation import ChoiceStream, TextChunk
+from fd_core.server.generation import ChoiceStream, Job, TextChunk
 from fd_core.server.response_schemas import Usage
 from fd_core.text.tokenizer import Tokenizer
 from fd_core.types import TokenLogprobs
 
-__all__ = ["CollectedText", "ResponseFormat", "ResponseOptions"]
+__all__ = ["CollectedText", "ResponseFormat"]
 
 _encode = msgspec.json.encode
 _LINE_BREAKS: Final = re.compile("[\u0085\u2028\u2029]")
 """Legal inside JSON, but some clients split the lines of a stream at them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseOptions:
-    """What a response shows besides text."""
-
-    response_id: str
-    model: str
-    usage_in_stream: bool = False
-    logprobs: int | None = None
-    """Most likely tokens shown beside each chosen token; None shows no log-probabilities."""
-    token_ids: bool = False
-    skip_special: bool = True
-    created: int = field(default_factory=lambda: int(time.time()))
 
 
 class CollectedText:
@@ -70,24 +55,21 @@ class ResponseFormat(abc.ABC):
     A stream's event is glued from bytes prepared once and the encoded text: nothing is built for each token.
     """
 
+    answer: ClassVar[type[msgspec.Struct]]
+    """The whole answer."""
+    id_prefix: ClassVar[str]
     chunk_object: ClassVar[str]
     opening: ClassVar[bytes]
     """JSON between a choice's index and its text."""
     closing: ClassVar[bytes]
     """JSON after the text."""
 
-    def __init__(self, options: ResponseOptions, tokenizer: Tokenizer, prompts: list[tuple[int, ...]]) -> None:
-        self.options = options
+    def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
+        self.job = job
         self.tokenizer = tokenizer
-        self.prompts = prompts
-        facts = {
-            "id": options.response_id,
-            "object": self.chunk_object,
-            "created": options.created,
-            "model": options.model,
-        }
-        self._head = b"data: " + _encode(facts)[:-1] + b',"choices":['
-        self._end = b'],"usage":null}\n\n' if options.usage_in_stream else b"]}\n\n"
+        self._facts = {"id": self.id_prefix + job.request_id, "created": int(time.time()), "model": job.model}
+        self._head = b"data: " + _encode({"object": self.chunk_object, **self._facts})[:-1] + b',"choices":['
+        self._end = b'],"usage":null}\n\n' if job.usage_in_stream else b"]}\n\n"
         self._plain = self.closing + b',"logprobs":null,"finish_reason":null}' + self._end
         self._heads: dict[int, bytes] = {}
 
@@ -100,29 +82,33 @@ class ResponseFormat(abc.ABC):
         """Return the log-probabilities of a chunk as the API shapes them."""
 
     @abc.abstractmethod
+    def choice(self, collected: CollectedText) -> msgspec.Struct:
+        """Return one choice of the whole answer."""
+
     def whole(self, collected: list[CollectedText], usage: Usage) -> msgspec.Struct:
         """Return the answer to a request that did not ask for a stream."""
+        return self.answer(**self._facts, choices=[self.choice(each) for each in collected], usage=usage)
 
     def event(self, choice: ChoiceStream, chunk: TextChunk) -> bytes:
         """Return the event for a chunk."""
         head = self._heads.get(choice.index)
         if head is None:
             head = self._heads[choice.index] = self._head + b'{"index":%d' % choice.index + self.opening
-        options = self.options
-        if chunk.finish_reason is None and options.logprobs is None and not options.token_ids:
+        job = self.job
+        if chunk.finish_reason is None and job.logprobs is None and not job.token_ids:
             return b"%b%b%b" % (head, _text(chunk.text), self._plain)
-        scores = b"null" if options.logprobs is None else _encode(self.logprobs(choice, chunk))
+        scores = b"null" if job.logprobs is None else _encode(self.logprobs(choice, chunk))
         parts = [head, _text(chunk.text), self.closing, b',"logprobs":', scores, b',"finish_reason":']
         parts.append(_encode(chunk.finish_reason))
         if chunk.finish_reason is not None:
             parts += b',"stop_reason":', _encode(chunk.stop_reason)
-        if options.token_ids:
+        if job.token_ids:
             parts += b',"token_ids":', _encode(chunk.token_ids)
         return b"".join([*parts, b"}", self._end])
 
     def lead(self, choice: ChoiceStream, content: bytes) -> bytes:
         """Return an event that comes before the first chunk; `content` is JSON such as `,"text":""`."""
-        ids = b',"prompt_token_ids":' + _encode(self.prompts[choice.prompt_index]) if self.options.token_ids else b""
+        ids = b',"prompt_token_ids":' + _encode(self.job.prompts[choice.prompt_index]) if self.job.token_ids else b""
         end = b',"logprobs":null,"finish_reason":null'
         return self._head + b'{"index":%d' % choice.index + content + end + ids + b"}" + self._end
 
@@ -137,13 +123,11 @@ class ResponseFormat(abc.ABC):
             "index": choice.index,
             "finish_reason": collected.finish_reason,
             "stop_reason": collected.stop_reason,
-            "logprobs": None if self.options.logprobs is None else self.logprobs(choice, collected),
+            "logprobs": None if self.job.logprobs is None else self.logprobs(choice, collected),
         }
-        if self.options.token_ids:
-            fields |= {
-                "token_ids": collected.token_ids,
-                "prompt_token_ids": list(self.prompts[choice.prompt_index]),
-            }
+        if self.job.token_ids:
+            fields["token_ids"] = collected.token_ids
+            fields["prompt_token_ids"] = list(self.job.prompts[choice.prompt_index])
         return fields
 
 

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from fd_core.disagg.ticket import OUTCOME_HEADER
 from fd_core.server.disconnect import UntilDisconnect
 from fd_core.server.errors import to_api_error
-from fd_core.server.generation import ChoiceStream, Generation, Job
+from fd_core.server.generation import ChoiceStream, Generation
 from fd_core.server.response_format import CollectedText, ResponseFormat
 from fd_core.server.state import ServerState
 
@@ -35,11 +35,10 @@ class GenerationResponse(Response):
     """
 
     def __init__(
-        self, state: ServerState, job: Job, response_format: ResponseFormat, stream: bool, headers: Mapping[str, str]
+        self, state: ServerState, response_format: ResponseFormat, stream: bool, headers: Mapping[str, str]
     ) -> None:
         super().__init__(headers=headers)
         self._state = state
-        self._job = job
         self._format = response_format
         self._stream = stream
         self._extra = dict(headers)
@@ -57,7 +56,7 @@ class GenerationResponse(Response):
             while (chunk := await choice.next()) is not None:
                 chunks.add(chunk)
 
-        async with UntilDisconnect(receive) as client, Generation(self._state, self._job) as generation:
+        async with UntilDisconnect(receive) as client, Generation(self._state, self._format.job) as generation:
             await generation.each(collect)
         if client.gone:
             return
@@ -79,7 +78,7 @@ class GenerationResponse(Response):
                 await events.write(response_format.event(choice, chunk))
 
         try:
-            async with UntilDisconnect(receive) as client, Generation(self._state, self._job) as generation:
+            async with UntilDisconnect(receive) as client, Generation(self._state, self._format.job) as generation:
                 await generation.each(follow)
         except Exception as error:  # the stream's outer edge: whatever happened, the client is told
             if not events.started:
@@ -88,7 +87,7 @@ class GenerationResponse(Response):
             return
         if client.gone:
             return
-        usage = response_format.usage_event(generation.usage()) if response_format.options.usage_in_stream else b""
+        usage = response_format.usage_event(generation.usage()) if response_format.job.usage_in_stream else b""
         await events.close(usage + _DONE)
 
 
