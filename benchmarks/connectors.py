@@ -34,7 +34,7 @@ from rich.table import Table
 import fd_core
 from fd_core.disagg.connectors.contract import Connector, ConnectorSettings
 from fd_core.kv.stores.location import parse_location
-from fd_core.plugins import installed_plugins
+from fd_core.plugins import CONNECTOR, STORE, installed_plugins
 
 HEADINGS = ("connector", "GB/s", "us a value", "decode side CPU us", "prefill side CPU us", "opening us")
 TIMEOUT = 30.0
@@ -85,8 +85,8 @@ def make(name: str, kv_store: str | None) -> Connector:
     plugins, store = installed_plugins(), None
     if kv_store is not None:
         location = parse_location(kv_store)
-        store = partial(plugins.store_class(location.scheme), location)
-    return plugins.connector_class(name)(ConnectorSettings(store, TIMEOUT))
+        store = partial(plugins.load(STORE, location.scheme), location)
+    return plugins.load(CONNECTOR, name)(ConnectorSettings(store, TIMEOUT))
 
 
 def serve(options: argparse.Namespace) -> None:

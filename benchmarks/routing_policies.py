@@ -32,7 +32,7 @@ from rich.table import Table
 from routing import ENGINE, PLAYING_WORKERS, REPLY_TOKENS, shown
 
 import fd_core
-from fd_core.plugins import Plugins
+from fd_core.plugins import ROUTER_POLICY, Plugins
 from fd_core.router.policies import RouterPolicy
 
 POLICIES = ("cache_aware", "session", "prefix_hash", "round_robin")
@@ -42,7 +42,7 @@ HEADINGS = ("policy", "hit rate", "min to max", "TTFT p50 ms", "p95", "mean", "i
 def contenders() -> dict[str, tuple[type[RouterPolicy], bool]]:
     """Return each policy, and whether workers tell what they hold."""
     known = Plugins.discover([])
-    ours = {name: (known.router_policy_class(name), False) for name in POLICIES}
+    ours = {name: (known.load(ROUTER_POLICY, name), False) for name in POLICIES}
     return {"cache_aware, told": (ours["cache_aware"][0], True), **ours, "longest match": (LongestMatch, False)}
 
 

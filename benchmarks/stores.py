@@ -34,7 +34,7 @@ from fd_core.errors import FdError
 from fd_core.kv.stores.contract import KVStore
 from fd_core.kv.stores.envelope import HEADER_BYTES, Envelope
 from fd_core.kv.stores.location import StoreLocation, parse_location
-from fd_core.plugins import installed_plugins
+from fd_core.plugins import STORE, installed_plugins
 
 TIMEOUT = 60.0
 BARE, ALONE, SEALED = "bare", "store", "store, sealed"
@@ -114,7 +114,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def compete(location: StoreLocation, options: argparse.Namespace) -> Contest:
     """Measure one store. Raises `FdError` if it cannot be used."""
-    store = installed_plugins().store_class(location.scheme)(location)
+    store = installed_plugins().load(STORE, location.scheme)(location)
     store.open(TIMEOUT)
     bare = bare_for(location)
     _settle_in(store)

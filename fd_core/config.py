@@ -147,11 +147,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         """Entries of one block table."""
         return -(-self.max_model_len // self.block_size)
 
-    @property
-    def kv_tokens(self) -> int:
-        """Tokens that the KV cache holds."""
-        return self.num_kv_blocks * self.block_size
-
 
 def resolve_limits(
     config: EngineConfig,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import pluggy
 
@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     from fd_core.scheduling.policies import SchedulingPolicy
     from fd_core.scheduling.victims import VictimPolicy
 
-__all__ = ["KNOWN_PLUGINS", "ChosenBackend", "Origin", "PluginOffer", "Plugins", "Problem", "installed_plugins"]
+__all__ = [
+    *("BACKEND", "CONNECTOR", "DRAFTER", "KINDS", "KNOWN_PLUGINS", "ROUTER_POLICY", "SCHEDULER", "STORE", "VICTIMS"),
+    *("ChosenBackend", "Kind", "Origin", "PluginOffer", "Plugins", "Problem", "installed_plugins"),
+]
 
 KNOWN_PLUGINS: Final[Mapping[str, str]] = {
     "gpu_cuda": "fd-gpu-cuda",
@@ -58,8 +61,11 @@ _BUILTIN_MODULES: Final = (
 )
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(Generic[T]):
     """A kind of thing that plugins offer: its hook, the class its targets must derive from, and its flag."""
 
     word: str
@@ -68,20 +74,26 @@ class Kind:
     flag: str
 
 
-BACKEND: Final = Kind("backend", "fd_register_backends", "fd_core.backends.contract:Backend", "--backend")
-SCHEDULER: Final = Kind(
+BACKEND: Final[Kind[Backend]] = Kind(
+    "backend", "fd_register_backends", "fd_core.backends.contract:Backend", "--backend"
+)
+SCHEDULER: Final[Kind[SchedulingPolicy]] = Kind(
     "scheduling policy", "fd_register_schedulers", "fd_core.scheduling.policies:SchedulingPolicy", "--scheduling-policy"
 )
-DRAFTER: Final = Kind("drafter", "fd_register_drafters", "fd_core.runner.drafting:Drafter", "--speculative-config")
-VICTIMS: Final = Kind(
+DRAFTER: Final[Kind[Drafter]] = Kind(
+    "drafter", "fd_register_drafters", "fd_core.runner.drafting:Drafter", "--speculative-config"
+)
+VICTIMS: Final[Kind[VictimPolicy]] = Kind(
     "victim policy", "fd_register_victim_policies", "fd_core.scheduling.victims:VictimPolicy", "--victim-policy"
 )
-STORE: Final = Kind("KV store", "fd_register_stores", "fd_core.kv.stores.contract:KVStore", "--kv-store")
-CONNECTOR: Final = Kind(
+STORE: Final[Kind[KVStore]] = Kind("KV store", "fd_register_stores", "fd_core.kv.stores.contract:KVStore", "--kv-store")
+CONNECTOR: Final[Kind[Connector]] = Kind(
     "connector", "fd_register_connectors", "fd_core.disagg.connectors.contract:Connector", "--kv-connector"
 )
-ROUTER: Final = Kind("router policy", "fd_register_router_policies", "fd_core.router.policies:RouterPolicy", "--policy")
-KINDS: Final = (BACKEND, SCHEDULER, VICTIMS, DRAFTER, STORE, CONNECTOR, ROUTER)
+ROUTER_POLICY: Final[Kind[RouterPolicy]] = Kind(
+    "router policy", "fd_register_router_policies", "fd_core.router.policies:RouterPolicy", "--policy"
+)
+KINDS: Final[tuple[Kind[Any], ...]] = (BACKEND, SCHEDULER, VICTIMS, DRAFTER, STORE, CONNECTOR, ROUTER_POLICY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +117,14 @@ class Problem:
     cause: str
     hint: str
     """What to do about it."""
-    kind: Kind | None = None
+    kind: Kind[Any] | None = None
     """Set with `name` if one name is refused; otherwise the whole plugin is."""
     name: str | None = None
 
     def __str__(self) -> str:
         return f"plugin {self.origin.distribution} ({self.origin.entry_point}): {self.cause}"
 
-    def concerns(self, kind: Kind, name: str) -> bool:
+    def concerns(self, kind: Kind[Any], name: str) -> bool:
         """Whether it stands in the way of a user who asks for `name`."""
         if self.kind is not None:
             return (kind, name) == (self.kind, self.name)
@@ -123,7 +135,7 @@ class Problem:
 class PluginOffer:
     """One name that a plugin offers."""
 
-    kind: Kind
+    kind: Kind[Any]
     entry: Entry
     origin: Origin
 
@@ -192,7 +204,7 @@ class Plugins:
     def __init__(self) -> None:
         self._manager = pluggy.PluginManager("fd_core")
         self._manager.add_hookspecs(hookspecs)
-        self._offers: dict[Kind, dict[str, list[PluginOffer]]] = {kind: {} for kind in KINDS}
+        self._offers: dict[Kind[Any], dict[str, list[PluginOffer]]] = {kind: {} for kind in KINDS}
         self._origins: list[Origin] = []
         self._problems: list[Problem] = []
 
@@ -225,61 +237,13 @@ class Plugins:
         offers = (offer for by_name in self._offers.values() for same in by_name.values() for offer in same)
         return tuple(offer for offer in offers if offer.origin == origin)
 
-    def backends(self) -> Mapping[str, PluginOffer]:
-        """Return the backends by name."""
-        return self._usable(BACKEND)
+    def offered(self, kind: Kind[Any]) -> dict[str, PluginOffer]:
+        """Return what plugins offer of one kind, by name, without the names that several offer."""
+        return {name: offers[0] for name, offers in self._offers[kind].items() if len(offers) == 1}
 
-    def schedulers(self) -> Mapping[str, PluginOffer]:
-        """Return the scheduling policies by name."""
-        return self._usable(SCHEDULER)
-
-    def victim_policies(self) -> Mapping[str, PluginOffer]:
-        """Return the victim policies by name."""
-        return self._usable(VICTIMS)
-
-    def victim_policy_class(self, name: str) -> type[VictimPolicy]:
-        """Import the victim policy called `name`. Raises `PluginError` with the distribution and the cause."""
-        return self._find(VICTIMS, name).load()
-
-    def drafters(self) -> Mapping[str, PluginOffer]:
-        """Return the drafters by name."""
-        return self._usable(DRAFTER)
-
-    def drafter_class(self, name: str) -> type[Drafter]:
-        """Import the drafter called `name`. Raises `PluginError` with the distribution and the cause."""
-        return self._find(DRAFTER, name).load()
-
-    def stores(self) -> Mapping[str, PluginOffer]:
-        """Return the KV stores by scheme."""
-        return self._usable(STORE)
-
-    def store_class(self, name: str) -> type[KVStore]:
-        """Import the KV store called `name`. Raises `PluginError` with the distribution and the cause."""
-        return self._find(STORE, name).load()
-
-    def connectors(self) -> Mapping[str, PluginOffer]:
-        """Return the connectors by name."""
-        return self._usable(CONNECTOR)
-
-    def connector_class(self, name: str) -> type[Connector]:
-        """Import the connector called `name`. Raises `PluginError` with the distribution and the cause."""
-        return self._find(CONNECTOR, name).load()
-
-    def router_policies(self) -> Mapping[str, PluginOffer]:
-        """Return the router policies by name."""
-        return self._usable(ROUTER)
-
-    def router_policy_class(self, name: str) -> type[RouterPolicy]:
-        """Import the router policy called `name`. Raises `PluginError` with the distribution and the cause."""
-        return self._find(ROUTER, name).load()
-
-    def backend_class(self, name: str) -> type[Backend]:
-        """Import the backend called `name`. Raises `PluginError` with the distribution and the cause."""
-        return self._find(BACKEND, name).load()
-
-    def scheduler_class(self, name: str) -> type[SchedulingPolicy]:
-        """Import the scheduling policy called `name`. Raises `PluginError` with the distribution and the cause."""
-        return self._find(SCHEDULER, name).load()
+    def load(self, kind: Kind[T], name: str) -> type[T]:
+        """Import what is called `name`. Raises `PluginError` with the distribution and the cause."""
+        return self._find(kind, name).load()
 
     def choose_backend(self, name: str = "auto") -> ChosenBackend:
         """Return the backend called `name`, or for `auto` the available one of the highest rank, none that is emulated.
@@ -301,7 +265,7 @@ class Plugins:
     def _best_backend(self) -> ChosenBackend:
         available: list[tuple[int, str, type[Backend], str]] = []
         passed_over = [str(problem) for problem in self._problems if problem.kind in (None, BACKEND)]
-        for name, offer in sorted(self.backends().items()):
+        for name, offer in sorted(self.offered(BACKEND).items()):
             try:
                 backend = offer.load()
                 if backend.auto_rank < 0:
@@ -325,11 +289,8 @@ class Plugins:
             name, backend, "; ".join([f"best available: {reason}", *(f"not {why}" for why in passed_over)])
         )
 
-    def _usable(self, kind: Kind) -> dict[str, PluginOffer]:
-        return {name: offers[0] for name, offers in self._offers[kind].items() if len(offers) == 1}
-
-    def _find(self, kind: Kind, name: str) -> PluginOffer:
-        usable = self._usable(kind)
+    def _find(self, kind: Kind[Any], name: str) -> PluginOffer:
+        usable = self.offered(kind)
         if name in usable:
             return usable[name]
         for problem in self._problems:
@@ -358,7 +319,7 @@ class Plugins:
         for offer in offers:
             self._offers[offer.kind].setdefault(offer.name, []).append(offer)
 
-    def _ask(self, kind: Kind, module: ModuleType, origin: Origin) -> list[PluginOffer]:
+    def _ask(self, kind: Kind[Any], module: ModuleType, origin: Origin) -> list[PluginOffer]:
         others = [plugin for plugin in self._manager.get_plugins() if plugin is not module]
         hook = self._manager.subset_hook_caller(kind.hook, others)
         answers: list[object] = shielded(hook)

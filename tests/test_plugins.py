@@ -4,7 +4,7 @@ import pytest
 
 from fd_core.errors import PluginError
 from fd_core.hookspecs import ENTRY_POINT_GROUP
-from fd_core.plugins import Plugins
+from fd_core.plugins import BACKEND, CONNECTOR, DRAFTER, ROUTER_POLICY, SCHEDULER, STORE, VICTIMS, Plugins
 from tests.plugin_sites import GOOD, Site
 
 
@@ -20,25 +20,25 @@ def site(tmp_path, monkeypatch):
 
 def test_built_ins_are_registered_like_strangers():
     plugins = Plugins.discover([])
-    assert set(plugins.backends()) == {"cpu", "cpu+onnx", "cpu+paddle", "reference", "null"}
-    assert set(plugins.schedulers()) == {"fcfs", "priority", "fair"}
-    assert set(plugins.victim_policies()) == {"cheapest", "youngest"}
-    assert set(plugins.drafters()) == {"ngram", "suffix", "draft_model"}
-    assert set(plugins.stores()) == {"disk", "memory"}
-    assert set(plugins.connectors()) == {"tcp", "shared_memory", "kv_store"}
-    assert set(plugins.router_policies()) == {
+    assert set(plugins.offered(BACKEND)) == {"cpu", "cpu+onnx", "cpu+paddle", "reference", "null"}
+    assert set(plugins.offered(SCHEDULER)) == {"fcfs", "priority", "fair"}
+    assert set(plugins.offered(VICTIMS)) == {"cheapest", "youngest"}
+    assert set(plugins.offered(DRAFTER)) == {"ngram", "suffix", "draft_model"}
+    assert set(plugins.offered(STORE)) == {"disk", "memory"}
+    assert set(plugins.offered(CONNECTOR)) == {"tcp", "shared_memory", "kv_store"}
+    assert set(plugins.offered(ROUTER_POLICY)) == {
         *("random", "round_robin", "power_of_two", "request_num", "process_tokens", "metrics_score"),
         *("cache_aware", "prefix_hash", "session"),
     }
     assert plugins.problems == ()
-    assert {registered.origin.distribution for registered in plugins.backends().values()} == {"fd-core"}
+    assert {registered.origin.distribution for registered in plugins.offered(BACKEND).values()} == {"fd-core"}
 
 
 def test_a_plugin_is_found_through_its_entry_point(site):
     site.chip("fd-mychip", offers="mychip")
     plugins = site.discover()
-    assert plugins.backend_class("mychip").__name__ == "Chip"
-    assert str(plugins.backends()["mychip"].origin) == "fd-mychip 2.5"
+    assert plugins.load(BACKEND, "mychip").__name__ == "Chip"
+    assert str(plugins.offered(BACKEND)["mychip"].origin) == "fd-mychip 2.5"
 
 
 def test_discovery_does_not_import_the_classes(site):
@@ -98,11 +98,11 @@ def test_a_broken_plugin_fails_closed_when_named_and_harms_nobody_else(site, sou
     plugins = site.discover()
     (problem,) = plugins.problems
     assert cause in problem.cause
-    assert "other" in plugins.backends()
-    assert "mychip" not in plugins.backends()
+    assert "other" in plugins.offered(BACKEND)
+    assert "mychip" not in plugins.offered(BACKEND)
     for ask in ("mychip", "mychip+paddle"):
         with pytest.raises(PluginError) as caught:
-            plugins.backend_class(ask)
+            plugins.load(BACKEND, ask)
         assert "fd-mychip" in str(caught.value)
         assert cause in str(caught.value)
         assert caught.value.exit_code == 4
@@ -120,61 +120,61 @@ def test_a_name_offered_twice_is_given_to_neither(site):
     site.chip("fd-one", offers="chip")
     site.chip("fd-two", offers="chip")
     plugins = site.discover()
-    assert "chip" not in plugins.backends()
+    assert "chip" not in plugins.offered(BACKEND)
     with pytest.raises(PluginError, match=r"offered by fd-one and fd-two \(uninstall one"):
-        plugins.backend_class("chip")
+        plugins.load(BACKEND, "chip")
 
 
 def test_a_plugin_cannot_replace_a_built_in(site):
     site.chip("fd-evil", offers="cpu", rank=1000)
     plugins = site.discover()
     with pytest.raises(PluginError, match="offered by fd-core and fd-evil"):
-        plugins.backend_class("cpu")
+        plugins.load(BACKEND, "cpu")
 
 
 def test_an_unknown_name_lists_what_there_is():
     with pytest.raises(
         PluginError, match=r"no backend called 'gpu' \(there are: cpu, cpu\+onnx, cpu\+paddle, null, reference\)"
     ):
-        Plugins.discover([]).backend_class("gpu")
+        Plugins.discover([]).load(BACKEND, "gpu")
     with pytest.raises(PluginError, match="no scheduling policy called 'lifo'"):
-        Plugins.discover([]).scheduler_class("lifo")
+        Plugins.discover([]).load(SCHEDULER, "lifo")
 
 
 def test_a_known_plugin_that_is_missing_says_how_to_install_it():
     with pytest.raises(PluginError, match="`fdcore install gpu_cuda`"):
-        Plugins.discover([]).backend_class("gpu_cuda+paddle")
+        Plugins.discover([]).load(BACKEND, "gpu_cuda+paddle")
 
 
 @pytest.mark.parametrize("scheme", ["redis", "rediss", "unix", "valkey", "redis+sentinel", "rediss+cluster"])
 def test_a_scheme_whose_plugin_is_missing_says_how_to_install_it(scheme):
     with pytest.raises(PluginError, match="`fdcore install storage_redis`") as caught:
-        Plugins.discover([]).store_class(scheme)
+        Plugins.discover([]).load(STORE, scheme)
     assert caught.value.exit_code == 4
 
 
 def test_a_connector_whose_plugin_is_missing_says_how_to_install_it():
     with pytest.raises(PluginError, match="`fdcore install connector_nixl`"):
-        Plugins.discover([]).connector_class("nixl")
+        Plugins.discover([]).load(CONNECTOR, "nixl")
 
 
 def test_a_scheme_whose_plugin_is_broken_says_what_is_wrong_with_it(site, monkeypatch):
     monkeypatch.delitem(sys.modules, "fd_storage_redis", raising=False)  # the real one, where it is installed
     site.install("fd-storage-redis", "FD_CONTRACT = 99")
     with pytest.raises(PluginError, match="contract 99"):
-        site.discover().store_class("redis+unix")
+        site.discover().load(STORE, "redis+unix")
 
 
 def test_a_target_of_the_wrong_kind_is_refused(site):
     site.install("fd-mychip", GOOD.format(name="mychip", module="fd_mychip"), parts="class Chip: ...")
     with pytest.raises(PluginError, match=r"fd_mychip_parts:Chip is not a subclass of .*Backend"):
-        site.discover().backend_class("mychip")
+        site.discover().load(BACKEND, "mychip")
 
 
 def test_a_target_that_cannot_be_imported_names_distribution_and_cause(site):
     site.install("fd-mychip", GOOD.format(name="mychip", module="fd_mychip"), parts="import no_driver")
     with pytest.raises(PluginError, match=r"backend mychip of plugin fd-mychip 2.5 .*No module named 'no_driver'"):
-        site.discover().backend_class("mychip")
+        site.discover().load(BACKEND, "mychip")
 
 
 def test_auto_takes_the_highest_rank_that_is_available_and_says_why(site):
@@ -200,7 +200,7 @@ def test_auto_never_takes_a_negative_rank(site):
     site.chip("fd-shy", offers="shy", rank=-1)
     plugins = site.discover()
     for name in ("cpu", "cpu+onnx", "cpu+paddle", "reference", "null"):
-        del plugins._offers[plugins.backends()[name].kind][name]
+        del plugins._offers[plugins.offered(BACKEND)[name].kind][name]
     with pytest.raises(PluginError, match="no backend can run here"):
         plugins.choose_backend("auto")
     assert plugins.choose_backend("shy").name == "shy"
@@ -238,7 +238,7 @@ def test_a_router_policy_comes_through_the_same_door(site):
         "class First(RouterPolicy):\n    def choose(self, view): return view.candidates[0]",
     )
     plugins = site.discover()
-    assert plugins.router_policy_class("first").__name__ == "First"
+    assert plugins.load(ROUTER_POLICY, "first").__name__ == "First"
     with pytest.raises(PluginError, match="no router policy called 'last'") as caught:
-        plugins.router_policy_class("last")
+        plugins.load(ROUTER_POLICY, "last")
     assert caught.value.field == "--policy"

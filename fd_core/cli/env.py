@@ -78,9 +78,9 @@ def _caches() -> Iterator[tuple[str, str]]:
 
 def _backends() -> Iterator[tuple[str, str, str, str]]:
     from fd_core.errors import PluginError
-    from fd_core.plugins import installed_plugins
+    from fd_core.plugins import BACKEND, installed_plugins
 
-    for name, offer in installed_plugins().backends().items():
+    for name, offer in installed_plugins().offered(BACKEND).items():
         try:
             availability = offer.probe()
             runs, why = ("yes" if availability.available else "no"), availability.reason

@@ -130,23 +130,14 @@ def _show() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from fd_core.plugins import installed_plugins
+    from fd_core.plugins import KINDS, installed_plugins
 
     plugins = installed_plugins()
     console = Console()
     table = Table("Kind", "Name", "From", "About")
-    offers = (
-        plugins.backends(),
-        plugins.schedulers(),
-        plugins.victim_policies(),
-        plugins.drafters(),
-        plugins.stores(),
-        plugins.connectors(),
-        plugins.router_policies(),
-    )
-    for kind in offers:
-        for offer in kind.values():
-            table.add_row(offer.kind.word, offer.name, str(offer.origin), offer.summary)
+    for kind in KINDS:
+        for offer in plugins.offered(kind).values():
+            table.add_row(kind.word, offer.name, str(offer.origin), offer.summary)
     console.print(table)
     for problem in plugins.problems:
         console.print(f"not usable: {problem}", style="red", markup=False, highlight=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fd_core.cli.flags import (
@@ -47,7 +48,7 @@ def route(given: Given) -> None:
 
         from fd_core.cli.serve import loop_factory
         from fd_core.errors import BadRequest, ConfigError
-        from fd_core.plugins import installed_plugins
+        from fd_core.plugins import ROUTER_POLICY, installed_plugins
         from fd_core.router.gateway.pairs import ticket_key
         from fd_core.router.router import Router
         from fd_core.server.listening import bind_socket
@@ -57,7 +58,7 @@ def route(given: Given) -> None:
     gateway = settings.gateway
     logging.basicConfig(level=gateway.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     plugins = installed_plugins()
-    router = Router(settings.router, plugins.router_policy_class)
+    router = Router(settings.router, partial(plugins.load, ROUTER_POLICY))
     for role, urls in gateway.by_role.items():
         for url in urls:
             try:
@@ -74,7 +75,7 @@ def route(given: Given) -> None:
             admin_sock = bind_socket(
                 gateway.admin_host, gateway.admin_port, flag="--admin-port", host_flag="--admin-host"
             )
-        policies = [plugins.router_policy_class(settings.router.policy_of(role)) for role in gateway.roles]
+        policies = [plugins.load(ROUTER_POLICY, settings.router.policy_of(role)) for role in gateway.roles]
         uses_prefix = any(policy.uses_prefix for policy in policies)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             from fd_core.router.gateway.serving import serve_gateway

@@ -53,7 +53,7 @@ def serve(
 
         from rich.console import Console
 
-        from fd_core.server.serve import bind_socket
+        from fd_core.server.listening import bind_socket
 
         importlib.import_module("fd_core.cli.startup")
         importlib.import_module("fd_core.engine.launch")

@@ -20,7 +20,7 @@ from fd_core.engine.kv_transfer import open_kv_transfer, require_role
 from fd_core.engine.messages import EngineInfo
 from fd_core.kv.locked_kv_cache import LockedKVCache
 from fd_core.kv.port import CompletionQueue, JoinedKVPort
-from fd_core.plugins import installed_plugins
+from fd_core.plugins import CONNECTOR, DRAFTER, SCHEDULER, VICTIMS, installed_plugins
 from fd_core.runner.drafting import Drafter, make_drafter
 from fd_core.runner.runner import Runner
 from fd_core.scheduling.drafts import DraftControl
@@ -65,9 +65,9 @@ class _EngineBuilder:
         self._progress = progress
         self._plugins = installed_plugins()
         self._choice = self._plugins.choose_backend(config.backend)
-        self._policy = self._plugins.scheduler_class(config.scheduling_policy)()
-        self._victims = self._plugins.victim_policy_class(config.victim_policy)()
-        self._plugins.connector_class(config.kv_connector)  # a name that no plugin offers is refused whatever the role
+        self._policy = self._plugins.load(SCHEDULER, config.scheduling_policy)()
+        self._victims = self._plugins.load(VICTIMS, config.victim_policy)()
+        self._plugins.load(CONNECTOR, config.kv_connector)  # a name that no plugin offers is refused whatever the role
         self._backend: Backend = self._choice.cls(config)
         self._ops = self._backend.make_ops()
 
@@ -100,7 +100,7 @@ class _EngineBuilder:
     def _drafter(self) -> Drafter | None:
         if self._config.speculative is None:
             return None
-        chosen = self._plugins.drafter_class(self._config.speculative.method)
+        chosen = self._plugins.load(DRAFTER, self._config.speculative.method)
         model = self._model
         return make_drafter(
             chosen, self._config, self._backend, self._ops, model, lambda *parts: self._progress("load", *parts)

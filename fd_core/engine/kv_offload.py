@@ -20,7 +20,7 @@ from fd_core.kv.stores.location import parse_location
 from fd_core.kv.stores.secret import derive, load_secret
 from fd_core.kv.tiers.offload import KVOffload, SealedStore
 from fd_core.models.loading.checkpoint import open_checkpoint
-from fd_core.plugins import Plugins
+from fd_core.plugins import STORE, Plugins
 from fd_core.scheduling.kv_offloading import KeepKV
 
 __all__ = ["KVStorage", "kv_identity", "open_kv_storage", "start_kv_offload"]
@@ -72,7 +72,7 @@ def open_kv_storage(config: EngineConfig, plugins: Plugins, identity: str) -> KV
 
 def _open_store(config: EngineConfig, text: str, plugins: Plugins, identity: str) -> KVStorage:
     location = parse_location(text)
-    store = plugins.store_class(location.scheme)(location)
+    store = plugins.load(STORE, location.scheme)(location)
     secret = load_secret(Path(config.kv_store_secret_file) if config.kv_store_secret_file else None)
     compression: Compression = "zlib" if config.kv_store_compression == "zlib" else "none"
     reachable = True

@@ -22,7 +22,7 @@ from fd_core.kv.port import CompletionQueue
 from fd_core.kv.stores.contract import KVStore
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.kv.stores.location import parse_location
-from fd_core.plugins import Plugins
+from fd_core.plugins import CONNECTOR, STORE, Plugins
 from fd_core.types import PrefillJob, RequestSpec, SamplingParams
 
 __all__ = ["open_kv_transfer", "prefill_request", "prefill_request_id", "refusal", "require_role"]
@@ -92,14 +92,14 @@ def open_kv_transfer(
     envelope = Envelope(transfer_key(config.transfer_secret_file))
     settings = ConnectorSettings(_store_maker(config, plugins), config.kv_store_timeout)
     if config.role == "decode":
-        connector = plugins.connector_class(config.kv_connector)(settings)
+        connector = plugins.load(CONNECTOR, config.kv_connector)(settings)
         return Receiver(cache, block, compatibility, envelope, connector, queue, silence=config.lease_seconds)
     return Sender(
         cache,
         block,
         compatibility,
         envelope,
-        lambda name: plugins.connector_class(name)(settings),
+        lambda name: plugins.load(CONNECTOR, name)(settings),
         queue,
         host=config.transfer_host,
         port=config.transfer_port,
@@ -112,5 +112,5 @@ def _store_maker(config: EngineConfig, plugins: Plugins) -> Callable[[], KVStore
     if config.kv_store is None:
         return None
     location = parse_location(config.kv_store)
-    store = plugins.store_class(location.scheme)
+    store = plugins.load(STORE, location.scheme)
     return lambda: store(location)

@@ -36,7 +36,7 @@ class Router:
     """
 
     def __init__(self, config: RouterConfig, policy_class: Callable[[str], type[RouterPolicy]]) -> None:
-        """`policy_class` finds a policy by name, as `Plugins.router_policy_class` does, and may raise `PluginError`.
+        """`policy_class` finds a policy by name, as `Plugins.load` does, and may raise `PluginError`.
 
         Raises `ConfigError` for numbers out of range.
         """

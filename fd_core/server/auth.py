@@ -21,17 +21,19 @@ class KeyRing:
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
 
-    def check(self, path: str, authorization: bytes | None) -> None:
-        """Raise `ApiError` (401) unless the path is open or the header `Bearer KEY` carries an accepted key.
+    def accepts(self, authorization: bytes | None) -> bool:
+        """Whether the header `Bearer KEY` carries one of the keys.
 
         The time this takes says nothing about the keys: digests of equal length are compared, all of them.
         """
-        if not self._digests or path in OPEN_PATHS:
-            return
         scheme, _, given = (authorization or b"").partition(b" ")
         found = _digest(given.strip())
         matches = [hmac.compare_digest(found, digest) for digest in self._digests]
-        if scheme.lower() != b"bearer" or not any(matches):
+        return scheme.lower() == b"bearer" and any(matches)
+
+    def check(self, path: str, authorization: bytes | None) -> None:
+        """Raise `ApiError` (401) unless the path is open or the header carries an accepted key."""
+        if self._digests and path not in OPEN_PATHS and not self.accepts(authorization):
             raise ApiError(
                 401,
                 "a valid API key is required: send the header 'Authorization: Bearer KEY'",

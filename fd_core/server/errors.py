@@ -53,10 +53,9 @@ def invalid(message: str, param: str | None, code: str | None = None) -> ApiErro
     return ApiError(400, message, param=param, code=code)
 
 
-def unavailable(message: str, code: str, retry_after: int | None = None) -> ApiError:
+def unavailable(message: str, code: str, retry_after: int) -> ApiError:
     """Return a 503; `retry_after` in seconds tells a client when another try makes sense."""
-    headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
-    return ApiError(503, message, kind="server_error", code=code, headers=headers)
+    return ApiError(503, message, kind="server_error", code=code, headers={"Retry-After": str(retry_after)})
 
 
 def to_api_error(error: Exception) -> ApiError:

@@ -18,10 +18,9 @@ from prometheus_client.registry import Collector
 
 import fd_core
 from fd_core.engine.client import EngineClient
-from fd_core.engine.messages import EngineStats
 from fd_core.metrics import read_metrics
 
-__all__ = ["Histogram", "ServerMetrics", "engine_families", "metric_families"]
+__all__ = ["Histogram", "ServerMetrics", "metric_families"]
 
 _TTFT: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _INTER_TOKEN: Final = (0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.025, 0.05, 0.1, 0.2, 0.4, 1.0, 2.5, 10.0)
@@ -103,7 +102,7 @@ class ServerMetrics(Collector):
 
     def _engine(self) -> Iterator[Metric]:
         client = self._client
-        yield from engine_families(client.stats)
+        yield from metric_families("fdcore_", [({}, client.stats)])
         yield _gauge("engine_up", "1 while the engine answers, 0 otherwise.", float(client.alive))
         yield _gauge("engine_epoch", "Number of starts of the engine.", client.info.epoch)
         yield CounterMetricFamily(
@@ -114,11 +113,6 @@ class ServerMetrics(Collector):
         facts = {key: str(getattr(client.info, key)) for key in ("model", "architecture", "backend", "device", "dtype")}
         info.add_metric([], {"version": fd_core.__version__, **facts})
         yield info
-
-
-def engine_families(stats: EngineStats) -> Iterable[Metric]:
-    """Return every metric that the engine's statistics declare, as Prometheus wants it."""
-    return metric_families("fdcore_", [({}, stats)])
 
 
 def metric_families(prefix: str, parts: Iterable[tuple[Mapping[str, str], object]]) -> Iterable[Metric]:

@@ -45,20 +45,10 @@ _MAX_IDS: Final = 256
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Meta(extra_json_schema={"minimum": -(2**63), "maximum": 2**64 - 1})]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+_STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 Stop = Annotated[
     str | list[StopString],
-    Meta(
-        extra_json_schema={
-            "anyOf": [
-                {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
-                {
-                    "type": "array",
-                    "maxItems": MAX_STOP,
-                    "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
-                },
-            ]
-        }
-    ),
+    Meta(extra_json_schema={"anyOf": [_STOP_SCHEMA, {"type": "array", "maxItems": MAX_STOP, "items": _STOP_SCHEMA}]}),
 ]
 _IDS_SCHEMA = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 Prompt = Annotated[

@@ -16,13 +16,12 @@ from fd_core.errors import EngineDead
 from fd_core.server import listening
 from fd_core.server.app import create_app
 from fd_core.server.bounded_http import BoundedHttp
-from fd_core.server.listening import bind_socket
 from fd_core.server.registration import Registration, registration_of
 from fd_core.server.state import ServerState
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.tokenizer import Tokenizer
 
-__all__ = ["bind_socket", "serve_http"]
+__all__ = ["serve_http"]
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +49,8 @@ async def serve_http(
     `ticket_key` is for decode workers, see `create_app`.
     Raises `ConfigError` if the port is in use, or a registration that cannot work is asked for.
     """
-    sock = sock or bind_socket(config.host, config.port)
-    warn_if_open(config)
+    sock = sock or listening.bind_socket(config.host, config.port)
+    listening.warn_if_open(config.host, keys=bool(config.api_keys))
     app = create_app(config, client, tokenizer, template, ticket_key)
     state: ServerState = app.state.fd
     url = listening.url_of(config.host, sock)
@@ -102,11 +101,6 @@ async def serve_http(
     finally:
         sock.close()
         state.prompt_reader.close()
-
-
-def warn_if_open(config: ServerConfig) -> None:
-    """Warn about a server that others can reach and that asks for no key."""
-    listening.warn_if_open(config.host, keys=bool(config.api_keys))
 
 
 class _Server(uvicorn.Server):

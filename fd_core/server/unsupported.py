@@ -21,26 +21,18 @@ class Refusal(NamedTuple):
 
 
 HARMLESS: Final = frozenset(
-    {
-        "metadata",
-        "parallel_tool_calls",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
+    (
+        *("metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
         "service_tier",
-    }
+    )
 )
 
-_CONSTRAINED = Refusal("constrained output is not served; leave the field out and check the text")
+_CONSTRAINED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
 _TOOLS = Refusal("tools are not served", ([],))
 
 _BOTH: Mapping[str, Refusal] = {
     "response_format": Refusal("only the format 'text' is served", ({"type": "text"},)),
-    "guided_json": _CONSTRAINED,
-    "guided_regex": _CONSTRAINED,
-    "guided_choice": _CONSTRAINED,
-    "guided_grammar": _CONSTRAINED,
-    "structured_outputs": _CONSTRAINED,
+    **dict.fromkeys(_CONSTRAINED, Refusal("constrained output is not served; leave the field out and check the text")),
     "use_beam_search": Refusal("beam search is not served", (False,)),
     "length_penalty": Refusal("it belongs to beam search, which is not served", (1.0,)),
     "allowed_token_ids": Refusal("it is not served; logit_bias can favour or ban tokens", ([],)),

@@ -18,7 +18,7 @@ from harness.routing.trace import MEMBER, Limits, conversations, longest, read_s
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fd_core.plugins import Plugins
+from fd_core.plugins import ROUTER_POLICY, Plugins
 
 BLOCK = BLOCK_TOKENS * CHARS_PER_TOKEN
 
@@ -159,7 +159,7 @@ def test_the_report_names_the_command_and_who_was_left_out():
 
 @pytest.mark.parametrize("told", [False, True])
 def test_a_simulated_conversation_finds_at_home_what_it_said_before(told):
-    policy = Plugins.discover([]).router_policy_class("cache_aware")
+    policy = Plugins.discover([]).load(ROUTER_POLICY, "cache_aware")
     turns = [prompt_of("x" * BLOCK * blocks, "a") for blocks in (8, 16, 24)]
     settings = Settings(prefill_tps=1000.0, decode_s=0.01, slots=1, cache_blocks=100)
     one = simulate("p", policy, [("a", turns)], workers=3, settings=settings, think=Think(users=1), tokens=3, told=told)

@@ -1,5 +1,6 @@
 import json
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from fd_core.cli.bench.router import RouterTraffic
 from fd_core.cli.bench.scheduler import StepTimes, prompts
 from fd_core.cli.bench.workload import arrivals, from_file, synthetic, synthetic_ids
 from fd_core.errors import ConfigError
-from fd_core.plugins import Plugins
+from fd_core.plugins import ROUTER_POLICY, Plugins
 from fd_core.router.config import RouterConfig
 from fd_core.router.router import Router
 from tests.server.fakes import FakeClient, live
@@ -148,7 +149,7 @@ def test_router_refuses_what_cannot_be_measured(flags, exit_code, words):
 
 
 def test_router_traffic_keeps_its_requests_in_flight():
-    router = Router(RouterConfig(policy="cache_aware"), Plugins.discover([]).router_policy_class)
+    router = Router(RouterConfig(policy="cache_aware"), partial(Plugins.discover([]).load, ROUTER_POLICY))
     traffic = RouterTraffic(router, workers=3, in_flight=12, shared_tokens=256, seed=1)
     traffic.measure(7)
     state = router.snapshot()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
-from fd_core.plugins import Plugins
+from fd_core.plugins import ROUTER_POLICY, Plugins
 from fd_core.router.accounting import IDLE
 from fd_core.router.config import RouterConfig
 from fd_core.router.router import Router
@@ -14,12 +15,12 @@ from fd_core.router.selection import NoWorker, RouteRequest, Selection
 from fd_core.router.workers import Role, RouterWorker
 
 KV_PORT = 7001
-BUILTINS = Plugins.discover([])
+policy_class = partial(Plugins.discover([]).load, ROUTER_POLICY)
 
 
 def router_of(mixed: int = 0, prefill: int = 0, decode: int = 0, **settings: object) -> Router:
     """Return a router with so many healthy workers of each role, at time 0."""
-    router = Router(RouterConfig(**settings), BUILTINS.router_policy_class)  # type: ignore[arg-type]
+    router = Router(RouterConfig(**settings), policy_class)  # type: ignore[arg-type]
     for role, count in (("mixed", mixed), ("prefill", prefill), ("decode", decode)):
         for number in range(count):
             add(router, f"http://{role}{number}", role)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from fd_core.router.config import RouterConfig
 from fd_core.router.router import Router
 from fd_core.router.selection import NoWorker, Selection
 from fd_core.router.workers import ROLES, Role, RouterWorker
-from tests.router.helpers import BUILTINS, is_idle, request
+from tests.router.helpers import is_idle, policy_class, request
 
 URLS: dict[str, Role] = {
     "http://m0": "mixed",
@@ -93,7 +93,7 @@ class Interleavings(RuleBasedStateMachine):
             circuit_failure_threshold=2,
             max_attempts=4,
         )
-        self.router = Router(config, BUILTINS.router_policy_class)
+        self.router = Router(config, policy_class)
         for url in URLS:
             self.register(url, None)
             self.check(url, True, None)

@@ -14,14 +14,14 @@ from fd_core.router.builtin import fd_register_router_policies
 from fd_core.router.config import RouterConfig
 from fd_core.router.policies import Candidate, RouterPolicy, RoutingContext
 from fd_core.router.workers import RouterWorker
-from tests.router.helpers import BUILTINS
+from tests.router.helpers import policy_class
 
 NAMES = [entry.name for entry in fd_register_router_policies()]
 DRAWS = [draw / 997 for draw in range(997)]
 
 
 def policy(name: str, **settings: object) -> RouterPolicy:
-    return BUILTINS.router_policy_class(name)(RouterConfig(**settings))  # type: ignore[arg-type]
+    return policy_class(name)(RouterConfig(**settings))  # type: ignore[arg-type]
 
 
 def candidate(

@@ -13,12 +13,12 @@ from fd_core.router.router import Router
 from fd_core.router.selection import RouteRequest, Selection
 from fd_core.router.workers import Role, WorkerState
 from tests.router.helpers import (
-    BUILTINS,
     KV_PORT,
     add,
     chosen,
     is_idle,
     place,
+    policy_class,
     refused,
     request,
     router_of,
@@ -461,4 +461,4 @@ def test_settings_and_policies_that_cannot_be_used_are_refused() -> None:
     with pytest.raises(ConfigError, match="max-attempts: 0 is out of range"):
         router_of(max_attempts=0)
     with pytest.raises(PluginError, match="no router policy called 'best'"):
-        Router(RouterConfig(policy="best"), BUILTINS.router_policy_class)
+        Router(RouterConfig(policy="best"), policy_class)

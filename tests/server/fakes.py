@@ -24,7 +24,8 @@ from fd_core.scheduling.drafts import DraftStats
 from fd_core.scheduling.residencies import SchedulerCounters
 from fd_core.scheduling.scheduler import SchedulerStats
 from fd_core.scheduling.slots import SlotStats
-from fd_core.server.serve import bind_socket, serve_http
+from fd_core.server.listening import bind_socket
+from fd_core.server.serve import serve_http
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.token_bytes import Decoding
 from fd_core.text.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from fd_core.kv.tiers.stats import TierStats
 from fd_core.scheduling.kv_offloading import OffloadCounters
 from fd_core.scheduling.load_or_recompute import Pace
 from fd_core.scheduling.scheduler import SchedulerStats
-from fd_core.server.metrics import engine_families
+from fd_core.server.metrics import metric_families
 
 KV = TierStats(
     host_blocks=3,
@@ -36,7 +36,7 @@ KV = TierStats(
 def metrics(stats: EngineStats) -> dict[str, float]:
     class Engine(Collector):
         def collect(self):
-            return engine_families(stats)
+            return metric_families("fdcore_", [({}, stats)])
 
     registry = CollectorRegistry()
     registry.register(Engine())

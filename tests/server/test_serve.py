@@ -17,7 +17,8 @@ import uvloop
 
 from fd_core.config import ServerConfig
 from fd_core.errors import ConfigError
-from fd_core.server.serve import bind_socket, serve_http, warn_if_open
+from fd_core.server.listening import bind_socket, warn_if_open
+from fd_core.server.serve import serve_http
 from tests.server.fakes import FakeClient, byte_tokenizer, chat_template, live
 from tests.server.test_abort import Background, waiting
 
@@ -65,7 +66,7 @@ def test_a_port_taken_between_binding_and_listening_is_named() -> None:
 def test_an_open_server_without_a_key_warns(
     caplog: pytest.LogCaptureFixture, host: str, keys: tuple[str, ...], warned: bool
 ) -> None:
-    warn_if_open(ServerConfig(host=host, api_keys=keys))
+    warn_if_open(host, keys=bool(keys))
     assert bool(caplog.records) == warned
 
 

@@ -14,7 +14,7 @@ from fd_core.disagg.ticket import sign_ticket
 from fd_core.engine.messages import EngineStats, LeaseStats
 from fd_core.scheduling.kv_transferring import TransferCounters
 from fd_core.scheduling.scheduler import SchedulerStats
-from fd_core.server.metrics import engine_families
+from fd_core.server.metrics import metric_families
 from tests.server.fakes import FakeClient, LiveServer, live
 
 KEY = b"0123456789abcdef0123456789abcdef"
@@ -93,7 +93,9 @@ def test_a_prefill_worker_generates_nothing_but_says_where_it_is_reached(path: s
 def lines(stats: LeaseStats | None, transfers: TransferCounters | None = None) -> list[str]:
     class Leases(Collector):
         def collect(self):
-            return engine_families(EngineStats(leases=stats, scheduler=SchedulerStats(transfers=transfers)))
+            return metric_families(
+                "fdcore_", [({}, EngineStats(leases=stats, scheduler=SchedulerStats(transfers=transfers)))]
+            )
 
     registry = CollectorRegistry()
     registry.register(Leases())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -317,7 +318,7 @@ def router(
     """Without HTTP and without a model: time to select a worker for a request, and to release it."""
     from fd_core.cli.bench.router import IN_FLIGHT, OWN_TOKENS, RouterTraffic
     from fd_core.cli.bench.tables import show_router, write
-    from fd_core.plugins import installed_plugins
+    from fd_core.plugins import ROUTER_POLICY, installed_plugins
     from fd_core.router.config import RouterConfig
     from fd_core.router.router import Router
 
@@ -328,7 +329,7 @@ def router(
         task = bar.add_task("Measuring", total=len(cases))
         for count in cases:
             traffic = RouterTraffic(
-                Router(config, plugins.router_policy_class),
+                Router(config, partial(plugins.load, ROUTER_POLICY)),
                 workers=workers,
                 in_flight=count,
                 shared_tokens=shared_tokens,

@@ -19,7 +19,7 @@ import fd_core
 from fd_core.cli.scaffold import Framework
 from fd_core.errors import ConfigError
 from fd_core.hookspecs import CONTRACT_VERSION, ENTRY_POINT_GROUP
-from fd_core.plugins import KNOWN_PLUGINS, Plugins
+from fd_core.plugins import BACKEND, KNOWN_PLUGINS, Plugins
 
 __all__ = ["write_project"]
 
@@ -84,7 +84,7 @@ def _check_name(name: str) -> None:
     if keyword.iskeyword(name) or keyword.issoftkeyword(name) or name in _RESERVED:
         raise ConfigError(f"{name!r} has a meaning of its own", field="NAME", hint="take another, such as mychip")
     core = Plugins.discover([])
-    if name in core.backends():
+    if name in core.offered(BACKEND):
         raise ConfigError(f"{name} is a backend of fd_core itself", field="NAME", hint="take another name")
     if name in KNOWN_PLUGINS:
         raise ConfigError(f"{name} is the project's own plugin {KNOWN_PLUGINS[name]}", field="NAME")

@@ -26,7 +26,7 @@ def make_connector(recipe: Recipe) -> Connector:
 
 
 def _make_store(text: str) -> KVStore:
-    from fd_core.plugins import installed_plugins
+    from fd_core.plugins import STORE, installed_plugins
 
     location = parse_location(text)
-    return installed_plugins().store_class(location.scheme)(location)
+    return installed_plugins().load(STORE, location.scheme)(location)

@@ -57,9 +57,9 @@ class ConnectorSuite:
 
     def connector_class(self) -> type[Connector]:
         """Return the class of the connector; override this for a class that no plugin offers."""
-        from fd_core.plugins import installed_plugins
+        from fd_core.plugins import CONNECTOR, installed_plugins
 
-        return installed_plugins().connector_class(self.connector)
+        return installed_plugins().load(CONNECTOR, self.connector)
 
     @pytest.fixture
     def recipe(self, kv_store: str | None) -> Recipe:

@@ -121,10 +121,10 @@ class _ResultRecorder:
         if target is None or name in self._known:
             return
         self._known.add(name)
-        from fd_core.plugins import installed_plugins
+        from fd_core.plugins import BACKEND, installed_plugins
 
         dtype, device = target.ops.dtype, target.backend.describe()
-        origin = str(installed_plugins().backends()[target.name].origin)
+        origin = str(installed_plugins().offered(BACKEND)[target.name].origin)
         self._write(BackendDescribed(name, device, dtype, origin, target.emulated, dict(target.limits)))
 
     def _write(self, event: RecordedEvent) -> None:

@@ -56,9 +56,9 @@ class StoreSuite:
 
     def new_store(self, location: StoreLocation) -> KVStore:
         """Return the store that a user would get; override it for a class that no plugin offers."""
-        from fd_core.plugins import installed_plugins
+        from fd_core.plugins import STORE, installed_plugins
 
-        return installed_plugins().store_class(location.scheme)(location)
+        return installed_plugins().load(STORE, location.scheme)(location)
 
     @pytest.fixture
     def make_store(self, location: str) -> Iterator[MakeStore]:

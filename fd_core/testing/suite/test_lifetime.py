@@ -16,7 +16,7 @@ import pytest
 
 from fd_core.engine.launch import open_client
 from fd_core.engine.process import ProcessClient
-from fd_core.plugins import installed_plugins
+from fd_core.plugins import BACKEND, installed_plugins
 from fd_core.testing.golden import Golden
 from fd_core.testing.limits import ABILITIES
 from fd_core.testing.target import Target
@@ -31,7 +31,7 @@ def test_limits_are_known_and_have_reasons(target: Target) -> None:
 
 
 def test_it_says_why_it_can_run_and_what_it_runs_on(target: Target) -> None:
-    probed = installed_plugins().backends()[target.name].probe()
+    probed = installed_plugins().offered(BACKEND)[target.name].probe()
     assert probed.available
     about = target.backend.describe()
     for line in (probed.reason, about):

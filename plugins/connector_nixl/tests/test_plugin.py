@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fd_core.disagg.connectors.contract import ConnectorSettings
 from fd_core.errors import ConfigError, PluginError
-from fd_core.plugins import Plugins
+from fd_core.plugins import CONNECTOR, Plugins
 from needs import needs_nixl
 
 from fd_connector_nixl import library
@@ -18,8 +18,8 @@ from fd_connector_nixl.connector import NixlConnector
 
 def test_the_installed_plugin_offers_it() -> None:
     plugins = Plugins.discover()
-    assert plugins.connectors()["nixl"].origin.distribution == "fd-connector-nixl"
-    assert plugins.connector_class("nixl") is NixlConnector
+    assert plugins.offered(CONNECTOR)["nixl"].origin.distribution == "fd-connector-nixl"
+    assert plugins.load(CONNECTOR, "nixl") is NixlConnector
 
 
 def test_finding_it_imports_no_nixl() -> None:

@@ -15,7 +15,7 @@ import pytest
 from fd_core.backends.paddle import PaddleDevices
 from fd_core.config import EngineConfig
 from fd_core.errors import ConfigError
-from fd_core.plugins import Plugins
+from fd_core.plugins import BACKEND, Plugins
 
 from fd_gpu_cuda import backend, probe, with_onnx, with_paddle
 from fd_gpu_cuda.backend import CudaBackend
@@ -69,7 +69,7 @@ class SimpleCall:
 
 
 def test_all_three_are_offered_by_the_installed_plugin() -> None:
-    offered = Plugins.discover().backends()
+    offered = Plugins.discover().offered(BACKEND)
     names = {name for name, entry in offered.items() if entry.origin.distribution == "fd-gpu-cuda"}
     assert names == {"gpu_cuda", "gpu_cuda+paddle", "gpu_cuda+onnx"}
     assert [offered[cls.name].load() for cls in BACKENDS] == list(BACKENDS)

@@ -9,7 +9,7 @@ import pytest
 from fd_core.backends import paddle as backends
 from fd_core.backends.paddle import PaddleDevices
 from fd_core.config import EngineConfig
-from fd_core.plugins import Plugins
+from fd_core.plugins import BACKEND, Plugins
 
 from fd_metax.backend import MetaxBackend
 
@@ -22,8 +22,8 @@ def seen(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 def test_it_is_offered_by_the_installed_plugin() -> None:
     plugins = Plugins.discover()
-    assert plugins.backends()["metax"].origin.distribution == "fd-metax"
-    assert plugins.backend_class("metax") is MetaxBackend
+    assert plugins.offered(BACKEND)["metax"].origin.distribution == "fd-metax"
+    assert plugins.load(BACKEND, "metax") is MetaxBackend
 
 
 def test_discovery_imports_no_framework_and_no_backend() -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from fd_core.plugins import Plugins
+from fd_core.plugins import STORE, Plugins
 
 from fd_storage_redis.store import RedisStore
 
 
 def test_every_scheme_is_offered_by_the_installed_plugin() -> None:
     plugins = Plugins.discover()
-    offered = {name for name, entry in plugins.stores().items() if entry.origin.distribution == "fd-storage-redis"}
+    offered = {
+        name for name, entry in plugins.offered(STORE).items() if entry.origin.distribution == "fd-storage-redis"
+    }
     assert offered >= {"redis", "rediss", "unix", "redis+unix", "redis+sentinel", "redis+cluster", "valkey", "valkeys"}
-    assert all(plugins.store_class(name) is RedisStore for name in offered)
+    assert all(plugins.load(STORE, name) is RedisStore for name in offered)
 
 
 def test_discovery_imports_no_client() -> None:

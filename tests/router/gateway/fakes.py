@@ -10,6 +10,7 @@ import json
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -17,7 +18,7 @@ from aiohttp import web
 from yarl import URL
 
 from fd_core.disagg.ticket import KV_PORT_HEADER, OUTCOME_HEADER, ROLE_HEADER, TICKET_HEADER, read_ticket
-from fd_core.plugins import installed_plugins
+from fd_core.plugins import ROUTER_POLICY, installed_plugins
 from fd_core.router.accounting import IDLE
 from fd_core.router.config import RouterConfig
 from fd_core.router.gateway.config import GatewayConfig
@@ -263,7 +264,7 @@ async def routed(
     """Put a gateway before workers that serve already; at the end every counter must be zero."""
     config = GatewayConfig(**{"router_secret": "a secret of the cluster", "drain_seconds": 0.5} | settings)
     chosen = {"policy": "round_robin", "health_check_interval_secs": 0.05, "health_check_timeout_secs": 0.2}
-    made = Router(RouterConfig(**chosen | (router or {})), installed_plugins().router_policy_class)
+    made = Router(RouterConfig(**chosen | (router or {})), partial(installed_plugins().load, ROUTER_POLICY))
     for worker in workers:
         made.register(worker.url, worker.role, 0.0)
     sock, admin_sock = bind_socket("127.0.0.1", 0), bind_socket("127.0.0.1", 0)
