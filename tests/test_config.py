@@ -47,6 +47,7 @@ def test_settings_that_cannot_be_kept_are_refused(settings: dict[str, object], f
     assert caught.value.field == field
 
 
+@pytest.mark.law("2.5")
 def test_a_budget_below_one_decode_with_its_drafts_is_refused() -> None:
     three = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
     assert limits(speculative=three, max_num_batched_tokens=4).max_drafts == 3

@@ -44,11 +44,13 @@ def test_token_zero_is_a_token() -> None:
         [-2, EMPTY_TOKEN_ID, EMPTY_TOKEN_ID, EMPTY_TOKEN_ID],
     ],
 )
+@pytest.mark.law("1.3")
 def test_a_row_that_the_protocol_does_not_allow_is_refused(row: list[int]) -> None:
     with pytest.raises(MalformedOutput, match="slot 1"):
         read(np.array([[EMPTY_TOKEN_ID] * WIDTH, row], np.int32))
 
 
+@pytest.mark.law("1.3")
 def test_an_error_does_not_hide_the_release_of_its_slot() -> None:
     outcomes = read(np.array([[PREEMPTED_TOKEN_ID], [4]], np.int32), errors=((0, "broken"), (1, "broken")))
     assert outcomes.kinds.tolist() == [Outcome.RELEASED, Outcome.ERROR]

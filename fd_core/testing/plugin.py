@@ -1,4 +1,4 @@
-"""The pytest plugin of the conformance kit: an option, and nothing else until it is used."""
+"""The pytest plugin of the conformance kit: an option and a marker, and nothing else until they are used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pytest
 
-__all__ = ["pytest_addoption"]
+__all__ = ["pytest_addoption", "pytest_configure"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -21,3 +21,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
             metavar="NAME[:FIELD=VALUE,...]",
             help="backend for `--pyargs fd_core.testing.suite`, with engine settings if need be; may be repeated",
         )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Name the marker with which tests say which rules of `fd_core.testing.law` they hold."""
+    config.addinivalue_line("markers", "law(rule, ...): holds these rules of the law, docs/law.md")

@@ -102,6 +102,7 @@ def test_an_open_that_comes_again_after_the_end_opens_nothing() -> None:
         assert len(pair.prefill.arrived) == 1
 
 
+@pytest.mark.law("6.2")
 def test_late_pieces_are_answered_with_an_abort() -> None:
     def judge(direction, parts):
         late = direction == "down" and isinstance(WIRE.open_from_prefill(parts[0]), KVPiece)

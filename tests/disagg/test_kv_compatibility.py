@@ -25,6 +25,7 @@ def test_equal_workers_fit() -> None:
     assert difference(COMPATIBILITY, changed()) is None
 
 
+@pytest.mark.law("6")
 def test_every_field_has_to_be_equal() -> None:
     assert set(OTHER) == set(KVCompatibility.__struct_fields__)
     for name, value in OTHER.items():

@@ -90,6 +90,7 @@ def test_a_runner_that_fails_is_reported_with_its_reason(kind: type[Device]) -> 
 
 
 @pytest.mark.parametrize("kind", [ThreadDevice, SocketDevice])
+@pytest.mark.law("1.8")
 def test_a_runner_that_stalls_is_noticed(kind: type[Device]) -> None:
     device = kind(_FaultyRunner("stall"))  # type: ignore[call-arg]
     device.submit(_empty_plan())

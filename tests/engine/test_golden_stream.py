@@ -19,6 +19,7 @@ def expected() -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.law("4")
 def test_texts_survive_a_pool_that_preempts(expected: dict[str, list[int]], depth: int, prefix_caching: bool) -> None:
     engine = null_engine(num_kv_blocks=30, pipeline_depth=depth, enable_prefix_caching=prefix_caching)
     texts = run(engine, SPECS)
@@ -49,6 +50,7 @@ def test_texts_do_not_depend_on_limits(slots: int, budget: int, blocks: int, dep
     engine.close()
 
 
+@pytest.mark.law("3.6")
 def test_gauges_return_to_their_start() -> None:
     engine = null_engine(num_kv_blocks=30, pipeline_depth=2)
     before = engine.stats().scheduler

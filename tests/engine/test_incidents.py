@@ -43,6 +43,7 @@ def plan_until(stepper: Stepper, depth: int, state: State, request_id: str) -> N
 
 
 @pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.law("1.3")
 def test_a_batch_that_is_preempted_as_a_whole_is_answered(depth: int) -> None:
     specs = long_ones(2)
     stepper = pressed(specs)
@@ -70,6 +71,7 @@ def test_a_batch_that_is_aborted_as_a_whole_is_answered() -> None:
 
 
 @pytest.mark.parametrize("k", [0, 1, 3, 5])
+@pytest.mark.law("1.1")
 def test_a_request_preempted_repeatedly_with_outputs_in_flight_loses_nothing(k: int) -> None:
     specs = long_ones(4)
     stepper = pressed(specs, k, wrong=0.3)
@@ -110,6 +112,7 @@ def test_what_was_in_flight_at_a_preemption_is_delivered_not_computed_again() ->
 
 
 @pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.law("1.6")
 def test_a_text_that_ends_while_it_drains_is_not_requeued(depth: int) -> None:
     specs = long_ones(3)
     text = scripted(specs[2])
@@ -131,6 +134,7 @@ def test_a_text_that_ends_while_it_drains_is_not_requeued(depth: int) -> None:
 # Abort in each state ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.law("1.7")
 def test_abort_while_waiting_leaves_at_once_and_is_never_prefilled() -> None:
     stepper = Stepper(small_engine([], max_num_seqs=1))
     stepper.submit(*long_ones(2))
@@ -168,6 +172,7 @@ def test_abort_while_running_delivers_what_was_in_flight_and_then_ends() -> None
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.law("1.7")
 def test_abort_while_draining_ends_with_the_release_and_not_before(depth: int) -> None:
     specs = long_ones(3)
     stepper = pressed(specs)
@@ -215,6 +220,7 @@ def test_a_prefill_that_leaves_lets_those_that_waited_for_its_prefix_in() -> Non
 
 @pytest.mark.parametrize("k", [0, 1, 3, 5])
 @pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.law("2.1")
 def test_a_budget_equal_to_the_decode_demand_serves_every_decode_with_all_its_drafts(k: int, depth: int) -> None:
     specs = [greedy(f"r{index}", PROMPTS[index][: 1 + k], 40) for index in range(4)]
     engine = small_engine(specs, k, num_kv_blocks=64, max_num_batched_tokens=4 * (1 + k))
@@ -226,6 +232,7 @@ def test_a_budget_equal_to_the_decode_demand_serves_every_decode_with_all_its_dr
 
 
 @pytest.mark.parametrize("k", [0, 1, 3, 5])
+@pytest.mark.law("2.4")
 def test_the_smallest_legal_budget_brings_everybody_to_the_end(k: int) -> None:
     specs = [greedy(f"r{index}", PROMPTS[index][:8], 20) for index in range(4)]
     stepper = pressed(specs, k, wrong=0.3, max_num_batched_tokens=1 + k)
@@ -238,6 +245,7 @@ def test_the_smallest_legal_budget_brings_everybody_to_the_end(k: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.law("3.4")
 def test_one_victim_is_enough_while_its_blocks_are_fenced(depth: int) -> None:
     specs = long_ones(4)
     stepper = pressed(specs)
@@ -270,6 +278,7 @@ def test_nobody_is_admitted_in_a_pass_that_preempted() -> None:
 # A device that stalls ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.law("1.8")
 def test_a_step_that_is_not_answered_in_time_is_an_engine_fault() -> None:
     engine = null_engine(pipeline_depth=2, watchdog_seconds=0.1)
     go_on = threading.Event()

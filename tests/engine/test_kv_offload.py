@@ -42,6 +42,7 @@ def longest_step(engine: Engine) -> float:
 
 
 @pytest.mark.parametrize("stalled", ["longest_prefix", "get", "put"])
+@pytest.mark.law("5.1")
 def test_a_stalled_store_does_not_hold_a_plan(stalled: str, secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store takes as long as it may, 0.6 s and more; no turn of the loop takes a part of that."""
     released = threading.Event()
@@ -97,6 +98,7 @@ def test_decisions_do_not_pile_up_where_nobody_reads_them(tmp_path: Path, secret
     assert counters.loads + counters.declined > 0
 
 
+@pytest.mark.law("5.3")
 def test_whatever_decides_the_kv_of_a_block_decides_its_name(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextlib.contextmanager
     def checkpoint(path: Path) -> Iterator[SimpleNamespace]:

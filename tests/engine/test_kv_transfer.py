@@ -101,6 +101,7 @@ def prefill_runs(two: Pair) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.law("6.2")
 def test_texts_are_as_if_one_worker_had_computed_them(secret: str, depth: int) -> None:
     specs = random_specs(30, seed=5)
     with pair(secret, {"pipeline_depth": depth}, {"pipeline_depth": depth, "num_kv_blocks": 100}) as two:
@@ -133,6 +134,7 @@ def test_what_the_prefill_side_had_cached_is_told_and_sent_too(secret: str) -> N
         assert two.texts.tokens["again"] == golden(LONG[:1])["r0"]
 
 
+@pytest.mark.law("6.3")
 def test_a_decode_side_under_pressure_preempts_and_goes_on_by_itself(secret: str) -> None:
     with pair(secret, decode={"num_kv_blocks": 26, "max_num_seqs": 6}) as two:
         specs = [greedy(f"r{index}", range(index, index + 40), 100) for index in range(8)]
@@ -165,6 +167,7 @@ def test_a_prefill_side_that_does_not_fit_refuses_and_the_prompt_is_computed_her
         two.until(lambda: at_rest(two), 5)
 
 
+@pytest.mark.law("6")
 def test_another_secret_gets_no_answer_and_the_prompt_is_computed_here(secret: str, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_bytes(b"another sixteen b")
@@ -185,6 +188,7 @@ def test_nobody_at_the_address_is_found_out_at_once(secret: str) -> None:
         assert two.texts.tokens == golden(LONG[:1])
 
 
+@pytest.mark.law("6.1")
 def test_an_abort_on_the_decode_side_ends_the_request_of_the_prefill_side(secret: str) -> None:
     with pair(secret, {"max_num_batched_tokens": 8}) as two:
         two.submit(LONG[0])

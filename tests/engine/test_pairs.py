@@ -47,6 +47,7 @@ def test_a_text_behind_transferred_kv_is_the_golden_one(length: int, depth: int,
 
 
 @pytest.mark.parametrize("outcome", FAILURES)
+@pytest.mark.law("6.3")
 def test_a_text_is_the_golden_one_though_the_transfer_failed(outcome: PrefillOutcome) -> None:
     pair = pair_of(LONG)
     pair.decode.submit(*elsewhere(LONG))

@@ -81,6 +81,7 @@ def test_good_drafts_save_steps() -> None:
     depth=st.integers(1, 3),
     seed=st.integers(0, 99),
 )
+@pytest.mark.law("4")
 def test_texts_do_not_depend_on_limits_or_luck(
     k: int, wrong: float, slots: int, extra_budget: int, blocks: int, depth: int, seed: int
 ) -> None:

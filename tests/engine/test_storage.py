@@ -60,6 +60,7 @@ def finish_all(stepper: Stepper, tiers: ScriptedTiers, how: How = How.WELL) -> N
 
 
 @pytest.mark.parametrize(("how", "loads_something"), [(How.WELL, True), (How.IN_PART, True), (How.BADLY, False)])
+@pytest.mark.law("5.2")
 def test_a_preempted_request_comes_back_with_what_could_be_loaded(how: How, loads_something: bool) -> None:
     stepper, tiers = stepper_with_tiers(LONG)
     start(stepper, tiers, LONG)
@@ -79,6 +80,7 @@ def test_a_preempted_request_comes_back_with_what_could_be_loaded(how: How, load
     assert stepper.probe.residencies.counters.recomputed_tokens < 60 - counters.loaded_tokens
 
 
+@pytest.mark.law("3.2")
 def test_blocks_of_a_victim_stay_fenced_until_they_are_copied() -> None:
     stepper, tiers = stepper_with_tiers(LONG)
     start(stepper, tiers, LONG)
@@ -133,6 +135,7 @@ def test_a_request_waits_for_its_lookup_and_others_pass() -> None:
     assert stepper.state_of("long") is State.RUNNING
 
 
+@pytest.mark.law("5.6")
 def test_what_is_sooner_computed_is_not_loaded_but_tried_again_in_the_end() -> None:
     stepper, tiers = stepper_with_tiers(LONG)
     offloading = stepper.probe.offloading
@@ -189,6 +192,7 @@ def test_blocks_already_stored_are_not_stored_again_until_a_lookup_misses_them()
     assert np.array_equal(again.blocks, blocks[1:])
 
 
+@pytest.mark.law("1.4")
 def test_loading_slots_count_against_the_number_of_requests_at_a_time() -> None:
     specs = [greedy(f"r{index}", range(index, index + 9), 6) for index in range(6)]
     stepper, tiers = stepper_with_tiers(*specs, blocks=40, finished=True)
@@ -207,6 +211,7 @@ def test_loading_slots_count_against_the_number_of_requests_at_a_time() -> None:
     assert stepper.run(1).tokens == golden([*specs, *again])
 
 
+@pytest.mark.law("3.5")
 def test_only_settled_blocks_of_a_victim_are_saved() -> None:
     stepper, tiers = stepper_with_tiers(LONG)
     stepper.submit(LONG)
@@ -227,6 +232,7 @@ def test_only_settled_blocks_of_a_victim_are_saved() -> None:
 
 
 @pytest.mark.parametrize("salts", [("", "another"), ("tenant-1", "tenant-2"), ("a", "ab")])
+@pytest.mark.law("5.3")
 def test_a_prefix_is_not_loaded_under_another_salt(salts: tuple[str, str]) -> None:
     stored = greedy("long", LONG.prompt, 30, cache_salt=salts[0])
     stepper, tiers = stepper_with_tiers(stored, finished=True, persist=True)

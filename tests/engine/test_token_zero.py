@@ -37,6 +37,7 @@ def deliver(spec: RequestSpec, k: int, depth: int) -> tuple[list[int], FinishRea
 
 @DRAFTS
 @DEPTHS
+@pytest.mark.law("1.9")
 def test_it_is_delivered(k: int, depth: int) -> None:
     prompt, place = with_zero_inside()
     spec = greedy("a", prompt, LENGTH)
@@ -46,6 +47,7 @@ def test_it_is_delivered(k: int, depth: int) -> None:
 
 @DRAFTS
 @DEPTHS
+@pytest.mark.law("1.9")
 def test_as_a_stop_token_it_ends_a_text(k: int, depth: int) -> None:
     prompt, place = with_zero_inside()
     whole = scripted(greedy("a", prompt, LENGTH))
@@ -108,6 +110,7 @@ def test_penalties_count_it(penalty: str) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.law("1.9")
 def test_as_a_draft_it_is_accepted(k: int) -> None:
     prompt, _ = with_zero_inside()
     spec = greedy("a", prompt, LENGTH)

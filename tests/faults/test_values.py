@@ -60,6 +60,7 @@ def payloads(place: Place) -> dict[bytes, bytes]:
     return {key: value[envelope.HEADER_BYTES :] for key, value in place.values().items()}
 
 
+@pytest.mark.law("5.4")
 def test_none_of_ten_thousand_corruptions_is_used(place: Place, secret: Path) -> None:
     print(f"seed {SEED}")
     rng = np.random.default_rng(SEED)
@@ -168,6 +169,7 @@ def test_values_of_others_in_the_same_namespace_are_not_found_and_not_used_under
     again.close()
 
 
+@pytest.mark.law("5.4")
 def test_our_keys_sealed_with_another_secret_or_by_another_format_are_not_used(
     place: Place, secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

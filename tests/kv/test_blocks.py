@@ -105,6 +105,7 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
+@pytest.mark.law("3.1")
 def test_release_of_a_free_block_is_an_error() -> None:
     pool = BlockPool(4)
     blocks = pool.allocate(2)
@@ -114,6 +115,7 @@ def test_release_of_a_free_block_is_an_error() -> None:
         pool.release(blocks, -1)
 
 
+@pytest.mark.law("3.2")
 def test_a_shared_block_stays_fenced_for_the_latest_of_its_owners() -> None:
     pool = BlockPool(1)
     blocks = pool.allocate(1)

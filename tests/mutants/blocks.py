@@ -159,12 +159,12 @@ MUTANTS = (
     ),
     mutant(
         "the-hash-ignores-the-salt",
-        "3 and 5.3: tenants do not share KV",
+        "5.3: tenants do not share KV",
         (PREFIX, "self._identity + salt.encode()", "self._identity"),
     ),
     mutant(
         "the-scheduler-ignores-the-salt",
-        "3 and 5.3: tenants do not share KV",
+        "5.3: tenants do not share KV",
         (SCHEDULER, "self._prefixes.root(spec.cache_salt)", 'self._prefixes.root("")'),
     ),
     mutant(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from fd_core.router.accounting import IDLE, WorkerLoad, WorkerLoads
 from fd_core.router.selection import Selection
 from fd_core.router.workers import RouterWorker
@@ -44,6 +46,7 @@ def test_what_ends_before_its_first_token_gives_back_its_prefill_tokens_as_well(
     assert loads.by_worker() == {} and loads.faults == 0
 
 
+@pytest.mark.law("7.1")
 def test_the_prefill_side_ends_at_the_first_token() -> None:
     loads = loads_of()
     other, selection = take(loads, 7, PREFILL, DECODE), take(loads, 100, PREFILL, DECODE)
@@ -55,6 +58,7 @@ def test_the_prefill_side_ends_at_the_first_token() -> None:
     assert loads.by_worker() == {} and loads.faults == 0
 
 
+@pytest.mark.law("7.1")
 def test_a_second_release_is_a_fault_and_changes_nothing() -> None:
     loads = loads_of()
     take(loads, 7, MIXED)

@@ -81,6 +81,7 @@ def test_the_two_sides_of_a_pair_draw_independently() -> None:
     assert len(pairs) == 4
 
 
+@pytest.mark.law("7.2")
 def test_only_what_was_served_is_recorded_and_then_attracts() -> None:
     router = router_of(mixed=2, **AWARE)
     with place(router, PROMPT, rng=0.9) as selection:
@@ -223,6 +224,7 @@ def test_a_prefix_expires_and_its_memory_is_given_back() -> None:
     assert router.snapshot().workers[0].index_blocks == 0
 
 
+@pytest.mark.law("7.2")
 def test_the_policy_sees_the_prompt_and_no_prompt_is_empty() -> None:
     seen: list[RoutingContext] = []
 
@@ -283,6 +285,7 @@ def test_the_load_of_an_unhealthy_worker_does_not_unbalance_the_others() -> None
     assert all(serve(router, PROMPT, rng=rng) == warm for rng in (0.0, 0.5, 0.99))
 
 
+@pytest.mark.law("7.4")
 def test_health_checks_never_write_counters() -> None:
     router = router_of(mixed=1, health_failure_threshold=2)
     selection = place(router, PROMPT)
@@ -299,6 +302,7 @@ def test_health_checks_never_write_counters() -> None:
     assert is_idle(router)
 
 
+@pytest.mark.law("7.4")
 def test_a_worker_that_comes_back_holds_nothing() -> None:
     router = router_of(mixed=1, **AWARE)
     worker = serve(router, PROMPT)
@@ -313,6 +317,7 @@ def test_a_worker_that_comes_back_holds_nothing() -> None:
     assert is_idle(router)
 
 
+@pytest.mark.law("7.3")
 def test_a_retry_goes_to_another_worker_until_none_is_left() -> None:
     router = router_of(mixed=2)
     with place(router) as first:
@@ -358,6 +363,7 @@ def test_attempts_are_bounded() -> None:
     assert refused(router.retry(second, 0.0, 0.0)).reason == "too_many_attempts"
 
 
+@pytest.mark.law("7.3")
 def test_nothing_is_retried_once_the_answer_began() -> None:
     router = router_of(mixed=2)
     with place(router) as selection:

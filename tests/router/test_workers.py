@@ -59,6 +59,7 @@ def test_the_same_process_is_the_same_incarnation() -> None:
     assert state_of(registry, worker) is WorkerState.HEALTHY
 
 
+@pytest.mark.law("7.4")
 def test_another_process_is_another_incarnation_although_no_check_failed() -> None:
     registry = registry_of()
     worker = healthy(registry, instance="one")

@@ -64,6 +64,7 @@ def start_of(plan: StepPlan, request: Request) -> int:
 # Waiting costs nothing ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.law("2.6")
 def test_of_ten_thousand_that_wait_behind_one_that_does_not_fit_nobody_is_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -82,6 +83,7 @@ def test_of_ten_thousand_that_wait_behind_one_that_does_not_fit_nobody_is_looked
     assert len(hashes) <= 4
 
 
+@pytest.mark.law("2.6")
 def test_with_all_slots_taken_nobody_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     s = scheduler(max_num_seqs=1)
     add(s, spec("running"))

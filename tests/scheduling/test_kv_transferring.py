@@ -197,6 +197,7 @@ def test_whatever_else_became_of_it_the_prompt_is_computed_here(outcome: Prefill
 
 
 @pytest.mark.parametrize("outcome", FAILURES)
+@pytest.mark.law("3.5")
 def test_blocks_of_a_failed_fetch_name_no_prefix(outcome: PrefillOutcome) -> None:
     s = scheduler()
     request, fetch = begin(s, elsewhere("a", 11))
@@ -245,6 +246,7 @@ def test_a_restarted_request_that_has_a_text_goes_on_here() -> None:
 
 
 @pytest.mark.parametrize("outcome", ["transferred", *FAILURES])
+@pytest.mark.law("3.2")
 def test_blocks_are_pinned_until_the_fetch_is_over_though_its_request_was_aborted(outcome: PrefillOutcome) -> None:
     s = scheduler()
     request, fetch = begin(s, elsewhere("a", 11))
@@ -355,6 +357,7 @@ def test_who_waits_for_kv_counts_against_the_number_of_requests_at_a_time() -> N
 
 
 @pytest.mark.parametrize(("max_tokens", "leases"), [(1, 2), (5, 1)])
+@pytest.mark.law("6.1")
 def test_a_lease_is_taken_only_with_room_for_what_loading_requests_will_grow_to(max_tokens: int, leases: int) -> None:
     s = scheduler(num_kv_blocks=10)
     s.probe().control.forecast.share = 1.0

@@ -43,6 +43,7 @@ def names(deltas: list[Delta]) -> set[str]:
 
 
 @pytest.mark.parametrize("change", [{"epoch": 2}, {"step": 5}, {"step": -1}])
+@pytest.mark.law("1.5")
 def test_an_answer_of_another_epoch_or_step_is_dropped_whole(change: dict[str, int]) -> None:
     stepper, plan, output = two_running()
     assert commit(stepper, plan, dataclasses.replace(output, **change)) == []
@@ -65,6 +66,7 @@ def test_answers_apply_in_the_order_of_their_steps() -> None:
     assert names(commit(stepper, plan, output)) == {"a", "b"}
 
 
+@pytest.mark.law("1.5")
 def test_a_row_of_another_gen_is_dropped_and_counted() -> None:
     stepper, plan, output = two_running()
     gens = output.gens.copy()
@@ -110,6 +112,7 @@ def test_an_error_beside_a_revocation_hides_neither() -> None:
     stepper.check_idle()
 
 
+@pytest.mark.law("1.3")
 def test_an_error_of_a_revoked_slot_does_not_hide_its_release() -> None:
     stepper, plan, output = one_taken_back()
     failed = dataclasses.replace(output, errors=((plan.revocations[0].slot, "numbers overflowed"),))
@@ -163,6 +166,7 @@ def test_a_take_back_without_its_release_is_a_fault() -> None:
         commit(stepper, plan, dataclasses.replace(output, tokens=tokens))
 
 
+@pytest.mark.law("1.2")
 def test_a_release_that_nobody_asked_for_is_a_fault() -> None:
     stepper, plan, output = one_taken_back()
     tokens = output.tokens.copy()
@@ -171,6 +175,7 @@ def test_a_release_that_nobody_asked_for_is_a_fault() -> None:
         commit(stepper, plan, dataclasses.replace(output, tokens=tokens))
 
 
+@pytest.mark.law("1.2")
 def test_a_release_of_another_gen_leaves_the_slot_draining() -> None:
     stepper, plan, output = one_taken_back()
     gens = output.gens.copy()

@@ -114,6 +114,7 @@ def test_the_smallest_budget_makes_progress() -> None:
     assert not s.has_work
 
 
+@pytest.mark.law("2.3")
 def test_a_request_that_was_aborted_in_the_same_pass_is_not_charged() -> None:
     s = scheduler()
     s.add(spec("a"))
@@ -123,6 +124,7 @@ def test_a_request_that_was_aborted_in_the_same_pass_is_not_charged() -> None:
     assert (plan.total_tokens, [back.slot for back in plan.revocations]) == (0, [0])
 
 
+@pytest.mark.law("2.4")
 def test_a_take_back_happens_even_when_no_budget_is_left() -> None:
     s = scheduler(max_num_batched_tokens=2)
     for name in "abc":
@@ -149,6 +151,7 @@ def test_blocks_running_out_takes_back_the_youngest_only() -> None:
     s.check_integrity()
 
 
+@pytest.mark.law("3.4")
 def test_blocks_that_are_fenced_are_waited_for_before_another_victim_is_taken() -> None:
     s = scheduler(num_kv_blocks=10, max_num_seqs=3, pipeline_depth=2)
     for index, name in enumerate("abc"):
@@ -181,6 +184,7 @@ def test_priority_goes_first_and_is_taken_back_last() -> None:
     assert occupant.spec.request_id == "high"
 
 
+@pytest.mark.law("2.1")
 def test_a_cached_prefix_is_not_charged_but_the_last_token_always_is() -> None:
     s = scheduler(hasher=HASHER)
     s.add(spec("a", length=8))
@@ -221,6 +225,7 @@ def test_an_abort_of_a_request_that_waits_ends_it_at_once() -> None:
     assert s.stats().outputs.finished[FinishReason.ABORT] == 1
 
 
+@pytest.mark.law("1.7")
 def test_an_abort_of_a_running_request_ends_it_with_its_release() -> None:
     s = scheduler()
     s.add(spec("a"))
@@ -272,6 +277,7 @@ def test_a_new_residency_is_not_charged_for_the_drafts_of_the_one_before() -> No
     assert (plan.num_tokens.tolist(), s.probe().slots.drafts_ready.tolist()) == ([1], [0])
 
 
+@pytest.mark.law("3.2")
 def test_blocks_come_free_with_the_answer_to_the_last_step_that_touches_them() -> None:
     s = scheduler(num_kv_blocks=10, pipeline_depth=2)
     s.add(spec("a", length=6))
@@ -285,6 +291,7 @@ def test_blocks_come_free_with_the_answer_to_the_last_step_that_touches_them() -
     assert [*free, s.probe().pool.num_free] == [8, 8, 10]
 
 
+@pytest.mark.law("3.3")
 def test_a_prefix_that_matched_is_not_evicted_to_make_room_behind_it() -> None:
     s = scheduler(hasher=HASHER, num_kv_blocks=10, max_num_batched_tokens=32)
     s.add(spec("a", length=17, max_tokens=1))
@@ -298,6 +305,7 @@ def test_a_prefix_that_matched_is_not_evicted_to_make_room_behind_it() -> None:
     s.check_integrity()
 
 
+@pytest.mark.law("1.4")
 def test_a_request_waits_for_its_release_before_it_may_return() -> None:
     s = scheduler(num_kv_blocks=10, max_num_seqs=3, pipeline_depth=2)
     for index, name in enumerate("abc"):

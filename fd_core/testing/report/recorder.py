@@ -110,7 +110,7 @@ class _ResultRecorder:
                 section=section,
                 test=test,
                 outcome=_outcome(report),
-                reason="" if report.passed else _reason(report, call),
+                reason="" if report.passed else _reason(item, report, call),
                 seconds=round(call.duration, 4),
             )
             self._write(CaseEnded(target, result))
@@ -149,12 +149,14 @@ def _outcome(report: pytest.TestReport) -> CaseOutcome:
     return "pass" if report.passed else "limit" if report.skipped else "fail"
 
 
-def _reason(report: pytest.TestReport, call: pytest.CallInfo[None]) -> str:
-    """Return one line that says what happened."""
+def _reason(item: pytest.Item, report: pytest.TestReport, call: pytest.CallInfo[None]) -> str:
+    """Return one line that says what happened, and which rules of the law a failed test holds."""
     if call.excinfo is None:
         return ""
     lines = str(call.excinfo.value).strip().splitlines()
     text = lines[0].removeprefix("not tested: ") if lines else ""
     if report.failed and not isinstance(call.excinfo.value, AssertionError):
         text = f"{call.excinfo.typename}: {text}"
+    if report.failed and (rules := [rule for mark in item.iter_markers("law") for rule in mark.args]):
+        text = f"law {', '.join(rules)}: {text}"
     return text[:300] or call.excinfo.typename

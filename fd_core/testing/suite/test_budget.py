@@ -50,6 +50,7 @@ def counted_forward(target: Target) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("depth", thorough_but([1, 2], 2))
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
+@pytest.mark.law("2.1")
 def test_a_budget_equal_to_the_demand_serves_every_decode(target: Target, golden: Golden, k: int, depth: int) -> None:
     specs = [greedy(f"r{index}", PROMPTS[index][: 1 + k], 20) for index in range(3)]
     budget = 3 * (1 + k)
@@ -66,6 +67,7 @@ def test_a_budget_equal_to_the_demand_serves_every_decode(target: Target, golden
 
 
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
+@pytest.mark.law("2.4")
 def test_the_smallest_legal_budget_brings_everybody_to_the_end(target: Target, golden: Golden, k: int) -> None:
     specs = [greedy(f"r{index}", PROMPTS[index][:8], 12) for index in range(3)]
     with counted_forward(target) as counts:
@@ -80,6 +82,7 @@ def test_the_smallest_legal_budget_brings_everybody_to_the_end(target: Target, g
     golden.check(specs, stepper.texts.tokens)
 
 
+@pytest.mark.law("2")
 def test_each_step_computes_what_it_was_charged(target: Target, golden: Golden) -> None:
     """Prompts in chunks beside decodes: no step computes a token that its plan does not name, or its padding."""
     specs = [greedy(f"r{index}", PROMPTS[index][: 3 + 4 * index], 10) for index in range(4)]
@@ -92,11 +95,13 @@ def test_each_step_computes_what_it_was_charged(target: Target, golden: Golden) 
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.law("2")
 def test_padding_never_exceeds_the_budget(target: Target, rows: int) -> None:
     with target.engine(max_num_batched_tokens=4) as engine:
         assert rows <= engine.probe().runner.probe().ops.padded_rows(rows) <= 4
 
 
+@pytest.mark.law("2.5")
 def test_a_budget_below_one_decode_with_its_drafts_is_refused(target: Target) -> None:
     with pytest.raises(ConfigError, match="takes 4 tokens"), target.engine(3, max_num_batched_tokens=3):
         pass

@@ -31,6 +31,7 @@ def specs_of(target: Target, count: int = 6) -> list[RequestSpec]:
 
 
 @pytest.mark.parametrize("slots", thorough_but([1, 8], 8))
+@pytest.mark.law("4")
 def test_batching_changes_no_text(target: Target, golden: Golden, slots: int) -> None:
     specs = specs_of(target)
     with target.engine(**ROOM | {"max_num_seqs": slots}) as engine:
@@ -38,6 +39,7 @@ def test_batching_changes_no_text(target: Target, golden: Golden, slots: int) ->
 
 
 @pytest.mark.parametrize("budget", thorough_but([1, 7, 24], 7))
+@pytest.mark.law("4")
 def test_chunking_changes_no_text(target: Target, golden: Golden, budget: int) -> None:
     specs = specs_of(target)
     with target.engine(**ROOM | {"max_num_batched_tokens": budget}) as engine:
@@ -51,6 +53,7 @@ def test_the_size_of_blocks_changes_no_text(target: Target, golden: Golden, size
         golden.check(specs, run(engine, specs).tokens)
 
 
+@pytest.mark.law("4")
 def test_a_shared_prefix_changes_no_text(target: Target, golden: Golden) -> None:
     prefix = [(5 * place) % 90 for place in range(24)]
     specs = [greedy(f"r{index}", [*prefix, index], 12) for index in range(5)]
@@ -61,6 +64,7 @@ def test_a_shared_prefix_changes_no_text(target: Target, golden: Golden) -> None
 
 @pytest.mark.parametrize("depth", thorough_but([1, 2, 3], 2))
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "recomputed"])
+@pytest.mark.law("4")
 def test_preemption_changes_no_text(target: Target, golden: Golden, keep: bool, depth: int) -> None:
     specs = [greedy(spec.request_id, spec.prompt[:20], 38) for spec in specs_of(target)]
     with target.engine(pipeline_depth=depth, save_preempted_kv=keep) as engine:
@@ -72,6 +76,7 @@ def test_preemption_changes_no_text(target: Target, golden: Golden, keep: bool, 
 
 @pytest.mark.parametrize("wrong", thorough_but([0.0, 0.3, 1.0], 0.3))
 @pytest.mark.parametrize("k", thorough_but([1, 3, 5], 3))
+@pytest.mark.law("4")
 def test_speculation_changes_no_text(target: Target, golden: Golden, k: int, wrong: float) -> None:
     specs = specs_of(target)
     with target.engine(k, golden.whole(specs), wrong, **ROOM) as engine:

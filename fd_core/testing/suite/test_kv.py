@@ -120,6 +120,7 @@ def test_an_engine_goes_on_from_imported_blocks(target: Target, golden: Golden) 
 
 
 @pytest.mark.parametrize("depth", thorough_but([1, 2], 2))
+@pytest.mark.law("5.2")
 def test_texts_survive_a_preemption_whose_kv_is_restored(target: Target, golden: Golden, depth: int) -> None:
     specs = [greedy(f"r{index}", range(index, index + 14), 40) for index in range(3)]
     with target.engine(pipeline_depth=depth, save_preempted_kv=True, num_kv_blocks=18) as engine:

@@ -50,6 +50,7 @@ def test_it_computes_in_the_dtype_asked_for(target: Target, require: Callable[..
 
 
 @pytest.mark.fd_thorough
+@pytest.mark.law("4")
 def test_a_text_survives_a_crash_in_the_middle(target: Target, golden: Golden, require: Callable[..., None]) -> None:
     """The engine's process is killed while two requests run; another one goes on where they were."""
     require("own_process")

@@ -46,6 +46,7 @@ def by_hand(target: Target, golden: Golden, k: int = 0) -> Iterator[ByHand]:
 
 
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
+@pytest.mark.law("1.2")
 def test_a_revocation_is_answered_in_its_own_step(target: Target, golden: Golden, k: int) -> None:
     with by_hand(target, golden, k) as hand:
         for slot in (0, 2, 3):
@@ -59,6 +60,7 @@ def test_a_revocation_is_answered_in_its_own_step(target: Target, golden: Golden
 
 
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
+@pytest.mark.law("1.3")
 def test_rows_beside_a_revocation_keep_their_tokens(target: Target, golden: Golden, k: int) -> None:
     with by_hand(target, golden, k) as hand:
         for slot in range(4):
@@ -74,6 +76,7 @@ def test_rows_beside_a_revocation_keep_their_tokens(target: Target, golden: Gold
             golden.check_prefix(spec, delivered)
 
 
+@pytest.mark.law("1.2")
 def test_a_row_that_is_left_out_of_a_step_is_not_released(target: Target, golden: Golden) -> None:
     """A row's absence never means a release."""
     with by_hand(target, golden) as hand:
@@ -87,6 +90,7 @@ def test_a_row_that_is_left_out_of_a_step_is_not_released(target: Target, golden
 
 
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
+@pytest.mark.law("1.2")
 def test_an_idle_slot_says_nothing(target: Target, golden: Golden, k: int) -> None:
     with by_hand(target, golden, k) as hand:
         for slot in (1, 2):
@@ -110,6 +114,7 @@ def test_an_unfinished_chunk_says_nothing(target: Target, golden: Golden) -> Non
 
 
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
+@pytest.mark.law("1.3")
 def test_a_batch_that_is_revoked_as_a_whole_is_answered(target: Target, golden: Golden, k: int) -> None:
     with by_hand(target, golden, k) as hand:
         for slot in range(3):
@@ -120,6 +125,7 @@ def test_a_batch_that_is_revoked_as_a_whole_is_answered(target: Target, golden: 
         assert outcomes.kinds.tolist() == [*[Outcome.RELEASED] * 3, Outcome.EMPTY]
 
 
+@pytest.mark.law("1.1")
 def test_a_slot_that_is_used_again_starts_anew(target: Target, golden: Golden) -> None:
     """No token and no other state of the request before is left in the slot."""
     with by_hand(target, golden) as hand:
@@ -153,6 +159,7 @@ def test_rejected_drafts_are_empty_and_accepted_ones_are_not(target: Target, gol
 
 
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
+@pytest.mark.law("1.9")
 def test_token_id_zero_is_a_token(target: Target, k: int) -> None:
     """Delivered, accepted as a draft, and obeyed as a stop token and as the end of a text."""
     prompt, favoured = PROMPTS[0][:8], {"logit_bias": {0: 100.0}}
@@ -187,6 +194,7 @@ def pressed(
 @pytest.mark.parametrize("transport", ["memory", "zmq"])
 @pytest.mark.parametrize("depth", thorough_but([1, 2, 3], 2))
 @pytest.mark.parametrize("k", thorough_but(KS, 0, 3))
+@pytest.mark.law("1.1")
 def test_preempted_again_and_again_nothing_is_lost(
     target: Target, golden: Golden, k: int, depth: int, transport: str
 ) -> None:
@@ -211,6 +219,7 @@ def test_a_batch_that_is_preempted_as_a_whole_goes_on(target: Target, golden: Go
 
 
 @pytest.mark.parametrize("depth", thorough_but([2, 3], 2))
+@pytest.mark.law("1.1")
 def test_what_was_in_flight_at_a_preemption_is_delivered(target: Target, golden: Golden, depth: int) -> None:
     specs = long_ones(3)
     with pressed(target, golden, specs) as stepper:
@@ -225,6 +234,7 @@ def test_what_was_in_flight_at_a_preemption_is_delivered(target: Target, golden:
         golden.check_prefix(specs[2], stepper.texts.tokens["r2"])
 
 
+@pytest.mark.law("1.6")
 def test_a_text_that_ends_while_it_drains_is_not_requeued(target: Target, golden: Golden) -> None:
     specs = long_ones(3)
     with pressed(target, golden, specs) as probe:
@@ -242,6 +252,7 @@ def test_a_text_that_ends_while_it_drains_is_not_requeued(target: Target, golden
 
 
 @pytest.mark.parametrize("state", ["waiting", "between chunks", "running", "draining", "preempted"])
+@pytest.mark.law("1.7")
 def test_an_abort_ends_a_request_in_every_state(target: Target, golden: Golden, state: str) -> None:
     specs = long_ones(3)
     changes: dict[str, Any] = {"max_num_batched_tokens": 12} if state == "between chunks" else {}
@@ -268,6 +279,7 @@ def test_an_abort_ends_a_request_in_every_state(target: Target, golden: Golden, 
 
 
 @pytest.mark.parametrize("transport", ["memory", "zmq"])
+@pytest.mark.law("1.3")
 def test_an_error_in_a_row_swallows_no_other_row(target: Target, golden: Golden, transport: str) -> None:
     specs = long_ones(3, 20)
     with target.engine(num_kv_blocks=64, output_transport=transport) as engine:
@@ -315,6 +327,7 @@ def test_a_request_whose_logits_are_not_finite_fails_alone(
 
 
 @pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.law("1.9")
 def test_no_negative_id_reaches_log_probabilities(target: Target, golden: Golden, k: int) -> None:
     specs = [greedy(spec.request_id, spec.prompt, 34, logprobs=3) for spec in long_ones(3)]
     with pressed(target, golden, specs, k) as stepper:

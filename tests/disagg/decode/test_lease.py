@@ -75,6 +75,7 @@ def test_credit_is_for_what_was_copied_not_for_what_came() -> None:
     assert lease.copied(2, DIGESTS[2], 0.0) == [Say(Credit(NAME, 1))]
 
 
+@pytest.mark.law("6.2")
 def test_a_piece_is_taken_once() -> None:
     lease = open_lease()
     lease.heard(piece(1), 0.0)
@@ -98,6 +99,7 @@ def test_what_was_never_taken_cannot_have_been_copied() -> None:
     assert lease.outcome is None
 
 
+@pytest.mark.law("6")
 def test_more_pieces_than_the_window_has_are_damage() -> None:
     lease = open_lease(opening(7, 2, first=1, window=1))
     lease.heard(piece(1), 0.0)
@@ -118,6 +120,7 @@ def test_a_commit_of_other_tokens_is_damage(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("first", [True, False])
+@pytest.mark.law("6.2")
 def test_a_commit_that_does_not_cover_what_was_copied_is_damage(first: bool) -> None:
     lease = open_lease()
     commit = Commit(NAME, TOKENS, commit_digest(DIGESTS | {2: b"c" * 16}))
@@ -186,6 +189,7 @@ def test_nothing_happens_after_the_end() -> None:
     assert lease.outcome == "aborted"
 
 
+@pytest.mark.law("6.1")
 def test_silence_ends_it() -> None:
     lease = open_lease()
     lease.heard(Accept(NAME), 1.0)

@@ -122,6 +122,7 @@ def test_there_is_no_credit_for_what_was_not_sent() -> None:
     assert lease.heard(Credit(NAME, 99), 0.0) == [SendPiece(2)]
 
 
+@pytest.mark.law("6.2")
 def test_opened_again_it_repeats_its_answer_and_nothing_else() -> None:
     lease = PrefillLease(OPEN, longest=100.0, now=0.0)
     assert lease.heard(OPEN, 0.0) == []
@@ -153,6 +154,7 @@ def test_a_put_that_fails_ends_it_and_its_request() -> None:
 
 
 @pytest.mark.parametrize("message", [AbortLease(NAME, "nobody waits"), AbortLease(NAME)])
+@pytest.mark.law("6.1")
 def test_an_abort_of_the_other_side_ends_it_and_its_request(message: AbortLease) -> None:
     expected = message.reason or "the decode worker broke off"
     assert owed().heard(message, 0.0) == [PrefillEnd("aborted", expected, True)]
@@ -177,6 +179,7 @@ def test_nothing_happens_after_the_end() -> None:
     assert lease.ended == "gave_up"
 
 
+@pytest.mark.law("6.1")
 def test_silence_ends_it() -> None:
     lease = owed()
     lease.heard(Alive(NAME), 1.0)

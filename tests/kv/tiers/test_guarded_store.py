@@ -41,6 +41,7 @@ def test_a_result_passes_and_the_call_is_told_its_time(guarded) -> None:
 
 
 @pytest.mark.parametrize("trouble", [Trouble.TIMEOUT, Trouble.UNREACHABLE])
+@pytest.mark.law("5.5")
 def test_an_unreachable_store_is_left_alone_at_once(guarded, counters, clock, trouble) -> None:
     assert guarded.call("get", 0.5, failing(StoreError(trouble, "secret"))) is None
     assert guarded.state == "open" and not guarded.ready()
@@ -75,6 +76,7 @@ def test_whatever_a_strange_store_raises_is_a_failure_logged_once_without_its_wo
     assert "secret" not in caplog.text
 
 
+@pytest.mark.law("5.5")
 def test_a_call_that_hangs_opens_the_breaker_once_and_keeps_the_store_shut_until_it_returns(
     guarded, counters, clock
 ) -> None:

@@ -58,6 +58,7 @@ def test_a_block_goes_to_the_store_and_comes_back() -> None:
     assert alive(rig) == set()
 
 
+@pytest.mark.law("5.5")
 def test_a_stalled_store_costs_the_first_request_its_deadline_and_the_others_nothing() -> None:
     """What SIGSTOP does to a server: every call takes as long as it may."""
     rig = running(host_blocks=0, load_seconds=2.0)
