@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from functools import partial
 from pathlib import Path
@@ -54,8 +55,7 @@ def latency(
     from fd_core.cli.bench.workload import synthetic_ids
 
     console = _prepare(json)
-    llm = _load(model, given, input_len + output_len, console)
-    try:
+    with contextlib.closing(_load(model, given, input_len + output_len, console)) as llm:
         first, *prompts = synthetic_ids(runs + 1, input_len, llm.info.vocab_size, seed)
         timelines: list[RequestTimes] = []
         seconds = 0.0
@@ -69,8 +69,6 @@ def latency(
                 seconds += duration
         settings = _settings(llm, "latency", input_len=input_len, output_len=output_len, runs=runs, seed=seed)
         _close(console, json, report(timelines, seconds), settings)
-    finally:
-        llm.close()
 
 
 @app.command()
@@ -91,16 +89,13 @@ def throughput(
     from fd_core.cli.bench.workload import synthetic_ids
 
     console = _prepare(json)
-    llm = _load(model, given, input_len + output_len, console)
-    try:
+    with contextlib.closing(_load(model, given, input_len + output_len, console)) as llm:
         prompts = synthetic_ids(num_prompts, input_len, llm.info.vocab_size, seed)
         with _bar(console) as bar:
             task = bar.add_task("Measuring", total=num_prompts)
             timelines, seconds = generate(llm, prompts, output_len, lambda: bar.advance(task))
         shape = {"num_prompts": num_prompts, "input_len": input_len, "output_len": output_len, "seed": seed}
         _close(console, json, report(timelines, seconds), _settings(llm, "throughput", **shape))
-    finally:
-        llm.close()
 
 
 @app.command()
@@ -242,55 +237,50 @@ def scheduler(
     json: Json = None,
 ) -> None:
     """Without a model: time to plan a step of steady decode and to commit its answer."""
-    from fd_core.cli.bench.scheduler import DRAFTS, RUNNING, measure, prompts, steady_decode
-    from fd_core.cli.bench.tables import show_steps, write
+    from fd_core.cli.bench.scheduler import (
+        DRAFTS,
+        RUNNING,
+        RUNNING_BESIDE_QUEUE,
+        burst_figures,
+        queue_figures,
+        step_figures,
+    )
+    from fd_core.cli.bench.tables import show_times, write
 
     console = _prepare(json)
-    if waiting is not None:
-        _scheduler_with_queue(console, running, drafts, waiting, waiting_tokens, steps, block_size, seed, json)
+    common: dict[str, int] = {"block_size": block_size, "seed": seed}
+    alone = waiting is None
+    usual_drafts, usual_running = (DRAFTS, RUNNING) if alone else ((0,), RUNNING_BESIDE_QUEUE)
+    cases = [(count, k) for k in drafts or usual_drafts for count in running or usual_running]
+    figures, burst = [], {}
+    with _bar(console) as bar:
+        task = bar.add_task("Measuring", total=len(cases) + (not alone))
+        for count, k in cases:
+            if waiting is None:
+                figures.append(step_figures(count, k, steps=steps, **common))
+            else:
+                figures.append(queue_figures(count, k, waiting, waiting_tokens, steps=steps, **common))
+            bar.advance(task)
+        if waiting is not None:
+            burst = burst_figures(waiting, waiting_tokens, **common)
+    settings = {"benchmark": "scheduler", "steps": steps, **common}
+    heads = ("running", "drafts")
+    if waiting is None:
+        share = ("a request", lambda case, part: f"{case['us'][part]['median'] / case['running']:.2f}")
+        title = "bench scheduler: steady decode, microseconds a step"
+        show_times(console, title, figures, heads=heads, last=share)
+        write(json, {"settings": settings, "cases": figures})
         return
-    cases = [(count, k) for k in drafts or DRAFTS for count in running or RUNNING]
-    figures = []
-    with _bar(console) as bar:
-        task = bar.add_task("Measuring", total=len(cases))
-        for count, k in cases:
-            asked = prompts(count, block_size, seed)
-            workload = steady_decode(asked, steps, k, block_size, seed)
-            figures.append(measure(workload, steps).figures(count, k))
-            bar.advance(task)
-    settings = {"benchmark": "scheduler", "steps": steps, "block_size": block_size, "seed": seed}
-    show_steps(console, figures, "bench scheduler: steady decode")
-    write(json, {"settings": settings, "cases": figures})
-
-
-def _scheduler_with_queue(
-    console: Console,
-    running: list[int] | None,
-    drafts: list[int] | None,
-    waiting: int,
-    waiting_tokens: int,
-    steps: int,
-    block_size: int,
-    seed: int,
-    json: Path | None,
-) -> None:
-    from fd_core.cli.bench.scheduler import RUNNING_BESIDE_QUEUE, burst_figures, queue_figures
-    from fd_core.cli.bench.tables import show_burst, show_queue, write
-
-    cases = [(count, k) for k in drafts or (0,) for count in running or RUNNING_BESIDE_QUEUE]
-    figures = []
-    with _bar(console) as bar:
-        task = bar.add_task("Measuring", total=len(cases) + 1)
-        for count, k in cases:
-            case = queue_figures(count, k, waiting, waiting_tokens, steps=steps, block_size=block_size, seed=seed)
-            figures.append(case)
-            bar.advance(task)
-        burst = burst_figures(waiting, waiting_tokens, block_size=block_size, seed=seed)
     queue = f"{waiting:,} x {waiting_tokens:,} tokens"
-    show_queue(console, figures, f"bench scheduler: steady decode beside prompts that do not fit, {queue}")
-    show_burst(console, burst, f"bench scheduler: prompts with a common prefix arrive at once, {queue}")
-    shape = {"waiting": waiting, "waiting_tokens": waiting_tokens, "steps": steps, "block_size": block_size}
-    write(json, {"settings": {"benchmark": "scheduler", **shape, "seed": seed}, "cases": figures, "burst": burst})
+    title = f"bench scheduler: steady decode beside prompts that do not fit, {queue}, microseconds a plan"
+    ratio = ("times", lambda case, part: f"{case['ratio']:.2f}" if part == "waiting" else "")
+    show_times(console, title, figures, heads=heads, times="plan_us", last=ratio)
+    title = f"bench scheduler: prompts with a common prefix arrive at once, {queue}, microseconds of the processor"
+    parts = {"add a request": burst["add_us"], "plan a step": burst["plan_us"]}
+    worst = ("worst", lambda _, part: f"{burst['worst_plan_us']:,.0f}" if part == "plan a step" else "")
+    show_times(console, title, [{"us": parts}], last=worst)
+    settings |= {"waiting": waiting, "waiting_tokens": waiting_tokens}
+    write(json, {"settings": settings, "cases": figures, "burst": burst})
 
 
 @app.command()
@@ -317,7 +307,7 @@ def router(
 ) -> None:
     """Without HTTP and without a model: time to select a worker for a request, and to release it."""
     from fd_core.cli.bench.router import IN_FLIGHT, OWN_TOKENS, RouterTraffic
-    from fd_core.cli.bench.tables import show_router, write
+    from fd_core.cli.bench.tables import show_times, write
     from fd_core.plugins import ROUTER_POLICY, installed_plugins
     from fd_core.router.config import RouterConfig
     from fd_core.router.router import Router
@@ -335,10 +325,11 @@ def router(
                 shared_tokens=shared_tokens,
                 seed=seed,
             )
-            figures.append(traffic.measure(requests).figures(count))
+            figures.append(traffic.measure(requests))
             bar.advance(task)
     shape = {"workers": workers, "shared_tokens": shared_tokens, "own_tokens": OWN_TOKENS, "seed": seed}
-    show_router(console, figures, f"bench router: {policy}, prompts of {shared_tokens + OWN_TOKENS:,} tokens")
+    title = f"bench router: {policy}, prompts of {shared_tokens + OWN_TOKENS:,} tokens, microseconds a request"
+    show_times(console, title, figures, heads=("in_flight",))
     write(json, {"settings": {"benchmark": "router", "policy": policy, **shape}, "cases": figures})
 
 

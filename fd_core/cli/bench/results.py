@@ -7,6 +7,7 @@ whole request. All in seconds here and in milliseconds in tables and files.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -15,7 +16,7 @@ import numpy as np
 
 from fd_core.errors import ConfigError
 
-__all__ = ["OBJECTIVES", "BenchmarkReport", "RequestTimes", "objectives", "report"]
+__all__ = ["OBJECTIVES", "BenchmarkReport", "RequestTimes", "microseconds", "objectives", "report"]
 
 PERCENTILES: Final = (50, 90, 99)
 OBJECTIVES: Final = ("ttft", "tpot", "e2e")
@@ -118,10 +119,6 @@ def report(
 ) -> BenchmarkReport:
     """Sum up the requests of one run; `limits` in seconds decide which of them were good."""
     whole = [timeline for timeline in timelines if timeline.error is None]
-    errors: dict[str, int] = {}
-    for timeline in timelines:
-        if timeline.error is not None:
-            errors[timeline.error] = errors.get(timeline.error, 0) + 1
     return BenchmarkReport(
         duration_s=duration_s,
         completed=len(whole),
@@ -135,8 +132,14 @@ def report(
             "E2E": [timeline.e2e for timeline in whole],
         },
         good=sum(timeline.meets(limits) for timeline in timelines) if limits else None,
-        errors=errors,
+        errors=Counter(timeline.error for timeline in timelines if timeline.error is not None),
     )
+
+
+def microseconds(seconds: Sequence[float]) -> dict[str, float]:
+    """Return median, p99 and mean in microseconds."""
+    table = {"median": np.median(seconds), "p99": np.percentile(seconds, 99), "mean": np.mean(seconds)}
+    return {name: float(value) * 1e6 for name, value in table.items()}
 
 
 def objectives(texts: Sequence[str]) -> dict[str, float]:

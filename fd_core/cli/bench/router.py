@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
+from fd_core.cli.bench.results import microseconds
 from fd_core.router.router import Router
 from fd_core.router.selection import RouteRequest, Selection
 from fd_core.types import IntArray
 
-__all__ = ["IN_FLIGHT", "OWN_TOKENS", "RouterTimes", "RouterTraffic"]
+__all__ = ["IN_FLIGHT", "OWN_TOKENS", "RouterTraffic"]
 
 IN_FLIGHT: Final = (100, 1_000, 10_000)
 OWN_TOKENS: Final = 256
@@ -20,27 +20,6 @@ OWN_TOKENS: Final = 256
 _WARM_UP: Final = 50
 """Requests that are not measured."""
 _VOCAB_SIZE: Final = 32_000
-
-
-@dataclass(frozen=True, slots=True)
-class RouterTimes:
-    """Seconds that each measured request took: its selection, and the release of another one."""
-
-    select_s: tuple[float, ...]
-    release_s: tuple[float, ...]
-
-    def figures(self, in_flight: int) -> dict[str, Any]:
-        """Return median and p99 of `select`, `release` and both together, in microseconds, as plain values."""
-        both = tuple(map(sum, zip(self.select_s, self.release_s, strict=True)))
-        parts = {"select": self.select_s, "release": self.release_s, "both": both}
-        return {
-            "in_flight": in_flight,
-            "requests": len(both),
-            "us": {
-                name: {"median": float(np.median(seconds)) * 1e6, "p99": float(np.percentile(seconds, 99)) * 1e6}
-                for name, seconds in parts.items()
-            },
-        }
 
 
 class RouterTraffic:
@@ -55,13 +34,21 @@ class RouterTraffic:
             router.health(router.register(f"http://worker{number}", "mixed", 0.0), True, 0.0)
         self._running = [self._select(self._request()) for _ in range(in_flight)]
 
-    def measure(self, requests: int) -> RouterTimes:
-        """Let requests come and go, one for one, and time `requests` of them. A random one leaves each time."""
-        self._turn(_WARM_UP)
-        return self._turn(requests)
+    def measure(self, requests: int) -> dict[str, Any]:
+        """Let requests come and go, one for one, and time `requests` of them. A random one leaves each time.
 
-    def _turn(self, requests: int) -> RouterTimes:
-        selecting, releasing = [], []
+        Return `in_flight`, `requests` and, in microseconds, the selection of one, the release of another and both.
+        """
+        self._turn(_WARM_UP)
+        select, release = self._turn(requests)
+        parts = {"select": select, "release": release, "both": [*map(sum, zip(select, release, strict=True))]}
+        times = {name: microseconds(seconds) for name, seconds in parts.items()}
+        return {"in_flight": len(self._running), "requests": requests, "us": times}
+
+    def _turn(self, requests: int) -> tuple[list[float], list[float]]:
+        """Return the seconds that each selection and each release took."""
+        selecting: list[float] = []
+        releasing: list[float] = []
         for leaving in self._draw.integers(len(self._running), size=requests):
             request, ended = self._request(), self._running[leaving]
             begin = time.perf_counter()
@@ -72,7 +59,7 @@ class RouterTraffic:
             ended.release()
             releasing.append(time.perf_counter() - selected)
             selecting.append(selected - begin)
-        return RouterTimes(tuple(selecting), tuple(releasing))
+        return selecting, releasing
 
     def _select(self, request: RouteRequest) -> Selection:
         selection = self._router.select(request, 0.0, self._draw.random())

@@ -10,23 +10,15 @@ from typing import Any, Final
 
 import numpy as np
 
+from fd_core.cli.bench.results import microseconds
 from fd_core.cli.bench.workload import synthetic_ids
 from fd_core.errors import ConfigError
 from fd_core.simulation.prefill_burst import PrefillBurst
 from fd_core.simulation.steady_decode import SteadyDecode
 
 __all__ = [
-    "DRAFTS",
-    "RUNNING",
-    "RUNNING_BESIDE_QUEUE",
-    "VOCAB_SIZE",
-    "WARM_UP",
-    "StepTimes",
-    "burst_figures",
-    "measure",
-    "prompts",
-    "queue_figures",
-    "steady_decode",
+    *("DRAFTS", "RUNNING", "RUNNING_BESIDE_QUEUE", "VOCAB_SIZE", "WARM_UP", "StepTimes"),
+    *("burst_figures", "measure", "prompts", "queue_figures", "steady_decode", "step_figures"),
 ]
 
 RUNNING: Final = (16, 256, 1024, 4096)
@@ -57,14 +49,10 @@ class StepTimes:
         """Both parts of each step."""
         return tuple(plan + commit for plan, commit in zip(self.plan_s, self.commit_s, strict=True))
 
-    def microseconds(self) -> dict[str, dict[str, float]]:
-        """Return median, p99 and mean of `plan`, `commit` and both, in microseconds."""
-        parts = (("plan", self.plan_s), ("commit", self.commit_s), ("step", self.step_s))
-        return {name: _microseconds(seconds) for name, seconds in parts}
-
     def figures(self, running: int, drafts: int) -> dict[str, Any]:
         """Return the case and its figures as plain values; `per_request_us` is the median step over its requests."""
-        table = self.microseconds()
+        parts = (("plan", self.plan_s), ("commit", self.commit_s), ("step", self.step_s))
+        table = {name: microseconds(seconds) for name, seconds in parts}
         return {
             "running": running,
             "drafts": drafts,
@@ -123,6 +111,12 @@ def measure(workload: SteadyDecode, steps: int) -> StepTimes:
     return StepTimes(tuple(planning), tuple(committing))
 
 
+def step_figures(running: int, drafts: int, *, steps: int, block_size: int, seed: int) -> dict[str, Any]:
+    """Time steps of steady decode."""
+    workload = steady_decode(prompts(running, block_size, seed), steps, drafts, block_size, seed)
+    return measure(workload, steps).figures(running, drafts)
+
+
 def queue_figures(
     running: int, drafts: int, waiting: int, waiting_tokens: int, *, steps: int, block_size: int, seed: int
 ) -> dict[str, Any]:
@@ -148,7 +142,7 @@ def queue_figures(
             times[name] += measure(workload, turn)
     if beside.num_waiting != waiting:
         raise RuntimeError(f"{beside.num_waiting} of {waiting} prompts wait at the end")
-    plans = {name: _microseconds(measured.plan_s) for name, measured in times.items()}
+    plans = {name: microseconds(measured.plan_s) for name, measured in times.items()}
     return {
         "running": running,
         "drafts": drafts,
@@ -190,15 +184,7 @@ def burst_figures(count: int, tokens: int, *, block_size: int, seed: int) -> dic
         "prompts": count,
         "prompt_tokens": tokens,
         "plans": len(planning) // _BURSTS,
-        "add_us": _microseconds(adding),
-        "plan_us": _microseconds(planning),
+        "add_us": microseconds(adding),
+        "plan_us": microseconds(planning),
         "worst_plan_us": float(np.median(worst)) * 1e6,
-    }
-
-
-def _microseconds(seconds: Sequence[float]) -> dict[str, float]:
-    return {
-        "median": float(np.median(seconds)) * 1e6,
-        "p99": float(np.percentile(seconds, 99)) * 1e6,
-        "mean": float(np.mean(seconds)) * 1e6,
     }

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from fd_core.cli.api_client import ApiClient
 from fd_core.cli.bench.results import RequestTimes
@@ -47,7 +46,7 @@ async def measure(
 
 async def _send(api: ApiClient, model: str, ask: Ask, ignore_eos: bool) -> RequestTimes:
     path, body = ask.request(model, ignore_eos)
-    timeline = RequestTimes(sent=time.perf_counter())
+    sent = time.perf_counter()
     arrivals: list[float] = []
     prompt_tokens = output_tokens = 0
     error: str | None = None
@@ -60,8 +59,8 @@ async def _send(api: ApiClient, model: str, ask: Ask, ignore_eos: bool) -> Reque
                 output_tokens = chunk.completion_tokens or output_tokens
     except FdError as refusal:
         error = refusal.message
-    return replace(
-        timeline,
+    return RequestTimes(
+        sent=sent,
         arrivals=tuple(arrivals),
         ended=time.perf_counter(),
         prompt_tokens=prompt_tokens,

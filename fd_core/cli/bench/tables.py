@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from rich.table import Table
 from fd_core.cli.bench.results import BenchmarkReport
 from fd_core.errors import ConfigError
 
-__all__ = ["check_writable", "show", "show_burst", "show_queue", "show_router", "show_steps", "write"]
+__all__ = ["check_writable", "show", "show_times", "write"]
 
 
 def show(console: Console, report: BenchmarkReport, title: str) -> None:
@@ -48,59 +48,29 @@ def show(console: Console, report: BenchmarkReport, title: str) -> None:
         console.print(f"{times} x {message}", style="red", markup=False, highlight=False)
 
 
-def show_steps(console: Console, cases: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Print what steps cost, one row for each of the `cases` that `StepTimes.figures` returns."""
-    table = Table(title=f"{title}, microseconds a step", title_justify="left")
-    for name in ("running", "drafts", "", "median", "p99", "mean", "a request"):
-        table.add_column(name, justify="left" if name == "" else "right")
+def show_times(
+    console: Console,
+    title: str,
+    cases: Sequence[Mapping[str, Any]],
+    *,
+    heads: Sequence[str] = (),
+    times: str = "us",
+    last: tuple[str, Callable[[Mapping[str, Any], str], str]] | None = None,
+) -> None:
+    """Print a row of median, p99 and mean, in microseconds, for each part of each of `cases`.
+
+    `heads` are the fields that tell cases apart, `times` is the field that holds the parts, and `last` the name of one
+    more column with what it shows for a case and a part.
+    """
+    table = Table(title=title, title_justify="left")
+    for name in (*heads, "", "median", "p99", "mean", *([last[0]] if last else [])):
+        table.add_column(name.replace("_", " "), justify="right" if name else "left")
     for case in cases:
-        heads = (f"{case['running']:,}", str(case["drafts"]))
-        for part, row in case["us"].items():
-            share = f"{row['median'] / case['running']:.2f}"
-            table.add_row(*heads, part, *(f"{value:,.0f}" for value in row.values()), share)
-            heads = ("", "")
-        table.add_section()
-    console.print(table)
-
-
-def show_queue(console: Console, cases: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Print plans beside a full and an empty queue, from `cases` that `queue_figures` returned."""
-    table = Table(title=f"{title}, microseconds a plan", title_justify="left")
-    for name in ("running", "drafts", "queue", "median", "p99", "mean", "times"):
-        table.add_column(name, justify="left" if name == "queue" else "right")
-    for case in cases:
-        heads = (f"{case['running']:,}", str(case["drafts"]))
-        for queue, row in case["plan_us"].items():
-            ratio = f"{case['ratio']:.2f}" if queue == "waiting" else ""
-            table.add_row(*heads, queue, *(f"{value:,.0f}" for value in row.values()), ratio)
-            heads = ("", "")
-        table.add_section()
-    console.print(table)
-
-
-def show_burst(console: Console, burst: Mapping[str, Any], title: str) -> None:
-    """Print what adding and planning cost until all prompts run, from what `burst_figures` returned."""
-    table = Table(title=f"{title}, microseconds of the processor", title_justify="left")
-    for name in ("", "median", "p99", "mean", "worst"):
-        table.add_column(name, justify="left" if name == "" else "right")
-    for name, row, worst in (
-        ("add a request", burst["add_us"], ""),
-        ("plan a step", burst["plan_us"], f"{burst['worst_plan_us']:,.0f}"),
-    ):
-        table.add_row(name, *(f"{value:,.0f}" for value in row.values()), worst)
-    console.print(table)
-
-
-def show_router(console: Console, cases: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Print what selecting and releasing cost, one row for each of the `cases` that `RouterTimes.figures` returns."""
-    table = Table(title=f"{title}, microseconds a request", title_justify="left")
-    for name in ("in flight", "", "median", "p99"):
-        table.add_column(name, justify="left" if name == "" else "right")
-    for case in cases:
-        head = f"{case['in_flight']:,}"
-        for part, row in case["us"].items():
-            table.add_row(head, part, *(f"{value:,.0f}" for value in row.values()))
-            head = ""
+        shown = [f"{case[head]:,}" for head in heads]
+        for part, row in case[times].items():
+            figures = [f"{row[name]:,.0f}" for name in ("median", "p99", "mean")]
+            table.add_row(*shown, part, *figures, *([last[1](case, part)] if last else []))
+            shown = [""] * len(heads)
         table.add_section()
     console.print(table)
 
