@@ -32,6 +32,8 @@ def env() -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from fd_core.plugins import installed_plugins
+
     console = Console(markup=False)  # reasons hold brackets, such as those of an extra
     for title, rows in (("Machine", _machine()), ("Versions", _versions()), ("Caches", _caches())):
         table = Table(title=title, title_justify="left", show_header=False)
@@ -42,14 +44,14 @@ def env() -> None:
     for backend_row in _backends():
         backends.add_row(*backend_row)
     console.print(backends)
-    for problem in _problems():
+    for problem in installed_plugins().problems:
         console.print(f"not usable: {problem}", style="red", markup=False, highlight=False)
 
 
 def _machine() -> Iterator[tuple[str, str]]:
     yield "System", f"{platform.system()} {platform.release()} {platform.machine()}"
     yield "Processor", _processor()
-    yield "Processors usable", str(_usable_processors())
+    yield "Processors usable", str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
     yield "Memory", _memory()
     yield "Compiler", shutil.which("c++") or shutil.which("g++") or "none: the CPU backend runs without native kernels"
 
@@ -91,12 +93,6 @@ def _backends() -> Iterator[tuple[str, str, str, str]]:
         yield name, runs, why, str(offer.origin)
 
 
-def _problems() -> tuple[object, ...]:
-    from fd_core.plugins import installed_plugins
-
-    return installed_plugins().problems
-
-
 def _processor() -> str:
     model, features = platform.processor(), ""
     try:
@@ -112,12 +108,6 @@ def _processor() -> str:
             features = " ".join(name for name in _CPU_FEATURES if name in has)
             break
     return f"{model} ({features or 'no vector extensions known'})"
-
-
-def _usable_processors() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _memory() -> str:

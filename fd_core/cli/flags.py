@@ -22,17 +22,8 @@ from fd_core.router.gateway.config import GatewayConfig
 from fd_core.sizes import format_size
 
 __all__ = [
-    "API_KEY_FILE",
-    "CHAT_FLAGS",
-    "CONFIG_FILE",
-    "ENGINE_FLAGS",
-    "GATEWAY_FLAGS",
-    "ROUTER_FLAGS",
-    "SERVER_FLAGS",
-    "TRANSFER_SECRET_FILE",
-    "Flag",
-    "Given",
-    "takes_flags",
+    *("API_KEY_FILE", "CHAT_FLAGS", "CONFIG_FILE", "ENGINE_FLAGS", "GATEWAY_FLAGS", "ROUTER_FLAGS", "SERVER_FLAGS"),
+    *("TRANSFER_SECRET_FILE", "Flag", "Given", "takes_flags"),
 ]
 
 Command = Callable[..., None]
@@ -155,11 +146,7 @@ ENGINE_FLAGS: Final = (
         "How step outputs travel from the runner to the engine; FD_USE_GET_SAVE_OUTPUT_V1=1 selects zmq too.",
         "HOW",
     ),
-    Flag(
-        "watchdog_seconds",
-        "Time after which an unanswered step counts as an engine failure, in seconds.",
-        "SECONDS",
-    ),
+    Flag("watchdog_seconds", "Time after which an unanswered step counts as an engine failure, in seconds.", "SECONDS"),
     Flag(
         "save_preempted_kv",
         "Keep the KV of preempted requests in host memory, so that they resume without recomputing; "
@@ -267,22 +254,15 @@ ROUTER_FLAGS: Final = (
     Flag("cache_block_size", "Tokens in a block of the router's prefix index.", "TOKENS"),
     Flag("max_attempts", "Attempts on different workers, or pairs, that one request gets.", "N"),
     Flag("max_requests_per_worker", "Requests in flight that one worker may have (0: no bound).", "N"),
-    Flag(
-        "health_check_interval_secs",
-        "Seconds between two health checks of a worker.",
-        "SECONDS",
-    ),
-    Flag(
-        "health_check_timeout_secs",
-        "Seconds within which a worker has to answer a health check.",
-        "SECONDS",
-    ),
+    Flag("health_check_interval_secs", "Seconds between two health checks of a worker.", "SECONDS"),
+    Flag("health_check_timeout_secs", "Seconds within which a worker has to answer a health check.", "SECONDS"),
 )
 """Settings of `RouterConfig` that have a flag; a settings file takes all of them."""
 
-_SECRET: Final = next(flag for flag in SERVER_FLAGS if flag.field == "router_secret")
+_SHARED: Final = ("host", "port", "api_keys", "drain_seconds", "log_level", "router_secret")
+"""Fields that the settings of a server and of a gateway have in common."""
 GATEWAY_FLAGS: Final = (
-    *(flag for flag in SERVER_FLAGS if flag.field in ("host", "port", "api_keys", "drain_seconds", "log_level")),
+    *(flag for flag in SERVER_FLAGS if flag.field in _SHARED),
     Flag("workers", "Address of a mixed worker; may be repeated.", "URL", name="--worker", repeated=True),
     Flag("prefill", "Address of a prefill worker; may be repeated.", "URL", repeated=True),
     Flag("decode", "Address of a decode worker; may be repeated.", "URL", repeated=True),
@@ -313,7 +293,6 @@ GATEWAY_FLAGS: Final = (
     ),
     Flag("admin_host", "Address on which workers register.", "ADDRESS"),
     Flag("admin_port", "Port on which workers register (0: any free port).", "PORT"),
-    _SECRET,
 )
 """Settings of `GatewayConfig`."""
 
@@ -337,10 +316,8 @@ def _shown(default: Any) -> str:
     return f"{default:g}" if isinstance(default, float) else str(default)
 
 
-def takes_flags(
-    *groups: Iterable[Flag], parameter: str = "given"
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command every flag of `groups`; what was typed arrives as the mapping `parameter`."""
+def takes_flags(*groups: Iterable[Flag]) -> Callable[[Command], Command]:
+    """Give a command every flag of `groups`; what was typed arrives as the mapping `given`."""
     flags = tuple(flag for group in groups for flag in group)
 
     def decorate(function: Command) -> Command:
@@ -348,7 +325,7 @@ def takes_flags(
         own = [
             item.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
             for name, item in inspect.signature(function).parameters.items()
-            if name != parameter
+            if name != "given"
         ]
         added = [
             inspect.Parameter(flag.field, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=flag.annotation)
@@ -356,9 +333,9 @@ def takes_flags(
         ]
 
         def command(**arguments: Any) -> None:
-            given = {flag.field: arguments.pop(flag.field) for flag in flags}
-            arguments[parameter] = {name: value for name, value in given.items() if value not in (None, [], ())}
-            function(**arguments)
+            typed = {flag.field: arguments.pop(flag.field) for flag in flags}
+            given = {name: value for name, value in typed.items() if value not in (None, [], ())}
+            function(given=given, **arguments)
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
         command.__annotations__ = {item.name: item.annotation for item in (*own, *added)}

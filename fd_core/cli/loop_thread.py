@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Self, TypeVar
 
@@ -70,7 +70,7 @@ class LoopThread:
         finally:
             self.run(manager.__aexit__(None, None, None))
 
-    def iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
+    def iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
         """Yield the items of an asynchronous generator and close it, however the loop over them ends."""
         try:
             while True:
@@ -79,9 +79,7 @@ class LoopThread:
                 except StopAsyncIteration:
                     return
         finally:
-            close = getattr(items, "aclose", None)
-            if close is not None:
-                self.run(close())
+            self.run(items.aclose())
 
 
 async def _next(items: AsyncIterator[T]) -> T:

@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import msgspec
 
-from fd_core.cli.flags import API_KEY_FILE, CONFIG_FILE, GATEWAY_FLAGS, ROUTER_FLAGS, Flag, Given
-from fd_core.cli.settings import read_file, read_layer
+from fd_core.cli.flags import API_KEY_FILE, GATEWAY_FLAGS, ROUTER_FLAGS, Flag, Given
+from fd_core.cli.settings import merge_layers, read_file, read_layer, settings_path
 from fd_core.errors import ConfigError
 from fd_core.router.config import RouterConfig, router_config
 from fd_core.router.gateway.config import GatewayConfig
@@ -44,16 +44,9 @@ class RouteSettings:
 
 def merge_route(given: Given, environment: Mapping[str, str]) -> RouteSettings:
     """Merge every source. Raises `ConfigError` naming the flag, variable or key at fault."""
-    path = given.get(CONFIG_FILE.field) or environment.get(CONFIG_FILE.variable)
-    merged, of_file = _file_layer(Path(path)) if path else ({}, RouterConfig())
-    merged |= read_layer(
-        {flag: environment[flag.variable] for flag in _FLAGS.values() if environment.get(flag.variable)},
-        lambda flag: flag.variable,
-    )
-    merged |= read_layer({flag: given[name] for name, flag in _FLAGS.items() if name in given}, lambda flag: flag.flag)
-    more_keys = merged.pop(API_KEY_FILE.field, ())
-    if more_keys:
-        merged["api_keys"] = tuple(dict.fromkeys((*merged.get("api_keys", ()), *more_keys)))
+    path = settings_path(given, environment)
+    file, of_file = _file_layer(path) if path else ({}, RouterConfig())
+    merged = merge_layers(_FLAGS, file, given, environment)
     router = msgspec.structs.replace(of_file, **{name: merged.pop(name) for name in _OF_ROUTER & merged.keys()})
     gateway = GatewayConfig(**merged)
     _check_workers(gateway)

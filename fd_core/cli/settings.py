@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +16,7 @@ from fd_core.config import EngineConfig, ServerConfig
 from fd_core.constraints import parse_switch
 from fd_core.errors import ConfigError
 
-__all__ = ["Settings", "merge", "read_file", "read_layer"]
+__all__ = ["Settings", "merge", "merge_layers", "read_file", "read_layer", "settings_path"]
 
 _FLAGS: Final = {flag.field: flag for flag in (*ENGINE_FLAGS, *SERVER_FLAGS, API_KEY_FILE)}
 _SERVER_FIELDS: Final = frozenset(flag.field for flag in SERVER_FLAGS)
@@ -46,29 +46,50 @@ def merge(
     `given` maps fields to what was typed; `config` in it names the file. `default_model` is used if none is named.
     Raises `ConfigError` naming the flag, variable or key at fault.
     """
-    path = given.get(CONFIG_FILE.field) or environment.get(CONFIG_FILE.variable)
-    layers = [
-        _file_layer(Path(path)) if path else {},
-        read_layer(
-            {flag: environment[flag.variable] for flag in _FLAGS.values() if environment.get(flag.variable)}
-            | _older_variables(environment),
-            lambda flag: flag.variable,
-        ),
-        read_layer({flag: given[name] for name, flag in _FLAGS.items() if name in given}, lambda flag: flag.flag),
-    ]
-    merged: dict[str, Any] = {}
-    for layer in layers:
-        _override(merged, layer)
+    path = settings_path(given, environment)
+    merged = merge_layers(_FLAGS, _file_layer(path) if path else {}, given, environment, _older_variables(environment))
     model = model or environment.get("FD_MODEL") or merged.get("model") or default_model
     merged.pop("model", None)
     if not model:
         raise ConfigError("no model was named", field="MODEL", hint="for example `smollm2`")
-    more_keys = merged.pop(API_KEY_FILE.field, ())
-    if more_keys:
-        merged["api_keys"] = tuple(dict.fromkeys((*merged.get("api_keys", ()), *more_keys)))
     server = {name: value for name, value in merged.items() if name in _SERVER_FIELDS}
     engine = {name: value for name, value in merged.items() if name not in _SERVER_FIELDS}
     return _with_kv_events(Settings(EngineConfig(model=model, **engine), ServerConfig(**server)))
+
+
+def settings_path(given: Given, environment: Mapping[str, str]) -> Path | None:
+    """Return the settings file that was named, if one was."""
+    path = given.get(CONFIG_FILE.field) or environment.get(CONFIG_FILE.variable)
+    return Path(path) if path else None
+
+
+def merge_layers(
+    flags: Mapping[str, Flag],
+    file: Mapping[str, Any],
+    given: Given,
+    environment: Mapping[str, str],
+    older: Mapping[Flag, Any] | None = None,
+) -> dict[str, Any]:
+    """Let the environment and then the command line win over what a file says; return values by field.
+
+    `flags` are those of the command by field; `older` are values of variables that are not named like a flag. Where
+    settings exclude each other, a layer that chooses one drops what lower layers chose instead.
+    """
+    variables = {flag: environment[flag.variable] for flag in flags.values() if environment.get(flag.variable)}
+    typed = {flag: given[name] for name, flag in flags.items() if name in given}
+    merged = dict(file)
+    for layer in (
+        read_layer(variables | dict(older or {}), lambda flag: flag.variable),
+        read_layer(typed, lambda flag: flag.flag),
+    ):
+        for group in _EXCLUSIVE:
+            if not layer.keys().isdisjoint(group):
+                merged = {name: value for name, value in merged.items() if name not in group}
+        merged |= layer
+    more_keys = merged.pop(API_KEY_FILE.field, ())
+    if more_keys:
+        merged["api_keys"] = tuple(dict.fromkeys((*merged.get("api_keys", ()), *more_keys)))
+    return merged
 
 
 def _with_kv_events(settings: Settings) -> Settings:
@@ -105,16 +126,7 @@ def _older_variables(environment: Mapping[str, str]) -> dict[Flag, Any]:
     return older
 
 
-def _override(merged: dict[str, Any], layer: dict[str, Any]) -> None:
-    """Let `layer` win; where settings exclude each other it also drops what lower layers chose instead."""
-    for group in _EXCLUSIVE:
-        if any(name in layer for name in group):
-            for name in group:
-                merged.pop(name, None)
-    merged.update(layer)
-
-
-def read_layer(raw: Mapping[Flag, Any], called: Any) -> dict[str, Any]:
+def read_layer(raw: Mapping[Flag, Any], called: Callable[[Flag], str]) -> dict[str, Any]:
     """Parse one source's values; `called` says what a flag is called in that source."""
     layer: dict[str, Any] = {}
     for flag, value in raw.items():

@@ -15,21 +15,12 @@ import msgspec
 from fd_core.config import SpeculativeConfig
 from fd_core.errors import ConfigError
 
-__all__ = [
-    "Parser",
-    "jinja",
-    "keys",
-    "keys_in_file",
-    "secret_in_file",
-    "speculation",
-    "text",
-]
+__all__ = ["Parser", "jinja", "keys", "keys_in_file", "secret_in_file", "speculation", "text"]
 
 Parser = Callable[[Any], Any]
 
 _SPECULATION: Final = '{"method": "ngram", "num_speculative_tokens": 3}'
-_MAX_TEMPLATE_BYTES: Final = 1 << 20
-_MAX_KEY_FILE_BYTES: Final = 1 << 20
+_MAX_FILE_BYTES: Final = 1 << 20
 _MIN_SECRET_CHARS: Final = 16
 
 
@@ -53,13 +44,13 @@ def keys(value: Any) -> tuple[str, ...]:
 
 def keys_in_file(path: Any) -> tuple[str, ...]:
     """Return the API keys in a file, one a line."""
-    lines = _read(Path(text(path)), _MAX_KEY_FILE_BYTES).splitlines()
+    lines = _read(Path(text(path))).splitlines()
     return keys([line.strip() for line in lines if line.strip()])
 
 
 def secret_in_file(path: Any) -> str:
     """Return the secret in a file: one line of at least 16 visible ASCII characters. It is never shown."""
-    lines = keys_in_file(text(path))
+    lines = keys_in_file(path)
     if len(lines) != 1 or len(lines[0]) < _MIN_SECRET_CHARS:
         raise ValueError(f"{path} must hold one line of at least {_MIN_SECRET_CHARS} characters")
     return lines[0]
@@ -71,17 +62,17 @@ def jinja(value: Any) -> str:
         raise ValueError(f"{value!r} is neither a file nor a template")
     if "{{" in value or "{%" in value:
         return value
-    return _read(Path(value), _MAX_TEMPLATE_BYTES)
+    return _read(Path(value))
 
 
-def _read(path: Path, limit: int) -> str:
+def _read(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            data = file.read(limit + 1)
+            data = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from error
-    if len(data) > limit:
-        raise ValueError(f"{path} is larger than {limit:,} bytes")
+    if len(data) > _MAX_FILE_BYTES:
+        raise ValueError(f"{path} is larger than {_MAX_FILE_BYTES:,} bytes")
     try:
         return data.decode()
     except UnicodeDecodeError:
