@@ -1,9 +1,9 @@
 """Every hook a plugin may implement; each docstring is the hook's contract.
 
 A plugin is a module named in an entry point of group `fd_core`. It declares `FD_CONTRACT = 1` and implements hooks
-marked with `hookimpl`. Hooks are called once, when the process discovers its plugins; they return descriptions, and
-the classes that the descriptions name are imported only when used. Discovery must not import a framework, touch a
-device or start a thread.
+marked with `hookimpl`. Hooks are called once, when the process discovers its plugins, and the results of all plugins
+are joined; they return descriptions, and the classes that the descriptions name are imported only when used. Discovery
+must not import a framework, touch a device or start a thread.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Entry:
 def fd_register_backends() -> Sequence[Entry]:
     """Offer hardware backends.
 
-    Called once at discovery; the results of all plugins are joined. Each target is a subclass of
-    `fd_core.backends.contract.Backend`. A name that another plugin offers as well is an error.
+    Each target is a subclass of `fd_core.backends.contract.Backend`. A name that another plugin offers as well is an
+    error.
     """
     raise AssertionError("hook specification")
 
@@ -50,10 +50,10 @@ def fd_register_backends() -> Sequence[Entry]:
 def fd_register_drafters() -> Sequence[Entry]:
     """Offer drafters for speculative decoding.
 
-    Called once at discovery; the results of all plugins are joined. Each target is a subclass of
-    `fd_core.runner.drafting.Drafter`, or of `PerSlotDrafter` there if it looks at one request at a time; it is made
-    from a `DraftContext`, which can load a model of its own. Its name is the `method` of `--speculative-config`. A
-    drafter may guess anything: a draft is kept only if it is the token that would have been sampled anyway.
+    Each target is a subclass of `fd_core.runner.drafting.Drafter`, or of `PerSlotDrafter` there if it looks at one
+    request at a time; it is made from a `DraftContext`, which can load a model of its own. Its name is the `method` of
+    `--speculative-config`. A drafter may guess anything: a draft is kept only if it is the token that would have been
+    sampled anyway.
     """
     raise AssertionError("hook specification")
 
@@ -62,9 +62,8 @@ def fd_register_drafters() -> Sequence[Entry]:
 def fd_register_schedulers() -> Sequence[Entry]:
     """Offer scheduling policies.
 
-    Called once at discovery; the results of all plugins are joined. Each target is a subclass of
-    `fd_core.scheduling.policies.SchedulingPolicy`: it orders waiting requests, without I/O, clock or randomness of its
-    own.
+    Each target is a subclass of `fd_core.scheduling.policies.SchedulingPolicy`: it orders waiting requests, without
+    I/O, clock or randomness of its own.
     """
     raise AssertionError("hook specification")
 
@@ -73,8 +72,7 @@ def fd_register_schedulers() -> Sequence[Entry]:
 def fd_register_victim_policies() -> Sequence[Entry]:
     """Offer victim policies: which running request is preempted when KV blocks run out.
 
-    Called once at discovery; the results of all plugins are joined. Each target is a subclass of
-    `fd_core.scheduling.victims.VictimPolicy`, without I/O, clock or randomness of its own.
+    Each target is a subclass of `fd_core.scheduling.victims.VictimPolicy`, without I/O, clock or randomness of its own.
     """
     raise AssertionError("hook specification")
 
@@ -83,9 +81,9 @@ def fd_register_victim_policies() -> Sequence[Entry]:
 def fd_register_stores() -> Sequence[Entry]:
     """Offer KV stores: where the KV of preempted and finished requests is kept outside the engine.
 
-    Called once at discovery; the results of all plugins are joined. Each target is a subclass of
-    `fd_core.kv.stores.contract.KVStore`; its name is the scheme before the colon of `--kv-store`. A store moves opaque
-    bytes and is best effort: whatever it answers, the core checks it, and recomputes what is missing or damaged.
+    Each target is a subclass of `fd_core.kv.stores.contract.KVStore`; its name is the scheme before the colon of
+    `--kv-store`. A store moves opaque bytes and is best effort: whatever it answers, the core checks it, and recomputes
+    what is missing or damaged.
     """
     raise AssertionError("hook specification")
 
@@ -94,10 +92,10 @@ def fd_register_stores() -> Sequence[Entry]:
 def fd_register_connectors() -> Sequence[Entry]:
     """Offer connectors: how KV travels from a prefill worker to a decode worker.
 
-    Called once at discovery; the results of all plugins are joined. Each target is a subclass of
-    `fd_core.disagg.connectors.contract.Connector`; its name is what users write behind `--kv-connector` of the decode
-    worker, and the prefill worker needs the plugin as well. A connector moves opaque, sealed bytes and may fail at any
-    time: the core checks what arrives, and the decode worker computes the prompt itself if anything is wrong.
+    Each target is a subclass of `fd_core.disagg.connectors.contract.Connector`; its name is what users write behind
+    `--kv-connector` of the decode worker, and the prefill worker needs the plugin as well. A connector moves opaque,
+    sealed bytes and may fail at any time: the core checks what arrives, and the decode worker computes the prompt
+    itself if anything is wrong.
     """
     raise AssertionError("hook specification")
 
@@ -106,9 +104,9 @@ def fd_register_connectors() -> Sequence[Entry]:
 def fd_register_router_policies() -> Sequence[Entry]:
     """Offer router policies: which worker gets a request.
 
-    Called once at discovery; the results of all plugins are joined. Each target is a subclass of
-    `fd_core.router.policies.RouterPolicy`, without I/O, clock or randomness of its own; its name is a `policy`,
-    `prefill-policy` or `decode-policy` of the router. It is made from the `RouterConfig`, once for each role, and sees
-    frozen values: the workers that may be chosen with their loads, the prompt, one random number and the time.
+    Each target is a subclass of `fd_core.router.policies.RouterPolicy`, without I/O, clock or randomness of its own;
+    its name is a `policy`, `prefill-policy` or `decode-policy` of the router. It is made from the `RouterConfig`, once
+    for each role, and sees frozen values: the workers that may be chosen with their loads, the prompt, one random
+    number and the time.
     """
     raise AssertionError("hook specification")

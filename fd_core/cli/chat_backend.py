@@ -6,14 +6,14 @@ import contextlib
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from fd_core.cli.api_client import ApiClient
 from fd_core.errors import BadRequest, FdError, ModelError
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.detokenizer import IncrementalDetokenizer
 from fd_core.text.tokenizer import Tokenizer
-from fd_core.types import RequestSpec, SamplingParams
+from fd_core.types import Delta, RequestSpec, SamplingParams
 
 if TYPE_CHECKING:
     from fd_core.engine.client import EngineClient
@@ -91,11 +91,7 @@ class EngineChatBackend:
             eos_token_ids=info.eos_token_ids,
         )
         text = IncrementalDetokenizer(self.tokenizer)
-        deltas = self.client.submit(spec)
-        async with contextlib.AsyncExitStack() as stack:
-            close = getattr(deltas, "aclose", None)
-            if close is not None:
-                stack.push_async_callback(close)
+        async with contextlib.aclosing(cast(AsyncGenerator[Delta, None], self.client.submit(spec))) as deltas:
             async for delta in deltas:
                 yield text.push(delta.token_ids).text
                 if delta.error is not None:

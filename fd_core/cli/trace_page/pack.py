@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any, Final
 
@@ -26,7 +26,10 @@ _SCRIPTS: Final = ("data.js", "panels.js", "view.js")
 
 def page(trace: TraceContents, title: str) -> str:
     """Return the page as HTML text; `title` is what the browser's tab shows."""
-    sections = columns(trace) | _residencies(trace) | _chunks(trace) | cells(trace) | _loads(trace) | _decisions(trace)
+    requests = _request_ids(trace)
+    number = {request_id: index for index, request_id in enumerate(requests)}
+    sections = columns(trace) | _chunks(trace) | cells(trace)
+    sections |= _residencies(trace, number) | _loads(trace, number) | _decisions(trace, number)
     blob, places = _joined(sections)
     facts: dict[str, Any] = {
         "title": title,
@@ -34,7 +37,7 @@ def page(trace: TraceContents, title: str) -> str:
         "problems": trace.problems,
         "numSlots": trace.num_slots,
         "numSteps": len(trace.positions),
-        "requests": _request_ids(trace),
+        "requests": requests,
         "kinds": KINDS,
         "exits": EXITS,
         "sections": places,
@@ -115,8 +118,7 @@ def _request_ids(trace: TraceContents) -> list[str]:
     return list(dict.fromkeys(named))
 
 
-def _residencies(trace: TraceContents) -> dict[str, npt.NDArray[Any]]:
-    number = {request_id: index for index, request_id in enumerate(_request_ids(trace))}
+def _residencies(trace: TraceContents, number: Mapping[str, int]) -> dict[str, npt.NDArray[Any]]:
     rows = [
         (
             residency.slot,
@@ -135,45 +137,40 @@ def _residencies(trace: TraceContents) -> dict[str, npt.NDArray[Any]]:
     return _named("residency", names, rows, np.int32)
 
 
-def _loads(trace: TraceContents) -> dict[str, npt.NDArray[Any]]:
+def _loads(trace: TraceContents, number: Mapping[str, int]) -> dict[str, npt.NDArray[Any]]:
     """Loads: the step that tells of each, its times in milliseconds from the start of the trace, and what came."""
-    number = {request_id: index for index, request_id in enumerate(_request_ids(trace))}
     offsets = trace.offsets()
-    rows = [
-        (index, load.slot, number[load.request_id], load.blocks, load.loaded, load.from_host)
+    loads = [
+        (index, offsets[position.epoch], load)
         for index, position in enumerate(trace.positions)
         for load in position.line.loads
     ]
-    times = [
-        ((offsets[position.epoch] + load.began) / 1000, (offsets[position.epoch] + load.ended) / 1000)
-        for position in trace.positions
-        for load in position.line.loads
+    rows = [
+        (index, load.slot, number[load.request_id], load.blocks, load.loaded, load.from_host)
+        for index, _, load in loads
     ]
+    times = [((offset + load.began) / 1000, (offset + load.ended) / 1000) for _, offset, load in loads]
     names = ("Step", "Slot", "Request", "Blocks", "Loaded", "FromHost")
     return _named("load", names, rows, np.int32) | _named("load", ("Began", "Ended"), times, np.float64)
 
 
-def _decisions(trace: TraceContents) -> dict[str, npt.NDArray[Any]]:
+def _decisions(trace: TraceContents, number: Mapping[str, int]) -> dict[str, npt.NDArray[Any]]:
     """Decisions whether to load or to compute; estimates are milliseconds, NaN where nothing was measured."""
-    number = {request_id: index for index, request_id in enumerate(_request_ids(trace))}
     decisions = [(index, each) for index, position in enumerate(trace.positions) for each in position.line.decisions]
     rows = [
         (index, number[each.request_id], each.load, each.host_blocks, each.store_blocks, each.tokens)
         for index, each in decisions
     ]
-    estimates = [[_milliseconds(time) for time in (each.load_time, each.compute_time)] for _, each in decisions]
+    # None becomes NaN.
+    estimates = np.array([(each.load_time, each.compute_time) for _, each in decisions], np.float64) / 1000
     names = ("Step", "Request", "Load", "Host", "Store", "Tokens")
     return _named("decision", names, rows, np.int32) | _named("decision", ("LoadTime", "Time"), estimates, np.float64)
 
 
-def _named(prefix: str, names: Sequence[str], rows: Sequence[Any], dtype: npt.DTypeLike) -> dict[str, npt.NDArray[Any]]:
+def _named(prefix: str, names: Sequence[str], rows: npt.ArrayLike, dtype: npt.DTypeLike) -> dict[str, npt.NDArray[Any]]:
     """Return the columns of `rows`, one array each."""
     table = np.array(rows, dtype).reshape(-1, len(names))
     return {f"{prefix}{name}": np.ascontiguousarray(table[:, index]) for index, name in enumerate(names)}
-
-
-def _milliseconds(microseconds: int | None) -> float:
-    return np.nan if microseconds is None else microseconds / 1000
 
 
 def _chunks(trace: TraceContents) -> dict[str, npt.NDArray[Any]]:
