@@ -22,16 +22,8 @@ from fd_core.errors import ConfigError
 from fd_core.sizes import parse_size
 
 __all__ = [
-    "ByteSize",
-    "CheckedStruct",
-    "Constraint",
-    "OneOf",
-    "Prefix",
-    "Range",
-    "Rule",
-    "make_settings",
-    "parse_switch",
-    "rules_of",
+    *("ByteSize", "CheckedStruct", "Constraint", "OneOf", "Prefix", "Range", "Rule", "make_settings"),
+    *("parse_switch", "rules_of"),
 ]
 
 _YES: Final = ("1", "true", "yes", "on")

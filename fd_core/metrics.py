@@ -13,7 +13,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -61,19 +61,12 @@ class MetricSpec:
         return [(fixed, float(value))]
 
 
-def counter(name: str, help: str, **options: Any) -> MetricSpec:
-    """Declare a number that only grows within an epoch; `options` are further fields of `MetricSpec`."""
-    return MetricSpec("counter", name, help, **options)
-
-
-def gauge(name: str, help: str, **options: Any) -> MetricSpec:
-    """Declare a number of this moment; `options` are further fields of `MetricSpec`."""
-    return MetricSpec("gauge", name, help, **options)
-
-
-def state(name: str, help: str, **options: Any) -> MetricSpec:
-    """Declare which of `values` a field has at this moment; `options` are further fields of `MetricSpec`."""
-    return MetricSpec("state", name, help, **options)
+counter = partial(MetricSpec, "counter")
+"""Declares a number that only grows within an epoch; takes the further fields of `MetricSpec`."""
+gauge = partial(MetricSpec, "gauge")
+"""Declares a number of this moment; takes the further fields of `MetricSpec`."""
+state = partial(MetricSpec, "state")
+"""Declares which of `values` a field has at this moment; takes the further fields of `MetricSpec`."""
 
 
 def read_metrics(stats: Any) -> Iterator[tuple[MetricSpec, Samples]]:

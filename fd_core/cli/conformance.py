@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -45,12 +46,6 @@ def conformance(
     for package in ("pytest", "hypothesis"):
         if importlib.util.find_spec(package) is None:
             raise PluginError(f"the conformance kit needs {package}", hint="pip install 'fd-core[test]'")
-    _run(backends, json, html, expression, quick)
-
-
-def _run(backends: list[str], json: Path | None, html: Path | None, expression: str | None, quick: bool) -> None:
-    import shlex
-
     import msgspec
     from rich.console import Console
 

@@ -8,14 +8,7 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING
 
-from fd_core.cli.flags import (
-    API_KEY_FILE,
-    CONFIG_FILE,
-    GATEWAY_FLAGS,
-    ROUTER_FLAGS,
-    Given,
-    takes_flags,
-)
+from fd_core.cli.flags import API_KEY_FILE, CONFIG_FILE, GATEWAY_FLAGS, ROUTER_FLAGS, Given, takes_flags
 from fd_core.cli.report import interrupts_end_it, reports_errors
 
 if TYPE_CHECKING:

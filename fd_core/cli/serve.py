@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import os
 from typing import TYPE_CHECKING, Annotated
@@ -74,11 +75,10 @@ async def _serve(settings: Settings, listener: socket.socket, console: Console) 
     from fd_core.cli.summary import show_summary, summary
     from fd_core.server.serve import serve_http
 
-    with startup_bars(console) as bars:
-        model = await asyncio.to_thread(find_model, settings.engine, settings.server.chat_template, bars)
-        engine = running_engine(model, settings.server.engine, bars)
-        client = await engine.__aenter__()
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        with startup_bars(console) as bars:
+            model = await asyncio.to_thread(find_model, settings.engine, settings.server.chat_template, bars)
+            client = await stack.enter_async_context(running_engine(model, settings.server.engine, bars))
         await serve_http(
             settings.server,
             client,
@@ -88,8 +88,6 @@ async def _serve(settings: Settings, listener: socket.socket, console: Console) 
             sock=listener,
             on_ready=lambda url: show_summary(console, summary(client.info, settings.server, url)),
         )
-    finally:
-        await engine.__aexit__(None, None, None)
 
 
 def _ticket_key(engine: EngineConfig) -> bytes | None:

@@ -7,32 +7,12 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from fd_core.types import (
-    Count,
-    LogitBias,
-    MinP,
-    NumLogprobs,
-    Penalty,
-    RepetitionPenalty,
-    Temperature,
-    TokenCount,
-    TopP,
-)
+from fd_core.types import Count, LogitBias, MinP, NumLogprobs, Penalty, RepetitionPenalty, Temperature, TokenCount, TopP
 
 __all__ = [
-    "MAX_CHOICES",
-    "MAX_LOGIT_BIAS",
-    "MAX_STOP",
-    "MAX_STOP_CHARS",
-    "AbortRequest",
-    "ChatRequest",
-    "CompletionRequest",
-    "ContentPart",
-    "DetokenizeRequest",
-    "GenerationRequest",
-    "Message",
-    "StreamOptions",
-    "TokenizeRequest",
+    *("MAX_CHOICES", "MAX_LOGIT_BIAS", "MAX_STOP", "MAX_STOP_CHARS", "AbortRequest", "ChatRequest"),
+    *("CompletionRequest", "ContentPart", "DetokenizeRequest", "GenerationRequest", "Message"),
+    *("StreamOptions", "TokenizeRequest"),
 ]
 
 MAX_CHOICES: Final = 128

@@ -7,26 +7,9 @@ from typing import Literal
 import msgspec
 
 __all__ = [
-    "AbortAnswer",
-    "ChatAnswer",
-    "ChatChoice",
-    "ChatLogprobs",
-    "ChatMessage",
-    "CompletionAnswer",
-    "CompletionChoice",
-    "CompletionLogprobs",
-    "DetokenizeAnswer",
-    "ErrorAnswer",
-    "ErrorDetail",
-    "HealthAnswer",
-    "ModelCard",
-    "ModelList",
-    "PromptTokensDetails",
-    "TokenLogprob",
-    "TokenizeAnswer",
-    "TopLogprob",
-    "Usage",
-    "VersionAnswer",
+    *("AbortAnswer", "ChatAnswer", "ChatChoice", "ChatLogprobs", "ChatMessage", "CompletionAnswer", "CompletionChoice"),
+    *("CompletionLogprobs", "DetokenizeAnswer", "ErrorAnswer", "ErrorDetail", "HealthAnswer", "ModelCard", "ModelList"),
+    *("PromptTokensDetails", "TokenLogprob", "TokenizeAnswer", "TopLogprob", "Usage", "VersionAnswer"),
 ]
 
 
