@@ -97,9 +97,9 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     lease_seconds: Annotated[float, Range(0.1, 3600)] = 10.0
     """A prefill worker that is silent for so long is given up, and the prompt computed by the decode worker."""
     kv_events: bool | None = None
-    """Whether the engine tells which prefixes its device holds, for a router; None does not."""
+    """Whether the engine reports the prefixes in its device cache to a router; None reports nothing."""
     trace: str | None = None
-    """File that receives what happens in each step, for `fdcore trace`; None writes none."""
+    """File that receives a trace of every step, for `fdcore trace`; None writes no trace."""
     trace_limit: Annotated[int, ByteSize()] = 256 * 2**20
     """Bytes after which nothing more is written to `trace`."""
 

@@ -45,16 +45,16 @@ def _hint_for(error: BaseException) -> str:
 
 
 def check_module(module: object) -> None:
-    """Refuse a plugin that was built for another contract or has a hook that there is not; `StrangerError`."""
+    """Refuse a plugin that was built for another contract or implements an unknown hook; `StrangerError`."""
     if not isinstance(module, ModuleType):
         hint = f"in pyproject.toml, [project.entry-points.{ENTRY_POINT_GROUP}], write the module without `:`"
         raise StrangerError(f"the entry point names {described(module)}; it must name a module", hint)
     version = getattr(module, "FD_CONTRACT", None)
     if version is None:
-        cause = f"{module.__name__} declares no FD_CONTRACT; this fd_core speaks {CONTRACT_VERSION}"
+        cause = f"{module.__name__} declares no FD_CONTRACT; this fd_core implements {CONTRACT_VERSION}"
         raise StrangerError(cause, f"write FD_CONTRACT = {CONTRACT_VERSION} there once it keeps that contract")
     if type(version) is not int or version != CONTRACT_VERSION:
-        cause = f"it was built for contract {version!r}; this fd_core speaks {CONTRACT_VERSION}"
+        cause = f"it was built for contract {version!r}; this fd_core implements {CONTRACT_VERSION}"
         raise StrangerError(cause, "install the version of the plugin, or of fd-core, that matches the other")
     known = {name for name in vars(hookspecs) if name.startswith(_HOOK_PREFIX)}
     for name, value in vars(module).items():

@@ -52,7 +52,7 @@ BROKEN = {
     "import error": ("import no_such_library", "ModuleNotFoundError: No module named 'no_such_library'"),
     "raises at import": ("raise ValueError('half installed')", "ValueError: half installed"),
     "exits at import": ("import sys; sys.exit('bye')", "SystemExit: bye"),
-    "another contract": ("FD_CONTRACT = 99", "built for contract 99; this fd_core speaks 1"),
+    "another contract": ("FD_CONTRACT = 99", "built for contract 99; this fd_core implements 1"),
     "a contract that equals one": ("FD_CONTRACT = True", "built for contract True"),
     "no contract": ("x = 1", "declares no FD_CONTRACT"),
     "unknown hook": (

@@ -84,7 +84,7 @@ class ApiClient:
         try:
             return [str(card["id"]) for card in msgspec.json.decode(body)["data"]]
         except (msgspec.DecodeError, TypeError, LookupError) as error:
-            raise ServerAnswer("it does not answer like an OpenAI server", field=self.url) from error
+            raise ServerAnswer("the server does not answer like an OpenAI server", field=self.url) from error
 
     async def stream(self, path: str, request: Mapping[str, Any]) -> AsyncGenerator[Chunk, None]:
         """Send a completion or chat request and return the answer's pieces. Raises `ServerAnswer`."""

@@ -100,7 +100,7 @@ def _with_contested_names(checked: Sequence[Checked]) -> list[Checked]:
     for each in checked:
         for label in each.seen.offers:
             givers.setdefault(label, []).append(each.distribution)
-    hint = "nobody gets a name that two offer: uninstall one of them, or give your own another name"
+    hint = "a name that two plugins offer is given to neither: uninstall one of them, or rename your own"
     return [
         each.with_findings(
             Finding(f"the name is offered by {' and '.join(givers[label])}", hint, label)

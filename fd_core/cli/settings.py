@@ -99,13 +99,13 @@ def _with_kv_events(settings: Settings) -> Settings:
         return replace(settings, engine=msgspec.structs.replace(engine, kv_events=True))
     if engine.kv_events and not engine.enable_prefix_caching:
         raise ConfigError(
-            "there is nothing to tell without prefix caching",
+            "without prefix caching there are no cached prefixes to report",
             field="--kv-events",
             hint="leave out --no-enable-prefix-caching",
         )
     if engine.kv_events and not server.router_secret:
         raise ConfigError(
-            "what this server holds is told to nobody who does not know a secret",
+            "cached prefixes are reported only to a router that knows the server's secret",
             field="--kv-events",
             hint="give --router-secret-file, to `fdcore serve` and to the router",
         )

@@ -16,7 +16,7 @@ OPEN_PATHS: Final = frozenset({"/", "/health", "/ready", "/version", "/metrics",
 
 
 class KeyRing:
-    """The accepted keys, kept as digests. With no keys everybody may ask."""
+    """The accepted keys, kept as digests. Without keys every request is accepted."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key.encode()) for key in keys]

@@ -74,7 +74,7 @@ class BodyFormat(Generic[T]):
         for name in ignored:
             if name not in self._warned and len(self._warned) < 1000:
                 self._warned.add(name)
-                log.warning("the unknown field %s of a request is ignored (said once)", name)
+                log.warning("the unknown field %s of a request is ignored (logged once)", name)
         return ignored
 
 

@@ -76,7 +76,7 @@ def to_api_error(error: Exception) -> ApiError:
         return ApiError(error.status_code, message, headers=error.headers)
     places = "".join(traceback.format_tb(error.__traceback__))
     log.error("unexpected %s while serving a request; places, innermost last:\n%s", type(error).__qualname__, places)
-    return ApiError(500, "the server met an error of its own; its log says where", kind="server_error")
+    return ApiError(500, "internal server error; the server's log says where", kind="server_error")
 
 
 def error_response(error: ApiError) -> Response:

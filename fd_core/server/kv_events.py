@@ -40,7 +40,7 @@ async def kv_events(request: Request) -> Response:
     told = state.client.kv_log
     if told is None or not offers(state):
         raise ApiError(
-            404, "this server does not tell what it holds; it would with --kv-events and --router-secret-file"
+            404, "this server reports no cached prefixes; --kv-events and --router-secret-file turn the reports on"
         )
     if not KeyRing([state.config.router_secret]).accepts(request.headers.get("authorization", "").encode()):
         raise ApiError(

@@ -68,7 +68,7 @@ class Registration:
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             trouble = "it does not answer" if isinstance(error, TimeoutError) else type(error).__name__
         if trouble and trouble != self._said:
-            log.warning("the router at %s could not be told to %s this server: %s", self._router, what, trouble)
+            log.warning("the router at %s did not %s this server: %s", self._router, what, trouble)
         elif self._said and not trouble:
             log.info("the router at %s answers again", self._router)
         self._said = trouble
@@ -90,13 +90,13 @@ def registration_of(
         )
     if not config.router_secret:
         raise ConfigError(
-            "a router takes nobody who does not know its secret",
+            "a router registers only servers that know its secret",
             field="--router-secret-file",
             hint="give the file that the router was started with",
         )
     if config.advertise_url is None and config.host in ANY_ADDRESS:
         raise ConfigError(
-            "a server that listens on every address has to say under which one the router reaches it",
+            "the server listens on every address, so the router needs the one at which it reaches the server",
             field="--advertise-url",
             hint="for example http://10.0.0.5:8000",
         )

@@ -76,7 +76,8 @@ class ServerState:
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Names this process, so that a router notices another one at the same address."""
     ticket_key: bytes | None = None
-    """Signs what a router says about who computes a prompt; None but for decode workers."""
+    """Authenticates the tickets with which a router assigns prompts to prefill workers; None unless this is a decode
+    worker."""
     draining: bool = False
 
     @property
@@ -116,7 +117,7 @@ class ServerState:
         if self.client.info.role == "prefill":
             raise ApiError(
                 400,
-                "this worker only computes prompts, for decode workers; ask one of those, or a router",
+                "this prefill worker only computes prompts; send requests to a decode worker or to the router",
                 code="prefill_worker",
             )
         reason = self.not_ready()

@@ -13,7 +13,7 @@ HOOK = "from fd_core.hookspecs import Entry, hookimpl\nFD_CONTRACT = 1\n@hookimp
 CHIP = PARTS.format(rank=0, answer="Availability(True, 'it is here')")
 
 BROKEN = {
-    "oldcontract": ({"source": "FD_CONTRACT = 99"}, "built for contract 99; this fd_core speaks 1", "that matches"),
+    "oldcontract": ({"source": "FD_CONTRACT = 99"}, "built for contract 99; this fd_core implements 1", "that matches"),
     "nocontract": ({"source": "x = 1"}, "fd_nocontract declares no FD_CONTRACT", "write FD_CONTRACT = 1 there"),
     "unknownhook": (
         {"source": HOOK + "fd_register_toasters(): ..."},

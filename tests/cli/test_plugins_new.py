@@ -110,7 +110,7 @@ def test_a_device_that_nothing_looks_for_is_not_available(tmp_path, framework, s
             for name in ("MyChip", "my-chip", "1chip", "_chip", "chip_", "a__b")
         ),
         *((name, "cannot be the name of a backend") for name in ("", "chip+paddle", "../chip", "ch\nip", "x" * 41)),
-        *((name, "has a meaning of its own") for name in ("class", "match", "auto")),
+        *((name, "is a reserved word") for name in ("class", "match", "auto")),
         *((name, "is a backend of fd_core itself") for name in ("cpu", "reference", "null")),
         ("gpu_cuda", "is the project's own plugin fd-gpu-cuda"),
         ("core", "the package fd_core exists already"),

@@ -82,7 +82,7 @@ def _check_name(name: str) -> None:
             hint=f"lower case letters and digits, in words joined by _, up to {_LONGEST_NAME}, such as mychip",
         )
     if keyword.iskeyword(name) or keyword.issoftkeyword(name) or name in _RESERVED:
-        raise ConfigError(f"{name!r} has a meaning of its own", field="NAME", hint="take another, such as mychip")
+        raise ConfigError(f"{name!r} is a reserved word", field="NAME", hint="take another, such as mychip")
     core = Plugins.discover([])
     if name in core.offered(BACKEND):
         raise ConfigError(f"{name} is a backend of fd_core itself", field="NAME", hint="take another name")
