@@ -92,7 +92,7 @@ MUTANTS = (
         _RETRY,
         (
             "router/gateway/forwarding.py",
-            "            self._router.declined(selection, selection.decode)\n",
+            "            self.state.router.declined(selection, selection.decode)\n",
             "            pass\n",
         ),
     ),

@@ -1,7 +1,7 @@
 """The gateway: HTTP in front of several workers.
 
 A request passes, in this order: `gate` (id, key), `route_requests` (prompt, tokens), `forwarding` (one attempt after
-the other, each under the guards of a `Selection`) and `relaying` (a worker's answer to the client, as it comes).
+the other, each under a `Selection`) and `relaying` (a worker's answer to the client, as it comes).
 `health_checks` finds out which workers are healthy, `timeouts` ends the waits for those that are not, `kv_events`
 follows what workers hold, `admin` lets them register, `pages` shows everything, `serving` owns sockets and drain.
 

@@ -14,12 +14,12 @@ from multidict import CIMultiDict
 from fd_core.router.gateway.answers import json_response
 from fd_core.router.gateway.headers import to_client
 from fd_core.router.gateway.relaying import TROUBLE, read_up_to
-from fd_core.router.router import Router
+from fd_core.router.gateway.state import GatewayState
 from fd_core.router.workers import RouterWorker, WorkerState
 from fd_core.server.errors import unavailable
 from fd_core.server.response_schemas import AbortAnswer
 
-__all__ = ["ABORT_PATH", "Aborts"]
+__all__ = ["ABORT_PATH", "abort"]
 
 ABORT_PATH: Final = "/v1/abort_requests"
 _MAX_BYTES: Final = 4 << 20
@@ -27,48 +27,43 @@ _TIMEOUT: Final = aiohttp.ClientTimeout(total=5)
 _decoder: Final = msgspec.json.Decoder(AbortAnswer)
 
 
-class Aborts:
-    """Asks the workers that answer clients; a prefill worker's part of a request ends with the request itself."""
+async def abort(state: GatewayState, body: bytes, headers: Mapping[str, str], request_id: str) -> web.Response:
+    """Return the ids that the workers aborted, and the ids that no worker which answered has.
 
-    def __init__(self, router: Router, session: aiohttp.ClientSession) -> None:
-        self._router = router
-        self._session = session
+    The workers that answer clients are asked: a prefill worker's part of a request ends with the request itself. A
+    refusal, such as of a key or of a body that is wrong, is passed on if nobody answered otherwise. Raises `ApiError`
+    (503) if no worker can be asked.
+    """
+    answering = (WorkerState.HEALTHY, WorkerState.DRAINING)
+    shown = [each for each in state.router.snapshot().workers if each.state in answering]
+    workers = [each.worker for each in shown if each.worker.role != "prefill"]
+    told = await asyncio.gather(*(_ask(state, worker, body, headers, request_id) for worker in workers))
+    answers = [each for each in told if isinstance(each, AbortAnswer)]
+    if answers:
+        return json_response(_joined(answers))
+    for refusal in told:
+        if isinstance(refusal, web.Response):
+            return refusal
+    raise unavailable("no worker could be asked", "none_healthy", retry_after=1)
 
-    async def abort(self, body: bytes, headers: Mapping[str, str], request_id: str) -> web.Response:
-        """Return the ids that the workers aborted, and the ids that no worker which answered has.
 
-        A refusal, such as of a key or of a body that is wrong, is passed on if nobody answered otherwise. Raises
-        `ApiError` (503) if no worker can be asked.
-        """
-        answering = (WorkerState.HEALTHY, WorkerState.DRAINING)
-        shown = [each for each in self._router.snapshot().workers if each.state in answering]
-        workers = [each.worker for each in shown if each.worker.role != "prefill"]
-        told = await asyncio.gather(*(self._ask(worker, body, headers, request_id) for worker in workers))
-        answers = [each for each in told if isinstance(each, AbortAnswer)]
-        if answers:
-            return json_response(_joined(answers))
-        for refusal in told:
-            if isinstance(refusal, web.Response):
-                return refusal
-        raise unavailable("no worker could be asked", "none_healthy", retry_after=1)
-
-    async def _ask(
-        self, worker: RouterWorker, body: bytes, headers: Mapping[str, str], request_id: str
-    ) -> AbortAnswer | web.Response | None:
-        """Return the answer of one worker; None if it cannot be used."""
-        try:
-            async with self._session.post(
-                worker.url + ABORT_PATH, data=body, headers=headers, timeout=_TIMEOUT, allow_redirects=False
-            ) as answer:
-                data = await read_up_to(answer.content, _MAX_BYTES)
-                if answer.status == 200:
-                    return _decoder.decode(data)
-                if 400 <= answer.status < 500 and answer.status != 404:
-                    kept: CIMultiDict[str] = to_client(answer.headers, request_id)
-                    return web.Response(body=data, status=answer.status, headers=kept)
-        except (*TROUBLE, msgspec.MsgspecError, UnicodeDecodeError):
-            pass
-        return None
+async def _ask(
+    state: GatewayState, worker: RouterWorker, body: bytes, headers: Mapping[str, str], request_id: str
+) -> AbortAnswer | web.Response | None:
+    """Return the answer of one worker; None if it cannot be used."""
+    try:
+        async with state.session.post(
+            worker.url + ABORT_PATH, data=body, headers=headers, timeout=_TIMEOUT, allow_redirects=False
+        ) as answer:
+            data = await read_up_to(answer.content, _MAX_BYTES)
+            if answer.status == 200:
+                return _decoder.decode(data)
+            if 400 <= answer.status < 500 and answer.status != 404:
+                kept: CIMultiDict[str] = to_client(answer.headers, request_id)
+                return web.Response(body=data, status=answer.status, headers=kept)
+    except (*TROUBLE, msgspec.MsgspecError, UnicodeDecodeError):
+        pass
+    return None
 
 
 def _joined(answers: list[AbortAnswer]) -> AbortAnswer:

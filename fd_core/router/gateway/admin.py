@@ -12,7 +12,7 @@ from aiohttp import web
 from fd_core.errors import FdError
 from fd_core.router.gateway.answers import error_response, json_response
 from fd_core.router.gateway.body import read_body
-from fd_core.router.router import Router
+from fd_core.router.gateway.state import GatewayState
 from fd_core.server.auth import KeyRing
 from fd_core.server.errors import ApiError, to_api_error
 
@@ -42,12 +42,12 @@ _decoder: Final = msgspec.json.Decoder(_RegisterRequest)
 class Admin:
     """Handler of the admin port."""
 
-    def __init__(self, router: Router, secret: str, on_change: Callable[[], None], *, pairs: bool) -> None:
-        """`on_change` is called when a worker came or went; `pairs`: whether this gateway takes workers of pairs."""
-        self._router = router
-        self._ring = KeyRing([secret])
+    def __init__(self, state: GatewayState, on_change: Callable[[], None]) -> None:
+        """`on_change` is called when a worker came or went."""
+        self._router = state.router
+        self._ring = KeyRing([state.config.router_secret])
         self._on_change = on_change
-        self._pairs = pairs
+        self._pairs = state.ticket_key is not None
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request."""

@@ -15,14 +15,13 @@ from yarl import URL
 
 from fd_core.router.gateway.answers import error_event, error_response, lost, refusal
 from fd_core.router.gateway.headers import AUTO_HEADERS, to_client
-from fd_core.router.gateway.metrics import GatewayMetrics
-from fd_core.router.gateway.pairs import Pairs
+from fd_core.router.gateway.pairs import take_outcome, ticket_headers
 from fd_core.router.gateway.relaying import TROUBLE, UpstreamAnswer, WorkerLost, read_up_to
-from fd_core.router.gateway.timeouts import SilenceTimer, WorkerTimeouts
-from fd_core.router.router import Router
+from fd_core.router.gateway.state import GatewayState
+from fd_core.router.gateway.timeouts import SilenceTimer
 from fd_core.router.selection import RouteRequest, Selection
 
-__all__ = ["Exchange", "Forwarder"]
+__all__ = ["Exchange"]
 
 _BUSY: Final = frozenset({429, 503})
 """Statuses of a worker that has no room: it is not at fault, and another worker may have room."""
@@ -30,21 +29,6 @@ _BROKEN: Final = frozenset({500, 502, 504})
 _ELSEWHERE_BYTES: Final = 64 * 1024
 """Bytes of a refusal that are kept, in case no other worker answers better."""
 _ENDS_WITH_DONE: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
-
-
-@dataclass(slots=True)
-class Exchange:
-    """One client's request, ready to be sent to any worker."""
-
-    request: web.BaseRequest
-    request_id: str
-    target: str
-    """Path and query, as the client wrote them."""
-    headers: CIMultiDict[str]
-    body: bytes
-    asked: RouteRequest
-    arrived: float
-    """When the headers of the request were read, by `time.monotonic`."""
 
 
 class _TryElsewhere(Exception):
@@ -55,75 +39,73 @@ class _TryElsewhere(Exception):
         self.answer = answer
 
 
-class Forwarder:
-    """Sends requests to the workers that the router chooses, and tells the router what became of them."""
+@dataclass(slots=True)
+class Exchange:
+    """One client's request: it is sent to the workers that the router chooses, which is told what became of it."""
 
-    def __init__(
-        self,
-        router: Router,
-        session: aiohttp.ClientSession,
-        timeouts: WorkerTimeouts,
-        pairs: Pairs,
-        metrics: GatewayMetrics,
-    ) -> None:
-        self._router = router
-        self._session = session
-        self._timeouts = timeouts
-        self._pairs = pairs
-        self._metrics = metrics
+    state: GatewayState
+    request: web.BaseRequest
+    request_id: str
+    target: str
+    """Path and query, as the client wrote them."""
+    headers: CIMultiDict[str]
+    body: bytes
+    asked: RouteRequest
+    arrived: float
+    """When the headers of the request were read, by `time.monotonic`."""
 
-    async def forward(self, exchange: Exchange) -> web.StreamResponse:
-        """Return the answer, sent or about to be sent. Whatever happens, the router's guards are released by then."""
+    async def forward(self) -> web.StreamResponse:
+        """Return the answer, sent or about to be sent. No selection is held by then, whatever happens."""
         kept: web.Response | None = None
-        chosen = self._router.select(exchange.asked, time.monotonic(), random.random())  # noqa: S311  # no secret
-        self._metrics.choosing.observe(time.monotonic() - exchange.arrived)
+        chosen = self.state.router.select(self.asked, time.monotonic(), random.random())  # noqa: S311  # no secret
+        self.state.metrics.choosing.observe(time.monotonic() - self.arrived)
         try:
             while isinstance(chosen, Selection):
                 with chosen:
                     try:
-                        return await self._attempt(exchange, chosen)
+                        return await self._attempt(chosen)
                     except _TryElsewhere as failure:
                         kept = failure.answer or kept
-                chosen = self._router.retry(chosen, time.monotonic(), random.random())  # noqa: S311  # no secret
+                chosen = self.state.router.retry(chosen, time.monotonic(), random.random())  # noqa: S311  # no secret
         except (asyncio.CancelledError, ConnectionError):
-            self._metrics.counts.disconnects += 1
+            self.state.metrics.counts.disconnects += 1
             raise
         return kept if kept is not None else error_response(refusal(chosen))
 
-    async def _attempt(self, exchange: Exchange, selection: Selection) -> web.StreamResponse:
+    async def _attempt(self, selection: Selection) -> web.StreamResponse:
         """Return the answer of one worker; `_TryElsewhere` if there is none."""
         worker = selection.decode
         response: aiohttp.ClientResponse | None = None
         try:
             try:
-                async with self._timeouts.first_bytes(worker):
-                    response = await self._session.request(
-                        exchange.request.method,
-                        URL(worker.url + exchange.target, encoded=True),
-                        data=exchange.body,
-                        headers=self._pairs.headers(selection, exchange.headers, exchange.request_id),
+                async with self.state.timeouts.first_bytes(worker):
+                    response = await self.state.session.request(
+                        self.request.method,
+                        URL(worker.url + self.target, encoded=True),
+                        data=self.body,
+                        headers=ticket_headers(self.state, selection, self.headers, self.request_id),
                         skip_auto_headers=AUTO_HEADERS,
                         allow_redirects=False,
                     )
-                    self._pairs.take_outcome(selection, response.headers)
-                    refused = await self._refused(exchange, selection, response)
+                    take_outcome(self.state, selection, response.headers)
+                    refused = await self._refused(selection, response)
                     if refused is not None:
                         return refused
-                    done = exchange.request.path in _ENDS_WITH_DONE
+                    done = self.request.path in _ENDS_WITH_DONE
                     answer = UpstreamAnswer(response, ends_with_done=done)
                     first = await answer.begin()
             except (*TROUBLE, WorkerLost) as error:
                 severe = isinstance(error, aiohttp.ClientConnectorError)
-                self._router.failed(selection, worker, time.monotonic(), severe=severe)
-                self._metrics.counts.attempts_lost += 1
+                self.state.router.failed(selection, worker, time.monotonic(), severe=severe)
+                self.state.metrics.counts.attempts_lost += 1
                 raise _TryElsewhere from error
             selection.first_token()
-            self._metrics.first_byte.observe(time.monotonic() - exchange.arrived)
-            headers = to_client(response.headers, exchange.request_id)
+            self.state.metrics.first_byte.observe(time.monotonic() - self.arrived)
+            headers = to_client(response.headers, self.request_id)
             if answer.whole:
                 self._ended_well(selection, response.status)
                 return web.Response(body=first, status=response.status, headers=headers)
-            return await self._stream(exchange, selection, response, answer, first, headers)
+            return await self._stream(selection, response, answer, first, headers)
         finally:
             if response is not None:
                 response.close()
@@ -131,17 +113,15 @@ class Forwarder:
     def _ended_well(self, selection: Selection, status: int) -> None:
         """Record the prefix as cached, unless the worker refused the request and so computed nothing."""
         if status < 400:
-            self._router.served(selection, time.monotonic())
+            self.state.router.served(selection, time.monotonic())
 
-    async def _refused(
-        self, exchange: Exchange, selection: Selection, response: aiohttp.ClientResponse
-    ) -> web.Response | None:
+    async def _refused(self, selection: Selection, response: aiohttp.ClientResponse) -> web.Response | None:
         """Return a refusal that every worker would give; `_TryElsewhere` for one that another worker may not give."""
         status = response.status
         if status != 404 and status not in _BUSY and status not in _BROKEN:
             return None
         body = await read_up_to(response.content, _ELSEWHERE_BYTES)
-        headers = to_client(response.headers, exchange.request_id)
+        headers = to_client(response.headers, self.request_id)
         kept = web.Response(body=body, status=status, headers=headers)
         if status == 404 and b'"model_not_found"' not in body:
             selection.first_token()
@@ -149,14 +129,13 @@ class Forwarder:
         if status in _BUSY:
             kept.headers.setdefault("Retry-After", "1")
         if status in _BROKEN:
-            self._router.failed(selection, selection.decode, time.monotonic())
+            self.state.router.failed(selection, selection.decode, time.monotonic())
         else:
-            self._router.declined(selection, selection.decode)
+            self.state.router.declined(selection, selection.decode)
         raise _TryElsewhere(kept)
 
     async def _stream(
         self,
-        exchange: Exchange,
         selection: Selection,
         response: aiohttp.ClientResponse,
         answer: UpstreamAnswer,
@@ -164,7 +143,7 @@ class Forwarder:
         headers: CIMultiDict[str],
     ) -> web.StreamResponse:
         """Pass the answer on; one that breaks off ends with an error event, or with a connection that breaks off."""
-        request = exchange.request
+        request = self.request
         out = web.StreamResponse(status=response.status, headers=headers)
         if not answer.is_stream:
             out.content_length = response.content_length
@@ -172,14 +151,14 @@ class Forwarder:
         await out.write(first)
         silence: SilenceTimer | None = None
         try:
-            async with self._timeouts.stream(selection.decode) as silence:
+            async with self.state.timeouts.stream(selection.decode) as silence:
                 async for piece in answer.rest(silence):
                     await out.write(piece)
         except (WorkerLost, TimeoutError) as error:
             if isinstance(error, TimeoutError) and not (silence is not None and silence.expired):
                 raise
-            self._router.failed(selection, selection.decode, time.monotonic())
-            self._metrics.counts.streams_broken += 1
+            self.state.router.failed(selection, selection.decode, time.monotonic())
+            self.state.metrics.counts.streams_broken += 1
             if not answer.is_stream:
                 request.protocol.force_close()
                 return out

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
 from aiohttp import web
 
-from fd_core.router.gateway.aborting import ABORT_PATH, Aborts
+from fd_core.router.gateway.aborting import ABORT_PATH, abort
 from fd_core.router.gateway.answers import error_response, json_response
 from fd_core.router.gateway.body import read_body
-from fd_core.router.gateway.config import GatewayConfig
-from fd_core.router.gateway.forwarding import Exchange, Forwarder
+from fd_core.router.gateway.forwarding import Exchange
 from fd_core.router.gateway.headers import to_worker
-from fd_core.router.gateway.metrics import GatewayMetrics
-from fd_core.router.gateway.models import Models
-from fd_core.router.gateway.pages import Pages
-from fd_core.router.gateway.route_requests import RouteRequestReader
+from fd_core.router.gateway.models import union
+from fd_core.router.gateway.pages import PAGES
+from fd_core.router.gateway.state import GatewayState
 from fd_core.router.selection import RouteRequest
 from fd_core.server.auth import KeyRing
 from fd_core.server.errors import ApiError, to_api_error, unavailable
@@ -35,34 +33,9 @@ _COMPUTES_NOTHING: Final = frozenset({"/tokenize", "/detokenize"})
 class RouterGate:
     """Handler of the gateway's port. Nothing of a request is ever logged here."""
 
-    def __init__(
-        self,
-        config: GatewayConfig,
-        reader: RouteRequestReader,
-        forwarder: Forwarder,
-        models: Models,
-        aborts: Aborts,
-        pages: Pages,
-        metrics: GatewayMetrics,
-    ) -> None:
-        self._config = config
-        self._ring = KeyRing(config.api_keys)
-        self.reader = reader
-        """Reads the prompts of requests; replaced when the workers' tokenizer becomes known."""
-        self._forwarder = forwarder
-        self._models = models
-        self._aborts = aborts
-        self._pages = pages
-        self._metrics = metrics
-        self._open: Mapping[str, Callable[[], web.Response]] = {
-            "/": pages.page,
-            "/status": pages.page,
-            "/status.json": pages.status,
-            "/health": pages.health,
-            "/ready": pages.ready,
-            "/version": pages.version,
-            "/metrics": pages.metrics,
-        }
+    def __init__(self, state: GatewayState) -> None:
+        self._state = state
+        self._ring = KeyRing(state.config.api_keys)
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request."""
@@ -79,17 +52,17 @@ class RouterGate:
                 request.protocol.force_close()
         if not answer.prepared:
             answer.headers["X-Request-Id"] = request_id
-        path = request.path if request.path in _PLACED or request.path in self._open else "other"
-        self._metrics.answers[path, answer.status] += 1
+        path = request.path if request.path in _PLACED or request.path in PAGES else "other"
+        self._state.metrics.answers[path, answer.status] += 1
         return answer
 
     async def _answer(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         path = request.path
-        shown = self._open.get(path)
+        shown = PAGES.get(path)
         if shown is not None:
             if request.method not in ("GET", "HEAD"):
                 raise _wrong_method("GET")
-            return shown()
+            return shown(self._state)
         self._ring.check(path, request.headers.get("Authorization", "").encode("utf-8", "surrogateescape"))
         if path == "/v1/models" or path.startswith("/v1/models/"):
             if request.method != "GET":
@@ -100,21 +73,22 @@ class RouterGate:
         if request.method != "POST":
             raise _wrong_method("POST")
         if path == ABORT_PATH:
-            body = await read_body(request, self._config.max_body_bytes)
-            return await self._aborts.abort(body, self._to_worker(request, request_id), request_id)
-        if self._pages.draining:
+            body = await read_body(request, self._state.config.max_body_bytes)
+            return await abort(self._state, body, self._to_worker(request, request_id), request_id)
+        if self._state.draining:
             raise unavailable("the router is shutting down", "draining", retry_after=5)
         return await self._forward(request, request_id)
 
     async def _forward(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         arrived = time.monotonic()
-        body = await read_body(request, self._config.max_body_bytes)
+        body = await read_body(request, self._state.config.max_body_bytes)
         session = request.headers.get("X-Session-Id", "")[:256] or None
         if request.path in _COMPUTES_NOTHING:
-            asked = RouteRequest(np.zeros(1, np.int32), session, model=self.reader.model(body))
+            asked = RouteRequest(np.zeros(1, np.int32), session, model=self._state.reader.model(body))
         else:
-            asked = await self.reader.read(body, session)
+            asked = await self._state.reader.read(body, session)
         exchange = Exchange(
+            state=self._state,
             request=request,
             request_id=request_id,
             target=request.raw_path if request.raw_path.startswith("/") else request.rel_url.raw_path_qs,
@@ -123,10 +97,10 @@ class RouterGate:
             asked=asked,
             arrived=arrived,
         )
-        return await self._forwarder.forward(exchange)
+        return await exchange.forward()
 
     async def _list(self, path: str, headers: Mapping[str, str]) -> web.Response:
-        models: list[dict[str, Any]] = await self._models.union(headers)
+        models: list[dict[str, Any]] = await union(self._state, headers)
         name = path.removeprefix("/v1/models").removeprefix("/")
         if not name:
             return json_response({"object": "list", "data": models})
@@ -136,11 +110,11 @@ class RouterGate:
         raise ApiError(404, f"the model {name[:128]!r} does not exist", param="model", code="model_not_found")
 
     def _to_worker(self, request: web.BaseRequest, request_id: str) -> Any:
-        keys = self._config.worker_api_keys
+        keys = self._state.config.worker_api_keys
         return to_worker(
             request.headers,
             request_id,
-            keys_end_here=bool(self._config.api_keys),
+            keys_end_here=bool(self._state.config.api_keys),
             worker_key=keys[0] if keys else None,
         )
 

@@ -8,7 +8,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from fd_core.disagg.ticket import OUTCOME_HEADER, TICKET_HEADER
 
-__all__ = ["AUTO_HEADERS", "to_client", "to_worker", "to_worker_itself"]
+__all__ = ["AUTO_HEADERS", "to_client", "to_worker"]
 
 _HOP_BY_HOP: Final = frozenset(
     {
@@ -50,8 +50,3 @@ def _without(given: CIMultiDictProxy[str], dropped: frozenset[str]) -> CIMultiDi
     if connection is not None:
         dropped = dropped | {name.strip().lower() for name in connection.split(",")}
     return CIMultiDict((name, value) for name, value in given.items() if name.lower() not in dropped)
-
-
-def to_worker_itself(keys: tuple[str, ...]) -> dict[str, str]:
-    """Return the headers of requests that the gateway itself makes."""
-    return {"Authorization": f"Bearer {keys[0]}"} if keys else {}

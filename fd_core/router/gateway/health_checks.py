@@ -7,16 +7,15 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Final
 
 import aiohttp
 
 from fd_core.disagg.ticket import KV_PORT_HEADER, ROLE_HEADER
-from fd_core.router.gateway.models import Models
+from fd_core.router.gateway.models import names
 from fd_core.router.gateway.relaying import TROUBLE
-from fd_core.router.gateway.timeouts import WorkerTimeouts
-from fd_core.router.router import Router
+from fd_core.router.gateway.state import GatewayState
 from fd_core.router.snapshot import WorkerSnapshot
 from fd_core.router.workers import ROLES, RouterWorker, WorkerState
 from fd_core.server.kv_events import OFFER_HEADER
@@ -32,37 +31,20 @@ log = logging.getLogger(__name__)
 class HealthChecks:
     """Checks every worker at the router's interval; a worker that hangs does not delay the checks of others."""
 
-    def __init__(
-        self,
-        router: Router,
-        session: aiohttp.ClientSession,
-        timeouts: WorkerTimeouts,
-        models: Models,
-        *,
-        headers: Mapping[str, str],
-        patience: float,
-    ) -> None:
-        """`headers`: headers of the requests for the models of a worker.
-
-        `patience`: seconds that an answer may stand still while no health check reaches its worker.
-        """
-        self._router = router
-        self._models = models
-        self._headers = headers
+    def __init__(self, state: GatewayState, on_offer: Callable[[RouterWorker], None]) -> None:
+        """`on_offer` is called with each healthy worker that offers KV events."""
+        self._state = state
+        self._router = state.router
+        self._on_offer = on_offer
         self._asked: dict[RouterWorker, float] = {}
         """When each worker was last asked for its models."""
-        self._session = session
-        self._timeouts = timeouts
-        self._patience = patience
         self._running: dict[RouterWorker, asyncio.Task[None]] = {}
         self._unreached: dict[str, float] = {}
         """When the first of the unanswered checks in a row was sent, by address."""
         self._complaints: dict[str, str] = {}
         """Why a worker cannot have its role, as it was logged, by address."""
         self._wake = asyncio.Event()
-        self.on_offer: Callable[[RouterWorker], None] = lambda _: None
-        """Called with each healthy worker that offers KV events."""
-        self._timeout = aiohttp.ClientTimeout(total=router.config.health_check_timeout_secs)
+        self._timeout = aiohttp.ClientTimeout(total=state.router.config.health_check_timeout_secs)
 
     def wake(self) -> None:
         """Check at once: a worker has registered or deregistered."""
@@ -90,9 +72,9 @@ class HealthChecks:
         ok, reached, begun = False, False, time.monotonic()
         instance, role, port = None, None, None
         offers = False
-        before = self._state(worker)
+        before = self._state_of(worker)
         try:
-            async with self._session.get(
+            async with self._state.session.get(
                 worker.url + self._router.config.health_check_endpoint, timeout=self._timeout, allow_redirects=False
             ) as answer:
                 reached, ok = True, answer.status == 200
@@ -107,7 +89,7 @@ class HealthChecks:
         shown = self._shown(after)
         state = None if shown is None else shown.state
         if offers:
-            self.on_offer(after)
+            self._on_offer(after)
         if state is not before or after != worker:
             name = "gone" if state is None else state.value
             log.info("worker %s is %s%s", after.url, name, "" if after == worker else ", as a new process")
@@ -120,14 +102,15 @@ class HealthChecks:
             return
         if state is WorkerState.UNHEALTHY:
             # Requests that wait for their first byte are better served elsewhere.
-            self._timeouts.expire_first_bytes(worker)
-        if now - self._unreached.setdefault(worker.url, begun) >= self._patience:
-            cut = self._timeouts.expire_streams(worker, self._patience)
+            self._state.timeouts.expire_first_bytes(worker)
+        patience = self._state.config.unreachable_seconds
+        if now - self._unreached.setdefault(worker.url, begun) >= patience:
+            cut = self._state.timeouts.expire_streams(worker, patience)
             if cut:
                 log.warning(
                     "health checks have not reached worker %s for %g s: %d answers were ended",
                     worker.url,
-                    self._patience,
+                    patience,
                     cut,
                 )
 
@@ -136,9 +119,9 @@ class HealthChecks:
         if now - self._asked.get(worker, -math.inf) < _MODELS_SECONDS:
             return
         self._asked[worker] = now
-        names = await self._models.names(worker, self._headers)
-        if names is not None:
-            self._router.serves(worker, names)
+        served = await names(self._state, worker)
+        if served is not None:
+            self._router.serves(worker, served)
 
     def _forget_others(self, urls: set[str]) -> None:
         for kept in (self._unreached, self._complaints):
@@ -157,7 +140,7 @@ class HealthChecks:
         else:
             del self._complaints[worker.url]
 
-    def _state(self, worker: RouterWorker) -> WorkerState | None:
+    def _state_of(self, worker: RouterWorker) -> WorkerState | None:
         shown = self._shown(worker)
         return None if shown is None else shown.state
 

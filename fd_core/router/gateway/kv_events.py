@@ -17,7 +17,7 @@ import msgspec
 
 from fd_core.kv.events import KVPage
 from fd_core.router.gateway.relaying import TROUBLE, read_up_to
-from fd_core.router.router import Router
+from fd_core.router.gateway.state import GatewayState
 from fd_core.router.workers import RouterWorker
 from fd_core.server.kv_events import PATH, WAIT_SECONDS
 
@@ -43,17 +43,9 @@ class _Broken(ValueError):
 class _Follower:
     """Follows one incarnation."""
 
-    def __init__(
-        self,
-        router: Router,
-        session: aiohttp.ClientSession,
-        secret: str,
-        worker: RouterWorker,
-        report: Callable[[RouterWorker, str], None],
-    ) -> None:
-        self._router = router
-        self._session = session
-        self._headers = {"Authorization": f"Bearer {secret}"}
+    def __init__(self, state: GatewayState, worker: RouterWorker, report: Callable[[RouterWorker, str], None]) -> None:
+        self._state = state
+        self._router = state.router
         self._worker = worker
         self._report = report
         self._failures = 0
@@ -96,8 +88,9 @@ class _Follower:
     async def _ask(self, last: KVPage | None) -> KVPage:
         """Wait for the events that follow the page `last` and return them; all blocks of the worker if it is None."""
         asked = {} if last is None else {"after": str(last.next), "instance": last.instance}
-        async with self._session.get(
-            self._worker.url + PATH, params=asked, headers=self._headers, timeout=_TIMEOUT, allow_redirects=False
+        headers = {"Authorization": f"Bearer {self._state.config.router_secret}"}
+        async with self._state.session.get(
+            self._worker.url + PATH, params=asked, headers=headers, timeout=_TIMEOUT, allow_redirects=False
         ) as answer:
             if answer.status == 403:
                 raise _Broken("it does not take the secret of --router-secret-file")
@@ -115,14 +108,8 @@ class _Follower:
 class KVFollowers:
     """Follows every incarnation that offers KV events, as long as the incarnation is there."""
 
-    def __init__(
-        self, router: Router, session: aiohttp.ClientSession, secret: str, fingerprint: Callable[[], str | None]
-    ) -> None:
-        """`fingerprint` returns that of the gateway's prompt reader; None as long as it compares bytes."""
-        self._router = router
-        self._session = session
-        self._secret = secret
-        self._fingerprint = fingerprint
+    def __init__(self, state: GatewayState) -> None:
+        self._state = state
         self._tasks: dict[RouterWorker, asyncio.Task[None]] = {}
         self._logged: dict[str, str] = {}
         """The trouble that was logged last, by address."""
@@ -131,10 +118,12 @@ class KVFollowers:
         """Follow a healthy worker that offers KV events, if the policy can use them."""
         for other in [other for other, task in self._tasks.items() if task.done()]:
             self._tasks.pop(other).result()
-        fingerprint = self._fingerprint()
-        if worker in self._tasks or fingerprint is None or not self._secret or not self._router.uses_prefix(worker):
+        state, fingerprint = self._state, self._state.reader.fingerprint
+        if worker in self._tasks or fingerprint is None or not state.config.router_secret:
             return
-        follower = _Follower(self._router, self._session, self._secret, worker, self._log_trouble)
+        if not state.router.uses_prefix(worker):
+            return
+        follower = _Follower(state, worker, self._log_trouble)
         self._tasks[worker] = asyncio.create_task(follower.run(fingerprint))
 
     async def close(self) -> None:

@@ -10,11 +10,11 @@ import aiohttp
 import msgspec
 
 from fd_core.router.gateway.relaying import TROUBLE, read_up_to
-from fd_core.router.router import Router
+from fd_core.router.gateway.state import GatewayState
 from fd_core.router.workers import RouterWorker, WorkerState
 from fd_core.server.errors import ApiError, unavailable
 
-__all__ = ["Models"]
+__all__ = ["first_root", "names", "union"]
 
 _MAX_BYTES: Final = 1 << 20
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=5)
@@ -29,56 +29,53 @@ class _List(msgspec.Struct):
 _decoder: Final = msgspec.json.Decoder(_List)
 
 
-class Models:
-    """Asks every healthy worker on every call: names change rarely, but clients ask for them rarely too."""
+async def union(state: GatewayState, headers: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return each model once, in the order of the workers. Raises `ApiError` if no worker can be asked.
 
-    def __init__(self, router: Router, session: aiohttp.ClientSession) -> None:
-        self._router = router
-        self._session = session
+    Every healthy worker is asked on every call: names change rarely, but clients ask for them rarely too. `headers` are
+    those of the client, as they go to workers; a worker's refusal of a key is passed on.
+    """
+    workers = [w.worker for w in state.router.snapshot().workers if w.state is WorkerState.HEALTHY]
+    if not workers:
+        raise unavailable("no worker is healthy", "none_healthy", retry_after=1)
+    found = await asyncio.gather(*(_of(state, worker, headers) for worker in workers))
+    lists = [each for each in found if not isinstance(each, ApiError)]
+    if not lists:
+        raise next(each for each in found if isinstance(each, ApiError))
+    models: dict[str, dict[str, Any]] = {}
+    for each in lists:
+        for model in each:
+            models.setdefault(str(model.get("id")), model)
+    return list(models.values())
 
-    async def union(self, headers: Mapping[str, str]) -> list[dict[str, Any]]:
-        """Return each model once, in the order of the workers. Raises `ApiError` if no worker can be asked.
 
-        `headers` are those of the client, as they go to workers; a worker's refusal of a key is passed on.
-        """
-        workers = [w.worker for w in self._router.snapshot().workers if w.state is WorkerState.HEALTHY]
-        if not workers:
-            raise unavailable("no worker is healthy", "none_healthy", retry_after=1)
-        found = await asyncio.gather(*(self._of(worker, headers) for worker in workers))
-        lists = [each for each in found if not isinstance(each, ApiError)]
-        if not lists:
-            raise next(each for each in found if isinstance(each, ApiError))
-        models: dict[str, dict[str, Any]] = {}
-        for each in lists:
-            for model in each:
-                models.setdefault(str(model.get("id")), model)
-        return list(models.values())
+async def first_root(state: GatewayState) -> str | None:
+    """Return the name under which a worker loaded its first model; None if no worker answers."""
+    try:
+        models = await union(state, state.own_headers)
+    except ApiError:
+        return None
+    root = models[0].get("root") or models[0].get("id") if models else None
+    return root if isinstance(root, str) else None
 
-    async def first_root(self, headers: Mapping[str, str]) -> str | None:
-        """Return the name under which a worker loaded its first model; None if no worker answers."""
-        try:
-            models = await self.union(headers)
-        except ApiError:
-            return None
-        root = models[0].get("root") or models[0].get("id") if models else None
-        return root if isinstance(root, str) else None
 
-    async def names(self, worker: RouterWorker, headers: Mapping[str, str]) -> frozenset[str] | None:
-        """Return the names of the models of one worker; None if it does not answer."""
-        found = await self._of(worker, headers)
-        if isinstance(found, ApiError):
-            return None
-        return frozenset(name for model in found if isinstance(name := model.get("id"), str))
+async def names(state: GatewayState, worker: RouterWorker) -> frozenset[str] | None:
+    """Return the names of the models of one worker; None if it does not answer."""
+    found = await _of(state, worker, state.own_headers)
+    if isinstance(found, ApiError):
+        return None
+    return frozenset(name for model in found if isinstance(name := model.get("id"), str))
 
-    async def _of(self, worker: RouterWorker, headers: Mapping[str, str]) -> list[dict[str, Any]] | ApiError:
-        try:
-            async with self._session.get(
-                f"{worker.url}/v1/models", headers=headers, timeout=_TIMEOUT, allow_redirects=False
-            ) as answer:
-                if answer.status in (401, 403):
-                    return ApiError(answer.status, "the workers take another API key", code="invalid_api_key")
-                if answer.status == 200:
-                    return _decoder.decode(await read_up_to(answer.content, _MAX_BYTES)).data
-        except (*TROUBLE, msgspec.MsgspecError, UnicodeDecodeError):
-            pass
-        return unavailable("no worker names the models that it serves", "none_healthy", retry_after=1)
+
+async def _of(state: GatewayState, worker: RouterWorker, headers: Mapping[str, str]) -> list[dict[str, Any]] | ApiError:
+    try:
+        async with state.session.get(
+            f"{worker.url}/v1/models", headers=headers, timeout=_TIMEOUT, allow_redirects=False
+        ) as answer:
+            if answer.status in (401, 403):
+                return ApiError(answer.status, "the workers take another API key", code="invalid_api_key")
+            if answer.status == 200:
+                return _decoder.decode(await read_up_to(answer.content, _MAX_BYTES)).data
+    except (*TROUBLE, msgspec.MsgspecError, UnicodeDecodeError):
+        pass
+    return unavailable("no worker names the models that it serves", "none_healthy", retry_after=1)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
@@ -12,77 +13,77 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 import fd_core
 from fd_core.router.gateway.answers import json_response
-from fd_core.router.gateway.metrics import GatewayMetrics
-from fd_core.router.router import Router
+from fd_core.router.gateway.state import GatewayState
 from fd_core.router.workers import ROLES, WorkerState
 from fd_core.server.response_schemas import HealthAnswer, VersionAnswer
 
-__all__ = ["Pages"]
+__all__ = ["PAGES"]
 
 _PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 
-class Pages:
-    """Answers to GET requests; none of them holds a prompt, a text or a key."""
+def health(_: GatewayState) -> web.Response:
+    """Answer 200 while the gateway lives."""
+    return json_response(HealthAnswer("ok"))
 
-    def __init__(self, router: Router, metrics: GatewayMetrics) -> None:
-        self._router = router
-        self._metrics = metrics
-        self.draining = False
-        self.prompts = ""
-        """How prompts are compared, in words."""
 
-    def health(self) -> web.Response:
-        """Answer 200 while the gateway lives."""
-        return json_response(HealthAnswer("ok"))
+def ready(state: GatewayState) -> web.Response:
+    """Answer 200 while requests are served, 503 with the reason otherwise."""
+    reason = _not_ready(state)
+    return json_response(HealthAnswer("not ready", reason), 503) if reason else json_response(HealthAnswer("ok"))
 
-    def ready(self) -> web.Response:
-        """Answer 200 while requests are served, 503 with the reason otherwise."""
-        reason = self.not_ready()
-        return json_response(
-            HealthAnswer("ok") if reason is None else HealthAnswer("not ready", reason), 503 if reason else 200
-        )
 
-    def not_ready(self) -> str | None:
-        """Return the reason for which requests are refused; None if they are served."""
-        if self.draining:
-            return "the router is shutting down"
-        if self._router.ready():
-            return None
-        healthy = any(each.state is WorkerState.HEALTHY for each in self._router.snapshot().workers)
-        return "neither a mixed worker nor both sides of a pair can be used" if healthy else "no worker is healthy"
+def version(_: GatewayState) -> web.Response:
+    """Return the version of fd_core."""
+    return json_response(VersionAnswer(fd_core.__version__))
 
-    def version(self) -> web.Response:
-        """Return the version of fd_core."""
-        return json_response(VersionAnswer(fd_core.__version__))
 
-    def metrics(self) -> web.Response:
-        """Return every metric in Prometheus' text format."""
-        return web.Response(body=self._metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+def metrics(state: GatewayState) -> web.Response:
+    """Return every metric in Prometheus' text format."""
+    return web.Response(body=state.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    def page(self) -> web.Response:
-        """Return the live page."""
-        return web.Response(
-            body=_page(), content_type="text/html", charset="utf-8", headers={"Content-Security-Policy": _PAGE_POLICY}
-        )
 
-    def status(self) -> web.Response:
-        """Return everything that the live page shows, as JSON."""
-        snapshot, counts = self._router.snapshot(), self._metrics.counts
-        shown: dict[str, Any] = msgspec.to_builtins(snapshot)
-        config = self._router.config
-        shown |= {
-            "policies": {role: config.policy_of(role) for role in ROLES},
-            "tally": msgspec.to_builtins(snapshot.tally),
-            "transfers": counts.transfers,
-            "block_tokens": config.cache_block_size,
-            "prompts": self.prompts,
-            "not_ready": self.not_ready(),
-            "disconnects": counts.disconnects,
-            "attempts_lost": counts.attempts_lost,
-            "streams_broken": counts.streams_broken,
-        }
-        return json_response(shown)
+def live_page(_: GatewayState) -> web.Response:
+    """Return the live page."""
+    return web.Response(
+        body=_page(), content_type="text/html", charset="utf-8", headers={"Content-Security-Policy": _PAGE_POLICY}
+    )
+
+
+def status(state: GatewayState) -> web.Response:
+    """Return everything that the live page shows, as JSON."""
+    snapshot, counts, config = state.router.snapshot(), state.metrics.counts, state.router.config
+    shown: dict[str, Any] = msgspec.to_builtins(snapshot) | msgspec.to_builtins(counts)
+    shown |= {
+        "policies": {role: config.policy_of(role) for role in ROLES},
+        "tally": msgspec.to_builtins(snapshot.tally),
+        "block_tokens": config.cache_block_size,
+        "prompts": state.reader.description,
+        "not_ready": _not_ready(state),
+    }
+    return json_response(shown)
+
+
+PAGES: Final[Mapping[str, Callable[[GatewayState], web.Response]]] = {
+    "/": live_page,
+    "/status": live_page,
+    "/status.json": status,
+    "/health": health,
+    "/ready": ready,
+    "/version": version,
+    "/metrics": metrics,
+}
+"""Answers to GET requests that need no key; none of them holds a prompt, a text or a key."""
+
+
+def _not_ready(state: GatewayState) -> str | None:
+    """Return the reason for which requests are refused; None if they are served."""
+    if state.draining:
+        return "the router is shutting down"
+    if state.router.ready():
+        return None
+    healthy = any(each.state is WorkerState.HEALTHY for each in state.router.snapshot().workers)
+    return "neither a mixed worker nor both sides of a pair can be used" if healthy else "no worker is healthy"
 
 
 @cache

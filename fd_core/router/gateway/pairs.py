@@ -13,14 +13,13 @@ from fd_core.disagg import keys
 from fd_core.disagg.ticket import OUTCOME_HEADER, TICKET_HEADER, sign_ticket
 from fd_core.errors import ConfigError
 from fd_core.router.gateway.config import GatewayConfig
-from fd_core.router.gateway.metrics import GatewayMetrics
-from fd_core.router.router import Router
+from fd_core.router.gateway.state import GatewayState
 from fd_core.router.selection import Selection
 from fd_core.types import PrefillOutcome
 
-__all__ = ["NOT_TOLD", "Pairs", "ticket_key"]
+__all__ = ["take_outcome", "ticket_headers", "ticket_key"]
 
-NOT_TOLD: Final = "not_told"
+_NOT_TOLD: Final = "not_told"
 """Outcome where the decode worker names none: it does not know tickets, or ignores them."""
 _OUTCOMES: Final = frozenset(get_args(PrefillOutcome))
 _FAILED: Final = frozenset({"lost", "expired", "damaged"})
@@ -43,37 +42,31 @@ def ticket_key(config: GatewayConfig) -> bytes | None:
         return None
 
 
-class Pairs:
-    """Writes tickets into requests and reads outcomes from answers."""
+def ticket_headers(
+    state: GatewayState, selection: Selection, headers: CIMultiDict[str], request_id: str
+) -> CIMultiDict[str]:
+    """Return the headers of a request; those to the decode worker of a pair send it to the prefill worker.
 
-    def __init__(self, router: Router, metrics: GatewayMetrics, key: bytes | None) -> None:
-        """Without a key no ticket is written, and every prompt is computed by the decode worker."""
-        self._router = router
-        self._metrics = metrics
-        self._key = key
+    `request_id` is the one that the worker will read in them.
+    """
+    if selection.kv_port is None or state.ticket_key is None:
+        return headers
+    host = URL(selection.prefill.url).raw_host or ""
+    peer = f"[{host}]:{selection.kv_port}" if ":" in host else f"{host}:{selection.kv_port}"
+    signed = CIMultiDict(headers)
+    signed[TICKET_HEADER] = sign_ticket(state.ticket_key, request_id, peer)
+    return signed
 
-    def headers(self, selection: Selection, headers: CIMultiDict[str], request_id: str) -> CIMultiDict[str]:
-        """Return the headers of a request; those to the decode worker of a pair send it to the prefill worker.
 
-        `request_id` is the one that the worker will read in them.
-        """
-        if selection.kv_port is None or self._key is None:
-            return headers
-        host = URL(selection.prefill.url).raw_host or ""
-        peer = f"[{host}]:{selection.kv_port}" if ":" in host else f"{host}:{selection.kv_port}"
-        signed = CIMultiDict(headers)
-        signed[TICKET_HEADER] = sign_ticket(self._key, request_id, peer)
-        return signed
-
-    def take_outcome(self, selection: Selection, headers: Mapping[str, str]) -> None:
-        """Tell the router what the prefill side of a pair did, from the headers of the decode worker's answer."""
-        if selection.mode != "pd":
-            return
-        outcome = headers.get(OUTCOME_HEADER, "")
-        self._metrics.counts.transfers[outcome if outcome in _OUTCOMES else NOT_TOLD] += 1
-        if outcome == "transferred":
-            self._router.prefilled(selection, time.monotonic())
-        elif outcome == "refused":
-            self._router.declined(selection, selection.prefill)
-        elif outcome in _FAILED:
-            self._router.failed(selection, selection.prefill, time.monotonic())
+def take_outcome(state: GatewayState, selection: Selection, headers: Mapping[str, str]) -> None:
+    """Tell the router what the prefill side of a pair did, from the headers of the decode worker's answer."""
+    if selection.mode != "pd":
+        return
+    outcome = headers.get(OUTCOME_HEADER, "")
+    state.metrics.counts.transfers[outcome if outcome in _OUTCOMES else _NOT_TOLD] += 1
+    if outcome == "transferred":
+        state.router.prefilled(selection, time.monotonic())
+    elif outcome == "refused":
+        state.router.declined(selection, selection.prefill)
+    elif outcome in _FAILED:
+        state.router.failed(selection, selection.prefill, time.monotonic())

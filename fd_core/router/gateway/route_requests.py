@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from fd_core.errors import FdError
+from fd_core.router.gateway.model_text import ModelText
 from fd_core.router.selection import RouteRequest
 from fd_core.text.prompt_reader import PromptReader, split_prompts
 from fd_core.types import IntArray
@@ -46,9 +47,11 @@ _UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 class RouteRequestReader:
     """Turns bodies into what the router chooses by. It never yields an empty prompt, and it never refuses a body."""
 
-    def __init__(self, prompts: PromptReader | None) -> None:
-        """Without `prompts`, prompts are compared by the bytes of their text."""
-        self._prompts = prompts
+    def __init__(self, text: ModelText | None) -> None:
+        """Without `text`, prompts are compared by the bytes of their text."""
+        self._prompts = None if text is None else PromptReader(text.tokenizer, text.template)
+        self.description = f"Prompts are compared by the {f'tokens of {text.name}' if text else 'bytes of their text'}."
+        """The line of the live page that says how prompts are compared."""
 
     @property
     def fingerprint(self) -> str | None:

@@ -7,33 +7,26 @@ import contextlib
 import logging
 import socket
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Final
 
 import aiohttp
 from aiohttp import web
 
 from fd_core.errors import FdError
-from fd_core.router.gateway.aborting import Aborts
 from fd_core.router.gateway.admin import Admin
 from fd_core.router.gateway.config import GatewayConfig
-from fd_core.router.gateway.forwarding import Forwarder
 from fd_core.router.gateway.gate import RouterGate
-from fd_core.router.gateway.headers import to_worker_itself
 from fd_core.router.gateway.health_checks import HealthChecks
 from fd_core.router.gateway.kv_events import KVFollowers
 from fd_core.router.gateway.metrics import GatewayMetrics
 from fd_core.router.gateway.model_text import ModelText, find_text
-from fd_core.router.gateway.models import Models
-from fd_core.router.gateway.pages import Pages
-from fd_core.router.gateway.pairs import Pairs
+from fd_core.router.gateway.models import first_root
 from fd_core.router.gateway.route_requests import RouteRequestReader
-from fd_core.router.gateway.timeouts import WorkerTimeouts
+from fd_core.router.gateway.state import GatewayState
 from fd_core.router.router import Router
 from fd_core.server import listening
-from fd_core.text.prompt_reader import PromptReader
 
-__all__ = ["BY_BYTES", "by_tokenizer", "serve_gateway"]
+__all__ = ["serve_gateway"]
 
 log = logging.getLogger(__name__)
 
@@ -46,25 +39,6 @@ _LEARN_SECONDS: Final = 1.0
 _KEEPALIVE_SECONDS: Final = 3.0
 """Idle connections to workers are closed after this time: if the worker closed one, a request on it would fail."""
 _MAX_HEADER_BYTES: Final = 64 * 1024
-
-BY_BYTES: Final = "Prompts are compared by the bytes of their text."
-
-
-def by_tokenizer(name: str) -> str:
-    """Return the line of the live page that says how prompts are compared."""
-    return f"Prompts are compared by the tokens of {name}."
-
-
-@dataclass(slots=True)
-class _Parts:
-    """The parts of one gateway."""
-
-    router: Router
-    session: aiohttp.ClientSession
-    gate: RouterGate
-    pages: Pages
-    models: Models
-    checks: HealthChecks
 
 
 async def serve_gateway(
@@ -101,53 +75,27 @@ async def serve_gateway(
         ) as session,
         contextlib.AsyncExitStack() as stack,
     ):
-        parts = _assemble(config, router, text, ticket_key, session)
-        stack.callback(lambda: parts.gate.reader.close())
-        followers = KVFollowers(router, session, config.router_secret, lambda: parts.gate.reader.fingerprint)
+        state = GatewayState(
+            config, router, session, RouteRequestReader(text), ticket_key, metrics=GatewayMetrics(router)
+        )
+        stack.callback(lambda: state.reader.close())
+        followers = KVFollowers(state)
         stack.push_async_callback(followers.close)
-        parts.checks.on_offer = followers.offered
+        checks = HealthChecks(state, followers.offered)
         if admin_sock is not None:
-            admin = Admin(router, config.router_secret, parts.checks.wake, pairs=ticket_key is not None)
-            await _listen(admin, admin_sock, config.admin_host, "--admin-port", stack)
-        await _listen(parts.gate, sock, config.host, "--port", stack)
-        tasks = [asyncio.create_task(parts.checks.run())]
+            await _listen(Admin(state, checks.wake), admin_sock, config.admin_host, "--admin-port", stack)
+        await _listen(RouterGate(state), sock, config.host, "--port", stack)
+        tasks = [asyncio.create_task(checks.run())]
         # Without health checks no request should be served; `_cancelled` raises the error at the end.
         tasks[0].add_done_callback(lambda _: stop.set())
         if learns and text is None:
-            tasks.append(asyncio.create_task(_learn(config, parts)))
+            tasks.append(asyncio.create_task(_learn(state)))
         stack.push_async_callback(_cancelled, tasks)
         with listening.signals_stop(stop, hurry):
             if on_ready is not None:
                 on_ready(listening.url_of(config.host, sock))
             await stop.wait()
-            await _drain(parts, config.drain_seconds, hurry)
-
-
-def _assemble(
-    config: GatewayConfig,
-    router: Router,
-    text: ModelText | None,
-    ticket_key: bytes | None,
-    session: aiohttp.ClientSession,
-) -> _Parts:
-    metrics, timeouts = GatewayMetrics(router), WorkerTimeouts()
-    pages, models = Pages(router, metrics), Models(router, session)
-    pages.prompts = BY_BYTES if text is None else by_tokenizer(text.name)
-    forwarder = Forwarder(router, session, timeouts, Pairs(router, metrics, ticket_key), metrics)
-    gate = RouterGate(config, _reader(text), forwarder, models, Aborts(router, session), pages, metrics)
-    checks = HealthChecks(
-        router,
-        session,
-        timeouts,
-        models,
-        headers=to_worker_itself(config.worker_api_keys),
-        patience=config.unreachable_seconds,
-    )
-    return _Parts(router, session, gate, pages, models, checks)
-
-
-def _reader(text: ModelText | None) -> RouteRequestReader:
-    return RouteRequestReader(None if text is None else PromptReader(text.tokenizer, text.template))
+            await _drain(state, hurry)
 
 
 async def _listen(
@@ -180,10 +128,9 @@ async def _listen(
         raise listening.cannot_listen(host, sock.getsockname()[1], error, flag=flag) from error
 
 
-async def _learn(config: GatewayConfig, parts: _Parts) -> None:
+async def _learn(state: GatewayState) -> None:
     """Ask workers until one names its model; read prompts with that model's tokenizer if it is on this machine."""
-    headers = to_worker_itself(config.worker_api_keys)
-    while (name := await parts.models.first_root(headers)) is None:
+    while (name := await first_root(state)) is None:
         await asyncio.sleep(_LEARN_SECONDS)
     try:
         text = await asyncio.to_thread(find_text, name, offline=True)
@@ -194,20 +141,19 @@ async def _learn(config: GatewayConfig, parts: _Parts) -> None:
             "".join(letter if letter.isprintable() else "?" for letter in name[:128]),
         )
         return
-    before, parts.gate.reader = parts.gate.reader, _reader(text)
-    before.close()
-    parts.pages.prompts = by_tokenizer(text.name)
+    state.reader.close()
+    state.reader = RouteRequestReader(text)
     log.info("prompts are compared by the tokens of %s", text.name)
 
 
-async def _drain(parts: _Parts, seconds: float, hurry: asyncio.Event) -> None:
-    """Refuse new requests, and wait until no request runs, `seconds` have passed or `hurry` is set."""
-    parts.pages.draining = True
-    running = parts.router.snapshot().total.requests
-    log.info("shutting down: %d requests may go on for %g s", running, seconds)
+async def _drain(state: GatewayState, hurry: asyncio.Event) -> None:
+    """Refuse new requests, and wait until no request runs, the time for it has passed or `hurry` is set."""
+    state.draining = True
+    seconds = state.config.drain_seconds
+    log.info("shutting down: %d requests may go on for %g s", state.router.snapshot().total.requests, seconds)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            while parts.router.snapshot().total.requests and not hurry.is_set():
+            while state.router.snapshot().total.requests and not hurry.is_set():
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(hurry.wait(), 0.05)
 

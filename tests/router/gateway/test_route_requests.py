@@ -12,14 +12,13 @@ import pytest
 from fd_core.router.gateway.model_text import find_text
 from fd_core.router.gateway.route_requests import RouteRequestReader
 from fd_core.router.selection import RouteRequest
-from fd_core.text.prompt_reader import PromptReader
 from tests.router.gateway.fakes import COMPLETIONS, FakeWorker, eventually, in_loop, routed
 
 TEXT = find_text("bytes", offline=True)
 
 
 def read(body: Any, *, tokenizer: bool = True, session: str | None = None) -> RouteRequest:
-    reader = RouteRequestReader(PromptReader(TEXT.tokenizer, TEXT.template) if tokenizer else None)
+    reader = RouteRequestReader(TEXT if tokenizer else None)
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     try:
         return asyncio.run(reader.read(data, session))

@@ -1,0 +1,39 @@
+"""What the parts of one gateway share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from fd_core.router.gateway.config import GatewayConfig
+from fd_core.router.gateway.metrics import GatewayMetrics
+from fd_core.router.gateway.route_requests import RouteRequestReader
+from fd_core.router.gateway.timeouts import WorkerTimeouts
+from fd_core.router.router import Router
+
+__all__ = ["GatewayState"]
+
+
+@dataclass(slots=True)
+class GatewayState:
+    """Everything that an answer may depend on."""
+
+    config: GatewayConfig
+    router: Router
+    session: aiohttp.ClientSession
+    """For requests to workers."""
+    reader: RouteRequestReader
+    """Reads the prompts of requests; replaced when the workers' tokenizer becomes known."""
+    ticket_key: bytes | None
+    """Key of the tickets for pairs. Without one every prompt is computed by the decode worker."""
+    metrics: GatewayMetrics
+    timeouts: WorkerTimeouts = field(default_factory=WorkerTimeouts)
+    draining: bool = False
+    """Whether new requests are refused, because the gateway is about to end."""
+
+    @property
+    def own_headers(self) -> dict[str, str]:
+        """Headers of requests to workers that the gateway itself makes."""
+        keys = self.config.worker_api_keys
+        return {"Authorization": f"Bearer {keys[0]}"} if keys else {}
