@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import os
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from fd_core.cli.flags import API_KEY_FILE, CONFIG_FILE, GATEWAY_FLAGS, ROUTER_FLAGS, Given, takes_flags
 from fd_core.cli.report import interrupts_end_it, reports_errors
@@ -14,10 +14,14 @@ from fd_core.cli.report import interrupts_end_it, reports_errors
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from fd_core.cli.router_settings import RouteSettings
+    from fd_core.router.config import RouterConfig
+    from fd_core.router.gateway.config import GatewayConfig
     from fd_core.router.gateway.model_text import ModelText
+    from fd_core.router.workers import Role
 
-__all__ = ["route"]
+__all__ = ["route", "summary"]
+
+_WORKERS: Final[Mapping[Role, str]] = {"mixed": "Workers", "prefill": "Prefill", "decode": "Decode"}
 
 
 @reports_errors
@@ -40,13 +44,13 @@ def route(given: Given) -> None:
         from rich.console import Console
 
         from fd_core.cli.serve import loop_factory
+        from fd_core.cli.summary import show_summary
         from fd_core.errors import BadRequest, ConfigError
         from fd_core.plugins import ROUTER_POLICY, installed_plugins
         from fd_core.router.gateway.pairs import ticket_key
+        from fd_core.router.gateway.serving import serve_gateway
         from fd_core.router.router import Router
         from fd_core.server.listening import bind_socket
-
-        importlib.import_module("fd_core.router.gateway.serving")
 
     gateway = settings.gateway
     logging.basicConfig(level=gateway.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -71,8 +75,6 @@ def route(given: Given) -> None:
         policies = [plugins.load(ROUTER_POLICY, settings.router.policy_of(role)) for role in gateway.roles]
         uses_prefix = any(policy.uses_prefix for policy in policies)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            from fd_core.router.gateway.serving import serve_gateway
-
             runner.run(
                 serve_gateway(
                     gateway,
@@ -82,7 +84,9 @@ def route(given: Given) -> None:
                     ticket_key=key,
                     sock=sock,
                     admin_sock=admin_sock,
-                    on_ready=lambda url: _show(console, settings, url, text, uses_prefix),
+                    on_ready=lambda url: show_summary(
+                        console, summary(gateway, settings.router, url, text, uses_prefix), title="fdcore routes"
+                    ),
                 )
             )
 
@@ -98,8 +102,38 @@ def _text(name: str | None, console: Console) -> ModelText | None:
         return find_text(name, offline=False, progress=bars)
 
 
-def _show(console: Console, settings: RouteSettings, url: str, text: ModelText | None, uses_prefix: bool) -> None:
-    from fd_core.cli.summary import show_summary
-    from fd_core.router.gateway.summary import summary
+def summary(
+    gateway: GatewayConfig, router: RouterConfig, url: str, text: ModelText | None, uses_prefix: bool
+) -> list[tuple[str, str]]:
+    """Return what is shown at the start, as labels and values. No secrets: keys are counted, never shown."""
+    count = len(gateway.api_keys)
+    clients = "without a key" if not count else "with the API key" if count == 1 else f"with one of {count} API keys"
+    admin = f"at {gateway.admin_host} port {gateway.admin_port}, with the secret" if gateway.router_secret else "nobody"
+    return [
+        ("URL", f"{url}/v1"),
+        ("Live page", url),
+        *_workers(gateway),
+        ("May register", admin),
+        ("Policy", ", ".join(f"{router.policy_of(role)} for {role}" for role in gateway.roles)),
+        ("Prompts", _prompts(text, uses_prefix)),
+        ("Attempts", f"{router.max_attempts} workers or pairs, before the first byte"),
+        (
+            "Health checks",
+            f"{router.health_check_endpoint} every {router.health_check_interval_secs:g} s, "
+            f"{router.health_check_timeout_secs:g} s to answer",
+        ),
+        ("Clients", f"at {gateway.host}, {clients}"),
+    ]
 
-    show_summary(console, summary(settings.gateway, settings.router, url, text, uses_prefix), title="fdcore routes")
+
+def _workers(gateway: GatewayConfig) -> list[tuple[str, str]]:
+    given = [(_WORKERS[role], ", ".join(urls)) for role, urls in gateway.by_role.items() if urls]
+    return given or [("Workers", "those that register")]
+
+
+def _prompts(text: ModelText | None, uses_prefix: bool) -> str:
+    if text is not None:
+        return f"compared by the tokens of {text.name}"
+    if uses_prefix:
+        return "compared by their bytes until a worker says which model it serves, and that is on this machine"
+    return "counted by their bytes; this policy does not compare them"

@@ -41,12 +41,7 @@ class Expiring(Generic[Key, Value]):
 
     def get(self, key: Key, now: float) -> Value | None:
         """Return the value of an entry; None if there is none or it has expired."""
-        entry = self._entries.get(key)
-        return entry[1] if entry is not None and now - entry[0] < self._duration else None
-
-    def discard(self, key: Key) -> None:
-        """Remove an entry if there is one."""
-        self._entries.pop(key, None)
+        return self._entries[key][1] if self.has(key, now) else None
 
     def sweep(self, now: float) -> None:
         """Remove all entries that have expired."""

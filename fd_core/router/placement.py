@@ -120,10 +120,11 @@ class Placer:
         random: float,
     ) -> Candidate:
         policy = self.policies[role]
-        hits_of = self._hits if policy.uses_prefix else _no_hits
         prompt = HashedPrompt(request.tokens, self.hasher, keys)
         candidates = tuple(
-            Candidate(one.worker, self.loads.of(one.worker), *hits_of(one.worker, request, prompt, keys, now))
+            Candidate(one.worker, self.loads.of(one.worker), *self._hits(one.worker, request, prompt, keys, now))
+            if policy.uses_prefix
+            else Candidate(one.worker, self.loads.of(one.worker))
             for one in pool
         )
         seen = keys if policy.uses_prefix else ()
@@ -149,10 +150,6 @@ class Placer:
         """Return the prompt tokens that the chosen worker has to compute: at least one, since the last always is."""
         left = request.length - chosen.expected_hits * self.config.cache_block_size
         return min(request.length, max(1, left))
-
-
-def _no_hits(*_: object) -> tuple[int, int]:
-    return 0, 0
 
 
 def _serving(model: str, pools: dict[Role, list[Member]]) -> dict[Role, list[Member]]:

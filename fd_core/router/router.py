@@ -98,9 +98,13 @@ class Router:
         self._replaced(worker, after)
         return after
 
+    def member(self, worker: RouterWorker) -> Member | None:
+        """Return what is known of an incarnation; None if it is gone or was replaced."""
+        return self._registry.member(worker)
+
     def serves(self, worker: RouterWorker, models: Collection[str]) -> None:
         """Note the models that `worker` serves: it gets no request for a model that only other workers serve."""
-        member = self._registry.member(worker)
+        member = self.member(worker)
         if member is not None:
             member.models = frozenset(models)
 

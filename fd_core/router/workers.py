@@ -144,7 +144,7 @@ class Registry:
             and member.state is not WorkerState.DRAINING
         ):
             return member.worker
-        return self._enter(RouterWorker(url, role, next(self._numbers)), now, instance).worker
+        return self._enter(url, role, now, instance).worker
 
     def deregister(self, url: str, now: float) -> RouterWorker | None:
         """Give a worker no more requests. It drains until `idle`; returns None if no worker has that address."""
@@ -194,7 +194,7 @@ class Registry:
         """Take a check that passed; return the entry that has the address from here on."""
         worker = member.worker
         if instance is not None and member.instance not in (None, instance):
-            member = self._enter(RouterWorker(worker.url, worker.role, next(self._numbers)), now, instance)
+            member = self._enter(worker.url, worker.role, now, instance)
         same_process = instance is not None and instance == member.instance
         member.passed, member.missed = member.passed + 1, 0
         if instance is not None and member.state is not WorkerState.UNHEALTHY:
@@ -202,18 +202,19 @@ class Registry:
         if member.passed < self.config.health_success_threshold or member.state is WorkerState.HEALTHY:
             return member
         if member.state is WorkerState.UNHEALTHY and not same_process:
-            member = self._enter(RouterWorker(worker.url, worker.role, next(self._numbers)), now, instance)
+            member = self._enter(worker.url, worker.role, now, instance)
             member.passed = self.config.health_success_threshold
         member.turn(WorkerState.HEALTHY, now)
         return member
 
-    def _enter(self, worker: RouterWorker, now: float, instance: str | None) -> Member:
+    def _enter(self, url: str, role: Role, now: float, instance: str | None) -> Member:
         circuit = Circuit(
             first=self.config.circuit_open_secs,
             longest=self.config.circuit_max_open_secs,
             patience=self.config.circuit_failure_threshold,
         )
-        self._members[worker.url] = member = Member(worker, instance, circuit, now)
+        worker = RouterWorker(url, role, next(self._numbers))
+        self._members[url] = member = Member(worker, instance, circuit, now)
         return member
 
 

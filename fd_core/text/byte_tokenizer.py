@@ -6,12 +6,11 @@ It goes with the null backend, whose scripted tokens are bytes.
 from __future__ import annotations
 
 import hashlib
-import json
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from fd_core.text.token_bytes import decoding_of
+from fd_core.text.token_bytes import Decoding
 from fd_core.text.tokenizer import Tokenizer
 
 __all__ = ["END_ID", "byte_tokenizer"]
@@ -31,8 +30,7 @@ def byte_tokenizer() -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(_END, special=True)])
-    decoding = decoding_of(json.loads(backend.to_str())["decoder"])
-    if decoding is None:
-        raise RuntimeError("the byte-level decoder is not known")
     digest = hashlib.sha256(backend.to_str().encode()).hexdigest()
-    return Tokenizer(backend=backend, decoding=decoding, digest=digest, eos_id=END_ID, chat_template=_TEMPLATE)
+    return Tokenizer(
+        backend=backend, decoding=Decoding("byte_level"), digest=digest, eos_id=END_ID, chat_template=_TEMPLATE
+    )

@@ -6,7 +6,7 @@ A template comes with the checkpoint and is an untrusted program: `fd_core.text.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -16,7 +16,7 @@ import jinja2
 from jinja2.exceptions import SecurityError
 
 from fd_core.errors import BadRequest, ModelError
-from fd_core.text.sandbox import BUDGET, MAX_CHARS, Sandbox, TemplateBudget, TooMuch
+from fd_core.text.sandbox import BUDGET, Sandbox, TemplateBudget, TooMuch, joined
 
 if TYPE_CHECKING:
     from fd_core.text.tokenizer import Tokenizer
@@ -26,12 +26,6 @@ __all__ = ["ChatTemplate", "flatten_messages"]
 Message = Mapping[str, Any]
 
 _MAX_SOURCE_CHARS = 1 << 20
-_RESERVED = frozenset(
-    {
-        *("messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "raise_exception", "strftime_now"),
-        "self",
-    }
-)
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _MISUSE = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 
@@ -84,14 +78,7 @@ class ChatTemplate:
         Raises `BadRequest`, naming the field, for messages that are malformed or that the template refuses, and
         `ModelError` for a template that does not compile or goes beyond the limits.
         """
-        own = template_kwargs or {}
-        taken = _RESERVED & own.keys()
-        if taken:
-            raise BadRequest(
-                f"chat_template_kwargs may not set {', '.join(sorted(taken))}", field="chat_template_kwargs"
-            )
-        variables = {
-            **own,
+        ours = {
             "messages": flatten_messages(messages),
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
@@ -101,8 +88,14 @@ class ChatTemplate:
             "strftime_now": self._strftime_now,
             BUDGET: TemplateBudget(),
         }
+        own = dict(template_kwargs or {})
+        taken = own.keys() & {*ours, "self"}
+        if taken:
+            raise BadRequest(
+                f"chat_template_kwargs may not set {', '.join(sorted(taken))}", field="chat_template_kwargs"
+            )
         try:
-            return _joined(self._compiled.generate(variables))
+            return joined(self._compiled.generate(own | ours))
         except _Refused as error:
             raise BadRequest(f"the chat template refused the messages: {error}", field="messages") from error
         except (SecurityError, TooMuch, RecursionError, MemoryError) as error:
@@ -132,17 +125,6 @@ class ChatTemplate:
 
 def _refuse(message: object = "no reason given") -> NoReturn:
     raise _Refused(str(message)[:500])
-
-
-def _joined(pieces: Iterable[str]) -> str:
-    kept = []
-    size = 0
-    for piece in pieces:
-        size += len(piece)
-        if size > MAX_CHARS:
-            raise TooMuch(f"it writes more than {MAX_CHARS} characters")
-        kept.append(piece)
-    return "".join(kept)
 
 
 def flatten_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

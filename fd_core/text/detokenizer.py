@@ -42,7 +42,7 @@ class IncrementalDetokenizer:
     space before the first word. Raises `BadRequest` for an empty stop string.
     """
 
-    __slots__ = ("_drop_space", "_first", "_held", "_include_stop", "_pending", "_stopped", "_stops", "_table")
+    __slots__ = ("_drop_space", "_first", "_held", "_include_stop", "_pending", "_stops", "_table", "stopped_by")
 
     def __init__(
         self,
@@ -62,40 +62,36 @@ class IncrementalDetokenizer:
         self._drop_space = text_start and tokenizer.decoding.drops_first_space
         self._pending = b""
         self._held = ""
-        self._stopped: str | None = None
-
-    @property
-    def stopped_by(self) -> str | None:
+        self.stopped_by: str | None = None
         """The stop string that ended the text, None while there is none."""
-        return self._stopped
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """Take the next tokens; tokens after a stop string are ignored.
 
         Raises `BadRequest` for a negative id. Ids beyond the vocabulary stand for no text.
         """
-        if self._stopped is not None:
-            return TextDelta("", self._stopped, 0)
+        if self.stopped_by is not None:
+            return TextDelta("", self.stopped_by, 0)
         if not self._stops:
             return TextDelta(self._decode(token_ids), None, len(token_ids))
         texts = []
         for count, token_id in enumerate(token_ids, 1):
             texts.append(self._released(self._decode((token_id,))))
-            if self._stopped is not None:
-                return TextDelta("".join(texts), self._stopped, count)
+            if self.stopped_by is not None:
+                return TextDelta("".join(texts), self.stopped_by, count)
         return TextDelta("".join(texts), None, len(token_ids))
 
     def flush(self) -> TextDelta:
         """Return the text that was held back until the end. Bytes of an unfinished character become U+FFFD."""
-        if self._stopped is not None:
-            return TextDelta("", self._stopped)
+        if self.stopped_by is not None:
+            return TextDelta("", self.stopped_by)
         text = self._started(utf_8_decode(self._pending, "replace", True)[0])
         self._pending = b""
         released = self._released(text)
-        if self._stopped is None:
+        if self.stopped_by is None:
             released += self._held
             self._held = ""
-        return TextDelta(released, self._stopped)
+        return TextDelta(released, self.stopped_by)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         table = self._table
@@ -116,7 +112,7 @@ class IncrementalDetokenizer:
         return text
 
     def _released(self, text: str) -> str:
-        """Take text and return what may go out of it; sets `_stopped` when a stop string is complete."""
+        """Take text and return what may go out of it; sets `stopped_by` when a stop string is complete."""
         if not text or not self._stops:
             return text
         text = self._held + text
@@ -126,10 +122,10 @@ class IncrementalDetokenizer:
             begin = text.find(stop)
             if begin >= 0:
                 end = begin + len(stop)
-                if best < 0 or end < best or (end == best and len(stop) > len(self._stopped or "")):
-                    best, self._stopped = end, stop
-        if self._stopped is not None:
-            return text[: best if self._include_stop else best - len(self._stopped)]
+                if best < 0 or end < best or (end == best and len(stop) > len(self.stopped_by or "")):
+                    best, self.stopped_by = end, stop
+        if self.stopped_by is not None:
+            return text[: best if self._include_stop else best - len(self.stopped_by)]
         for index, character in enumerate(text):
             if character in self._first:
                 tail = text[index:]

@@ -19,7 +19,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-__all__ = ["MAX_CHARS", "MAX_STEPS", "Sandbox", "TemplateBudget", "TooMuch"]
+__all__ = ["MAX_CHARS", "MAX_STEPS", "Sandbox", "TemplateBudget", "TooMuch", "joined"]
 
 MAX_CHARS = 16 << 20
 """Limit for the characters of a rendered prompt, and of any value that a template computes."""
@@ -65,7 +65,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self.filters.pop(name, None)
         self.filters.update(tojson=_tojson, join=_join, replace=_replace, indent=_indent)
         self.filters[_COUNTED] = _counted
-        self.filters[_CONCAT] = _concat
+        self.filters[_CONCAT] = _join
         self.globals = {name: self.globals[name] for name in ("range", "namespace", "dict")}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -134,10 +134,15 @@ def _counted(context: Context, values: Iterable[Any]) -> Iterator[Any]:
         yield value
 
 
-def _concat(parts: list[Any]) -> str:
-    texts = [str(part) for part in parts]
-    _check_size(sum(map(len, texts)))
-    return "".join(texts)
+def joined(pieces: Iterable[str]) -> str:
+    """Return the pieces as one text. Raises `TooMuch` as soon as it would be too large."""
+    kept: list[str] = []
+    size = 0
+    for piece in pieces:
+        size += len(piece)
+        _check_size(size)
+        kept.append(piece)
+    return "".join(kept)
 
 
 def _tojson(
@@ -149,14 +154,8 @@ def _tojson(
 ) -> str:
     """Write JSON as Hugging Face's templates expect it: not escaped for HTML, non-ASCII characters as they are."""
     _check_width(indent)
-    pieces: list[str] = []
-    size = 0
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    for piece in encoder.iterencode(value):
-        size += len(piece)
-        _check_size(size)
-        pieces.append(piece)
-    return "".join(pieces)
+    return joined(encoder.iterencode(value))
 
 
 def _join(value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:

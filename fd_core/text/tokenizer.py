@@ -90,11 +90,6 @@ class Tokenizer:
         """Return the bytes of one token, control tokens included."""
         return self.bytes_of([token_id], skip_special=False)
 
-    def token_id(self, token: str) -> int | None:
-        """Return the id of a token given as the vocabulary writes it, or None."""
-        found: int | None = self.backend.token_to_id(token)
-        return found
-
     @cached_property
     def byte_table(self) -> list[bytes]:
         """The bytes of every token by id. Read it, never change it."""

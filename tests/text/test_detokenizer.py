@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from small_tokenizers import byte_level_metadata, ggml, sentencepiece_metadata
 
 from fd_core.errors import BadRequest
-from fd_core.text import IncrementalDetokenizer, Tokenizer, load_tokenizer
+from fd_core.text.detokenizer import IncrementalDetokenizer
+from fd_core.text.tokenizer import Tokenizer, load_tokenizer
 
 BYTES = load_tokenizer(ggml(byte_level_metadata(["a b", "ab c", "b c"])))
 PIECES = load_tokenizer(ggml(sentencepiece_metadata()))

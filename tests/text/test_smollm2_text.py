@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from fd_core.errors import ModelError
 from fd_core.models.catalog import resolve_model
 from fd_core.models.loading import Checkpoint, open_checkpoint
-from fd_core.text import ChatTemplate, IncrementalDetokenizer, Tokenizer, load_tokenizer
+from fd_core.text.chat_template import ChatTemplate
+from fd_core.text.detokenizer import IncrementalDetokenizer
+from fd_core.text.tokenizer import Tokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,7 @@ from fd_core.disagg.ticket import KV_PORT_HEADER, ROLE_HEADER
 from fd_core.router.gateway.models import names
 from fd_core.router.gateway.relaying import TROUBLE
 from fd_core.router.gateway.state import GatewayState
-from fd_core.router.snapshot import WorkerSnapshot
-from fd_core.router.workers import ROLES, RouterWorker, WorkerState
+from fd_core.router.workers import ROLES, Member, RouterWorker, WorkerState
 from fd_core.server.kv_events import OFFER_HEADER
 
 __all__ = ["HealthChecks"]
@@ -72,7 +71,7 @@ class HealthChecks:
         ok, reached, begun = False, False, time.monotonic()
         instance, role, port = None, None, None
         offers = False
-        before = self._state_of(worker)
+        before = _state(self._router.member(worker))
         try:
             async with self._state.session.get(
                 worker.url + self._router.config.health_check_endpoint, timeout=self._timeout, allow_redirects=False
@@ -86,14 +85,13 @@ class HealthChecks:
             pass
         now = time.monotonic()
         after = self._router.health(worker, ok, now, instance=instance, role=role, kv_port=port)
-        shown = self._shown(after)
-        state = None if shown is None else shown.state
+        member = self._router.member(after)
+        state = _state(member)
         if offers:
             self._on_offer(after)
         if state is not before or after != worker:
-            name = "gone" if state is None else state.value
-            log.info("worker %s is %s%s", after.url, name, "" if after == worker else ", as a new process")
-        self._complain(after, "" if shown is None else shown.unfit)
+            log.info("worker %s is %s%s", after.url, state.value, "" if after == worker else ", as a new process")
+        self._complain(after, "" if member is None else member.unfit)
         if reached:
             # A worker that answers at all, even that it is not healthy, may still go on with the requests that it has.
             self._unreached.pop(worker.url, None)
@@ -140,12 +138,9 @@ class HealthChecks:
         else:
             del self._complaints[worker.url]
 
-    def _state_of(self, worker: RouterWorker) -> WorkerState | None:
-        shown = self._shown(worker)
-        return None if shown is None else shown.state
 
-    def _shown(self, worker: RouterWorker) -> WorkerSnapshot | None:
-        return next((each for each in self._router.snapshot().workers if each.worker == worker), None)
+def _state(member: Member | None) -> WorkerState:
+    return WorkerState.GONE if member is None else member.state
 
 
 def _role(said: str | None) -> str | None:

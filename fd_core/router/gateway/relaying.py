@@ -1,4 +1,7 @@
-"""The answer of one worker: held back until its first bytes can be sent, then passed on as it comes."""
+"""The answer of one worker: held back until its first bytes can be sent, then passed on as it comes.
+
+Of server-sent events only whole ones are passed on, so that an error event can follow.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,76 @@ from typing import Final
 
 import aiohttp
 
-from fd_core.router.gateway.events import EventCutter
 from fd_core.router.gateway.timeouts import SilenceTimer
 
-__all__ = ["TROUBLE", "UpstreamAnswer", "WorkerLost", "read_up_to"]
+__all__ = ["TROUBLE", "EventCutter", "UpstreamAnswer", "WorkerLost", "read_up_to"]
 
 TROUBLE: Final = (aiohttp.ClientError, TimeoutError, OSError)
 """Exceptions that a request to a worker may raise."""
 _HELD_BYTES: Final = 1 << 20
 """A JSON answer up to this size is sent once it is whole, so that until then another worker can give it."""
+_DONE: Final = b"[DONE]"
+_MAX_HELD_BYTES: Final = 1 << 20
+"""Larger events are passed on in pieces."""
+_LAST_BYTES: Final = 4096
 
 
 class WorkerLost(Exception):
     """The answer of a worker broke off."""
+
+
+class EventCutter:
+    """Passes chunks on up to the end of the last whole event. Usually a chunk is one event and nothing is held."""
+
+    def __init__(self) -> None:
+        self._held: list[bytes] = []
+        self._size = 0
+        self._edge = b""
+        self._last = b""
+
+    def push(self, chunk: bytes) -> bytes:
+        """Take a chunk; return the bytes that may go to the client, none if no event has ended."""
+        if chunk.endswith(b"\n\n"):
+            return self._pass(chunk)
+        border = len(self._edge)
+        seen = self._edge + chunk
+        end = max(_behind(seen, b"\n\n"), _behind(seen, b"\r\n\r\n")) - border
+        if end > 0:
+            ready = self._pass(chunk[:end])
+            chunk = chunk[end:]
+            self._edge = b""
+        else:
+            ready = b""
+        if chunk:
+            self._held.append(chunk)
+            self._size += len(chunk)
+            self._edge = (self._edge + chunk)[-3:]
+        return ready if self._size <= _MAX_HELD_BYTES else ready + self.rest()
+
+    def rest(self) -> bytes:
+        """Return the bytes that are held back; they are complete if the stream ended well."""
+        return self._pass(b"") if self._held else b""
+
+    @property
+    def done(self) -> bool:
+        """Whether the last event passed on is `[DONE]`, which says that the answer is complete."""
+        return self._last.rstrip().endswith(_DONE)
+
+    @property
+    def told_error(self) -> bool:
+        """Whether the last event passed on is an error. Generated text cannot look like one: its quotes are escaped."""
+        last = self._last.rstrip().replace(b"\r\n", b"\n").rpartition(b"\n\n")[2]
+        return b'"error"' in last
+
+    def _pass(self, chunk: bytes) -> bytes:
+        if self._held:
+            chunk = b"".join((*self._held, chunk))
+            self._held.clear()
+            self._size = 0
+        self._edge = b""
+        if chunk:
+            self._last = chunk[-_LAST_BYTES:]
+        return chunk
 
 
 class UpstreamAnswer:
@@ -44,11 +104,6 @@ class UpstreamAnswer:
         return self._ended and not self.is_stream
 
     @property
-    def complete(self) -> bool:
-        """Whether the answer came to its end, as far as the gateway can see."""
-        return self._ended and (self._cutter is None or not self._ends_with_done or self._cutter.done)
-
-    @property
     def told_error(self) -> bool:
         """Whether the answer ended with an error event of the worker."""
         return self._cutter is not None and self._cutter.told_error
@@ -69,16 +124,9 @@ class UpstreamAnswer:
             first = await content.readany()
             self._ended = not first
             return first
-        parts: list[bytes] = []
-        size = 0
-        while size <= _HELD_BYTES:
-            chunk = await content.readany()
-            if not chunk:
-                self._ended = True
-                break
-            parts.append(chunk)
-            size += len(chunk)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        first = await read_up_to(content, _HELD_BYTES + 1)
+        self._ended = len(first) <= _HELD_BYTES
+        return first
 
     async def rest(self, silence: SilenceTimer) -> AsyncIterator[bytes]:
         """Yield the rest as it comes. Raises `WorkerLost` if it breaks off before it is complete.
@@ -102,10 +150,11 @@ class UpstreamAnswer:
             ready = chunk if cutter is None else cutter.push(chunk)
             if ready:
                 yield ready
-        if cutter is not None and (last := cutter.rest()):
-            yield last
-        if not self.complete:
-            raise WorkerLost
+        if cutter is not None:
+            if last := cutter.rest():
+                yield last
+            if self._ends_with_done and not cutter.done:
+                raise WorkerLost
 
 
 async def read_up_to(content: aiohttp.StreamReader, limit: int) -> bytes:
@@ -115,3 +164,8 @@ async def read_up_to(content: aiohttp.StreamReader, limit: int) -> bytes:
         parts.append(part)
         limit -= len(part)
     return b"".join(parts)
+
+
+def _behind(data: bytes, mark: bytes) -> int:
+    found = data.rfind(mark)
+    return -1 if found < 0 else found + len(mark)
