@@ -62,12 +62,12 @@ class WorkerSnapshot:
     """Counts since this incarnation came."""
     index_blocks: Annotated[int, gauge("index_blocks", "Prompt blocks that the worker is believed to hold.")]
     """Blocks of prompts that the worker served, of the router's block size."""
-    held_blocks: int | None = None
+    held_blocks: int | None
     """Blocks that the worker reports to hold, of its own block size; None if it does not report."""
-    kv_events: Annotated[int, counter("kv_events", "KV events taken from the worker.")] = 0
-    kv_port: int | None = None
+    kv_events: Annotated[int, counter("kv_events", "KV events taken from the worker.")]
+    kv_port: int | None
     """Port on which a prefill worker listens for decode workers, if it named one."""
-    unfit: str = ""
+    unfit: str
     """Why the worker is not chosen for its role although it is healthy, in words."""
 
     @property

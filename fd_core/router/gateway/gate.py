@@ -67,14 +67,14 @@ class RouterGate:
         if path == "/v1/models" or path.startswith("/v1/models/"):
             if request.method != "GET":
                 raise _wrong_method("GET")
-            return await self._list(path, self._to_worker(request, request_id))
+            return await self._list(path, to_worker(self._state, request.headers, request_id))
         if not (path.startswith("/v1/") or path in _PLACED) or ".." in path:
             raise ApiError(404, "nothing is served at this path")
         if request.method != "POST":
             raise _wrong_method("POST")
         if path == ABORT_PATH:
             body = await read_body(request, self._state.config.max_body_bytes)
-            return await abort(self._state, body, self._to_worker(request, request_id), request_id)
+            return await abort(self._state, body, to_worker(self._state, request.headers, request_id), request_id)
         if self._state.draining:
             raise unavailable("the router is shutting down", "draining", retry_after=5)
         return await self._forward(request, request_id)
@@ -92,7 +92,7 @@ class RouterGate:
             request=request,
             request_id=request_id,
             target=request.raw_path if request.raw_path.startswith("/") else request.rel_url.raw_path_qs,
-            headers=self._to_worker(request, request_id),
+            headers=to_worker(self._state, request.headers, request_id),
             body=body,
             asked=asked,
             arrived=arrived,
@@ -108,15 +108,6 @@ class RouterGate:
             if model.get("id") == name:
                 return json_response(model)
         raise ApiError(404, f"the model {name[:128]!r} does not exist", param="model", code="model_not_found")
-
-    def _to_worker(self, request: web.BaseRequest, request_id: str) -> Any:
-        keys = self._state.config.worker_api_keys
-        return to_worker(
-            request.headers,
-            request_id,
-            keys_end_here=bool(self._state.config.api_keys),
-            worker_key=keys[0] if keys else None,
-        )
 
 
 def _wrong_method(allowed: str) -> ApiError:

@@ -7,6 +7,7 @@ from typing import Final
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from fd_core.disagg.ticket import OUTCOME_HEADER, TICKET_HEADER
+from fd_core.router.gateway.state import GatewayState
 
 __all__ = ["AUTO_HEADERS", "to_client", "to_worker"]
 
@@ -25,16 +26,13 @@ AUTO_HEADERS: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent"
 """Headers that the HTTP client library would add by itself."""
 
 
-def to_worker(
-    given: CIMultiDictProxy[str], request_id: str, *, keys_end_here: bool, worker_key: str | None
-) -> CIMultiDict[str]:
+def to_worker(state: GatewayState, given: CIMultiDictProxy[str], request_id: str) -> CIMultiDict[str]:
     """Return the headers of the request to a worker; the client's API key goes on unless it is the gateway's."""
     headers = _without(given, _REQUEST_ONLY)
     headers["X-Request-Id"] = request_id
-    if keys_end_here or worker_key is not None:
+    if state.config.api_keys:
         headers.popall("Authorization", None)
-    if worker_key is not None:
-        headers["Authorization"] = f"Bearer {worker_key}"
+    headers.update(state.own_headers)
     return headers
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 
 from fd_core.router.workers import RouterWorker
 
@@ -53,18 +54,13 @@ class WorkerTimeouts:
         self._first_bytes: dict[str, set[SilenceTimer]] = {}
         self._streams: dict[str, set[SilenceTimer]] = {}
 
-    @contextlib.asynccontextmanager
-    async def first_bytes(self, worker: RouterWorker) -> AsyncIterator[None]:
+    def first_bytes(self, worker: RouterWorker) -> AbstractAsyncContextManager[SilenceTimer]:
         """Wait for the first bytes of an answer of `worker` within the block."""
-        async with _within(self._first_bytes, worker.url) as timer:
-            timer.start()
-            yield
+        return _within(self._first_bytes, worker.url, started=True)
 
-    @contextlib.asynccontextmanager
-    async def stream(self, worker: RouterWorker) -> AsyncIterator[SilenceTimer]:
-        """Pass on the rest of an answer of `worker` within the block."""
-        async with _within(self._streams, worker.url) as timer:
-            yield timer
+    def stream(self, worker: RouterWorker) -> AbstractAsyncContextManager[SilenceTimer]:
+        """Pass on the rest of an answer of `worker` within the block; the timer is to be started for each wait."""
+        return _within(self._streams, worker.url)
 
     def expire_first_bytes(self, worker: RouterWorker) -> int:
         """End every wait for first bytes of `worker`, so that the requests go elsewhere; return their number."""
@@ -76,9 +72,13 @@ class WorkerTimeouts:
 
 
 @contextlib.asynccontextmanager
-async def _within(timers: dict[str, set[SilenceTimer]], url: str) -> AsyncIterator[SilenceTimer]:
+async def _within(
+    timers: dict[str, set[SilenceTimer]], url: str, *, started: bool = False
+) -> AsyncIterator[SilenceTimer]:
     async with asyncio.timeout(None) as limit:
         timer = SilenceTimer(limit)
+        if started:
+            timer.start()
         timers.setdefault(url, set()).add(timer)
         try:
             yield timer
