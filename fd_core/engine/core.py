@@ -5,28 +5,24 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.engine.device import Device
-from fd_core.engine.kv_transfer import (
-    prefill_request,
-    prefill_request_id,
-    refusal,
-)
+from fd_core.engine.kv_transfer import prefill_request, prefill_request_id, refusal
 from fd_core.engine.messages import EngineInfo, EngineStats, LeaseStats
 from fd_core.engine.prefill_pace import PrefillPace
-from fd_core.engine.probe import EngineProbe
 from fd_core.errors import BadRequest
 from fd_core.kv.effects import Effects, GiveUp, LeaseEnded, PrefillJobArrived, PrefillPaceMeasured
 from fd_core.kv.events import KVEvent
 from fd_core.kv.port import KVPort
 from fd_core.kv.tiers.stats import TierStats
+from fd_core.runner.runner import Runner
 from fd_core.scheduling.scheduler import Scheduler
-from fd_core.tracing.kv_operations import KVTrace
 from fd_core.tracing.writer import TraceWriter
 from fd_core.types import Delta, FinishReason, PrefillJob, RequestSpec, StepPlan
 
-__all__ = ["AdmissionSink", "Engine"]
+__all__ = ["AdmissionSink", "Engine", "EngineProbe"]
 
 AdmissionSink = Callable[[tuple[str, ...]], None]
 """Told which requests enter a slot, before a step computes them."""
@@ -37,6 +33,20 @@ EngineKVPort = KVPort[tuple[TierStats | None, ReceiverStats | SenderStats | None
 
 _KV_WAIT_SECONDS = 0.005
 """How long an engine whose requests all wait for KV outside the device sleeps before it looks at its messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProbe:
+    """The parts of one engine as they are, for audits and tests: whoever changes them may break every law."""
+
+    scheduler: Scheduler
+    device: Device
+    watchdog_seconds: float
+
+    @property
+    def runner(self) -> Runner:
+        """What the device runs."""
+        return self.device.runner
 
 
 class Engine:
@@ -60,7 +70,6 @@ class Engine:
         self._device = device
         self._watchdog_seconds = watchdog_seconds
         self._kv = kv
-        self._kv_trace = None if trace is None else KVTrace(trace)
         self._kv_events: list[KVEvent] = []
         self._prefill_pace = PrefillPace(prefill_token)
         scheduler.complete(PrefillPaceMeasured(prefill_token))
@@ -169,8 +178,8 @@ class Engine:
                 case LeaseEnded(lease):
                     self._scheduler.abort(prefill_request_id(lease))
                 case _:
-                    if self._kv_trace is not None:
-                        self._kv_trace.ended(completion)
+                    if self._trace is not None:
+                        self._trace.kv.ended(completion)
                     self._scheduler.complete(completion)
 
     def _begin_job(self, job: PrefillJob) -> None:
@@ -186,6 +195,6 @@ class Engine:
     def _perform(self, effects: Effects) -> None:
         """Begin what the scheduler wants done outside steps."""
         self._kv_events.extend(effects.events)
-        if self._kv_trace is not None:
-            self._kv_trace.began(effects)
+        if self._trace is not None:
+            self._trace.kv.began(effects)
         self._kv.perform(effects.operations)

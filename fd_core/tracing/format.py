@@ -70,12 +70,9 @@ class ResidencyEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     request_id: str
 
 
-class AdmissionEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class AdmissionEntry(ResidencyEntry, frozen=True, array_like=True, gc=False):
     """A request enters a slot."""
 
-    slot: Small
-    gen: Small
-    request_id: str
     tokens: Small
     """Prompt and tokens delivered before."""
     computed: Small

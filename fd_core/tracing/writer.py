@@ -49,6 +49,7 @@ from fd_core.tracing.format import (
     StepLine,
     TraceHeader,
 )
+from fd_core.tracing.kv_operations import KVTrace
 from fd_core.types import Delta, StepOutput, StepPlan
 
 __all__ = ["StepRecord", "TraceWriter", "line_of", "require_trace_file"]
@@ -164,10 +165,8 @@ class TraceWriter:
         self._origin = self._began = origin
         self._queue: deque[StepRecord] = deque()
         self._dropped = 0
-        self._kv_entries: list[KVEntry] = []
-        """Entries about KV outside the device for the next line."""
-        self._loading: set[int] = set()
-        """Slots whose KV is being loaded."""
+        self.kv = KVTrace(lambda: self._clock(time.monotonic_ns()))
+        """Told of KV outside the device; the line of the next step carries what it collects."""
         self._occupants: dict[int, ResidencyEntry] = {}
         """Requests that hold a slot, by slot."""
         self._closed: ClosingLine | None = None
@@ -200,23 +199,6 @@ class TraceWriter:
         """Note when, in nanoseconds, the turn began that commits the next step."""
         self._began = now
 
-    def clock(self, now: int) -> int:
-        """Return a time in nanoseconds as lines have it."""
-        return (now - self._origin) // 1000
-
-    def note(self, entry: KVEntry) -> None:
-        """Note what happened to KV outside the device; the line of the next step carries it."""
-        if not (self._failed or self._full):
-            self._kv_entries.append(entry)
-
-    def load_began(self, slot: int) -> None:
-        """A request waits in `slot` until its KV is loaded."""
-        self._loading.add(slot)
-
-    def load_over(self, slot: int) -> None:
-        """The request in `slot` waits for no load any more."""
-        self._loading.discard(slot)
-
     def step_ended(
         self, now: int, plan: StepPlan, output: StepOutput, deltas: list[Delta], waiting: int, blocks: BlockStats
     ) -> None:
@@ -224,12 +206,12 @@ class TraceWriter:
         self._follow(plan, deltas)
         if len(self._queue) >= _MAX_QUEUED or self._failed or self._full:
             self._dropped += 1
-            self._kv_entries.clear()
+            self.kv.entries.clear()
             return
         self._queue.append(
             StepRecord(
-                self.clock(self._began),
-                self.clock(now),
+                self._clock(self._began),
+                self._clock(now),
                 plan,
                 output,
                 tuple(deltas),
@@ -237,20 +219,24 @@ class TraceWriter:
                 blocks,
                 self._dropped,
                 tuple(self._occupants.values()) if self._dropped else (),
-                tuple(self._loading),
-                tuple(self._kv_entries),
+                tuple(self.kv.loading.values()),
+                tuple(self.kv.entries),
             )
         )
-        self._kv_entries.clear()
+        self.kv.entries.clear()
         self._dropped = 0
 
     def close(self, now: int) -> None:
         """Write what waits and the closing line; idempotent."""
         if self._closed is None:
-            self._closed = ClosingLine(closed=self.clock(now), dropped=self._dropped)
+            self._closed = ClosingLine(closed=self._clock(now), dropped=self._dropped)
         self._end()
 
     # Inside -----------------------------------------------------------------------------------------------
+
+    def _clock(self, now: int) -> int:
+        """Return a time in nanoseconds as lines have it."""
+        return (now - self._origin) // 1000
 
     def _follow(self, plan: StepPlan, deltas: list[Delta]) -> None:
         """Keep track of which request holds which slot, through steps that are dropped as well."""

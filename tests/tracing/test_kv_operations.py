@@ -11,7 +11,6 @@ from fd_core.config import Limits
 from fd_core.kv.blocks import BlockStats
 from fd_core.kv.effects import Cancel, Effects, Fetch, Fetched, Load, Loaded, Save, Saved
 from fd_core.tracing.format import StepLine, TraceHeader
-from fd_core.tracing.kv_operations import KVTrace
 from fd_core.tracing.writer import TraceWriter
 from fd_core.types import PrefillJob, StepOutput, StepPlan
 from tests.tracing.test_writer import lines_of
@@ -32,7 +31,7 @@ class Run:
         self._path = path
         self._writer = TraceWriter(path, header, 0, 1 << 20)
         self._steps = 0
-        self.kv = KVTrace(self._writer)
+        self.kv = self._writer.kv
 
     def step(self) -> None:
         plan = StepPlan(1, self._steps, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING.astype(np.bool_))
