@@ -9,6 +9,7 @@ and 4).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import msgspec
 
@@ -23,24 +24,22 @@ MAX_DEATHS = 5
 """A request is given up when so many epochs died before its end, whether it waited or ran and got tokens or not."""
 
 
+@dataclass(slots=True)
 class _LiveRequest:
     """A request that has not ended."""
 
-    __slots__ = ("aborting", "admitted", "advanced", "deaths", "delivered", "in_vain", "spec", "told_cached")
-
-    def __init__(self, spec: RequestSpec) -> None:
-        self.spec = spec
-        self.delivered = list(spec.delivered)
-        self.told_cached = False
-        """Whether the reader knows how much of the prompt was cached; what later epochs say of it is left out."""
-        self.aborting = False
-        self.admitted = False
-        """Whether the current epoch gave the request a slot."""
-        self.advanced = False
-        """Whether the current epoch gave the request a token."""
-        self.deaths = 0
-        self.in_vain = 0
-        """Epochs since the last token that gave it a slot and died."""
+    spec: RequestSpec
+    delivered: list[int]
+    told_cached: bool = False
+    """Whether the reader knows how much of the prompt was cached; what later epochs say of it is left out."""
+    aborting: bool = False
+    admitted: bool = False
+    """Whether the current epoch gave the request a slot."""
+    advanced: bool = False
+    """Whether the current epoch gave the request a token."""
+    deaths: int = 0
+    in_vain: int = 0
+    """Epochs since the last token that gave it a slot and died."""
 
 
 class RequestLedger:
@@ -60,7 +59,7 @@ class RequestLedger:
 
     def begin(self, spec: RequestSpec) -> None:
         """A request starts."""
-        self._entries[spec.request_id] = _LiveRequest(spec)
+        self._entries[spec.request_id] = _LiveRequest(spec, list(spec.delivered))
 
     def admitted(self, request_ids: Iterable[str]) -> None:
         """The current epoch gave these requests slots; if it dies now, one of them may be the cause."""

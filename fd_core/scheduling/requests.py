@@ -12,13 +12,18 @@ it drains, the client is told the end at once, and the slot follows on the relea
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Final
 
-from fd_core.scheduling.tokens import TokenBuffer
-from fd_core.types import FinishReason, PrefillOutcome, RequestSpec
+import numpy as np
 
-__all__ = ["TRANSITIONS", "Event", "QueuedRequest", "Request", "State"]
+from fd_core.types import FinishReason, IntArray, PrefillOutcome, RequestSpec, frozen
+
+__all__ = ["TRANSITIONS", "Event", "QueuedRequest", "Request", "State", "TokenBuffer"]
+
+_ROOM = 64
+"""Tokens that fit behind the first ones before the buffer grows."""
 
 
 class State(enum.IntEnum):
@@ -77,84 +82,95 @@ class QueuedRequest:
     """Whether the request ran before and was preempted."""
 
 
+class TokenBuffer:
+    """int32 token ids that are only ever appended, so that a view of the first ones never changes."""
+
+    __slots__ = ("_data", "count")
+
+    def __init__(self, tokens: Sequence[int] | IntArray, limit: int) -> None:
+        """`limit` is the number of tokens that the request may come to have; `tokens` are copied."""
+        self.count = len(tokens)
+        self._data = np.empty(max(min(self.count + _ROOM, limit), self.count), np.int32)
+        self._data[: self.count] = tokens
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Append token ids; views that were handed out before stay as they are."""
+        count = self.count + len(token_ids)
+        if count > len(self._data):
+            grown = np.empty(max(count, 2 * len(self._data)), np.int32)
+            grown[: self.count] = self._data[: self.count]
+            self._data = grown
+        if len(token_ids) == 1:
+            self._data[self.count] = token_ids[0]
+        else:
+            self._data[self.count : count] = token_ids
+        self.count = count
+
+    def view(self, first: int = 0, upto: int | None = None) -> IntArray:
+        """Return int32[upto - first], read-only: the tokens from `first` to `upto`, which is the end if left out."""
+        view: IntArray = frozen(self._data[first : self.count if upto is None else upto].view())
+        return view
+
+
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """One generation inside the engine; owned by the scheduler."""
 
-    __slots__ = (
-        "abort_wanted",
-        "announced",
-        "arrival",
-        "asked_store",
-        "cached_tokens",
-        "chain",
-        "ended",
-        "fetch",
-        "limit",
-        "load",
-        "lookup",
-        "preemptions",
-        "prefill",
-        "prompt_len",
-        "rank",
-        "root",
-        "save",
-        "sent",
-        "sent_all",
-        "slot",
-        "spec",
-        "state",
-        "stored",
-        "stored_on_host",
-        "tokens",
-    )
+    spec: RequestSpec
+    arrival: int
+    """Order of arrival."""
+    max_model_len: InitVar[int]
+    root: bytes
+    """Where the chain of its block keys begins."""
+    prompt_len: int = field(init=False)
+    limit: int = field(init=False)
+    """Number of tokens at which the request ends for its length."""
+    tokens: TokenBuffer = field(init=False)
+    """Prompt and delivered tokens."""
+    chain: list[bytes] = field(default_factory=list)
+    """Keys of the leading full blocks of `tokens`."""
+    state: State = State.WAITING
+    slot: int | None = None
+    abort_wanted: bool = False
+    ended: FinishReason | None = None
+    """Set once the client was told the end, also while the slot still drains."""
+    preemptions: int = 0
+    rank: tuple[int, ...] | None = None
+    """Place among the waiting requests, given by the policy once."""
+    cached_tokens: int | None = None
+    """Tokens found in the prefix cache at the first admission."""
+    announced: int = 0
+    """Leading blocks that the request announced to compute or load, for others with the same prefix to wait for."""
 
-    def __init__(self, spec: RequestSpec, arrival: int, max_model_len: int, root: bytes) -> None:
-        self.spec = spec
-        self.arrival = arrival
-        """Order of arrival."""
-        self.state = State.WAITING
+    asked_store: bool = False
+    """Whether the scheduler asked, since the request waits, how much of its prefix is stored outside the device."""
+    lookup: int | None = None
+    """Operation that looks for the prefix outside the device; the request waits for its completion."""
+    save: int | None = None
+    """Operation that saves the KV of the request since its preemption."""
+    stored: int = 0
+    """Leading blocks that are stored outside the device."""
+    stored_on_host: int = 0
+    """Leading blocks that the host tier stores, at most `stored`."""
+    load: int | None = None
+    """Operation that brings KV back while the request is LOADING."""
+
+    fetch: int | None = None
+    """Operation that has another worker compute the prompt while the request is LOADING."""
+    prefill: PrefillOutcome | None = None
+    """What became of the prefill on another worker, if the request asked for one."""
+    sent: int = field(init=False)
+    """Leading blocks of a prefill job that were sent to the decode worker, or that the decode worker holds."""
+    sent_all: bool = False
+
+    def __post_init__(self, max_model_len: int) -> None:
+        spec = self.spec
         self.prompt_len = len(spec.prompt)
         self.limit = min(self.prompt_len + spec.params.max_tokens, max_model_len)
-        """Number of tokens at which the request ends for its length."""
         self.tokens = TokenBuffer(spec.prompt, self.limit)
-        """Prompt and delivered tokens."""
         if spec.delivered:
             self.tokens.append(spec.delivered)
-        self.root = root
-        self.chain: list[bytes] = []
-        """Keys of the leading full blocks of `tokens`."""
-        self.slot: int | None = None
-        self.abort_wanted = False
-        self.ended: FinishReason | None = None
-        """Set once the client was told the end, also while the slot still drains."""
-        self.preemptions = 0
-        self.rank: tuple[int, ...] | None = None
-        """Place among the waiting requests, given by the policy once."""
-        self.cached_tokens: int | None = None
-        """Tokens found in the prefix cache at the first admission."""
-        self.announced = 0
-        """Leading blocks that the request announced to compute or load, for others with the same prefix to wait for."""
-
-        self.asked_store = False
-        """Whether the scheduler asked, since the request waits, how much of its prefix is stored outside the device."""
-        self.lookup: int | None = None
-        """Operation that looks for the prefix outside the device; the request waits for its completion."""
-        self.save: int | None = None
-        """Operation that saves the KV of the request since its preemption."""
-        self.stored = 0
-        """Leading blocks that are stored outside the device."""
-        self.stored_on_host = 0
-        """Leading blocks that the host tier stores, at most `stored`."""
-        self.load: int | None = None
-        """Operation that brings KV back while the request is LOADING."""
-
-        self.fetch: int | None = None
-        """Operation that has another worker compute the prompt while the request is LOADING."""
-        self.prefill: PrefillOutcome | None = None
-        """What became of the prefill on another worker, if the request asked for one."""
         self.sent = 0 if spec.prefill_job is None else spec.prefill_job.held_blocks
-        """Leading blocks of a prefill job that were sent to the decode worker, or that the decode worker holds."""
-        self.sent_all = False
 
     @property
     def num_tokens(self) -> int:

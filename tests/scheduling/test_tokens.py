@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fd_core.scheduling.tokens import TokenBuffer
+from fd_core.scheduling.requests import TokenBuffer
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=150)
 
