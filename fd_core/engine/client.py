@@ -86,27 +86,15 @@ class EngineClient(abc.ABC):
         """The stream of each request in the ledger."""
         self._left: set[str] = set()
         """Requests whose reader left before the engine reported their end."""
-        self._stats = EngineStats()
-        self._alive = False
+        self.stats = EngineStats()
+        """The latest statistics that the engine sent, at most about half a second old."""
+        self.alive = False
+        """Whether the engine answers; false from its death until a restart is ready."""
+        self.requests_requeued = 0
+        """Requests given to a new epoch because the one before died with them; only grows."""
         self._interrupted = False
         """Whether the engine is gone and another one will resume its requests."""
         self._death = "the engine is not running"
-        self._requeued = 0
-
-    @property
-    def alive(self) -> bool:
-        """Whether the engine answers; false from its death until a restart is ready."""
-        return self._alive
-
-    @property
-    def stats(self) -> EngineStats:
-        """The latest statistics that the engine sent, at most about half a second old."""
-        return self._stats
-
-    @property
-    def requests_requeued(self) -> int:
-        """Requests given to a new epoch because the one before died with them; only grows."""
-        return self._requeued
 
     @property
     def active_requests(self) -> int:
@@ -122,7 +110,7 @@ class EngineClient(abc.ABC):
         iterator pauses until another engine has resumed the request; it ends with finish reason `error` if engines keep
         dying with this request (see `fd_core.engine.request_ledger`) and raises `EngineDead` if none can be started.
         """
-        if not self._alive:
+        if not self.alive:
             raise EngineDead(self._death)
         if spec.request_id in self._streams or spec.request_id in self._left:
             raise BadRequest(f"a request with id {spec.request_id!r} is already running", field="request_id")
@@ -137,10 +125,10 @@ class EngineClient(abc.ABC):
 
         Requests of an engine that died end at once. Raises `EngineDead` if no engine will replace it.
         """
-        if not self._alive and not self._interrupted:
+        if not self.alive and not self._interrupted:
             raise EngineDead(self._death)
         known = [request_id for request_id in dict.fromkeys(request_ids) if request_id in self._ledger]
-        if not self._alive:
+        if not self.alive:
             # No engine has them, so they end here.
             for request_id in known:
                 self._hand_on(Delta(request_id, finish_reason=FinishReason.ABORT))
@@ -166,18 +154,18 @@ class EngineClient(abc.ABC):
     def _came_up(self, info: EngineInfo) -> None:
         """An engine is ready: it resumes the requests of its predecessor."""
         self.info = info
-        self._stats = EngineStats(scheduler=SchedulerStats(blocks=BlockStats(total=info.num_kv_blocks)))
-        self._alive, self._interrupted = True, False
+        self.stats = EngineStats(scheduler=SchedulerStats(blocks=BlockStats(total=info.num_kv_blocks)))
+        self.alive, self._interrupted = True, False
         if info.kv_events and self.kv_log is None:
             self.kv_log = KVEventLog(info.block_size)
         left_over = self._ledger.resubmissions()
-        self._requeued += len(left_over)
+        self.requests_requeued += len(left_over)
         for spec in left_over:
             self._send(Submit(spec))
 
     def _went_away(self, reason: str) -> None:
         """The engine died and another will be started: its requests wait, unless they are aborted or given up."""
-        self._alive, self._interrupted = False, True
+        self.alive, self._interrupted = False, True
         self._death = reason
         self._forget_kv()
         self._left.clear()
@@ -186,7 +174,7 @@ class EngineClient(abc.ABC):
 
     def _went_down(self, reason: str) -> None:
         """The engine is gone for good, and every request with it."""
-        self._alive = self._interrupted = False
+        self.alive = self._interrupted = False
         self._death = reason
         self._forget_kv()
         streams, self._streams = self._streams, {}
@@ -200,10 +188,10 @@ class EngineClient(abc.ABC):
             self.kv_log.restart()
 
     def _dispatch(self, events: StepEvents) -> None:
-        if not self._alive or events.epoch != self.info.epoch:
+        if not self.alive or events.epoch != self.info.epoch:
             return  # from an epoch that is over: its successor delivers the same tokens
         if events.stats is not None:
-            self._stats = events.stats
+            self.stats = events.stats
         if events.kv and self.kv_log is not None:
             self.kv_log.extend(events.kv)
         self._ledger.admitted(events.admitted)
@@ -221,7 +209,7 @@ class EngineClient(abc.ABC):
 
     def _leave(self, request_id: str) -> None:
         self._ledger.drop(request_id)
-        if self._streams.pop(request_id, None) is not None and self._alive:
+        if self._streams.pop(request_id, None) is not None and self.alive:
             self._left.add(request_id)
             self._send(Abort((request_id,)))
 

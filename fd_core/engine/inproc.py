@@ -76,7 +76,7 @@ class InprocClient(EngineClient):
     async def close(self, drain_seconds: float = 0.0) -> None:
         """Let requests finish for up to `drain_seconds`, abort the rest and end the thread."""
         self._closing = True
-        if self._alive and self._thread is not None:
+        if self.alive and self._thread is not None:
             if drain_seconds > 0:
                 self._send(Shutdown(drain=True))
                 await asyncio.to_thread(self._thread.join, drain_seconds)
@@ -165,7 +165,7 @@ class InprocClient(EngineClient):
         while True:
             await asyncio.sleep(patience / 4)
             now = time.monotonic()
-            if not (self._alive and self.active_requests):
+            if not (self.alive and self.active_requests):
                 busy_since = None
                 continue
             busy_since = now if busy_since is None else busy_since

@@ -84,7 +84,7 @@ class ProcessClient(EngineClient):
         """Let requests finish for up to `drain_seconds`, abort the rest and end the process."""
         self._closing = True
         process = self._process
-        if process is not None and process.returncode is None and self._alive:
+        if process is not None and process.returncode is None and self.alive:
             if drain_seconds > 0:
                 self._send(Shutdown(drain=True))
                 await _wait(process, drain_seconds)

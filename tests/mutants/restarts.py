@@ -46,6 +46,6 @@ MUTANTS = (
     mutant(
         "a-dead-epoch-is-still-heard",
         "1.5: an epoch that does not match is dropped",
-        (STREAMS, "if not self._alive or events.epoch != self.info.epoch:", "if not self._alive:"),
+        (STREAMS, "if not self.alive or events.epoch != self.info.epoch:", "if not self.alive:"),
     ),
 )

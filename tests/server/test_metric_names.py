@@ -88,7 +88,7 @@ PROMISED = {
 
 def served(leases: LeaseStats) -> dict[str, tuple[str, list[str]]]:
     client = FakeClient()
-    client._stats = EngineStats(
+    client.stats = EngineStats(
         kv=KV,
         leases=leases,
         scheduler=SchedulerStats(
