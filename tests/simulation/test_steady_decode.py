@@ -1,9 +1,8 @@
 import numpy as np
 import pytest
 
-from fd_core.simulation.prefill_burst import PrefillBurst
 from fd_core.simulation.scripted import REJECT_EVERY
-from fd_core.simulation.steady_decode import SteadyDecode
+from fd_core.simulation.workloads import PrefillBurst, SteadyDecode
 
 
 def decoding(count=5, steps=20, num_drafts=0, block_size=4, waiting_tokens=0):

@@ -39,7 +39,7 @@ _TINY_MODEL = {
 
 
 class SteadyDecode:
-    """The workload of `fd_core.simulation.steady_decode`: the same limits, prompts, parameters and rejected drafts."""
+    """The workload `SteadyDecode` of `fd_core.simulation`: the same limits, prompts, parameters and rejected drafts."""
 
     def __init__(
         self,
