@@ -10,7 +10,6 @@ from typing import Final
 
 from fd_core.backends.contract import Backend, Model
 from fd_core.config import EngineConfig, Limits, resolve_limits
-from fd_core.disagg.decode.receiver import Receiver
 from fd_core.disagg.prefill.sender import Sender
 from fd_core.engine.client import StartProgress
 from fd_core.engine.core import AdmissionSink, Engine
@@ -77,7 +76,9 @@ class _EngineBuilder:
         prefill_token = runner.warm_up(lambda done, total: self._progress("warmup", done, total))
         trace = self._trace()
         cache, queue = LockedKVCache(runner.cache), CompletionQueue(wake)
-        transfer = self._transfer(cache, queue)
+        transfer = open_kv_transfer(
+            self._config, self._plugins, self._limits, cache, self._ops.dtype, self._identity, queue
+        )
         offload = start_kv_offload(self._storage, self._config, cache, self._ops.dtype, queue)
         return Engine(
             self._info(transfer.port if isinstance(transfer, Sender) else None),
@@ -129,13 +130,6 @@ class _EngineBuilder:
     @cached_property
     def _storage(self) -> KVStorage:
         return open_kv_storage(self._config, self._plugins, self._identity)
-
-    def _transfer(self, cache: LockedKVCache, queue: CompletionQueue) -> Receiver | Sender | None:
-        if self._config.role == "mixed":
-            return None
-        return open_kv_transfer(
-            self._config, self._plugins, self._limits, cache, self._ops.dtype, self._identity, queue
-        )
 
     # Planning -----------------------------------------------------------------------------------------------
 

@@ -74,11 +74,13 @@ def open_kv_transfer(
     dtype: str,
     identity: str,
     queue: CompletionQueue,
-) -> Receiver | Sender:
-    """Open the side of transfers that the role in `config` asks for, which is not `mixed`.
+) -> Receiver | Sender | None:
+    """Open the side of transfers that the role in `config` asks for; None for `mixed`, which has none.
 
     `identity` is that of the KV, see `kv_offload.kv_identity`. Raises `ConfigError` or `PluginError`.
     """
+    if config.role == "mixed":
+        return None
     shape = cache.shape
     block = BlockFormat.of(shape, dtype)
     compatibility = KVCompatibility(

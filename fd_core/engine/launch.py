@@ -11,10 +11,6 @@ from fd_core.errors import ConfigError
 __all__ = ["open_client"]
 
 
-def _silent(phase: str, done: int, total: int) -> None:
-    """Report progress to nobody."""
-
-
 async def open_client(
     config: EngineConfig, path: Path | None, *, where: str = "process", progress: StartProgress | None = None
 ) -> EngineClient:
@@ -23,7 +19,7 @@ async def open_client(
     `where` is `process` or `inproc`; `path` is None only for backends that need no checkpoint. Raises what loading
     raises: `ConfigError`, `ModelError`, `PluginError`.
     """
-    report = progress or _silent
+    report = progress or (lambda *_: None)
     if where == "inproc":
         from fd_core.engine.inproc import InprocClient
 

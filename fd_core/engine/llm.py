@@ -93,15 +93,35 @@ class LLM:
         self._requests += len(items)
         results = [Completion() for _ in items]
         start = time.perf_counter()
+
+        def take(deltas: list[Delta]) -> None:
+            now = time.perf_counter() - start
+            for delta in deltas:
+                index = index_of.get(delta.request_id)
+                if index is None:
+                    continue
+                if delta.error is not None:
+                    self._engine.abort_all()
+                    raise BadRequest(f"prompt {index}: {delta.error}", field="prompts")
+                result = results[index]
+                result.token_ids += delta.token_ids
+                result.token_times += [now] * len(delta.token_ids)
+                result.finish_reason = delta.finish_reason or result.finish_reason
+                result.cached_tokens += delta.cached_tokens or 0
+                if delta.logprobs is not None:
+                    result.logprobs = (result.logprobs or []) + list(delta.logprobs)
+                if on_delta is not None:
+                    on_delta(index, delta)
+
         for (request_id, _), item, parameters in zip(index_of.items(), items, given, strict=True):
             ids = self.tokenizer.encode(item) if isinstance(item, str) else item
             spec = RequestSpec(
                 request_id=request_id, prompt=tuple(ids), params=parameters, eos_token_ids=self.info.eos_token_ids
             )
-            self._take(self._engine.submit(spec), index_of, results, start, on_delta)
+            take(self._engine.submit(spec))
         try:
             while self._engine.has_work:
-                self._take(self._engine.step(), index_of, results, start, on_delta)
+                take(self._engine.step())
         except BaseException:
             self._engine.abort_all()
             raise
@@ -112,32 +132,6 @@ class LLM:
     def close(self) -> None:
         """Stop the engine's threads."""
         self._engine.close()
-
-    def _take(
-        self,
-        deltas: list[Delta],
-        index_of: dict[str, int],
-        results: list[Completion],
-        start: float,
-        on_delta: Callable[[int, Delta], None] | None,
-    ) -> None:
-        now = time.perf_counter() - start
-        for delta in deltas:
-            index = index_of.get(delta.request_id)
-            if index is None:
-                continue
-            if delta.error is not None:
-                self._engine.abort_all()
-                raise BadRequest(f"prompt {index}: {delta.error}", field="prompts")
-            result = results[index]
-            result.token_ids += delta.token_ids
-            result.token_times += [now] * len(delta.token_ids)
-            result.finish_reason = delta.finish_reason or result.finish_reason
-            result.cached_tokens += delta.cached_tokens or 0
-            if delta.logprobs is not None:
-                result.logprobs = (result.logprobs or []) + list(delta.logprobs)
-            if on_delta is not None:
-                on_delta(index, delta)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core import signals
+from fd_core.kv.blocks import BlockPool
 from fd_core.metrics import counter
 from fd_core.scheduling.drafts import DraftControl
 from fd_core.scheduling.requests import Request
@@ -46,6 +47,7 @@ class OutputSide:
     """Applies outputs to the slots of one scheduler, in step order."""
 
     _slots: SlotTable
+    _pool: BlockPool
     _drafts: DraftControl
     _residencies: Residencies
     _on_released: Callable[[Request], None]
@@ -55,11 +57,10 @@ class OutputSide:
     _told_first: set[str] = field(default_factory=set)
     """Requests whose first delta was told."""
 
-    def commit(self, plan: StepPlan, output: StepOutput, answered: Callable[[int], None]) -> list[Delta]:
+    def commit(self, plan: StepPlan, output: StepOutput) -> list[Delta]:
         """Apply the answer to `plan` and return what the clients are told, at most one delta for each request.
 
-        `answered` is told the step before its revocations are acknowledged. Raises `fd_core.signals.MalformedOutput`
-        if the backend broke the protocol.
+        Raises `fd_core.signals.MalformedOutput` if the backend broke the protocol.
         """
         if (output.epoch, output.step) != (plan.epoch, plan.step) or plan.step != self._next_step:
             self.counters.stale_outputs += 1
@@ -72,7 +73,7 @@ class OutputSide:
             # Slots that were scheduled again since this step hold newer drafts.
             current = self._slots.last_step <= plan.step
             self._slots.drafts_ready[current] = output.drafts_ready[current]
-        answered(plan.step)
+        self._pool.answered(plan.step)
         return deltas + self._acknowledge(plan, outcomes, output)
 
     def end(self, request: Request, reason: FinishReason) -> Delta:

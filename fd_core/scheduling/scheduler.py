@@ -128,7 +128,7 @@ class Scheduler:
             limits, policy, pool, slots, waiting, prefixes, offloading, transferring, control, residencies
         )
         self._planner = Planner(limits, epoch, policy, victims, pool, slots, drafts, residencies, admissions)
-        self._output_side = OutputSide(slots, drafts, residencies, admissions.wait)
+        self._output_side = OutputSide(slots, pool, drafts, residencies, admissions.wait)
         self._requests: dict[str, Request] = {}
         self._probe = SchedulerProbe(
             *(slots, pool, self._requests, waiting, prefixes, residencies),
@@ -213,7 +213,7 @@ class Scheduler:
         There is at most one delta for each request. Raises `fd_core.signals.MalformedOutput` if the backend broke the
         protocol.
         """
-        deltas = self._output_side.commit(plan, output, self._pool.answered)
+        deltas = self._output_side.commit(plan, output)
         return deltas, self._effects()
 
     def complete(self, completion: Completion) -> None:

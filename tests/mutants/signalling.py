@@ -80,8 +80,8 @@ MUTANTS = (
         "1.2: a release answers the revocation of its own step",
         (
             OUTPUTS,
-            "        answered(plan.step)\n",
-            "        answered(plan.step)\n"
+            "        self._pool.answered(plan.step)\n",
+            "        self._pool.answered(plan.step)\n"
             "        for slot in np.flatnonzero(self._slots.draining).tolist():\n"
             "            request = self._slots.requests[slot]\n"
             "            if request is not None and not request.abort_wanted and request.ended is None:\n"
