@@ -10,6 +10,7 @@ generates as many tokens as its return costs before that happens, admitting it w
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -141,13 +142,13 @@ class AdmissionControl:
         return self.forecast.remaining_of(request.num_generated, request.limit - request.prompt_len)
 
 
+@dataclass
 class AdmissionPass:
     """The admissions of one plan. Where the pool has room for every request's worst moment, one costs O(1)."""
 
-    def __init__(self, control: AdmissionControl, slots: SlotTable) -> None:
-        self._control = control
-        self._slots = slots
-        self._bound: int | None = None
+    _control: AdmissionControl
+    _slots: SlotTable
+    _bound: int | None = None
 
     def fits(self, request: Request, needed: int, free: int) -> bool:
         """Whether `free` blocks hold the `needed` blocks of a request and what all requests grow by."""

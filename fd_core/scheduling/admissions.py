@@ -44,7 +44,7 @@ _RETRY_STEPS: Final = 16
 """Steps after which the first in line is looked at again although no block came free."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Admissions:
     """The waiting requests of one scheduler, and their way into slots."""
 
@@ -79,10 +79,6 @@ class Admissions:
         self._waiting.push(request)
         if operation is not None:
             self._waiting.park(request, operation)
-
-    def answered(self, operation: int) -> None:
-        """An operation outside steps is over: requests that waited for it may be admitted."""
-        self._waiting.wake(operation)
 
     def leave(self, request: Request) -> None:
         """A waiting request was aborted."""

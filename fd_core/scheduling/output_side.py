@@ -42,7 +42,7 @@ class OutputCounters(msgspec.Struct, kw_only=True):
     ] = msgspec.field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
 
 
-@dataclass(slots=True)
+@dataclass
 class OutputSide:
     """Applies outputs to the slots of one scheduler, in step order."""
 
@@ -195,8 +195,7 @@ class OutputSide:
     def _fail(self, slot: int, message: str) -> Delta:
         request = self._slots.request_in(slot)
         self._residencies.finish(slot, FinishReason.ERROR)
-        self._count_end(request, FinishReason.ERROR)
-        return Delta(request.spec.request_id, finish_reason=FinishReason.ERROR, error=message)
+        return msgspec.structs.replace(self.end(request, FinishReason.ERROR), error=message)
 
     def _delta(
         self,
@@ -211,12 +210,9 @@ class OutputSide:
             self._told_first.add(request_id)
             cached, prefill = request.cached_tokens, request.prefill
         if reason is not None:
-            self._count_end(request, reason)
+            self._told_first.discard(request_id)
+            self.counters.finished[reason] += 1
         return Delta(request_id, token_ids, reason, logprobs, cached, prefill=prefill)
-
-    def _count_end(self, request: Request, reason: FinishReason) -> None:
-        self._told_first.discard(request.spec.request_id)
-        self.counters.finished[reason] += 1
 
 
 def _logprobs_by_slot(rows: LogprobRows | None, requests: list[Request | None]) -> dict[int, tuple[TokenLogprobs, ...]]:

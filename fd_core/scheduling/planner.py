@@ -27,7 +27,7 @@ from fd_core.types import IntArray, StepPlan
 __all__ = ["Planner"]
 
 
-@dataclass(slots=True)
+@dataclass
 class Planner:
     """Plans the steps of one scheduler."""
 

@@ -8,6 +8,7 @@ up; each key that is not awaited any more is told to `on_end`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,23 +21,18 @@ from fd_core.types import IntArray
 __all__ = ["Prefixes"]
 
 
+@dataclass
 class Prefixes:
     """Names the blocks of the requests of one scheduler; knows nothing if there is no hasher."""
 
-    def __init__(
-        self,
-        hasher: PrefixHasher | None,
-        pool: BlockPool,
-        recorder: Recorder | None,
-        on_end: Callable[[bytes], None],
-    ) -> None:
-        """`recorder` is told which prefixes become known, `on_end` which keys no running request will complete."""
-        self.hasher = hasher
-        self._pool = pool
-        self._recorder = recorder
-        self._on_end = on_end
-        self._computing: dict[bytes, int] = {}
-        """Block keys that running prefills and loads are about to complete, with how many requests."""
+    hasher: PrefixHasher | None
+    _pool: BlockPool
+    _recorder: Recorder | None
+    """Told which prefixes become known."""
+    _on_end: Callable[[bytes], None]
+    """Told which keys no running request will complete."""
+    _computing: dict[bytes, int] = field(default_factory=dict)
+    """Block keys that running prefills and loads are about to complete, with how many requests."""
 
     @property
     def num_computing(self) -> int:

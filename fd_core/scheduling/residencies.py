@@ -47,7 +47,7 @@ class SchedulerCounters(msgspec.Struct, kw_only=True):
     prefix_hits: Annotated[int, counter("prefix_hits_tokens", "Prompt tokens found in the prefix cache.")] = 0
 
 
-@dataclass(slots=True)
+@dataclass
 class Residencies:
     """Slots with their requests and blocks; owned by one scheduler."""
 

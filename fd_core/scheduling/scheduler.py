@@ -221,10 +221,10 @@ class Scheduler:
         match completion:
             case Found():
                 self._offloading.found(completion)
-                self._admissions.answered(completion.operation)
+                self._waiting.wake(completion.operation)
             case Saved():
                 self._offloading.saved(completion)
-                self._admissions.answered(completion.operation)
+                self._waiting.wake(completion.operation)
             case Loaded():
                 self._arrive(self._offloading.loaded(completion))
             case Fetched():
