@@ -15,14 +15,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
+import msgspec
+
 from fd_core.disagg.connectors.contract import MAX_ADDRESS_BYTES
-from fd_core.disagg.messages import FromDecode, FromPrefill, KVPiece, Open
+from fd_core.disagg.messages import MAX_NUMBER, MAX_TEXT, FromDecode, FromPrefill, KVPiece, Open
 from fd_core.types import PrefillOutcome
 
 __all__ = [
     "LEASE_NAME",
-    "MAX_NUMBER",
-    "MAX_TEXT",
     "MAX_WINDOW",
     "TOKEN_BYTES",
     "Action",
@@ -44,9 +44,6 @@ End = Literal["confirmed", "refused", "aborted", "gave_up", "failed", "expired"]
 LEASE_NAME: Final = re.compile("[0-9a-f]{32}")
 TOKEN_BYTES: Final = 4
 MAX_WINDOW: Final = 256
-MAX_NUMBER: Final = 2**31 - 1
-MAX_TEXT: Final = 1024
-"""Characters of a reason, a salt, a tenant or a field of `KVCompatibility`."""
 _MAX_CONNECTOR_NAME: Final = 64
 _MIN_SILENCE: Final = 0.05
 _MAX_SILENCE: Final = 3600.0
@@ -114,10 +111,7 @@ def wanted(opening: Open) -> range:
 def flaw(opening: Open, max_tokens: int = MAX_NUMBER) -> str | None:
     """Say for people why no lease can be opened like that, None if one can."""
     job, compatibility = opening.job, opening.compatibility
-    numbers = (
-        *(compatibility.version, compatibility.block_size, compatibility.num_layers, compatibility.num_kv_heads),
-        *(compatibility.head_dim, compatibility.tensor_parallel_size, compatibility.pipeline_parallel_size),
-    )
+    numbers = [value for value in msgspec.structs.astuple(compatibility) if isinstance(value, int)]
     if not LEASE_NAME.fullmatch(opening.lease):
         return "a lease has to be named by 32 hexadecimal digits"
     if not all(0 < number <= MAX_NUMBER for number in numbers):

@@ -7,17 +7,22 @@
     either: Alive (nothing new, still here), AbortLease (the lease is over)
 
 Every message names its lease. Each may be lost, repeated or reordered without harm: a repeated message changes nothing,
-and a lease that misses a message expires.
+and a lease that misses a message expires. The limits of `Open`, which are answered in words, are in `lease.flaw`.
 """
 
 from __future__ import annotations
 
+from typing import Annotated, Final
+
 import msgspec
 
+from fd_core.disagg.connectors.contract import MAX_REFERENCE_BYTES
 from fd_core.disagg.kv_compatibility import KVCompatibility
 from fd_core.types import PrefillJob
 
 __all__ = [
+    "MAX_NUMBER",
+    "MAX_TEXT",
     "AbortLease",
     "Accept",
     "Alive",
@@ -30,6 +35,15 @@ __all__ = [
     "Open",
     "Refuse",
 ]
+
+MAX_NUMBER: Final = 2**31 - 1
+MAX_TEXT: Final = 1024
+"""Characters of a reason, a salt, a tenant or a field of `KVCompatibility`."""
+
+_LeaseName = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+_Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
+_Digest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+_Reason = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 
 
 class Open(msgspec.Struct, frozen=True, tag="open"):
@@ -56,65 +70,65 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
 class Accept(msgspec.Struct, frozen=True, tag="accept"):
     """The prefill side will compute the job."""
 
-    lease: str
+    lease: _LeaseName
 
 
 class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
     """The prefill side will not compute the job; the lease is over."""
 
-    lease: str
-    reason: str
+    lease: _LeaseName
+    reason: _Reason
     """For people; never holds a prompt."""
 
 
 class KVPiece(msgspec.Struct, frozen=True, tag="piece"):
     """All layers of one block, sealed; the connector carries the payload."""
 
-    lease: str
-    index: int
+    lease: _LeaseName
+    index: _Number
     """Place of the block among those of the prompt, at least `PrefillJob.held_blocks`."""
-    digest: bytes
+    digest: _Digest
     """Digest of the sealed value, as `wire` computes it."""
-    reference: bytes = b""
+    reference: Annotated[bytes, msgspec.Meta(max_length=MAX_REFERENCE_BYTES)] = b""
     """Where the connector left the value; empty if the value is a frame behind this message."""
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit"):
     """All pieces were sent."""
 
-    lease: str
-    tokens: int
+    lease: _LeaseName
+    tokens: Annotated[int, msgspec.Meta(gt=0, le=MAX_NUMBER)]
     """Leading tokens whose KV the pieces hold: all that were wanted."""
-    digest: bytes
+    digest: _Digest
     """Digest over the digests of all pieces in the order of their index."""
-    cached: int = 0
+    cached: _Number = 0
     """How many of the tokens the prefill side had in its prefix cache."""
 
 
 class Credit(msgspec.Struct, frozen=True, tag="credit"):
     """So many pieces were taken in all; the prefill side may send `window` more than that."""
 
-    lease: str
-    taken: int
+    lease: _LeaseName
+    taken: _Number
 
 
 class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
     """The decode side has everything; the lease is over."""
 
-    lease: str
+    lease: _LeaseName
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
     """There is nothing new, but the lease goes on as far as the speaker is concerned."""
 
-    lease: str
+    lease: _LeaseName
 
 
 class AbortLease(msgspec.Struct, frozen=True, tag="abort"):
     """The lease is over for the speaker, or the speaker knows none of that name."""
 
-    lease: str
-    reason: str = ""
+    lease: _LeaseName
+    reason: _Reason = ""
     """For people; never holds a prompt."""
 
 

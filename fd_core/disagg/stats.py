@@ -13,7 +13,17 @@ __all__ = ["ReceiverStats", "SenderStats"]
 _DROPPED: Final = "Transfer messages dropped because they were not sealed with the secret, malformed or too large."
 
 
-class ReceiverStats(msgspec.Struct, frozen=True, kw_only=True):
+class _SideStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What both sides count."""
+
+    dropped_frames: Annotated[int, counter("kv_transfer_dropped_frames", _DROPPED)] = 0
+    late_messages: int = 0
+    """Messages for leases that were over or never given."""
+    errors: dict[str, int] = {}
+    """Failed calls, by what failed: connector, cache."""
+
+
+class ReceiverStats(_SideStats, frozen=True, kw_only=True):
     """Counters of the decode side since its start, and gauges of this moment."""
 
     open_leases: int = 0
@@ -29,14 +39,9 @@ class ReceiverStats(msgspec.Struct, frozen=True, kw_only=True):
         float,
         counter("kv_fetch_seconds", "Time from lease to last copy in seconds, summed over all fetches that succeeded."),
     ] = 0.0
-    dropped_frames: Annotated[int, counter("kv_transfer_dropped_frames", _DROPPED)] = 0
-    late_messages: int = 0
-    """Messages for leases that were over or never given."""
-    errors: dict[str, int] = {}
-    """Failed calls, by what failed: connector, cache."""
 
 
-class SenderStats(msgspec.Struct, frozen=True, kw_only=True):
+class SenderStats(_SideStats, frozen=True, kw_only=True):
     """Counters of the prefill side since its start, and gauges of this moment."""
 
     open_leases: int = 0
@@ -60,8 +65,3 @@ class SenderStats(msgspec.Struct, frozen=True, kw_only=True):
     bytes: Annotated[int, counter("kv_sent_bytes", "KV bytes sent to decode workers.")] = 0
     seconds: float = 0.0
     """Time from opening to confirmation, of all leases that were confirmed."""
-    dropped_frames: Annotated[int, counter("kv_transfer_dropped_frames", _DROPPED)] = 0
-    late_messages: int = 0
-    """Messages for leases that were over or never opened."""
-    errors: dict[str, int] = {}
-    """Failed calls, by what failed: connector, cache."""

@@ -13,21 +13,8 @@ from typing import Any, Final, TypeVar
 import msgspec
 import numpy.typing as npt
 
-from fd_core.disagg.connectors.contract import MAX_REFERENCE_BYTES
-from fd_core.disagg.lease import LEASE_NAME, MAX_NUMBER, MAX_TEXT, TOKEN_BYTES, flaw
-from fd_core.disagg.messages import (
-    AbortLease,
-    Accept,
-    Alive,
-    Commit,
-    Confirm,
-    Credit,
-    FromDecode,
-    FromPrefill,
-    KVPiece,
-    Open,
-    Refuse,
-)
+from fd_core.disagg.lease import LEASE_NAME, TOKEN_BYTES, flaw
+from fd_core.disagg.messages import MAX_NUMBER, MAX_TEXT, AbortLease, FromDecode, FromPrefill, Open, Refuse
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.stores.contract import Bytes
 from fd_core.kv.stores.envelope import HEADER_BYTES, Damaged, Envelope
@@ -50,7 +37,7 @@ class Unsealed(Exception):
 
 
 class Unfit(Exception):
-    """A sealed frame holds no message, or one beyond a limit. `lease` names its lease, if that can be answered."""
+    """A message is none, or beyond a limit. `lease` names the lease of an `Open`, which is answered."""
 
     def __init__(self, reason: str, lease: str | None = None) -> None:
         super().__init__(reason)
@@ -83,16 +70,19 @@ class Wire:
     # Messages ---------------------------------------------------------------------------------------------
 
     def seal_from_decode(self, message: FromDecode) -> bytes:
-        """Return the frame of a message of the decode side. Raises `Unfit` if it is beyond a limit."""
+        """Return the frame of a message of the decode side. Raises `Unfit` for an `Open` beyond a limit."""
+        self._check(message)
         return self._seal(_DECODE, message)
 
     def seal_from_prefill(self, message: FromPrefill) -> bytes:
-        """Return the frame of a message of the prefill side. Raises `Unfit` if it is beyond a limit."""
+        """Return the frame of a message of the prefill side."""
         return self._seal(_PREFILL, message)
 
     def open_from_decode(self, frame: Bytes) -> FromDecode:
         """Return the decode side's message in a frame. Raises `Unsealed` or `Unfit`."""
-        return self._open(_DECODE, frame, self._from_decode)
+        message = self._open(_DECODE, frame, self._from_decode)
+        self._check(message)
+        return message
 
     def open_from_prefill(self, frame: Bytes) -> FromPrefill:
         """Return the prefill side's message in a frame. Raises `Unsealed` or `Unfit`."""
@@ -101,7 +91,6 @@ class Wire:
     def _seal(self, key: bytes, message: FromDecode | FromPrefill) -> bytes:
         if isinstance(message, Refuse | AbortLease) and len(message.reason) > MAX_TEXT:
             message = msgspec.structs.replace(message, reason=message.reason[:MAX_TEXT])
-        self._check(message)
         return b"".join(self._envelope.seal(key, self._encoder.encode(message)))
 
     def _open(self, key: bytes, frame: Bytes, decoder: msgspec.msgpack.Decoder[_Message]) -> _Message:
@@ -110,34 +99,13 @@ class Wire:
         except Damaged as damaged:
             raise Unsealed(damaged.reason) from damaged
         try:
-            message = decoder.decode(body)
+            return decoder.decode(body)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise Unfit("it is no message") from error
-        self._check(message)
-        return message
+            raise Unfit("it is no message within the limits") from error
 
-    def _check(self, message: FromDecode | FromPrefill) -> None:
-        lease = message.lease
-        if not LEASE_NAME.fullmatch(lease):
-            raise Unfit("a lease has to be named by 32 hexadecimal digits")
-        wrong: str | None = None
-        match message:
-            case Open():
-                wrong = flaw(message, self._max_tokens)
-            case KVPiece(index=index, digest=digest, reference=reference):
-                if not 0 <= index <= MAX_NUMBER or len(digest) != _DIGEST_BYTES or len(reference) > MAX_REFERENCE_BYTES:
-                    wrong = "a piece has an impossible index, digest or reference"
-            case Commit(tokens=tokens, digest=digest, cached=cached):
-                if not 0 < tokens <= MAX_NUMBER or not 0 <= cached <= MAX_NUMBER or len(digest) != _DIGEST_BYTES:
-                    wrong = "a commit has an impossible number or digest"
-            case Credit(taken=taken):
-                wrong = None if 0 <= taken <= MAX_NUMBER else "a credit has an impossible number"
-            case Refuse(reason=reason) | AbortLease(reason=reason):
-                wrong = "a reason is too long" if len(reason) > MAX_TEXT else None
-            case Accept() | Alive() | Confirm():
-                pass
-        if wrong is not None:
-            raise Unfit(wrong, lease)
+    def _check(self, message: FromDecode) -> None:
+        if isinstance(message, Open) and (wrong := flaw(message, self._max_tokens)) is not None:
+            raise Unfit(wrong, message.lease if LEASE_NAME.fullmatch(message.lease) else None)
 
     # Pieces -----------------------------------------------------------------------------------------------
 

@@ -8,20 +8,17 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import zmq
 
 __all__ = ["ThreadLoop"]
 
-Job = Callable[[], None]
+Job = Callable[[], object]
+_Result = TypeVar("_Result")
 
 _LONGEST_SLEEP: Final = 60.0
 """Seconds."""
-
-
-def _nothing_to_do() -> float:
-    return _LONGEST_SLEEP
 
 
 class ThreadLoop:
@@ -30,7 +27,7 @@ class ThreadLoop:
     A job that is stuck does not keep the process alive.
     """
 
-    def __init__(self, name: str, turn: Callable[[], float] = _nothing_to_do, end: Job = lambda: None) -> None:
+    def __init__(self, name: str, turn: Callable[[], float] = lambda: _LONGEST_SLEEP, end: Job = lambda: None) -> None:
         """`turn` is called on the thread after each round of jobs and messages, `end` once after the last turn.
 
         `turn` returns how many seconds the thread may sleep if nothing comes, 0 if there is work left.
@@ -144,16 +141,12 @@ class ThreadLoop:
             return len(self._jobs), self._stopping
 
     def _next(self) -> float:
-        seconds = [1.0]  # if the turn fails
+        seconds = self._do(self._turn)
+        return 1.0 if seconds is None else max(0.0, seconds)
 
-        def turn() -> None:
-            seconds[0] = self._turn()
-
-        self._do(turn)
-        return max(0.0, seconds[0])
-
-    def _do(self, job: Job) -> None:
+    def _do(self, job: Callable[[], _Result]) -> _Result | None:
         try:
-            job()
+            return job()
         except Exception as error:  # noqa: BLE001 - a fault of this program, shown as such; later jobs go on
             threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, self._thread)))
+            return None

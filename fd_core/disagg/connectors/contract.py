@@ -41,6 +41,7 @@ __all__ = [
     "KVInbox",
     "KVOutbox",
     "PutResult",
+    "flat_parts",
 ]
 
 MAX_ADDRESS_BYTES: Final = 4096
@@ -135,3 +136,12 @@ class Connector(abc.ABC):
 
     def close(self) -> None:  # noqa: B027 - nothing to do where nothing is held
         """Release what the leases shared. Idempotent, never raises."""
+
+
+def flat_parts(parts: Sequence[Bytes], value_bytes: int) -> tuple[list[memoryview], int]:
+    """Return the parts as uint8[n] views, and their total length. Raises `ConnectorError` over `value_bytes`."""
+    flat = [memoryview(part).cast("B") for part in parts]
+    length = sum(map(len, flat))
+    if length > value_bytes:
+        raise ConnectorError(f"a value of {length:,} bytes is longer than the {value_bytes:,} that were agreed on")
+    return flat, length

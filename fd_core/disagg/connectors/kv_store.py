@@ -23,8 +23,8 @@ from fd_core.disagg.connectors.contract import (
     KVInbox,
     KVOutbox,
     PutResult,
+    flat_parts,
 )
-from fd_core.disagg.connectors.values import flat_parts
 from fd_core.errors import ConfigError
 from fd_core.kv.stores.contract import MAX_KEY_BYTES, Deadline, KVStore, StoreError
 

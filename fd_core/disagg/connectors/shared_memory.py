@@ -22,9 +22,9 @@ from fd_core.disagg.connectors.contract import (
     KVInbox,
     KVOutbox,
     PutResult,
+    flat_parts,
 )
 from fd_core.disagg.connectors.segment import Segment, attach, create
-from fd_core.disagg.connectors.values import flat_parts
 from fd_core.errors import ConfigError
 
 __all__ = ["SharedMemoryConnector"]

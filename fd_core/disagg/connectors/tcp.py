@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fd_core.disagg.connectors.contract import Bytes, Connector, ConnectorError, KVInbox, KVOutbox, PutResult
-from fd_core.disagg.connectors.values import flat_parts
+from fd_core.disagg.connectors.contract import (
+    Bytes,
+    Connector,
+    ConnectorError,
+    KVInbox,
+    KVOutbox,
+    PutResult,
+    flat_parts,
+)
 
 __all__ = ["TCPConnector"]
 

@@ -162,9 +162,9 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
     # Leases, on the receiver's thread ---------------------------------------------------------------------
 
     def _open(self, effect: Fetch, began: float) -> None:
-        if effect.operation not in self._pending:
+        operation = effect.operation
+        if operation not in self._pending:
             return
-        end = partial(self._end_fetch, effect, began=began, last=began)
         opening = Open(
             job=msgspec.structs.replace(effect.job, lease=secrets.token_hex(16)),
             compatibility=self._compatibility,
@@ -175,8 +175,8 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         )
         pieces = wanted(opening)
         if len(pieces) != len(effect.blocks):
-            _log.error("operation %d has %d blocks for %d pieces", effect.operation, len(effect.blocks), len(pieces))
-            end("aborted", "its blocks do not fit its tokens")
+            _log.error("operation %d has %d blocks for %d pieces", operation, len(effect.blocks), len(pieces))
+            self._complete(Fetched(operation, "aborted", reason="its blocks do not fit its tokens"))
             return
         window = min(self._window, len(pieces))
         try:
@@ -185,7 +185,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
             )
         except Exception as error:  # noqa: BLE001 - a stranger's connector: whatever it raises is a failed call
             self._failed("connector", "open_inbox", error)
-            end("lost", "the connector could not open this worker's end")
+            self._complete(Fetched(operation, "lost", reason="the connector could not open this worker's end"))
             return
         opening = msgspec.structs.replace(opening, window=window, address=inbox.address)
         try:
@@ -193,11 +193,12 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
             peer = self._connections.get(effect.peer)
         except (Unfit, ValueError) as error:
             self._close_end(inbox)
-            end("refused" if isinstance(error, Unfit) else "lost", str(error))
+            outcome: PrefillOutcome = "refused" if isinstance(error, Unfit) else "lost"
+            self._complete(Fetched(operation, outcome, reason=str(error)))
             return
         machine = DecodeLease(opening, longest=self._longest, now=self._clock())
         self._leases[opening.lease] = _DecodeSide(effect, opening, machine, inbox, peer, began, began)
-        self._names[effect.operation] = opening.lease
+        self._names[operation] = opening.lease
         self._due = min(self._due, machine.next_tick)
         peer.leases.add(opening.lease)
         self._connections.say(peer, opening)
@@ -241,12 +242,8 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
         lease.peer.leases.discard(lease.opening.lease)
         lease.peer.idle_since = self._clock()
         self._close_end(lease.inbox)
-        self._end_fetch(lease.effect, outcome, reason, lease.machine.cached, began=lease.began, last=lease.last_copy)
-
-    def _end_fetch(
-        self, effect: Fetch, outcome: PrefillOutcome, reason: str, cached: int = 0, *, began: float, last: float
-    ) -> None:
-        self._complete(Fetched(effect.operation, outcome, cached, max(0.0, last - began), reason))
+        seconds = max(0.0, lease.last_copy - lease.began)
+        self._complete(Fetched(lease.effect.operation, outcome, lease.machine.cached, seconds, reason))
 
     def _tick(self, lease: _DecodeSide, now: float) -> None:
         self._act(lease, lease.machine.tick(now))

@@ -75,10 +75,10 @@ class DecodeConnections:
 
     def say(self, route: bytes, message: FromPrefill, frames: Sequence[Bytes] = ()) -> bool:
         """Send a message and frames behind it, which are not copied; return whether it left."""
+        sealed = self._wire.seal_from_prefill(message)
         try:
-            sealed = self._wire.seal_from_prefill(message)
             self._socket.send_multipart([route, sealed, *frames], zmq.NOBLOCK, copy=not frames)
-        except (zmq.ZMQError, Unfit):  # the connection is gone, or the engine said what no message can hold
+        except zmq.ZMQError:  # the connection is gone
             return False
         return True
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from fd_core.errors import ConfigError
-from fd_core.kv.stores.contract import MAX_KEY_BYTES, Bytes, Deadline, KVStore, StoreError, StoreStats, Trouble
+from fd_core.kv.stores.contract import Bytes, Deadline, KVStore, StoreError, StoreStats, Trouble
 from fd_core.kv.stores.disk_eviction import DiskEviction, DiskReservations
 from fd_core.kv.stores.disk_folder import inside, opened, size_of_value, value_name
 from fd_core.kv.stores.location import StoreLocation
@@ -124,7 +124,7 @@ class DiskStore(KVStore):
         with self._reported(), contextlib.suppress(FileNotFoundError), opened(self.path) as root:
             for key in keys:
                 deadline.check()
-                folder, name = _named(key)
+                folder, name = value_name(key)
                 with contextlib.suppress(FileNotFoundError), inside(root, folder) as shard:
                     size = size_of_value(shard, name) or 0
                     os.unlink(name, dir_fd=shard)
@@ -156,14 +156,8 @@ class DiskStore(KVStore):
             raise StoreError(trouble, f"the KV store in {self.path}: {error.strerror or 'it failed'}") from error
 
 
-def _named(key: bytes) -> tuple[str, str]:
-    if not 1 <= len(key) <= MAX_KEY_BYTES:
-        raise StoreError(Trouble.OTHER, f"a key of {len(key)} bytes is not between 1 and {MAX_KEY_BYTES}")
-    return value_name(key)
-
-
 def _size(root: int, key: bytes) -> int | None:
-    folder, name = _named(key)
+    folder, name = value_name(key)
     try:
         with inside(root, folder) as shard:
             return size_of_value(shard, name)
@@ -172,7 +166,7 @@ def _size(root: int, key: bytes) -> int | None:
 
 
 def _read(root: int, key: bytes, limit: int) -> bytes | None:
-    folder, name = _named(key)
+    folder, name = value_name(key)
     with inside(root, folder) as shard:
         # Without O_NONBLOCK, opening a pipe of that name would wait for a writer.
         file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=shard)
@@ -194,7 +188,7 @@ def _read(root: int, key: bytes, limit: int) -> bytes | None:
 
 def _put(reservations: DiskReservations, key: bytes, parts: list[memoryview]) -> bool:
     size = sum(map(len, parts))
-    folder, name = _named(key)
+    folder, name = value_name(key)
     reserved = reservations.reserve(size)
     if reserved is None:
         return False

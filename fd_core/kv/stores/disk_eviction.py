@@ -42,9 +42,10 @@ class DiskEviction:
     """The limit of one folder, as one engine sees it."""
 
     def __init__(self, path: Path, limit_bytes: int | None) -> None:
-        self._path = path
+        self.path = path
         self._limit = limit_bytes
-        self._counted = False
+        self.counted = False
+        """Whether this engine counted the folder: what others recorded may be wrong."""
 
     @contextlib.contextmanager
     def reservations(self, root: int, deadline: Deadline) -> Iterator[DiskReservations]:
@@ -57,25 +58,15 @@ class DiskEviction:
 
     def stats(self, root: int, deadline: Deadline) -> StoreStats:
         """Count all values."""
-        values = list(_checked(root, deadline))
+        values = list(found_values(root, deadline))
         return StoreStats(len(values), sum(value.size for value in values), self.limit_bytes(root, deadline))
 
     def limit_bytes(self, root: int, deadline: Deadline) -> int:
         """Return the limit in bytes, derived from the free space if the user gave none."""
         if self._limit is None:
-            free = shutil.disk_usage(root).free + sum(value.size for value in _checked(root, deadline))
+            free = shutil.disk_usage(root).free + sum(value.size for value in found_values(root, deadline))
             self._limit = min(DEFAULT_BYTES, int(free * SHARE_OF_FREE))
         return self._limit
-
-    def used_after_eviction(self, reservations: DiskReservations, size: int, limit: int) -> int:
-        """Return the bytes in use; where `size` more bytes may not fit, first count afresh and delete old values."""
-        used = reservations.recorded()
-        if used is None or not self._counted or used + size > limit:
-            used = _evict(reservations, size, limit)
-            self._counted = True
-        if used + size > limit:
-            raise StoreError(Trouble.FULL, f"other engines fill the KV store in {self._path}")
-        return used
 
 
 class DiskReservations:
@@ -99,7 +90,12 @@ class DiskReservations:
             limit = self._eviction.limit_bytes(self.root, self.deadline)
             if size > limit:
                 return None
-            used = self._eviction.used_after_eviction(self, size, limit)
+            used = self._recorded()
+            if used is None or not self._eviction.counted or used + size > limit:
+                used = _evict(self, size, limit)
+                self._eviction.counted = True
+            if used + size > limit:
+                raise StoreError(Trouble.FULL, f"other engines fill the KV store in {self._eviction.path}")
             name = f"{size}-{secrets.token_hex(16)}"
             file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self.partial)
             self._record(used + size)
@@ -110,11 +106,11 @@ class DiskReservations:
         if not size:
             return
         with contextlib.suppress(StoreError), self._locked():
-            used = self.recorded()
+            used = self._recorded()
             if used is not None:
                 self._record(max(0, used - size))
 
-    def recorded(self) -> int | None:
+    def _recorded(self) -> int | None:
         """Return the bytes in use as recorded last, None if the record is not legible."""
         text = os.pread(self._usage, 32, 0)
         return int(text) if text.isdigit() else None
@@ -149,7 +145,7 @@ def _evict(reservations: DiskReservations, size: int, limit: int) -> int:
     root, deadline = reservations.root, reservations.deadline
     # Reservations first: a value that is finished meanwhile is counted twice rather than not at all.
     writing = [found for found in found_partials(root) if not _removed_stale(reservations.partial, found)]
-    values = sorted(_checked(root, deadline))
+    values = sorted(found_values(root, deadline))
     used = sum(found.size for found in (*writing, *values))
     if used + size <= limit:
         return used
@@ -161,14 +157,6 @@ def _evict(reservations: DiskReservations, size: int, limit: int) -> int:
             os.unlink(value.name, dir_fd=folder)
         used -= value.size
     return used
-
-
-def _checked(root: int, deadline: Deadline) -> Iterator[FoundFile]:
-    for value in found_values(root):
-        if value is None:
-            deadline.check()
-        else:
-            yield value
 
 
 def _removed_stale(partial: int, found: FoundFile) -> bool:

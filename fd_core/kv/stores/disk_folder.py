@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from fd_core.kv.stores.contract import StoreError, Trouble
+from fd_core.kv.stores.contract import MAX_KEY_BYTES, Deadline, StoreError, Trouble
 
 __all__ = ["PARTIAL", "FoundFile", "found_partials", "found_values", "inside", "opened", "size_of_value", "value_name"]
 
@@ -32,7 +32,12 @@ _PARTIAL_NAME: Final = re.compile(r"([0-9]{1,15})-[0-9a-f]{16,64}")
 
 
 def value_name(key: bytes) -> tuple[str, str]:
-    """Return sub-folder and name of a key's file. Only hex digits of the key reach the path."""
+    """Return sub-folder and name of a key's file. Only hex digits of the key reach the path.
+
+    Raises `StoreError` for a key that is empty or too long.
+    """
+    if not 1 <= len(key) <= MAX_KEY_BYTES:
+        raise StoreError(Trouble.OTHER, f"a key of {len(key)} bytes is not between 1 and {MAX_KEY_BYTES}")
     digits = key.hex()
     return digits[:2], f"{digits}.kv"
 
@@ -104,13 +109,13 @@ def found_partials(root: int) -> Iterator[FoundFile]:
         yield FoundFile(entry.used_ns, int(size), PARTIAL, entry.name)
 
 
-def found_values(root: int) -> Iterator[FoundFile | None]:
-    """Yield every value, and None after each sub-folder, so that the caller can check its deadline."""
+def found_values(root: int, deadline: Deadline) -> Iterator[FoundFile]:
+    """Yield every value. Raises `StoreError` after a sub-folder if the deadline has passed."""
     with os.scandir(root) as listing:
         shards = [entry.name for entry in listing if _SHARD.fullmatch(entry.name)]
     for shard in shards:
         yield from _listed(root, shard, _VALUE)
-        yield None
+        deadline.check()
 
 
 def _listed(root: int, folder: str, names: re.Pattern[str]) -> Iterator[FoundFile]:

@@ -7,7 +7,7 @@ import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from fd_core.disagg.connectors.contract import ConnectorError
 from fd_core.errors import PluginError
@@ -16,18 +16,10 @@ from fd_connector_nixl.layout import Notice
 from fd_connector_nixl.library import Library
 from fd_connector_nixl.settings import Settings
 
-__all__ = ["Agent", "Registration", "Transfer"]
+__all__ = ["Agent", "Transfer"]
 
 _UCX: Final = ["UCX"]
 _HOST: Final = "DRAM"
-
-
-class Registration(NamedTuple):
-    """Memory that other agents may write to."""
-
-    descriptors: Any
-    metadata: bytes
-    """What other agents have to know to write: how to reach this agent, and this memory."""
 
 
 class Transfer:
@@ -83,12 +75,16 @@ class Agent:
                 hint="see FD_NIXL_TLS and FD_NIXL_NET_DEVICES, or use --kv-connector tcp",
             ) from error
 
-    def register(self, start: int, size: int) -> Registration:
-        """Let other agents write to memory of this process, as long as this agent lives."""
+    def register(self, start: int, size: int) -> bytes:
+        """Let other agents write to memory of this process, as long as this agent lives.
+
+        Returns what they have to know to write: how to reach this agent, and this memory.
+        """
         with self._translated("register memory") as agent:
             descriptors = agent.register_memory([(start, size, 0, "")], mem_type=_HOST, backends=_UCX)
             self._registered.append(descriptors)
-            return Registration(descriptors, agent.get_partial_agent_metadata(descriptors, True, _UCX))
+            metadata: bytes = agent.get_partial_agent_metadata(descriptors, True, _UCX)
+            return metadata
 
     def meet(self, metadata: bytes) -> str:
         """Learn how to reach another agent and some of its memory; return its name."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Final
 
 from fd_core.disagg.connectors.contract import Bytes, ConnectorError, KVInbox
 
@@ -15,8 +14,6 @@ from fd_connector_nixl.places import Arrivals
 from fd_connector_nixl.station import Station
 
 __all__ = ["NixlInbox"]
-
-_PAUSE: Final = 20e-6
 
 
 class NixlInbox(KVInbox):
@@ -45,14 +42,10 @@ class NixlInbox(KVInbox):
         if frames:
             raise ConnectorError("a piece that NIXL carries came behind its message as well")
         where = Reference.decode(reference)
-        deadline = time.monotonic() + self._timeout
-        while not self._landed(index, where):
-            if time.monotonic() > deadline:
-                raise ConnectorError("a piece did not land in time")
-            self._station.poll()
-            time.sleep(_PAUSE)
-        start, length = self._layout.place(where.place, where.length)
-        return self._slab.bytes[start : start + length].toreadonly()
+        if not self._station.wait(lambda: self._landed(index, where), time.monotonic() + self._timeout):
+            raise ConnectorError("a piece did not land in time")
+        start = self._layout.start(where.place)
+        return self._slab.bytes[start : start + where.length].toreadonly()
 
     def done(self, index: int, reference: bytes) -> None:
         """Count in the memory that the place was freed; the prefill side reads the count."""

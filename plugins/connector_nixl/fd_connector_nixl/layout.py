@@ -15,20 +15,13 @@ from typing import Final, NamedTuple
 
 from fd_core.disagg.connectors.contract import ConnectorError
 
-__all__ = ["TOKEN_BYTES", "Layout", "Notice", "Reference", "Spot"]
+__all__ = ["TOKEN_BYTES", "Layout", "Notice", "Reference"]
 
 TOKEN_BYTES: Final = 16
 _ALIGNMENT: Final = 64
 _COUNT: Final = struct.Struct("<I")
 _REFERENCE: Final = struct.Struct("<III")
 _NOTICE: Final = struct.Struct(f"<{TOKEN_BYTES}sq{_REFERENCE.size}s")
-
-
-class Spot(NamedTuple):
-    """A range of bytes in a lease's memory."""
-
-    start: int
-    length: int
 
 
 class Layout(NamedTuple):
@@ -38,30 +31,26 @@ class Layout(NamedTuple):
     value_bytes: int
 
     @property
-    def header(self) -> Spot:
-        """Range of the token and the counts."""
-        return Spot(0, TOKEN_BYTES + self.window * _COUNT.size)
+    def header_bytes(self) -> int:
+        """Length of the token and the counts, with which the memory begins."""
+        return TOKEN_BYTES + self.window * _COUNT.size
 
     @property
     def size(self) -> int:
         """Size of the memory in bytes."""
-        return self.place(self.window, 0).start
+        return self.start(self.window)
 
-    def place(self, place: int, length: int) -> Spot:
-        """Return where a value of `length` bytes lies in a place."""
-        return Spot(_aligned(self.header.length) + place * _aligned(self.value_bytes), length)
-
-    def counter(self, place: int) -> Spot:
-        """Return the range of the count of how often a place was freed."""
-        return Spot(TOKEN_BYTES + place * _COUNT.size, _COUNT.size)
+    def start(self, place: int) -> int:
+        """Return where a place begins."""
+        return _aligned(self.header_bytes) + place * _aligned(self.value_bytes)
 
     def write_header(self, memory: memoryview, token: bytes) -> None:
         """Begin a lease, in which no place was freed yet."""
-        memory[: self.header.length] = token + bytes(self.window * _COUNT.size)
+        memory[: self.header_bytes] = token + bytes(self.window * _COUNT.size)
 
     def write_count(self, memory: memoryview, place: int, count: int) -> None:
         """Write how often a place was freed."""
-        _COUNT.pack_into(memory, self.counter(place).start, count)
+        _COUNT.pack_into(memory, TOKEN_BYTES + place * _COUNT.size, count)
 
     def read_header(self, memory: memoryview) -> tuple[bytes, list[int]]:
         """Return the token, and how often each place was freed."""

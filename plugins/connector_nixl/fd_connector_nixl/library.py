@@ -48,9 +48,7 @@ def load_library() -> Library:
         ) from error
     finally:
         logging.raiseExceptions = raising  # the import switches it off for the whole process
-    missing = [
-        needed for needed in ("nixl_agent", "nixl_agent_config", "nixl_thread_sync_t") if not hasattr(api, needed)
-    ]
+    missing = [needed for needed in _NEEDED if not hasattr(api, needed)]
     if missing:
         raise PluginError(
             f"NIXL ({name}) has no {missing[0]}", field="--kv-connector", hint=f"install a version {_TRIED} of it"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from fd_core.disagg.connectors.contract import Bytes, ConnectorError, KVOutbox, PutResult
-from fd_core.disagg.connectors.values import flat_parts
+from fd_core.disagg.connectors.contract import Bytes, ConnectorError, KVOutbox, PutResult, flat_parts
 
 from fd_connector_nixl.address import read_address
 from fd_connector_nixl.agent import Transfer
@@ -16,8 +15,6 @@ from fd_connector_nixl.places import Departures
 from fd_connector_nixl.station import Station
 
 __all__ = ["NixlOutbox"]
-
-_PAUSE: Final = 20e-6
 
 
 class NixlOutbox(KVOutbox):
@@ -62,8 +59,7 @@ class NixlOutbox(KVOutbox):
                 raise ConnectorError("no place in the decode worker's memory is free")
         if (last := self._writes.get(place)) is not None:
             self._finish(last, deadline)
-        start, _ = self._layout.place(place, length)
-        at = start
+        at = start = self._layout.start(place)
         for part in flat:
             self._slab.bytes[at : at + len(part)] = part
             at += len(part)
@@ -85,24 +81,26 @@ class NixlOutbox(KVOutbox):
         transfers = [*self._writes.values()] + ([self._read] if self._read is not None else [])
         self._station.part(self._peer, self._slab, self._token, transfers)
 
-    def _begin(self, start: int, length: int, notice: Notice) -> Transfer:
+    @contextmanager
+    def _connection(self) -> Iterator[None]:
+        """Hold the connection to the decode worker broken as soon as a transfer fails."""
         try:
-            there = self._there + start
-            return self._station.agent.write(self._slab.start + start, length, self._peer.name, there, notice)
+            yield
         except ConnectorError:
             self._peer.broken = True
             raise
 
+    def _begin(self, start: int, length: int, notice: Notice) -> Transfer:
+        there = self._there + start
+        with self._connection():
+            return self._station.agent.write(self._slab.start + start, length, self._peer.name, there, notice)
+
     def _learn(self, deadline: float) -> None:
         """Read from the decode side's memory how often each place was freed."""
-        start, length = self._layout.header
-        agent = self._station.agent
         if self._read is None:
-            try:
-                self._read = agent.read(self._slab.start + start, length, self._peer.name, self._there + start)
-            except ConnectorError:
-                self._peer.broken = True
-                raise
+            length = self._layout.header_bytes
+            with self._connection():
+                self._read = self._station.agent.read(self._slab.start, length, self._peer.name, self._there)
         self._finish(self._read, deadline)
         self._read = None
         token, freed = self._layout.read_header(self._slab.bytes)
@@ -112,22 +110,12 @@ class NixlOutbox(KVOutbox):
 
     def _check(self) -> None:
         """Raise `ConnectorError` once any write has failed."""
-        try:
+        with self._connection():
             for write in self._writes.values():
                 write.require()
-        except ConnectorError:
-            self._peer.broken = True
-            raise
 
     def _finish(self, transfer: Transfer, deadline: float) -> None:
-        try:
-            while not transfer.require():
-                if time.monotonic() > deadline:
-                    raise TimeoutError
-                self._station.poll()
-                time.sleep(_PAUSE)
-        except TimeoutError as error:
-            raise ConnectorError("the decode worker does not answer in time") from error
-        except ConnectorError:
-            self._peer.broken = True
-            raise
+        with self._connection():
+            over = self._station.wait(transfer.require, deadline)
+        if not over:
+            raise ConnectorError("the decode worker does not answer in time")

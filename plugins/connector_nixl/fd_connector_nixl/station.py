@@ -28,6 +28,7 @@ __all__ = ["Peer", "Station"]
 
 _IDLE_PEERS: Final = 16
 """Connections that are kept for the next lease."""
+_PAUSE: Final = 20e-6
 _LINGER_SECONDS: Final = 0.1
 """How long to poll after the last use, so that the last notice leaves."""
 
@@ -60,7 +61,8 @@ class Station:
         """Start an agent and the thread that polls it."""
         self._memory, self._limit = memory, settings.memory
         self.agent = Agent(library, settings)
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        """Held while a listener is called."""
         self._metadata: dict[Slab, bytes] = {}
         self._free: list[Slab] = []
         self._held_back: dict[bytes, Slab] = {}
@@ -70,19 +72,15 @@ class Station:
         self._partings: list[_Parting] = []
         self._inside = 0
         self._retired = False
-        self._closed = False
+        self.closed = False
+        """Whether the agent is closed."""
         self._used_at = time.monotonic()
         self._pump = Pump(self.poll, self._wanted)
 
     @property
-    def closed(self) -> bool:
-        """Whether the agent is closed."""
-        return self._closed
-
-    @property
     def held_back(self) -> int:
         """Bytes of leases that are over and that may still be written to."""
-        with self._lock:
+        with self.lock:
             parting = sum(parting.slab.size for parting in self._partings)
             return parting + sum(slab.size for slab in self._held_back.values())
 
@@ -90,35 +88,37 @@ class Station:
 
     def enter(self) -> None:
         """Count an end of a lease that is about to be opened."""
-        with self._lock:
+        with self.lock:
             self._inside += 1
         self.nudge()
 
     def leave(self) -> None:
         """Count an end that is closed."""
-        with self._lock:
+        with self.lock:
             self._inside -= 1
             self._used_at = time.monotonic()
-            last = self._retired and not self._inside
-        if last:
-            self.close()
+        self._close_if_last()
 
     def retire(self) -> None:
         """Close as soon as the last end is closed."""
-        with self._lock:
+        with self.lock:
             self._retired = True
-            last = not self._inside
+        self._close_if_last()
+
+    def _close_if_last(self) -> None:
+        with self.lock:
+            last = self._retired and not self._inside
         if last:
             self.close()
 
     def close(self) -> None:
         """Abort all transfers and return the memory. Idempotent, never raises."""
-        with self._lock:
-            if self._closed:
+        with self.lock:
+            if self.closed:
                 return
-            self._closed = True
+            self.closed = True
         self._pump.stop()
-        with self._lock:
+        with self.lock:
             self._listeners.clear()
             self._partings.clear()
             self.agent.close()
@@ -134,8 +134,8 @@ class Station:
 
     def lend(self, size: int) -> tuple[Slab, bytes]:
         """Return registered memory, and the metadata that other agents need to write to it."""
-        with self._lock:
-            if self._closed:
+        with self.lock:
+            if self.closed:
                 raise ConnectorError("NIXL was closed")
             slab = fitting(self._free, size)
             if slab is not None:
@@ -143,7 +143,7 @@ class Station:
                 return slab, self._metadata[slab]
             slab = self._memory.lend(size, self._limit)
             try:
-                self._metadata[slab] = self.agent.register(slab.start, slab.size).metadata
+                self._metadata[slab] = self.agent.register(slab.start, slab.size)
             except ConnectorError:
                 self._memory.give_back(slab)
                 raise
@@ -151,13 +151,13 @@ class Station:
 
     def give_back(self, slab: Slab) -> None:
         """Return memory that nobody writes to any more."""
-        with self._lock:
+        with self.lock:
             if slab in self._metadata:
                 self._free.append(slab)
 
     def hold_back(self, slab: Slab, token: bytes) -> None:
         """Lend memory to no other lease until the prefill side says that it writes nothing more."""
-        with self._lock:
+        with self.lock:
             if slab in self._metadata:
                 self._held_back[token] = slab
 
@@ -165,23 +165,18 @@ class Station:
 
     def listen(self, token: bytes, listener: Callable[[Notice], None]) -> None:
         """Have `listener` called for each notice of a lease, under `lock`."""
-        with self._lock:
+        with self.lock:
             self._listeners[token] = listener
 
     def unlisten(self, token: bytes) -> None:
         """Ignore the notices of a lease, except its last one."""
-        with self._lock:
+        with self.lock:
             self._listeners.pop(token, None)
-
-    @property
-    def lock(self) -> threading.RLock:
-        """Held while a listener is called."""
-        return self._lock
 
     def poll(self) -> bool:
         """Let bytes move and hand out notices; return whether any came. Never raises."""
-        with self._lock:
-            if self._closed:
+        with self.lock:
+            if self.closed:
                 return False
             try:
                 found = self.agent.poll()
@@ -191,6 +186,15 @@ class Station:
                 self._hear(Notice.decode(encoded))
             self._partings = [parting for parting in self._partings if not self._parted(parting)]
             return bool(found)
+
+    def wait(self, over: Callable[[], bool], deadline: float) -> bool:
+        """Poll until something is over; return whether it was before `deadline`, in seconds of the monotonic clock."""
+        while not over():
+            if time.monotonic() > deadline:
+                return False
+            self.poll()
+            time.sleep(_PAUSE)
+        return True
 
     def nudge(self) -> None:
         """Poll often for a while."""
@@ -212,7 +216,7 @@ class Station:
 
     def meet(self, name: str, metadata: bytes) -> Peer:
         """Return another agent, which the caller is going to write to. `part` follows once for each call."""
-        with self._lock:
+        with self.lock:
             peer = self._peers.get(name)
             if peer is not None and peer.broken and not peer.users:
                 self._forget(peer)
@@ -236,8 +240,8 @@ class Station:
 
     def part(self, peer: Peer, slab: Slab, token: bytes, transfers: Iterable[Transfer]) -> None:
         """End the prefill side of a lease: once all its writes are over, tell the other side and return the memory."""
-        with self._lock:
-            if self._closed:
+        with self.lock:
+            if self.closed:
                 return
             parting = _Parting(peer, slab, token, list(transfers))
             if not self._parted(parting):

@@ -20,11 +20,11 @@ TOKEN = bytes(range(TOKEN_BYTES))
 @given(LAYOUTS)
 def test_nothing_overlaps_and_everything_fits(layout: Layout) -> None:
     room = max(layout.value_bytes, 1)  # a value of no bytes is written as one
-    spots = [layout.header] + [layout.place(place, room) for place in range(layout.window)]
-    for one, following in itertools.pairwise(spots):
-        assert one.start + one.length <= following.start
-    assert spots[-1].start + spots[-1].length <= layout.size
-    assert all(spot.start % 64 == 0 for spot in spots)
+    spots = [(0, layout.header_bytes)] + [(layout.start(place), room) for place in range(layout.window)]
+    for (start, length), (following, _) in itertools.pairwise(spots):
+        assert start + length <= following
+    assert sum(spots[-1]) <= layout.size
+    assert all(start % 64 == 0 for start, _ in spots)
 
 
 def test_counts_are_read_as_they_were_written() -> None:

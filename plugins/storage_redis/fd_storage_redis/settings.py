@@ -169,9 +169,9 @@ class _Parameters:
         text = self.text(name)
         if text is None:
             return None
-        if not text.isascii() or not text.isdigit() or not least <= int(text[:20]) <= most:
+        if (number := _whole(text, least, most)) is None:
             raise self.wrong(name, f"{text!r:.40} is not a whole number from {least} to {most}")
-        return int(text)
+        return number
 
     def database(self, path: str) -> int:
         """Return the database from the URL's path or the parameter `db`; clusters have none."""
@@ -182,11 +182,11 @@ class _Parameters:
             raise ConfigError("a cluster has no numbered databases", field=_FLAG, hint=_example(self.topology))
         if asked is not None:
             raise self.wrong("db", "the database is in the path already")
-        if not path.isascii() or not path.isdigit() or int(path[:20]) > _MOST_DATABASES:
+        if (database := _whole(path, 0, _MOST_DATABASES)) is None:
             raise ConfigError(
                 "what follows the address is not the number of a database", field=_FLAG, hint=_example(self.topology)
             )
-        return int(path)
+        return database
 
     def file(self, name: str) -> str | None:
         """Return the path of a file that can be read."""
@@ -252,9 +252,15 @@ def _address(text: str, topology: Topology) -> Address:
         raise ConfigError("there is an address without the name of a host", field=_FLAG, hint=_example(topology))
     if not port:
         return Address(host, _DEFAULT_PORTS[topology is Topology.SENTINEL])
-    if not port.isascii() or not port.isdigit() or not 1 <= int(port[:8]) <= 65535:
+    if (number := _whole(port, 1, 65535)) is None:
         raise ConfigError("a port is a number from 1 to 65535", field=_FLAG, hint=_example(topology))
-    return Address(host, int(port))
+    return Address(host, number)
+
+
+def _whole(text: str, least: int, most: int) -> int | None:
+    """Return the whole number that a text is, None if the text is none from `least` to `most`."""
+    number = int(text[:20]) if text.isascii() and text.isdigit() else -1
+    return number if least <= number <= most else None
 
 
 def _spelled(name: str) -> str:

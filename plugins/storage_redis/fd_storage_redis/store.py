@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 from fd_core.kv.stores.contract import Bytes, KVStore, StoreError, StoreStats, Trouble
@@ -43,39 +44,78 @@ class RedisStore(KVStore):
 
     def open(self, timeout: float) -> str:
         """Read from every server that takes writes, and return a line about them."""
-        return self._within(timeout, self._describe)
+        with self._within(timeout):
+            # Reads as every later call does: a server that is down, loading or forbids reading fails here.
+            self._lengths([b""])
+            servers = self._reports()
+        first = servers[0]
+        many = f"{len(servers)} servers, " if len(servers) > 1 else ""
+        return f"{many}{first.product} at {self._settings.shown}, {self._keeping(first)}"
 
     def get(self, keys: Sequence[bytes], limit: int, timeout: float) -> list[Bytes | None]:
         """Ask for the lengths first, then for the values that are short enough."""
-        return self._within(timeout, lambda: self._get(keys, limit))
+        values: list[Bytes | None] = [None] * len(keys)
+        # A range stays bounded if somebody replaces a value by a longer one meanwhile. Of a value of length 0, only GET
+        # can tell whether it is empty or absent.
+        bounded: Command = (b"GETRANGE", b"0", b"%d" % (limit - 1))
+        with self._within(timeout):
+            lengths = self._lengths(keys)
+            wanted = [place for place, length in enumerate(lengths) if 0 <= length <= limit]
+            for window in _windows(wanted, lengths):
+                commands = [bounded if lengths[place] else (b"GET",) for place in window]
+                answers = self._ask([keys[place] for place in window], commands)
+                for place, value in zip(window, self._usable(answers, bytes, None, nothing=None), strict=True):
+                    # The range of a value that was deleted meanwhile is empty.
+                    gone = value is None or len(value) > limit or (lengths[place] > 0 and not value)
+                    values[place] = None if gone else value
+        return values
 
     def put(self, values: Sequence[tuple[bytes, Sequence[Bytes]]], timeout: float) -> int:
         """Replace whatever is under the keys; if the server refuses some, the others are stored all the same."""
-        return self._within(timeout, lambda: self._put(values))
+        with self._within(timeout):
+            answers = self._ask([key for key, _ in values], [(b"SET", parts, *self._expiry) for _, parts in values])
+            stored: int = sum(answer == b"OK" for answer in answers)
+            if values and not stored:
+                # If only some values were refused, the count tells; if all were, the refusal is raised.
+                self._usable(answers, bytes, b"")
+            return stored
 
     def longest_prefix(self, keys: Sequence[bytes], limit: int, timeout: float) -> int:
         """Ask for the lengths of all values in one round trip."""
-        return self._within(timeout, lambda: self._longest_prefix(keys, limit))
+        with self._within(timeout):
+            for place, length in enumerate(self._lengths(keys)):
+                if not 0 <= length <= limit or (length == 0 and not self._exists(keys[place])):
+                    return place
+            return len(keys)
 
     def delete(self, keys: Sequence[bytes], timeout: float) -> int:
         """Unlink the values; the server frees their memory later."""
-        return self._within(timeout, lambda: self._delete(keys))
+        with self._within(timeout):
+            return sum(self._usable(self._ask(keys, [(b"UNLINK",)] * len(keys)), int, 0))
 
     def stats(self, timeout: float) -> StoreStats:
         """Return figures of whole databases, values of others included."""
-        return self._within(timeout, self._stats)
+        with self._within(timeout):
+            servers = self._reports()
+        return StoreStats(
+            values=_total(report.values for report in servers),
+            bytes=_total(report.used_bytes for report in servers),
+            limit_bytes=_total(report.limit_bytes for report in servers) or None,
+        )
 
     def close(self) -> None:
         """Close the connections; a connection in use by another thread is closed when that call ends."""
         self._closed = True
         self._routes.close()
 
-    def _within(self, timeout: float, action: Callable[[], T]) -> T:
+    @contextmanager
+    def _within(self, timeout: float) -> Iterator[None]:
+        """Bound one call, and translate whatever fails in it."""
         if self._closed:
             raise StoreError(Trouble.OTHER, f"{self._settings.shown} is closed")
         try:
             with within(timeout):
-                return action()
+                yield
         except (RedisError, RedisClusterException, OSError) as failure:
             self._routes.refresh()
             # Without its cause: the client's errors and frames may hold a password.
@@ -87,39 +127,6 @@ class RedisStore(KVStore):
     def _error(self, failure: Exception) -> StoreError:
         password = self._settings.credentials.password
         return store_error(failure, self._settings.shown, (password,) if password else ())
-
-    def _get(self, keys: Sequence[bytes], limit: int) -> list[Bytes | None]:
-        lengths = self._lengths(keys)
-        values: list[Bytes | None] = [None] * len(keys)
-        wanted = [place for place, length in enumerate(lengths) if 0 <= length <= limit]
-        # A range stays bounded if somebody replaces a value by a longer one meanwhile. Of a value of length 0, only GET
-        # can tell whether it is empty or absent.
-        bounded: Command = (b"GETRANGE", b"0", b"%d" % (limit - 1))
-        for window in _windows(wanted, lengths):
-            commands = [bounded if lengths[place] else (b"GET",) for place in window]
-            answers = self._ask([keys[place] for place in window], commands)
-            for place, value in zip(window, self._usable(answers, bytes, None, nothing=None), strict=True):
-                # The range of a value that was deleted meanwhile is empty.
-                gone = value is None or len(value) > limit or (lengths[place] > 0 and not value)
-                values[place] = None if gone else value
-        return values
-
-    def _put(self, values: Sequence[tuple[bytes, Sequence[Bytes]]]) -> int:
-        answers = self._ask([key for key, _ in values], [(b"SET", parts, *self._expiry) for _, parts in values])
-        stored: int = sum(answer == b"OK" for answer in answers)
-        if values and not stored:
-            # If only some values were refused, the count tells; if all were, the refusal is raised.
-            self._usable(answers, bytes, b"")
-        return stored
-
-    def _delete(self, keys: Sequence[bytes]) -> int:
-        return sum(self._usable(self._ask(keys, [(b"UNLINK",)] * len(keys)), int, 0))
-
-    def _longest_prefix(self, keys: Sequence[bytes], limit: int) -> int:
-        for place, length in enumerate(self._lengths(keys)):
-            if not 0 <= length <= limit or (length == 0 and not self._exists(keys[place])):
-                return place
-        return len(keys)
 
     def _exists(self, key: bytes) -> bool:
         return self._usable(self._ask([key], [(b"EXISTS",)]), int, 0) == [1]
@@ -162,14 +169,6 @@ class RedisStore(KVStore):
                 self._routes.refresh()
         return answers
 
-    def _describe(self) -> str:
-        # Reads as every later call does: a server that is down, loading or forbids reading fails here.
-        self._lengths([b""])
-        servers = self._reports()
-        first = servers[0]
-        many = f"{len(servers)} servers, " if len(servers) > 1 else ""
-        return f"{many}{first.product} at {self._settings.shown}, {self._keeping(first)}"
-
     def _keeping(self, report: Report) -> str:
         """Return how long the server keeps values."""
         if self._settings.ttl is not None:
@@ -181,14 +180,6 @@ class RedisStore(KVStore):
         if report.policy == "noeviction" or report.policy.startswith("volatile-"):
             return f"refuses values once full ({report.policy}); allkeys-lru makes room instead"
         return f"makes room by {report.policy}"
-
-    def _stats(self) -> StoreStats:
-        servers = self._reports()
-        return StoreStats(
-            values=_total(report.values for report in servers),
-            bytes=_total(report.used_bytes for report in servers),
-            limit_bytes=_total(report.limit_bytes for report in servers) or None,
-        )
 
     def _reports(self) -> list[Report]:
         return [report_of(pool) for pool in self._routes.pools()]
