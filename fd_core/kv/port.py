@@ -119,9 +119,9 @@ class JoinedKVPort(KVPort[tuple[_Offload | None, _Transfer | None]]):
 
     def stats(self) -> tuple[_Offload | None, _Transfer | None]:
         """Return the counters and gauges of each port."""
-        return None if self._offload is None else self._offload.stats(), (
-            None if self._transfer is None else self._transfer.stats()
-        )
+        offload = None if self._offload is None else self._offload.stats()
+        transfer = None if self._transfer is None else self._transfer.stats()
+        return offload, transfer
 
     def close(self) -> None:
         """Close the ports."""

@@ -114,17 +114,18 @@ class Copier:
         """Copy a block to the host, after which the save came as far as `saved`."""
         if not self._pending.begin_copy(save.operation):
             return None
-        array = None
+        copied = None
         try:
             block = save.blocks[saved.blocks - 1 : saved.blocks]
             array = np.ascontiguousarray(self._cache.export_blocks(block)).reshape(self._block.shape)
             array.flags.writeable = False
+            copied = saved
         except Exception as error:  # noqa: BLE001 - a backend's cache: what it cannot copy is not saved
             self._copy_failed("export_blocks", error)
+            return None
         finally:
-            self._pending.end_copy(save.operation, None if array is None else saved)
-        if array is not None:
-            self._tally.add("saved_blocks")
+            self._pending.end_copy(save.operation, copied)
+        self._tally.add("saved_blocks")
         return array
 
     # Loading ----------------------------------------------------------------------------------------------
@@ -182,25 +183,21 @@ class Copier:
         if not self._pending.begin_copy(job.effect.operation):
             return False
         stored = index in job.fetched
+        from_host = job.answer.from_host + (not stored)
         began = self._clock()
-        failed = True
         try:
             self._cache.import_blocks(job.effect.blocks[index : index + 1], array[None])
-            failed = False
+            ended = self._clock()
+            seconds = max(0.0, ended - job.began)
+            job.answer = replace(job.answer, blocks=index + 1, from_host=from_host, seconds=seconds)
         except Exception as error:  # noqa: BLE001 - a backend's cache: the prefix ends before what it cannot copy
             self._copy_failed("import_blocks", error)
+            return False
         finally:
-            ended = self._clock()
-            if not failed:
-                from_host = job.answer.from_host + (not stored)
-                job.answer = replace(
-                    job.answer, blocks=index + 1, from_host=from_host, seconds=max(0.0, ended - job.began)
-                )
             self._pending.end_copy(job.effect.operation, job.answer)
-        if not failed:
-            self.import_rate.add(ended - began, 1, ended)
-            self._tally.add("loaded_blocks_store" if stored else "loaded_blocks_host")
-        return not failed
+        self.import_rate.add(ended - began, 1, ended)
+        self._tally.add("loaded_blocks_store" if stored else "loaded_blocks_host")
+        return True
 
     def _copy_failed(self, what: str, error: Exception) -> None:
         self._tally.add("copy_errors")

@@ -21,7 +21,6 @@ from fd_connector_nixl.agent import Agent, Transfer
 from fd_connector_nixl.layout import Notice
 from fd_connector_nixl.library import Library
 from fd_connector_nixl.memory import Memory, Slab, fitting
-from fd_connector_nixl.pump import Pump
 from fd_connector_nixl.settings import Settings
 
 __all__ = ["Peer", "Station"]
@@ -29,6 +28,10 @@ __all__ = ["Peer", "Station"]
 _IDLE_PEERS: Final = 16
 """Connections that are kept for the next lease."""
 _PAUSE: Final = 20e-6
+_SHORTEST: Final = 50e-6
+_LONGEST: Final = 1e-3
+_GROWTH: Final = 1.2
+"""Factor between one pause and the next, in seconds, while nothing happens."""
 _LINGER_SECONDS: Final = 0.1
 """How long to poll after the last use, so that the last notice leaves."""
 
@@ -75,7 +78,7 @@ class Station:
         self.closed = False
         """Whether the agent is closed."""
         self._used_at = time.monotonic()
-        self._pump = Pump(self.poll, self._wanted)
+        self._pump = _Pump(self.poll, self._wanted)
 
     @property
     def held_back(self) -> int:
@@ -273,3 +276,37 @@ class Station:
         if self._peers.get(peer.name) is peer:
             del self._peers[peer.name]
             self.agent.forget(peer.name)
+
+
+class _Pump:
+    """A thread that calls `poll` while `wanted()` is true, and sleeps otherwise until it is nudged.
+
+    NIXL moves bytes only when it is polled.
+    """
+
+    def __init__(self, poll: Callable[[], bool], wanted: Callable[[], bool]) -> None:
+        """`poll` returns whether something happened. Neither callable raises."""
+        self._poll, self._wanted = poll, wanted
+        self._nudged = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="fd-nixl", daemon=True)
+        self._thread.start()
+
+    def nudge(self) -> None:
+        """Poll often again."""
+        self._nudged.set()
+
+    def stop(self) -> None:
+        """End the thread and wait for it."""
+        self._stopping = True
+        self._nudged.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        pause = _SHORTEST
+        while not self._stopping:
+            happened = self._poll()
+            pause = _SHORTEST if happened else min(pause * _GROWTH, _LONGEST)
+            if self._nudged.wait(pause if self._wanted() else None):
+                self._nudged.clear()
+                pause = _SHORTEST
