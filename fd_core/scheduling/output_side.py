@@ -70,8 +70,8 @@ class OutputSide:
         rows = self._rows_of_this_residency(plan, output)
         deltas = self._deliver(plan, rows, outcomes, output)
         if output.drafts_ready is not None:
-            # Slots that were scheduled again since this step hold newer drafts.
-            current = self._slots.last_step <= plan.step
+            # Slots that were scheduled again since this step hold newer drafts; those of an earlier gen hold none.
+            current = (self._slots.last_step <= plan.step) & (self._slots.gen == output.gens)
             self._slots.drafts_ready[current] = output.drafts_ready[current]
         self._pool.answered(plan.step)
         return deltas + self._acknowledge(plan, outcomes, output)

@@ -76,5 +76,7 @@ RULES: Final[Mapping[str, str]] = {
     "served it.",
     "7.3": "Retries go to another worker and only before the first byte; afterwards an error event and no `[DONE]`.",
     "7.4": "A worker that comes back is a new incarnation; health checks never write counters.",
+    "8": "What replaces a scheduler, a `postprocess` or a store takes and returns frozen values; it never reaches into "
+    "the core's objects.",
 }
-"""Rule by number. `2`, `4` and `6` without a second number are the sentence that heads the section."""
+"""Rule by number. `2`, `4`, `6` and `8` without a second number are the sentence that heads the section."""

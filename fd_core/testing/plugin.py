@@ -1,4 +1,4 @@
-"""The pytest plugin of the conformance kit: an option and a marker, and nothing else until they are used."""
+"""The pytest plugin of the conformance kit: options and a marker, and nothing else until they are used."""
 
 from __future__ import annotations
 
@@ -12,15 +12,24 @@ __all__ = ["pytest_addoption", "pytest_configure"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--fd-backend`, which `fd_core.testing.suite` reads, unless somebody else did."""
+    """Add the options that the suites read, unless somebody else did."""
+    group = parser.getgroup("fd_core", "conformance kit of fd_core")
     with contextlib.suppress(ValueError):
-        parser.getgroup("fd_core", "conformance kit of fd_core").addoption(
+        group.addoption(
             "--fd-backend",
             action="append",
             default=[],
             metavar="NAME[:FIELD=VALUE,...]",
             help="backend for `--pyargs fd_core.testing.suite`, with engine settings if need be; may be repeated",
         )
+        group.addoption(
+            "--fd-scheduler",
+            action="append",
+            default=[],
+            metavar="NAME",
+            help="scheduler for `--pyargs fd_core.testing.schedulers.suite`; may be repeated",
+        )
+        group.addoption("--fd-quick", action="store_true", help="drive a scheduler through fewer random sequences")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -5,9 +5,8 @@ Besides it audits KV outside the device, in tiers that a test plays.
 
 from __future__ import annotations
 
-import enum
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,13 +16,12 @@ from fd_core.kv.effects import Effects, Load
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.testing import stepping
 from fd_core.testing.drafting import speculation
+from fd_core.testing.schedulers.tiers import OperationEnd as How
+from fd_core.testing.schedulers.tiers import ScriptedTiers
 from fd_core.testing.texts import greedy
 from fd_core.types import RequestSpec
 from tests.engine.helpers import null_engine
 from tests.engine.knowing import KnowingDrafter
-
-if TYPE_CHECKING:
-    from tests.engine.stored import ScriptedTiers
 
 __all__ = ["SMALL", "How", "Stepper", "greedy", "scripted", "small_engine"]
 
@@ -50,14 +48,6 @@ def scripted(spec: RequestSpec) -> list[int]:
         text.append(int(np.argmax(model._logits(np.array([state]))[0])))
         state = _chain(state, np.array(text[-1:], np.int32))[-1]
     return text
-
-
-class How(enum.Enum):
-    """How an operation ends."""
-
-    WELL = enum.auto()
-    IN_PART = enum.auto()
-    BADLY = enum.auto()
 
 
 class Stepper(stepping.Stepper):

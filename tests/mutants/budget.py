@@ -169,4 +169,18 @@ MUTANTS = (
             "= self.num_registered[slot] = 0",
         ),
     ),
+    mutant(
+        "drafts-of-an-earlier-gen-are-believed",
+        "2.1, 1.5: an output applies to the gen that it names, and the charge is the real number of drafts",
+        (
+            "scheduling/output_side.py",
+            "current = (self._slots.last_step <= plan.step) & (self._slots.gen == output.gens)",
+            "current = self._slots.last_step <= plan.step",
+        ),
+    ),
+    mutant(
+        "a-plan-can-be-written",
+        "8: a scheduler returns frozen values",
+        ("scheduling/plan.py", "slots=frozen(slots.astype(np.int32))", "slots=slots.astype(np.int32)"),
+    ),
 )

@@ -1,0 +1,234 @@
+"""A scheduler and the null runner, joined so that a test decides what is in flight; every call is audited."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+
+from fd_core.config import Limits
+from fd_core.kv.prefix import PrefixHasher
+from fd_core.runner.inputs import BudgetExceeded
+from fd_core.scheduling.contract import SchedulerSetup
+from fd_core.scheduling.drafts import DraftControl
+from fd_core.scheduling.kv_offloading import KeepKV
+from fd_core.scheduling.policies import Fcfs
+from fd_core.scheduling.victims import FewestTokens
+from fd_core.testing.drafting import KnowingDrafter
+from fd_core.testing.schedulers.audit import Auditor, Stay
+from fd_core.testing.schedulers.breaches import broken, require
+from fd_core.testing.schedulers.scripts import make_runner, whole_text
+from fd_core.testing.schedulers.target import SchedulerTarget
+from fd_core.testing.schedulers.tiers import OperationEnd, ScriptedTiers
+from fd_core.testing.texts import Texts
+from fd_core.types import FinishReason, RequestSpec, StepOutput, StepPlan
+
+__all__ = ["SMALL", "Driver", "drive"]
+
+SMALL: Final[Mapping[str, Any]] = {
+    "max_num_seqs": 4,
+    "num_kv_blocks": 16,
+    "block_size": 4,
+    "max_model_len": 64,
+    "max_num_batched_tokens": 24,
+    "vocab_size": 257,
+}
+"""Room for one request of the largest size."""
+_CHEAP_TOKENS = 1000
+_EPOCH = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    plan: StepPlan
+    output: StepOutput
+
+
+class Driver:
+    """Plans, executes and answers one step at a time."""
+
+    def __init__(self, target: SchedulerTarget, setup: SchedulerSetup, drafter: KnowingDrafter | None) -> None:
+        self.limits = setup.limits
+        self.scheduler = target.make(setup)
+        runner = make_runner(setup.limits, drafter)
+        self.execute: Callable[[StepPlan], StepOutput] = runner.execute
+        self.auditor = Auditor(setup.limits, setup.epoch)
+        self.tiers = ScriptedTiers(runner.cache)
+        self.texts = Texts()
+        self.in_flight: deque[_Answer] = deque()
+        self.plans: list[StepPlan] = []
+        """Every plan so far."""
+        self.first_plan: dict[str, int] = {}
+        """Plans that had been made when a request was admitted for the first time."""
+
+    # Requests -----------------------------------------------------------------------------------------------
+
+    def submit(self, *specs: RequestSpec) -> None:
+        """Queue requests."""
+        for spec in specs:
+            effects = self.scheduler.add(spec)
+            self.auditor.added(spec, effects)
+            self.tiers.perform(effects.operations)
+        self.audit()
+
+    def abort(self, name: str) -> None:
+        """Abort a request."""
+        delta = self.scheduler.abort(name)
+        self.auditor.aborted(name, delta)
+        self.texts.take([] if delta is None else [delta])
+        self.audit()
+
+    # Steps --------------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan | None:
+        """Plan a step and compute it; its answer is left in flight."""
+        plan, effects = self.scheduler.plan()
+        self.auditor.planned(plan, effects)
+        self.tiers.perform(effects.operations)
+        if plan is not None:
+            self.plans.append(plan)
+            for admission in plan.admissions:
+                self.first_plan.setdefault(admission.request_id, len(self.plans))
+            try:
+                output = self.execute(plan)
+            except (BudgetExceeded, RuntimeError, IndexError, ValueError) as error:
+                broken("8", f"the runner cannot compute step {plan.step}: {error}")
+            self.auditor.executed(plan, output)
+            self.in_flight.append(_Answer(plan, output))
+        self.audit()
+        return plan
+
+    def answer(self, *failed: int) -> StepPlan:
+        """Answer the oldest step in flight; the rows of slots `failed` failed."""
+        answer = self.in_flight.popleft()
+        output = replace(answer.output, errors=tuple((slot, "failed on purpose") for slot in failed))
+        deltas, effects = self.scheduler.commit(answer.plan, output)
+        self.auditor.answered(answer.plan, output, deltas, effects)
+        self.texts.take(deltas)
+        self.tiers.perform(effects.operations)
+        self.audit()
+        return answer.plan
+
+    def answer_stale(self, **changes: Any) -> None:
+        """Give the oldest step in flight an answer that belongs to another epoch or step, which has to be dropped."""
+        answer = self.in_flight[0]
+        stale = replace(answer.output, **changes)
+        deltas, _ = self.scheduler.commit(answer.plan, stale)
+        self.auditor.dropped(deltas, f"an output of epoch {stale.epoch} and step {stale.step}, for {answer.plan.step}")
+        counted = self.scheduler.stats().outputs.stale_outputs
+        require(counted >= self.auditor.stale, "1.5", f"{counted} of {self.auditor.stale} stale outputs were counted")
+        self.audit()
+
+    def complete(self, index: int, how: OperationEnd) -> None:
+        """End an operation outside steps."""
+        completion = self.tiers.complete(index, how)
+        self.auditor.completed(completion)
+        self.scheduler.complete(completion)
+        self.audit()
+
+    def step(self, depth: int = 1) -> None:
+        """Fill the pipeline, answer the oldest step, and end one operation well."""
+        while len(self.in_flight) < depth and self.plan() is not None:
+            pass
+        if self.in_flight:
+            self.answer()
+        if self.tiers.pending:
+            self.complete(0, OperationEnd.WELL)
+
+    def run(self, depth: int = 1, *, watch: Callable[[StepPlan], None] = lambda _: None) -> Texts:
+        """Keep `depth` steps in flight until no request is left, in a bounded number of steps."""
+        for _ in range(self._patience()):
+            while len(self.in_flight) < depth and (plan := self.plan()) is not None:
+                watch(plan)
+            stuck = not self.in_flight
+            if self.in_flight:
+                self.answer()
+            if self.tiers.pending:
+                self.complete(0, OperationEnd.WELL)
+            elif stuck:
+                break
+        left = sorted(self.auditor.unfinished)
+        require(not left, "2.2", f"nothing is in flight or all too much was planned, and {left} have not ended")
+        require(not self.scheduler.has_work, "3.6", "it says that it has work, but no request is left")
+        self.audit()
+        return self.texts
+
+    def run_until(self, condition: Callable[[], object], depth: int = 1, steps: int = 500) -> bool:
+        """Plan, or answer where the pipeline is full, until a condition holds; return whether it came to hold."""
+        for _ in range(steps):
+            if condition():
+                return True
+            if len(self.in_flight) >= depth or self.plan() is None:
+                if not self.in_flight:
+                    return False
+                self.answer()
+        return False
+
+    def stay_of(self, name: str) -> Stay | None:
+        """Return where a request is, None if it has no slot."""
+        return self.auditor.requests[name].stay
+
+    # Audits -------------------------------------------------------------------------------------------------
+
+    def audit(self) -> None:
+        """Compare what the scheduler says that it holds with what was seen of it."""
+        self.auditor.held(self.scheduler.held(), self.scheduler.request_ids())
+
+    def check_texts(self) -> None:
+        """What was told is a prefix of the golden text, and all of it where the text came to its end."""
+        for name, request in self.auditor.requests.items():
+            right = whole_text(request.spec)[len(request.spec.delivered) :]
+            told, end = self.texts.tokens.get(name, []), self.texts.ends.get(name)
+            require(told == right[: len(told)], "4", f"{name} was told {told} instead of {right[: len(told)]}")
+            if end in (FinishReason.STOP, FinishReason.LENGTH):
+                require(told == right, "4", f"{name} ended after {len(told)} of {len(right)} tokens")
+            require(end is not FinishReason.ABORT or request.abort_wanted, "1.7", f"{name} was aborted by nobody")
+
+    def _patience(self) -> int:
+        """Steps within which everything that waits has to end: each computed alone, and four times over."""
+        tokens = sum(len(each.tokens) + each.limit for each in self.auditor.requests.values() if each.end is None)
+        return 200 + 4 * tokens
+
+
+def drive(
+    target: SchedulerTarget,
+    *specs: RequestSpec,
+    k: int = 0,
+    wrong: float = 0.0,
+    caching: bool = True,
+    keep: KeepKV | None = None,
+    depth: int = 1,
+    known: Sequence[RequestSpec] = (),
+    **limits: int,
+) -> Driver:
+    """Return a scheduler of a small engine with requests in its queue.
+
+    With `k` > 0 up to k drafts are guessed from the right texts of `specs` and `known`, wrong in that share of the
+    tokens. `depth` is how many steps may be in flight; `limits` are fields of `Limits`.
+    """
+    chosen = Limits(**{**SMALL, "max_drafts": k, "pipeline_depth": depth, **limits})
+    setup = SchedulerSetup(
+        limits=chosen,
+        policy=Fcfs(),
+        victims=FewestTokens(),
+        hasher=PrefixHasher(block_size=chosen.block_size, identity="kit") if caching else None,
+        drafts=DraftControl(chosen.max_num_seqs, k, _CHEAP_TOKENS) if k else None,
+        keep_kv=keep,
+        epoch=_EPOCH,
+    )
+    drafter = None
+    if k:
+        texts = [[*spec.prompt, *whole_text(spec)] for spec in (*specs, *known)]
+        drafter = KnowingDrafter(chosen.max_num_seqs, texts, wrong, 0)
+    driver = Driver(target, setup, drafter)
+    driver.submit(*specs)
+    return driver
+
+
+def prompt_of(length: int, number: int = 0) -> list[int]:
+    """Return a prompt that shares no first token with those of other numbers below 1000."""
+    rng = np.random.default_rng(1000 + number)
+    return [number % 250, number // 250, *rng.integers(0, 256, length).tolist()][:length]

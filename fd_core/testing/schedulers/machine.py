@@ -1,0 +1,139 @@
+"""A scheduler in hostile orders, beside the auditor and the golden texts."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from fd_core.scheduling.kv_offloading import KeepKV
+from fd_core.testing.schedulers.audit import WHERES
+from fd_core.testing.schedulers.driver import SMALL, Driver, drive
+from fd_core.testing.schedulers.scripts import many_specs
+from fd_core.testing.schedulers.target import SchedulerTarget
+from fd_core.testing.schedulers.tiers import OperationEnd
+
+__all__ = ["run_hostile_orders"]
+
+_KEPT = [None, KeepKV(), KeepKV(True, True, True), KeepKV(False, True, True)]
+_ENDS = [OperationEnd.WELL, OperationEnd.WELL, OperationEnd.IN_PART, OperationEnd.BADLY]
+
+
+class HostileOrders(RuleBasedStateMachine):
+    """Rules are biased to pressure: requests come in bunches, and are aborted in the middle of their work."""
+
+    target: SchedulerTarget
+
+    @initialize(
+        depth=st.integers(1, 3),
+        slots=st.integers(2, 6),
+        extra_budget=st.sampled_from([40, 20, 8, 3, 1, 0]),
+        extra_blocks=st.sampled_from([0, 0, 1, 4, 12]),
+        k=st.sampled_from([0, 1, 3, 5]),
+        wrong=st.sampled_from([0.0, 0.3, 1.0]),
+        caching=st.booleans(),
+        keep=st.sampled_from(_KEPT),
+    )
+    def start(
+        self,
+        depth: int,
+        slots: int,
+        extra_budget: int,
+        extra_blocks: int,
+        k: int,
+        wrong: float,
+        caching: bool,
+        keep: KeepKV | None,
+    ) -> None:
+        """Begin with an empty queue."""
+        self.depth = depth
+        self.unused = list(many_specs())
+        self.driver: Driver = drive(
+            self.target,
+            k=k,
+            wrong=wrong,
+            caching=caching,
+            keep=keep if caching else None,
+            depth=depth,
+            known=self.unused if k else (),
+            max_num_seqs=slots,
+            max_num_batched_tokens=1 + k + extra_budget,
+            num_kv_blocks=SMALL["num_kv_blocks"] + extra_blocks,
+        )
+
+    @precondition(lambda self: self.unused)
+    @rule(data=st.data(), count=st.integers(3, 7))
+    def submit(self, data: st.DataObject, count: int) -> None:
+        """A bunch of requests comes."""
+        for _ in range(min(count, len(self.unused))):
+            self.driver.submit(self.unused.pop(data.draw(st.integers(0, len(self.unused) - 1))))
+
+    @rule(times=st.integers(3, 16))
+    def fill_the_pipeline_and_answer(self, times: int) -> None:
+        """Some steps as an engine makes them."""
+        for _ in range(times):
+            self.driver.step(self.depth)
+
+    @precondition(lambda self: len(self.driver.in_flight) < self.depth)
+    @rule()
+    def plan(self) -> None:
+        """A plan alone."""
+        self.driver.plan()
+
+    @precondition(lambda self: self.driver.in_flight)
+    @rule()
+    def answer(self) -> None:
+        """An answer alone."""
+        self.driver.answer()
+
+    @precondition(lambda self: self.driver.in_flight and len(self.driver.in_flight[0].plan.slots) > 1)
+    @rule(data=st.data())
+    def answer_with_a_row_that_failed(self, data: st.DataObject) -> None:
+        """One row fails beside others."""
+        self.driver.answer(data.draw(st.sampled_from(self.driver.in_flight[0].plan.slots.tolist())))
+
+    @precondition(lambda self: self.driver.in_flight)
+    @rule(epoch=st.sampled_from([-1, 0, 1]), step=st.sampled_from([-1, 1, 7]))
+    def answer_of_another_life(self, epoch: int, step: int) -> None:
+        """An answer that belongs to another epoch or step."""
+        plan = self.driver.in_flight[0].plan
+        self.driver.answer_stale(epoch=plan.epoch + epoch, step=plan.step + step)
+
+    @precondition(lambda self: self.driver.auditor.requests)
+    @rule(data=st.data(), where=st.sampled_from(WHERES))
+    def abort(self, data: st.DataObject, where: str) -> None:
+        """Somebody is aborted, once or twice, wherever it is."""
+        names = sorted(name for name, each in self.driver.auditor.requests.items() if each.where == where)
+        if len(names) < (3 if where in ("waits", "runs") else 1):
+            return
+        name = data.draw(st.sampled_from(names))
+        for _ in range(data.draw(st.integers(1, 2))):
+            self.driver.abort(name)
+
+    @precondition(lambda self: self.driver.tiers.pending)
+    @rule(data=st.data(), how=st.sampled_from(_ENDS))
+    def end_an_operation(self, data: st.DataObject, how: OperationEnd) -> None:
+        """Storage answers, in whatever order, well or badly."""
+        self.driver.complete(data.draw(st.integers(0, len(self.driver.tiers.pending) - 1)), how)
+
+    def teardown(self) -> None:
+        """Everybody comes to an end, with the right text."""
+        if not hasattr(self, "driver"):
+            return
+        self.driver.run(self.depth)
+        self.driver.check_texts()
+
+
+def run_hostile_orders(target: SchedulerTarget, examples: int) -> None:
+    """Drive a scheduler through `examples` random sequences of calls."""
+    run_state_machine_as_test(
+        type("HostileOrdersOf", (HostileOrders,), {"target": target}),
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=30,
+            derandomize=True,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

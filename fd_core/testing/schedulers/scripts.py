@@ -1,0 +1,118 @@
+"""Requests of the scheduler kit and their right texts, as the null model's runner says them alone.
+
+No scheduler takes part: one request, one slot, one step for each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import msgspec
+import numpy as np
+
+from fd_core.backends.null import NullBackend, NullModel
+from fd_core.config import EngineConfig, Limits
+from fd_core.runner.drafting import Drafter
+from fd_core.runner.runner import Runner
+from fd_core.testing.texts import greedy
+from fd_core.types import Admission, BlockGrant, IntArray, RequestSpec, SamplingParams, StepPlan
+
+__all__ = ["PROMPTS", "make_runner", "many_specs", "text_with_zero", "whole_text"]
+
+PROMPTS: list[list[int]] = np.random.default_rng(1).integers(0, 256, (1000, 16)).tolist()
+_ALONE = Limits(
+    max_num_seqs=1, max_num_batched_tokens=4096, max_model_len=4096, block_size=64, num_kv_blocks=64, vocab_size=257
+)
+
+
+def make_runner(limits: Limits, drafter: Drafter | None = None) -> Runner:
+    """Return a runner of the null model."""
+    ops = NullBackend(EngineConfig(model="null", backend="null")).make_ops()
+    return Runner(ops, NullModel(), limits, drafter)
+
+
+def whole_text(spec: RequestSpec) -> list[int]:
+    """Return everything that a request generates, what earlier epochs delivered included."""
+    plain = msgspec.structs.replace(spec, request_id="alone", delivered=(), cache_salt="", priority=0, tenant="")
+    return list(_text(msgspec.json.encode(plain)))
+
+
+@cache
+def _text(encoded: bytes) -> tuple[int, ...]:
+    spec = msgspec.json.decode(encoded, type=RequestSpec)
+    params = spec.params
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else spec.eos_token_ids)}
+    text: list[int] = []
+    steps = _steps(spec)
+    while len(text) < params.max_tokens and not (text and text[-1] in ends):
+        text.append(next(steps))
+    return tuple(text)
+
+
+def _steps(spec: RequestSpec) -> Iterator[int]:
+    """Yield the tokens of a request that has a runner to itself."""
+    runner, prompt = make_runner(_ALONE), np.array(spec.prompt, np.int32)
+    blocks: IntArray = np.arange(_ALONE.num_kv_blocks, dtype=np.int32)
+    admission = Admission(0, 1, prompt, len(prompt), spec.params, spec.eos_token_ids, 0)
+    one, computed = np.ones(1, np.int32), 0
+    while True:
+        first = computed == 0
+        count = len(prompt) if first else 1
+        plan = StepPlan(
+            epoch=1,
+            step=0,
+            slots=one - 1,
+            gens=one,
+            starts=one * computed,
+            num_tokens=one * count,
+            num_drafts=one - 1,
+            samples=np.ones(1, np.bool_),
+            admissions=(admission,) if first else (),
+            grants=(BlockGrant(0, 0, blocks),) if first else (),
+        )
+        yield int(runner.execute(plan).tokens[0, 0])
+        computed += count
+
+
+@cache
+def text_with_zero() -> RequestSpec:
+    """Return a request in whose text token 0 stands, neither first nor last."""
+    for index, prompt in enumerate(PROMPTS):
+        spec = greedy(f"zero{index}", [0, *prompt[:5]], 24)
+        if 0 in whole_text(spec)[2:20]:
+            return spec
+    raise AssertionError("the null model never says 0")
+
+
+@cache
+def many_specs() -> tuple[RequestSpec, ...]:
+    """Return requests of every kind: random and greedy ones, common prefixes, salts, stops, restarts, token 0."""
+    rng = np.random.default_rng(13)
+    specs = [
+        RequestSpec(
+            request_id=f"r{index}",
+            prompt=tuple(rng.integers(0, 256, int(rng.integers(1, 20))).tolist()),
+            params=SamplingParams(
+                max_tokens=42, temperature=float(index % 2), seed=index, logprobs=2 if index % 3 == 0 else None
+            ),
+            eos_token_ids=(256,),
+        )
+        for index in range(10)
+    ]
+    prefix = tuple(range(100, 112))
+    specs += [greedy(f"shared{index}", (*prefix, index), 40) for index in range(5)]
+    specs += [greedy(f"salt{salt}", (*prefix, 0), 40, cache_salt=salt) for salt in ("tenant-1", "tenant-10", "other")]
+    for index, spec in enumerate(specs[10:13]):
+        stop = whole_text(spec)[6 * index + 5]
+        specs.append(greedy(f"stop{index}", spec.prompt, 40, stop_token_ids=(stop,)))
+    zero = text_with_zero()
+    specs += [zero, msgspec.structs.replace(zero, request_id="zero stop", params=_stopping_at_zero(zero))]
+    for spec in specs[:2]:
+        begun = tuple(whole_text(spec)[:7])
+        specs.append(msgspec.structs.replace(spec, request_id=f"{spec.request_id} again", delivered=begun[:-1]))
+    return tuple(specs)
+
+
+def _stopping_at_zero(spec: RequestSpec) -> SamplingParams:
+    return msgspec.structs.replace(spec.params, stop_token_ids=(0,))

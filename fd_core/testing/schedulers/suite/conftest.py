@@ -1,0 +1,35 @@
+"""Fixtures of the suite: the scheduler under test."""
+
+from __future__ import annotations
+
+import pytest
+
+from fd_core.errors import FdError
+from fd_core.testing.schedulers.target import SchedulerTarget, find_scheduler
+
+_EXAMPLES, _QUICK_EXAMPLES = 120, 20
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run every test once for each scheduler."""
+    if "target" not in metafunc.fixturenames:
+        return
+    names: list[str] = metafunc.config.getoption("--fd-scheduler")
+    if not names:
+        raise pytest.UsageError("name the scheduler to test: --fd-scheduler=NAME")
+    metafunc.parametrize("target", list(dict.fromkeys(names)), indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def target(request: pytest.FixtureRequest) -> SchedulerTarget:
+    """The scheduler under test."""
+    try:
+        return find_scheduler(request.param)
+    except FdError as error:
+        raise pytest.exit.Exception(f"{request.param}: {error}", error.exit_code) from error
+
+
+@pytest.fixture(scope="session")
+def examples(request: pytest.FixtureRequest) -> int:
+    """Random sequences of calls."""
+    return _QUICK_EXAMPLES if request.config.getoption("--fd-quick") else _EXAMPLES

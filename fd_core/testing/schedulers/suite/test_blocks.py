@@ -1,0 +1,161 @@
+"""Blocks: who owns, shares and frees them, protocol 3. The auditor holds most of it in every test of the kit."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from fd_core.errors import BadRequest
+from fd_core.testing.requirements import lacks
+from fd_core.testing.schedulers.breaches import require
+from fd_core.testing.schedulers.driver import Driver, drive, prompt_of
+from fd_core.testing.schedulers.suite.test_signals import drains, long_ones, until_somebody_drains
+from fd_core.testing.schedulers.target import SchedulerTarget
+from fd_core.testing.texts import greedy
+
+KS = [0, 1, 3, 5]
+
+
+def require_prefixes(target: SchedulerTarget) -> None:
+    """Leave the test out for a scheduler without a prefix cache."""
+    if "prefix_caching" in target.limits:
+        lacks(target.limits["prefix_caching"])
+
+
+def shared_tokens(driver: Driver, name: str) -> int:
+    """Return how many tokens a request began with."""
+    found = [each.computed for plan in driver.plans for each in plan.admissions if each.request_id == name]
+    return found[0] if found else 0
+
+
+@pytest.mark.law("3.1", "3.2")
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_block_that_a_step_in_flight_touches_is_granted_to_nobody(target: SchedulerTarget, depth: int) -> None:
+    """Requests end and are aborted with steps in flight while others wait for their blocks."""
+    specs = [greedy(f"r{index}", prompt_of(9, index), 5 + index % 7) for index in range(24)]
+    driver = drive(target, *specs, depth=depth, caching=False, max_num_seqs=6)
+    for number in range(12):
+        driver.step(depth)
+        if number % 3 == 2 and driver.auditor.live:
+            driver.abort(driver.auditor.live[0].request.name)
+    driver.run(depth)
+    driver.check_texts()
+
+
+@pytest.mark.law("3.3")
+def test_matching_a_prefix_does_not_evict_it(target: SchedulerTarget) -> None:
+    """A pool of known prefixes, all of it free: the request that matches one needs most of the others' blocks."""
+    require_prefixes(target)
+    old, other = prompt_of(28, 1), prompt_of(29, 2)
+    driver = drive(target, max_num_seqs=1)
+    for name, prompt in (("old", old), ("other", other)):
+        driver.submit(greedy(name, prompt, 1))
+        driver.run()
+    driver.submit(greedy("again", [*old, *prompt_of(30, 3)], 4))
+    driver.run()
+    driver.check_texts()
+    require(
+        shared_tokens(driver, "again") == 28, "3.3", f"28 tokens are known, {shared_tokens(driver, 'again')} shared"
+    )
+
+
+@pytest.mark.law("3.4")
+@pytest.mark.parametrize("depth", [2, 3])
+def test_one_victim_is_enough_while_its_blocks_are_fenced(target: SchedulerTarget, depth: int) -> None:
+    driver = drive(target, *long_ones(4), depth=depth, caching=False)
+    name = until_somebody_drains(driver, depth)
+    plan = driver.plans[-1]
+    require(len(plan.revocations) == 1, "3.4", f"one block was short, {len(plan.revocations)} requests were preempted")
+    stay = driver.stay_of(name)
+    assert stay is not None
+    if not stay.in_flight:
+        lacks("the blocks of a victim are never fenced")
+    while drains(driver) == name and stay.revoked and driver.stay_of(name) is stay:
+        following = driver.plan() if len(driver.in_flight) < depth else None
+        if following is None:
+            driver.answer()
+        elif driver.stay_of(name) is stay:
+            require(not following.revocations, "3.4", f"another victim although the blocks of {name} come free")
+    driver.run(depth)
+    driver.check_texts()
+
+
+@pytest.mark.law("3.4")
+def test_a_victim_is_not_answered_by_admitting_another(target: SchedulerTarget) -> None:
+    """The blocks that a preemption frees are not given to a request that waits: it would be the next victim."""
+    specs = [*long_ones(3), *(greedy(f"short{index}", prompt_of(1, index), 1) for index in range(12))]
+    driver = drive(target, *specs, max_num_seqs=6)
+    driver.run()
+    driver.check_texts()
+    both = [plan.step for plan in driver.plans if plan.revocations and plan.admissions]
+    require(not both, "3.4", f"steps {both} preempt and admit at once")
+
+
+@pytest.mark.law("3.5", "4")
+@pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.parametrize("wrong", [0.3, 1.0])
+def test_rejected_drafts_are_in_no_known_prefix(target: SchedulerTarget, k: int, wrong: float) -> None:
+    """A text is asked for again with what it said: all that is shared has to be what was settled."""
+    require_prefixes(target)
+    first = greedy("first", prompt_of(7), 30)
+    driver = drive(target, first, k=k, wrong=wrong, depth=2)
+    driver.run(2)
+    driver.check_texts()
+    driver.submit(greedy("again", [*first.prompt, *driver.texts.tokens["first"][:24]], 4))
+    driver.run(2)
+    driver.check_texts()
+
+
+@pytest.mark.law("3.1", "3.5", "5.3")
+def test_requests_of_other_salts_share_nothing(target: SchedulerTarget) -> None:
+    require_prefixes(target)
+    prompt, salts = prompt_of(20), ["", "tenant", "tenant-1", "tenant-10", "tenant-1 "]
+    driver = drive(target, num_kv_blocks=64)
+    for number, salt in enumerate(salts):
+        driver.submit(greedy(f"r{number}", prompt, 2, cache_salt=salt))
+        driver.run()
+        require(not shared_tokens(driver, f"r{number}"), "5.3", f"salt {salt!r} shares what another salt computed")
+    driver.check_texts()
+
+
+@pytest.mark.law("3.1", "3.2", "3.5")
+@pytest.mark.parametrize("depth", [1, 2])
+def test_requests_with_a_common_prefix_share_what_is_settled(target: SchedulerTarget, depth: int) -> None:
+    """They come together and one by one, and some leave while others use what they computed."""
+    prefix = prompt_of(16)
+    driver = drive(target, depth=depth, num_kv_blocks=24, max_num_batched_tokens=9)
+    for number in range(10):
+        driver.submit(greedy(f"r{number}", [*prefix, number], 3 + number % 5))
+        if number % 2:
+            driver.step(depth)
+        if number in (3, 7):
+            driver.abort(f"r{number - 2}")
+    driver.run(depth)
+    driver.check_texts()
+
+
+@pytest.mark.law("3.6", "1.7")
+@pytest.mark.parametrize("depth", [1, 3])
+def test_at_idle_nothing_is_held(target: SchedulerTarget, depth: int) -> None:
+    driver = drive(target, *long_ones(5, 20), k=3, wrong=0.5, depth=depth)
+    start = drive(target).scheduler.held()
+    for name in ("r1", "r3"):
+        driver.step(depth)
+        driver.abort(name)
+        driver.abort(name)
+    driver.run(depth)
+    held = driver.scheduler.held()
+    for field in ("waiting", "loading", "running", "draining", "owned", "fenced", "operations"):
+        require(getattr(held, field) == getattr(start, field), "3.6", f"{field} is {getattr(held, field)} at idle")
+
+
+@pytest.mark.law("8")
+def test_a_request_that_can_never_run_is_refused_and_holds_nothing(target: SchedulerTarget) -> None:
+    driver = drive(target, greedy("there", prompt_of(3), 2))
+    done = msgspec.structs.replace(greedy("done", prompt_of(3), 2), delivered=(1, 2))
+    for spec in (greedy("there", prompt_of(3), 2), greedy("empty", [], 2), greedy("long", prompt_of(64), 2), done):
+        with pytest.raises(BadRequest):
+            driver.scheduler.add(spec)
+        driver.audit()
+    driver.run()
+    driver.check_texts()

@@ -1,0 +1,285 @@
+"""Budget: the step token budget, protocol 2, exactly."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fd_core.scheduling.kv_offloading import KeepKV
+from fd_core.testing.requirements import lacks
+from fd_core.testing.schedulers.breaches import require
+from fd_core.testing.schedulers.driver import Driver, drive, prompt_of
+from fd_core.testing.schedulers.target import SchedulerTarget
+from fd_core.testing.schedulers.tiers import OperationEnd
+from fd_core.testing.texts import greedy
+from fd_core.types import RequestSpec, StepPlan
+
+KS = [0, 1, 3, 5]
+
+
+def decoding(count: int, max_tokens: int = 30) -> list[RequestSpec]:
+    """Return requests with prompts of a token."""
+    return [greedy(f"r{index}", prompt_of(1, index), max_tokens) for index in range(count)]
+
+
+def until_all_decode(driver: Driver, count: int) -> None:
+    """Step until `count` requests decode, each having delivered something, with nothing in flight."""
+    reached = driver.run_until(lambda: not driver.in_flight and len(driver.texts.tokens) == count)
+    require(reached, "2.1", f"{count} requests that fit do not come to decode side by side")
+
+
+@pytest.mark.law("2", "2.1")
+@pytest.mark.parametrize("k", KS)
+def test_a_budget_equal_to_the_demand_plans_the_whole_demand(target: SchedulerTarget, k: int) -> None:
+    """All drafts are right, so every request wants k of them in every step."""
+    budget = 4 * (1 + k)
+    driver = drive(target, *decoding(4), k=k, num_kv_blocks=64, max_num_batched_tokens=budget)
+    until_all_decode(driver, 4)
+    plan = driver.plan()
+    require(
+        plan is not None and plan.total_tokens == budget,
+        "2.1",
+        f"four decodes with {k} drafts each take the budget of {budget}; the plan computes "
+        f"{0 if plan is None else plan.total_tokens}",
+    )
+    driver.run()
+    driver.check_texts()
+
+
+@pytest.mark.law("2.1")
+def test_prompts_that_fit_enter_in_one_step(target: SchedulerTarget) -> None:
+    lengths = [5, 6, 7, 6]
+    specs = [greedy(f"r{index}", prompt_of(length, index), 4) for index, length in enumerate(lengths)]
+    driver = drive(target, *specs, num_kv_blocks=64, max_num_batched_tokens=24)
+    plan = driver.plan()
+    assert plan is not None
+    require(plan.total_tokens == 24, "2.1", f"the prompts have 24 tokens, the first plan computes {plan.total_tokens}")
+    driver.run()
+    driver.check_texts()
+
+
+@pytest.mark.law("2.1")
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("budget", [4, 7, 24])
+def test_a_long_prompt_fills_every_step(target: SchedulerTarget, budget: int, k: int) -> None:
+    driver = drive(target, greedy("r0", prompt_of(50), 2), k=k, max_num_batched_tokens=budget)
+    for _ in range(50 // budget):
+        plan = driver.plan()
+        assert plan is not None
+        require(plan.total_tokens == budget, "2.1", f"a chunk has {plan.total_tokens} tokens; the budget is {budget}")
+        driver.answer()
+    driver.run()
+
+
+@pytest.mark.law("2.1")
+def test_a_known_prefix_is_not_charged(target: SchedulerTarget) -> None:
+    if "prefix_caching" in target.limits:
+        lacks(target.limits["prefix_caching"])
+    prompt = prompt_of(13)
+    driver = drive(target, greedy("first", prompt, 2))
+    driver.run()
+    driver.submit(greedy("second", [*prompt[:12], 7, 8, 9], 2))
+    plan = driver.plan()
+    assert plan is not None
+    require(plan.total_tokens == 3, "2.1", f"3 of 15 tokens are not known; {plan.total_tokens} are charged")
+    driver.run()
+    driver.check_texts()
+
+
+@pytest.mark.law("2.1", "2.2", "2.4")
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("k", KS)
+def test_the_smallest_legal_budget_brings_everybody_to_the_end(target: SchedulerTarget, k: int, depth: int) -> None:
+    specs = [greedy(f"r{index}", prompt_of(8, index), 20) for index in range(5)]
+    driver = drive(target, *specs, k=k, wrong=0.3, depth=depth, max_num_batched_tokens=1 + k)
+    driver.run(depth)
+    driver.check_texts()
+
+
+@pytest.mark.law("2.2")
+@pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.parametrize("spare", [0, 1, 2])
+def test_drafts_shrink_before_a_decode_is_left_out(target: SchedulerTarget, k: int, spare: int) -> None:
+    count = 4 if k < 4 else 6
+    budget = max(count + spare, 1 + k)
+    driver = drive(target, *decoding(count), k=k, max_num_seqs=count, num_kv_blocks=64, max_num_batched_tokens=budget)
+    until_all_decode(driver, count)
+    for _ in range(3):
+        plan = driver.plan()
+        rows = 0 if plan is None else len(plan.slots)
+        require(rows == count, "2.2", f"{rows} of {count} decodes are planned with a budget of {budget}")
+        driver.answer()
+    driver.run()
+    driver.check_texts()
+
+
+@pytest.mark.law("2.2", "5.2")
+@pytest.mark.parametrize("budget", [1, 2, 4])
+def test_decodes_are_left_out_in_rotation(target: SchedulerTarget, budget: int) -> None:
+    """Six requests whose KV was loaded decode at once, more than the budget serves."""
+    if "storage" in target.limits:
+        lacks(target.limits["storage"])
+    prompts = [prompt_of(9, index) for index in range(6)]
+    driver = drive(
+        target,
+        keep=KeepKV(True, True, True),
+        max_num_seqs=6,
+        num_kv_blocks=24,
+        max_model_len=96,
+        max_num_batched_tokens=budget,
+    )
+    for index, prompt in enumerate([*prompts, prompt_of(94, 100)]):  # the last one leaves nothing of the others
+        driver.submit(greedy(f"before{index}", prompt, 1))
+        driver.run()
+    driver.submit(*(greedy(f"r{index}", prompt, 6) for index, prompt in enumerate(prompts)))
+    for _ in range(100):
+        if len(driver.auditor.live) == 6:
+            break
+        driver.plan()
+        while driver.in_flight:
+            driver.answer()
+        while driver.tiers.pending:
+            driver.complete(0, OperationEnd.WELL)
+    if len(driver.auditor.live) < 6:
+        lacks("the scheduler never runs more requests than the budget serves")
+    counts = np.zeros(6, int)
+    for _ in range(12 // budget):
+        plan = driver.plan()
+        assert plan is not None
+        counts[plan.slots] += 1
+        driver.answer()
+    turns = 12 // budget // -(-6 // budget)
+    require(counts.min() >= turns, "2.2", f"with a budget of {budget} the slots decode {counts.tolist()} times")
+    driver.run()
+    driver.check_texts()
+
+
+@pytest.mark.law("2.3")
+@pytest.mark.parametrize("k", [0, 3])
+def test_what_an_aborted_request_was_to_take_goes_to_others(target: SchedulerTarget, k: int) -> None:
+    specs = [*decoding(3), greedy("long", prompt_of(56, 9), 2)]
+    budget = 3 * (1 + k) + 2
+    driver = drive(target, *specs, k=k, num_kv_blocks=64, max_num_batched_tokens=budget)
+    driver.run_until(lambda: not driver.in_flight and len(driver.texts.tokens) == 3)
+    stay = driver.stay_of("long")
+    require(stay is not None and stay.remaining > budget, "2.1", "the long prompt is not under way beside the others")
+    driver.abort("r0")
+    plan = driver.plan()
+    assert plan is not None
+    require(
+        plan.total_tokens == budget, "2.3", f"r0 left, and the plan computes {plan.total_tokens} of {budget} tokens"
+    )
+    driver.run()
+    driver.check_texts()
+
+
+@pytest.mark.law("2.3", "2.4")
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_a_preempted_request_was_to_take_goes_to_others(target: SchedulerTarget, depth: int) -> None:
+    """The auditor holds it for every plan with a revocation: whoever could compute more does, up to the budget."""
+    specs = [greedy(f"r{index}", prompt_of(8 + index, index), 44) for index in range(5)]
+    driver = drive(target, *specs, k=3, depth=depth, max_num_batched_tokens=5)
+    driver.run(depth)
+    driver.check_texts()
+
+
+@pytest.mark.law("2.4")
+def test_blocks_grow_whatever_the_budget_is(target: SchedulerTarget) -> None:
+    """Four decodes take the whole budget when all of them need a block at once."""
+    specs = [greedy(f"r{index}", prompt_of(4, index), 20) for index in range(4)]
+    driver = drive(target, *specs, num_kv_blocks=64, max_num_batched_tokens=4)
+    until_all_decode(driver, 4)
+    for _ in range(10):
+        plan = driver.plan()
+        assert plan is not None
+        require(len(plan.slots) == 4, "2.4", f"{len(plan.slots)} of 4 decodes are planned with a budget of 4")
+        driver.answer()
+    driver.run()
+
+
+@pytest.mark.law("2.2", "2.4")
+def test_everybody_gets_a_first_token_while_others_keep_coming(target: SchedulerTarget) -> None:
+    """A prompt that takes most of the pool is not overtaken for ever by short ones."""
+    driver = drive(target, *decoding(3, 6))
+    driver.step()
+    driver.submit(greedy("large", prompt_of(48, 500), 4))
+    for number in range(400):
+        if "large" in driver.texts.tokens:
+            break
+        if number % 2:
+            driver.submit(greedy(f"more{number}", prompt_of(3, number), 6))
+        driver.step()
+    require("large" in driver.texts.tokens, "2.2", "in 400 steps the large prompt got no token; 200 later ones did")
+    driver.run()
+    driver.check_texts()
+
+
+@pytest.mark.law("2.2")
+def test_three_hundred_requests_pass_through_a_pool_that_holds_five(target: SchedulerTarget) -> None:
+    sizes = np.random.default_rng(2).integers(1, 16, (300, 2)).tolist()
+    specs = [greedy(f"r{index}", prompt_of(prompt, index), out) for index, (prompt, out) in enumerate(sizes)]
+    driver = drive(
+        target,
+        *specs,
+        depth=2,
+        max_num_seqs=16,
+        num_kv_blocks=20,
+        max_model_len=32,
+        max_num_batched_tokens=48,
+    )
+    driver.run(2)
+    driver.check_texts()
+
+
+# What waits costs nothing -------------------------------------------------------------------------------------
+
+
+def _planning_seconds(driver: Driver, plans: int) -> float:
+    """Return the median thread time of plans, the answers between them not counted."""
+    taken = []
+    for _ in range(plans):
+        begun = time.thread_time()
+        plan, effects = driver.scheduler.plan()
+        taken.append(time.thread_time() - begun)
+        driver.auditor.planned(plan, effects)
+        assert plan is not None
+        _answer(driver, plan)
+    return median(taken)
+
+
+def _answer(driver: Driver, plan: StepPlan) -> None:
+    output = driver.execute(plan)
+    driver.auditor.executed(plan, output)
+    deltas, effects = driver.scheduler.commit(plan, output)
+    driver.auditor.answered(plan, output, deltas, effects)
+
+
+@pytest.mark.law("2.6")
+@pytest.mark.parametrize(
+    ("waits_for", "count", "length"),
+    [("slots", 2000, 20), ("slots", 60, 900), ("blocks", 200, 900)],
+    ids=["many for slots", "long for slots", "many for blocks"],
+)
+def test_planning_does_not_grow_with_what_waits(
+    target: SchedulerTarget, waits_for: str, count: int, length: int
+) -> None:
+    """Eight requests decode beside a queue."""
+    slots = 8 if waits_for == "slots" else 16
+    shape: dict[str, Any] = {"max_num_seqs": slots, "num_kv_blocks": 30, "block_size": 32, "max_model_len": 960}
+    found = []
+    for waiting in (0, count):
+        driver = drive(target, *decoding(8, 900), max_num_batched_tokens=64, **shape)
+        until_all_decode(driver, 8)
+        driver.submit(*(greedy(f"w{index}", prompt_of(length, index + 10), 50) for index in range(waiting)))
+        _planning_seconds(driver, 10)
+        found.append(_planning_seconds(driver, 40))
+    alone, beside = found
+    require(
+        beside < 4 * alone + 0.0005,
+        "2.6",
+        f"a plan takes {beside * 1e6:.0f} us beside {count} prompts of {length} tokens, {alone * 1e6:.0f} us alone",
+    )

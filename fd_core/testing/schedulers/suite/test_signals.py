@@ -1,0 +1,306 @@
+"""Signals: preempted-slot signalling, protocol 1, in fixed incidents."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID, MalformedOutput
+from fd_core.testing.requirements import lacks
+from fd_core.testing.schedulers.breaches import broken, require
+from fd_core.testing.schedulers.driver import Driver, drive
+from fd_core.testing.schedulers.scripts import PROMPTS, text_with_zero, whole_text
+from fd_core.testing.schedulers.target import SchedulerTarget
+from fd_core.testing.texts import greedy
+from fd_core.types import FinishReason, RequestSpec, StepPlan
+
+KS = [0, 1, 3, 5]
+DEPTHS = [1, 2, 3]
+
+
+def long_ones(count: int, max_tokens: int = 44) -> list[RequestSpec]:
+    """Return requests of which one alone nearly fills the pool of a small engine."""
+    return [greedy(f"r{index}", PROMPTS[index][:8], max_tokens) for index in range(count)]
+
+
+def drains(driver: Driver) -> str | None:
+    """Return who was preempted and is not released."""
+    names = [stay.request.name for stay in driver.auditor.stays.values() if stay.revoked and stay.request.end is None]
+    return names[0] if names else None
+
+
+def until_somebody_drains(driver: Driver, depth: int) -> str:
+    """Step until a request is preempted, with the plan that says so in flight; leaves the test out if none ever is."""
+    driver.run_until(lambda: drains(driver), depth)
+    name = drains(driver)
+    if name is None:
+        lacks("the scheduler preempts nobody here")
+    return name
+
+
+@pytest.mark.law("1.1", "1.2", "1.3", "1.4", "4")
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("k", KS)
+def test_preempted_again_and_again_nothing_is_lost(target: SchedulerTarget, k: int, depth: int) -> None:
+    driver = drive(target, *long_ones(5), k=k, wrong=0.3, depth=depth)
+    victims: Counter[str] = Counter()
+
+    def watch(plan: StepPlan) -> None:
+        victims.update(driver.auditor.stays[each.slot].request.name for each in plan.revocations)
+
+    driver.run(depth, watch=watch)
+    driver.check_texts()
+    if not victims:
+        lacks("the scheduler preempts nobody here")
+
+
+@pytest.mark.law("1.1")
+@pytest.mark.parametrize("depth", [2, 3])
+def test_what_is_in_flight_when_a_slot_is_taken_back_is_delivered(target: SchedulerTarget, depth: int) -> None:
+    driver = drive(target, *long_ones(3), depth=depth)
+    name = until_somebody_drains(driver, depth)
+    stay = driver.stay_of(name)
+    assert stay is not None
+    if not stay.in_flight:
+        lacks("nothing is in flight for the victims of this scheduler")
+    before = len(driver.texts.tokens[name])
+    while driver.in_flight:
+        driver.answer()
+    told = len(driver.texts.tokens[name]) - before
+    require(told > 0, "1.1", f"{name} was told nothing of what was in flight")
+    driver.run(depth)
+    driver.check_texts()
+
+
+@pytest.mark.law("1.3", "1.7", "2.4")
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_batch_that_is_aborted_as_a_whole_is_a_step(target: SchedulerTarget, depth: int) -> None:
+    driver = drive(target, *long_ones(2, 12), depth=depth)
+    driver.run_until(lambda: len(driver.auditor.live) == 2 and driver.texts.tokens, depth)
+    while len(driver.in_flight) >= depth:
+        driver.answer()
+    running = [stay.request.name for stay in driver.auditor.live]
+    for name in running:
+        driver.abort(name)
+        driver.abort(name)
+    plan = driver.plan()
+    if plan is None or len(plan.revocations) != len(running):
+        broken("1.3", f"{running} were aborted, and the next plan does not take all of them back")
+    while driver.in_flight:
+        driver.answer()
+    for name in running:
+        require(driver.texts.ends.get(name) is FinishReason.ABORT, "1.7", f"{name} was aborted and has no end")
+    driver.run(depth)
+
+
+@pytest.mark.law("1.3")
+def test_an_error_in_one_row_swallows_no_other(target: SchedulerTarget) -> None:
+    driver = drive(target, *long_ones(3, 12), depth=2, num_kv_blocks=48)
+    driver.run_until(lambda: len(driver.in_flight) == 2 and len(driver.in_flight[0].plan.slots) == 3, 2)
+    driver.answer(int(driver.in_flight[0].plan.slots[1]))
+    require(Counter(driver.texts.ends.values())[FinishReason.ERROR] == 1, "1.3", "one row failed, one ends")
+    driver.run(2)
+    driver.check_texts()
+    require(Counter(driver.texts.ends.values())[FinishReason.LENGTH] == 2, "1.3", "two rows were healthy")
+
+
+@pytest.mark.law("1.3", "1.7")
+def test_an_error_beside_a_release_swallows_neither(target: SchedulerTarget) -> None:
+    driver = drive(target, *long_ones(3, 12), depth=1, num_kv_blocks=48)
+    driver.run_until(lambda: len(driver.auditor.live) == 3)
+    while driver.in_flight:
+        driver.answer()
+    driver.abort("r1")
+    plan = driver.plan()
+    assert plan is not None
+    driver.answer(int(plan.slots[0]))
+    ends = Counter(driver.texts.ends.values())
+    require(ends[FinishReason.ABORT] == ends[FinishReason.ERROR] == 1, "1.3", f"one failed, one was aborted: {ends}")
+    driver.run()
+    driver.check_texts()
+
+
+@pytest.mark.law("1.5")
+@pytest.mark.parametrize("changes", [{"epoch": -1}, {"epoch": 1}, {"step": -1}, {"step": 1}], ids=str)
+def test_an_answer_of_another_epoch_or_step_is_dropped(target: SchedulerTarget, changes: dict[str, int]) -> None:
+    driver = drive(target, *long_ones(2, 8), depth=2)
+    for _ in range(6):
+        while len(driver.in_flight) < 2 and driver.plan() is not None:
+            pass
+        plan = driver.in_flight[0].plan
+        driver.answer_stale(**{name: getattr(plan, name) + by for name, by in changes.items()})
+        driver.answer()
+    driver.run(2)
+    driver.check_texts()
+
+
+@pytest.mark.law("1.5")
+def test_an_answer_that_comes_twice_is_dropped(target: SchedulerTarget) -> None:
+    driver = drive(target, *long_ones(2, 8), depth=2)
+    for _ in range(4):
+        while len(driver.in_flight) < 2 and driver.plan() is not None:
+            pass
+        answer = driver.in_flight[0]
+        driver.answer()
+        deltas, _ = driver.scheduler.commit(answer.plan, answer.output)
+        driver.auditor.dropped(deltas, f"the answer to step {answer.plan.step}, when it came a second time,")
+    driver.run(2)
+    driver.check_texts()
+
+
+@pytest.mark.law("1.5")
+def test_a_row_of_another_gen_is_dropped(target: SchedulerTarget) -> None:
+    driver = drive(target, *long_ones(2, 8))
+    driver.run_until(lambda: len(driver.texts.tokens) == 2)
+    while driver.in_flight:
+        driver.answer()
+    assert driver.plan() is not None
+    answer = driver.in_flight.popleft()
+    gens = answer.output.gens.copy()
+    slot = int(answer.plan.slots[0])
+    gens[slot] += 1
+    deltas, _ = driver.scheduler.commit(answer.plan, replace(answer.output, gens=gens))
+    name = driver.auditor.stays[slot].request.name
+    told = [delta for delta in deltas if delta.request_id == name]
+    require(not told, "1.5", f"{name} was told {told}, which the runner computed for another gen")
+    require(len(deltas) == len(answer.plan.slots) - 1, "1.5", "a row of the right gen was dropped beside another one")
+    counted = driver.scheduler.stats().outputs.stale_outputs
+    require(counted == 1, "1.5", f"one row was stale, {counted} were counted")
+
+
+@pytest.mark.law("1.5")
+def test_gens_of_a_slot_grow(target: SchedulerTarget) -> None:
+    driver = drive(target, *(greedy(f"r{index}", PROMPTS[index][:3], 2) for index in range(12)), max_num_seqs=2)
+    driver.run(2)
+    driver.check_texts()
+
+
+@pytest.mark.law("1.6")
+@pytest.mark.parametrize("depth", [2, 3])
+def test_a_text_that_ends_while_it_drains_is_not_requeued(target: SchedulerTarget, depth: int) -> None:
+    specs = long_ones(3)
+    probe = drive(target, *specs, depth=depth)
+    name = until_somebody_drains(probe, depth)
+    stay = probe.stay_of(name)
+    assert stay is not None
+    if not stay.in_flight:
+        lacks("nothing is in flight for the victims of this scheduler")
+    text, first = whole_text(stay.request.spec), len(probe.texts.tokens[name])
+    params = msgspec.structs.replace(stay.request.spec.params, stop_token_ids=(text[first],))
+    assert text[first] not in text[:first]
+    last = [msgspec.structs.replace(spec, params=params) if spec.request_id == name else spec for spec in specs]
+    driver = drive(target, *last, depth=depth)
+    require(until_somebody_drains(driver, depth) == name, "1.1", "the same requests are planned another way")
+    while driver.in_flight and name not in driver.texts.ends:
+        driver.answer()
+    require(driver.texts.ends.get(name) is FinishReason.STOP, "1.6", f"{name} ended while it drained, and waits again")
+    driver.run(depth)
+    driver.check_texts()
+
+
+@pytest.mark.law("1.7")
+def test_an_abort_while_waiting_leaves_at_once_and_is_never_prefilled(target: SchedulerTarget) -> None:
+    driver = drive(target, *long_ones(3, 6), max_num_seqs=1)
+    driver.plan()
+    waiting = next(name for name, each in driver.auditor.requests.items() if each.waits)
+    driver.abort(waiting)
+    driver.abort(waiting)
+    require(driver.texts.ends == {waiting: FinishReason.ABORT}, "1.7", f"{waiting} waited, was aborted and did not end")
+    driver.run()
+    require(waiting not in driver.first_plan, "1.7", f"{waiting} was prefilled after its abort")
+
+
+@pytest.mark.law("1.7", "2.4")
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_an_abort_while_running_takes_the_slot_back_and_delivers_what_was_in_flight(
+    target: SchedulerTarget, depth: int
+) -> None:
+    """The running requests take the whole budget."""
+    specs = [greedy(f"r{index}", PROMPTS[index][:1], 12) for index in range(3)]
+    driver = drive(target, *specs, depth=depth, max_num_batched_tokens=3, num_kv_blocks=48)
+    driver.run_until(lambda: len(driver.auditor.live) == 3 and len(driver.texts.tokens) == 3, depth)
+    while len(driver.in_flight) >= depth:
+        driver.answer()
+    driver.abort("r1")
+    driver.abort("r1")
+    plan = driver.plan()
+    require(plan is not None and plan.revocations, "1.7", "r1 was aborted, and the next plan keeps it")
+    while driver.in_flight:
+        driver.answer()
+    require(driver.texts.ends.get("r1") is FinishReason.ABORT, "1.7", "r1 was aborted and has no end")
+    driver.run(depth)
+    driver.check_texts()
+
+
+@pytest.mark.law("1.7")
+def test_an_abort_between_two_chunks_of_a_prompt_takes_the_slot_back(target: SchedulerTarget) -> None:
+    driver = drive(target, greedy("r0", PROMPTS[0], 4), max_num_batched_tokens=4)
+    driver.plan()
+    driver.abort("r0")
+    plan = driver.plan()
+    require(plan is not None and len(plan.revocations) == 1, "1.7", "r0 was aborted, and the next plan keeps it")
+    driver.run()
+    require(driver.texts.ends == {"r0": FinishReason.ABORT}, "1.7", "r0 was aborted and has no end")
+
+
+@pytest.mark.law("1.2", "1.7")
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_an_abort_while_draining_ends_with_the_release(target: SchedulerTarget, depth: int) -> None:
+    driver = drive(target, *long_ones(3), depth=depth)
+    name = until_somebody_drains(driver, depth)
+    driver.abort(name)
+    driver.abort(name)
+    require(name not in driver.texts.ends, "1.2", f"{name} ended before its slot was released")
+    while driver.in_flight:
+        driver.answer()
+    require(driver.texts.ends.get(name) is FinishReason.ABORT, "1.7", f"{name} was aborted and has no end")
+    driver.run(depth)
+    driver.check_texts()
+
+
+@pytest.mark.law("1.7")
+def test_an_abort_after_the_end_and_of_nobody_is_ignored(target: SchedulerTarget) -> None:
+    driver = drive(target, greedy("r0", PROMPTS[0], 1))
+    driver.run()
+    driver.abort("r0")
+    driver.abort("never added")
+    require(driver.texts.ends == {"r0": FinishReason.LENGTH}, "1.7", f"it ended with {driver.texts.ends}")
+
+
+@pytest.mark.law("1.9")
+@pytest.mark.parametrize("k", [0, 3])
+def test_token_0_is_a_token(target: SchedulerTarget, k: int) -> None:
+    spec = text_with_zero()
+    stopping = msgspec.structs.replace(spec.params, stop_token_ids=(0,))
+    specs = [spec, msgspec.structs.replace(spec, request_id="stops", params=stopping), greedy("zeros", [0] * 9, 12)]
+    driver = drive(target, *specs, k=k, depth=2)
+    driver.run(2)
+    driver.check_texts()
+    require(driver.texts.ends["stops"] is FinishReason.STOP, "1.9", "token 0 ends a text that it is to stop")
+
+
+@pytest.mark.law("1.4", "4")
+@pytest.mark.parametrize("delivered", [1, 7, 19])
+def test_what_an_earlier_epoch_delivered_is_continued(target: SchedulerTarget, delivered: int) -> None:
+    spec = greedy("r0", PROMPTS[0][:9], 20)
+    again = msgspec.structs.replace(spec, delivered=tuple(whole_text(spec)[:delivered]))
+    driver = drive(target, again, max_num_batched_tokens=4)
+    driver.run()
+    driver.check_texts()
+    require(driver.texts.ends == {"r0": FinishReason.LENGTH}, "4", "max_tokens counts from the prompt")
+
+
+@pytest.mark.law("1.2", "1.7")
+def test_what_no_revocation_asked_for_is_refused(target: SchedulerTarget) -> None:
+    """A runner that releases a slot which was never revoked breaks the protocol; the scheduler does not believe it."""
+    driver = drive(target, *long_ones(2, 8))
+    driver.plan()
+    answer = driver.in_flight[0]
+    tokens = answer.output.tokens.copy()
+    tokens[int(answer.plan.slots[0])] = EMPTY_TOKEN_ID
+    tokens[int(answer.plan.slots[0]), 0] = PREEMPTED_TOKEN_ID
+    with pytest.raises(MalformedOutput):
+        driver.scheduler.commit(answer.plan, replace(answer.output, tokens=tokens))

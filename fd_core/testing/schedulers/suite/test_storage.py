@@ -1,0 +1,126 @@
+"""Storage: KV outside the device, protocol 5, in tiers whose operations end when and as the test decides."""
+
+from __future__ import annotations
+
+import pytest
+
+from fd_core.kv.effects import Load, Lookup, Save
+from fd_core.scheduling.kv_offloading import KeepKV
+from fd_core.testing.requirements import lacks
+from fd_core.testing.schedulers.breaches import require
+from fd_core.testing.schedulers.driver import Driver, drive, prompt_of
+from fd_core.testing.schedulers.suite.test_signals import long_ones
+from fd_core.testing.schedulers.target import SchedulerTarget
+from fd_core.testing.schedulers.tiers import OperationEnd
+from fd_core.testing.texts import greedy
+from fd_core.types import FinishReason
+
+ENDS = list(OperationEnd)
+
+
+@pytest.fixture(autouse=True)
+def storage_is_used(target: SchedulerTarget) -> None:
+    """Leave the file out for a scheduler that stores nothing."""
+    if "storage" in target.limits:
+        lacks(target.limits["storage"])
+
+
+def run_ending(driver: Driver, how: OperationEnd, depth: int) -> None:
+    """Run to the end; every operation ends so, some steps after it began."""
+    for _ in range(2000):
+        while len(driver.in_flight) < depth and driver.plan() is not None:
+            pass
+        busy = bool(driver.in_flight or driver.tiers.pending)
+        if driver.in_flight:
+            driver.answer()
+        if len(driver.tiers.pending) > 2 or (driver.tiers.pending and not driver.in_flight):
+            driver.complete(0, how)
+        if not busy:
+            break
+    driver.run(depth)
+    driver.check_texts()
+
+
+@pytest.mark.law("5.2", "5.5", "3.2", "4")
+@pytest.mark.parametrize("how", ENDS, ids=lambda how: how.name.lower())
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_preempted_request_comes_back_whatever_storage_answers(
+    target: SchedulerTarget, depth: int, how: OperationEnd
+) -> None:
+    driver = drive(target, *long_ones(4), keep=KeepKV(), k=3, wrong=0.3, depth=depth)
+    run_ending(driver, how, depth)
+
+
+@pytest.mark.law("5.2")
+def test_what_was_saved_is_loaded(target: SchedulerTarget) -> None:
+    driver = drive(target, *long_ones(4), keep=KeepKV(), caching=True)
+    loads: list[Load] = []
+    for _ in range(1000):
+        plan = driver.plan()
+        loads += [each for each in driver.tiers.pending if isinstance(each, Load) and each not in loads]
+        while driver.tiers.pending:
+            driver.complete(0, OperationEnd.WELL)
+        if driver.in_flight:
+            driver.answer()
+        elif plan is None:
+            break
+    if not driver.auditor.preemptions:
+        lacks("the scheduler preempts nobody here")
+    driver.check_texts()
+    require(loads, "5.2", f"{driver.auditor.preemptions} requests were preempted, and nothing was loaded")
+
+
+@pytest.mark.law("5.1", "1.7")
+def test_a_store_that_is_silent_keeps_nobody_else_waiting(target: SchedulerTarget) -> None:
+    """A lookup and a save are never answered while others run to their ends; then everything goes on."""
+    prompt = prompt_of(13)
+    driver = drive(target, greedy("first", prompt, 4), keep=KeepKV(True, True, True))
+    driver.run()
+    driver.submit(*(greedy(f"r{index}", prompt_of(9, index), 8) for index in range(3)))
+    silent = [each.operation for each in driver.tiers.pending if isinstance(each, Lookup)]
+    for _ in range(60):
+        if driver.plan() is not None:
+            driver.answer()
+    driver.submit(greedy("aborted", prompt_of(9, 99), 4))
+    driver.abort("aborted")
+    require(driver.texts.ends["aborted"] is FinishReason.ABORT, "1.7", "it waits for storage, and its abort is prompt")
+    run_ending(driver, OperationEnd.BADLY, 1)
+    require(all(end for end in driver.texts.ends.values()), "5.5", f"operations {silent} were silent for long")
+
+
+@pytest.mark.law("1.7", "3.2")
+@pytest.mark.parametrize("how", ENDS, ids=lambda how: how.name.lower())
+def test_an_abort_while_loading_keeps_the_blocks_until_the_load_is_over(
+    target: SchedulerTarget, how: OperationEnd
+) -> None:
+    driver = drive(target, *long_ones(4), keep=KeepKV(), depth=2)
+    for _ in range(400):
+        if any(each.loading for each in driver.auditor.requests.values()):
+            break
+        if driver.plan() is None and not driver.in_flight:
+            break
+        waits = [index for index, each in enumerate(driver.tiers.pending) if isinstance(each, Save | Lookup)]
+        if waits:
+            driver.complete(waits[0], OperationEnd.WELL)
+        if len(driver.in_flight) == 2:
+            driver.answer()
+    loading = [name for name, each in driver.auditor.requests.items() if each.loading]
+    if not loading:
+        lacks("the scheduler loads nothing here")
+    driver.abort(loading[0])
+    driver.abort(loading[0])
+    driver.submit(*(greedy(f"more{index}", prompt_of(9, index), 8) for index in range(4)))
+    for _ in range(12):
+        if len(driver.in_flight) < 2:
+            driver.plan()
+        if driver.in_flight:
+            driver.answer()
+    run_ending(driver, how, 2)
+
+
+@pytest.mark.law("3.5", "5.3")
+@pytest.mark.parametrize("wrong", [0.3, 1.0])
+def test_only_settled_blocks_are_saved(target: SchedulerTarget, wrong: float) -> None:
+    specs = [greedy(f"r{index}", prompt_of(9, index % 2), 20, cache_salt=f"s{index % 3}") for index in range(6)]
+    driver = drive(target, *specs, keep=KeepKV(True, True, True), k=3, wrong=wrong, depth=2)
+    run_ending(driver, OperationEnd.WELL, 2)

@@ -1,0 +1,87 @@
+"""What performs the effects of a scheduler in tests: a dict of blocks whose operations end when and as a test decides.
+
+Copies are made as late as the contract allows, at the completion, and what a load leaves behind is garbage: a block
+that somebody else uses too early, or uses although it was not loaded, changes a text.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.kv.effects import Cancel, Completion, Effect, Found, Load, Loaded, Lookup, Save, Saved
+from fd_core.ops.contract import KVCache
+
+__all__ = ["Operation", "OperationEnd", "ScriptedTiers"]
+
+Operation = Lookup | Load | Save
+
+
+class OperationEnd(enum.Enum):
+    """How an operation ends."""
+
+    WELL = enum.auto()
+    IN_PART = enum.auto()
+    BADLY = enum.auto()
+
+    def share(self, count: int) -> int:
+        """Return how many of `count` blocks it brings about."""
+        return {OperationEnd.WELL: count, OperationEnd.IN_PART: count // 2, OperationEnd.BADLY: 0}[self]
+
+
+class ScriptedTiers:
+    """Performs nothing until told to."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.values: dict[bytes, npt.NDArray[np.float32]] = {}
+        self.pending: list[Operation] = []
+        self.cancelled: set[int] = set()
+        self._cache = cache
+
+    def perform(self, effects: Iterable[Effect]) -> None:
+        """Begin operations."""
+        for effect in effects:
+            if isinstance(effect, Cancel):
+                self.cancelled.add(effect.operation)
+            elif isinstance(effect, Lookup | Load | Save):
+                self.pending.append(effect)
+
+    def complete(self, index: int, how: OperationEnd) -> Completion:
+        """End the operation at `index`; the order of operations is the test's choice."""
+        operation = self.pending.pop(index)
+        match operation:
+            case Lookup():
+                return self._find(operation, how)
+            case Load():
+                return self._load(operation, how)
+            case Save():
+                return self._save(operation, how)
+
+    def _find(self, lookup: Lookup, how: OperationEnd) -> Found:
+        held = 0
+        while held < len(lookup.keys) and lookup.keys[held] in self.values:
+            held += 1
+        total = how.share(held)
+        return Found(lookup.operation, total // 2, total)
+
+    def _load(self, load: Load, how: OperationEnd) -> Loaded:
+        assert len(set(load.blocks.tolist())) == len(load.keys)
+        upto, count = how.share(len(load.keys)), 0
+        while count < upto and load.keys[count] in self.values:
+            self._cache.import_blocks(load.blocks[count : count + 1], self.values[load.keys[count]])
+            count += 1
+        for block in load.blocks[count:]:
+            garbage = self._cache.export_blocks(np.array([block], np.int32)).copy()
+            garbage.reshape(-1)[:] = 1.5
+            self._cache.import_blocks(np.array([block], np.int32), garbage)
+        return Loaded(load.operation, count, from_host=count // 2)
+
+    def _save(self, save: Save, how: OperationEnd) -> Saved:
+        upto = how.share(len(save.keys))
+        for key, block in zip(save.keys[:upto], save.blocks[:upto].tolist(), strict=True):
+            self.values[key] = self._cache.export_blocks(np.array([block], np.int32))
+        # What was copied may be evicted by other requests at once, whatever the store has of it.
+        return Saved(save.operation, upto, host=upto if how is OperationEnd.WELL else upto // 2)
