@@ -149,11 +149,6 @@ class PluginOffer:
         """Kind and name, such as `backend cpu`."""
         return f"{self.kind.word} {self.name}"
 
-    @property
-    def summary(self) -> str:
-        """One line for lists."""
-        return self.entry.summary
-
     def load(self) -> type[Any]:
         """Import the class. Raises `PluginError` if that fails or if it is not of the right kind."""
         cls: type[Any] = self._attempt(self._import)
@@ -205,8 +200,10 @@ class Plugins:
         self._manager = pluggy.PluginManager("fd_core")
         self._manager.add_hookspecs(hookspecs)
         self._offers: dict[Kind[Any], dict[str, list[PluginOffer]]] = {kind: {} for kind in KINDS}
-        self._origins: list[Origin] = []
-        self._problems: list[Problem] = []
+        self.origins: list[Origin] = []
+        """Plugins that were registered."""
+        self.problems: list[Problem] = []
+        """Why plugins and names were left out."""
 
     @classmethod
     def discover(cls, entry_points: Iterable[importlib.metadata.EntryPoint] | None = None) -> Plugins:
@@ -221,16 +218,6 @@ class Plugins:
             plugins._admit(origin, point.load)
         plugins._refuse_contested_names()
         return plugins
-
-    @property
-    def problems(self) -> tuple[Problem, ...]:
-        """Plugins and names that were left out."""
-        return tuple(self._problems)
-
-    @property
-    def origins(self) -> tuple[Origin, ...]:
-        """Plugins that were registered."""
-        return tuple(self._origins)
 
     def offers(self, origin: Origin) -> tuple[PluginOffer, ...]:
         """Everything that one plugin offers, names that others offer as well included."""
@@ -264,7 +251,7 @@ class Plugins:
 
     def _best_backend(self) -> ChosenBackend:
         available: list[tuple[int, str, type[Backend], str]] = []
-        passed_over = [str(problem) for problem in self._problems if problem.kind in (None, BACKEND)]
+        passed_over = [str(problem) for problem in self.problems if problem.kind in (None, BACKEND)]
         for name, offer in sorted(self.offered(BACKEND).items()):
             try:
                 backend = offer.load()
@@ -293,7 +280,7 @@ class Plugins:
         usable = self.offered(kind)
         if name in usable:
             return usable[name]
-        for problem in self._problems:
+        for problem in self.problems:
             if problem.concerns(kind, name):
                 raise PluginError(f"{kind.word} {name} cannot be used: {problem}", field=kind.flag, hint=problem.hint)
         hint = f"there are: {', '.join(sorted(usable)) or 'none'}"
@@ -309,13 +296,13 @@ class Plugins:
             self._manager.register(module, name=f"{origin.distribution}:{origin.entry_point}")
             offers = [offer for kind in KINDS for offer in self._ask(kind, module, origin)]
         except StrangerError as error:
-            self._problems.append(Problem(origin, str(error), error.hint))
+            self.problems.append(Problem(origin, str(error), error.hint))
             return
         except (pluggy.PluginValidationError, ValueError) as error:
             hint = "give the hook the arguments that it has in fd_core/hookspecs.py, and each module one entry point"
-            self._problems.append(Problem(origin, " ".join(str(error).split()), hint))
+            self.problems.append(Problem(origin, " ".join(str(error).split()), hint))
             return
-        self._origins.append(origin)
+        self.origins.append(origin)
         for offer in offers:
             self._offers[offer.kind].setdefault(offer.name, []).append(offer)
 
@@ -332,7 +319,7 @@ class Plugins:
                     givers = " and ".join(offer.origin.distribution for offer in offers)
                     cause = f"the {kind.word} name {name!r} is offered by {givers}"
                     hint = "uninstall one of them, or give your own another name"
-                    self._problems.append(Problem(offers[-1].origin, cause, hint, kind, name))
+                    self.problems.append(Problem(offers[-1].origin, cause, hint, kind, name))
 
 
 @cache

@@ -30,7 +30,7 @@ def test_built_ins_are_registered_like_strangers():
         *("random", "round_robin", "power_of_two", "request_num", "process_tokens", "metrics_score"),
         *("cache_aware", "prefix_hash", "session"),
     }
-    assert plugins.problems == ()
+    assert not plugins.problems
     assert {registered.origin.distribution for registered in plugins.offered(BACKEND).values()} == {"fd-core"}
 
 

@@ -95,7 +95,7 @@ def inspect_plugin(point: importlib.metadata.EntryPoint) -> Inspection:
 
 def _inspect_offer(offer: PluginOffer, watch: _Watch, answers: list[str]) -> Iterator[Finding]:
     about = offer.label
-    if len(offer.summary.splitlines()) != 1 or not offer.summary.strip():
+    if len(offer.entry.summary.splitlines()) != 1 or not offer.entry.summary.strip():
         cause = "its summary, which `fdcore plugins` shows, is not one line"
         yield Finding(cause, f"say in the Entry what {offer.name} is, in one line", about)
     try:

@@ -137,7 +137,7 @@ def _show() -> None:
     table = Table("Kind", "Name", "From", "About")
     for kind in KINDS:
         for offer in plugins.offered(kind).values():
-            table.add_row(kind.word, offer.name, str(offer.origin), offer.summary)
+            table.add_row(kind.word, offer.name, str(offer.origin), offer.entry.summary)
     console.print(table)
     for problem in plugins.problems:
         console.print(f"not usable: {problem}", style="red", markup=False, highlight=False)

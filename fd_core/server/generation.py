@@ -77,21 +77,8 @@ class ChoiceStream:
     """One text that is being generated."""
 
     __slots__ = (
-        "_arrived",
-        "_deltas",
-        "_eos",
-        "_every_token",
-        "_include_stop",
-        "_last",
-        "_metrics",
-        "_stop_ids",
-        "_text",
-        "cached_tokens",
-        "finished",
-        "index",
-        "prefill",
-        "prompt_index",
-        "tokens",
+        *("_arrived", "_deltas", "_eos", "_every_token", "_include_stop", "_last", "_metrics", "_stop_ids", "_text"),
+        *("cached_tokens", "finished", "index", "prefill", "prompt_index", "tokens"),
     )
 
     def __init__(self, state: ServerState, job: Job, spec: RequestSpec, deltas: _Deltas, index: int) -> None:

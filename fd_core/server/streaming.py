@@ -73,9 +73,9 @@ class GenerationResponse(Response):
             chunk = await choice.next()
             events.headers.update(_prefill_header(choice))
             if chunk is not None:
-                await events.write(response_format.first(choice) + response_format.event(choice, chunk))
+                await events.send(response_format.first(choice) + response_format.event(choice, chunk))
             while (chunk := await choice.next()) is not None:
-                await events.write(response_format.event(choice, chunk))
+                await events.send(response_format.event(choice, chunk))
 
         try:
             async with UntilDisconnect(receive) as client, Generation(self._state, self._format.job) as generation:
@@ -83,12 +83,12 @@ class GenerationResponse(Response):
         except Exception as error:  # the stream's outer edge: whatever happened, the client is told
             if not events.started:
                 raise
-            await events.close(b"event: error\ndata: " + to_api_error(error).body() + b"\n\n")
+            await events.send(b"event: error\ndata: " + to_api_error(error).body() + b"\n\n", last=True)
             return
         if client.gone:
             return
         usage = response_format.usage_event(generation.usage()) if response_format.job.usage_in_stream else b""
-        await events.close(usage + _DONE)
+        await events.send(usage + _DONE, last=True)
 
 
 def _prefill_header(choice: ChoiceStream) -> dict[str, str]:
@@ -106,20 +106,11 @@ class _Events:
         self._one_at_a_time = asyncio.Lock()
         self.started = False
 
-    async def write(self, data: bytes) -> None:
-        """Send whole events; waits while the client reads too slowly."""
+    async def send(self, data: bytes, *, last: bool = False) -> None:
+        """Send whole events, and end the answer after the last; waits while the client reads too slowly."""
         async with self._one_at_a_time:
-            await self._start()
-            await self._send({"type": "http.response.body", "body": data, "more_body": True})
-
-    async def close(self, data: bytes) -> None:
-        """Send the last events and end the answer."""
-        async with self._one_at_a_time:
-            await self._start()
-            await self._send({"type": "http.response.body", "body": data, "more_body": False})
-
-    async def _start(self) -> None:
-        if not self.started:
-            self.started = True
-            headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in self.headers.items()]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            if not self.started:
+                self.started = True
+                headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in self.headers.items()]
+                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._send({"type": "http.response.body", "body": data, "more_body": not last})

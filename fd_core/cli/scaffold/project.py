@@ -88,16 +88,12 @@ def _check_name(name: str) -> None:
         raise ConfigError(f"{name} is a backend of fd_core itself", field="NAME", hint="take another name")
     if name in KNOWN_PLUGINS:
         raise ConfigError(f"{name} is the project's own plugin {KNOWN_PLUGINS[name]}", field="NAME")
-    package = _package(name)
+    package = f"fd_{name}"
     for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP, name=name):
         giver = point.dist.name if point.dist else "an installed plugin"
         raise ConfigError(f"the name {name} is taken by {giver}", field="NAME", hint="take another name")
     if importlib.util.find_spec(package) is not None:
         raise ConfigError(f"the package {package} exists already", field="NAME", hint="take another name")
-
-
-def _package(name: str) -> str:
-    return f"fd_{name}"
 
 
 def _words(name: str, framework: Framework) -> dict[str, str]:
@@ -107,7 +103,7 @@ def _words(name: str, framework: Framework) -> dict[str, str]:
     return {
         "name": name,
         "distribution": f"fd-{name.replace('_', '-')}",
-        "package": _package(name),
+        "package": f"fd_{name}",
         "backend": f"{camel}Backend",
         "ops": f"{camel}Ops",
         "framework": framework.value,
