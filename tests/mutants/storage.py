@@ -26,7 +26,8 @@ MUTANTS = (
         (
             OFFLOAD,
             "            self._copier.loop.post(job)\n",
-            "            self._copier.loop.post(job)\n            self._queue.wait(self._lookup_seconds)\n",
+            "            self._copier.loop.post(job)\n"
+            "            if isinstance(answer, Found):\n                self._queue.wait(self._lookup_seconds)\n",
         ),
     ),
     mutant(
