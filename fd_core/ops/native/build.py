@@ -1,8 +1,8 @@
 """Compile the C++ sources once for this processor and keep the library in a cache folder.
 
-torch's extension builder does the compiling, in a private folder; the finished library is moved to its place in one
-step. Builders of the same library wait for each other on a file lock that the system releases when a process dies, so
-a killed builder leaves nothing that others would wait for.
+The compiler works in a private folder; the finished library is moved to its place in one step. Builders of the same
+library wait for each other on a file lock that the system releases when a process dies, so a killed builder leaves
+nothing that others would wait for.
 """
 
 from __future__ import annotations
@@ -14,11 +14,8 @@ import logging
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from fd_core.cache_dir import find_cache_dir
@@ -28,9 +25,12 @@ __all__ = ["BuildError", "library_folder", "library_path", "load"]
 logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "csrc"
-_LOCK_SECONDS = 300.0
+_COMPILE_SECONDS = 300.0
 # Hidden, so that libraries of several instruction sets in one process keep their symbols apart.
-_COMMON_FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-pthread")
+_COMMON_FLAGS = (
+    *("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math"),
+    *("-fPIC", "-fvisibility=hidden", "-pthread"),
+)
 _ISA_FLAGS = {
     "native": ("-march=native",),
     "native_without_amx": ("-march=native", "-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8"),
@@ -81,7 +81,8 @@ def _load(isa: str) -> ctypes.CDLL:
     try:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(path.with_suffix(".lock")):
+            with path.with_suffix(".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
                 if not path.exists():
                     _compile(isa, path)
         return ctypes.CDLL(str(path))
@@ -98,35 +99,30 @@ def _processor() -> str:
     return "\n".join(next((line for line in lines if line.startswith(key)), "") for key in ("model name", "flags"))
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        deadline = time.monotonic() + _LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise BuildError(f"another process has been compiling for {_LOCK_SECONDS:.0f} s") from None
-                time.sleep(0.1)
-        yield
-
-
 def _compile(isa: str, path: Path) -> None:
-    if shutil.which(os.environ.get("CXX", "c++")) is None:
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
         raise BuildError("no C++ compiler (c++) was found")
     logger.info("compiling native kernels for %s; this happens once", isa)
-    sources = [str(source) for source in sorted(_SOURCES.glob("*.cpp"))]
-    with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder:
-        command = [sys.executable, "-m", "fd_core.ops.native.compiler", folder, *_COMMON_FLAGS, *_ISA_FLAGS[isa], "--"]
-        try:
-            done = subprocess.run([*command, *sources], capture_output=True, text=True, timeout=_LOCK_SECONDS)
-        except subprocess.TimeoutExpired:
-            raise BuildError(f"the C++ sources did not compile within {_LOCK_SECONDS:.0f} s") from None
-        if done.returncode != 0:
-            raise BuildError(f"the C++ sources did not compile: {_first_error(done.stdout + done.stderr)}")
-        Path(done.stdout.splitlines()[-1]).replace(path)
+    with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder, ThreadPoolExecutor() as pool:
+
+        def compiled(source: Path) -> Path:
+            unit = Path(folder, source.stem + ".o")
+            _run([compiler, *_COMMON_FLAGS, *_ISA_FLAGS[isa], "-c", source, "-o", unit])
+            return unit
+
+        library = Path(folder, path.name)
+        _run([compiler, "-shared", "-pthread", *pool.map(compiled, _SOURCES.glob("*.cpp")), "-o", library])
+        library.replace(path)
+
+
+def _run(command: list[str | Path]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"the C++ sources did not compile within {_COMPILE_SECONDS:.0f} s") from None
+    if done.returncode != 0:
+        raise BuildError(f"the C++ sources did not compile: {_first_error(done.stdout + done.stderr)}")
 
 
 def _first_error(text: str) -> str:

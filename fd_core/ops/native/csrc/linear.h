@@ -22,11 +22,6 @@ struct Linear {
     Type type;
     void* data;
     float* bias;  // [vecs * kLanes] in stored order, or null
-
-    template <class E>
-    static int panel_vecs() {
-        return TileShape<E>::kVecs;
-    }
 };
 
 /// Stored column of column `c` of part `part` (gate 0, up 1; always 0 where not gated).
