@@ -44,7 +44,7 @@ class NumpyKVCache(KVCache):
 
     def export_blocks(self, blocks: IntArray) -> Floats:
         """Copy blocks in canonical order."""
-        return np.ascontiguousarray(self._data[:, :, blocks].transpose(2, 0, 1, 3, 4, 5))
+        return np.ascontiguousarray(self._data.transpose(2, 0, 1, 3, 4, 5)[blocks])
 
     def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
         """Write exported blocks."""
@@ -82,10 +82,6 @@ class NumpyOps(NumpySampling, Ops):
         weight = np.concatenate([part.to_float32() for part in parts])
         bias = None if biases is None else np.concatenate([part.to_float32() for part in biases])
         return NumpyLinear(weight, bias)
-
-    def prepare_experts(self, parts: Sequence[Sequence[RawTensor]], *, gated: bool) -> tuple[NumpyLinear, ...]:
-        """Prepare one linear for each expert."""
-        return tuple(self.prepare_linear(expert, gated=gated) for expert in parts)
 
     def tied_head(self, embedding: Floats, weight: RawTensor) -> NumpyLinear:
         """Share the embedding."""
@@ -160,9 +156,8 @@ class NumpyOps(NumpySampling, Ops):
             if len(tokens):
                 y = self.linear(self.gated_linear(x[tokens], gate_up, activation), down)
                 output[tokens] += y * weights[tokens, places, None]
-        if experts.shared_gate_up is not None and experts.shared_down is not None:
-            output += self.linear(self.gated_linear(x, experts.shared_gate_up, activation), experts.shared_down)
-        return output
+        shared: Floats = self.add_shared(output, x, experts, activation)
+        return shared
 
     def add(self, x: Floats, y: Floats) -> Floats:
         """Add."""

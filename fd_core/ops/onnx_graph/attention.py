@@ -1,14 +1,12 @@
-"""KV writes and attention as operators. A device with a paged kernel overrides `AttentionForm`, nothing else.
+"""KV writes and attention as standard operators.
 
-Standard operators know no block tables, and a step's rows differ in tokens and in context. So the rows are cut into two
-groups, each padded to its largest row; where the cut lies is chosen for every step by the least padded work. Decoding
-rows and the chunk of a prompt then do not pay for each other, and one graph serves every batch.
+They know no block tables, and a step's rows differ in tokens and in context. So the rows are cut into two groups, each
+padded to its largest row; where the cut lies is chosen for every step by the least padded work. Decoding rows and the
+chunk of a prompt then do not pay for each other, and one graph serves every batch.
 """
 
 from __future__ import annotations
 
-import abc
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,150 +14,118 @@ import numpy.typing as npt
 from onnx import TensorProto
 
 from fd_core.ops.contract import Heads, StepInput
-from fd_core.ops.onnx_graph.graph import MICROSOFT, Graph, GraphSymbol, TraceError
+from fd_core.ops.onnx_graph.graph import Graph, GraphSymbol
 from fd_core.ops.onnx_graph.kv_cache import TracedLayer
 from fd_core.types import IntArray
 
-__all__ = ["AttentionForm", "GatheredAttention", "PagedAttention"]
-
-
-class AttentionForm(abc.ABC):
-    """How a graph writes keys and values and attends to them."""
-
-    @abc.abstractmethod
-    def inputs(self, graph: Graph) -> None:
-        """Declare the inputs that `plan` fills."""
-
-    @abc.abstractmethod
-    def plan(self, step: StepInput, block_size: int) -> dict[str, npt.NDArray[Any]]:
-        """Return what attention derives from a step's metadata, once for all layers."""
-
-    @abc.abstractmethod
-    def write(self, layer: TracedLayer, k: GraphSymbol, v: GraphSymbol, kv_slots: GraphSymbol) -> None:
-        """Emit the write of k and v [T, nkv, d] to int32[T] slots and leave the layer's symbols as they are after."""
-
-    @abc.abstractmethod
-    def attend(self, q: GraphSymbol, layer: TracedLayer, heads: Heads) -> GraphSymbol:
-        """Emit the attention of q [T, nh, d] to what was written: [T, nh * d]."""
-
-
-@dataclass(frozen=True, slots=True)
-class _RowGroup:
-    """Rows that are computed together: n rows padded to Q tokens and L = B * block_size keys."""
-
-    tokens: IntArray
-    """int32[n, Q], tokens of the step; padding repeats the row's first."""
-    positions: IntArray
-    """int32[n, 1, Q, 1]; padding is 0, so that it sees one key."""
-    tables: IntArray
-    """int32[n, B]; padding repeats the row's first block, so that no row reads what belongs to another."""
-    holes: npt.NDArray[np.int64]
-    """int64[m, 3], the places (row, block, offset) beyond the rows' contexts."""
-
+__all__ = ["attend", "declare_inputs", "plan", "write"]
 
 _GROUPS = 2
 
 
-class GatheredAttention(AttentionForm):
-    """Standard operators: gather each row's blocks, then `Attention` under a mask."""
+def declare_inputs(graph: Graph) -> None:
+    """Declare what `plan` fills: tokens, positions and tables of each group, and where each token's result lies.
 
-    def inputs(self, graph: Graph) -> None:
-        """Declare tokens, positions and tables of each group, and where each token's result lies."""
-        for group in range(_GROUPS):
-            graph.input(f"tokens_{group}", np.int32, (f"n{group}", f"q{group}"))
-            graph.input(f"positions_{group}", np.int32, (f"n{group}", 1, f"q{group}", 1))
-            graph.input(f"tables_{group}", np.int32, (f"n{group}", f"b{group}"))
-            graph.input(f"holes_{group}", np.int64, (f"m{group}", 3))
-            graph.input(f"keys_at_{group}", np.int32, (f"l{group}",))
-        graph.input("places", np.int32, ("tokens",))
+    A group has n rows, which are padded to q tokens and b blocks of keys.
+    """
+    for group in range(_GROUPS):
+        graph.input(f"tokens_{group}", np.int32, (f"n{group}", f"q{group}"))
+        graph.input(f"positions_{group}", np.int32, (f"n{group}", 1, f"q{group}", 1))
+        graph.input(f"tables_{group}", np.int32, (f"n{group}", f"b{group}"))
+        graph.input(f"holes_{group}", np.int64, (f"m{group}", 3))
+        graph.input(f"keys_at_{group}", np.int32, (f"l{group}",))
+    graph.input("places", np.int32, ("tokens",))
 
-    def plan(self, step: StepInput, block_size: int) -> dict[str, npt.NDArray[Any]]:
-        """Cut the rows into two groups and pad them."""
-        counts = np.diff(step.query_start)
-        order = np.lexsort((step.context_len, counts))
-        order = order[np.searchsorted(counts[order], 1) :]  # rows without tokens attend to nothing
-        cut = _cut(counts[order], np.asarray(step.context_len)[order])
-        values: dict[str, npt.NDArray[Any]] = {}
-        places = np.empty(len(step.positions), np.int32)
-        done = 0
-        for index, rows in enumerate((order[:cut], order[cut:])):
-            # An operator need not accept an empty group: one token of one row stands in, and nothing reads its result.
-            group = _group(step, rows, block_size) if len(rows) else _group(step, order[:1], block_size, alone=True)
-            values |= {
-                f"tokens_{index}": group.tokens,
-                f"positions_{index}": group.positions,
-                f"tables_{index}": group.tables,
-                f"holes_{index}": group.holes,
-                f"keys_at_{index}": np.arange(group.tables.shape[1] * block_size, dtype=np.int32),
-            }
-            real = np.arange(group.tokens.shape[1]) < counts[rows, None]
-            places[group.tokens[: len(rows)][real]] = np.flatnonzero(real) + done
-            done += group.tokens.size
-        return values | {"places": places}
 
-    def write(self, layer: TracedLayer, k: GraphSymbol, v: GraphSymbol, kv_slots: GraphSymbol) -> None:
-        """Scatter to the cache itself: its input and output are bound to the same memory."""
-        graph = k.graph
+def plan(step: StepInput, block_size: int) -> dict[str, npt.NDArray[Any]]:
+    """Return what attention derives from a step's metadata, once for all layers: the rows in two groups, padded."""
+    counts = np.diff(step.query_start)
+    order = np.lexsort((step.context_len, counts))
+    order = order[np.searchsorted(counts[order], 1) :]  # rows without tokens attend to nothing
+    cut = _cut(counts[order], np.asarray(step.context_len)[order])
+    values: dict[str, npt.NDArray[Any]] = {}
+    places = np.empty(len(step.positions), np.int32)
+    done = 0
+    for index, rows in enumerate((order[:cut], order[cut:])):
+        # An operator need not accept an empty group: one token of one row stands in, and nothing reads its result.
+        group = _group(step, rows, block_size) if len(rows) else _group(step, order[:1], block_size, alone=True)
+        values |= {f"{name}_{index}": array for name, array in group.items()}
+        tokens = group["tokens"]
+        real = np.arange(tokens.shape[1]) < counts[rows, None]
+        places[tokens[: len(rows)][real]] = np.flatnonzero(real) + done
+        done += tokens.size
+    return values | {"places": places}
 
-        def places() -> GraphSymbol:
-            size = graph.constant(layer.block_size, np.int32)
-            parts = [graph.op(kind, kv_slots, size) for kind in ("Div", "Mod")]
-            columns = [graph.op("Unsqueeze", part, graph.integers(1)) for part in parts]
-            return graph.op("Cast", graph.op("Concat", *columns, axis=1), to=TensorProto.INT64)
 
-        where = graph.once(("places", kv_slots.name), places)
-        layer.keys = graph.op("ScatterND", layer.keys, where, k)
-        layer.values = graph.op("ScatterND", layer.values, where, v)
+def write(layer: TracedLayer, k: GraphSymbol, v: GraphSymbol, kv_slots: GraphSymbol) -> None:
+    """Emit the write of k and v [T, nkv, d] to int32[T] slots; the layer's symbols are then what it holds after.
 
-    def attend(self, q: GraphSymbol, layer: TracedLayer, heads: Heads) -> GraphSymbol:
-        """Attend in each group and put the tokens in order again."""
-        graph, width = q.graph, heads.num_heads * heads.head_dim
-        flat = graph.reshape(q, -1, width)
-        parts = []
-        for group in range(_GROUPS):
-            found = graph.op(
-                "Attention",
-                graph.op("Gather", flat, GraphSymbol(graph, f"tokens_{group}")),
-                self._context(group, layer.keys, layer),
-                self._context(group, layer.values, layer),
-                self._mask(graph, group, heads.window),
-                q_num_heads=heads.num_heads,
-                kv_num_heads=heads.num_kv_heads,
-                scale=float(heads.scale),
-                softcap=heads.softcap,
-            )
-            parts.append(graph.reshape(found, -1, width))
-        return graph.op("Gather", graph.op("Concat", *parts, axis=0), GraphSymbol(graph, "places"))
+    The graph scatters to the cache itself: its input and output are bound to the same memory.
+    """
+    graph = k.graph
 
-    def _context(self, group: int, cached: GraphSymbol, layer: TracedLayer) -> GraphSymbol:
-        """Return keys or values [n, L, nkv * d], zero where a block holds what another request may have left.
+    def places() -> GraphSymbol:
+        size = graph.constant(layer.shape.block_size, np.int32)
+        parts = [graph.op(kind, kv_slots, size) for kind in ("Div", "Mod")]
+        columns = [graph.op("Unsqueeze", part, graph.integers(1)) for part in parts]
+        return graph.op("Cast", graph.op("Concat", *columns, axis=1), to=TensorProto.INT64)
 
-        The mask alone would not hide a NaN. The zeros are written into the gathered copy, in place.
-        """
-        graph = cached.graph
-        holes = GraphSymbol(graph, f"holes_{group}")
+    where = graph.once(("places", kv_slots.name), places)
+    layer.keys = graph.op("ScatterND", layer.keys, where, k)
+    layer.values = graph.op("ScatterND", layer.values, where, v)
 
-        def zeros() -> GraphSymbol:
-            count = graph.op("Shape", holes, start=0, end=1)
-            rest = graph.integers(layer.num_kv_heads, layer.head_dim)
-            return graph.op("ConstantOfShape", graph.op("Concat", count, rest, axis=0))
 
-        found = graph.op("Gather", cached, GraphSymbol(graph, f"tables_{group}"))
-        found = graph.op("ScatterND", found, holes, graph.once(("zeros", group), zeros))
-        return graph.reshape(found, 0, -1, layer.width)
+def attend(q: GraphSymbol, layer: TracedLayer, heads: Heads) -> GraphSymbol:
+    """Emit the attention of q [T, nh, d] to what was written, [T, nh * d]: each group's, put in order again."""
+    graph, width = q.graph, heads.num_heads * heads.head_dim
+    flat = graph.reshape(q, -1, width)
+    parts = []
+    for group in range(_GROUPS):
+        found = graph.op(
+            "Attention",
+            graph.op("Gather", flat, GraphSymbol(graph, f"tokens_{group}")),
+            _context(group, layer.keys, layer),
+            _context(group, layer.values, layer),
+            _mask(graph, group, heads.window),
+            q_num_heads=heads.num_heads,
+            kv_num_heads=heads.num_kv_heads,
+            scale=float(heads.scale),
+            softcap=heads.softcap,
+        )
+        parts.append(graph.reshape(found, -1, width))
+    return graph.op("Gather", graph.op("Concat", *parts, axis=0), GraphSymbol(graph, "places"))
 
-    def _mask(self, graph: Graph, group: int, window: int | None) -> GraphSymbol:
-        """Return bool[n, 1, Q, L], true where a token sees a key; layers of one window share it."""
 
-        def make() -> GraphSymbol:
-            positions, keys = GraphSymbol(graph, f"positions_{group}"), GraphSymbol(graph, f"keys_at_{group}")
-            seen = graph.op("LessOrEqual", keys, positions)
-            if window is None:
-                return seen
-            first = graph.op("Sub", positions, graph.constant(window, np.int32))
-            return graph.op("And", seen, graph.op("Greater", keys, first))
+def _context(group: int, cached: GraphSymbol, layer: TracedLayer) -> GraphSymbol:
+    """Return keys or values [n, L, nkv * d], zero where a block holds what another request may have left.
 
-        return graph.once(("mask", group, window), make)
+    The mask alone would not hide a NaN. The zeros are written into the gathered copy, in place.
+    """
+    graph = cached.graph
+    holes = GraphSymbol(graph, f"holes_{group}")
+
+    def zeros() -> GraphSymbol:
+        count = graph.op("Shape", holes, start=0, end=1)
+        rest = graph.integers(layer.shape.num_kv_heads, layer.shape.head_dim)
+        return graph.op("ConstantOfShape", graph.op("Concat", count, rest, axis=0))
+
+    found = graph.op("Gather", cached, GraphSymbol(graph, f"tables_{group}"))
+    found = graph.op("ScatterND", found, holes, graph.once(("zeros", group), zeros))
+    return graph.reshape(found, 0, -1, layer.shape.num_kv_heads * layer.shape.head_dim)
+
+
+def _mask(graph: Graph, group: int, window: int | None) -> GraphSymbol:
+    """Return bool[n, 1, Q, L], true where a token sees a key; layers of one window share it."""
+
+    def make() -> GraphSymbol:
+        positions, keys = GraphSymbol(graph, f"positions_{group}"), GraphSymbol(graph, f"keys_at_{group}")
+        seen = graph.op("LessOrEqual", keys, positions)
+        if window is None:
+            return seen
+        first = graph.op("Sub", positions, graph.constant(window, np.int32))
+        return graph.op("And", seen, graph.op("Greater", keys, first))
+
+    return graph.once(("mask", group, window), make)
 
 
 def _cut(counts: IntArray, contexts: IntArray) -> int:
@@ -175,7 +141,10 @@ def _cut(counts: IntArray, contexts: IntArray) -> int:
     return total - int((before + after)[::-1].argmin())
 
 
-def _group(step: StepInput, rows: npt.NDArray[Any], block_size: int, *, alone: bool = False) -> _RowGroup:
+def _group(
+    step: StepInput, rows: npt.NDArray[Any], block_size: int, *, alone: bool = False
+) -> dict[str, npt.NDArray[Any]]:
+    """Pad n rows to Q tokens and L = B * block_size keys."""
     starts = np.asarray(step.query_start)[rows, None]
     counts = np.asarray(step.query_start)[rows + 1, None] - starts
     contexts = np.asarray(step.context_len)[rows, None]
@@ -186,66 +155,15 @@ def _group(step: StepInput, rows: npt.NDArray[Any], block_size: int, *, alone: b
     used = -(-contexts // block_size)
     tables = np.asarray(step.block_tables)[rows, : int(used.max())]
     positions = np.where(real, contexts - counts + place, 0)
-    beyond = np.arange(tables.shape[1] * block_size).reshape(tables.shape[1], block_size) >= contexts[:, :, None]
-    return _RowGroup(
-        tokens=np.where(real, starts + place, starts).astype(np.int32),
-        positions=positions[:, None, :, None].astype(np.int32),
-        tables=np.where(np.arange(tables.shape[1]) < used, tables, tables[:, :1]).astype(np.int32),
-        holes=np.argwhere(beyond),
-    )
-
-
-class PagedAttention(AttentionForm):
-    """ONNX Runtime's paged kernel, which writes the cache and attends in one operator.
-
-    For CUDA, where it computes in `dtype`, float16 or bfloat16. *Not run on hardware*: what is known is that the
-    runtime accepts its graph.
-    """
-
-    def __init__(self, dtype: int) -> None:
-        self._dtype = dtype
-        """A type of `onnx.TensorProto`."""
-
-    def inputs(self, graph: Graph) -> None:
-        """Declare the operator's own metadata."""
-        graph.input("query_start", np.int32, ("rows_and_one",))
-        graph.input("past", np.int32, ("rows",))
-        graph.input("block_tables", np.int32, ("rows", "width"))
-
-    def plan(self, step: StepInput, block_size: int) -> dict[str, npt.NDArray[Any]]:
-        """Return the step's metadata as it is."""
-        starts, contexts = np.asarray(step.query_start), np.asarray(step.context_len)
-        tables = np.asarray(step.block_tables)
-        used = -(-contexts // block_size)[:, None]
-        return {
-            "query_start": starts,
-            "past": contexts - np.diff(starts),
-            "block_tables": np.where(np.arange(tables.shape[1]) < used, tables, 0).astype(np.int32),
-        }
-
-    def write(self, layer: TracedLayer, k: GraphSymbol, v: GraphSymbol, kv_slots: GraphSymbol) -> None:
-        """Leave keys and values to the operator that attends."""
-        layer.unwritten = (k, v)
-
-    def attend(self, q: GraphSymbol, layer: TracedLayer, heads: Heads) -> GraphSymbol:
-        """Emit the operator."""
-        if layer.unwritten is None:
-            raise TraceError("the forward attends before it writes keys and values")
-        graph, width = q.graph, heads.num_heads * heads.head_dim
-        fresh = zip((q, *layer.unwritten), (width, layer.width, layer.width), strict=True)
-        found, layer.keys, layer.values = graph.ops(
-            "PagedAttention",
-            3,
-            *(graph.op("Cast", graph.reshape(x, -1, size), to=self._dtype) for x, size in fresh),
-            layer.keys,
-            layer.values,
-            *(GraphSymbol(graph, name) for name in ("query_start", "past", "block_tables")),
-            domain=MICROSOFT,
-            num_heads=heads.num_heads,
-            kv_num_heads=heads.num_kv_heads,
-            scale=float(heads.scale),
-            softcap=heads.softcap,
-            local_window_size=heads.window,
-        )
-        layer.unwritten = None
-        return graph.op("Cast", found, to=TensorProto.FLOAT)
+    keys_at = np.arange(tables.shape[1] * block_size, dtype=np.int32)
+    return {
+        # [n, Q], tokens of the step; padding repeats the row's first.
+        "tokens": np.where(real, starts + place, starts).astype(np.int32),
+        # [n, 1, Q, 1]; padding is 0, so that it sees one key.
+        "positions": positions[:, None, :, None].astype(np.int32),
+        # [n, B]; padding repeats the row's first block, so that no row reads what belongs to another.
+        "tables": np.where(np.arange(tables.shape[1]) < used, tables, tables[:, :1]).astype(np.int32),
+        # [m, 3], the places (row, block, offset) beyond the rows' contexts.
+        "holes": np.argwhere(keys_at.reshape(-1, block_size) >= contexts[:, :, None]),
+        "keys_at": keys_at,
+    }

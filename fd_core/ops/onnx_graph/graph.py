@@ -12,12 +12,11 @@ from onnx import helper, numpy_helper
 
 from fd_core.ops.symbol import UnknownArray
 
-__all__ = ["IR_VERSION", "MICROSOFT", "OPSET", "Graph", "GraphSymbol", "TraceError"]
+__all__ = ["Graph", "GraphSymbol", "TraceError"]
 
-OPSET = 23
+_OPSET = 23
 """The first with `Attention`, `RMSNormalization` and `RotaryEmbedding`."""
-IR_VERSION = 10
-MICROSOFT = "com.microsoft"
+_IR_VERSION = 10
 _EMBEDDED = 1024
 """Bytes up to which a constant is stored in the graph, where optimizers see its value."""
 
@@ -91,13 +90,11 @@ class Graph:
         """Return the constant int64[len(values)] that shapes, axes and sizes are given as."""
         return self.once(("integers", values), lambda: self.constant(values, np.int64))
 
-    def op(self, kind: str, *inputs: GraphSymbol | None, domain: str = "", **attributes: Any) -> GraphSymbol:
+    def op(self, kind: str, *inputs: GraphSymbol | None, **attributes: Any) -> GraphSymbol:
         """Append an operator with one output; None leaves an optional input out, or an attribute."""
-        return self.ops(kind, 1, *inputs, domain=domain, **attributes)[0]
+        return self.ops(kind, 1, *inputs, **attributes)[0]
 
-    def ops(
-        self, kind: str, outputs: int, *inputs: GraphSymbol | None, domain: str = "", **attributes: Any
-    ) -> tuple[GraphSymbol, ...]:
+    def ops(self, kind: str, outputs: int, *inputs: GraphSymbol | None, **attributes: Any) -> tuple[GraphSymbol, ...]:
         """Append an operator with several outputs."""
         names = []
         for value in inputs:
@@ -106,7 +103,7 @@ class Graph:
             names.append("" if value is None else value.name)
         results = [self._name() for _ in range(outputs)]
         given = {name: value for name, value in attributes.items() if value is not None}
-        self._nodes.append(helper.make_node(kind, names, results, domain=domain, **given))
+        self._nodes.append(helper.make_node(kind, names, results, **given))
         return tuple(GraphSymbol(self, name) for name in results)
 
     def reshape(self, x: GraphSymbol, *shape: int) -> GraphSymbol:
@@ -134,8 +131,8 @@ class Graph:
             [onnx.ValueInfoProto(name=name) for name in outputs],
             initializer=self._initializers,
         )
-        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)]
-        return bytes(helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION).SerializeToString())
+        opsets = [helper.make_opsetid("", _OPSET)]
+        return bytes(helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION).SerializeToString())
 
     def _name(self) -> str:
         self._count += 1

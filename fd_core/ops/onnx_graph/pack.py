@@ -19,9 +19,9 @@ from onnx import TensorProto
 
 from fd_core.ops.contract import Activation, Array, Experts, Forward, Heads, KVCache, KVShape, Norm, Rope, StepInput
 from fd_core.ops.numpy_ops import NumpyLinear, NumpyOps
-from fd_core.ops.onnx_graph.attention import AttentionForm, GatheredAttention
+from fd_core.ops.onnx_graph import attention
 from fd_core.ops.onnx_graph.graph import Graph, GraphSymbol, TraceError
-from fd_core.ops.onnx_graph.kv_cache import OnnxKVCache, OnnxLayer, TracedCache, TracedLayer, bound
+from fd_core.ops.onnx_graph.kv_cache import OnnxKVCache, TracedCache, TracedLayer, bound
 from fd_core.ops.onnx_graph.moe import routed_experts
 from fd_core.ops.onnx_graph.session import CPU, Binding, Provider, Session
 
@@ -40,15 +40,10 @@ class OnnxOps(NumpyOps):
 
     def __init__(self, provider: Provider = CPU) -> None:
         self.provider = provider
-        self.form = self.make_attention()
-
-    def make_attention(self) -> AttentionForm:
-        """Return how graphs write KV and attend; a device with a paged kernel overrides this."""
-        return GatheredAttention()
 
     # Memory -----------------------------------------------------------------------------------------------
 
-    def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:  # type: ignore[override]  # not numpy's cache
+    def allocate_kv(self, shape: KVShape, num_blocks: int) -> OnnxKVCache:
         """Allocate zeros."""
         return OnnxKVCache(shape, num_blocks)
 
@@ -112,19 +107,19 @@ class OnnxOps(NumpyOps):
 
         return self._call(emit, x, positions)
 
-    def write_kv(self, layer: OnnxLayer | TracedLayer, k: Array, v: Array, kv_slots: Array) -> None:  # type: ignore[override]  # not numpy's layer
+    def write_kv(self, layer: Array | TracedLayer, k: Array, v: Array, kv_slots: Array) -> None:
         """Scatter keys and values to their slots."""
         if isinstance(layer, TracedLayer):
-            self.form.write(layer, k, v, kv_slots)
-            return
-        self._on_layer(layer, {"k": k, "v": v, "slots": kv_slots}, {}, self.form.write)
+            attention.write(layer, k, v, kv_slots)
+        else:
+            self._on_layer(layer, {"k": k, "v": v, "slots": kv_slots}, {}, attention.write)
 
-    def paged_attention(self, q: Array, layer: OnnxLayer | TracedLayer, heads: Heads, step: StepInput) -> Array:  # type: ignore[override]  # as above
-        """Attend as the form of attention does."""
+    def paged_attention(self, q: Array, layer: Array | TracedLayer, heads: Heads, step: StepInput) -> Array:
+        """Attend over gathered keys and values."""
         if isinstance(layer, TracedLayer):
-            return self.form.attend(q, layer, heads)
-        plan = self.form.plan(step, layer.block_size)
-        return self._on_layer(layer, {"q": q}, plan, lambda layer, q: self.form.attend(q, layer, heads))
+            return attention.attend(q, layer, heads)
+        plan = attention.plan(step, layer.shape[2])
+        return self._on_layer(layer, {"q": q}, plan, lambda layer, q: attention.attend(q, layer, heads))
 
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
         """Run each expert on the tokens that chose it."""
@@ -183,16 +178,16 @@ class OnnxOps(NumpyOps):
 
     def _on_layer(
         self,
-        layer: OnnxLayer,
+        layer: npt.NDArray[np.float32],
         arrays: dict[str, npt.NDArray[Any]],
         plan: dict[str, npt.NDArray[Any]],
         emit: Callable[..., GraphSymbol | None],
     ) -> Any:
         """Run operators on one layer of a cache."""
         graph = Graph()
-        _, block_size, num_kv_heads, head_dim = layer.keys.shape
+        _, _, block_size, num_kv_heads, head_dim = layer.shape
         cache = TracedCache(graph, KVShape(1, num_kv_heads, head_dim, block_size))
-        self.form.inputs(graph)
+        attention.declare_inputs(graph)
         symbols = [graph.input(name, array.dtype, array.shape) for name, array in arrays.items()]
         result = emit(cache.layer(0), *symbols)
         outputs = cache.outputs() | ({} if result is None else {"y": result})
@@ -216,7 +211,7 @@ class SessionForward:
         if binding is None:
             return self._forward(step, cache)
         values = {name: np.asarray(getattr(step, name)) for name in _STEP_ARRAYS}
-        (logits,) = binding.run(values | self._ops.form.plan(step, cache.shape.block_size))
+        (logits,) = binding.run(values | attention.plan(step, cache.shape.block_size))
         return logits
 
     def _bind(self, cache: KVCache) -> Binding | None:
@@ -235,8 +230,8 @@ class SessionForward:
 
     def _trace(self, shape: KVShape) -> Session:
         graph = Graph()
-        cache = TracedCache(graph, shape)
-        self._ops.form.inputs(graph)
+        cache: Any = TracedCache(graph, shape)
+        attention.declare_inputs(graph)
         logits = self._forward(_symbolic_step(graph), cache)
         if not isinstance(logits, GraphSymbol):
             raise TraceError("the forward does not return the result of an operation")

@@ -1,22 +1,15 @@
-"""Attention over groups of rows, KV in place, and the form that a device with a paged kernel uses."""
+"""Attention over groups of rows, and KV in place."""
 
 from dataclasses import replace
 
-import ml_dtypes
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto
-from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NoKernel
 
 from fd_core.ops.contract import Heads, KVShape, Rope
 from fd_core.ops.numpy_ops import NumpyOps
-from fd_core.ops.onnx_graph.attention import GatheredAttention, PagedAttention
-from fd_core.ops.onnx_graph.graph import Graph, TraceError
-from fd_core.ops.onnx_graph.kv_cache import TracedLayer
+from fd_core.ops.onnx_graph.attention import plan as plan_of
 from fd_core.ops.onnx_graph.pack import OnnxOps
-from fd_core.ops.onnx_graph.session import CPU, Session
 from fd_core.testing.arrays import step_input
 
 BLOCK = 4
@@ -38,7 +31,7 @@ def step_of(rows):
 @given(ROWS)
 def test_groups_hold_every_token_once_and_no_block_of_another_row(rows):
     step = step_of(rows)
-    plan = GatheredAttention().plan(step, BLOCK)
+    plan = plan_of(step, BLOCK)
     results = np.concatenate([plan[f"tokens_{group}"].reshape(-1) for group in range(2)])
     assert results[plan["places"]].tolist() == list(range(len(step.positions)))
     assert len(set(plan["places"].tolist())) == len(step.positions)
@@ -52,11 +45,11 @@ def test_groups_hold_every_token_once_and_no_block_of_another_row(rows):
 
 
 def test_rows_are_cut_where_padding_would_cost_most():
-    plan = GatheredAttention().plan(step_of([(1, 9), (20, 20), (1, 5)]), BLOCK)
+    plan = plan_of(step_of([(1, 9), (20, 20), (1, 5)]), BLOCK)
     assert [plan[f"tokens_{group}"].shape for group in range(2)] == [(2, 1), (1, 20)]
-    plan = GatheredAttention().plan(step_of([(1, 24), (1, 4), (1, 3)]), BLOCK)
+    plan = plan_of(step_of([(1, 24), (1, 4), (1, 3)]), BLOCK)
     assert [plan[f"tables_{group}"].shape for group in range(2)] == [(2, 1), (1, 6)]
-    plan = GatheredAttention().plan(step_of([(2, 8), (2, 8)]), BLOCK)
+    plan = plan_of(step_of([(2, 8), (2, 8)]), BLOCK)
     assert plan["tokens_0"].tolist() == [[0, 1], [2, 3]]
 
 
@@ -68,7 +61,7 @@ def test_rows_without_tokens_are_left_out():
         context_len=np.array([8, 4, 5], np.int32),
         block_tables=step.block_tables[[0, 0, 1]],
     )
-    plan = GatheredAttention().plan(step, BLOCK)
+    plan = plan_of(step, BLOCK)
     assert len(set(plan["places"].tolist())) == 5
 
 
@@ -97,47 +90,12 @@ def test_every_batch_is_attended_as_the_oracle_does(rows, window):
 def test_a_write_touches_its_slots_and_copies_nothing():
     ops = OnnxOps()
     cache = ops.allocate_kv(KVShape(1, 1, 2, BLOCK), 3)
-    layer = cache.layer(0)
-    before = (layer.keys, layer.values, layer.keys.ctypes.data)
+    keys, values = layer = cache.layer(0)
+    before = layer.ctypes.data
     k, v = np.full((2, 1, 1, 2), [[[[1.0]]], [[[2.0]]]], np.float32)
     ops.write_kv(layer, k, v, np.array([9], np.int32))
-    assert (cache.layer(0).keys, cache.layer(0).values, cache.layer(0).keys.ctypes.data) == before
-    assert layer.keys.reshape(-1, 2)[9].tolist() == [1, 1]
-    assert layer.values.reshape(-1, 2)[9].tolist() == [2, 2]
-    assert layer.keys.sum() == 2
-    assert layer.values.sum() == 4
-
-
-def paged(form, dtype):
-    graph = Graph()
-    form.inputs(graph)
-    q, k, v = (graph.input(name, np.float32, ("tokens", heads, 16)) for name, heads in (("q", 4), ("k", 2), ("v", 2)))
-    cache = [graph.input(name, dtype, ("blocks", BLOCK, 2, 16)) for name in ("keys_0", "values_0")]
-    return graph, TracedLayer(*cache, BLOCK, 2, 16), q, k, v
-
-
-def test_the_runtime_accepts_the_graph_of_the_paged_kernel():
-    """It has the kernel for CUDA only: that it finds none is all that it objects to. Not run on hardware."""
-    form = PagedAttention(TensorProto.BFLOAT16)
-    graph, layer, q, k, v = paged(form, ml_dtypes.bfloat16)
-    heads = Heads(4, 2, 16, 0.25, Rope(None, None), window=7, softcap=3.0)
-    with pytest.raises(TraceError, match="before it writes"):
-        form.attend(q, layer, heads)
-    form.write(layer, k, v, q)
-    outputs = {"y": form.attend(q, layer, heads), "keys_0_after": layer.keys, "values_0_after": layer.values}
-    with pytest.raises(
-        NoKernel,
-        match="Could not find an implementation for PagedAttention",
-    ):
-        Session(graph, outputs, CPU)
-
-
-def test_a_device_chooses_its_attention_with_one_method():
-    class Device(OnnxOps):
-        def make_attention(self):
-            return PagedAttention(TensorProto.FLOAT16)
-
-    plan = Device().form.plan(step_of([(2, 8), (1, 1)]), BLOCK)
-    assert plan["query_start"].tolist() == [0, 2, 3]
-    assert plan["past"].tolist() == [6, 0]
-    assert plan["block_tables"].max() < 12
+    assert cache.layer(0).ctypes.data == before
+    assert keys.reshape(-1, 2)[9].tolist() == [1, 1]
+    assert values.reshape(-1, 2)[9].tolist() == [2, 2]
+    assert keys.sum() == 2
+    assert values.sum() == 4
