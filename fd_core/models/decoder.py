@@ -64,27 +64,17 @@ class Decoder:
     """Softcap of the logits; None for none."""
 
 
+@dataclass(eq=False)
 class DecoderModel:
     """A decoder on one pack; satisfies `fd_core.backends.contract.Model`."""
 
-    def __init__(
-        self,
-        ops: Ops,
-        decoder: Decoder,
-        *,
-        architecture: str,
-        vocab_size: int,
-        max_positions: int,
-        eos_token_ids: tuple[int, ...],
-        num_parameters: int,
-    ) -> None:
-        self.ops = ops
-        self.decoder = decoder
-        self.architecture = architecture
-        self.vocab_size = vocab_size
-        self.max_positions = max_positions
-        self.eos_token_ids = eos_token_ids
-        self.num_parameters = num_parameters
+    ops: Ops
+    decoder: Decoder
+    architecture: str
+    vocab_size: int
+    max_positions: int
+    eos_token_ids: tuple[int, ...]
+    num_parameters: int
 
     def kv_shape(self, block_size: int) -> KVShape:
         """Return the size of the KV cache that `forward` needs, for blocks of `block_size` tokens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from fd_core.errors import ModelError
-from fd_core.models.config import ModelConfig
+from fd_core.models.loading.config import ModelConfig
 from fd_core.models.rope import RopeSpec, scaled_rope_spec
 from fd_core.models.spec import Traits, head_dim_of
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fd_core.models.config import ModelConfig
+from fd_core.models.loading.config import ModelConfig
 from fd_core.models.rope import rope_spec
 from fd_core.models.spec import Traits, head_dim_of
 

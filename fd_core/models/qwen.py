@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from fd_core.models.config import ModelConfig
+from fd_core.models.loading.config import ModelConfig
 from fd_core.models.rope import rope_spec
 from fd_core.models.spec import MoeSpec, Traits, VectorSpec, gate_up_down, head_dim_of
 

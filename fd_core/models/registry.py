@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 
 from fd_core.errors import ConfigError, ModelError
 from fd_core.models.build import ProgressSink, build_decoder, check_tensors
-from fd_core.models.config import ModelConfig
 from fd_core.models.decoder import DecoderModel
 from fd_core.models.ernie import ernie, ernie_moe
 from fd_core.models.gemma import gemma3
 from fd_core.models.llama import llama, mistral
 from fd_core.models.loading.checkpoint import Checkpoint
+from fd_core.models.loading.config import ModelConfig
 from fd_core.models.qwen import qwen2, qwen3, qwen3_moe
 from fd_core.models.spec import DecoderSpec, Traits, decoder_spec
 from fd_core.ops.contract import Ops
@@ -52,7 +52,7 @@ def load_model(
             hint=f"use at most {spec.max_positions}",
         )
     num_parameters = check_tensors(spec, checkpoint)
-    ends = (*checkpoint.generation.eos_token_ids, *ModelConfig(checkpoint.config).indices("eos_token_id"))
+    ends = (*checkpoint.eos_token_ids, *ModelConfig(checkpoint.config).indices("eos_token_id"))
     return DecoderModel(
         ops,
         build_decoder(spec, checkpoint, ops, max_positions, progress),

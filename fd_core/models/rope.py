@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.errors import ModelError
-from fd_core.models.config import ModelConfig
+from fd_core.models.loading.config import ModelConfig
 from fd_core.ops.contract import Ops, Rope
 
 __all__ = ["RopeSpec", "rope_spec", "rope_tables", "scaled_rope_spec"]

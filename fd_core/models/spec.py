@@ -5,12 +5,11 @@ Each family of models turns a config into `Traits`, what sets it apart; `decoder
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from fd_core.errors import ModelError
-from fd_core.models.config import ModelConfig
+from fd_core.models.loading.config import ModelConfig
 from fd_core.models.rope import RopeSpec
 from fd_core.ops.contract import Activation
 
@@ -63,7 +62,25 @@ class LinearSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionSpec:
+class _Block:
+    """A part of a model that is described by its own parts."""
+
+    def tensors(self) -> Iterator[TensorShape]:
+        """Yield the tensors of the checkpoint that it is read from, in the order of the fields."""
+        for field in fields(self):
+            yield from _tensors(getattr(self, field.name))
+
+
+def _tensors(part: object) -> Iterator[TensorShape]:
+    if isinstance(part, VectorSpec | LinearSpec | _Block):
+        yield from part.tensors()
+    elif isinstance(part, tuple):
+        for each in part:
+            yield from _tensors(each)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec(_Block):
     """One attention block."""
 
     norm: VectorSpec
@@ -80,15 +97,9 @@ class AttentionSpec:
     softcap: float | None
     post_norm: VectorSpec | None
 
-    def tensors(self) -> Iterator[TensorShape]:
-        """Yield the tensors of the checkpoint that it is read from."""
-        for part in (self.norm, self.qkv, self.output, self.q_norm, self.k_norm, self.post_norm):
-            if part is not None:
-                yield from part.tensors()
-
 
 @dataclass(frozen=True, slots=True)
-class MlpSpec:
+class MlpSpec(_Block):
     """One dense feed-forward block."""
 
     norm: VectorSpec
@@ -96,15 +107,9 @@ class MlpSpec:
     down: LinearSpec
     post_norm: VectorSpec | None = None
 
-    def tensors(self) -> Iterator[TensorShape]:
-        """Yield the tensors of the checkpoint that it is read from."""
-        for part in (self.norm, self.gate_up, self.down, self.post_norm):
-            if part is not None:
-                yield from part.tensors()
-
 
 @dataclass(frozen=True, slots=True)
-class MoeSpec:
+class MoeSpec(_Block):
     """One mixture-of-experts block; the parts of `experts` and `shared` are gate with up, and down."""
 
     norm: VectorSpec
@@ -116,21 +121,9 @@ class MoeSpec:
     correction_bias: VectorSpec | None = None
     shared: tuple[LinearSpec, LinearSpec] | None = None
 
-    def tensors(self) -> Iterator[TensorShape]:
-        """Yield the tensors of the checkpoint that it is read from."""
-        for part in (
-            self.norm,
-            self.router,
-            self.correction_bias,
-            *itertools.chain(*self.experts),
-            *(self.shared or ()),
-        ):
-            if part is not None:
-                yield from part.tensors()
-
 
 @dataclass(frozen=True, slots=True)
-class LayerSpec:
+class LayerSpec(_Block):
     """Attention, then feed-forward."""
 
     attention: AttentionSpec
@@ -138,7 +131,7 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderSpec:
+class DecoderSpec(_Block):
     """A whole decoder."""
 
     architecture: str
@@ -156,16 +149,6 @@ class DecoderSpec:
     max_positions: int
     ignored: tuple[str, ...]
     """Regular expressions of tensors that a checkpoint may hold and the model does not use."""
-
-    def tensors(self) -> Iterator[TensorShape]:
-        """Yield every tensor that the model is read from."""
-        yield from self.embedding.tensors()
-        for layer in self.layers:
-            yield from layer.attention.tensors()
-            yield from layer.feed_forward.tensors()
-        for part in (self.final_norm, self.head, self.head_bias):
-            if part is not None:
-                yield from part.tensors()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +228,7 @@ def _layer(config: ModelConfig, traits: Traits, layer: int) -> LayerSpec:
     def norm(name: str) -> VectorSpec:
         return VectorSpec(f"{prefix}.{name}.weight", (hidden,))
 
+    attention = _attention(config, traits, layer, prefix, norm)
     feed_forward_norm = norm("pre_feedforward_layernorm" if traits.sandwich_norms else "post_attention_layernorm")
     moe = traits.moe(layer, prefix, feed_forward_norm)
     if moe is not None:
@@ -252,12 +236,10 @@ def _layer(config: ModelConfig, traits: Traits, layer: int) -> LayerSpec:
             raise ModelError(
                 f"config.json: each token passes {moe.top_k} experts, but there are {len(moe.experts)}", field="model"
             )
-        return LayerSpec(_attention(config, traits, layer, prefix, norm), moe)
+        return LayerSpec(attention, moe)
     gate_up, down = gate_up_down(f"{prefix}.mlp", hidden, config.count("intermediate_size"), traits.mlp_bias)
     post_norm = norm("post_feedforward_layernorm") if traits.sandwich_norms else None
-    return LayerSpec(
-        _attention(config, traits, layer, prefix, norm), MlpSpec(feed_forward_norm, gate_up, down, post_norm)
-    )
+    return LayerSpec(attention, MlpSpec(feed_forward_norm, gate_up, down, post_norm))
 
 
 def _attention(

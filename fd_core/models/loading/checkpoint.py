@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Literal, Self
 
 from fd_core.errors import ModelError
@@ -22,7 +22,6 @@ from fd_core.types import RawTensor
 
 __all__ = [
     "Checkpoint",
-    "GenerationDefaults",
     "GgmlTokenizerSource",
     "JsonTokenizerSource",
     "RawTensor",
@@ -31,6 +30,10 @@ __all__ = [
 ]
 
 WeightDtype = Literal["F32", "F16", "BF16"]
+WEIGHT_DTYPES: Mapping[str, tuple[WeightDtype, str]] = MappingProxyType(
+    {"F32": ("F32", "<f4"), "F16": ("F16", "<f2"), "BF16": ("BF16", "<u2")}
+)
+"""Stored types that are mapped as they are, with numpy's code."""
 
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
 PICKLE_HINT = (
@@ -60,20 +63,6 @@ class GgmlTokenizerSource:
 
 
 TokenizerSource = JsonTokenizerSource | GgmlTokenizerSource
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationDefaults:
-    """What the checkpoint's author recommends for generation; a request may say otherwise.
-
-    `eos_token_ids` end a generation. `sampling` holds the recommended values that are present among
-    temperature, top_p, top_k, min_p and repetition_penalty.
-    """
-
-    eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
-    pad_token_id: int | None = None
-    sampling: Mapping[str, float] = field(default_factory=dict)
 
 
 class Checkpoint(ABC):
@@ -120,8 +109,8 @@ class Checkpoint(ABC):
 
     @property
     @abstractmethod
-    def generation(self) -> GenerationDefaults:
-        """The author's defaults for generation."""
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a generation, beside those that `config` names."""
 
     @property
     @abstractmethod
@@ -131,9 +120,6 @@ class Checkpoint(ABC):
     @abstractmethod
     def close(self) -> None:
         """Forget the files; calling it again does nothing."""
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.names()
 
     def __enter__(self) -> Self:
         return self

@@ -13,20 +13,21 @@ from numpy.typing import NDArray
 
 from fd_core.errors import ModelError
 from fd_core.models.loading.checkpoint import (
+    WEIGHT_DTYPES,
     Checkpoint,
-    GenerationDefaults,
     GgmlTokenizerSource,
     RawTensor,
     TokenizerSource,
 )
+from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.digest import digest_of
-from fd_core.models.loading.gguf_config import GgufMetadata, config_from
+from fd_core.models.loading.gguf_config import config_from, token_id
 from fd_core.models.loading.gguf_format import GgufTensor, read_gguf
 from fd_core.models.loading.gguf_names import View, views_of
 
 __all__ = ["SUPPORTED_TYPES", "GgufCheckpoint"]
 
-SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+SUPPORTED_TYPES = (*WEIGHT_DTYPES, "Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 
 # Control tokens that end a turn; files do not always say so in their metadata.
 _TURN_ENDS = frozenset({"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"})
@@ -44,7 +45,7 @@ class GgufCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._gguf = read_gguf(path)
-        self._metadata = GgufMetadata(path, self._gguf.metadata)
+        self._metadata = ModelConfig(self._gguf.metadata, origin=str(path))
         self._config = config_from(self._metadata, self._gguf)
         self._views = views_of(self._gguf, self._config)
         for view in self._views.values():
@@ -63,9 +64,6 @@ class GgufCheckpoint(Checkpoint):
     def names(self) -> Sequence[str]:
         """Return the Hugging Face names of the tensors, in the file's order."""
         return tuple(self._views)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._views
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor without reading it."""
@@ -92,25 +90,21 @@ class GgufCheckpoint(Checkpoint):
         }
         if not metadata:
             raise ModelError(f"{self.path} carries no tokenizer", field="model")
-        return GgmlTokenizerSource(self.path, metadata, self._metadata.text("tokenizer.chat_template"))
+        return GgmlTokenizerSource(self.path, metadata, self._metadata.text("tokenizer.chat_template", "") or None)
 
     @cached_property
-    def generation(self) -> GenerationDefaults:
-        """End-of-sequence ids: those that the metadata names, and control tokens that end a turn."""
-        named = [self._metadata.token_id(f"{_TOKENIZER}{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The end-of-sequence ids that the metadata names, and control tokens that end a turn."""
+        named = [token_id(self._metadata, f"{_TOKENIZER}{kind}_token_id") for kind in ("eos", "eot", "eom")]
         tokens = self._metadata.strings(f"{_TOKENIZER}tokens")
-        types = self._metadata.integers(f"{_TOKENIZER}token_type")
+        types = self._metadata.indices(f"{_TOKENIZER}token_type")
         turn_ends = [
             index
             for index, (token, kind) in enumerate(zip(tokens, types, strict=False))
             if kind == _CONTROL and token in _TURN_ENDS
         ]
         ends = [each for each in named if each is not None] + turn_ends
-        return GenerationDefaults(
-            eos_token_ids=tuple(dict.fromkeys(ends)),
-            bos_token_id=self._metadata.token_id(f"{_TOKENIZER}bos_token_id"),
-            pad_token_id=self._metadata.token_id(f"{_TOKENIZER}padding_token_id"),
-        )
+        return tuple(dict.fromkeys(ends))
 
     @property
     def total_bytes(self) -> int:
@@ -130,13 +124,9 @@ class GgufCheckpoint(Checkpoint):
     def _stored(self, tensor: GgufTensor) -> RawTensor:
         what = f"tensor {tensor.name!r}"
         file = self._gguf.file
-        match tensor.type_name:
-            case "F32":
-                return RawTensor("F32", file.view(tensor.offset, tensor.shape, "<f4", what))
-            case "F16":
-                return RawTensor("F16", file.view(tensor.offset, tensor.shape, "<f2", what))
-            case "BF16":
-                return RawTensor("BF16", file.view(tensor.offset, tensor.shape, "<u2", what))
+        if tensor.type_name in WEIGHT_DTYPES:
+            dtype, code = WEIGHT_DTYPES[tensor.type_name]
+            return RawTensor(dtype, file.view(tensor.offset, tensor.shape, code, what))
         rows = tensor.shape[:-1]
         packed = file.view(tensor.offset, (*rows, tensor.row_bytes), "u1", what)
         return RawTensor("F32", _dequantized(packed, tensor))

@@ -9,17 +9,22 @@ from types import MappingProxyType
 from typing import Any
 
 from fd_core.errors import ModelError
-from fd_core.models.loading.checkpoint import Checkpoint, GenerationDefaults, RawTensor, TokenizerSource
+from fd_core.models.loading.checkpoint import (
+    Checkpoint,
+    JsonTokenizerSource,
+    RawTensor,
+    TokenizerSource,
+)
+from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.digest import digest_of
-from fd_core.models.loading.folder_tokenizer import folder_tokenizer
-from fd_core.models.loading.json_file import read_json_object
+from fd_core.models.loading.json_file import read_json_object, read_limited
 from fd_core.models.loading.safetensors_format import SafetensorsFile, read_safetensors
 
 __all__ = ["SafetensorsCheckpoint"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_TEMPLATE_LIMIT = 1 << 20
 
 
 class SafetensorsCheckpoint(Checkpoint):
@@ -38,9 +43,6 @@ class SafetensorsCheckpoint(Checkpoint):
     def names(self) -> Sequence[str]:
         """Return the names of the tensors, in the files' order."""
         return tuple(self._home)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._home
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor without reading it."""
@@ -61,23 +63,14 @@ class SafetensorsCheckpoint(Checkpoint):
     @cached_property
     def tokenizer(self) -> TokenizerSource:
         """The content of tokenizer.json and tokenizer_config.json."""
-        return folder_tokenizer(self.path)
+        return _tokenizer(self.path)
 
     @cached_property
-    def generation(self) -> GenerationDefaults:
-        """What generation_config.json says, and config.json where that is silent."""
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The ids that generation_config.json names."""
         path = self.path / "generation_config.json"
         values = read_json_object(path) if path.is_file() else {}
-        return GenerationDefaults(
-            eos_token_ids=_token_ids(self.path, "eos_token_id", values, self._config),
-            bos_token_id=_first(_token_ids(self.path, "bos_token_id", values, self._config)),
-            pad_token_id=_first(_token_ids(self.path, "pad_token_id", values, self._config)),
-            sampling={
-                name: float(values[name])
-                for name in _SAMPLING
-                if isinstance(values.get(name), int | float) and not isinstance(values[name], bool)
-            },
-        )
+        return ModelConfig(values, origin=str(path)).indices("eos_token_id")
 
     @property
     def total_bytes(self) -> int:
@@ -153,17 +146,32 @@ def _open_shard(index: Path, name: str) -> SafetensorsFile:
     return read_safetensors(path)
 
 
-def _token_ids(folder: Path, key: str, *sources: Mapping[str, Any]) -> tuple[int, ...]:
-    for source in sources:
-        value = source.get(key)
-        if value is None:
-            continue
-        ids = value if isinstance(value, list) else [value]
-        if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids):
-            raise ModelError(f"{folder}: {key} must be a token id or a list of them, not {str(value)[:60]!r}")
-        return tuple(ids)
-    return ()
+def _tokenizer(folder: Path) -> JsonTokenizerSource:
+    """Read tokenizer.json, tokenizer_config.json and the chat template; `ModelError` if there is no tokenizer."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        hint = "save it with transformers' save_pretrained() of a fast tokenizer"
+        raise ModelError(f"{folder} has no tokenizer.json", field="tokenizer", hint=hint)
+    settings_path = folder / "tokenizer_config.json"
+    settings = read_json_object(settings_path) if settings_path.is_file() else {}
+    return JsonTokenizerSource(path, read_limited(path), settings, _chat_template(folder, settings))
 
 
-def _first(ids: tuple[int, ...]) -> int | None:
-    return ids[0] if ids else None
+def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
+    """Return the template of chat_template.jinja, chat_template.json or the settings, the first that exists."""
+    jinja = folder / "chat_template.jinja"
+    if jinja.is_file():
+        try:
+            return read_limited(jinja, _TEMPLATE_LIMIT).decode()
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{jinja} is not UTF-8", field="chat_template") from error
+    separate = folder / "chat_template.json"
+    source = read_json_object(separate) if separate.is_file() else settings
+    template = source.get("chat_template")
+    if isinstance(template, list):
+        # several named templates; the plain conversation is called "default"
+        named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ModelError(f"{folder}: chat_template must be a string", field="chat_template")
+    return template

@@ -13,15 +13,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from fd_core.errors import ModelError
-from fd_core.models.loading.checkpoint import RawTensor, WeightDtype
+from fd_core.models.loading.checkpoint import WEIGHT_DTYPES, RawTensor
 from fd_core.models.loading.mapped_file import MappedFile
 
 __all__ = ["SafetensorsFile", "StoredTensor", "read_safetensors"]
@@ -29,27 +26,12 @@ __all__ = ["SafetensorsFile", "StoredTensor", "read_safetensors"]
 _MAX_HEADER = 100_000_000
 _MAX_DIMS = 8
 _MAX_ELEMENTS = 1 << 48
-_ITEM_BITS = {
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "F8_E8M0": 8,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "I64": 64,
-    "U64": 64,
-    "F64": 64,
+_ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("I64", "U64", "F64"), 8),
 }
-_WEIGHTS: Mapping[str, tuple[WeightDtype, str]] = MappingProxyType(
-    {"F32": ("F32", "<f4"), "F16": ("F16", "<f2"), "BF16": ("BF16", "<u2")}
-)
 
 _Size = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -81,15 +63,14 @@ class SafetensorsFile:
     def read(self, name: str) -> RawTensor:
         """Return a view of a tensor; `ModelError` if its type is none of F32, F16, BF16."""
         tensor = self.tensors[name]
-        if tensor.dtype not in _WEIGHTS:
+        if tensor.dtype not in WEIGHT_DTYPES:
             raise ModelError(
                 f"{self.file.path}: tensor {name!r} is stored as {tensor.dtype}",
                 field="model",
-                hint=f"supported are {', '.join(_WEIGHTS)}; quantized models are served from GGUF",
+                hint=f"supported are {', '.join(WEIGHT_DTYPES)}; quantized models are served from GGUF",
             )
-        dtype, code = _WEIGHTS[tensor.dtype]
-        data: NDArray[Any] = self.file.view(tensor.offset, tensor.shape, np.dtype(code), f"tensor {name!r}")
-        return RawTensor(dtype, data)
+        dtype, code = WEIGHT_DTYPES[tensor.dtype]
+        return RawTensor(dtype, self.file.view(tensor.offset, tensor.shape, code, f"tensor {name!r}"))
 
 
 def read_safetensors(path: Path) -> SafetensorsFile:
@@ -122,13 +103,13 @@ def _placed(path: Path, name: str, raw: msgspec.Raw, start: int) -> StoredTensor
         entry = msgspec.json.decode(raw, type=_Entry)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise _bad(path, f"{what}: {error}") from error
-    if entry.dtype not in _ITEM_BITS:
+    if entry.dtype not in _ITEM_BYTES:
         raise _bad(path, f"{what} has the unknown type {entry.dtype[:40]!r}")
     # an empty tensor fits any file, whatever its other sizes claim
     if math.prod(filter(None, entry.shape)) > _MAX_ELEMENTS:
         raise _bad(path, f"{what} has the impossible shape {str(entry.shape)[:60]}")
     begin, end = entry.data_offsets
-    expected = math.prod(entry.shape) * _ITEM_BITS[entry.dtype] // 8
+    expected = math.prod(entry.shape) * _ITEM_BYTES[entry.dtype]
     if end - begin != expected:
         raise _bad(path, f"{what} of shape {entry.shape} in {entry.dtype} takes {expected} bytes, not {end - begin}")
     return StoredTensor(name, entry.dtype, tuple(entry.shape), start + begin, expected)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny_gguf import LLAMA, llama_tensors, write_gguf
 
 from fd_core.errors import ModelError
-from fd_core.models.loading import open_checkpoint
+from fd_core.models.loading.checkpoint import open_checkpoint
 
 MEGABYTE = 1 << 20
 
@@ -54,8 +54,8 @@ def test_config_is_in_hugging_face_terms(tiny: Path) -> None:
 def test_names_shapes_and_values_are_hugging_faces(tiny: Path) -> None:
     checkpoint = open_checkpoint(tiny)
     stored = llama_tensors()
-    assert "model.layers.0.self_attn.q_proj.weight" in checkpoint
-    assert "lm_head.weight" not in checkpoint
+    assert "model.layers.0.self_attn.q_proj.weight" in checkpoint.names()
+    assert "lm_head.weight" not in checkpoint.names()
     assert checkpoint.shape("model.layers.0.mlp.down_proj.weight") == (32, 64)
     gate = checkpoint.read("model.layers.0.mlp.gate_proj.weight")
     np.testing.assert_array_equal(gate.data, stored["blk.0.ffn_gate.weight"])
@@ -120,9 +120,9 @@ def test_an_unknown_tensor_is_refused_by_name(tmp_path: Path) -> None:
     ("arch", "change", "extra", "says"),
     [
         ("mamba", {}, {}, "architecture 'mamba' is not supported"),
-        ("llama", {"block_count": "two"}, {}, r"llama\.block_count must be one positive integer; found 'two'"),
+        ("llama", {"block_count": "two"}, {}, r"llama\.block_count must be a positive integer; found 'two'"),
         ("llama", {"block_count": 0}, {}, "block_count"),
-        ("llama", {"attention.head_count_kv": [2, 2]}, {}, "head_count_kv must be one positive integer"),
+        ("llama", {"attention.head_count_kv": [2, 2]}, {}, "head_count_kv must be a positive integer"),
         ("llama", {"rope.dimension_count": 4}, {}, "only equal values"),
         ("llama", {"rope.scaling.type": "longrope"}, {}, "'longrope' is not supported"),
         ("llama", {"expert_count": 8, "expert_used_count": 2}, {}, "Mixtral"),
@@ -166,7 +166,7 @@ def test_ends_of_turn_are_found_among_the_control_tokens(tmp_path: Path) -> None
         "tokenizer.ggml.eos_token_id": 1,
     }
     checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", extra=extra))
-    assert checkpoint.generation.eos_token_ids == (1, 2), "a normal token that looks like an end is not one"
+    assert checkpoint.eos_token_ids == (1, 2), "a normal token that looks like an end is not one"
 
 
 def test_digest_follows_weights_and_metadata(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def _open_and_read(path: Path) -> None:
         with open_checkpoint(path) as checkpoint:
             for name in checkpoint.names():
                 checkpoint.read(name)
-            _ = checkpoint.generation, checkpoint.digest, checkpoint.tokenizer
+            _ = checkpoint.eos_token_ids, checkpoint.digest, checkpoint.tokenizer
     except ModelError as error:
         assert path.name in str(error), "the file is named"
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tiny_gguf import write_gguf
 
-from fd_core.models.loading import Checkpoint, open_checkpoint
+from fd_core.models.loading.checkpoint import Checkpoint, open_checkpoint
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

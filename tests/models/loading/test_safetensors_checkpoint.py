@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from fd_core.errors import ModelError
-from fd_core.models.loading import RawTensor, open_checkpoint
+from fd_core.models.loading.checkpoint import RawTensor, open_checkpoint
 
 MEGABYTE = 1 << 20
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4}
@@ -143,7 +143,7 @@ def test_an_index_that_does_not_fit_is_refused(folder: Path, weight_map: object,
 
 def test_the_only_file_is_taken_whatever_its_name(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
-    assert "model.norm.weight" in open_checkpoint(folder)
+    assert "model.norm.weight" in open_checkpoint(folder).names()
     save_file({"w": np.zeros(1, "f4")}, folder / "other.safetensors")
     with pytest.raises(ModelError, match=r"other\.safetensors, weights\.safetensors"):
         open_checkpoint(folder)
@@ -260,17 +260,13 @@ def test_digest_of_a_large_file_covers_the_start_of_every_tensor(tmp_path: Path)
     assert open_checkpoint(_folder(tmp_path / "b", tensors=tensors)).digest != first
 
 
-def test_generation_defaults_come_from_both_configs(folder: Path) -> None:
-    _folder(folder, {**CONFIG, "bos_token_id": 1, "eos_token_id": 2})
-    assert open_checkpoint(folder).generation.eos_token_ids == (2,)
+def test_generation_config_names_tokens_that_end_a_generation(folder: Path) -> None:
+    assert open_checkpoint(folder).eos_token_ids == ()
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 8], "temperature": 0.6, "do_sample": true}')
-    generation = open_checkpoint(folder).generation
-    assert generation.eos_token_ids == (7, 8)
-    assert generation.bos_token_id == 1
-    assert generation.sampling == {"temperature": 0.6}
+    assert open_checkpoint(folder).eos_token_ids == (7, 8)
     (folder / "generation_config.json").write_text('{"eos_token_id": "x"}')
     with pytest.raises(ModelError, match="eos_token_id"):
-        _ = open_checkpoint(folder).generation
+        _ = open_checkpoint(folder).eos_token_ids
 
 
 def test_chat_template_is_taken_from_where_it_is(folder: Path) -> None:

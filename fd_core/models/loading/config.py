@@ -1,4 +1,4 @@
-"""Typed access to a Hugging Face config; a value of the wrong kind is a `ModelError` that names its field."""
+"""Typed access to a model's config; a value of the wrong kind is a `ModelError` that names its field."""
 
 from __future__ import annotations
 
@@ -24,25 +24,21 @@ _MAX_COUNT = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The content of config.json, or a part of it; null counts as absent."""
+    """The content of config.json or of a GGUF file's metadata, or a part of it; null counts as absent."""
 
     values: Mapping[str, Any]
     prefix: str = ""
     """Where the part stands in the whole, such as `rope_parameters.`."""
+    origin: str = "config.json"
+    """The file, for errors."""
 
     def count(self, field: str, default: int | None = None) -> int:
         """Return a positive integer."""
-        value = self._get(field, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _MAX_COUNT:
-            raise self._wrong(field, "a positive integer", value)
-        return value
+        return self._integer(field, default, 1, "a positive integer")
 
     def index(self, field: str, default: int) -> int:
         """Return an integer that is not negative."""
-        value = self._get(field, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MAX_COUNT:
-            raise self._wrong(field, "an integer that is not negative", value)
-        return value
+        return self._integer(field, default, 0, "an integer that is not negative")
 
     def optional_count(self, field: str) -> int | None:
         """Return a positive integer, or None if it is absent."""
@@ -80,7 +76,7 @@ class ModelConfig:
             return None
         if not isinstance(value, Mapping):
             raise self._wrong(field, "an object", value)
-        return ModelConfig(value, f"{self.prefix}{field}.")
+        return ModelConfig(value, f"{self.prefix}{field}.", self.origin)
 
     def indices(self, field: str) -> tuple[int, ...]:
         """Return an integer or a list of integers that are not negative as a tuple; empty if it is absent."""
@@ -89,6 +85,13 @@ class ModelConfig:
         if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in listed):
             raise self._wrong(field, "integers that are not negative", value)
         return tuple(listed)
+
+    def strings(self, field: str) -> list[str]:
+        """Return a list of strings, empty if it is absent."""
+        value = self._get(field, [])
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise self._wrong(field, "a list of strings", value)
+        return value
 
     def layer_types(self, num_layers: int) -> tuple[str, ...] | None:
         """Return the kind of attention of each layer, or None if the config does not list it."""
@@ -110,7 +113,13 @@ class ModelConfig:
     def refuse(self, field: str, why: str) -> None:
         """Raise if the field is present and neither false, 0 nor empty."""
         if self._get(field):
-            raise ModelError(f"config.json: {self.prefix}{field} is set, but {why}", field="model")
+            raise ModelError(f"{self.origin}: {self.prefix}{field} is set, but {why}", field="model")
+
+    def _integer(self, field: str, default: int | None, least: int, expected: str) -> int:
+        value = self._get(field, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value < _MAX_COUNT:
+            raise self._wrong(field, expected, value)
+        return value
 
     def _get(self, field: str, default: Any = None) -> Any:
         value = self.values.get(field)
@@ -118,4 +127,4 @@ class ModelConfig:
 
     def _wrong(self, field: str, expected: str, value: object) -> ModelError:
         found = "it is missing" if value is None else f"found {str(value)[:60]!r}"
-        return ModelError(f"config.json: {self.prefix}{field} must be {expected}; {found}", field="model")
+        return ModelError(f"{self.origin}: {self.prefix}{field} must be {expected}; {found}", field="model")
