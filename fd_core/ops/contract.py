@@ -289,9 +289,9 @@ class Ops(abc.ABC):
         interleave them.
         """
 
-    @abc.abstractmethod
-    def prepare_experts(self, parts: Sequence[Sequence[RawTensor]], *, gated: bool) -> Array:
-        """Prepare one linear for each expert; `parts[e]` is what `prepare_linear` takes."""
+    def prepare_experts(self, parts: Sequence[Sequence[RawTensor]], *, gated: bool) -> Any:
+        """Prepare the experts' linears, by default one for each; `parts[e]` is what `prepare_linear` takes."""
+        return tuple(self.prepare_linear(expert, gated=gated) for expert in parts)
 
     def tied_head(self, embedding: Array, weight: RawTensor) -> Array:
         """Return the output projection of a model that ties it to its embedding."""
@@ -450,6 +450,12 @@ class Ops(abc.ABC):
     def mlp_inputs(self, x: Array, norm: Norm, gate_up: Array, activation: Activation) -> Array:
         """Norm, gate and up projection, gated activation: [T, H] -> [T, I]."""
         return self.gated_linear(self.rms_norm(x, norm), gate_up, activation)
+
+    def add_shared(self, y: Array, x: Array, experts: Experts, activation: Activation) -> Array:
+        """Return y [T, H] plus what the experts that every token passes make of x; may write into `y`."""
+        if experts.shared_gate_up is not None:
+            y += self.linear(self.gated_linear(x, experts.shared_gate_up, activation), experts.shared_down)
+        return y
 
     def moe_residual(self, x: Array, norm: Norm, experts: Experts, activation: Activation) -> Array:
         """x + moe(norm(x)): [T, H] -> [T, H]. May write into `x`."""

@@ -83,10 +83,6 @@ class PaddleOps(PaddleSampling, Ops):
         """Stack the parts in the order given."""
         return PaddleLinear(self._stack(parts), None if biases is None else self._stack(biases))
 
-    def prepare_experts(self, parts: Sequence[Sequence[RawTensor]], *, gated: bool) -> Any:
-        """Prepare one linear for each expert."""
-        return tuple(self.prepare_linear(expert, gated=gated) for expert in parts)
-
     def tied_head(self, embedding: Array, weight: RawTensor) -> Any:
         """Share the embedding; a pack with another form of linear weights overrides this as well."""
         return PaddleLinear(embedding, None)
@@ -174,9 +170,7 @@ class PaddleOps(PaddleSampling, Ops):
                 inner = self.gated_linear(inputs[start:end], experts.gate_up[expert], activation)
                 y = self.linear(inner, experts.down[expert]) * shares[start:end]
                 paddle.index_add_(output, tokens[start:end], 0, y)
-        if experts.shared_gate_up is not None:
-            output += self.linear(self.gated_linear(x, experts.shared_gate_up, activation), experts.shared_down)
-        return output
+        return self.add_shared(output, x, experts, activation)
 
     def add(self, x: Array, y: Array) -> Array:
         """Add."""

@@ -86,10 +86,6 @@ class TorchOps(TorchSampling, Ops):
         """Stack the parts in the order given."""
         return TorchLinear(self._stack(parts), None if biases is None else self._stack(biases))
 
-    def prepare_experts(self, parts: Sequence[Sequence[RawTensor]], *, gated: bool) -> Any:
-        """Prepare one linear for each expert."""
-        return tuple(self.prepare_linear(expert, gated=gated) for expert in parts)
-
     def tied_head(self, embedding: Array, weight: RawTensor) -> Any:
         """Share the embedding; a pack with another form of linear weights overrides this as well."""
         return TorchLinear(embedding, None)
@@ -178,12 +174,6 @@ class TorchOps(TorchSampling, Ops):
                 y = self.linear(self.gated_linear(x[tokens], experts.gate_up[expert], activation), experts.down[expert])
                 output.index_add_(0, tokens, y * weights.flatten()[mine, None].to(x.dtype))
         return self.add_shared(output, x, experts, activation)
-
-    def add_shared(self, output: Array, x: Array, experts: Experts, activation: Activation) -> Array:
-        """Add what the experts that every token passes make of x to `output`, in place."""
-        if experts.shared_gate_up is not None:
-            output += self.linear(self.gated_linear(x, experts.shared_gate_up, activation), experts.shared_down)
-        return output
 
     def add(self, x: Array, y: Array) -> Array:
         """Add."""

@@ -8,63 +8,46 @@ from typing import Any
 
 from fd_core.ops.native.build import BuildError
 
-__all__ = ["LayerGeometry", "MoeGeometry", "PenaltyRows", "SampleRows", "Step", "checked", "declare"]
+__all__ = ["AttentionShape", "MoeGeometry", "PenaltyRows", "SampleRows", "Step", "checked", "declare"]
+
+
+def _all(kind: Any, *names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names]
 
 
 class Step(Structure):
     """`fd::Step`: the flattened batch."""
 
     _fields_ = (
-        ("tokens", c_int),
-        ("rows", c_int),
-        ("logits", c_int),
-        ("max_blocks", c_int),
-        ("token_ids", c_void_p),
-        ("positions", c_void_p),
-        ("kv_slots", c_void_p),
-        ("query_start", c_void_p),
-        ("context_len", c_void_p),
-        ("block_tables", c_void_p),
-        ("logits_rows", c_void_p),
+        *_all(c_int, "tokens", "rows", "logits", "max_blocks"),
+        *_all(c_void_p, "token_ids", "positions", "kv_slots", "query_start", "context_len"),
+        *_all(c_void_p, "block_tables", "logits_rows"),
     )
 
 
-class LayerGeometry(Structure):
-    """Attention geometry of one layer; `window` and `softcap` are 0 where there is none."""
+class AttentionShape(Structure):
+    """`fd::AttentionShape`: attention geometry of one layer."""
 
     _fields_ = (
-        ("heads", c_int),
-        ("kv_heads", c_int),
-        ("d", c_int),
-        ("window", c_int),
-        ("half", c_int),
-        ("interleaved", c_int),
-        ("scale", c_float),
-        ("softcap", c_float),
+        *_all(c_int, "heads", "kv_heads", "d", "window", "half", "interleaved"),
+        *_all(c_float, "scale", "softcap"),
     )
 
 
 class MoeGeometry(Structure):
     """Numbers of a mixture of experts."""
 
-    _fields_ = (("experts", c_int), ("top_k", c_int), ("normalize", c_int), ("norm_floor", c_float))
+    _fields_ = (*_all(c_int, "experts", "top_k", "normalize"), ("norm_floor", c_float))
 
 
 class SampleRows(Structure):
     """`fd::SampleRows`: what sampling needs."""
 
     _fields_ = (
-        ("rows", c_int),
-        ("vocabulary", c_int),
+        *_all(c_int, "rows", "vocabulary"),
         ("logits", c_void_p),
         ("stride", c_size_t),
-        ("temperature", c_void_p),
-        ("top_k", c_void_p),
-        ("top_p", c_void_p),
-        ("min_p", c_void_p),
-        ("uniform", c_void_p),
-        ("tokens", c_void_p),
-        ("peaks", c_void_p),
+        *_all(c_void_p, "temperature", "top_k", "top_p", "min_p", "uniform", "tokens", "peaks"),
     )
 
 
@@ -72,19 +55,11 @@ class PenaltyRows(Structure):
     """`fd::PenaltyRows`: what penalties need."""
 
     _fields_ = (
-        ("rows", c_int),
-        ("drafts", c_int),
-        ("vocabulary", c_int),
+        *_all(c_int, "rows", "drafts", "vocabulary"),
         ("logits", c_void_p),
         ("stride", c_size_t),
-        ("logits_rows", c_void_p),
-        ("counts", c_void_p),
-        ("counts_rows", c_void_p),
-        ("draft_rows", c_void_p),
-        ("draft_ids", c_void_p),
-        ("repetition", c_void_p),
-        ("presence", c_void_p),
-        ("frequency", c_void_p),
+        *_all(c_void_p, "logits_rows", "counts", "counts_rows", "draft_rows", "draft_ids"),
+        *_all(c_void_p, "repetition", "presence", "frequency"),
     )
 
 
@@ -118,9 +93,9 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fd_add_linear": (c_int, (c_void_p, c_void_p, c_int, c_int)),
     "fd_add_attention_inputs": (
         c_int,
-        (c_void_p, c_int, *_NORM, c_void_p, POINTER(LayerGeometry), *_NORM, *_NORM, *(c_void_p,) * 3, c_int, c_int),
+        (c_void_p, c_int, *_NORM, c_void_p, POINTER(AttentionShape), *_NORM, *_NORM, *(c_void_p,) * 3, c_int, c_int),
     ),
-    "fd_add_attention": (c_int, (c_void_p, POINTER(LayerGeometry), c_void_p, c_int, c_int, c_int)),
+    "fd_add_attention": (c_int, (c_void_p, POINTER(AttentionShape), c_void_p, c_int, c_int, c_int)),
     "fd_add_project_residual": (c_int, (c_void_p, c_void_p, *_NORM, c_int, c_int)),
     "fd_add_gated_linear": (c_int, (c_void_p, c_int, *_NORM, c_void_p, c_int, c_int)),
     "fd_add_logits": (c_int, (c_void_p, c_int, *_NORM, c_void_p, c_float, c_int)),

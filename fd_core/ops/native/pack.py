@@ -11,6 +11,7 @@ import ctypes
 import logging
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from fd_core.ops.contract import (
     StepInput,
 )
 from fd_core.ops.native.kv_cache import NativeKVCache
-from fd_core.ops.native.library import LayerGeometry, MoeGeometry, PenaltyRows, SampleRows, checked
+from fd_core.ops.native.library import AttentionShape, MoeGeometry, PenaltyRows, SampleRows, checked
 from fd_core.ops.native.program import CaptureError, Eager, ProgramRecorder, ProgramSymbol, Runtime, symbolic_step
 from fd_core.ops.native.weights import Arena, NativeLinear, pack
 from fd_core.ops.philox import uniform
@@ -154,13 +155,9 @@ class NativeOps(TorchOps):
             vocabulary,
             logits.data_ptr(),
             logits.stride(0),
-            rows.temperature.data_ptr(),
-            rows.top_k.data_ptr(),
-            rows.top_p.data_ptr(),
-            rows.min_p.data_ptr(),
+            *_addresses(rows.temperature, rows.top_k, rows.top_p, rows.min_p),
             None if numbers is None else numbers.ctypes.data,
-            tokens.data_ptr(),
-            peaks.data_ptr(),
+            *_addresses(tokens, peaks),
         )
         checked(self.runtime.library.fd_sample(ctypes.byref(call), self.runtime.team), "sampling")
         return tokens, peaks
@@ -175,14 +172,10 @@ class NativeOps(TorchOps):
             logits.shape[1],
             logits.data_ptr(),
             logits.stride(0),
-            penalties.rows.data_ptr(),
-            penalties.counts.data_ptr(),
-            penalties.counts_rows.data_ptr(),
-            penalties.draft_rows.data_ptr(),
-            penalties.draft_ids.data_ptr(),
-            penalties.repetition.data_ptr(),
-            penalties.presence.data_ptr(),
-            penalties.frequency.data_ptr(),
+            *_addresses(
+                penalties.rows, penalties.counts, penalties.counts_rows, penalties.draft_rows, penalties.draft_ids
+            ),
+            *_addresses(penalties.repetition, penalties.presence, penalties.frequency),
         )
         checked(self.runtime.library.fd_penalize(ctypes.byref(call), self.runtime.team), "penalties")
         return logits
@@ -275,9 +268,9 @@ class NativeOps(TorchOps):
             )
         return y
 
-    def _call(self, x: Array, step: StepInput | None = None) -> ProgramRecorder | Eager:
+    def _call(self, x: Array, step: StepInput | None = None) -> AbstractContextManager[ProgramRecorder | Eager]:
         """Return where an operation on `x` goes: the program being recorded, or one of its own."""
-        return x.recorder if isinstance(x, ProgramSymbol) else Eager(self.runtime, step)
+        return nullcontext(x.recorder) if isinstance(x, ProgramSymbol) else Eager(self.runtime, step)
 
     # Whole steps ------------------------------------------------------------------------------------------
 
@@ -326,12 +319,16 @@ class ProgramForward:
         return recorder, result
 
 
+def _addresses(*tensors: Array) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
 def _norm(call: ProgramRecorder | Eager, norm: Norm | None) -> tuple[int | None, float]:
     return _NO_NORM if norm is None else (call.pointer(norm.weight), norm.eps)
 
 
-def _geometry(heads: Heads) -> LayerGeometry:
-    return LayerGeometry(
+def _geometry(heads: Heads) -> AttentionShape:
+    return AttentionShape(
         heads.num_heads,
         heads.num_kv_heads,
         heads.head_dim,
@@ -343,6 +340,6 @@ def _geometry(heads: Heads) -> LayerGeometry:
     )
 
 
-def _refuse_symbols(operation: str, *arrays: Array) -> None:
-    if any(isinstance(array, ProgramSymbol) for array in arrays):
+def _refuse_symbols(operation: str, array: Array) -> None:
+    if isinstance(array, ProgramSymbol):
         raise CaptureError(f"the forward calls {operation} apart from its fusion, which only an eager pack can compute")

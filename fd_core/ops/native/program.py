@@ -84,19 +84,14 @@ class Program:
 
     def run(self, step: StepInput, tokens: int) -> None:
         """Run all operations on a step."""
-        tables, rows = step.block_tables, step.logits_rows
-        pointers = [
-            None if array is None else array.data_ptr()
-            for array in (step.token_ids, step.positions, step.kv_slots, step.query_start, step.context_len)
-        ]
+        contexts, tables, rows = step.context_len, step.block_tables, step.logits_rows
+        arrays = (step.token_ids, step.positions, step.kv_slots, step.query_start, contexts, tables, rows)
         batch = Step(
             tokens,
-            0 if step.context_len is None else len(step.context_len),
+            0 if contexts is None else len(contexts),
             0 if rows is None else len(rows),
             0 if tables is None else tables.shape[1],
-            *pointers,
-            None if tables is None else tables.data_ptr(),
-            None if rows is None else rows.data_ptr(),
+            *(None if array is None else array.data_ptr() for array in arrays),
         )
         checked(self._library.fd_program_run(self.handle, ctypes.byref(batch), self.runtime.team), "a step")
 
@@ -139,14 +134,6 @@ class ProgramRecorder(Program):
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
         self._free: dict[tuple[int, bool], list[int]] = {}
-
-    def __enter__(self) -> ProgramRecorder:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
 
     def input(self, x: Any, width: int, wide: bool) -> int:
         """Return the buffer of a symbol."""

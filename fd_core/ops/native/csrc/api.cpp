@@ -48,12 +48,6 @@ auto guarded(F&& body) -> decltype(body()) {
     }
 }
 
-/// Calls body(E()) with the element type of the program.
-template <class F>
-void* with_type(int type, F&& body) {
-    return guarded([&]() -> void* { return Type(type) == Type::f32 ? body(float()) : body(bf16()); });
-}
-
 }  // namespace
 }  // namespace fd
 
@@ -62,11 +56,6 @@ using namespace fd;
 // Nothing else is visible outside the library.
 #pragma GCC visibility push(default)
 extern "C" {
-
-struct LayerGeometry {
-    int heads, kv_heads, d, window, half, interleaved;
-    float scale, softcap;
-};
 
 // What was built ------------------------------------------------------------------------------------------------------
 
@@ -181,25 +170,19 @@ void fd_kv_free(void* cache) { delete static_cast<Cache*>(cache); }
 namespace {
 
 /// Copy between blocks and canonical order [count, layers, 2, block_size, heads, d]; the bits are kept as they are.
-template <class E, class Copy>
-void for_each_element(const Cache& cache, const int32_t* blocks, int count, E* canonical, Copy&& copy) {
-    const KvLayout& l = cache.layout;
+template <class E>
+void transfer(const KvLayout& l, const int32_t* blocks, int count, E* canonical, bool to_cache) {
     for (int b = 0; b < count; b++)
         for (int layer = 0; layer < l.layers; layer++) {
             const KvLayer<E> kv(l, layer);
             for (int values = 0; values < 2; values++)
                 for (int offset = 0; offset < l.block_size; offset++)
                     for (int head = 0; head < l.heads; head++)
-                        for (int i = 0; i < l.d; i++)
-                            copy(values ? kv.value(blocks[b], head, offset, i) : kv.key(blocks[b], head, offset, i),
-                                 canonical++);
+                        for (int i = 0; i < l.d; i++, canonical++) {
+                            E* stored = values ? kv.value(blocks[b], head, offset, i) : kv.key(blocks[b], head, offset, i);
+                            to_cache ? *stored = *canonical : *canonical = *stored;
+                        }
         }
-}
-
-template <class E>
-void transfer(const Cache& cache, const int32_t* blocks, int count, void* canonical, bool to_cache) {
-    for_each_element<E>(cache, blocks, count, static_cast<E*>(canonical),
-                        [&](E* stored, E* plain) { to_cache ? *stored = *plain : *plain = *stored; });
 }
 
 }  // namespace
@@ -209,9 +192,9 @@ extern "C" {
 void fd_kv_transfer(void* cache, const int32_t* blocks, int count, void* canonical, int to_cache) {
     const Cache& c = *static_cast<Cache*>(cache);
     if (Type(c.type) == Type::f32)
-        transfer<float>(c, blocks, count, canonical, to_cache);
+        transfer(c.layout, blocks, count, static_cast<float*>(canonical), to_cache);
     else
-        transfer<bf16>(c, blocks, count, canonical, to_cache);
+        transfer(c.layout, blocks, count, static_cast<bf16*>(canonical), to_cache);
 }
 
 /// k, v: float32 [tokens, heads, d].
@@ -268,19 +251,16 @@ struct Recording {
     }
 };
 
-AttentionShape shape_of(const LayerGeometry& g) {
-    return {g.heads, g.kv_heads, g.d, g.scale, g.window, g.softcap};
-}
 Recording& recording(void* program) { return *static_cast<Recording*>(program); }
 
-/// Add operation made by make(E()); 0 if memory ran out.
+/// Add the operation that make(E()) returns, E being the program's element type; 0 if memory ran out.
 template <class F>
 int add(void* program, F&& make) {
-    Recording& r = recording(program);
-    return with_type(r.type, [&](auto e) -> void* {
-               r.program.add(make(e));
-               return &r;
-           }) != nullptr;
+    return guarded([&]() -> int {
+        Recording& r = recording(program);
+        r.program.add(Type(r.type) == Type::f32 ? make(float()) : make(bf16()));
+        return 1;
+    });
 }
 
 }  // namespace
@@ -335,25 +315,24 @@ int fd_add_linear(void* program, const void* linear, int in, int out) {
 }
 
 int fd_add_attention_inputs(void* program, int in, const float* norm, float eps, const void* linear,
-                            const LayerGeometry* g, const float* q_norm, float q_eps, const float* k_norm, float k_eps,
+                            const AttentionShape* shape, const float* q_norm, float q_eps, const float* k_norm, float k_eps,
                             const float* cos, const float* sin, const void* cache, int layer, int q) {
     return add(program, [&](auto e) -> Operation* {
         using E = decltype(e);
         const Linear& w = *static_cast<const Linear*>(linear);
         Recording& r = recording(program);
-        return new AttentionInputs<E>(r.norm<E>(in, w.k, norm, eps), w, shape_of(*g), {q_norm, q_eps}, {k_norm, k_eps},
-                                      {cos, sin, g->half, g->interleaved != 0},
+        return new AttentionInputs<E>(r.norm<E>(in, w.k, norm, eps), w, *shape, {q_norm, q_eps}, {k_norm, k_eps},
+                                      {cos, sin},
                                       KvLayer<E>(static_cast<const Cache*>(cache)->layout, layer),
                                       r.scratch(r.qkv, w.n, true), q);
     });
 }
 
-int fd_add_attention(void* program, const LayerGeometry* g, const void* cache, int layer, int q, int out) {
+int fd_add_attention(void* program, const AttentionShape* shape, const void* cache, int layer, int q, int out) {
     return add(program, [&](auto e) -> Operation* {
         const KvLayout& layout = static_cast<const Cache*>(cache)->layout;
-        const AttentionShape shape = shape_of(*g);
-        AttentionPlan* plan = recording(program).plan(shape.group(), shape.kv_heads, layout.block_size);
-        return new Attention<decltype(e)>(shape, layout, layer, q, out, plan);
+        AttentionPlan* plan = recording(program).plan(shape->group(), shape->kv_heads, layout.block_size);
+        return new Attention<decltype(e)>(*shape, layout, layer, q, out, plan);
     });
 }
 

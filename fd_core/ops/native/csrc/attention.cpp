@@ -216,30 +216,39 @@ static int columns_of(const KvLayout& layout, int high, int block) {
     return std::min(layout.block_k, round_up(tokens, kLanes));
 }
 
+/// c (+)= a * b for some rows and all vectors of columns; `call` holds a and c of row 0, and b of the first vector.
+template <class E>
+void Attention<E>::multiply(Scratch& s, Range rows, int vecs, TileCall<E> call) const {
+    using S = TileShape<E>;
+    const E *a = call.a, *b = call.b;
+    float* c = call.c;
+    const int count = rows.end - rows.begin, row_blocks = ceil_div(count, S::kRows);
+    for (int v = 0; v < vecs; v += S::kVecs) {
+        call.b = b + size_t(v) * kLanes * Product<E>::kStep;
+        for (int i = 0; i < row_blocks; i++) {
+            const Range r = row_block<E>(count, i, row_blocks);
+            const size_t first = rows.begin + r.begin;
+            call.a = a + first * call.a_stride;
+            call.c = c + first * call.c_stride + v * kLanes;
+            s.fetcher.attach(call);
+            tile<E>(r.end - r.begin, std::min(S::kVecs, vecs - v), call);
+        }
+    }
+}
+
 /// scores = q * keys for one block.
 template <class E>
 void Attention<E>::score(Scratch& s, const Pass& pass, int head, int block, int column) const {
-    using S = TileShape<E>;
     const KvLayout& layout = *layer_.layout;
-    const int vecs = columns_of(layout, pass.high, block) / kLanes;
     TileCall<E> call{};
+    call.a = s.q;
+    call.a_stride = s.q_stride;
+    call.b = layer_.keys(pass.table[block], head);
     call.b_step = size_t(layout.block_k) * Product<E>::kStep;
     call.steps = layout.d_k / Product<E>::kStep;
-    call.a_stride = s.q_stride;
+    call.c = s.scores + column;
     call.c_stride = s.columns;
-    for (int v = 0; v < vecs; v += S::kVecs) {
-        const int count = std::min(S::kVecs, vecs - v);
-        call.b = layer_.keys(pass.table[block], head) + size_t(v) * kLanes * Product<E>::kStep;
-        const int row_blocks = ceil_div(pass.rows.end - pass.rows.begin, S::kRows);
-        for (int i = 0; i < row_blocks; i++) {
-            const Range r = row_block<E>(pass.rows.end - pass.rows.begin, i, row_blocks);
-            const int first = pass.rows.begin + r.begin;
-            call.a = s.q + first * s.q_stride;
-            call.c = s.scores + size_t(first) * s.columns + column + v * kLanes;
-            s.fetcher.attach(call);
-            tile<E>(r.end - r.begin, count, call);
-        }
-    }
+    multiply(s, pass.rows, columns_of(layout, pass.high, block) / kLanes, call);
 }
 
 /// Turn the chunk's scores into weights 2^(score - max), with their max and sum, for each row.
@@ -291,29 +300,17 @@ void Attention<E>::softmax(Scratch& s, const Pass& pass, int first_block, int en
 /// sums (+)= weights * values for one block.
 template <class E>
 void Attention<E>::weigh(Scratch& s, const Pass& pass, int head, int block, int column, bool first) const {
-    using S = TileShape<E>;
     const KvLayout& layout = *layer_.layout;
-    const int vecs = layout.d_v / kLanes;
-    const E* values = layer_.values(pass.table[block], head);
     TileCall<E> call{};
-    call.b_step = size_t(layout.d_v) * Product<E>::kStep;
-    call.steps = round_up(columns_of(layout, pass.high, block), S::kAlign) / Product<E>::kStep;
+    call.a = s.weights + column;
     call.a_stride = s.columns;
+    call.b = layer_.values(pass.table[block], head);
+    call.b_step = size_t(layout.d_v) * Product<E>::kStep;
+    call.steps = round_up(columns_of(layout, pass.high, block), TileShape<E>::kAlign) / Product<E>::kStep;
+    call.c = s.sums;
     call.c_stride = s.d;
     call.accumulate = !first;
-    for (int v = 0; v < vecs; v += S::kVecs) {
-        const int count = std::min(S::kVecs, vecs - v);
-        call.b = values + size_t(v) * kLanes * Product<E>::kStep;
-        const int row_blocks = ceil_div(pass.rows.end - pass.rows.begin, S::kRows);
-        for (int i = 0; i < row_blocks; i++) {
-            const Range r = row_block<E>(pass.rows.end - pass.rows.begin, i, row_blocks);
-            const int row = pass.rows.begin + r.begin;
-            call.a = s.weights + size_t(row) * s.columns + column;
-            call.c = s.sums + size_t(row) * s.d + v * kLanes;
-            s.fetcher.attach(call);
-            tile<E>(r.end - r.begin, count, call);
-        }
-    }
+    multiply(s, pass.rows, layout.d_v / kLanes, call);
 }
 
 /// Add the chunk to what came before it, both rescaled to the larger maximum.

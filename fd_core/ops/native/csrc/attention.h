@@ -7,8 +7,10 @@ namespace fd {
 
 struct AttentionShape {
     int heads, kv_heads, d;
+    int window;       // 0 sees all
+    int half;         // of the elements of a head that rope turns
+    int interleaved;  // whether rope turns neighbours, not element i with i + half
     float scale;
-    int window;     // 0 sees all
     float softcap;  // 0 for none
     int group() const { return heads / kv_heads; }
 };
@@ -29,6 +31,7 @@ class Attention : public Operation {
     void plan_unit(const Context&, const QueryTile&, int head, Unit&) const;
     void run_unit(const Context&, Scratch&, const Unit&) const;
     void run_pass(Scratch&, const Pass&, int head) const;
+    void multiply(Scratch&, Range rows, int vecs, TileCall<E> call) const;
     void score(Scratch&, const Pass&, int head, int block, int column) const;
     void weigh(Scratch&, const Pass&, int head, int block, int column, bool first) const;
     void softmax(Scratch&, const Pass&, int first_block, int end_block) const;

@@ -85,11 +85,11 @@ void AttentionInputs<E>::run(const Context& context) {
     for (int unit = units.begin; unit < units.end; unit++) {
         const int t = unit / shape.kv_heads, head = unit % shape.kv_heads;
         float* values = context.row<float>(qkv, t);
-        const float* cos = rope.cos + size_t(step.positions[t]) * rope.half;
-        const float* sin = rope.sin + size_t(step.positions[t]) * rope.half;
+        const float* cos = rope.cos + size_t(step.positions[t]) * shape.half;
+        const float* sin = rope.sin + size_t(step.positions[t]) * shape.half;
         auto prepare = [&](float* x, const NormWeights& n) {
             if (n.weight) rms_norm(x, n.weight, d, n.eps, x);
-            rotate(x, cos, sin, rope.half, rope.interleaved);
+            rotate(x, cos, sin, shape.half, shape.interleaved);
         };
         for (int h = head * group; h < (head + 1) * group; h++) {
             prepare(values + h * d, q_norm);

@@ -13,8 +13,6 @@ struct NormWeights {
 struct RopeTables {
     const float* cos;
     const float* sin;
-    int half;
-    bool interleaved;
 };
 
 /// out = table[token] * scale, into the float32 residual stream.
