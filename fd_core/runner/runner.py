@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +15,16 @@ from fd_core.ops.contract import Array, KVCache, Ops, StepInput
 from fd_core.runner.batch import PersistentBatch
 from fd_core.runner.drafting import Drafter, SlotError
 from fd_core.runner.inputs import Rows, build_inputs, resolve_rows
-from fd_core.runner.probe import RunnerProbe
 from fd_core.runner.sampling import Sampled, Sampler
-from fd_core.runner.warmup import warm_up_plans
-from fd_core.types import IntArray, LogprobRows, StepOutput, StepPlan
+from fd_core.types import (
+    Admission,
+    BlockGrant,
+    IntArray,
+    LogprobRows,
+    SamplingParams,
+    StepOutput,
+    StepPlan,
+)
 
 __all__ = ["Runner"]
 
@@ -26,19 +33,20 @@ class Runner:
     """Executes plans in order and answers each with exactly one output.
 
     A vendor supplies the `Ops`; batch, input building, sampling, verification of drafts, post-processing and the
-    transfer to the host are here.
+    transfer to the host are here. `ops`, `batch`, `cache` and `drafter` are for audits and tests: who changes them may
+    break every law.
     """
 
     def __init__(self, ops: Ops, model: Model, limits: Limits, drafter: Drafter | None = None) -> None:
         self.limits = limits
-        self._drafter = drafter
-        self._ops = ops
+        self.drafter = drafter
+        self.ops = ops
         ops.configure(limits)
         self.cache = ops.allocate_kv(model.kv_shape(limits.block_size), limits.num_kv_blocks)
         if drafter is not None:
             drafter.allocate(limits)
         self._forward = ops.compile(model.forward)
-        self._batch = PersistentBatch(limits)
+        self.batch = PersistentBatch(limits)
         self._sampler = Sampler(ops, limits.max_num_seqs, model.vocab_size)
         self._failed: dict[int, str] = {}
         """Why the request in a slot failed."""
@@ -51,16 +59,16 @@ class Runner:
         anew; whatever else fails is raised.
         """
         self._apply(plan)
-        rows = resolve_rows(plan, self._batch, self.limits, self._ops.padded_rows)
+        rows = resolve_rows(plan, self.batch, self.limits, self.ops.padded_rows)
         sampled = self._sample(rows)
         grid = self._grid(rows, sampled)
         accepted = self._verify(rows, grid)
         tokens, kept, peaks, logprobs = self._to_host(plan, rows, grid, accepted, sampled)
         self._look_for_failures(rows, kept, peaks)
         self._remember(rows, tokens, kept)
-        ready = None if self._drafter is None else self._batch.num_drafts.copy()
+        ready = None if self.drafter is None else self.batch.num_drafts.copy()
         errors = tuple((slot, self._failed[slot]) for slot in plan.slots.tolist() if slot in self._failed)
-        return StepOutput(plan.epoch, plan.step, tokens, self._batch.gen.copy(), ready, logprobs, errors)
+        return StepOutput(plan.epoch, plan.step, tokens, self.batch.gen.copy(), ready, logprobs, errors)
 
     def warm_up(self, progress: LoadProgress) -> float:
         """Run the largest prefill and one decode on the first slot, so that the first request pays for nothing.
@@ -69,7 +77,7 @@ class Runner:
         """
         limits = self.limits
         length = min(limits.max_num_batched_tokens, limits.max_model_len - 1)
-        plans = warm_up_plans(length, limits.block_size)
+        plans = _warm_up_plans(length, limits.block_size)
         seconds = []
         for done, plan in enumerate(plans):
             progress(done, len(plans))
@@ -77,12 +85,8 @@ class Runner:
             self.execute(plan)
             seconds.append(time.perf_counter() - begun)
         progress(len(plans), len(plans))
-        self._batch = PersistentBatch(limits)
+        self.batch = PersistentBatch(limits)
         return seconds[0] / length
-
-    def use_drafter(self, drafter: Drafter) -> None:
-        """Let another drafter guess, before the first step; its KV, if it needs any, is allocated already."""
-        self._drafter = drafter
 
     def watch_forward(self, watch: Callable[[StepInput], None]) -> None:
         """Have `watch` called with the input of every forward pass from now on."""
@@ -94,35 +98,31 @@ class Runner:
 
         self._forward = watched
 
-    def probe(self) -> RunnerProbe:
-        """Return the parts of this runner, for audits and tests."""
-        return RunnerProbe(self._ops, self._batch, self._drafter)
-
     def _apply(self, plan: StepPlan) -> None:
         for admission in plan.admissions:
             self._failed.pop(admission.slot, None)
-            self._batch.admit(admission)
+            self.batch.admit(admission)
             try:
                 self._sampler.admit(admission)
             except Exception as error:  # noqa: BLE001 - whatever it is, it concerns this request alone
                 self._fail(admission.slot, f"its sampling parameters cannot be used: {error}")
             self._admit_to_drafter(admission.slot, admission.token_ids)
-        self._batch.grant(plan)
+        self.batch.grant(plan)
 
     def _sample(self, rows: Rows) -> Sampled:
         """Run the model and choose a token from each of its rows of logits."""
-        ops, batch = self._ops, self._batch
+        ops, batch = self.ops, self.batch
         if len(rows.slots):
             size, spare = self.limits.block_size, self.cache.spare_block
             inputs = build_inputs(rows, batch.tokens, batch.tables, size, ops, spare)
             logits = self._forward(inputs, self.cache)
         if not len(rows.sampling):
-            return Sampled(ops.from_host(np.empty(0, np.int32)), ops.from_host(np.empty(0, np.float32)), None)
+            return Sampled(ops.from_host(np.empty(0, np.int32)), ops.from_host(np.empty(0, np.float32)))
         return self._sampler.sample(logits, rows.logits_slots, rows.positions, rows.columns, batch.tokens)
 
     def _grid(self, rows: Rows, sampled: Sampled) -> Array:
         """Return the tokens int32[N, 1 + k] of the N rows that sample; unused cells mean nothing."""
-        ops, width = self._ops, self.limits.max_drafts + 1
+        ops, width = self.ops, self.limits.max_drafts + 1
         if not len(rows.sampling):
             return ops.from_host(np.empty((0, width), np.int32))
         if width == 1:
@@ -132,7 +132,7 @@ class Runner:
 
     def _verify(self, rows: Rows, sampled: Array) -> Array:
         """Count the drafts int32[N] that each sampling row keeps."""
-        ops, batch, width = self._ops, self._batch, self.limits.max_drafts
+        ops, batch, width = self.ops, self.batch, self.limits.max_drafts
         if not rows.drafts.any():
             return ops.from_host(np.zeros(len(rows.sampling), np.int32))
         slots = rows.slots[rows.sampling]
@@ -148,13 +148,15 @@ class Runner:
         The one place of a step that waits for the device. Returns the matrix, the drafts kept int32[N], the peaks
         float32[R], and log-probabilities.
         """
-        ops, scores = self._ops, sampled.scores
+        ops = self.ops
         slots = ops.from_host(rows.slots[rows.sampling])
         revoked = ops.from_host(np.array([revocation.slot for revocation in plan.revocations], np.int32))
         matrix = ops.postprocess(grid, accepted, slots, revoked, self.limits.max_num_seqs)
-        arrays = [matrix, accepted, sampled.peaks, *(() if scores is None else scores.arrays)]
-        tokens, kept, peaks, *logprobs = ops.fetch(arrays)
-        return tokens, kept, peaks, None if scores is None else scores.on_host(*logprobs)
+        tokens, kept, peaks, *scores = ops.fetch([matrix, accepted, sampled.peaks, *sampled.scores])
+        if not scores:
+            return tokens, kept, peaks, None
+        scored = sampled.scored
+        return tokens, kept, peaks, LogprobRows(rows.logits_slots[scored], rows.columns[scored], *scores)
 
     def _look_for_failures(self, rows: Rows, accepted: IntArray, peaks: npt.NDArray[np.float32]) -> None:
         """Fail the requests of which a delivered token was chosen from logits that are not finite."""
@@ -172,10 +174,10 @@ class Runner:
         if self._failed:
             healthy = self._healthy(slots)
             slots, accepted = slots[healthy], accepted[healthy]
-        self._batch.append(slots, tokens[slots], accepted)
+        self.batch.append(slots, tokens[slots], accepted)
         self._sampler.extend(slots, tokens[slots], accepted)
-        if self._drafter is not None and len(slots):
-            self._draft(self._drafter, slots, tokens[slots], accepted + 1)
+        if self.drafter is not None and len(slots):
+            self._draft(self.drafter, slots, tokens[slots], accepted + 1)
 
     def _draft(self, drafter: Drafter, slots: IntArray, tokens: IntArray, counts: IntArray) -> None:
         """Let the drafter guess behind the delivered tokens; leaves out whom it fails for."""
@@ -185,22 +187,22 @@ class Runner:
             self._fail_one_of(slots, error)
             # Which of the others it took in is not known, so it gets their whole texts.
             for slot in slots[self._healthy(slots)].tolist():
-                self._admit_to_drafter(slot, self._batch.tokens[slot, : self._batch.length[slot]].copy())
+                self._admit_to_drafter(slot, self.batch.tokens[slot, : self.batch.length[slot]].copy())
         while len(slots := slots[self._healthy(slots)]):
             try:
-                self._batch.guess(slots, *drafter.propose(slots, self.limits.max_drafts))
+                self.batch.guess(slots, *drafter.propose(slots, self.limits.max_drafts))
             except SlotError as error:
                 self._fail_one_of(slots, error)
             else:
                 return
 
     def _admit_to_drafter(self, slot: int, tokens: IntArray) -> None:
-        if self._drafter is None:
+        if self.drafter is None:
             return
         try:
-            self._drafter.admit(slot, tokens)
+            self.drafter.admit(slot, tokens)
         except Exception as error:  # noqa: BLE001 - whatever it is, it concerns this request alone
-            self._fail(slot, f"the drafter {self._drafter.name} failed: {type(error).__name__}: {error}")
+            self._fail(slot, f"the drafter {self.drafter.name} failed: {type(error).__name__}: {error}")
 
     def _healthy(self, slots: IntArray) -> npt.NDArray[np.bool_]:
         return np.array([slot not in self._failed for slot in slots.tolist()], np.bool_)
@@ -211,5 +213,26 @@ class Runner:
         self._fail(error.slot, str(error))
 
     def _fail(self, slot: int, message: str) -> None:
-        self._batch.num_drafts[slot] = 0
+        self.batch.num_drafts[slot] = 0
         self._failed[slot] = message
+
+
+def _warm_up_plans(length: int, block_size: int) -> tuple[StepPlan, StepPlan]:
+    """Return a prefill of `length` tokens in slot 0 and one decode after it; blocks 0 and up are overwritten."""
+    blocks = np.arange(-(-(length + 1) // block_size), dtype=np.int32)
+    params = SamplingParams(temperature=0.0)
+    zero = np.zeros(1, np.int32)
+    prefill = StepPlan(
+        epoch=0,
+        step=0,
+        slots=zero,
+        gens=zero,
+        starts=zero,
+        num_tokens=np.full(1, length, np.int32),
+        num_drafts=zero,
+        samples=np.ones(1, np.bool_),
+        admissions=(Admission(0, 0, np.zeros(length, np.int32), length, params, eos_token_ids=(), computed=0),),
+        grants=(BlockGrant(0, 0, blocks),),
+    )
+    one = np.ones(1, np.int32)
+    return prefill, replace(prefill, step=1, starts=prefill.num_tokens, num_tokens=one, admissions=(), grants=())

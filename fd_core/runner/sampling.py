@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from fd_core.ops.contract import Array, Ops, SampleInput
 from fd_core.runner.penalties import Penalties
-from fd_core.types import Admission, IntArray, LogprobRows
+from fd_core.types import Admission, IntArray
 
-__all__ = ["Sampled", "Sampler", "Scores"]
+__all__ = ["Sampled", "Sampler"]
 
 _FORBIDDEN = np.float32(-np.inf)
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """Log-probabilities that are still on the device; the host knows only whose they are."""
-
-    slots: IntArray
-    columns: IntArray
-    arrays: tuple[Array, Array, Array]
-    """What `Ops.logprobs` returned."""
-
-    def on_host(self, chosen: npt.NDArray[np.float32], top_ids: IntArray, top: npt.NDArray[np.float32]) -> LogprobRows:
-        """Return them with the arrays brought over."""
-        return LogprobRows(self.slots, self.columns, chosen, top_ids, top)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +24,10 @@ class Sampled:
     """int32[R]"""
     peaks: Array
     """float32[R], not finite where no token could be chosen; see `Ops.sample`."""
-    scores: Scores | None
-    """Log-probabilities of the unchanged logits for the rows whose request asked for them."""
+    scored: npt.NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
+    """[r] on the host: rows whose request asked for log-probabilities."""
+    scores: tuple[Array, ...] = ()
+    """What `Ops.logprobs` returned for the unchanged logits of those rows; empty if there are none."""
 
 
 @dataclass(slots=True)
@@ -115,11 +103,10 @@ class Sampler:
             logits = self._adjust(logits, slots, positions)
         chosen, peaks = ops.sample(logits, self._rows(slots, positions))
         if raw is None:
-            return Sampled(chosen, peaks, None)
+            return Sampled(chosen, peaks)
         rows = ops.gather_rows(chosen, ops.from_host(wanted.astype(np.int32)))
         top_n = int(self._logprobs[slots[wanted]].max())
-        scores = Scores(slots[wanted], columns[wanted], ops.logprobs(raw, rows, top_n))
-        return Sampled(chosen, peaks, scores)
+        return Sampled(chosen, peaks, wanted, ops.logprobs(raw, rows, top_n))
 
     def _rows(self, slots: IntArray, positions: IntArray) -> SampleInput:
         ops = self._ops
@@ -139,20 +126,24 @@ class Sampler:
 
     def _adjust(self, logits: Array, slots: IntArray, positions: IntArray) -> Array:
         """Apply logit_bias and min_tokens."""
-        parts: list[tuple[int, IntArray, npt.NDArray[np.float32]]] = []
+        rows: list[IntArray] = []
+        ids: list[IntArray] = []
+        values: list[npt.NDArray[np.float32]] = []
+
+        def add(row: int, tokens: IntArray, added: npt.NDArray[np.float32]) -> None:
+            rows.append(np.full(len(tokens), row, np.int32))
+            ids.append(tokens)
+            values.append(added)
+
         for row, slot in enumerate(slots.tolist()):
             extras = self._extras.get(slot)
             if extras is None:
                 continue
             if len(extras.bias_ids):
-                parts.append((row, extras.bias_ids, extras.bias))
+                add(row, extras.bias_ids, extras.bias)
             if positions[row] < extras.free_from and len(extras.stops):
-                parts.append((row, extras.stops, np.full(len(extras.stops), _FORBIDDEN)))
-        return self._ops.add_at(logits, *_places(self._ops, parts)) if parts else logits
-
-
-def _places(ops: Ops, parts: list[tuple[int, IntArray, npt.NDArray[np.float32]]]) -> tuple[Array, Array, Array]:
-    rows = np.concatenate([np.full(len(ids), row, np.int32) for row, ids, _ in parts])
-    ids = np.concatenate([ids for _, ids, _ in parts]).astype(np.int32)
-    values = np.concatenate([values for _, _, values in parts]).astype(np.float32)
-    return ops.from_host(rows), ops.from_host(ids), ops.from_host(values)
+                add(row, extras.stops, np.full(len(extras.stops), _FORBIDDEN))
+        if not rows:
+            return logits
+        host = self._ops.from_host
+        return self._ops.add_at(logits, *(host(np.concatenate(parts)) for parts in (rows, ids, values)))

@@ -65,11 +65,11 @@ class Stepper:
         self._check_grants(plan)
         before = len(self.computed)
         self.in_flight.append((plan, self.execute(plan)))
-        padded = self.runner.probe().ops.padded_rows(len(plan.slots)) if len(plan.slots) else 0
+        padded = self.runner.ops.padded_rows(len(plan.slots)) if len(plan.slots) else 0
         allowed = min(max(plan.total_tokens, padded), self.limits.max_num_batched_tokens)
         computed = sum(self.computed[before:])
         assert computed <= allowed, f"step {plan.step} computes {computed} tokens where {allowed} were charged"
-        tables = self.runner.probe().batch.tables
+        tables = self.runner.batch.tables
         self._touched[plan.step] = {
             block
             for slot, start, count in zip(plan.slots, plan.starts, plan.num_tokens, strict=True)

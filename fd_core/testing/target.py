@@ -130,7 +130,7 @@ class Target:
         """
         engine = self.load(**{"speculative": speculation(k), "pipeline_depth": 1, **settings})
         if k:
-            engine.probe().runner.use_drafter(KnowingDrafter(engine.info.max_num_seqs, whole, wrong, 0))
+            engine.probe().runner.drafter = KnowingDrafter(engine.info.max_num_seqs, whole, wrong, 0)
         try:
             yield engine
         finally:

@@ -34,7 +34,7 @@ def small_engine(specs: list[RequestSpec], k: int = 0, wrong: float = 0.0, seed:
     values: dict[str, Any] = SMALL | {"speculative": speculation(k)} | settings
     engine = null_engine(**values)
     if k:
-        engine.probe().runner.use_drafter(KnowingDrafter(values["max_num_seqs"], specs, wrong, seed))
+        engine.probe().runner.drafter = KnowingDrafter(values["max_num_seqs"], specs, wrong, seed)
     return engine
 
 

@@ -60,7 +60,7 @@ def test_blocks_for_which_two_caches_do_not_fit_are_refused() -> None:
 
 def test_no_drafts_means_no_draft_model() -> None:
     engine = drafting(0)
-    assert engine.probe().runner.probe().drafter is None
+    assert engine.probe().runner.drafter is None
     assert engine.info.kv_cache_bytes == null_engine().info.kv_cache_bytes
 
 

@@ -18,7 +18,7 @@ def speculating(k: int, wrong: float, seed: int = 0, **changes: object) -> Engin
     engine = null_engine(
         speculative=SpeculativeConfig(method="ngram", num_speculative_tokens=k, cheap_tokens=1000), **changes
     )
-    engine.probe().runner.use_drafter(KnowingDrafter(int(changes.get("max_num_seqs", 8)), SPECS, wrong, seed))  # type: ignore[call-overload]
+    engine.probe().runner.drafter = KnowingDrafter(int(changes.get("max_num_seqs", 8)), SPECS, wrong, seed)
     return engine
 
 

@@ -98,7 +98,7 @@ def test_each_step_computes_what_it_was_charged(target: Target, golden: Golden) 
 @pytest.mark.law("2")
 def test_padding_never_exceeds_the_budget(target: Target, rows: int) -> None:
     with target.engine(max_num_batched_tokens=4) as engine:
-        assert rows <= engine.probe().runner.probe().ops.padded_rows(rows) <= 4
+        assert rows <= engine.probe().runner.ops.padded_rows(rows) <= 4
 
 
 @pytest.mark.law("2.5")

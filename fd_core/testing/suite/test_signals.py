@@ -71,7 +71,7 @@ def test_rows_beside_a_revocation_keep_their_tokens(target: Target, golden: Gold
         assert outcomes.kinds[[0, 2, 3]].tolist() == [Outcome.TOKENS] * 3
         for slot in (0, 2, 3):
             spec = long_ones(4)[slot]
-            delivered = hand.runner.probe().batch.tokens[slot, 8 : 8 + 1 + outcomes.counts[slot]].tolist()
+            delivered = hand.runner.batch.tokens[slot, 8 : 8 + 1 + outcomes.counts[slot]].tolist()
             assert delivered[1:] == outcomes.tokens[slot, : outcomes.counts[slot]].tolist()
             golden.check_prefix(spec, delivered)
 
