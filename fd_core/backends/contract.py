@@ -7,6 +7,7 @@ and knows how much memory its device has left.
 from __future__ import annotations
 
 import abc
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from types import MappingProxyType
 from typing import ClassVar, Protocol
 
 from fd_core.config import EngineConfig
+from fd_core.errors import ConfigError
 from fd_core.ops.contract import Array, KVCache, KVShape, Ops, StepInput
 
 __all__ = ["Availability", "Backend", "LoadProgress", "Model"]
@@ -103,6 +105,23 @@ class Backend(abc.ABC):
     def describe(self) -> str:
         """Return one line about the device and the kernels in use; it says "emulated" where the device is emulated."""
         return self.name
+
+    @property
+    def threads(self) -> int:
+        """Threads to compute with on the processor: `--num-threads`, or as many as the process may use."""
+        return self.config.num_threads or len(os.sched_getaffinity(0))
+
+    def dtype_asked_for(self, *offered: str) -> str | None:
+        """Return the dtype that `--dtype` names, None for `auto`; `ConfigError` if it is not one of `offered`."""
+        wanted = self.config.dtype
+        if wanted not in ("auto", *offered):
+            where = "where it is emulated " if self.emulated else ""
+            raise ConfigError(
+                f"the {self.name} backend {where}computes in {' or '.join(offered)}, not {wanted}",
+                field="--dtype",
+                hint=self.limits.get(wanted),
+            )
+        return None if wanted == "auto" else wanted
 
     def load_model(self, path: Path | None, ops: Ops, progress: LoadProgress) -> Model:
         """Load the checkpoint at `path`; the default serves every architecture that the core knows."""

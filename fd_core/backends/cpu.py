@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from typing import ClassVar
 
 from fd_core.backends.contract import Availability, Backend
 from fd_core.backends.memory import available_memory
-from fd_core.errors import ConfigError, PluginError
+from fd_core.errors import PluginError
 from fd_core.ops.contract import Ops
 
 __all__ = ["CpuBackend"]
@@ -36,13 +35,14 @@ class CpuBackend(Backend):
             raise PluginError(
                 f"the cpu backend needs torch: {error}", field="--backend", hint="pip install 'fd-core[cpu]'"
             ) from error
-        threads = self.config.num_threads or len(os.sched_getaffinity(0))
-        torch.set_num_threads(threads)
-        wanted = self._dtype()
+        torch.set_num_threads(self.threads)
+        # The native pack accumulates in float32, so it takes bfloat16 where the processor multiplies it. Eager torch
+        # rounds every intermediate result to the dtype, which can change a text, so it takes float32.
+        wanted = self.dtype_asked_for("float32", "bfloat16")
         if self.config.native_kernels:
             from fd_core.ops.native import load_native_ops
 
-            native = load_native_ops(wanted, threads)
+            native = load_native_ops(wanted, self.threads)
             if native is not None:
                 self._kernels = native.describe()
                 verb = "has" if native.dtype == "bfloat16" else "lacks"
@@ -60,17 +60,4 @@ class CpuBackend(Backend):
 
     def describe(self) -> str:
         """Name the processor count and the kernels."""
-        threads = self.config.num_threads or len(os.sched_getaffinity(0))
-        return f"CPU, {threads} threads, {getattr(self, '_kernels', 'torch')}"
-
-    def _dtype(self) -> str | None:
-        """Return the dtype asked for; None for `auto`.
-
-        The native pack accumulates in float32, so it takes bfloat16 where the processor multiplies it. Eager torch
-        rounds every intermediate result to the dtype, which can change a text, so it takes float32.
-        """
-        if self.config.dtype not in ("auto", "float32", "bfloat16"):
-            raise ConfigError(
-                f"the cpu backend computes in float32 or bfloat16, not {self.config.dtype}", field="--dtype"
-            )
-        return None if self.config.dtype == "auto" else self.config.dtype
+        return f"CPU, {self.threads} threads, {getattr(self, '_kernels', 'torch')}"

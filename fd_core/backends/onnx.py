@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from types import MappingProxyType
 from typing import ClassVar
 
 from fd_core.backends.contract import Availability, Backend
 from fd_core.backends.memory import available_memory
-from fd_core.errors import ConfigError, PluginError
+from fd_core.errors import PluginError
 from fd_core.ops.contract import Ops
 
 __all__ = ["OnnxBackend"]
-
-_HINT = "pip install 'fd-core[onnx]'; where onnxruntime-gpu is installed, pip install onnx"
 
 
 class OnnxBackend(Backend):
@@ -23,6 +20,10 @@ class OnnxBackend(Backend):
     name: ClassVar[str] = "cpu+onnx"
     default_pipeline_depth: ClassVar[int] = 1
     auto_rank: ClassVar[int] = 5
+    provider: ClassVar[tuple[str, str]] = ("CPUExecutionProvider", "cpu")
+    """ONNX Runtime's names of the execution provider and of the device whose memory it computes on."""
+    hint: ClassVar[str] = "pip install 'fd-core[onnx]'; where onnxruntime-gpu is installed, pip install onnx"
+    """How to install what the backend needs."""
     limits = MappingProxyType({"bfloat16": "ONNX Runtime's standard operators have float32 only on a CPU"})
 
     @classmethod
@@ -30,26 +31,21 @@ class OnnxBackend(Backend):
         """Available where onnx and any build of ONNX Runtime are installed; neither is imported for the answer."""
         missing = [name for name in ("onnx", "onnxruntime") if importlib.util.find_spec(name) is None]
         if missing:
-            return Availability(False, f"{' and '.join(missing)} not installed; {_HINT}")
+            return Availability(False, f"{' and '.join(missing)} not installed; {cls.hint}")
         return Availability(True, "ONNX Runtime is installed")
 
     def make_ops(self) -> Ops:
         """The onnx pack; refuses any dtype but float32."""
-        if self.config.dtype not in ("auto", "float32"):
-            raise ConfigError(
-                f"the cpu+onnx backend computes in float32, not {self.config.dtype}: the standard operators of ONNX "
-                "Runtime have no other type on a CPU",
-                field="--dtype",
-            )
+        self.dtype_asked_for("float32")
         try:
             from fd_core.ops.onnx_graph.pack import OnnxOps
             from fd_core.ops.onnx_graph.session import Provider
         except ImportError as error:
             raise PluginError(
-                f"the cpu+onnx backend needs onnx and ONNX Runtime: {error}", field="--backend", hint=_HINT
+                f"the {self.name} backend needs onnx and ONNX Runtime: {error}", field="--backend", hint=self.hint
             ) from error
         self.dtype_reason = self.limits["bfloat16"]
-        return OnnxOps(Provider("CPUExecutionProvider", "cpu", self._threads()))
+        return OnnxOps(Provider(*self.provider, self.threads))
 
     def free_memory(self) -> int:
         """Return a quarter of the memory that the system can give without swapping."""
@@ -57,7 +53,4 @@ class OnnxBackend(Backend):
 
     def describe(self) -> str:
         """Name the processor count and the pack."""
-        return f"CPU, {self._threads()} threads, ONNX Runtime"
-
-    def _threads(self) -> int:
-        return self.config.num_threads or len(os.sched_getaffinity(0))
+        return f"CPU, {self.threads} threads, ONNX Runtime"

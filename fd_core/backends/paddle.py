@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import ClassVar, Final
 from fd_core.backends.contract import Availability, Backend
 from fd_core.backends.memory import available_memory
 from fd_core.config import EngineConfig
-from fd_core.errors import ConfigError, PluginError
+from fd_core.errors import PluginError
 from fd_core.ops.contract import Ops
 
 __all__ = ["CpuPaddleBackend", "PaddleBackend", "PaddleDevices", "paddle_devices", "paddle_installed"]
@@ -120,7 +119,7 @@ class PaddleBackend(Backend):
             raise PluginError(
                 f"the {self.name} backend needs Paddle: {error}", field="--backend", hint=self.paddle_hint
             ) from error
-        set_threads(self._threads())
+        set_threads(self.threads)
         return self.device_ops(dtype, self.place)
 
     def device_ops(self, dtype: str, place: str) -> Ops:
@@ -139,26 +138,17 @@ class PaddleBackend(Backend):
 
     def describe(self) -> str:
         """Name the device that computes."""
-        cpu = f"CPU, {self._threads()} threads, Paddle eager"
+        cpu = f"CPU, {self.threads} threads, Paddle eager"
         if self.emulated:
             return f"{self.title} emulated on the {cpu}: says nothing about the hardware"
         return cpu if self.place == "cpu" else f"{self.title}, Paddle eager"
 
-    def _threads(self) -> int:
-        return self.config.num_threads or len(os.sched_getaffinity(0))
-
     def _dtype(self) -> str:
-        wanted = self.config.dtype
         offered = ("float32",) if self.place == "cpu" else ("bfloat16", "float32")
-        if wanted == "auto":
+        wanted = self.dtype_asked_for(*offered)
+        if wanted is None:
             self.dtype_reason = self.limits.get("bfloat16", f"Paddle multiplies it on the {self.title}")
-            return offered[0]
-        if wanted not in offered:
-            where = "where it is emulated " if self.emulated else ""
-            raise ConfigError(
-                f"the {self.name} backend {where}computes in {' or '.join(offered)}, not {wanted}", field="--dtype"
-            )
-        return wanted
+        return wanted or offered[0]
 
 
 class CpuPaddleBackend(PaddleBackend):

@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from fd_core.backends.contract import Availability, Backend
 from fd_core.backends.memory import available_memory
-from fd_core.errors import ConfigError
 from fd_core.ops.contract import Ops
 
 __all__ = ["ReferenceBackend"]
@@ -30,8 +29,7 @@ class ReferenceBackend(Backend):
         """The numpy pack; refuses any dtype but float32."""
         from fd_core.ops.numpy_ops import NumpyOps
 
-        if self.config.dtype not in ("auto", "float32"):
-            raise ConfigError(f"the reference backend computes in float32, not {self.config.dtype}", field="--dtype")
+        self.dtype_asked_for("float32")
         self.dtype_reason = self.limits["bfloat16"]
         return NumpyOps()
 

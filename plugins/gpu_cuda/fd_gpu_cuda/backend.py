@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fd_core.backends.contract import Availability, Backend, LoadProgress, Model
 from fd_core.config import EngineConfig
-from fd_core.errors import ConfigError, PluginError
+from fd_core.errors import PluginError
 from fd_core.ops.contract import Ops
 
 from fd_gpu_cuda.memory import kv_bytes, step_bytes
@@ -53,7 +53,7 @@ class CudaBackend(Backend):
 
     def make_ops(self) -> Ops:
         """Create the pack on the first visible device; initialises CUDA."""
-        self._check_dtype()
+        wanted = self.dtype_asked_for("float32", "bfloat16")
         try:
             from fd_gpu_cuda.device import Cuda
             from fd_gpu_cuda.ops import CudaOps
@@ -61,7 +61,7 @@ class CudaBackend(Backend):
             raise PluginError(f"the {self.name} backend needs torch: {error}", field="--backend", hint=_HINT) from error
         try:
             self._cuda = Cuda()
-            dtype = self._dtype(self._cuda)
+            dtype = wanted or self._fastest_dtype(self._cuda)
             kernels = self._load_kernels(dtype, self._cuda)
         except (ImportError, RuntimeError) as error:
             raise PluginError(
@@ -104,14 +104,7 @@ class CudaBackend(Backend):
                 self._kernels = "Triton kernels, FlashInfer for prefill"
         return Kernels(attention.paged_attention, sampling.sample, planned)
 
-    def _check_dtype(self) -> None:
-        wanted = self.config.dtype
-        if wanted not in ("auto", "float32", "bfloat16"):
-            raise ConfigError(f"the {self.name} backend computes in float32 or bfloat16, not {wanted}", field="--dtype")
-
-    def _dtype(self, cuda: Cuda) -> str:
-        if self.config.dtype != "auto":
-            return self.config.dtype
+    def _fastest_dtype(self, cuda: Cuda) -> str:
         verb = "multiplies" if cuda.has_bfloat16 else "does not multiply"
         self.dtype_reason = f"the device {verb} bfloat16 matrices itself"
         return "bfloat16" if cuda.has_bfloat16 else "float32"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -15,6 +15,9 @@ from fd_gpu_cuda.device import Cuda, Replay
 __all__ = ["GraphedForward"]
 
 logger = logging.getLogger(__name__)
+
+_TOKEN_ARRAYS = ("token_ids", "positions", "kv_slots", "context_len")
+"""Arrays of a decode with one entry for each row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,25 +89,14 @@ class GraphedForward:
 
 def _first(step: StepInput, rows: int) -> StepInput:
     """Return views of the first rows of a decode."""
-    return StepInput(
-        token_ids=step.token_ids[:rows],
-        positions=step.positions[:rows],
-        kv_slots=step.kv_slots[:rows],
-        query_start=step.query_start[: rows + 1],
-        context_len=step.context_len[:rows],
-        block_tables=step.block_tables[:rows],
-        logits_rows=step.logits_rows[:rows],
-        max_query=1,
-        max_context=step.max_context,
-    )
+    views = {name: getattr(step, name)[:rows] for name in (*_TOKEN_ARRAYS, "block_tables", "logits_rows")}
+    return replace(step, query_start=step.query_start[: rows + 1], **views)
 
 
 def _fill(target: StepInput, source: StepInput) -> int:
     """Queue copies of a decode into the memory of a graph of its size; returns how many rows of logits it wants."""
-    target.token_ids.copy_(source.token_ids)
-    target.positions.copy_(source.positions)
-    target.kv_slots.copy_(source.kv_slots)
-    target.context_len.copy_(source.context_len)
+    for name in _TOKEN_ARRAYS:
+        getattr(target, name).copy_(getattr(source, name))
     # What an earlier step left in the rest of the tables lies beyond the contexts of this one.
     target.block_tables[:, : source.block_tables.shape[1]].copy_(source.block_tables)
     wanted = len(source.logits_rows)

@@ -10,8 +10,6 @@ from typing import ClassVar, Final
 
 from fd_core.backends.contract import Availability
 from fd_core.backends.onnx import OnnxBackend
-from fd_core.errors import ConfigError, PluginError
-from fd_core.ops.contract import Ops
 
 from fd_gpu_cuda.probe import device_problem, missing
 
@@ -59,6 +57,8 @@ class CudaOnnxBackend(OnnxBackend):
     name: ClassVar[str] = "gpu_cuda+onnx"
     auto_rank: ClassVar[int] = -1
     """Never taken by itself while its KV travels between host and device in each step."""
+    provider: ClassVar[tuple[str, str]] = (PROVIDER, "cuda")
+    hint: ClassVar[str] = _HINT
 
     @classmethod
     def probe(cls) -> Availability:
@@ -70,19 +70,6 @@ class CudaOnnxBackend(OnnxBackend):
             return Availability(False, problem)
         version, problem = provider_problem()
         return Availability(False, problem) if problem else Availability(True, f"ONNX Runtime {version} on CUDA")
-
-    def make_ops(self) -> Ops:
-        """The onnx pack on the CUDA provider."""
-        if self.config.dtype not in ("auto", "float32"):
-            raise ConfigError(f"the {self.name} backend computes in float32, not {self.config.dtype}", field="--dtype")
-        try:
-            from fd_core.ops.onnx_graph.pack import OnnxOps
-            from fd_core.ops.onnx_graph.session import Provider
-        except ImportError as error:
-            raise PluginError(
-                f"the {self.name} backend needs onnx and ONNX Runtime: {error}", field="--backend", hint=_HINT
-            ) from error
-        return OnnxOps(Provider(PROVIDER, "cuda", self._threads()))
 
     def describe(self) -> str:
         """Name the provider, and what its pack leaves to the host."""
