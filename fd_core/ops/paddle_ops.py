@@ -56,8 +56,6 @@ class PaddleOps(PaddleSampling, Ops):
         self.paddle_dtype = _DTYPES[dtype]
         self._planned: tuple[StepInput, PaddleAttentionPlan] | None = None
 
-    # Arrays -----------------------------------------------------------------------------------------------
-
     def from_host(self, array: npt.NDArray[Any]) -> Array:
         """Copy a numpy array; uint64 becomes int64 with the same bits."""
         return paddle.to_tensor(array.view(np.int64) if array.dtype == np.uint64 else array, place=self.place)
@@ -66,8 +64,6 @@ class PaddleOps(PaddleSampling, Ops):
         """Copy a tensor; bfloat16 becomes float32."""
         values: npt.NDArray[Any] = (array.astype("float32") if array.dtype == paddle.bfloat16 else array).numpy()
         return values
-
-    # Weights ----------------------------------------------------------------------------------------------
 
     def prepare_vector(self, values: npt.NDArray[np.float32]) -> Array:
         """Copy to float32."""
@@ -91,13 +87,9 @@ class PaddleOps(PaddleSampling, Ops):
         tensors = [self.from_host(part.to_float32()).astype(self.paddle_dtype) for part in parts]
         return tensors[0] if len(tensors) == 1 else paddle.concat(tensors)
 
-    # Memory -----------------------------------------------------------------------------------------------
-
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:
         """Allocate zeros in the pack's dtype."""
         return PaddleKVCache(shape, num_blocks, self.paddle_dtype, self.place)
-
-    # Primitives -------------------------------------------------------------------------------------------
 
     def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
         """Look up rows. Like the models that have one, rounds the scale to the pack's dtype."""

@@ -52,8 +52,6 @@ class TorchOps(TorchSampling, Ops):
         self.torch_dtype = _DTYPES[dtype]
         self._planned: tuple[StepInput, TorchAttentionPlan] | None = None
 
-    # Arrays -----------------------------------------------------------------------------------------------
-
     def from_host(self, array: npt.NDArray[Any]) -> Array:
         """Share or copy a numpy array; uint64 becomes int64 with the same bits."""
         if array.dtype == np.uint64:
@@ -69,8 +67,6 @@ class TorchOps(TorchSampling, Ops):
             host = host.float()
         values: npt.NDArray[Any] = host.cpu().numpy()
         return values
-
-    # Weights ----------------------------------------------------------------------------------------------
 
     def prepare_vector(self, values: npt.NDArray[np.float32]) -> Array:
         """Copy to float32."""
@@ -99,13 +95,9 @@ class TorchOps(TorchSampling, Ops):
             start += part.shape[0]
         return stacked
 
-    # Memory -----------------------------------------------------------------------------------------------
-
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:
         """Allocate zeros in the pack's dtype."""
         return TorchKVCache(shape, num_blocks, self.torch_dtype, self.device)
-
-    # Primitives -------------------------------------------------------------------------------------------
 
     def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
         """Look up rows. Like the models that have one, rounds the scale to the pack's dtype."""

@@ -30,6 +30,7 @@ _MAX_DIMS = 4
 _MAX_STRING = 64 << 20
 _MAX_ARRAY = 1 << 23
 _DEFAULT_ALIGNMENT = 32
+_SMALLEST_INFO = 8 + 4 + 8 + 4 + 8
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {
@@ -97,19 +98,14 @@ def read_gguf(path: Path) -> GgufFile:
         if key in metadata:
             raise _bad(path, f"metadata key {key!r} appears twice")
         metadata[key] = cursor.value(cursor.u32(key), key)
-    infos = [cursor.tensor_info() for _ in _counted(path, tensor_count, cursor)]
+    if tensor_count * _SMALLEST_INFO > file.size - cursor.offset:
+        raise _bad(path, f"{tensor_count} tensors cannot be described in what is left of the file")
+    infos = [cursor.tensor_info() for _ in range(tensor_count)]
     alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
         raise _bad(path, f"general.alignment must be a power of two, not {alignment!r}")
     start = -(-cursor.offset // alignment) * alignment
     return GgufFile(file, metadata, _place(file, infos, start))
-
-
-def _counted(path: Path, count: int, cursor: _Cursor) -> range:
-    smallest = 8 + 4 + 8 + 4 + 8
-    if count * smallest > cursor.file.size - cursor.offset:
-        raise _bad(path, f"{count} tensors cannot be described in what is left of the file")
-    return range(count)
 
 
 @dataclass(frozen=True, slots=True)

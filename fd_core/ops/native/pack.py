@@ -66,8 +66,6 @@ class NativeOps(TorchOps):
         """Name the instruction set that the kernels use."""
         return f"native kernels ({self.instruction_set}, {self.dtype})"
 
-    # Weights and memory -----------------------------------------------------------------------------------
-
     def prepare_linear(
         self, parts: Sequence[RawTensor], biases: Sequence[RawTensor] | None = None, *, gated: bool = False
     ) -> NativeLinear:
@@ -81,8 +79,6 @@ class NativeOps(TorchOps):
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:
         """Allocate blocks in the kernels' own order."""
         return NativeKVCache(self.runtime, shape, num_blocks)
-
-    # Primitives -------------------------------------------------------------------------------------------
 
     def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
         """Look up rows into a float32 residual stream."""
@@ -180,8 +176,6 @@ class NativeOps(TorchOps):
         checked(self.runtime.library.fd_penalize(ctypes.byref(call), self.runtime.team), "penalties")
         return logits
 
-    # Fusions ----------------------------------------------------------------------------------------------
-
     def attention_inputs(
         self, x: Array, norm: Norm, qkv: NativeLinear, heads: Heads, layer: Any, step: StepInput
     ) -> Array:
@@ -271,8 +265,6 @@ class NativeOps(TorchOps):
     def _call(self, x: Array, step: StepInput | None = None) -> AbstractContextManager[ProgramRecorder | Eager]:
         """Return where an operation on `x` goes: the program being recorded, or one of its own."""
         return nullcontext(x.recorder) if isinstance(x, ProgramSymbol) else Eager(self.runtime, step)
-
-    # Whole steps ------------------------------------------------------------------------------------------
 
     def compile(self, forward: Forward) -> Forward:
         """Return a forward that is recorded on its first call and replayed from then on."""

@@ -41,13 +41,9 @@ class OnnxOps(NumpyOps):
     def __init__(self, provider: Provider = CPU) -> None:
         self.provider = provider
 
-    # Memory -----------------------------------------------------------------------------------------------
-
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> OnnxKVCache:
         """Allocate zeros."""
         return OnnxKVCache(shape, num_blocks)
-
-    # Primitives -------------------------------------------------------------------------------------------
 
     def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
         """Look up rows."""
@@ -156,8 +152,6 @@ class OnnxOps(NumpyOps):
             return graph.op("Mul", graph.op("Tanh", graph.op("Div", logits, cap)), cap)
 
         return self._call(emit, x)
-
-    # Graphs -----------------------------------------------------------------------------------------------
 
     def compile(self, forward: Forward) -> Forward:
         """Return a forward that is traced on its first call and run as one session."""

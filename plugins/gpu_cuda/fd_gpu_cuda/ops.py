@@ -51,8 +51,6 @@ class CudaOps(TorchOps):
         self._sizes = graph_sizes(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._max_model_len = limits.max_model_len
 
-    # Arrays -----------------------------------------------------------------------------------------------
-
     def from_host(self, array: npt.NDArray[Any]) -> Array:
         """Queue a copy from pinned memory; the array may be changed at once."""
         if array.dtype == np.uint64:
@@ -68,13 +66,9 @@ class CudaOps(TorchOps):
         """Bring one array over."""
         return self.fetch([array])[0]
 
-    # Memory -----------------------------------------------------------------------------------------------
-
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:
         """Allocate blocks, and one more for padding."""
         return CudaKVCache(shape, num_blocks, self.torch_dtype, self._cuda)
-
-    # Primitives -------------------------------------------------------------------------------------------
 
     def paged_attention(self, q: Array, layer: TorchLayer, heads: Heads, step: StepInput) -> Array:
         """Attend over the blocks in place."""
@@ -104,8 +98,6 @@ class CudaOps(TorchOps):
         if rows.all_greedy or rows.any_filter:
             return super().sample(logits, rows)
         return self._kernels.sample(logits, rows)
-
-    # Whole steps ------------------------------------------------------------------------------------------
 
     def padded_rows(self, rows: int) -> int:
         """The next size that has a graph."""
