@@ -110,8 +110,8 @@ class OnProcessor(CudaBackend):
         self.processor = Processor()
         self.processor.free = 2**30 + 2**28
         self._cuda = self.processor
-        self._check_dtype()
-        return make_ops(self.processor, self._dtype(self.processor))
+        wanted = self.dtype_asked_for("float32", "bfloat16")
+        return make_ops(self.processor, wanted or self._fastest_dtype(self.processor))
 
 
 class _Watch(TorchDispatchMode):
