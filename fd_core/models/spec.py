@@ -62,7 +62,7 @@ class LinearSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _Parts:
     """A part of a model that is described by its own parts."""
 
     def tensors(self) -> Iterator[TensorShape]:
@@ -72,7 +72,7 @@ class _Block:
 
 
 def _tensors(part: object) -> Iterator[TensorShape]:
-    if isinstance(part, VectorSpec | LinearSpec | _Block):
+    if isinstance(part, VectorSpec | LinearSpec | _Parts):
         yield from part.tensors()
     elif isinstance(part, tuple):
         for each in part:
@@ -80,7 +80,7 @@ def _tensors(part: object) -> Iterator[TensorShape]:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionSpec(_Block):
+class AttentionSpec(_Parts):
     """One attention block."""
 
     norm: VectorSpec
@@ -99,7 +99,7 @@ class AttentionSpec(_Block):
 
 
 @dataclass(frozen=True, slots=True)
-class MlpSpec(_Block):
+class MlpSpec(_Parts):
     """One dense feed-forward block."""
 
     norm: VectorSpec
@@ -109,7 +109,7 @@ class MlpSpec(_Block):
 
 
 @dataclass(frozen=True, slots=True)
-class MoeSpec(_Block):
+class MoeSpec(_Parts):
     """One mixture-of-experts block; the parts of `experts` and `shared` are gate with up, and down."""
 
     norm: VectorSpec
@@ -123,7 +123,7 @@ class MoeSpec(_Block):
 
 
 @dataclass(frozen=True, slots=True)
-class LayerSpec(_Block):
+class LayerSpec(_Parts):
     """Attention, then feed-forward."""
 
     attention: AttentionSpec
@@ -131,7 +131,7 @@ class LayerSpec(_Block):
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderSpec(_Block):
+class DecoderSpec(_Parts):
     """A whole decoder."""
 
     architecture: str
