@@ -58,6 +58,7 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     gpu_memory_utilization: Annotated[float, Range(0, 1, above=True)] = 0.9
     """Share of free device memory that model and KV cache may take when neither of the above is given."""
     enable_prefix_caching: bool = True
+    scheduler: str = "continuous"
     scheduling_policy: str = "fcfs"
     victim_policy: str = "cheapest"
     pipeline_depth: Annotated[int, Range(1, 16)] | None = None

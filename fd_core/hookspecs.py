@@ -60,6 +60,18 @@ def fd_register_drafters() -> Sequence[Entry]:
 
 @hookspec
 def fd_register_schedulers() -> Sequence[Entry]:
+    """Offer whole schedulers.
+
+    Called once at discovery; the results of all plugins are joined. Each target is a subclass of
+    `fd_core.scheduling.contract.Scheduler`, made from a `SchedulerSetup` there for each epoch of the engine, without
+    I/O, clock or randomness of its own. It keeps sections 1 to 3 of the law; `fdcore conformance --scheduler NAME`
+    proves it. Whoever only wants another order of waiting requests or another choice of victims offers a policy.
+    """
+    raise AssertionError("hook specification")
+
+
+@hookspec
+def fd_register_scheduling_policies() -> Sequence[Entry]:
     """Offer scheduling policies.
 
     Each target is a subclass of `fd_core.scheduling.policies.SchedulingPolicy`: it orders waiting requests, without

@@ -28,11 +28,13 @@ if TYPE_CHECKING:
     from fd_core.kv.stores.contract import KVStore
     from fd_core.router.policies import RouterPolicy
     from fd_core.runner.drafting import Drafter
+    from fd_core.scheduling.contract import Scheduler
     from fd_core.scheduling.policies import SchedulingPolicy
     from fd_core.scheduling.victims import VictimPolicy
 
 __all__ = [
-    *("BACKEND", "CONNECTOR", "DRAFTER", "KINDS", "KNOWN_PLUGINS", "ROUTER_POLICY", "SCHEDULER", "STORE", "VICTIMS"),
+    *("BACKEND", "CONNECTOR", "DRAFTER", "KINDS", "KNOWN_PLUGINS", "ROUTER_POLICY", "SCHEDULER"),
+    *("SCHEDULING_POLICY", "STORE", "VICTIMS"),
     *("ChosenBackend", "Kind", "Origin", "PluginOffer", "Plugins", "Problem", "installed_plugins"),
 ]
 
@@ -77,8 +79,14 @@ class Kind(Generic[T]):
 BACKEND: Final[Kind[Backend]] = Kind(
     "backend", "fd_register_backends", "fd_core.backends.contract:Backend", "--backend"
 )
-SCHEDULER: Final[Kind[SchedulingPolicy]] = Kind(
-    "scheduling policy", "fd_register_schedulers", "fd_core.scheduling.policies:SchedulingPolicy", "--scheduling-policy"
+SCHEDULER: Final[Kind[Scheduler]] = Kind(
+    "scheduler", "fd_register_schedulers", "fd_core.scheduling.contract:Scheduler", "--scheduler"
+)
+SCHEDULING_POLICY: Final[Kind[SchedulingPolicy]] = Kind(
+    "scheduling policy",
+    "fd_register_scheduling_policies",
+    "fd_core.scheduling.policies:SchedulingPolicy",
+    "--scheduling-policy",
 )
 DRAFTER: Final[Kind[Drafter]] = Kind(
     "drafter", "fd_register_drafters", "fd_core.runner.drafting:Drafter", "--speculative-config"
@@ -93,7 +101,16 @@ CONNECTOR: Final[Kind[Connector]] = Kind(
 ROUTER_POLICY: Final[Kind[RouterPolicy]] = Kind(
     "router policy", "fd_register_router_policies", "fd_core.router.policies:RouterPolicy", "--policy"
 )
-KINDS: Final[tuple[Kind[Any], ...]] = (BACKEND, SCHEDULER, VICTIMS, DRAFTER, STORE, CONNECTOR, ROUTER_POLICY)
+KINDS: Final[tuple[Kind[Any], ...]] = (
+    BACKEND,
+    SCHEDULER,
+    SCHEDULING_POLICY,
+    VICTIMS,
+    DRAFTER,
+    STORE,
+    CONNECTOR,
+    ROUTER_POLICY,
+)
 
 
 @dataclass(frozen=True, slots=True)

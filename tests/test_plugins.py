@@ -4,7 +4,17 @@ import pytest
 
 from fd_core.errors import PluginError
 from fd_core.hookspecs import ENTRY_POINT_GROUP
-from fd_core.plugins import BACKEND, CONNECTOR, DRAFTER, ROUTER_POLICY, SCHEDULER, STORE, VICTIMS, Plugins
+from fd_core.plugins import (
+    BACKEND,
+    CONNECTOR,
+    DRAFTER,
+    ROUTER_POLICY,
+    SCHEDULER,
+    SCHEDULING_POLICY,
+    STORE,
+    VICTIMS,
+    Plugins,
+)
 from tests.plugin_sites import GOOD, Site
 
 
@@ -21,7 +31,8 @@ def site(tmp_path, monkeypatch):
 def test_built_ins_are_registered_like_strangers():
     plugins = Plugins.discover([])
     assert set(plugins.offered(BACKEND)) == {"cpu", "cpu+onnx", "cpu+paddle", "reference", "null"}
-    assert set(plugins.offered(SCHEDULER)) == {"fcfs", "priority", "fair"}
+    assert set(plugins.offered(SCHEDULER)) == {"continuous"}
+    assert set(plugins.offered(SCHEDULING_POLICY)) == {"fcfs", "priority", "fair"}
     assert set(plugins.offered(VICTIMS)) == {"cheapest", "youngest"}
     assert set(plugins.offered(DRAFTER)) == {"ngram", "suffix", "draft_model"}
     assert set(plugins.offered(STORE)) == {"disk", "memory"}
@@ -138,7 +149,7 @@ def test_an_unknown_name_lists_what_there_is():
     ):
         Plugins.discover([]).load(BACKEND, "gpu")
     with pytest.raises(PluginError, match="no scheduling policy called 'lifo'"):
-        Plugins.discover([]).load(SCHEDULER, "lifo")
+        Plugins.discover([]).load(SCHEDULING_POLICY, "lifo")
 
 
 def test_a_known_plugin_that_is_missing_says_how_to_install_it():

@@ -130,6 +130,7 @@ ENGINE_FLAGS: Final = (
         "gpu_memory_utilization", "Share of free device memory used for the KV cache, above 0 and at most 1.", "SHARE"
     ),
     Flag("enable_prefix_caching", "Reuse the KV of prompts with a common beginning."),
+    Flag("scheduler", "What plans steps: continuous or a plugin's scheduler.", "NAME"),
     Flag(
         "scheduling_policy",
         "Order in which waiting requests are admitted: fcfs, priority, fair or a plugin's policy.",

@@ -27,6 +27,7 @@ def summary(info: EngineInfo, server: ServerConfig, url: str) -> list[tuple[str,
         ("Architecture", f"{info.architecture}, {info.num_parameters / 1e6:,.1f} M parameters"),
         ("Backend", f"{info.backend} ({info.backend_reason})"),
         ("Device", info.device),
+        ("Scheduler", info.scheduler),
         ("dtype", f"{info.dtype} ({info.dtype_reason})" if info.dtype_reason else info.dtype),
         (
             "KV cache",

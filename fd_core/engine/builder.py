@@ -17,13 +17,14 @@ from fd_core.engine.device import make_device
 from fd_core.engine.kv_offload import KVStorage, kv_identity, open_kv_storage, start_kv_offload
 from fd_core.engine.kv_transfer import open_kv_transfer, require_role
 from fd_core.engine.messages import EngineInfo
+from fd_core.errors import ConfigError
 from fd_core.kv.locked_kv_cache import LockedKVCache
 from fd_core.kv.port import CompletionQueue, JoinedKVPort
-from fd_core.plugins import CONNECTOR, DRAFTER, SCHEDULER, VICTIMS, installed_plugins
+from fd_core.plugins import CONNECTOR, DRAFTER, SCHEDULER, SCHEDULING_POLICY, VICTIMS, installed_plugins
 from fd_core.runner.drafting import Drafter, make_drafter
 from fd_core.runner.runner import Runner
+from fd_core.scheduling.contract import Scheduler, SchedulerSetup
 from fd_core.scheduling.drafts import DraftControl
-from fd_core.scheduling.scheduler import Scheduler
 from fd_core.tracing.format import TraceHeader
 from fd_core.tracing.writer import TraceWriter, require_trace_file
 
@@ -64,7 +65,8 @@ class _EngineBuilder:
         self._progress = progress
         self._plugins = installed_plugins()
         self._choice = self._plugins.choose_backend(config.backend)
-        self._policy = self._plugins.load(SCHEDULER, config.scheduling_policy)()
+        self._scheduler_class = _fitting(self._plugins.load(SCHEDULER, config.scheduler), config)
+        self._policy = self._plugins.load(SCHEDULING_POLICY, config.scheduling_policy)()
         self._victims = self._plugins.load(VICTIMS, config.victim_policy)()
         self._plugins.load(CONNECTOR, config.kv_connector)  # a name that no plugin offers is refused whatever the role
         self._backend: Backend = self._choice.cls(config)
@@ -153,16 +155,18 @@ class _EngineBuilder:
         drafts = None
         if speculative is not None and limits.max_drafts:
             drafts = DraftControl(limits.max_num_seqs, limits.max_drafts, speculative.cheap_tokens)
-        return Scheduler(
-            limits,
-            self._policy,
-            self._victims,
-            storage.hasher,
-            drafts=drafts,
-            keep_kv=storage.keep,
-            paired=self._config.role != "mixed",
-            kv_events=self._kv_events,
-            epoch=self._epoch,
+        return self._scheduler_class(
+            SchedulerSetup(
+                limits=limits,
+                policy=self._policy,
+                victims=self._victims,
+                hasher=storage.hasher,
+                drafts=drafts,
+                keep_kv=storage.keep,
+                paired=self._config.role != "mixed",
+                kv_events=self._kv_events,
+                epoch=self._epoch,
+            )
         )
 
     # What others are told -----------------------------------------------------------------------------------
@@ -196,6 +200,7 @@ class _EngineBuilder:
             num_parameters=model.num_parameters,
             backend=self._choice.name,
             backend_reason=self._choice.reason,
+            scheduler=config.scheduler,
             device=self._device_line,
             dtype=self._ops.dtype,
             dtype_reason=self._backend.dtype_reason if config.dtype == "auto" else "asked for",
@@ -218,3 +223,20 @@ class _EngineBuilder:
             kv_events=self._kv_events,
             epoch=self._epoch,
         )
+
+
+def _fitting(scheduler: type[Scheduler], config: EngineConfig) -> type[Scheduler]:
+    """Return a scheduler that does what the settings ask for. Raises `ConfigError` for one that does not."""
+    asked = {
+        "pairs": ("--role", config.role, config.role != "mixed"),
+        "storage": ("--kv-store", config.kv_store, config.kv_store is not None),
+    }
+    for lack, reason in scheduler.lacks.items():
+        flag, value, wanted = asked.get(lack, ("", None, False))
+        if wanted:
+            raise ConfigError(
+                f"{flag} is {value}, but the scheduler {config.scheduler} has no part for it: {reason}",
+                field=flag,
+                hint="leave it out, or use --scheduler continuous",
+            )
+    return scheduler

@@ -11,7 +11,7 @@ from fd_core.engine.request_ledger import RequestLedger
 from fd_core.errors import BadRequest, EngineDead
 from fd_core.kv.blocks import BlockStats
 from fd_core.kv.event_log import KVEventLog
-from fd_core.scheduling.scheduler import SchedulerStats
+from fd_core.scheduling.contract import SchedulerStats
 from fd_core.types import Delta, FinishReason, RequestSpec
 
 __all__ = ["EngineClient", "StartProgress"]

@@ -18,7 +18,7 @@ from fd_core.kv.events import KVEvent
 from fd_core.kv.port import KVPort
 from fd_core.kv.tiers.stats import TierStats
 from fd_core.runner.runner import Runner
-from fd_core.scheduling.scheduler import Scheduler
+from fd_core.scheduling.contract import Scheduler
 from fd_core.tracing.writer import TraceWriter
 from fd_core.types import Delta, FinishReason, PrefillJob, RequestSpec, StepPlan
 
@@ -132,8 +132,8 @@ class Engine:
         deltas, effects = self._scheduler.commit(plan, output)
         self._perform(effects)
         if self._trace is not None:
-            waiting, blocks = self._scheduler.num_waiting, self._scheduler.blocks()
-            self._trace.step_ended(time.monotonic_ns(), plan, output, deltas, waiting, blocks)
+            held = self._scheduler.held()
+            self._trace.step_ended(time.monotonic_ns(), plan, output, deltas, held)
         return deltas
 
     def stats(self) -> EngineStats:

@@ -10,7 +10,7 @@ from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.kv.events import KVEvent
 from fd_core.kv.tiers.stats import TierStats
 from fd_core.metrics import gauge
-from fd_core.scheduling.scheduler import SchedulerStats
+from fd_core.scheduling.contract import SchedulerStats
 from fd_core.types import Delta, RequestSpec
 
 __all__ = [
@@ -36,6 +36,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     backend: str
     backend_reason: str
     """Why this backend was chosen."""
+    scheduler: str = "continuous"
     device: str
     """A line about what computes; it has the word "emulated" where that is so."""
     dtype: str

@@ -1,4 +1,4 @@
-"""The scheduling and victim policies that come with the core, offered through the same hook as a stranger's."""
+"""The scheduler and the policies that come with the core, offered through the same hooks as a stranger's."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ FD_CONTRACT = 1
 
 @hookimpl
 def fd_register_schedulers() -> list[Entry]:
+    """Offer `continuous`."""
+    target = "fd_core.scheduling.scheduler:ContinuousBatchingScheduler"
+    return [Entry("continuous", target, "requests enter and leave the batch at any step")]
+
+
+@hookimpl
+def fd_register_scheduling_policies() -> list[Entry]:
     """Offer `fcfs`, `priority` and `fair`."""
     return [
         Entry("fcfs", "fd_core.scheduling.policies:Fcfs", "first come, first served"),

@@ -1,20 +1,36 @@
-"""What a whole scheduler is: the settings that it is made from, and what it holds.
+"""What a whole scheduler is: the settings that it is made from, a few methods, and what it holds.
 
-`docs/write-a-scheduler.md` shows a whole plugin; `fdcore conformance --scheduler NAME` proves it.
+A scheduler decides what each step computes, and what the answer to a step means for each request. It is pure: no I/O,
+no clock, no randomness, no threads. It takes frozen values and returns frozen values. `docs/write-a-scheduler.md` shows
+a whole plugin, made of the parts in this package; `fdcore conformance --scheduler NAME` proves that it keeps the law.
 """
 
 from __future__ import annotations
 
+import abc
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
+
+import msgspec
 
 from fd_core.config import Limits
+from fd_core.kv.blocks import BlockStats
+from fd_core.kv.effects import Completion, Effects
 from fd_core.kv.prefix import PrefixHasher
-from fd_core.scheduling.drafts import DraftControl
-from fd_core.scheduling.kv_offloading import KeepKV
+from fd_core.scheduling.drafts import DraftControl, DraftStats
+from fd_core.scheduling.kv_offloading import KeepKV, OffloadCounters
+from fd_core.scheduling.kv_transferring import TransferCounters
+from fd_core.scheduling.load_or_recompute import Pace
+from fd_core.scheduling.output_side import OutputCounters
 from fd_core.scheduling.policies import SchedulingPolicy
+from fd_core.scheduling.residencies import SchedulerCounters
+from fd_core.scheduling.slots import SlotStats
 from fd_core.scheduling.victims import VictimPolicy
+from fd_core.types import Delta, RequestSpec, StepOutput, StepPlan
 
-__all__ = ["SchedulerHoldings", "SchedulerSetup"]
+__all__ = ["Scheduler", "SchedulerHoldings", "SchedulerSetup", "SchedulerStats"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,3 +79,89 @@ class SchedulerHoldings:
         """Whether nothing is held. A cached prefix is held by nobody."""
         requests = self.waiting + self.loading + self.running + self.draining
         return not (requests or self.owned or self.fenced or self.operations)
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges and counters by owner; counters only grow within an epoch."""
+
+    slots: SlotStats = SlotStats()
+    counters: SchedulerCounters = msgspec.field(default_factory=SchedulerCounters)
+    blocks: BlockStats = BlockStats()
+    outputs: OutputCounters = msgspec.field(default_factory=OutputCounters)
+    drafts: DraftStats = DraftStats()
+    offload: OffloadCounters = msgspec.field(default_factory=OffloadCounters)
+    pace: Pace | None = None
+    """Measured costs of computing and loading; None if no KV is stored outside the device."""
+    transfers: TransferCounters | None = None
+    """KV that travels between workers; None for a worker that prefills and decodes."""
+
+
+class Scheduler(abc.ABC):
+    """Plans steps and takes in their answers, for one engine and one epoch. Called from one thread.
+
+    `plan` is called for each step, `commit` for each answer in the order of the plans; up to
+    `limits.pipeline_depth` plans are in flight.
+    """
+
+    lacks: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """What it does not do, with reasons: `prefix_caching` (it shares no KV), `storage` (it keeps no KV outside the
+    device), `pairs` (it works with no other prefill or decode worker). Nothing of sections 1 to 4 can be lacked."""
+
+    def __init__(self, setup: SchedulerSetup) -> None:
+        self.limits = setup.limits
+
+    @abc.abstractmethod
+    def add(self, spec: RequestSpec) -> Effects:
+        """Queue a request; return what is to be done outside steps before the request can enter a slot.
+
+        Raises `BadRequest` if the request can never run here, see `fd_core.scheduling.requests.check_spec`.
+        """
+
+    @abc.abstractmethod
+    def abort(self, request_id: str) -> Delta | None:
+        """Ask for the end of a request; return its last delta if it ended at once, as it does while it waits or loads.
+
+        A running request is revoked by the next plan; its last delta comes with the answer. Unknown ids and repeated
+        aborts are ignored.
+        """
+
+    @abc.abstractmethod
+    def plan(self) -> tuple[StepPlan | None, Effects]:
+        """Decide the next step, None if a step could do nothing now; return also what is to be done outside steps."""
+
+    @abc.abstractmethod
+    def commit(self, plan: StepPlan, output: StepOutput) -> tuple[list[Delta], Effects]:
+        """Apply the answer to `plan`; return what the clients are told and what is to be done outside steps.
+
+        There is at most one delta for each request. Raises `fd_core.signals.MalformedOutput` if the backend broke the
+        protocol.
+        """
+
+    def complete(self, completion: Completion) -> None:  # noqa: B027 - what stores no KV does nothing
+        """An operation on KV is over, or what is known of stored KV changed."""
+
+    @abc.abstractmethod
+    def request_ids(self) -> list[str]:
+        """Return the ids of all requests that have not ended."""
+
+    @abc.abstractmethod
+    def held(self) -> SchedulerHoldings:
+        """Return what is held now."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a plan, an answer or a completion may still be needed. Asked before every step."""
+        return not self.held().idle
+
+    def stats(self) -> SchedulerStats:
+        """Return gauges and counters as they are now; the gauges alone, unless a scheduler counts more.
+
+        Outputs that were dropped have to be counted, in `outputs.stale_outputs`.
+        """
+        held = self.held()
+        slots = SlotStats(running=held.running, loading=held.loading, draining=held.draining, waiting=held.waiting)
+        blocks = BlockStats(used=held.owned, fenced=held.fenced, cached=held.cached, total=self.limits.num_kv_blocks)
+        return SchedulerStats(slots=slots, blocks=blocks)
+
+    def check_integrity(self) -> None:  # noqa: B027 - the kit checks from outside
+        """Raise `RuntimeError` if slots, requests and blocks contradict each other; for audits."""

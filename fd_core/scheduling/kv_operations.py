@@ -31,6 +31,11 @@ class KVOperations:
         self._decisions: list[LoadDecision] = []
 
     @property
+    def num_open(self) -> int:
+        """Operations that were not completed, those included whose effect waits to be returned."""
+        return len(self._open)
+
+    @property
     def busy(self) -> bool:
         """Whether an operation is open, or an effect waits to be returned."""
         return bool(self._open or self._effects)

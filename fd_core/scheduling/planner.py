@@ -6,6 +6,7 @@ oldest to the youngest, then admissions. Arrivals, aborts and block growth never
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,6 @@ import numpy.typing as npt
 
 from fd_core.config import Limits
 from fd_core.kv.blocks import BlockPool
-from fd_core.scheduling.admissions import Admissions
 from fd_core.scheduling.budget import allot_decodes
 from fd_core.scheduling.drafts import DraftControl
 from fd_core.scheduling.plan import PlanBuilder
@@ -39,7 +39,8 @@ class Planner:
     _slots: SlotTable
     _drafts: DraftControl
     _residencies: Residencies
-    _admissions: Admissions
+    _admit: Callable[[PlanBuilder, int], None]
+    """Moves waiting requests into free slots, told the plan and the number of the step."""
     _step: int = 0
 
     def plan(self, aborting: list[Request]) -> StepPlan | None:
@@ -51,7 +52,7 @@ class Planner:
         self._decode(rows, draft)
         self._continue_prefills(rows, draft)
         if not draft.preempted:
-            self._admissions.admit(draft, self._step)
+            self._admit(draft, self._step)
         return None if draft.empty else self._seal(draft)
 
     def _revoke(self, aborting: list[Request], draft: PlanBuilder) -> None:

@@ -1,7 +1,7 @@
 """Scheduling policies: which waiting request is admitted first.
 
 A policy is pure: it sees frozen values and returns an order. Plugins offer their own through
-`fd_core.hookspecs.fd_register_schedulers`.
+`fd_core.hookspecs.fd_register_scheduling_policies`.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from typing import Final
 
 import numpy as np
 
+from fd_core.errors import BadRequest
 from fd_core.types import FinishReason, IntArray, PrefillOutcome, RequestSpec, frozen
 
 __all__ = ["TRANSITIONS", "Event", "QueuedRequest", "Request", "State", "TokenBuffer"]
@@ -194,3 +195,22 @@ class Request:
         if target is None:
             raise RuntimeError(f"request in state {self.state.name} cannot take {event.name}")
         self.state = target
+
+
+def check_spec(spec: RequestSpec, max_model_len: int) -> None:
+    """Raise `BadRequest` if a request can never run: it has no prompt, too long a one, or nothing left to generate."""
+    if not len(spec.prompt):
+        raise BadRequest("the prompt has no tokens", field="prompt")
+    if len(spec.prompt) >= max_model_len:
+        raise BadRequest(
+            f"the prompt has {len(spec.prompt)} tokens, but prompt and output together may have at most "
+            f"{max_model_len}",
+            field="prompt",
+            hint="shorten it",
+        )
+    most = min(spec.params.max_tokens, max_model_len - len(spec.prompt))
+    if len(spec.delivered) >= most:
+        raise BadRequest(
+            f"{len(spec.delivered)} tokens were delivered already, so none of at most {most} is left to generate",
+            field="delivered",
+        )

@@ -14,11 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import msgspec
-
-from fd_core.config import Limits
 from fd_core.errors import BadRequest
-from fd_core.kv.blocks import BlockPool, BlockStats
+from fd_core.kv.blocks import BlockPool
 from fd_core.kv.effects import (
     NO_EFFECTS,
     Completion,
@@ -33,42 +30,24 @@ from fd_core.kv.effects import (
     Sent,
 )
 from fd_core.kv.events import Recorder
-from fd_core.kv.prefix import PrefixHasher
 from fd_core.metrics import snapshot
 from fd_core.scheduling.admission_control import AdmissionControl
 from fd_core.scheduling.admissions import Admissions
-from fd_core.scheduling.drafts import DraftControl, DraftStats
-from fd_core.scheduling.kv_offloading import Arrival, KeepKV, KVOffloading, OffloadCounters
+from fd_core.scheduling.contract import Scheduler, SchedulerHoldings, SchedulerSetup, SchedulerStats
+from fd_core.scheduling.drafts import DraftControl
+from fd_core.scheduling.kv_offloading import Arrival, KeepKV, KVOffloading
 from fd_core.scheduling.kv_operations import KVOperations
-from fd_core.scheduling.kv_transferring import KVTransferring, TransferCounters
-from fd_core.scheduling.load_or_recompute import Pace
-from fd_core.scheduling.output_side import OutputCounters, OutputSide
+from fd_core.scheduling.kv_transferring import KVTransferring
+from fd_core.scheduling.output_side import OutputSide
 from fd_core.scheduling.planner import Planner
-from fd_core.scheduling.policies import SchedulingPolicy
 from fd_core.scheduling.prefixes import Prefixes
-from fd_core.scheduling.requests import Event, Request, State
-from fd_core.scheduling.residencies import Residencies, SchedulerCounters
-from fd_core.scheduling.slots import SlotStats, SlotTable
-from fd_core.scheduling.victims import VictimPolicy
+from fd_core.scheduling.requests import Event, Request, State, check_spec
+from fd_core.scheduling.residencies import Residencies
+from fd_core.scheduling.slots import SlotTable
 from fd_core.scheduling.waiting import WaitingQueue
 from fd_core.types import Delta, FinishReason, RequestSpec, StepOutput, StepPlan
 
-__all__ = ["Scheduler", "SchedulerProbe", "SchedulerStats"]
-
-
-class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges and counters by owner; counters only grow within an epoch."""
-
-    slots: SlotStats = SlotStats()
-    counters: SchedulerCounters = msgspec.field(default_factory=SchedulerCounters)
-    blocks: BlockStats = BlockStats()
-    outputs: OutputCounters = msgspec.field(default_factory=OutputCounters)
-    drafts: DraftStats = DraftStats()
-    offload: OffloadCounters = msgspec.field(default_factory=OffloadCounters)
-    pace: Pace | None = None
-    """Measured costs of computing and loading; None if no KV is stored outside the device."""
-    transfers: TransferCounters | None = None
-    """KV that travels between workers; None for a worker that prefills and decodes."""
+__all__ = ["ContinuousBatchingScheduler", "SchedulerProbe"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,38 +67,25 @@ class SchedulerProbe:
     control: AdmissionControl
 
 
-class Scheduler:
-    """Plans steps for at most `max_num_seqs` requests at a time under the step token budget."""
+class ContinuousBatchingScheduler(Scheduler):
+    """Plans steps for at most `max_num_seqs` requests at a time under the step token budget.
 
-    def __init__(
-        self,
-        limits: Limits,
-        policy: SchedulingPolicy,
-        victims: VictimPolicy,
-        hasher: PrefixHasher | None,
-        *,
-        drafts: DraftControl | None = None,
-        keep_kv: KeepKV | None = None,
-        paired: bool = False,
-        kv_events: bool = False,
-        epoch: int = 1,
-    ) -> None:
-        """`hasher` None turns prefix caching off; `keep_kv` None stores no KV outside the device.
+    A request enters and leaves the batch at any step.
+    """
 
-        `paired`: prompts may be computed by other workers, or for them. `kv_events`: effects tell which prefixes the
-        device holds. Both need a hasher.
-        """
-        self.limits = limits
-        self._recorder = Recorder() if kv_events else None
+    def __init__(self, setup: SchedulerSetup) -> None:
+        super().__init__(setup)
+        limits, policy, hasher, drafts = setup.limits, setup.policy, setup.hasher, setup.drafts
+        self._recorder = Recorder() if setup.kv_events else None
         self._pool = pool = BlockPool(limits.num_kv_blocks, self._recorder)
         self._slots = slots = SlotTable(limits.max_num_seqs, limits.max_model_len, limits.block_size)
         self._drafts = drafts = drafts or DraftControl(limits.max_num_seqs, 0, 0)
         self._waiting = waiting = WaitingQueue(policy)
         self._prefixes = prefixes = Prefixes(hasher, pool, self._recorder, waiting.wake)
         self._operations = KVOperations(pool)
-        keep = keep_kv or KeepKV(preempted=False)
+        keep = setup.keep_kv or KeepKV(preempted=False)
         self._offloading = offloading = KVOffloading(pool, self._operations, limits.block_size, keep)
-        self._transferring = transferring = KVTransferring(self._operations, limits.block_size, paired)
+        self._transferring = transferring = KVTransferring(self._operations, limits.block_size, setup.paired)
         control = AdmissionControl(0.0 if keep.preempted else 1.0)
         self._residencies = residencies = Residencies(
             slots, pool, prefixes, offloading, transferring, drafts, control, self._ended
@@ -127,7 +93,9 @@ class Scheduler:
         self._admissions = admissions = Admissions(
             limits, policy, pool, slots, waiting, prefixes, offloading, transferring, control, residencies
         )
-        self._planner = Planner(limits, epoch, policy, victims, pool, slots, drafts, residencies, admissions)
+        self._planner = Planner(
+            limits, setup.epoch, policy, setup.victims, pool, slots, drafts, residencies, admissions.admit
+        )
         self._output_side = OutputSide(slots, pool, drafts, residencies, admissions.wait)
         self._requests: dict[str, Request] = {}
         self._probe = SchedulerProbe(
@@ -147,22 +115,8 @@ class Scheduler:
         """
         if spec.request_id in self._requests:
             raise BadRequest(f"a request with id {spec.request_id!r} is already running", field="request_id")
-        if not len(spec.prompt):
-            raise BadRequest("the prompt has no tokens", field="prompt")
-        if len(spec.prompt) >= self.limits.max_model_len:
-            raise BadRequest(
-                f"the prompt has {len(spec.prompt)} tokens, but prompt and output together may have at most "
-                f"{self.limits.max_model_len}",
-                field="prompt",
-                hint="shorten it",
-            )
+        check_spec(spec, self.limits.max_model_len)
         request = Request(spec, self._arrivals, self.limits.max_model_len, self._prefixes.root(spec.cache_salt))
-        if request.num_tokens >= request.limit:
-            raise BadRequest(
-                f"{len(spec.delivered)} tokens were delivered already, so none of at most "
-                f"{request.limit - request.prompt_len} is left to generate",
-                field="delivered",
-            )
         self._arrivals += 1
         self._requests[spec.request_id] = request
         self._admissions.arrive(request)
@@ -251,14 +205,20 @@ class Scheduler:
             transfers=snapshot(self._transferring.counters) if self._transferring.paired else None,
         )
 
-    @property
-    def num_waiting(self) -> int:
-        """Requests in the queue."""
-        return len(self._waiting)
-
-    def blocks(self) -> BlockStats:
-        """Return the use of the KV blocks."""
-        return self._pool.stats()
+    def held(self) -> SchedulerHoldings:
+        """Return what is held now."""
+        slots, pool = self._slots, self._pool
+        running, loading, draining = (int(column.sum()) for column in (slots.running, slots.loading, slots.draining))
+        return SchedulerHoldings(
+            waiting=len(self._waiting),
+            loading=loading,
+            running=running,
+            draining=draining,
+            owned=pool.num_owned,
+            fenced=pool.num_fenced,
+            cached=pool.num_cached,
+            operations=self._operations.num_open,
+        )
 
     # Inside -----------------------------------------------------------------------------------------------
 

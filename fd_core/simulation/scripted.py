@@ -12,9 +12,10 @@ import numpy as np
 
 from fd_core.config import Limits
 from fd_core.kv.prefix import PrefixHasher
+from fd_core.scheduling.contract import Scheduler, SchedulerSetup
 from fd_core.scheduling.drafts import DraftControl
 from fd_core.scheduling.policies import Fcfs
-from fd_core.scheduling.scheduler import Scheduler
+from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.scheduling.victims import FewestTokens
 from fd_core.signals import EMPTY_TOKEN_ID
 from fd_core.types import Delta, RequestSpec, SamplingParams, StepOutput, StepPlan
@@ -37,7 +38,9 @@ class ScriptedEngine:
         # Drafts of the whole batch count as cheap, so that each request verifies as many as it may.
         drafts = DraftControl(count, limits.max_drafts, count * width) if limits.max_drafts else None
         hasher = PrefixHasher(block_size=limits.block_size, identity="benchmark", secret=draw.bytes(32))
-        self._scheduler = Scheduler(limits, Fcfs(), FewestTokens(), hasher, drafts=drafts)
+        self._scheduler: Scheduler = ContinuousBatchingScheduler(
+            SchedulerSetup(limits=limits, policy=Fcfs(), victims=FewestTokens(), hasher=hasher, drafts=drafts)
+        )
         self._gens = np.zeros(count, np.int32)
         self._draw = draw
         self._requests = 0
@@ -45,12 +48,12 @@ class ScriptedEngine:
     @property
     def num_running(self) -> int:
         """Requests that compute."""
-        return self._scheduler.stats().slots.running
+        return self._scheduler.held().running
 
     @property
     def num_waiting(self) -> int:
         """Requests in the queue."""
-        return self._scheduler.num_waiting
+        return self._scheduler.held().waiting
 
     def add(self, prompt: Sequence[int], max_tokens: int) -> None:
         """Queue a request."""

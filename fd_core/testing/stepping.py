@@ -15,10 +15,11 @@ from fd_core.engine.core import Engine
 from fd_core.kv.effects import Effects
 from fd_core.scheduling.kv_offloading import KeepKV
 from fd_core.scheduling.requests import State
+from fd_core.scheduling.scheduler import ContinuousBatchingScheduler, SchedulerProbe
 from fd_core.testing.texts import Texts
 from fd_core.types import RequestSpec, StepOutput, StepPlan
 
-__all__ = ["Stepper"]
+__all__ = ["Stepper", "parts_of"]
 
 
 class Stepper:
@@ -28,7 +29,7 @@ class Stepper:
         """`eager` admits every request whose prompt fits, without looking ahead: much more preemption."""
         self.engine = engine
         self.scheduler, self.runner = engine.probe().scheduler, engine.probe().runner
-        self.probe = self.scheduler.probe()
+        self.probe = parts_of(engine)
         self.limits = self.scheduler.limits
         # No KV is stored outside the device unless a test plays the tiers itself.
         self.probe.offloading.keep = KeepKV(preempted=False)
@@ -167,3 +168,10 @@ class Stepper:
             shared = matched.get(grant.slot, 0) if grant.offset == 0 else 0
             fresh = set(grant.blocks[shared:].tolist())
             assert not fresh & busy, "a block was granted while a step in flight touches it"
+
+
+def parts_of(engine: Engine) -> SchedulerProbe:
+    """Return the parts of an engine's scheduler, which has to be the one that comes with the core."""
+    scheduler = engine.probe().scheduler
+    assert isinstance(scheduler, ContinuousBatchingScheduler)
+    return scheduler.probe()

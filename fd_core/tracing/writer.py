@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from fd_core import signals
 from fd_core.errors import ConfigError
-from fd_core.kv.blocks import BlockStats
+from fd_core.scheduling.contract import SchedulerHoldings
 from fd_core.sizes import format_size
 from fd_core.tracing.format import (
     COUNT_LETTERS,
@@ -74,9 +74,7 @@ class StepRecord(msgspec.Struct, frozen=True, gc=False):
     plan: StepPlan
     output: StepOutput
     deltas: tuple[Delta, ...]
-    waiting: int
-    """Requests in the queue."""
-    blocks: BlockStats
+    held: SchedulerHoldings
     dropped: int = 0
     occupants: tuple[ResidencyEntry, ...] = ()
     loading: tuple[int, ...] = ()
@@ -108,8 +106,8 @@ def line_of(record: StepRecord) -> StepLine:
         ended=record.ended,
         budget=plan.total_tokens,
         delivered=sum(len(delta.token_ids) for delta in record.deltas),
-        waiting=record.waiting,
-        kv=(record.blocks.used, record.blocks.fenced, record.blocks.cached),
+        waiting=record.held.waiting,
+        kv=(record.held.owned, record.held.fenced, record.held.cached),
         slots=_text(letters, IDLE),
         drafted=drafted,
         accepted=accepted,
@@ -200,9 +198,9 @@ class TraceWriter:
         self._began = now
 
     def step_ended(
-        self, now: int, plan: StepPlan, output: StepOutput, deltas: list[Delta], waiting: int, blocks: BlockStats
+        self, now: int, plan: StepPlan, output: StepOutput, deltas: list[Delta], held: SchedulerHoldings
     ) -> None:
-        """Hand over a committed step with the gauges after it, or count it as dropped if too many wait."""
+        """Hand over a committed step with what is held after it, or count it as dropped if too many wait."""
         self._follow(plan, deltas)
         if len(self._queue) >= _MAX_QUEUED or self._failed or self._full:
             self._dropped += 1
@@ -215,8 +213,7 @@ class TraceWriter:
                 plan,
                 output,
                 tuple(deltas),
-                waiting,
-                blocks,
+                held,
                 self._dropped,
                 tuple(self._occupants.values()) if self._dropped else (),
                 tuple(self.kv.loading.values()),

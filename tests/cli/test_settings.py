@@ -246,6 +246,7 @@ def test_a_settings_file_can_hold_every_setting(file, tmp_path):
         "host": "::1",
         "revision": "r",
         "trace": "t.jsonl",
+        "scheduler": "continuous",
         "scheduling-policy": "priority",
         "victim-policy": "youngest",
         "output-transport": "zmq",

@@ -128,8 +128,8 @@ MUTANTS = (
         "3.4: no cascade; who is admitted in a pass that preempted takes what the victim gave",
         (
             PLANNER,
-            "        if not draft.preempted:\n            self._admissions",
-            "        if True:\n            self._admissions",
+            "        if not draft.preempted:\n            self._admit(",
+            "        if True:\n            self._admit(",
         ),
     ),
     mutant(

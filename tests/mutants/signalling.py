@@ -67,7 +67,7 @@ MUTANTS = (
             "                self._residencies.preempt(self._choose_victim(), draft)\n",
             "                victim = self._choose_victim()\n"
             "                self._residencies.preempt(victim, draft)\n"
-            "                self._admissions.wait(self._residencies.release(victim))\n",
+            "                self._admit.__self__.wait(self._residencies.release(victim))\n",
         ),
         (
             OUTPUTS,

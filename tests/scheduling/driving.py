@@ -9,7 +9,7 @@ import numpy as np
 
 from fd_core.kv.effects import Effect, Effects
 from fd_core.scheduling.requests import Request
-from fd_core.scheduling.scheduler import Scheduler
+from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
 from fd_core.types import Delta, RequestSpec, StepOutput, StepPlan
 
@@ -26,17 +26,17 @@ __all__ = [
     "take_effects",
 ]
 
-_wanted: WeakKeyDictionary[Scheduler, list[Effect]] = WeakKeyDictionary()
+_wanted: WeakKeyDictionary[ContinuousBatchingScheduler, list[Effect]] = WeakKeyDictionary()
 """What each scheduler wanted done outside steps since a test last asked."""
 
 
-def add(scheduler: Scheduler, spec: RequestSpec) -> Request:
+def add(scheduler: ContinuousBatchingScheduler, spec: RequestSpec) -> Request:
     """Queue a request and return what the scheduler knows of it."""
     _remember(scheduler, scheduler.add(spec))
     return scheduler.probe().requests[spec.request_id]
 
 
-def next_plan(scheduler: Scheduler) -> StepPlan | None:
+def next_plan(scheduler: ContinuousBatchingScheduler) -> StepPlan | None:
     """The next plan, None if a step could do nothing."""
     plan, effects = scheduler.plan()
     _remember(scheduler, effects)
@@ -44,7 +44,7 @@ def next_plan(scheduler: Scheduler) -> StepPlan | None:
     return plan
 
 
-def planned(scheduler: Scheduler) -> StepPlan:
+def planned(scheduler: ContinuousBatchingScheduler) -> StepPlan:
     """The next plan, which there has to be."""
     plan = next_plan(scheduler)
     assert plan is not None
@@ -52,7 +52,7 @@ def planned(scheduler: Scheduler) -> StepPlan:
 
 
 def output_of(
-    scheduler: Scheduler,
+    scheduler: ContinuousBatchingScheduler,
     plan: StepPlan,
     token: int = 50,
     *,
@@ -77,39 +77,39 @@ def output_of(
     return StepOutput(plan.epoch, plan.step, matrix, gens, ready, errors=errors)
 
 
-def commit(scheduler: Scheduler, plan: StepPlan, output: StepOutput) -> list[Delta]:
+def commit(scheduler: ContinuousBatchingScheduler, plan: StepPlan, output: StepOutput) -> list[Delta]:
     """Apply an answer and return what the clients are told."""
     deltas, effects = scheduler.commit(plan, output)
     _remember(scheduler, effects)
     return deltas
 
 
-def answer(scheduler: Scheduler, plan: StepPlan, token: int = 50) -> list[Delta]:
+def answer(scheduler: ContinuousBatchingScheduler, plan: StepPlan, token: int = 50) -> list[Delta]:
     """Apply the answer of a healthy runner and return what the clients are told."""
     return commit(scheduler, plan, output_of(scheduler, plan, token))
 
 
-def take_effects(scheduler: Scheduler) -> list[Effect]:
+def take_effects(scheduler: ContinuousBatchingScheduler) -> list[Effect]:
     """What a scheduler wanted done outside steps since the last call, also what its next call would return."""
     effects = _wanted.pop(scheduler, [])
     effects.extend(scheduler.probe().operations.take()[0])
     return effects
 
 
-def num_running(scheduler: Scheduler) -> int:
+def num_running(scheduler: ContinuousBatchingScheduler) -> int:
     """Requests that run."""
     return int(scheduler.probe().slots.running.sum())
 
 
-def num_loading(scheduler: Scheduler) -> int:
+def num_loading(scheduler: ContinuousBatchingScheduler) -> int:
     """Requests in slots whose KV is on its way."""
     return int(scheduler.probe().slots.loading.sum())
 
 
-def num_draining(scheduler: Scheduler) -> int:
+def num_draining(scheduler: ContinuousBatchingScheduler) -> int:
     """Slots that were revoked and are not released."""
     return int(scheduler.probe().slots.draining.sum())
 
 
-def _remember(scheduler: Scheduler, effects: Effects) -> None:
+def _remember(scheduler: ContinuousBatchingScheduler, effects: Effects) -> None:
     _wanted.setdefault(scheduler, []).extend(effects.operations)

@@ -15,9 +15,10 @@ from fd_core.config import Limits
 from fd_core.kv.effects import Effects, Found, Load, Loaded, Lookup, Save, Saved
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.scheduling.admission_control import ReturnCost, UsageForecast, peak_growth
+from fd_core.scheduling.contract import SchedulerSetup
 from fd_core.scheduling.kv_offloading import KeepKV
 from fd_core.scheduling.policies import Fcfs
-from fd_core.scheduling.scheduler import Scheduler
+from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.scheduling.victims import FewestTokens
 from fd_core.types import RequestSpec, SamplingParams, StepPlan
 from tests.scheduling.driving import output_of
@@ -103,7 +104,11 @@ class Simulation:
             vocab_size=1000,
         )
         hasher = PrefixHasher(block_size=BLOCK, identity="m") if keep else None
-        self.scheduler = Scheduler(limits, Fcfs(), FewestTokens(), hasher, keep_kv=KeepKV() if keep else None)
+        self.scheduler = ContinuousBatchingScheduler(
+            SchedulerSetup(
+                limits=limits, policy=Fcfs(), victims=FewestTokens(), hasher=hasher, keep_kv=KeepKV() if keep else None
+            )
+        )
         self._outputs = {str(index): output for index, (_, output) in enumerate(requests)}
         self.generated = 0
         self._kept: set[bytes] = set()

@@ -11,17 +11,18 @@ import pytest
 
 from fd_core.config import Limits
 from fd_core.kv.effects import Found, Load, Loaded, Lookup, Save, Saved
+from fd_core.scheduling.contract import SchedulerSetup
 from fd_core.scheduling.kv_offloading import KeepKV
 from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.requests import Request, State
-from fd_core.scheduling.scheduler import Scheduler
+from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.scheduling.victims import LatestArrival
 from fd_core.types import RequestSpec, SamplingParams, StepPlan
 from tests.scheduling.driving import add, answer, next_plan, num_running, planned, take_effects
 from tests.scheduling.test_scheduler import HASHER
 
 
-def scheduler(keep: KeepKV | None = None, **changes: int) -> Scheduler:
+def scheduler(keep: KeepKV | None = None, **changes: int) -> ContinuousBatchingScheduler:
     values = {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 32,
@@ -30,7 +31,11 @@ def scheduler(keep: KeepKV | None = None, **changes: int) -> Scheduler:
         "num_kv_blocks": 100,
         "vocab_size": 100,
     }
-    made = Scheduler(Limits(**(values | changes)), Fcfs(), LatestArrival(), HASHER, keep_kv=keep)
+    made = ContinuousBatchingScheduler(
+        SchedulerSetup(
+            limits=Limits(**(values | changes)), policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, keep_kv=keep
+        )
+    )
     made.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # a back door: shortages come soon
     return made
 
@@ -147,7 +152,7 @@ def test_who_does_not_fit_is_looked_at_again_once_in_a_while_though_no_block_cam
 # Waiting for a prefix -----------------------------------------------------------------------------------------
 
 
-def waiting_for_a_prefix(s: Scheduler) -> tuple[StepPlan, Request]:
+def waiting_for_a_prefix(s: ContinuousBatchingScheduler) -> tuple[StepPlan, Request]:
     """The step that computes all of prompt `a`, and a request with the same prompt that waits for that."""
     add(s, spec("a"))
     request = add(s, spec("b"))
@@ -297,7 +302,7 @@ def test_if_one_of_two_who_compute_a_prefix_is_aborted_the_wait_goes_on() -> Non
 # Aborts -------------------------------------------------------------------------------------------------------
 
 
-def is_ready(s: Scheduler) -> None:
+def is_ready(s: ContinuousBatchingScheduler) -> None:
     """All slots are taken."""
     for index in range(4):
         add(s, spec(f"other {index}", 4, first=500 + index))
@@ -305,27 +310,27 @@ def is_ready(s: Scheduler) -> None:
     add(s, spec("a"))
 
 
-def does_not_fit(s: Scheduler) -> None:
+def does_not_fit(s: ContinuousBatchingScheduler) -> None:
     hostage = s.probe().pool.allocate(98)
     assert hostage is not None
     add(s, spec("a"))
     assert next_plan(s) is None
 
 
-def waits_for_a_prefix(s: Scheduler) -> None:
+def waits_for_a_prefix(s: ContinuousBatchingScheduler) -> None:
     add(s, spec("b"))
     add(s, spec("a"))
     planned(s)
     assert s.probe().waiting.num_parked == 1
 
 
-def waits_for_a_lookup(s: Scheduler) -> None:
+def waits_for_a_lookup(s: ContinuousBatchingScheduler) -> None:
     s.probe().offloading.keep = KeepKV()
     add(s, spec("a"))
     assert s.probe().waiting.num_parked == 1
 
 
-def waits_for_its_save(s: Scheduler) -> None:
+def waits_for_its_save(s: ContinuousBatchingScheduler) -> None:
     add(s, spec("old", 12, first=500))
     answer(s, planned(s))
     add(s, spec("a", 24))
@@ -343,7 +348,9 @@ def waits_for_its_save(s: Scheduler) -> None:
 
 
 @pytest.mark.parametrize("state", [is_ready, does_not_fit, waits_for_a_prefix, waits_for_a_lookup, waits_for_its_save])
-def test_who_is_aborted_while_it_waits_leaves_nothing_behind(state: Callable[[Scheduler], None]) -> None:
+def test_who_is_aborted_while_it_waits_leaves_nothing_behind(
+    state: Callable[[ContinuousBatchingScheduler], None],
+) -> None:
     s = scheduler()
     state(s)
     waiting = len(s.probe().waiting)

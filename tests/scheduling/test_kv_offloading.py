@@ -9,10 +9,11 @@ import pytest
 
 from fd_core.config import Limits
 from fd_core.kv.effects import Cancel, Effect, Found, Load, Loaded, Lookup, Save, Saved
+from fd_core.scheduling.contract import SchedulerSetup
 from fd_core.scheduling.kv_offloading import KeepKV
 from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.requests import Request, State
-from fd_core.scheduling.scheduler import Scheduler
+from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.scheduling.victims import LatestArrival
 from fd_core.types import FinishReason, RequestSpec, SamplingParams
 from tests.scheduling.driving import add, answer, next_plan, planned, take_effects
@@ -26,9 +27,11 @@ LIMITS = Limits(
 )
 
 
-def scheduler(keep: KeepKV | None = None, **changes: int) -> Scheduler:
+def scheduler(keep: KeepKV | None = None, **changes: int) -> ContinuousBatchingScheduler:
     limits = msgspec.structs.replace(LIMITS, **changes)
-    made = Scheduler(limits, Fcfs(), LatestArrival(), HASHER, keep_kv=keep or KeepKV())
+    made = ContinuousBatchingScheduler(
+        SchedulerSetup(limits=limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, keep_kv=keep or KeepKV())
+    )
     made.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # a back door: shortages come soon
     return made
 
@@ -41,14 +44,14 @@ def spec(name: str, length: int = 18, max_tokens: int = 4, first: int = 0) -> Re
     )
 
 
-def effect_of(s: Scheduler, kind: type[_E]) -> _E:
+def effect_of(s: ContinuousBatchingScheduler, kind: type[_E]) -> _E:
     """The one effect that the scheduler wants, which is of this kind."""
     (effect,) = take_effects(s)
     assert isinstance(effect, kind)
     return effect
 
 
-def have_on_device(s: Scheduler, keys: tuple[bytes, ...]) -> None:
+def have_on_device(s: ContinuousBatchingScheduler, keys: tuple[bytes, ...]) -> None:
     """Let free blocks hold a prefix."""
     pool = s.probe().pool
     blocks = pool.allocate(len(keys))
@@ -95,7 +98,7 @@ def test_a_prefix_that_is_stored_nowhere_is_asked_for_once() -> None:
 # A preempted request returns ----------------------------------------------------------------------------------
 
 
-def preempted(s: Scheduler, stored: int = 0) -> tuple[Request, Save]:
+def preempted(s: ContinuousBatchingScheduler, stored: int = 0) -> tuple[Request, Save]:
     """A request that was preempted for want of blocks, with the save of its KV; `stored` blocks of it were before."""
     for name, first, total in (("old", 40, 0), ("young", 0, stored)):
         add(s, spec(name, 10, 30, first))
@@ -112,7 +115,7 @@ def preempted(s: Scheduler, stored: int = 0) -> tuple[Request, Save]:
     return young, save
 
 
-def end_of(s: Scheduler, request_id: str) -> None:
+def end_of(s: ContinuousBatchingScheduler, request_id: str) -> None:
     """Abort a running request and see it leave."""
     s.abort(request_id)
     answer(s, planned(s))

@@ -7,10 +7,11 @@ import pytest
 
 from fd_core.config import Limits
 from fd_core.kv.effects import Cancel, Fetch, Fetched, GiveUp, Send, Sent
+from fd_core.scheduling.contract import SchedulerSetup
 from fd_core.scheduling.kv_transferring import TransferCounters
 from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.requests import Request, State
-from fd_core.scheduling.scheduler import Scheduler
+from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.scheduling.victims import LatestArrival
 from fd_core.types import FinishReason, PrefillJob, PrefillOutcome, RequestSpec, SamplingParams
 from tests.scheduling.driving import add, answer, next_plan, num_loading, num_running, planned, take_effects
@@ -19,7 +20,7 @@ from tests.scheduling.test_scheduler import HASHER
 FAILURES: list[PrefillOutcome] = ["refused", "lost", "expired", "damaged", "aborted"]
 
 
-def scheduler(**changes: int) -> Scheduler:
+def scheduler(**changes: int) -> ContinuousBatchingScheduler:
     values = {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 16,
@@ -28,7 +29,11 @@ def scheduler(**changes: int) -> Scheduler:
         "num_kv_blocks": 20,
         "vocab_size": 100,
     }
-    made = Scheduler(Limits(**(values | changes)), Fcfs(), LatestArrival(), HASHER, paired=True)
+    made = ContinuousBatchingScheduler(
+        SchedulerSetup(
+            limits=Limits(**(values | changes)), policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, paired=True
+        )
+    )
     made.probe().control.forecast.share = 0.0  # nothing is kept in reserve but what a test says
     return made
 
@@ -63,36 +68,36 @@ def leased(name: str, length: int, first: int = 0, salt: str = "") -> RequestSpe
     )
 
 
-def counters(s: Scheduler) -> TransferCounters:
+def counters(s: ContinuousBatchingScheduler) -> TransferCounters:
     return s.probe().transferring.counters
 
 
-def fetch_of(s: Scheduler) -> Fetch:
+def fetch_of(s: ContinuousBatchingScheduler) -> Fetch:
     (fetch,) = take_effects(s)
     assert isinstance(fetch, Fetch)
     return fetch
 
 
-def begin(s: Scheduler, spec: RequestSpec) -> tuple[Request, Fetch]:
+def begin(s: ContinuousBatchingScheduler, spec: RequestSpec) -> tuple[Request, Fetch]:
     """Add a request to an idle scheduler and have it wait for its KV."""
     request = add(s, spec)
     assert next_plan(s) is None
     return request, fetch_of(s)
 
 
-def sends(s: Scheduler) -> list[Send]:
+def sends(s: ContinuousBatchingScheduler) -> list[Send]:
     effects = take_effects(s)
     assert all(isinstance(effect, Send) for effect in effects)
     return [effect for effect in effects if isinstance(effect, Send)]
 
 
-def finish(s: Scheduler, request: Request, reason: FinishReason = FinishReason.LENGTH) -> None:
+def finish(s: ContinuousBatchingScheduler, request: Request, reason: FinishReason = FinishReason.LENGTH) -> None:
     """End a running request before its time, through a back door."""
     assert request.slot is not None
     s.probe().residencies.finish(request.slot, reason)
 
 
-def compute(s: Scheduler, spec: RequestSpec) -> None:
+def compute(s: ContinuousBatchingScheduler, spec: RequestSpec) -> None:
     """Run a request until its prompt is computed and end it, so that the device has its prefix."""
     request = add(s, spec)
     while not request.num_generated:
@@ -101,12 +106,12 @@ def compute(s: Scheduler, spec: RequestSpec) -> None:
         finish(s, request)
 
 
-def is_idle(s: Scheduler) -> bool:
+def is_idle(s: ContinuousBatchingScheduler) -> bool:
     s.check_integrity()
     return not s.has_work and s.probe().pool.num_free == s.limits.num_kv_blocks and not s.probe().prefixes.num_computing
 
 
-def preempt(s: Scheduler, request: Request) -> None:
+def preempt(s: ContinuousBatchingScheduler, request: Request) -> None:
     """Take a running request back for want of blocks, and let it wait again."""
     slot = request.slot
     hostage = s.probe().pool.allocate(s.probe().pool.num_free)
@@ -413,7 +418,9 @@ def test_preempted_before_its_first_token_it_does_not_fetch_again_either() -> No
 
 
 def test_an_answer_without_pairs_is_a_fault() -> None:
-    s = Scheduler(scheduler().limits, Fcfs(), LatestArrival(), HASHER)
+    s = ContinuousBatchingScheduler(
+        SchedulerSetup(limits=scheduler().limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER)
+    )
     with pytest.raises(RuntimeError, match="not open"):
         s.complete(Sent(1))
 
@@ -551,7 +558,7 @@ def test_a_block_that_two_leases_send_is_pinned_for_both() -> None:
     assert is_idle(s)
 
 
-def taken_back_in_the_middle(s: Scheduler) -> tuple[Request, Request]:
+def taken_back_in_the_middle(s: ContinuousBatchingScheduler) -> tuple[Request, Request]:
     """Return an old request and a leased one that was preempted behind its first two blocks, both sent."""
     old = add(s, here("old", 6, 30, first=50))
     while not old.num_generated:

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fd_core.config import Limits
+from fd_core.scheduling.contract import SchedulerSetup
 from fd_core.scheduling.policies import FairShare, Priority, SchedulingPolicy
 from fd_core.scheduling.requests import QueuedRequest, Request
-from fd_core.scheduling.scheduler import Scheduler
+from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.scheduling.victims import FewestTokens, LatestArrival, RunningRequests
 from fd_core.scheduling.waiting import WaitingQueue
 from fd_core.types import RequestSpec, SamplingParams
@@ -238,7 +239,9 @@ def test_a_scheduler_gives_tenants_equal_turns_whatever_they_ask_for() -> None:
         num_kv_blocks=1000,
         vocab_size=100,
     )
-    scheduler = Scheduler(limits, FairShare(), FewestTokens(), None)
+    scheduler = ContinuousBatchingScheduler(
+        SchedulerSetup(limits=limits, policy=FairShare(), victims=FewestTokens(), hasher=None)
+    )
     for index in range(40):
         for tenant, max_tokens in (("grand", 32_000), ("modest", 100)):
             params = SamplingParams(max_tokens=max_tokens, stop_token_ids=(51,))

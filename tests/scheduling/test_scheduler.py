@@ -9,10 +9,11 @@ from fd_core.config import Limits
 from fd_core.errors import BadRequest
 from fd_core.kv.effects import NO_EFFECTS, Cancel, Found, Load, Loaded, LoadPaceMeasured, Lookup, PrefillPaceMeasured
 from fd_core.kv.prefix import PrefixHasher
+from fd_core.scheduling.contract import SchedulerSetup
 from fd_core.scheduling.drafts import DraftControl
 from fd_core.scheduling.kv_offloading import KeepKV
 from fd_core.scheduling.policies import Fcfs, Priority, SchedulingPolicy
-from fd_core.scheduling.scheduler import Scheduler
+from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.scheduling.victims import LatestArrival
 from fd_core.types import Delta, FinishReason, RequestSpec, SamplingParams, StepPlan
 from tests.scheduling.driving import (
@@ -34,7 +35,7 @@ def scheduler(
     hasher: PrefixHasher | None = None,
     drafts: DraftControl | None = None,
     **changes: int,
-) -> Scheduler:
+) -> ContinuousBatchingScheduler:
     values = {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 16,
@@ -43,7 +44,15 @@ def scheduler(
         "num_kv_blocks": 20,
         "vocab_size": 100,
     }
-    made = Scheduler(Limits(**(values | changes)), policy or Fcfs(), LatestArrival(), hasher, drafts=drafts)
+    made = ContinuousBatchingScheduler(
+        SchedulerSetup(
+            limits=Limits(**(values | changes)),
+            policy=policy or Fcfs(),
+            victims=LatestArrival(),
+            hasher=hasher,
+            drafts=drafts,
+        )
+    )
     made.probe().control.forecast.share = 0.0  # nothing is kept in reserve, so that shortages come soon
     return made
 
@@ -84,7 +93,9 @@ def test_decodes_come_before_prefills() -> None:
 def test_a_budget_equal_to_the_decode_demand_serves_decodes_and_an_unfinished_prefill_in_turn() -> None:
     """The second decode comes from a load, which needs no budget, while the prefill is under way."""
     limits = msgspec.structs.replace(scheduler().limits, max_num_batched_tokens=2)
-    s = Scheduler(limits, Fcfs(), LatestArrival(), HASHER, keep_kv=KeepKV())
+    s = ContinuousBatchingScheduler(
+        SchedulerSetup(limits=limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, keep_kv=KeepKV())
+    )
     s.add(spec("decodes", length=1, max_tokens=20))
     answer(s, planned(s))
     add(s, spec("loads", length=5, max_tokens=20, first=50))
@@ -201,7 +212,11 @@ def test_a_prompt_that_fills_the_context_is_refused_with_the_numbers() -> None:
 
 
 def test_what_add_decides_is_returned_at_once_and_what_abort_decides_by_the_next_plan_or_commit() -> None:
-    s = Scheduler(scheduler().limits, Fcfs(), LatestArrival(), HASHER, keep_kv=KeepKV())
+    s = ContinuousBatchingScheduler(
+        SchedulerSetup(
+            limits=scheduler().limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, keep_kv=KeepKV()
+        )
+    )
     (lookup,) = s.add(spec("a")).operations
     assert isinstance(lookup, Lookup)
     assert s.plan() == (None, NO_EFFECTS), "it is returned once"
@@ -236,7 +251,11 @@ def test_an_abort_of_a_running_request_ends_it_with_its_release() -> None:
 
 
 def test_load_or_recompute_is_told_once_with_the_plan_that_decided() -> None:
-    s = Scheduler(scheduler().limits, Fcfs(), LatestArrival(), HASHER, keep_kv=KeepKV())
+    s = ContinuousBatchingScheduler(
+        SchedulerSetup(
+            limits=scheduler().limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, keep_kv=KeepKV()
+        )
+    )
     s.add(spec("a", length=9))
     s.plan()
     s.complete(PrefillPaceMeasured(0.001))
@@ -250,7 +269,9 @@ def test_load_or_recompute_is_told_once_with_the_plan_that_decided() -> None:
 
 
 def test_prefixes_that_the_device_came_to_hold_and_lost_are_told_once() -> None:
-    s = Scheduler(scheduler().limits, Fcfs(), LatestArrival(), HASHER, kv_events=True)
+    s = ContinuousBatchingScheduler(
+        SchedulerSetup(limits=scheduler().limits, policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, kv_events=True)
+    )
     s.add(spec("a", length=9, max_tokens=1))
     plan, effects = s.plan()
     assert plan is not None

@@ -20,9 +20,9 @@ from fd_core.config import ServerConfig
 from fd_core.engine.client import EngineClient
 from fd_core.engine.messages import Abort, ClientMessage, EngineInfo, EngineStats, StepEvents, Submit
 from fd_core.kv.blocks import BlockStats
+from fd_core.scheduling.contract import SchedulerStats
 from fd_core.scheduling.drafts import DraftStats
 from fd_core.scheduling.residencies import SchedulerCounters
-from fd_core.scheduling.scheduler import SchedulerStats
 from fd_core.scheduling.slots import SlotStats
 from fd_core.server.listening import bind_socket
 from fd_core.server.serve import serve_http

@@ -9,9 +9,9 @@ from prometheus_client.registry import Collector
 
 from fd_core.engine.messages import EngineStats
 from fd_core.kv.tiers.stats import TierStats
+from fd_core.scheduling.contract import SchedulerStats
 from fd_core.scheduling.kv_offloading import OffloadCounters
 from fd_core.scheduling.load_or_recompute import Pace
-from fd_core.scheduling.scheduler import SchedulerStats
 from fd_core.server.metrics import metric_families
 
 KV = TierStats(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.engine.messages import EngineStats, LeaseStats
 from fd_core.metrics import declared_metrics
+from fd_core.scheduling.contract import SchedulerStats
 from fd_core.scheduling.kv_transferring import TransferCounters
 from fd_core.scheduling.load_or_recompute import Pace
-from fd_core.scheduling.scheduler import SchedulerStats
 from fd_core.server.metrics import ServerMetrics
 from tests.server.fakes import FakeClient
 from tests.server.test_kv_metrics import KV

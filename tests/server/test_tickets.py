@@ -12,8 +12,8 @@ from prometheus_client.registry import Collector
 from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.disagg.ticket import sign_ticket
 from fd_core.engine.messages import EngineStats, LeaseStats
+from fd_core.scheduling.contract import SchedulerStats
 from fd_core.scheduling.kv_transferring import TransferCounters
-from fd_core.scheduling.scheduler import SchedulerStats
 from fd_core.server.metrics import metric_families
 from tests.server.fakes import FakeClient, LiveServer, live
 

@@ -36,7 +36,7 @@ class Case:
 
     def run(self, target: SchedulerTarget, examples: int = 8) -> str | None:
         """Return why the scheduler fails, None if it passes or the case is left out."""
-        if self.section == "storage" and "storage" in target.limits:
+        if self.section == "storage" and "storage" in target.lacks:
             return None
         more = {"examples": examples} if "examples" in self.function.__code__.co_varnames else {}
         try:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from fd_core.config import Limits
-from fd_core.kv.blocks import BlockStats
 from fd_core.kv.effects import Cancel, Effects, Fetch, Fetched, Load, Loaded, Save, Saved
+from fd_core.scheduling.contract import SchedulerHoldings
 from fd_core.tracing.format import StepLine, TraceHeader
 from fd_core.tracing.writer import TraceWriter
 from fd_core.types import PrefillJob, StepOutput, StepPlan
@@ -36,7 +36,7 @@ class Run:
     def step(self) -> None:
         plan = StepPlan(1, self._steps, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING.astype(np.bool_))
         output = StepOutput(1, self._steps, np.full((4, 1), -1, np.int32), np.zeros(4, np.int32))
-        self._writer.step_ended(0, plan, output, [], 0, BlockStats())
+        self._writer.step_ended(0, plan, output, [], SchedulerHoldings())
         self._steps += 1
 
     def lines(self) -> list[StepLine]:

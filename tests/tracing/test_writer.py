@@ -18,7 +18,7 @@ from fd_core.config import EngineConfig, SpeculativeConfig
 from fd_core.engine.builder import load_engine
 from fd_core.engine.core import Engine
 from fd_core.errors import ConfigError
-from fd_core.kv.blocks import BlockStats
+from fd_core.scheduling.contract import SchedulerHoldings
 from fd_core.tracing import format as trace_format
 from fd_core.tracing import writer
 from fd_core.tracing.format import StepLine
@@ -115,7 +115,7 @@ def test_a_line_carries_no_token() -> None:
     tokens = np.array([[1234567, 7654321, -1], [-9, -1, -1], [1234567, -1, -1], [-1, -1, -1]], np.int32)
     output = StepOutput(1, 4, tokens, np.array([1, 9, 3, 0], np.int32))
     deltas = (Delta("a", (1234567,), FinishReason.STOP), Delta("b", (7654321,)))
-    line = line_of(StepRecord(10, 20, plan, output, deltas, 5, BlockStats(used=1, fenced=2, cached=3)))
+    line = line_of(StepRecord(10, 20, plan, output, deltas, SchedulerHoldings(waiting=5, owned=1, fenced=2, cached=3)))
     assert line == StepLine(
         step=4,
         began=10,
@@ -151,7 +151,7 @@ def test_a_slot_whose_kv_is_on_its_way_has_a_letter_of_its_own() -> None:
     output = StepOutput(1, 0, np.full((4, 1), -1, np.int32), np.ones(4, np.int32))
     loading = (0, 1, 3)
     kept = (trace_format.SaveEntry(1, 3, 2, 2), trace_format.LoadEntry(2, 9, 0, "a", 3, 2, 1))
-    line = line_of(StepRecord(1, 2, plan, output, (), 0, BlockStats(), loading=loading, kv_entries=kept))
+    line = line_of(StepRecord(1, 2, plan, output, (), SchedulerHoldings(), loading=loading, kv_entries=kept))
     assert line.slots == "ld.l"
     assert (line.saves, line.loads, line.decisions) == (kept[:1], kept[1:], ())
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from fd_core.scheduling.contract import SchedulerHoldings, SchedulerSetup
-from fd_core.scheduling.scheduler import Scheduler
+from fd_core.plugins import SCHEDULER, installed_plugins
+from fd_core.scheduling.contract import Scheduler, SchedulerSetup
 
 __all__ = ["SchedulerTarget", "find_scheduler"]
 
@@ -17,43 +16,12 @@ class SchedulerTarget:
     """One scheduler under a name."""
 
     name: str
-    make: Callable[[SchedulerSetup], Any]
-    limits: Mapping[str, str] = field(default_factory=dict)
-    """What it says that it lacks, with reasons."""
-
-
-class _Continuous(Scheduler):
-    """The built-in scheduler, made from a setup."""
-
-    def __init__(self, setup: SchedulerSetup) -> None:
-        super().__init__(
-            setup.limits,
-            setup.policy,
-            setup.victims,
-            setup.hasher,
-            drafts=setup.drafts,
-            keep_kv=setup.keep_kv,
-            paired=setup.paired,
-            kv_events=setup.kv_events,
-            epoch=setup.epoch,
-        )
-
-    def held(self) -> SchedulerHoldings:
-        """Return what is held."""
-        stats = self.stats()
-        slots, blocks = stats.slots, stats.blocks
-        return SchedulerHoldings(
-            waiting=slots.waiting,
-            loading=slots.loading,
-            running=slots.running,
-            draining=slots.draining,
-            owned=blocks.used,
-            fenced=blocks.fenced,
-            cached=blocks.cached,
-            operations=int(self.probe().operations.busy),
-        )
+    make: Callable[[SchedulerSetup], Scheduler]
+    lacks: Mapping[str, str] = field(default_factory=dict)
+    """What it does not do, with reasons."""
 
 
 def find_scheduler(name: str) -> SchedulerTarget:
-    """Return the scheduler called `name`."""
-    return SchedulerTarget(name, _Continuous)
+    """Return the scheduler called `name`. Raises `PluginError` if there is none, or if it cannot be imported."""
+    found = installed_plugins().load(SCHEDULER, name)
+    return SchedulerTarget(name, found, found.lacks)

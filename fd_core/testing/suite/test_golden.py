@@ -8,6 +8,7 @@ import pytest
 
 from fd_core.testing.golden import Golden
 from fd_core.testing.requirements import thorough_but
+from fd_core.testing.stepping import parts_of
 from fd_core.testing.target import Target
 from fd_core.testing.texts import greedy, run
 from fd_core.types import RequestSpec, SamplingParams
@@ -68,7 +69,7 @@ def test_a_shared_prefix_changes_no_text(target: Target, golden: Golden) -> None
 def test_preemption_changes_no_text(target: Target, golden: Golden, keep: bool, depth: int) -> None:
     specs = [greedy(spec.request_id, spec.prompt[:20], 38) for spec in specs_of(target)]
     with target.engine(pipeline_depth=depth, save_preempted_kv=keep) as engine:
-        probe = engine.probe().scheduler.probe()
+        probe = parts_of(engine)
         probe.control.growth = lambda *_: 0  # type: ignore[method-assign]  # admits all requests at once
         golden.check(specs, run(engine, specs).tokens)
         assert engine.stats().scheduler.counters.preemptions > 0

@@ -13,6 +13,7 @@ from fd_core.testing.arrays import Values, activations, assert_near
 from fd_core.testing.golden import Golden
 from fd_core.testing.layers import Geometry, LayerOn
 from fd_core.testing.requirements import thorough_but
+from fd_core.testing.stepping import parts_of
 from fd_core.testing.target import Target
 from fd_core.testing.texts import greedy, run
 
@@ -92,11 +93,11 @@ def test_an_engine_goes_on_from_imported_blocks(target: Target, golden: Golden) 
         run(first, [spec])
         runner = first.probe().runner
         cache = runner.cache
-        assert first.probe().scheduler.probe().pool.num_cached, "nothing was cached"
+        assert parts_of(first).pool.num_cached, "nothing was cached"
         data = cache.export_blocks(np.arange(cache.num_blocks, dtype=np.int32))
         tables = runner.batch.tables[0].copy()
     with target.engine(max_model_len=40) as second:
-        probe = second.probe().scheduler.probe()
+        probe = parts_of(second)
         cache, pool, hasher = second.probe().runner.cache, probe.pool, probe.prefixes.hasher
         assert hasher is not None
         chain: list[bytes] = []
@@ -124,7 +125,7 @@ def test_an_engine_goes_on_from_imported_blocks(target: Target, golden: Golden) 
 def test_texts_survive_a_preemption_whose_kv_is_restored(target: Target, golden: Golden, depth: int) -> None:
     specs = [greedy(f"r{index}", range(index, index + 14), 40) for index in range(3)]
     with target.engine(pipeline_depth=depth, save_preempted_kv=True, num_kv_blocks=18) as engine:
-        probe = engine.probe().scheduler.probe()
+        probe = parts_of(engine)
         probe.control.growth = lambda *_: 0  # type: ignore[method-assign]  # a back door: admit everybody
         # A prefix that is still in the pool needs no load, so the pool forgets all prefixes.
         release = probe.residencies.release

@@ -18,8 +18,8 @@ KS = [0, 1, 3, 5]
 
 def require_prefixes(target: SchedulerTarget) -> None:
     """Leave the test out for a scheduler without a prefix cache."""
-    if "prefix_caching" in target.limits:
-        lacks(target.limits["prefix_caching"])
+    if "prefix_caching" in target.lacks:
+        lacks(target.lacks["prefix_caching"])
 
 
 def shared_tokens(driver: Driver, name: str) -> int:

@@ -77,8 +77,8 @@ def test_a_long_prompt_fills_every_step(target: SchedulerTarget, budget: int, k:
 
 @pytest.mark.law("2.1")
 def test_a_known_prefix_is_not_charged(target: SchedulerTarget) -> None:
-    if "prefix_caching" in target.limits:
-        lacks(target.limits["prefix_caching"])
+    if "prefix_caching" in target.lacks:
+        lacks(target.lacks["prefix_caching"])
     prompt = prompt_of(13)
     driver = drive(target, greedy("first", prompt, 2))
     driver.run()
@@ -121,8 +121,8 @@ def test_drafts_shrink_before_a_decode_is_left_out(target: SchedulerTarget, k: i
 @pytest.mark.parametrize("budget", [1, 2, 4])
 def test_decodes_are_left_out_in_rotation(target: SchedulerTarget, budget: int) -> None:
     """Six requests whose KV was loaded decode at once, more than the budget serves."""
-    if "storage" in target.limits:
-        lacks(target.limits["storage"])
+    if "storage" in target.lacks:
+        lacks(target.lacks["storage"])
     prompts = [prompt_of(9, index) for index in range(6)]
     driver = drive(
         target,

@@ -21,8 +21,8 @@ ENDS = list(OperationEnd)
 @pytest.fixture(autouse=True)
 def storage_is_used(target: SchedulerTarget) -> None:
     """Leave the file out for a scheduler that stores nothing."""
-    if "storage" in target.limits:
-        lacks(target.limits["storage"])
+    if "storage" in target.lacks:
+        lacks(target.lacks["storage"])
 
 
 def run_ending(driver: Driver, how: OperationEnd, depth: int) -> None:
