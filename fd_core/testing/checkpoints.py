@@ -19,7 +19,17 @@ from fd_core.models.registry import ARCHITECTURES
 from fd_core.models.spec import decoder_spec
 from fd_core.testing.arrays import Values
 
-__all__ = ["CASES", "ENGINE_CASE", "LLAMA3_ROPE", "SIZES", "YARN_ROPE", "abilities_of", "write_checkpoint"]
+__all__ = [
+    "CASES",
+    "ENGINE_CASE",
+    "LLAMA3_ROPE",
+    "LONG_CASE",
+    "SIZES",
+    "WIDE_CASE",
+    "YARN_ROPE",
+    "abilities_of",
+    "write_checkpoint",
+]
 
 SIZES: Final[Mapping[str, Any]] = {
     "hidden_size": 64,
@@ -114,6 +124,34 @@ _ENGINE_SIZES: Final[Mapping[str, Any]] = {
     "vocab_size": 97,
     "max_position_embeddings": 512,
 }
+LONG_CASE: Final = "long"
+"""A small model with room for contexts beyond any split of a kernel."""
+WIDE_CASE: Final = "wide"
+"""A small model whose vocabulary is larger than 2^17."""
+
+_PRODUCTION_SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
+    LONG_CASE: {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 1031,
+        "max_position_embeddings": 4096,
+    },
+    WIDE_CASE: {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "vocab_size": 140_003,
+        "max_position_embeddings": 512,
+    },
+}
+_SIZES_OF: Final[Mapping[str, Mapping[str, Any]]] = {ENGINE_CASE: _ENGINE_SIZES, **_PRODUCTION_SIZES}
 _ARCHITECTURE_OF: Final[Mapping[str, str]] = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -143,14 +181,14 @@ def abilities_of(case: str) -> tuple[str, ...]:
 
 def write_checkpoint(case: str, folder: Path) -> Path:
     """Write the case into `folder`, which is made if it is not there, and return it: always the same bytes."""
-    kind, changes = ("llama", _ENGINE_SIZES) if case == ENGINE_CASE else CASES[case]
+    kind, changes = CASES[case] if case in CASES else ("llama", _SIZES_OF[case])
     name = _ARCHITECTURE_OF[kind]
     config = {**SIZES, **changes, "architectures": [name], "model_type": kind, "torch_dtype": "float32"}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     parsed = ModelConfig(config)
     spec = decoder_spec(name, parsed, ARCHITECTURES[name](parsed))
-    values = Values(seed=1000 + sorted([*CASES, ENGINE_CASE]).index(case))
+    values = Values(seed=1000 + [*sorted([*CASES, ENGINE_CASE]), *_PRODUCTION_SIZES].index(case))
     tensors = {tensor: _weight(values, tensor, shape, spec.norm_offset) for tensor, shape in spec.tensors()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -58,7 +58,8 @@ class LayerOn:
             return Norm(ops.prepare_vector(1 + make(width, scale=0.1)), 1e-5)
 
         half = (g.rotary or g.d) // 2
-        angles = np.arange(256)[:, None] / 100.0 ** (np.arange(half) / half)
+        longest = max(256, *(context for _, context in rows))
+        angles = np.arange(longest)[:, None] / 100.0 ** (np.arange(half) / half)
         rope = Rope(
             ops.prepare_vector(np.cos(angles).astype(np.float32)),
             ops.prepare_vector(np.sin(angles).astype(np.float32)),

@@ -116,19 +116,24 @@ class Target:
         folder = self._folder / case
         return folder if (folder / "model.safetensors").exists() else write_checkpoint(case, folder)
 
-    def load(self, **settings: Any) -> Engine:
-        """Load a small engine; close it after use."""
-        return load_engine(self.config(**settings), self.checkpoint(), progress=lambda *_: None)
+    def load(self, case: str = ENGINE_CASE, **settings: Any) -> Engine:
+        """Load a small engine on the checkpoint of a case; close it after use."""
+        return load_engine(self.config(**settings), self.checkpoint(case), progress=lambda *_: None)
 
     @contextmanager
     def engine(
-        self, k: int = 0, whole: Sequence[Sequence[int]] = (), wrong: float = 0.0, **settings: Any
+        self,
+        k: int = 0,
+        whole: Sequence[Sequence[int]] = (),
+        wrong: float = 0.0,
+        case: str = ENGINE_CASE,
+        **settings: Any,
     ) -> Iterator[Engine]:
-        """Load a small engine and close it in the end.
+        """Load a small engine on the checkpoint of a case and close it in the end.
 
         With `k` > 0 up to k drafts are guessed from the `whole` texts, wrong in that share of the tokens.
         """
-        engine = self.load(**{"speculative": speculation(k), "pipeline_depth": 1, **settings})
+        engine = self.load(case, **{"speculative": speculation(k), "pipeline_depth": 1, **settings})
         if k:
             engine.probe().runner.drafter = KnowingDrafter(engine.info.max_num_seqs, whole, wrong, 0)
         try:
