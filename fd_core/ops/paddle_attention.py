@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.ops.contract import Array, Heads, KVCache, KVShape, StepInput
-from fd_core.ops.paddle_library import paddle
+from fd_core.ops.paddle_library import paddle, tensor_of
 from fd_core.types import IntArray
 
 __all__ = ["PaddleAttentionPlan", "PaddleKVCache", "PaddleLayer"]
@@ -63,10 +63,10 @@ class PaddleKVCache(KVCache):
         index = self._index(blocks)
         values = data.reshape(len(blocks), len(self._blocks), *data.shape[3:])
         for place, tensor in enumerate(self._blocks):
-            paddle.scatter_(tensor, index, paddle.to_tensor(values[:, place], place=self._place))
+            paddle.scatter_(tensor, index, tensor_of(values[:, place], self._place))
 
     def _index(self, blocks: IntArray) -> Array:
-        return paddle.to_tensor(np.asarray(blocks, np.int64), place=self._place)
+        return tensor_of(np.asarray(blocks, np.int64), self._place)
 
 
 class _PaddleGroup:
@@ -81,7 +81,7 @@ class _PaddleGroup:
         slots = tables[rows][:, keys // size].astype(np.int64) * size + keys % size
         self.tokens = (query_start[rows, None] + np.arange(count)).reshape(-1)
         """[n * Q], where the rows' tokens are in the step."""
-        self.kv_slots = paddle.to_tensor(np.where(keys < context, slots, 0).reshape(-1), place=place)
+        self.kv_slots = tensor_of(np.where(keys < context, slots, 0).reshape(-1), place)
         """int64[n * L]"""
         self.distance = (context - count + np.arange(count))[:, :, None] - keys
         """[n, Q, L], how far a key lies before a token; negative if it is later."""
@@ -93,7 +93,7 @@ class _PaddleGroup:
         if window not in self._masks:
             hidden = self.distance < 0 if window is None else (self.distance < 0) | (self.distance >= window)
             mask = np.where(hidden, np.float32(-np.inf), np.float32(0))[:, None, None]
-            self._masks[window] = paddle.to_tensor(mask, place=self._place)
+            self._masks[window] = tensor_of(mask, self._place)
         return self._masks[window]
 
 
@@ -113,9 +113,9 @@ class PaddleAttentionPlan:
         self._tokens: list[Array] = []
         """For each of several groups its tokens; one group has them all, in order."""
         if len(self._groups) > 1:
-            self._tokens = [paddle.to_tensor(group.tokens, place=place) for group in self._groups]
+            self._tokens = [tensor_of(group.tokens, place) for group in self._groups]
             order = np.concatenate([group.tokens for group in self._groups])
-            self._back = paddle.to_tensor(np.argsort(order), place=place)
+            self._back = tensor_of(np.argsort(order), place)
             """Where each token of the step is among the groups' tokens."""
 
     def attend(self, q: Array, layer: PaddleLayer, heads: Heads) -> Array:

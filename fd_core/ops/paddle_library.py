@@ -5,13 +5,15 @@ from __future__ import annotations
 import signal
 import threading
 import warnings
-from typing import Final
+from typing import Any, Final
+
+import numpy.typing as npt
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import paddle
 
-__all__ = ["free_device_memory", "paddle", "set_threads"]
+__all__ = ["free_device_memory", "paddle", "set_threads", "tensor_of"]
 
 _TAKEN_SIGNALS: Final = (
     *(signal.SIGTERM, signal.SIGSEGV, signal.SIGILL),
@@ -36,6 +38,16 @@ def free_device_memory(device: str) -> int:
     """Return the bytes of a device, not the processor, that this process has not taken; others are not seen."""
     total = paddle.device.get_device_properties(device).total_memory
     return max(int(total) - int(paddle.device.get_device_module(device).memory_reserved()), 0)
+
+
+def tensor_of(array: npt.NDArray[Any], place: Any) -> Any:
+    """Return a tensor on a place with the values of an array; uint16 is taken for bfloat16.
+
+    Paddle's own `to_tensor` keeps some 100 bytes of the host for each array, for ever; filling a tensor keeps none.
+    """
+    tensor = paddle.empty(array.shape, str(array.dtype))
+    tensor.get_tensor().set(array, place)
+    return tensor
 
 
 def set_threads(count: int) -> None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from fd_core.ops.contract import Activation, Array, Experts, Heads, KVCache, KVShape, Norm, Ops, Rope, StepInput
 from fd_core.ops.paddle_attention import PaddleAttentionPlan, PaddleKVCache, PaddleLayer
-from fd_core.ops.paddle_library import paddle
+from fd_core.ops.paddle_library import paddle, tensor_of
 from fd_core.ops.paddle_sampling import PaddleSampling
 from fd_core.types import RawTensor
 
@@ -58,7 +58,7 @@ class PaddleOps(PaddleSampling, Ops):
 
     def from_host(self, array: npt.NDArray[Any]) -> Array:
         """Copy a numpy array; uint64 becomes int64 with the same bits."""
-        return paddle.to_tensor(array.view(np.int64) if array.dtype == np.uint64 else array, place=self.place)
+        return tensor_of(array.view(np.int64) if array.dtype == np.uint64 else array, self.place)
 
     def to_host(self, array: Array) -> npt.NDArray[Any]:
         """Copy a tensor; bfloat16 becomes float32."""

@@ -30,14 +30,14 @@ def philox4x32(counter: tuple[Any, Any, Any, Any], key: tuple[Any, Any]) -> tupl
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    word = _word(c0)
+    word, half = _word(c0), c0 * 0 + 32  # Paddle makes a tensor of a number each time, and keeps a part of it
     for _ in range(_ROUNDS):
         product0 = c0 * _MULTIPLIERS[0]
         product1 = c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
-            ((product1 >> 32) & word) ^ c1 ^ k0,
+            ((product1 >> half) & word) ^ c1 ^ k0,
             product1 & word,
-            ((product0 >> 32) & word) ^ c3 ^ k1,
+            ((product0 >> half) & word) ^ c3 ^ k1,
             product0 & word,
         )
         k0 = (k0 + _WEYL[0]) & word
@@ -49,8 +49,8 @@ def random_bits(seeds: Any, positions: Any) -> Any:
     """Return int64[R], 24 random bits for each row; `seeds` is int64[R] (bits), `positions` int64[R], not negative."""
     zero = positions * 0
     word = _word(positions)
-    words = philox4x32((positions, zero, zero, zero), (seeds & word, (seeds >> 32) & word))
-    return words[0] >> (32 - _MANTISSA_BITS)
+    words = philox4x32((positions, zero, zero, zero), (seeds & word, (seeds >> (zero + 32)) & word))
+    return words[0] >> (zero + (32 - _MANTISSA_BITS))
 
 
 def _word(like: Any) -> Any:

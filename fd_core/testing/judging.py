@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -78,7 +79,7 @@ class Judge:
         right, margin = self.scores[name][at], SCORE_MARGIN[self._target.ops.dtype]
         where = f"token {at} of {name}"
         assert abs(chosen - right.logprob) <= margin, f"{where} has {chosen}, not {right.logprob}"
-        assert all(before >= after for before, after in zip(top, top[1:], strict=False)), f"{where}: not sorted: {top}"
+        assert all(before >= after for before, after in pairwise(top)), f"{where}: not sorted: {top}"
         assert len(set(top_ids)) == len(top_ids) == len(right.top), f"{where}: alternatives {list(top_ids)}"
         errors = np.abs(np.array(top) - np.array(right.top))
         assert (errors <= margin).all(), f"{where}: {list(top)} instead of {list(right.top)}"

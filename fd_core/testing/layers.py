@@ -38,6 +38,9 @@ class Geometry:
 ROWS: Final = [(1, 150), (40, 40), (1, 9), (3, 137), (1, 1), (20, 33)]
 """(tokens, context): decodes, prefills from the start and chunks in the middle, across the 128-token chunks."""
 
+NOWHERE: Final = 2**20
+"""An entry of a block table beyond the context, which has no meaning."""
+
 
 class LayerOn:
     """A layer's weights and a cache on one pack, and a step over `rows`."""
@@ -74,15 +77,17 @@ class LayerOn:
         self.gate_up = linear((g.inner, g.hidden), (g.inner, g.hidden), gated=True)
         self.down = linear((g.hidden, g.inner))
         self.experts = self._experts(make) if g.experts else None
-        width = -(-max(context for _, context in rows) // g.block_size)
-        tables = np.random.default_rng(7).permutation(len(rows) * width).reshape(len(rows), width).astype(np.int32)
+        used = -(-np.array([context for _, context in rows]) // g.block_size)
+        count = int(used.sum())
+        tables = np.full((len(rows), used.max()), NOWHERE, np.int32)
+        tables[np.arange(used.max()) < used[:, None]] = np.random.default_rng(7).permutation(count)
         tables[:, :shared_blocks] = tables[0, :shared_blocks]
         self.blocks = tables
-        self.cache = ops.allocate_kv(KVShape(2, g.kv_heads, g.d, g.block_size), len(rows) * width)
-        history = make(len(rows) * width, 2, 2, g.block_size, g.kv_heads, g.d)
+        self.cache = ops.allocate_kv(KVShape(2, g.kv_heads, g.d, g.block_size), count)
+        history = make(count, 2, 2, g.block_size, g.kv_heads, g.d)
         if ops.dtype == "bfloat16":
             history = (history.view(np.uint32) >> 16).astype(np.uint16)
-        self.cache.import_blocks(np.arange(len(rows) * width, dtype=np.int32), history)
+        self.cache.import_blocks(np.arange(count, dtype=np.int32), history)
         self.kv = self.cache.layer(1)
         self.step = on_device(ops, step_input(rows, g.block_size, tables))
         self.tokens = sum(count for count, _ in rows)

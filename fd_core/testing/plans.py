@@ -12,7 +12,7 @@ from fd_core.engine.core import Engine
 from fd_core.engine.device import ThreadDevice
 from fd_core.signals import Outcome, read
 from fd_core.testing.judging import Judge
-from fd_core.types import Admission, BlockGrant, IntArray, RequestSpec, Revocation, StepOutput, StepPlan
+from fd_core.types import Admission, BlockGrant, RequestSpec, Revocation, StepOutput, StepPlan
 
 __all__ = ["RandomPlans"]
 
@@ -201,7 +201,9 @@ class RandomPlans:
         for stay in self._stays.values():
             theirs, count = stay.text.tokens, 0
             whole = min(stay.computed, len(known) - 1) // size
-            while count < whole and theirs[count * size : (count + 1) * size] == known[count * size : (count + 1) * size]:
+            while (
+                count < whole and theirs[count * size : (count + 1) * size] == known[count * size : (count + 1) * size]
+            ):
                 count += 1
             if count:
                 return stay.blocks[:count]
@@ -226,7 +228,7 @@ class RandomPlans:
     def _rows(self, mode: str) -> list[tuple[_Stay, int, int]]:
         """Choose (stay, tokens, drafts among them) within the budget."""
         stays, rows = list(self._stays.values()), []
-        self._rng.shuffle(stays)  # type: ignore[arg-type]  # a list is shuffled in place
+        self._rng.shuffle(stays)
         left = self._limits.max_num_batched_tokens
         for stay in stays:
             prefill = stay.computed < stay.admitted
@@ -298,7 +300,7 @@ class RandomPlans:
         if wanted is None or stay.text.delivered != self._judge.texts[name][: begin + count]:
             return
         assert output.logprobs is not None, f"{name} asked for log-probabilities"
-        rows: IntArray = np.flatnonzero(output.logprobs.slots == stay.slot)
+        rows = np.flatnonzero(output.logprobs.slots == stay.slot)
         columns = output.logprobs.columns[rows].tolist()
         assert columns[:count] == list(range(count)), f"{name}: scores of columns {columns} for {count} tokens"
         for column, row in enumerate(rows[:count].tolist()):

@@ -8,7 +8,6 @@ import os
 import signal
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,9 @@ from fd_core.engine.process import ProcessClient
 from fd_core.plugins import BACKEND, installed_plugins
 from fd_core.testing.golden import Golden
 from fd_core.testing.limits import ABILITIES
+from fd_core.testing.memory import MEBI, resident
 from fd_core.testing.target import Target
 from fd_core.testing.texts import greedy, run
-
-MEBI = 2**20
 
 
 def test_limits_are_known_and_have_reasons(target: Target) -> None:
@@ -120,17 +118,9 @@ def test_memory_comes_back_when_engines_close(target: Target, require: Callable[
 
     for _ in range(2):
         cycle()
-    before, on_device = _resident(), target.backend.free_memory()
+    before, on_device = resident(), target.backend.free_memory()
     for _ in range(4):
         cycle()
-    assert _resident() - before < 40 * MEBI, "the process grows by a cache with each engine"
+    assert resident() - before < 40 * MEBI, "the process grows by a cache with each engine"
     if min(held) > 20 * MEBI:  # the device counts exactly; what a host has left also changes for other reasons
         assert on_device - target.backend.free_memory() < 40 * MEBI, "the device's memory shrinks with each engine"
-
-
-def _resident() -> int:
-    """Return bytes of this process that are in memory; 0 where the system does not say."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return 0

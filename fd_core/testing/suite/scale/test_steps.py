@@ -125,7 +125,7 @@ def test_the_last_slot_and_the_first_alone_after_a_large_batch(batch: Batch) -> 
 
 
 def test_unfinished_chunks_between_decodes_leave_nothing_behind(batch: Batch) -> None:
-    """Steps of single tokens of which few are sampled, in batches that shrink and grow: nothing of a larger one stays."""
+    """Steps of single tokens of which few are sampled, in batches that shrink and grow."""
     late = [slot for slot in range(SLOTS) if len(batch.specs[slot].prompt) >= 20][:12]
     early = [slot for slot in range(SLOTS) if slot not in late]
     batch.prefill(early)
@@ -208,7 +208,7 @@ def wide_specs(exact: bool) -> list[RequestSpec]:
             params |= {"repetition_penalty": 1.4, "frequency_penalty": 0.6, "presence_penalty": 0.1}
         if index % 4 == 1:
             high = rng.integers(2**17, 140_003, 30).tolist()
-            params["logit_bias"] = {token: 9.0 for token in [*high, 140_002, 0]} | {7: -100.0}
+            params["logit_bias"] = dict.fromkeys([*high, 140002, 0], 9.0) | {7: -100.0}
         prompt = tuple(rng.integers(2**16, 140_003, 1 + index % 23).tolist())
         specs.append(RequestSpec(request_id=f"r{index}", prompt=prompt, params=SamplingParams(**params)))
     return specs

@@ -1,0 +1,94 @@
+"""Memory: flat over thousands of steps, and a free amount that is true."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fd_core.testing.memory import MEBI, counts_host_memory, filled_cache, live_objects, resident
+from fd_core.testing.steps import ByHand
+from fd_core.testing.target import Target
+
+SLOTS = 12
+ROOM: dict[str, Any] = {
+    "max_num_seqs": SLOTS,
+    "num_kv_blocks": SLOTS * 4,
+    "block_size": 16,
+    "max_model_len": 64,
+    "max_num_batched_tokens": 300,
+}
+PARAMS: list[dict[str, Any]] = [
+    {},
+    {"logprobs": 5},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    {"repetition_penalty": 1.2, "frequency_penalty": 0.1, "logprobs": 0},
+    {"temperature": 1.0, "logit_bias": {3: 2.0, 90: -4.0}},
+]
+
+
+def cycle(hand: ByHand) -> int:
+    """Admit, prefill in chunks, decode in batches that shrink and grow, revoke; return how many steps it took."""
+    for slot in range(SLOTS):
+        hand.admit(slot, [(slot * 7 + place) % 90 for place in range(20)], **PARAMS[slot % len(PARAMS)])
+    hand.step(*((slot, 13, False) for slot in range(SLOTS)))
+    hand.step(*((slot, 7) for slot in reversed(range(SLOTS))))
+    for step in range(26):
+        rows = range(SLOTS) if step % 2 else range(step % SLOTS, SLOTS, 3)
+        hand.step(*((slot, 1) for slot in rows))
+    hand.step(back=range(SLOTS))
+    return 29
+
+
+def test_memory_is_flat_over_thousands_of_steps(target: Target) -> None:
+    with target.engine(**ROOM) as engine:
+        hand = ByHand(engine)
+        steps = 0
+        while steps < 600:
+            steps += cycle(hand)
+        objects, process, free = live_objects(), resident(), target.backend.free_memory()
+        later = 0
+        while later < 2000:
+            later += cycle(hand)
+        kept, grown = live_objects() - objects, resident() - process
+        shrunk = free - target.backend.free_memory()
+        hand.close()
+    assert kept < later // 3, f"{kept} objects were kept in {later} steps"
+    assert grown < 6 * MEBI, f"the process grew by {grown / MEBI:.1f} MiB in {later} steps"
+    if shrunk >= 6 * MEBI:
+        assert counts_host_memory(target.backend), f"the device lost {shrunk / MEBI:.1f} MiB in {later} steps"
+
+
+def test_free_memory_can_be_allocated(target: Target, require: Callable[..., None]) -> None:
+    """Nine tenths of it on a device; a part that harms nobody where it is memory of the host."""
+    require("primitives", "kv_transfer")
+    host = counts_host_memory(target.backend)
+    gc.collect()
+    free = target.backend.free_memory()
+    assert free > 0
+    wanted = min(int(free * 0.9), 512 * MEBI) if host else int(free * 0.9)
+    cache = filled_cache(target.ops, wanted)
+    places = np.array([0, cache.num_blocks // 2, cache.num_blocks - 1], np.int32)
+    assert cache.export_blocks(places).all()
+
+
+def test_free_memory_falls_with_a_cache_and_returns(target: Target, require: Callable[..., None]) -> None:
+    """Others may take and give memory of a host meanwhile, so one of a few rounds has to show it."""
+    require("primitives", "kv_transfer")
+    share = 0.15 if counts_host_memory(target.backend) else 0.75  # of a host's memory it may offer a part
+    seen = []
+    for _ in range(5):
+        gc.collect()
+        before = target.backend.free_memory()
+        cache = filled_cache(target.ops, 256 * MEBI)
+        with_it = target.backend.free_memory()
+        del cache
+        gc.collect()
+        after = target.backend.free_memory()
+        fallen, returned = before - with_it, after - with_it
+        if min(fallen, returned) > share * 256 * MEBI:
+            return
+        seen.append(f"fell by {fallen // MEBI} and rose by {returned // MEBI}")
+    raise AssertionError(f"of a cache of 256 MiB free memory, in MiB, {'; '.join(seen)}")

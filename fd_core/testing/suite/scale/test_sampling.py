@@ -1,0 +1,252 @@
+"""Sampling over vocabularies beyond 2^16 and 2^17, in batches beyond any tile: exactly what the oracle chooses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from fd_core.ops.contract import Ops, SampleInput
+from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
+from fd_core.testing.arrays import on_device, penalty_input, sample_input
+from fd_core.types import IntArray
+
+Floats = npt.NDArray[np.float32]
+
+VOCABULARIES = [70_001, 140_003]
+ROWS = 41
+ORACLE = NumpyOps()
+
+
+def random_logits(rows: int, vocabulary: int, seed: int) -> Floats:
+    """Return logits of several temperatures, those of every third row rounded so that ties are everywhere."""
+    rng = np.random.default_rng(seed)
+    logits = rng.standard_normal((rows, vocabulary), np.float32) * rng.choice([0.2, 1.0, 4.0], (rows, 1))
+    logits[::3] = np.round(logits[::3] * 2) / 2  # -0.0 and 0.0 among them
+    found: Floats = logits.astype(np.float32)
+    return found
+
+
+def drawn(rows: int, seed: int, **columns: Any) -> SampleInput:
+    """Return parameters of rows that draw, each with a seed and a position of its own, the largest among them."""
+    rng = np.random.default_rng(seed)
+    seeds, positions = rng.integers(0, 2**64, rows, dtype=np.uint64), rng.integers(0, 2**31, rows)
+    seeds[0], positions[0] = 2**64 - 1, 2**31 - 1
+    positions[-1] = 0
+    return sample_input(rows, **{"seeds": seeds, "positions": positions, **columns})
+
+
+def check_choice(ops: Ops, logits: Floats, parameters: SampleInput) -> IntArray:
+    """Compare tokens and peaks with the oracle's; return the tokens."""
+    tokens, peaks = (ops.to_host(each) for each in ops.sample(ops.from_host(logits.copy()), on_device(ops, parameters)))
+    right, right_peaks = ORACLE.sample(logits, parameters)
+    rows = np.flatnonzero(tokens != right).tolist()
+    assert not rows, f"rows {rows} choose {tokens[rows].tolist()} instead of {right[rows].tolist()}"
+    np.testing.assert_array_equal(peaks, right_peaks)
+    found: IntArray = tokens
+    return found
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_every_filter_at_once_over_a_large_vocabulary(ops: Ops, vocabulary: int) -> None:
+    rng = np.random.default_rng(vocabulary)
+    columns = {
+        "temperature": rng.choice([0.0, 0.3, 1.0, 2.5], ROWS),
+        "top_k": rng.choice([0, 1, 50, 16_384, 16_385, 65_536, vocabulary], ROWS),
+        "top_p": rng.choice([0.1, 0.9, 0.9999, 1.0], ROWS),
+        "min_p": rng.choice([0.0, 1e-5, 0.2], ROWS),
+    }
+    check_choice(ops, random_logits(ROWS, vocabulary, 1), drawn(ROWS, 2, **columns))
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_draws_reach_every_part_of_a_large_vocabulary(ops: Ops, vocabulary: int) -> None:
+    """Without a filter, and logits that hardly differ: the sums go over everything."""
+    tokens = check_choice(ops, random_logits(ROWS, vocabulary, 3) * np.float32(0.01), drawn(ROWS, 4))
+    assert len(set((tokens // 2**13).tolist())) > 5
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 16_384, 16_385, 65_537, 140_001, 140_002, 140_003, 2**31 - 1])
+def test_top_k_cuts_a_large_vocabulary_exactly(ops: Ops, top_k: int) -> None:
+    """Logits that fall from the last id to the first, so that what is kept is the upper end."""
+    vocabulary, rows = VOCABULARIES[-1], 9
+    logits = np.tile(np.linspace(-0.001, 0.001, vocabulary, dtype=np.float32), (rows, 1))
+    tokens = check_choice(ops, logits, drawn(rows, top_k % 97, top_k=top_k))
+    assert tokens.min() >= vocabulary - top_k
+
+
+@pytest.mark.parametrize("top_k", [1, 40_000, 100_000])
+def test_ties_over_a_large_vocabulary_go_to_the_lower_ids(ops: Ops, top_k: int) -> None:
+    """All logits are the same, but for a sign of zero: what is kept is the lower end."""
+    vocabulary, rows = VOCABULARIES[-1], 13
+    logits = np.zeros((rows, vocabulary), np.float32)
+    logits[:, 1::2] = -0.0
+    assert check_choice(ops, logits, drawn(rows, 5, top_k=top_k)).max() < top_k
+    assert check_choice(ops, logits, drawn(rows, 5, top_p=0.25)).max() <= vocabulary // 4 + 1
+    assert check_choice(ops, logits, drawn(rows, 6, temperature=0.0)).max() == 0
+
+
+@pytest.mark.parametrize("rows", [1, 40, 41, 67, 131])
+def test_greedy_finds_the_largest_logit_wherever_it_is(ops: Ops, rows: int) -> None:
+    """First and last id, both sides of 2^15, 2^16 and 2^17, the edges of tiles; twice where a tie is to be broken."""
+    vocabulary = VOCABULARIES[-1]
+    edges = [0, 1, 31, 127, 128, 1023, 1024, 2**15 - 1, 2**15, 2**16 - 1, 2**16, 2**17 - 1, 2**17, vocabulary - 1]
+    logits = np.zeros((rows, vocabulary), np.float32)
+    best = np.array([edges[row % len(edges)] for row in range(rows)])
+    logits[np.arange(rows), best] = 0.5
+    tied = np.arange(rows) % 3 == 1
+    logits[tied, np.maximum(best[tied], vocabulary - 1 - best[tied])] = 0.5
+    right = np.where(tied, np.minimum(best, np.maximum(best, vocabulary - 1 - best)), best)
+    assert check_choice(ops, logits, sample_input(rows, temperature=0.0)).tolist() == right.tolist()
+    if rows > 41:  # the oracle takes long to sort
+        return
+    mixed = sample_input(rows, temperature=(np.arange(rows) % 2).astype(np.float32), top_k=1)
+    assert check_choice(ops, logits, mixed).tolist() == right.tolist()
+
+
+@pytest.mark.parametrize("rows", [40, 67, 131])
+def test_a_row_of_a_large_batch_is_chosen_as_if_alone(ops: Ops, rows: int) -> None:
+    """Greedy rows, drawn rows and filtered rows side by side, in a batch that is no multiple of any tile."""
+    vocabulary = 5003
+    rng = np.random.default_rng(rows)
+    columns = {
+        "temperature": rng.choice([0.0, 1.0], rows),
+        "top_k": rng.choice([0, 30], rows),
+        "top_p": rng.choice([1.0, 0.8], rows),
+    }
+    logits, parameters = random_logits(rows, vocabulary, 7), drawn(rows, 8, **columns)
+    together = check_choice(ops, logits, parameters)
+    for row in (0, 31, 32, rows - 2, rows - 1):
+        alone = {name: getattr(parameters, name)[row] for name in (*columns, "seeds", "positions")}
+        tokens, _ = ops.sample(ops.from_host(logits[row : row + 1].copy()), on_device(ops, sample_input(1, **alone)))
+        assert ops.to_host(tokens).tolist() == [together[row]]
+
+
+@pytest.mark.parametrize("place", [0, 65_536, 140_002])
+def test_one_strange_logit_of_a_large_vocabulary_shows_in_its_peak(ops: Ops, place: int) -> None:
+    logits = random_logits(5, VOCABULARIES[-1], 9)
+    logits[1, place], logits[3, place] = np.nan, np.inf
+    logits[2] = -np.inf
+    logits[4] = -np.inf
+    logits[4, place] = -3.0
+    for heat in (0.0, 1.0):
+        tokens, peaks = map(
+            ops.to_host, ops.sample(ops.from_host(logits.copy()), on_device(ops, drawn(5, 1, temperature=heat)))
+        )
+        assert np.isfinite(peaks).tolist() == [True, False, False, False, True]
+        assert tokens[4] == place, "the only token that is allowed"
+        assert ((tokens >= 0) & (tokens < logits.shape[1])).all()
+
+
+@pytest.mark.parametrize("top_n", [0, 1, 20])
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_log_probabilities_over_a_large_vocabulary(ops: Ops, vocabulary: int, top_n: int) -> None:
+    logits = random_logits(ROWS, vocabulary, 10)
+    logits[1, [vocabulary - 1, 2**16, 3]] = 30.0  # a tie at the top
+    tokens = np.random.default_rng(11).integers(0, vocabulary, ROWS).astype(np.int32)
+    tokens[:2] = vocabulary - 1, 2**16
+    given = ops.from_host(logits.copy())
+    chosen, top_ids, top = map(ops.to_host, ops.logprobs(given, ops.from_host(tokens), top_n))
+    right_chosen, right_ids, right_top = ORACLE.logprobs(logits, tokens, top_n)
+    assert top_ids.tolist() == right_ids.tolist()
+    np.testing.assert_allclose(chosen, right_chosen, atol=2e-4)
+    np.testing.assert_allclose(top, right_top, atol=2e-4)
+    np.testing.assert_array_equal(ops.to_host(given), logits, "the logits were changed")
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_penalties_over_a_large_vocabulary(ops: Ops, vocabulary: int) -> None:
+    """Rows in no order, counts of residencies in another, drafts with the last id, some rows without a penalty."""
+    rng = np.random.default_rng(12)
+    logits = random_logits(ROWS, vocabulary, 13)
+    counts = np.zeros((50, vocabulary), np.int32)
+    for row in counts:
+        row[rng.integers(0, vocabulary, 900)] = rng.integers(1, 2000, 900)
+        row[[0, 2**16 - 1, 2**16, vocabulary - 1]] = 1, 2, 3, 70_000
+    penalized = rng.permutation(ROWS)[:33].astype(np.int32)
+    drafts = sorted(zip(rng.integers(0, 33, 60).tolist(), rng.integers(0, vocabulary, 60).tolist(), strict=True))
+    drafts += [(32, vocabulary - 1)] * 3
+    given = penalty_input(
+        counts,
+        rows=penalized,
+        counts_rows=rng.permutation(50)[:33],
+        drafts=drafts,
+        repetition=rng.choice([0.9, 1.0, 1.3], 33),
+        presence=rng.uniform(-2, 2, 33),
+        frequency=rng.uniform(-2, 2, 33),
+    )
+    held = counts.copy()
+    found = ops.to_host(ops.penalize(ops.from_host(logits.copy()), on_device(ops, given)))
+    np.testing.assert_array_equal(found, ORACLE.penalize(logits.copy(), given))
+    np.testing.assert_array_equal(counts, held, "drafts must not stay in the counts")
+
+
+def test_thousands_of_biases_land_where_they_belong(ops: Ops) -> None:
+    """Places in no order, the corners among them, some given more than once."""
+    vocabulary, rng = VOCABULARIES[-1], np.random.default_rng(14)
+    rows, ids = rng.integers(0, ROWS, 6000).astype(np.int32), rng.integers(0, vocabulary, 6000).astype(np.int32)
+    rows[:4], ids[:4] = (0, 0, ROWS - 1, ROWS - 1), (0, vocabulary - 1, 0, vocabulary - 1)
+    rows[100:200], ids[100:200] = rows[0:1], ids[1:2]  # summed: a hundred times the same place
+    values = rng.choice([-2.0, -0.5, 0.25, 1.0], 6000).astype(np.float32)
+    found = ops.add_at(
+        ops.from_host(np.zeros((ROWS, vocabulary), np.float32)), *map(ops.from_host, (rows, ids, values))
+    )
+    right = np.zeros((ROWS, vocabulary), np.float32)
+    np.add.at(right, (rows, ids), values)
+    np.testing.assert_array_equal(ops.to_host(found), right)
+
+
+def test_counts_of_many_slots_are_written_and_kept(ops: Ops) -> None:
+    """The rows of a large batch, grown as the runner grows them: the last row and the last id keep their counts."""
+    vocabulary, rng = VOCABULARIES[0], np.random.default_rng(15)
+    held = np.zeros((8, vocabulary), np.int32)
+    counts = ops.from_host(held.copy())
+    while len(held) < 64:
+        rows = rng.permutation(len(held))[:5].astype(np.int32)
+        values = rng.integers(0, 3, (5, vocabulary)).astype(np.int32)
+        counts = ops.write_rows(counts, ops.from_host(rows), ops.from_host(values.copy()))
+        held[rows] = values
+        places = (
+            np.array([0, len(held) - 1], np.int32),
+            np.array([vocabulary - 1] * 2, np.int32),
+            np.full(2, 2, np.int32),
+        )
+        counts = ops.add_at(counts, *map(ops.from_host, places))
+        np.add.at(held, places[:2], 2)
+        more = np.arange(2 * len(held), dtype=np.int32) % len(held)
+        counts, held = ops.gather_rows(counts, ops.from_host(more)), held[more]
+    np.testing.assert_array_equal(ops.to_host(counts), held)
+
+
+@pytest.mark.parametrize("slots", [64, 257, 1023])
+@pytest.mark.parametrize("k", [0, 1, 7, 16])
+def test_the_matrix_of_many_slots(ops: Ops, slots: int, k: int) -> None:
+    """Slots in no order, the first and the last among them; rows beside releases, all rows, none; large tokens."""
+    rng = np.random.default_rng(slots + k)
+    for rows, back in ((slots // 2, slots // 3), (slots, 0), (0, slots), (1, 0), (0, 0), (slots - 1, 1)):
+        order = rng.permutation(slots).astype(np.int32)
+        sampled = rng.integers(0, 140_003, (rows, 1 + k)).astype(np.int32)
+        accepted = rng.integers(0, k + 1, rows).astype(np.int32)
+        given = (sampled, accepted, order[:rows].copy(), order[rows : rows + back].copy())
+        ours, kept, places, revoked = map(ops.from_host, given)
+        right = np.full((slots, 1 + k), EMPTY_TOKEN_ID, np.int32)
+        for row, slot in enumerate(order[:rows]):
+            right[slot, : 1 + accepted[row]] = sampled[row, : 1 + accepted[row]]
+        right[order[rows : rows + back], 0] = PREEMPTED_TOKEN_ID
+        np.testing.assert_array_equal(ops.to_host(ops.postprocess(ours, kept, places, revoked, slots)), right)
+
+
+@pytest.mark.parametrize("k", [1, 7, 16])
+def test_drafts_of_many_rows_are_verified(ops: Ops, k: int) -> None:
+    rng = np.random.default_rng(k)
+    sampled = rng.integers(2**17, 2**17 + 2, (131, 1 + k)).astype(np.int32)
+    drafts = rng.integers(2**17, 2**17 + 2, (131, k)).astype(np.int32)
+    drafts[::4] = sampled[::4, :k]
+    counts = rng.integers(0, k + 1, 131).astype(np.int32)
+    counts[::4] = k
+    accepted = ops.to_host(ops.verify(*map(ops.from_host, (sampled, drafts, counts))))
+    assert accepted.tolist() == ORACLE.verify(sampled, drafts, counts).tolist()
+    assert accepted[0] == k
