@@ -12,7 +12,7 @@ from fd_core.testing.memory import MEBI, counts_host_memory, filled_cache, live_
 from fd_core.testing.steps import ByHand
 from fd_core.testing.target import Target
 
-SLOTS = 12
+SLOTS = 5
 ROOM: dict[str, Any] = {
     "max_num_seqs": SLOTS,
     "num_kv_blocks": SLOTS * 4,

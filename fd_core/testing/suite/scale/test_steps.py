@@ -64,18 +64,18 @@ class Batch:
             hand.admit(slot, spec.prompt)
 
     def decode(self, slots: list[int]) -> None:
-        self._step([(slot, 1, True) for slot in slots])
+        self.step([(slot, 1, True) for slot in slots])
 
     def prefill(self, slots: list[int]) -> None:
-        self._step([(slot, len(self.specs[slot].prompt) - self.computed[slot], True) for slot in slots])
+        self.step([(slot, len(self.specs[slot].prompt) - self.computed[slot], True) for slot in slots])
 
     def chunks(self, unfinished: list[int], finished: list[int] = ()) -> None:  # type: ignore[assignment]
         """Compute one prompt token of some slots, none of which samples, and one token of others, which do."""
-        self._step([*((slot, 1, False) for slot in unfinished), *((slot, 1, True) for slot in finished)])
+        self.step([*((slot, 1, False) for slot in unfinished), *((slot, 1, True) for slot in finished)])
         for slot in unfinished:
             assert self.computed[slot] < len(self.specs[slot].prompt)
 
-    def _step(self, rows: list[tuple[int, int, bool]]) -> None:
+    def step(self, rows: list[tuple[int, int, bool]]) -> None:
         output, outcomes = self.hand.step(*rows)
         assert not output.errors
         sampling = {slot for slot, _, samples in rows if samples}
@@ -153,7 +153,7 @@ def test_a_wide_step_beside_decodes(batch: Batch) -> None:
     rows = [(slot, len(batch.specs[slot].prompt), True) for slot in rest]
     rows[3:3] = [(slot, 1, True) for slot in first[:5]]
     rows += [(slot, 1, True) for slot in first[5:]]
-    batch._step(rows)
+    batch.step(rows)
     batch.decode(shuffled(SLOTS, 7))
     batch.check()
 
