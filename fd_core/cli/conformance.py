@@ -1,4 +1,4 @@
-"""`fdcore conformance`: the report card of backends."""
+"""`fdcore conformance`: the report card of backends or schedulers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ __all__ = ["conformance"]
 @reports_errors
 def conformance(
     backends: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
-            metavar="BACKEND...", help="Installed backends, such as cpu, or cpu:dtype=float32,native_kernels=false."
+            metavar="[BACKEND]...", help="Installed backends, such as cpu, or cpu:dtype=float32,native_kernels=false."
         ),
-    ],
+    ] = None,
+    schedulers: Annotated[
+        list[str] | None,
+        typer.Option("--scheduler", metavar="NAME", help="Test a scheduler instead; may be repeated."),
+    ] = None,
     json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every result to FILE.")] = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write the support table to FILE, one page.")
@@ -31,18 +35,21 @@ def conformance(
         str | None, typer.Option("-k", metavar="EXPR", help="Run only the tests that match, as in pytest.")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Leave out production sizes, the section `scale`: less than a minute.")
+        bool, typer.Option("--quick", help="Leave out production sizes and most random sequences: about a minute.")
     ] = False,
 ) -> None:
-    """Run the conformance kit on backends and print their report cards.
+    """Run the conformance kit on backends, or on schedulers, and print their report cards.
 
     Each backend runs in a process of its own, against numpy as the oracle: operations, models, sampling, preempted-slot
     signalling, the step token budget, KV transfer, golden streams, crashes and memory, and then at production
-    sizes, which takes minutes. Each card says which sections were not looked at. The exit code is 0 if all pass,
-    1 if one does not, and 4 if the tests could not be run to their end.
+    sizes, which takes minutes. A scheduler plans for scripted tokens, through hostile sequences of calls and incidents,
+    beside an auditor that names the rule of the law that is broken. Each card says what was not looked at. The exit
+    code is 0 if all pass, 1 if one does not, and 4 if the tests could not be run to their end.
     """
     from fd_core.errors import PluginError
 
+    if bool(backends) == bool(schedulers):
+        raise typer.BadParameter("name backends, or schedulers with --scheduler: one of them, not both")
     for package in ("pytest", "hypothesis"):
         if importlib.util.find_spec(package) is None:
             raise PluginError(f"the conformance kit needs {package}", hint="pip install 'fd-core[test]'")
@@ -50,19 +57,22 @@ def conformance(
     from rich.console import Console
 
     from fd_core.testing.report.page import html_of
-    from fd_core.testing.report.runs import run_suite
+    from fd_core.testing.report.runs import BACKENDS, SCHEDULERS, run_suite
     from fd_core.testing.report.terminal import print_report
 
     for path in (json, html):
         _require_writable(path)
-    words = ["fdcore", "conformance", *backends, *(("-k", expression) if expression else ()), *(("--quick",) * quick)]
+    kit = SCHEDULERS if schedulers else BACKENDS
+    targets = backends or schedulers or []
+    named = targets if backends else [word for name in targets for word in ("--scheduler", name)]
+    words = ["fdcore", "conformance", *named, *(("-k", expression) if expression else ()), *(("--quick",) * quick)]
     console = Console()
     with console.status("starting") as status:
 
         def progress(target: str, done: int, failed: int) -> None:
             status.update(f"{target}: {done} tests{f', {failed} failed' if failed else ''}")
 
-        report = run_suite(backends, expression, shlex.join(words), progress, quick=quick)
+        report = run_suite(targets, expression, shlex.join(words), progress, quick=quick, kit=kit)
     print_report(report, console)
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")

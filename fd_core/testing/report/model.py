@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Final, Literal
 
 import msgspec
 
-__all__ = ["SCHEMA", "SECTIONS", "Card", "CaseOutcome", "ConformanceReport", "Result", "read_report"]
+from fd_core.testing.law import RULES
+
+__all__ = [
+    "SCHEDULER_SECTIONS",
+    "SCHEMA",
+    "SECTIONS",
+    "Card",
+    "CaseOutcome",
+    "ConformanceReport",
+    "Result",
+    "read_report",
+]
 
 SCHEMA: Final = 1
 """Version of the JSON; it grows when a reader of an older version would misunderstand."""
@@ -25,6 +37,9 @@ SECTIONS: Final = (
     "scale",
 )
 """Sections in order; each is a file or a folder of `fd_core.testing.suite`."""
+SCHEDULER_SECTIONS: Final = ("signals", "budget", "blocks", "golden", "storage")
+"""Sections of the kit for schedulers; each is a file of `fd_core.testing.schedulers.suite`."""
+_BLAMED: Final = re.compile(r"law ([\d., ]+): ")
 
 CaseOutcome = Literal["pass", "fail", "limit"]
 
@@ -39,6 +54,14 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     """Why it failed, or which limit keeps it from being run; one line."""
     seconds: float = 0.0
+    rules: tuple[str, ...] = ()
+    """Rules of the law that the test holds."""
+
+    @property
+    def blamed(self) -> tuple[str, ...]:
+        """Rules that a failed test found broken."""
+        found = _BLAMED.match(self.reason) if self.outcome == "fail" else None
+        return tuple(found[1].split(", ")) if found else ()
 
     @property
     def function(self) -> str:
@@ -50,7 +73,7 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     """The results of one backend."""
 
     target: str
-    """The backend as the user named it: name and settings."""
+    """The backend, or whatever else was tested, as the user named it: name and settings."""
     device: str = ""
     dtype: str = ""
     distribution: str = ""
@@ -65,6 +88,15 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     """Sections of the kit that was run."""
     deselected: dict[str, int] = {}
     """Tests of each section that the user left out."""
+
+    def rules(self, outcome: CaseOutcome) -> list[str]:
+        """Return the rules that were found broken (`fail`), those that were held (`pass`), and those of which no test
+        ran (`limit`), by number."""
+        broken = {rule for result in self.results for rule in result.blamed}
+        held = {rule for result in self.results if result.outcome == "pass" for rule in result.rules} - broken
+        left = {rule for rule in RULES if rule[0] not in "67"} - broken - held  # pairs and the router have no kit
+        found = {"fail": broken, "pass": held, "limit": left}[outcome]
+        return [rule for rule in RULES if rule in found]
 
     @property
     def unseen(self) -> list[str]:

@@ -17,13 +17,14 @@ from fd_core.testing import plugin
 from fd_core.testing.report.model import CaseOutcome, Result
 
 if TYPE_CHECKING:
+    from fd_core.testing.schedulers.target import SchedulerTarget
     from fd_core.testing.target import Target
 
 __all__ = ["BackendDescribed", "CaseStarted", "CasesLeftOut", "RecordedEvent", "identity_of", "read_events"]
 
 
 class BackendDescribed(msgspec.Struct, frozen=True, tag="about"):
-    """Device, dtype and limits of a backend, known once the backend was made."""
+    """Device, dtype and limits of a backend, known once the backend was made; a scheduler has the limits only."""
 
     target: str
     device: str
@@ -112,17 +113,23 @@ class _ResultRecorder:
                 outcome=_outcome(report),
                 reason="" if report.passed else _reason(item, report, call),
                 seconds=round(call.duration, 4),
+                rules=_rules_of(item),
             )
             self._write(CaseEnded(target, result))
         return report
 
     def _introduce(self, item: pytest.Item, name: str) -> None:
-        target: Target | None = getattr(item, "funcargs", {}).get("target")
+        target: Target | SchedulerTarget | None = getattr(item, "funcargs", {}).get("target")
         if target is None or name in self._known:
             return
         self._known.add(name)
-        from fd_core.plugins import BACKEND, installed_plugins
+        from fd_core.plugins import BACKEND, SCHEDULER, installed_plugins
+        from fd_core.testing.schedulers.target import SchedulerTarget
 
+        if isinstance(target, SchedulerTarget):
+            origin = str(installed_plugins().offered(SCHEDULER)[target.name].origin)
+            self._write(BackendDescribed(name, "", "", origin, emulated=False, limits=dict(target.lacks)))
+            return
         dtype, device = target.ops.dtype, target.backend.describe()
         origin = str(installed_plugins().offered(BACKEND)[target.name].origin)
         self._write(BackendDescribed(name, device, dtype, origin, target.emulated, dict(target.limits)))
@@ -149,6 +156,10 @@ def _outcome(report: pytest.TestReport) -> CaseOutcome:
     return "pass" if report.passed else "limit" if report.skipped else "fail"
 
 
+def _rules_of(item: pytest.Item) -> tuple[str, ...]:
+    return tuple(rule for mark in item.iter_markers("law") for rule in mark.args)
+
+
 def _reason(item: pytest.Item, report: pytest.TestReport, call: pytest.CallInfo[None]) -> str:
     """Return one line that says what happened, and which rules of the law a failed test holds."""
     if call.excinfo is None:
@@ -157,6 +168,7 @@ def _reason(item: pytest.Item, report: pytest.TestReport, call: pytest.CallInfo[
     text = lines[0].removeprefix("not tested: ") if lines else ""
     if report.failed and not isinstance(call.excinfo.value, AssertionError):
         text = f"{call.excinfo.typename}: {text}"
-    if report.failed and (rules := [rule for mark in item.iter_markers("law") for rule in mark.args]):
+    # A kit that knows which rule was broken says so itself.
+    if report.failed and not text.startswith("law ") and (rules := _rules_of(item)):
         text = f"law {', '.join(rules)}: {text}"
     return text[:300] or call.excinfo.typename

@@ -10,14 +10,32 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import fd_core
-from fd_core.testing.report.model import Card, ConformanceReport, Result
+from fd_core.testing.report.model import SCHEDULER_SECTIONS, SECTIONS, Card, ConformanceReport, Result
 from fd_core.testing.report.recorder import BackendDescribed, CaseEnded, CasesLeftOut, CaseStarted, read_events
 
-__all__ = ["run_suite"]
+__all__ = ["BACKENDS", "SCHEDULERS", "Kit", "run_suite"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kit:
+    """A suite of cases for one kind of plugin."""
+
+    suite: str
+    """The package."""
+    option: str
+    """Names what is tested."""
+    quick: tuple[str, ...]
+    """Arguments that leave out what takes long."""
+    sections: tuple[str, ...]
+
+
+BACKENDS: Final = Kit("fd_core.testing.suite", "--fd-backend", ("-m", "not fd_scale"), SECTIONS)
+SCHEDULERS: Final = Kit("fd_core.testing.schedulers.suite", "--fd-scheduler", ("--fd-quick",), SCHEDULER_SECTIONS)
 
 _QUIET_SECONDS: Final = 600.0
 """Seconds without a new result after which the suite counts as hanging."""
@@ -27,28 +45,34 @@ RunProgress = Callable[[str, int, int], None]
 
 
 def run_suite(
-    targets: Sequence[str], expression: str | None, command: str, progress: RunProgress, *, quick: bool = False
+    targets: Sequence[str],
+    expression: str | None,
+    command: str,
+    progress: RunProgress,
+    *,
+    quick: bool = False,
+    kit: Kit = BACKENDS,
 ) -> ConformanceReport:
     """Run the suite for each target, one after the other.
 
-    `expression` is pytest's `-k`; `quick` leaves out the tests that are marked `fd_scale`.
+    `expression` is pytest's `-k`; `quick` leaves out what takes long.
     """
     return ConformanceReport(
         fd_core=fd_core.__version__,
         python=platform.python_version(),
         machine=f"{platform.system()} {platform.machine()}",
         command=command,
-        cards=[_card(target, expression, quick, progress) for target in targets],
+        cards=[_card(kit, target, expression, quick, progress) for target in targets],
     )
 
 
-def _card(target: str, expression: str | None, quick: bool, progress: RunProgress) -> Card:
+def _card(kit: Kit, target: str, expression: str | None, quick: bool, progress: RunProgress) -> Card:
     with tempfile.TemporaryDirectory(prefix="fdcore-conformance-") as name:
         folder = Path(name)
         started = time.monotonic()
         with (folder / "output").open("wb") as output:
             process = subprocess.Popen(
-                _command(target, expression, quick, folder),
+                _command(kit, target, expression, quick, folder),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -62,16 +86,16 @@ def _card(target: str, expression: str | None, quick: bool, progress: RunProgres
                 process.wait()
                 raise
         said = (folder / "output").read_text(errors="replace")
-        return _judge(target, folder / "results", process.returncode, said, hung, time.monotonic() - started)
+        return _judge(kit, target, folder / "results", process.returncode, said, hung, time.monotonic() - started)
 
 
-def _command(target: str, expression: str | None, quick: bool, folder: Path) -> list[str]:
+def _command(kit: Kit, target: str, expression: str | None, quick: bool, folder: Path) -> list[str]:
     command = [sys.executable, "-m", "pytest", "-p", "fd_core.testing.report.recorder", "-p", "no:cacheprovider"]
     # Nothing of the folder that the user happens to be in may change what is tested.
     command += ["-c", str(_empty_settings(folder)), "--rootdir", str(folder), "--basetemp", str(folder / "files")]
-    command += ["--pyargs", "fd_core.testing.suite", f"--fd-backend={target}", f"--fd-results={folder / 'results'}"]
+    command += ["--pyargs", kit.suite, f"{kit.option}={target}", f"--fd-results={folder / 'results'}"]
     command += ["-q", "--tb=short", *(("-k", expression) if expression else ())]
-    return [*command, "-m", "not fd_scale"] if quick else command
+    return [*command, *kit.quick] if quick else command
 
 
 def _empty_settings(folder: Path) -> Path:
@@ -97,7 +121,7 @@ def _watch(process: subprocess.Popen[bytes], results: Path, target: str, progres
     return False
 
 
-def _judge(target: str, path: Path, code: int, said: str, hung: bool, seconds: float) -> Card:
+def _judge(kit: Kit, target: str, path: Path, code: int, said: str, hung: bool, seconds: float) -> Card:
     about: BackendDescribed | None = None
     results: dict[tuple[str, str], Result] = {}
     left_out: dict[str, int] = {}
@@ -137,5 +161,6 @@ def _judge(target: str, path: Path, code: int, said: str, hung: bool, seconds: f
         error=error,
         seconds=round(seconds, 1),
         results=list(results.values()),
+        sections=kit.sections,
         deselected=left_out,
     )

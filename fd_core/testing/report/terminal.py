@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Final
 
 from rich.console import Console
 from rich.table import Table
@@ -11,6 +12,12 @@ from rich.text import Text
 from fd_core.testing.report.model import Card, CaseOutcome, ConformanceReport
 
 __all__ = ["print_report"]
+
+_RULES: Final[tuple[tuple[CaseOutcome, str, str], ...]] = (
+    ("pass", "held", "green"),
+    ("fail", "broken", "bold red"),
+    ("limit", "not looked at", "yellow"),
+)
 
 
 def print_report(report: ConformanceReport, console: Console) -> None:
@@ -57,6 +64,9 @@ def _print_card(card: Card, console: Console) -> None:
         console.print(Text(f"  not looked at: {', '.join(card.unseen)}", "bold yellow"))
     for result in card.failures:
         console.print(Text(f"  failed {result.section}: {result.test}: {result.reason}", "red"), soft_wrap=True)
+    for outcome, words, style in _RULES:
+        if rules := card.rules(outcome):
+            console.print(Text(f"  rules {words}: {', '.join(rules)}", style))
     reasons = Counter(result.reason for result in card.results if result.outcome == "limit")
     for reason, count in reasons.items():
         console.print(Text(f"  limit, tests left out: {count}: {reason}", "yellow"))

@@ -56,13 +56,13 @@ def test_what_was_saved_is_loaded(target: SchedulerTarget) -> None:
     driver = drive(target, *long_ones(4), keep=KeepKV(), caching=True)
     loads: list[Load] = []
     for _ in range(1000):
-        plan = driver.plan()
+        idle = driver.plan() is None and not driver.in_flight and not driver.tiers.pending
         loads += [each for each in driver.tiers.pending if isinstance(each, Load) and each not in loads]
         while driver.tiers.pending:
             driver.complete(0, OperationEnd.WELL)
         if driver.in_flight:
             driver.answer()
-        elif plan is None:
+        if idle:
             break
     if not driver.auditor.preemptions:
         lacks("the scheduler preempts nobody here")
@@ -97,7 +97,7 @@ def test_an_abort_while_loading_keeps_the_blocks_until_the_load_is_over(
     for _ in range(400):
         if any(each.loading for each in driver.auditor.requests.values()):
             break
-        if driver.plan() is None and not driver.in_flight:
+        if driver.plan() is None and not driver.in_flight and not driver.tiers.pending:
             break
         waits = [index for index, each in enumerate(driver.tiers.pending) if isinstance(each, Save | Lookup)]
         if waits:
