@@ -11,7 +11,7 @@ import hmac
 import re
 from typing import Final
 
-__all__ = ["KV_PORT_HEADER", "OUTCOME_HEADER", "PURPOSE", "ROLE_HEADER", "TICKET_HEADER", "read_ticket", "sign_ticket"]
+__all__ = ["KV_PORT_HEADER", "OUTCOME_HEADER", "ROLE_HEADER", "TICKET_HEADER", "read_ticket", "sign_ticket"]
 
 TICKET_HEADER: Final = "X-FD-Prefill"
 """Header of a request to a decode worker: the ticket."""
@@ -21,8 +21,6 @@ KV_PORT_HEADER: Final = "X-FD-KV-Port"
 """Header of a prefill worker's answer to a health check: the port of its transfers, at the host of its API."""
 ROLE_HEADER: Final = "X-FD-Role"
 """Header of any worker's answer to a health check: mixed, prefill or decode."""
-PURPOSE: Final = "prefill tickets"
-"""Purpose for which the key of tickets is derived, see `fd_core.kv.stores.secret.derive`."""
 
 _PEER: Final = re.compile(r"(?:[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,64}\]):[0-9]{1,5}")
 _MAX_LENGTH: Final = 512

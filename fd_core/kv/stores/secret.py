@@ -36,15 +36,15 @@ def derive(secret: bytes, purpose: str) -> bytes:
     return HKDF(SHA256(), length=32, salt=None, info=f"fd_core KV store {purpose}".encode()).derive(secret)
 
 
-def load_secret(file: Path | None = None, *, field: str = "--kv-store-secret-file") -> bytes:
+def load_secret(file: str | Path | None = None, *, field: str = "--kv-store-secret-file") -> bytes:
     """Return the secret in `file`, or this user's own from the cache folder, which is made at the first call.
 
     A line end behind the secret does not count. Engines that share a store must have the same secret, and so must
     prefill and decode workers and their router. `field` is the flag that errors name. Raises `ConfigError` if the
     secret cannot be read or made, is open to others, or is shorter than 16 or longer than 4096 bytes.
     """
-    if file is not None:
-        return _read(file.expanduser(), field)
+    if file:
+        return _read(Path(file).expanduser(), field)
     own = find_cache_dir() / _NAME
     with contextlib.suppress(OSError):  # `_read` reports what is wrong
         if not own.is_file():
