@@ -78,7 +78,11 @@ class Station:
         self.closed = False
         """Whether the agent is closed."""
         self._used_at = time.monotonic()
-        self._pump = _Pump(self.poll, self._wanted)
+        self._nudged = threading.Event()
+        self._stopping = False
+        # NIXL moves bytes only when it is polled.
+        self._thread = threading.Thread(target=self._poll_while_wanted, name="fd-nixl", daemon=True)
+        self._thread.start()
 
     @property
     def held_back(self) -> int:
@@ -120,7 +124,7 @@ class Station:
             if self.closed:
                 return
             self.closed = True
-        self._pump.stop()
+        self._stop_polling()
         with self.lock:
             self._listeners.clear()
             self._partings.clear()
@@ -202,7 +206,7 @@ class Station:
     def nudge(self) -> None:
         """Poll often for a while."""
         self._used_at = time.monotonic()
-        self._pump.nudge()
+        self._nudged.set()
 
     def _hear(self, notice: Notice | None) -> None:
         if notice is None:
@@ -212,8 +216,19 @@ class Station:
         elif notice.ends and (slab := self._held_back.pop(notice.token, None)) is not None:
             self._free.append(slab)
 
-    def _wanted(self) -> bool:
-        return bool(self._inside or self._partings) or time.monotonic() - self._used_at < _LINGER_SECONDS
+    def _stop_polling(self) -> None:
+        self._stopping = True
+        self._nudged.set()
+        self._thread.join()
+
+    def _poll_while_wanted(self) -> None:
+        pause = _SHORTEST
+        while not self._stopping:
+            pause = _SHORTEST if self.poll() else min(pause * _GROWTH, _LONGEST)
+            used_lately = time.monotonic() - self._used_at < _LINGER_SECONDS
+            if self._nudged.wait(pause if self._inside or self._partings or used_lately else None):
+                self._nudged.clear()
+                pause = _SHORTEST
 
     # Peers ------------------------------------------------------------------------------------------------
 
@@ -276,37 +291,3 @@ class Station:
         if self._peers.get(peer.name) is peer:
             del self._peers[peer.name]
             self.agent.forget(peer.name)
-
-
-class _Pump:
-    """A thread that calls `poll` while `wanted()` is true, and sleeps otherwise until it is nudged.
-
-    NIXL moves bytes only when it is polled.
-    """
-
-    def __init__(self, poll: Callable[[], bool], wanted: Callable[[], bool]) -> None:
-        """`poll` returns whether something happened. Neither callable raises."""
-        self._poll, self._wanted = poll, wanted
-        self._nudged = threading.Event()
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="fd-nixl", daemon=True)
-        self._thread.start()
-
-    def nudge(self) -> None:
-        """Poll often again."""
-        self._nudged.set()
-
-    def stop(self) -> None:
-        """End the thread and wait for it."""
-        self._stopping = True
-        self._nudged.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        pause = _SHORTEST
-        while not self._stopping:
-            happened = self._poll()
-            pause = _SHORTEST if happened else min(pause * _GROWTH, _LONGEST)
-            if self._nudged.wait(pause if self._wanted() else None):
-                self._nudged.clear()
-                pause = _SHORTEST

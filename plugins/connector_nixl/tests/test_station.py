@@ -108,7 +108,7 @@ def test_a_late_write_of_a_stopped_worker_reaches_no_later_lease(
     """Its first writes lie in the system's buffers, the others in its own, when the memory gets another lease."""
     inbox, outbox = opened(near, far)
     first, late = near._station, inbox._slab  # type: ignore[attr-defined] # of NixlInbox
-    first._pump.stop()  # nothing lands while it is not polled
+    first._stop_polling()  # nothing lands while it is not polled
     for index in range(WINDOW):
         put(outbox, index, b"\xff" * VALUE_BYTES)
     with side.stopped():
@@ -156,7 +156,7 @@ def test_an_idle_connector_does_not_poll(near: NixlConnector, far: Connector) ->
     inbox.close()
     time.sleep(0.3)
     polled = []
-    near._station._pump._poll = lambda: polled.append(1) is None
+    near._station.poll = lambda: polled.append(1) is None
     time.sleep(0.2)
     assert not polled
 
