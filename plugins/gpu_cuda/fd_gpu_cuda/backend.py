@@ -12,17 +12,24 @@ from fd_core.config import EngineConfig
 from fd_core.errors import PluginError
 from fd_core.ops.contract import Ops
 
-from fd_gpu_cuda.memory import kv_bytes, step_bytes
 from fd_gpu_cuda.probe import cuda_of_torch, device_problem, missing
 
 if TYPE_CHECKING:
     from fd_gpu_cuda.device import Cuda
     from fd_gpu_cuda.ops import Kernels
 
-__all__ = ["CudaBackend", "largest_step"]
+__all__ = ["GRAPH_BYTES", "CudaBackend", "kv_bytes", "largest_step", "step_bytes"]
 
 logger = logging.getLogger(__name__)
 
+GRAPH_BYTES = 256 * 2**20
+"""Kept for captured graphs, workspaces of cuBLAS and FlashInfer, and compiled kernels."""
+_BYTES_PER_HIDDEN = 96
+"""A token's activations for each element of the hidden state: the residual, what a norm holds in float32, queries, keys
+and values, and gate and up, which are some five times as wide."""
+_BYTES_PER_LOGIT = 48
+"""Logits in float32, and what sampling with filters holds beside them: weights and running sums in float64, and the
+order as int64."""
 _HINT = "pip install 'fd-gpu-cuda[torch]' from an index that has torch built for CUDA, such as the default one"
 
 
@@ -120,6 +127,16 @@ def largest_step(config: EngineConfig, model: Model) -> int:
         hidden=model.vocab_size // 8 if table is None else int(table.shape[1]),
         vocabulary=model.vocab_size,
     )
+
+
+def step_bytes(*, tokens: int, rows: int, hidden: int, vocabulary: int) -> int:
+    """Return what the largest step takes beside weights and KV: `tokens` computed, logits of `rows` of them."""
+    return tokens * hidden * _BYTES_PER_HIDDEN + rows * vocabulary * _BYTES_PER_LOGIT
+
+
+def kv_bytes(free: int, step: int) -> int:
+    """Return what is left of `free` bytes once the largest step and the graphs have theirs; 0 if they do not fit."""
+    return max(free - step - GRAPH_BYTES, 0)
 
 
 def _imported(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fd_gpu_cuda.memory import GRAPH_BYTES, kv_bytes, step_bytes
+from fd_gpu_cuda.backend import GRAPH_BYTES, kv_bytes, step_bytes
 
 
 def test_a_step_and_the_graphs_come_first() -> None:

@@ -23,8 +23,7 @@ from fd_core.testing.checkpoints import write_checkpoint  # noqa: E402
 from fd_core.types import Admission, BlockGrant, Revocation, SamplingParams, StepPlan  # noqa: E402
 from processor import OnProcessor, Processor, ids, make_ops, nothing_waits  # noqa: E402
 
-from fd_gpu_cuda.backend import largest_step  # noqa: E402
-from fd_gpu_cuda.memory import GRAPH_BYTES  # noqa: E402
+from fd_gpu_cuda.backend import GRAPH_BYTES, largest_step  # noqa: E402
 
 LIMITS = Limits(
     max_num_seqs=6, max_num_batched_tokens=40, max_model_len=40, block_size=4, num_kv_blocks=60, vocab_size=160
