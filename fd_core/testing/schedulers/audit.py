@@ -181,8 +181,10 @@ class Auditor:
         request = self.requests.get(name)
         at_once = request is not None and request.end is None and not request.abort_wanted and request.stay is None
         if request is None or not at_once:
-            state = "unknown" if request is None else "aborted or ended already, or running"
-            require(delta is None, "1.7", f"abort of {name}, which is {state}, returned {delta}")
+            state = "unknown" if request is None else "aborted or ended already"
+            held = request is not None and request.end is None and request.stay is not None
+            rule, why = ("1.2", "holds its slot") if held else ("1.7", f"is {state}")
+            require(delta is None, rule, f"abort of {name}, which {why}, returned {delta}")
             if request is not None:
                 request.abort_wanted = True
             return

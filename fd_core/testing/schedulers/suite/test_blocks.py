@@ -95,13 +95,13 @@ def test_a_victim_is_not_answered_by_admitting_another(target: SchedulerTarget) 
 @pytest.mark.parametrize("k", [1, 3, 5])
 @pytest.mark.parametrize("wrong", [0.3, 1.0])
 def test_rejected_drafts_are_in_no_known_prefix(target: SchedulerTarget, k: int, wrong: float) -> None:
-    """A text is asked for again with what it said: all that is shared has to be what was settled."""
+    """A text is asked for again with what it said. Its last block is full, but its last token has no KV."""
     require_prefixes(target)
-    first = greedy("first", prompt_of(7), 30)
+    first = greedy("first", prompt_of(7), 29)
     driver = drive(target, first, k=k, wrong=wrong, depth=2)
     driver.run(2)
     driver.check_texts()
-    driver.submit(greedy("again", [*first.prompt, *driver.texts.tokens["first"][:24]], 4))
+    driver.submit(greedy("again", [*first.prompt, *driver.texts.tokens["first"], 5], 4))
     driver.run(2)
     driver.check_texts()
 

@@ -210,10 +210,13 @@ def test_everybody_gets_a_first_token_while_others_keep_coming(target: Scheduler
     for number in range(400):
         if "large" in driver.texts.tokens:
             break
-        if number % 2:
-            driver.submit(greedy(f"more{number}", prompt_of(3, number), 6))
+        driver.submit(greedy(f"more{number}", prompt_of(3, number), 6))
         driver.step()
-    require("large" in driver.texts.tokens, "2.2", "in 400 steps the large prompt got no token; 200 later ones did")
+    require(
+        "large" in driver.texts.tokens,
+        "2.2",
+        "the large prompt got no token in 400 steps, in each of which a short one came",
+    )
     driver.run()
     driver.check_texts()
 
@@ -261,7 +264,7 @@ def _answer(driver: Driver, plan: StepPlan) -> None:
 @pytest.mark.law("2.6")
 @pytest.mark.parametrize(
     ("waits_for", "count", "length"),
-    [("slots", 2000, 20), ("slots", 60, 900), ("blocks", 200, 900)],
+    [("slots", 10_000, 20), ("slots", 60, 900), ("blocks", 200, 900)],
     ids=["many for slots", "long for slots", "many for blocks"],
 )
 def test_planning_does_not_grow_with_what_waits(
@@ -279,7 +282,7 @@ def test_planning_does_not_grow_with_what_waits(
         found.append(_planning_seconds(driver, 40))
     alone, beside = found
     require(
-        beside < 4 * alone + 0.0005,
+        beside < 3 * alone + 0.0003,
         "2.6",
         f"a plan takes {beside * 1e6:.0f} us beside {count} prompts of {length} tokens, {alone * 1e6:.0f} us alone",
     )

@@ -1,0 +1,477 @@
+"""Schedulers that are wrong in one thing: a few lines over the right one, and the case that names the fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from fd_core.kv.effects import NO_EFFECTS
+from fd_core.scheduling.requests import State
+from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
+from fd_core.types import FinishReason
+
+WRONG: dict[str, WrongScheduler] = {}
+
+
+@dataclass(frozen=True)
+class WrongScheduler:
+    """A scheduler, the rule that it breaks, and a case that says so."""
+
+    cls: type[ContinuousBatchingScheduler]
+    rule: str
+    noticed_by: str
+
+
+def breaks(rule: str, noticed_by: str) -> Callable[[type], type]:
+    def register(cls: type) -> type:
+        WRONG[cls.__name__] = WrongScheduler(cls, rule, noticed_by)
+        return cls
+
+    return register
+
+
+def instead(part: Any, name: str, function: Callable[..., Any]) -> None:
+    """Have `function(part, right, *arguments)` called instead of a method of a part; `right` is that method."""
+    right = getattr(part, name)
+    setattr(part, name, lambda *arguments, **named: function(part, right, *arguments, **named))
+
+
+class Changed(ContinuousBatchingScheduler):
+    """The right scheduler, whose parts a subclass changes."""
+
+    def __init__(self, setup: Any) -> None:
+        super().__init__(setup)
+        self.change()
+
+    def change(self) -> None:
+        """Put the fault in."""
+
+
+class Answers(Changed):
+    """Changes what commit returns."""
+
+    def commit(self, plan: Any, output: Any) -> Any:
+        before = {name: request.state for name, request in self._requests.items()}
+        deltas, effects = super().commit(plan, output)
+        return [delta for delta in deltas if self.keeps(delta, before.get(delta.request_id), output)], effects
+
+    def keeps(self, delta: Any, state: State | None, output: Any) -> bool:
+        return True
+
+
+class Plans(Changed):
+    """Changes the plan that leaves."""
+
+    def plan(self) -> Any:
+        plan, effects = super().plan()
+        return (None if plan is None else self.changed(plan)), effects
+
+    def changed(self, plan: Any) -> Any:
+        return plan
+
+
+# Signals ------------------------------------------------------------------------------------------------------
+
+
+@breaks("1.1", "signals:test_what_is_in_flight_when_a_slot_is_taken_back_is_delivered[2]")
+class DropsWhatIsInFlightForADrainingSlot(Answers):
+    def keeps(self, delta, state, output):
+        return not (state is State.DRAINING and delta.token_ids)
+
+
+@breaks("1.1", "golden:test_batches_chunks_preemption_and_drafts_change_no_text[2-3-24]")
+class DeliversOneTokenOfAStep(Answers):
+    """Drafts that were accepted are lost."""
+
+    def commit(self, plan, output):
+        deltas, effects = super().commit(plan, output)
+        return [msgspec.structs.replace(delta, token_ids=delta.token_ids[:1]) for delta in deltas], effects
+
+
+@breaks("1.2", "signals:test_preempted_again_and_again_nothing_is_lost[2-0]")
+class RevokesTwice(Plans):
+    """Asks again until it is answered."""
+
+    asked: tuple = ()
+
+    def changed(self, plan):
+        again = tuple(each for each in self.asked if self._slots.draining[each.slot])
+        self.asked = (*again, *plan.revocations)
+        return replace(plan, revocations=self.asked)
+
+
+@breaks("1.2", "signals:test_an_abort_while_draining_ends_with_the_release[2]")
+class EndsAnAbortedRequestBeforeItsRelease(Changed):
+    def abort(self, request_id):
+        request = self._requests.get(request_id)
+        delta = super().abort(request_id)
+        if request is not None and request.state is State.DRAINING and not hasattr(self, "told"):
+            self.told = True
+            return self._output_side.end(request, FinishReason.ABORT)
+        return delta
+
+
+@breaks("1.3", "signals:test_a_batch_that_is_aborted_as_a_whole_is_a_step[1]")
+class MakesNoStepOfRevocationsAlone(Plans):
+    def plan(self):
+        running = [self._slots.request_in(int(slot)) for slot in np.flatnonzero(self._slots.running)]
+        if self._aborting and all(request in self._aborting for request in running):
+            return None, NO_EFFECTS
+        return super().plan()
+
+
+@breaks("1.3", "signals:test_an_error_in_one_row_swallows_no_other")
+class LetsAnErrorSwallowTheOtherRows(Answers):
+    def keeps(self, delta, state, output):
+        return not output.errors or delta.finish_reason is FinishReason.ERROR
+
+
+@breaks("1.2", "signals:test_preempted_again_and_again_nothing_is_lost[2-0]")
+class GivesADrainingSlotAway(Changed):
+    """A slot is free as soon as it is revoked; its request waits at once."""
+
+    def change(self):
+        def revoke(residencies, right, request, draft):
+            slot = request.slot
+            right(request, draft)
+            if not request.abort_wanted:
+                self._admissions.wait(residencies.release(slot))
+
+        instead(self._residencies, "revoke", revoke)
+
+
+@breaks("1.4", "signals:test_preempted_again_and_again_nothing_is_lost[2-0]")
+class ForgetsWhatCameWhileDraining(Plans):
+    """A request returns with the tokens that it had when its slot was taken back."""
+
+    def change(self):
+        self.had = {}
+
+        def preempt(residencies, right, slot, draft):
+            request = residencies.slots.request_in(slot)
+            self.had[request.spec.request_id] = request.num_tokens
+            right(slot, draft)
+
+        instead(self._residencies, "preempt", preempt)
+
+    def changed(self, plan):
+        cut = tuple(
+            replace(each, token_ids=each.token_ids[: self.had.get(each.request_id, len(each.token_ids))])
+            for each in plan.admissions
+        )
+        return replace(plan, admissions=cut)
+
+
+@breaks("1.5", "signals:test_an_answer_of_another_epoch_or_step_is_dropped[{'epoch': -1}]")
+class HearsAnotherEpoch(Changed):
+    def commit(self, plan, output):
+        return super().commit(plan, replace(output, epoch=plan.epoch))
+
+
+@breaks("1.5", "signals:test_an_answer_that_comes_twice_is_dropped")
+class AppliesAnAnswerTwice(Changed):
+    def commit(self, plan, output):
+        self._output_side._next_step = plan.step
+        return super().commit(plan, output)
+
+
+@breaks("1.5", "signals:test_a_row_of_another_gen_is_dropped")
+class KnowsRowsBySlotOnly(Changed):
+    def commit(self, plan, output):
+        gens = output.gens.copy()
+        gens[plan.slots] = plan.gens
+        return super().commit(plan, replace(output, gens=gens))
+
+
+@breaks("1.5", "signals:test_gens_of_a_slot_grow")
+class KeepsTheGen(Changed):
+    def change(self):
+        def occupy(slots, right, slot, request):
+            right(slot, request)
+            slots.gen[slot] = 1
+
+        instead(self._slots, "occupy", occupy)
+
+
+@breaks("1.6", "signals:test_a_text_that_ends_while_it_drains_is_not_requeued[2]")
+class RequeuesWhatEndedWhileDraining(Answers):
+    """The end of a draining request is told with its release, if at all."""
+
+    def commit(self, plan, output):
+        before = {name: request.state for name, request in self._requests.items()}
+        deltas, effects = super().commit(plan, output)
+        return [
+            msgspec.structs.replace(each, finish_reason=None)
+            if before.get(each.request_id) is State.DRAINING and each.token_ids
+            else each
+            for each in deltas
+        ], effects
+
+
+@breaks("1.7", "signals:test_an_abort_while_waiting_leaves_at_once_and_is_never_prefilled")
+class AbortsWhenItIsAdmitted(Changed):
+    def abort(self, request_id):
+        request = self._requests.get(request_id)
+        if request is not None and request.state is State.WAITING:
+            return None
+        return super().abort(request_id)
+
+
+@breaks("1.7", "signals:test_an_abort_while_running_takes_the_slot_back_and_delivers_what_was_in_flight[1]")
+class AbortsOneStepLate(Changed):
+    late: tuple = ()
+
+    def plan(self):
+        now, self.late = list(self.late), tuple(self._aborting)
+        self._aborting[:] = now
+        return super().plan()
+
+
+@breaks("1.7", "signals:test_an_abort_while_waiting_leaves_at_once_and_is_never_prefilled")
+class TellsAnAbortTwice(Changed):
+    def abort(self, request_id):
+        delta = super().abort(request_id)
+        self.last = getattr(self, "last", None) if delta is None else delta
+        return self.last
+
+
+@breaks("1.9", "signals:test_token_0_is_a_token[0]")
+class TakesTokenZeroForNothing(Answers):
+    def commit(self, plan, output):
+        deltas, effects = super().commit(plan, output)
+        return [
+            msgspec.structs.replace(each, token_ids=tuple(token for token in each.token_ids if token > 0))
+            for each in deltas
+        ], effects
+
+
+# Budget -------------------------------------------------------------------------------------------------------
+
+
+@breaks("2.1", "budget:test_a_budget_equal_to_the_demand_plans_the_whole_demand[3]")
+class KeepsAReserveForEverySlot(Changed):
+    """Room for a decode with all drafts is kept for every slot, whether or not anybody is there."""
+
+    def change(self):
+        reserve = self.limits.max_num_seqs
+        budget = max(self.limits.max_num_batched_tokens - reserve, 1 + self.limits.max_drafts)
+        self._planner._limits = msgspec.structs.replace(self.limits, max_num_batched_tokens=budget)
+
+
+@breaks("2", "budget:test_drafts_shrink_before_a_decode_is_left_out[3-0]")
+class ChargesOneTokenForEachDecode(Changed):
+    def change(self):
+        def decode(planner, right, rows, draft):
+            budget, slots = draft.budget.left, self._slots
+            draft.budget.left = 10_000
+            right(rows, draft)
+            decodes = int((slots.num_planned[rows] - slots.num_computed[rows] == 1).sum())
+            draft.budget.left = max(budget - decodes, 0)
+
+        instead(self._planner, "_decode", decode)
+
+
+@breaks("2.1", "golden:test_batches_chunks_preemption_and_drafts_change_no_text[1-3-24]")
+class ChargesDraftsThatNobodyHas(Changed):
+    def change(self):
+        def ready(slots, right):
+            slots.drafts_ready[:] = self.limits.max_drafts
+            return right()
+
+        instead(self._slots, "ready", ready)
+
+
+@breaks("2.2", "budget:test_drafts_shrink_before_a_decode_is_left_out[3-1]")
+class LeavesDecodesOutForDrafts(Changed):
+    def change(self):
+        def decode(planner, right, rows, draft):
+            slots = self._slots
+            decoding = rows[slots.num_planned[rows] - slots.num_computed[rows] == 1]
+            for row in decoding.tolist():
+                wanted = 1 + int(planner._wanted_drafts(np.array([row]), draft)[0])
+                taken = draft.budget.take(wanted)
+                if taken:
+                    draft.add_rows(np.array([row]), np.array([taken], np.int32), np.array([taken - 1], np.int32))
+
+        instead(self._planner, "_decode", decode)
+
+
+@breaks("2.2", "budget:test_decodes_are_left_out_in_rotation[2]")
+class ServesTheFirstSlotsForEver(Changed):
+    def change(self):
+        def decode(planner, right, rows, draft):
+            last, self._slots.last_step = self._slots.last_step, np.zeros_like(self._slots.last_step)
+            right(rows, draft)
+            self._slots.last_step = last
+
+        instead(self._planner, "_decode", decode)
+
+
+@breaks("2.3", "budget:test_what_an_aborted_request_was_to_take_goes_to_others[0]")
+class ChargesWhoWasAborted(Changed):
+    def change(self):
+        def revoke(planner, right, aborting, draft):
+            draft.budget.take(len(aborting))
+            right(aborting, draft)
+
+        instead(self._planner, "_revoke", revoke)
+
+
+@breaks("1.7", "signals:test_an_abort_while_running_takes_the_slot_back_and_delivers_what_was_in_flight[2]")
+class AbortsWhenBudgetIsLeft(Changed):
+    def change(self):
+        def revoke(planner, right, aborting, draft):
+            if int(self._slots.running.sum()) < draft.budget.left:
+                right(aborting, draft)
+
+        instead(self._planner, "_revoke", revoke)
+
+
+@breaks("2.6", "budget:test_planning_does_not_grow_with_what_waits[slots-10000-20]")
+class LooksAtEverybodyWhoWaits(Changed):
+    def plan(self):
+        for request in list(self._requests.values()):
+            if request.state is State.WAITING:
+                self._prefixes.keys(request)
+        return super().plan()
+
+
+@breaks("2.2", "budget:test_everybody_gets_a_first_token_while_others_keep_coming")
+class AdmitsTheShortestFirst(Changed):
+    """Shortest first, for ever."""
+
+    def change(self):
+        def push(waiting, right, request):
+            request.rank = (request.prompt_len,)
+            right(request)
+
+        instead(self._waiting, "push", push)
+
+
+# Blocks -------------------------------------------------------------------------------------------------------
+
+
+@breaks("3.2", "blocks:test_a_block_that_a_step_in_flight_touches_is_granted_to_nobody[2]")
+class FreesWithAStepInFlight(Changed):
+    def change(self):
+        instead(self._pool, "release", lambda pool, right, blocks, fence: right(blocks, -1))
+
+
+@breaks("3.2", "storage:test_an_abort_while_loading_keeps_the_blocks_until_the_load_is_over[WELL]")
+class FreesWhileALoadWrites(Changed):
+    def change(self):
+        instead(self._pool, "pin", lambda pool, right, blocks: None)
+        instead(self._pool, "unpin", lambda pool, right, blocks: None)
+
+
+@breaks("3.3", "blocks:test_matching_a_prefix_does_not_evict_it")
+class EvictsWhatItMatched(Changed):
+    """Takes new blocks first, then those of the known prefix."""
+
+    def change(self):
+        def blocks_for(admissions, right, request, matched, admission_pass):
+            pool = self._pool
+            needed = -(-request.num_tokens // self.limits.block_size) - len(matched)
+            if not len(matched) or needed > pool.num_free:
+                return right(request, matched, admission_pass)
+            blocks = pool.allocate(needed)
+            pool._references[matched] += ~np.isin(matched, blocks)
+            for block in matched.tolist():
+                pool._cached.pop(block, None)
+            return blocks
+
+        instead(self._admissions, "_blocks_for", blocks_for)
+
+
+@breaks("3.4", "blocks:test_one_victim_is_enough_while_its_blocks_are_fenced[2]")
+class PreemptsAChain(Changed):
+    """Does not count what comes free."""
+
+    def change(self):
+        def grow(planner, right, ready, draft):
+            pool = self._pool
+
+            class Blind:
+                num_fenced = 0
+                num_free = property(lambda _: pool.num_free)
+                allocate = staticmethod(pool.allocate)
+
+            planner._pool = Blind()
+            rows = right(ready, draft)
+            planner._pool = pool
+            return rows
+
+        instead(self._planner, "_grow", grow)
+
+
+@breaks("3.5", "blocks:test_rejected_drafts_are_in_no_known_prefix[3-1.0]")
+class SharesRejectedDrafts(Changed):
+    """Names blocks once they were computed, whatever became of the drafts in them."""
+
+    def change(self):
+        def settle(residencies, right, rows, upto):
+            ahead = np.minimum(upto + 4, self._slots.num_tokens[rows])
+            right(rows, ahead.astype(np.int32))
+
+        instead(self._residencies, "settle", settle)
+
+
+@breaks("5.3", "blocks:test_requests_of_other_salts_share_nothing")
+class LooksAtTheBeginningOfASalt(Changed):
+    def change(self):
+        instead(self._prefixes, "root", lambda prefixes, right, salt: right(salt[:6]))
+
+
+@breaks("3.1", "signals:test_an_abort_between_two_chunks_of_a_prompt_takes_the_slot_back")
+class KeepsTheBlocksOfWhoWasAborted(Changed):
+    def change(self):
+        def give_up(residencies, right, slot, request):
+            if not request.abort_wanted:
+                right(slot, request)
+            else:
+                residencies.slots.num_blocks[slot] = 0
+
+        instead(self._residencies, "_give_up_blocks", give_up)
+
+
+@breaks("5.2", "storage:test_what_was_saved_is_loaded")
+class NeverLoads(Changed):
+    def change(self):
+        right = self._admissions._offloading
+
+        class Declining:
+            worth_loading = staticmethod(lambda request, first, count: 0)
+
+            def __getattr__(self, name):
+                return getattr(right, name)
+
+        self._admissions._offloading = Declining()
+
+
+@breaks("8", "budget:test_prompts_that_fit_enter_in_one_step")
+class HandsOutWhatItMayChange(Plans):
+    def changed(self, plan):
+        return replace(plan, slots=plan.slots.copy())
+
+
+@breaks("4", "signals:test_what_an_earlier_epoch_delivered_is_continued[7]")
+class ChangesTheParameters(Plans):
+    """After a restart a request is sampled with what is left of its tokens as max_tokens."""
+
+    def changed(self, plan):
+        return replace(
+            plan,
+            admissions=tuple(
+                replace(
+                    each,
+                    params=msgspec.structs.replace(
+                        each.params, max_tokens=each.params.max_tokens - len(each.token_ids) + each.prompt_len
+                    ),
+                )
+                for each in plan.admissions
+            ),
+        )
