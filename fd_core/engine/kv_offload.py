@@ -117,5 +117,5 @@ def kv_identity(path: Path | None, numerics: str) -> str:
         with open_checkpoint(path) as checkpoint:
             weights = checkpoint.digest
             with contextlib.suppress(ModelError):
-                tokenizer = checkpoint.tokenizer_digest
+                tokenizer = checkpoint.tokenizer.digest
     return f"{weights}/{tokenizer}/{numerics}/{_LAYOUT}/rank-0-of-1"

@@ -5,8 +5,6 @@ It goes with the null backend, whose scripted tokens are bytes.
 
 from __future__ import annotations
 
-import hashlib
-
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
@@ -30,7 +28,4 @@ def byte_tokenizer() -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(_END, special=True)])
-    digest = hashlib.sha256(backend.to_str().encode()).hexdigest()
-    return Tokenizer(
-        backend=backend, decoding=Decoding("byte_level"), digest=digest, eos_id=END_ID, chat_template=_TEMPLATE
-    )
+    return Tokenizer(backend=backend, decoding=Decoding("byte_level"), eos_id=END_ID, chat_template=_TEMPLATE)

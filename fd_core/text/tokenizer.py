@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,13 +21,11 @@ __all__ = ["Tokenizer", "load_tokenizer"]
 class Tokenizer:
     """Encodes and decodes text. Immutable and safe to share between threads.
 
-    `digest` is a hex SHA-256 of what the tokenizer was built from. Ids at or beyond `vocab_size` (a model's
-    embedding may be padded) stand for no text.
+    Ids at or beyond `vocab_size` (a model's embedding may be padded) stand for no text.
     """
 
     backend: tokenizers.Tokenizer
     decoding: Decoding
-    digest: str
     bos_id: int | None = None
     eos_id: int | None = None
     chat_template: str | None = None
@@ -140,7 +136,6 @@ def _from_json(source: JsonTokenizerSource) -> Tokenizer:
     return Tokenizer(
         backend=backend,
         decoding=decoding,
-        digest=hashlib.sha256(source.content).hexdigest(),
         bos_id=_named_id(backend, source.settings.get("bos_token")),
         eos_id=_named_id(backend, source.settings.get("eos_token")),
         chat_template=source.chat_template,
@@ -160,13 +155,11 @@ def _from_ggml(source: GgmlTokenizerSource) -> Tokenizer:
     from fd_core.text.ggml_tokenizer import build
 
     backend, decoding = build(source)
-    content = json.dumps(source.metadata, sort_keys=True).encode()
     size = backend.get_vocab_size()
     bos, eos = (source.metadata.get(f"{kind}_token_id") for kind in ("bos", "eos"))
     return Tokenizer(
         backend=backend,
         decoding=decoding,
-        digest=hashlib.sha256(content).hexdigest(),
         bos_id=bos if isinstance(bos, int) and 0 <= bos < size else None,
         eos_id=eos if isinstance(eos, int) and 0 <= eos < size else None,
         chat_template=source.chat_template,

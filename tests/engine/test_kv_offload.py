@@ -102,7 +102,7 @@ def test_decisions_do_not_pile_up_where_nobody_reads_them(tmp_path: Path, secret
 def test_whatever_decides_the_kv_of_a_block_decides_its_name(secret: str, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextlib.contextmanager
     def checkpoint(path: Path) -> Iterator[SimpleNamespace]:
-        yield SimpleNamespace(digest=f"weights of {path}", tokenizer_digest="same")
+        yield SimpleNamespace(digest=f"weights of {path}", tokenizer=SimpleNamespace(digest="same"))
 
     def name(path: str, numerics: str, block_size: int = 16, salt: str = "") -> bytes:
         config = EngineConfig(model="x", kv_store="memory:", kv_store_secret_file=secret, block_size=block_size)

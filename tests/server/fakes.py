@@ -50,7 +50,7 @@ def byte_tokenizer() -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False)])
     assert backend.token_to_id("<|end|>") == EOS
-    return Tokenizer(backend=backend, decoding=Decoding("byte_level"), digest="bytes", eos_id=EOS)
+    return Tokenizer(backend=backend, decoding=Decoding("byte_level"), eos_id=EOS)
 
 
 def chat_template() -> ChatTemplate:

@@ -9,30 +9,30 @@ Laws that every format keeps:
 
 from __future__ import annotations
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import Any, Literal, Self
+from types import MappingProxyType
+from typing import Any, Final, Self
+
+import numpy as np
+import numpy.typing as npt
 
 from fd_core.errors import ModelError
-from fd_core.models.loading.digest import digest_of_tokenizer
+from fd_core.models.loading.digest import digest_of
+from fd_core.models.loading.mapped_file import StoredTensor
 from fd_core.types import RawTensor
 
 __all__ = [
-    "Checkpoint",
-    "GgmlTokenizerSource",
-    "JsonTokenizerSource",
-    "RawTensor",
-    "TokenizerSource",
+    *("Checkpoint", "GgmlTokenizerSource", "JsonTokenizerSource", "TensorView", "TokenizerSource"),
     "open_checkpoint",
 ]
 
-WeightDtype = Literal["F32", "F16", "BF16"]
-WEIGHT_DTYPES: Mapping[str, tuple[WeightDtype, str]] = MappingProxyType(
-    {"F32": ("F32", "<f4"), "F16": ("F16", "<f2"), "BF16": ("BF16", "<u2")}
-)
+WEIGHT_DTYPES: Final[Mapping[str, str]] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 """Stored types that are mapped as they are, with numpy's code."""
 
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
@@ -52,6 +52,11 @@ class JsonTokenizerSource:
     """The content of tokenizer_config.json, or an empty mapping."""
     chat_template: str | None
 
+    @property
+    def digest(self) -> str:
+        """Hex SHA-256 that identifies what token ids stand for."""
+        return hashlib.sha256(self.content).hexdigest()
+
 
 @dataclass(frozen=True, slots=True)
 class GgmlTokenizerSource:
@@ -61,8 +66,26 @@ class GgmlTokenizerSource:
     metadata: Mapping[str, Any]
     chat_template: str | None
 
+    @property
+    def digest(self) -> str:
+        """Hex SHA-256 that identifies what token ids stand for."""
+        return hashlib.sha256(json.dumps(self.metadata, sort_keys=True, default=list).encode()).hexdigest()
+
 
 TokenizerSource = JsonTokenizerSource | GgmlTokenizerSource
+
+
+def _as_stored(tensor: RawTensor) -> RawTensor:
+    return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TensorView:
+    """A Hugging Face tensor: its shape, the stored tensor, and the function that turns one into the other."""
+
+    shape: tuple[int, ...]
+    tensor: StoredTensor
+    undo: Callable[[RawTensor], RawTensor] = _as_stored
 
 
 class Checkpoint(ABC):
@@ -71,30 +94,40 @@ class Checkpoint(ABC):
     The checkpoint owns its files. `close` forgets them; views that `read` gave out keep their own mapping alive.
     """
 
-    path: Path
-    """What was opened: the folder or the file."""
-
-    @property
-    @abstractmethod
-    def config(self) -> Mapping[str, Any]:
+    def __init__(
+        self, path: Path, config: dict[str, Any], views: Mapping[str, TensorView], stored: Collection[StoredTensor]
+    ) -> None:
+        """`stored` is everything that lies in the files, `views` what there is of it by Hugging Face name."""
+        self.path = path
+        """What was opened: the folder or the file."""
+        self.config: Mapping[str, Any] = MappingProxyType(config)
         """The model's shape in the terms of a Hugging Face config.json."""
+        self._views = views
+        self._stored = stored
 
-    @abstractmethod
     def names(self) -> Sequence[str]:
         """Return the Hugging Face names of the tensors, such as `model.layers.0.self_attn.q_proj.weight`."""
+        return tuple(self._views)
 
-    @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor without reading it; `ModelError` if there is no such tensor."""
+        return self._view(name).shape
 
-    @abstractmethod
     def read(self, name: str) -> RawTensor:
-        """Read one tensor; `ModelError` if there is none or if its stored type is not supported."""
+        """Read one tensor; `ModelError` if there is none or if its stored type is not supported.
 
-    @property
-    @abstractmethod
+        F32, F16 and BF16 stay what they are, mapped where nothing has to be undone; other types become float32.
+        """
+        view = self._view(name)
+        dtype, code = view.tensor.dtype, WEIGHT_DTYPES.get(view.tensor.dtype)
+        if code is None:
+            return view.undo(RawTensor("F32", self._expanded(view.tensor)))
+        return view.undo(RawTensor(dtype, view.tensor.view(code)))
+
+    @cached_property
     def digest(self) -> str:
         """Hex SHA-256 that identifies the weights and the config; see `digest.digest_of` for what it covers."""
+        return digest_of(dict(self.config), self._stored)
 
     @property
     @abstractmethod
@@ -102,32 +135,35 @@ class Checkpoint(ABC):
         """What `fd_core.text.load_tokenizer` builds the tokenizer from; `ModelError` if there is none."""
 
     @property
-    def tokenizer_digest(self) -> str:
-        """Hex SHA-256 that identifies what token ids stand for; `ModelError` if there is no tokenizer."""
-        source = self.tokenizer
-        return digest_of_tokenizer(source.content if isinstance(source, JsonTokenizerSource) else source.metadata)
-
-    @property
     @abstractmethod
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a generation, beside those that `config` names."""
 
     @property
-    @abstractmethod
     def total_bytes(self) -> int:
         """Bytes that the weights take in the files, for progress and memory planning."""
+        return sum(tensor.nbytes for tensor in self._stored)
 
-    @abstractmethod
     def close(self) -> None:
         """Forget the files; calling it again does nothing."""
+        for tensor in self._stored:
+            tensor.file.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+    @abstractmethod
+    def _expanded(self, tensor: StoredTensor) -> npt.NDArray[np.float32]:
+        """Return a tensor of a type that is only this format's; `ModelError` if it is not supported."""
+
+    def _view(self, name: str) -> TensorView:
+        try:
+            return self._views[name]
+        except KeyError:
+            raise ModelError(f"{self.path} has no tensor {name!r}", field="model") from None
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

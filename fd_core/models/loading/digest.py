@@ -11,17 +11,17 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from fd_core.models.loading.mapped_file import MappedFile
+from fd_core.models.loading.mapped_file import MappedFile, StoredTensor
 
-__all__ = ["digest_of", "digest_of_tokenizer"]
+__all__ = ["digest_of"]
 
 _WHOLE = 32 << 20
 _PAGE = 4096
 _SAMPLES = 1024
 
 
-def digest_of(config: Mapping[str, Any], files: Iterable[tuple[MappedFile, Iterable[int]]]) -> str:
-    """Return the hex SHA-256 over the config and, for each (file, offsets of its tensors), its content.
+def digest_of(config: Mapping[str, Any], tensors: Iterable[StoredTensor]) -> str:
+    """Return the hex SHA-256 over the config and the content of each file that holds some of the tensors.
 
     A file of up to 32 MiB is covered whole. Of a larger one it covers the size, the first 4 KiB (the header
     begins there), 4 KiB at the start of each tensor and 1,024 pages of 4 KiB spread evenly over the file: about
@@ -29,19 +29,15 @@ def digest_of(config: Mapping[str, Any], files: Iterable[tuple[MappedFile, Itera
     """
     total = hashlib.sha256(b"fd_core weights 1\n")
     total.update(json.dumps(config, sort_keys=True, default=str).encode())
-    for file, tensor_offsets in files:
+    offsets: dict[MappedFile, set[int]] = {}
+    for tensor in tensors:
+        offsets.setdefault(tensor.file, {0}).add(tensor.offset)
+    for file in sorted(offsets, key=lambda each: each.path.name):
         total.update(f"\nfile {file.size}\n".encode())
         if file.size <= _WHOLE:
             total.update(file.buffer(0, file.size, "the file"))
             continue
         spread = (index * (file.size - _PAGE) // (_SAMPLES - 1) for index in range(_SAMPLES))
-        for offset in sorted({0, *tensor_offsets, *spread}):
+        for offset in sorted(offsets[file].union(spread)):
             total.update(file.buffer(offset, min(_PAGE, file.size - offset), "a page"))
     return total.hexdigest()
-
-
-def digest_of_tokenizer(source: bytes | Mapping[str, Any]) -> str:
-    """Return the hex SHA-256 of a tokenizer: the bytes of its file, or its settings where it has none."""
-    if isinstance(source, bytes):
-        return hashlib.sha256(source).hexdigest()
-    return hashlib.sha256(json.dumps(source, sort_keys=True, default=list).encode()).hexdigest()

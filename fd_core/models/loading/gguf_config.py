@@ -13,9 +13,11 @@ import numpy as np
 
 from fd_core.errors import ModelError
 from fd_core.models.loading.config import ModelConfig
-from fd_core.models.loading.gguf_format import GgufFile
+from fd_core.models.loading.mapped_file import StoredTensor
 
 __all__ = ["config_from", "token_id"]
+
+Tensors = Mapping[str, StoredTensor]
 
 _NO_TOKEN = 0xFFFFFFFF
 
@@ -25,9 +27,9 @@ def token_id(metadata: ModelConfig, key: str) -> int | None:
     return None if metadata.values.get(key) in (None, _NO_TOKEN) else metadata.index(key, 0)
 
 
-def config_from(metadata: ModelConfig, gguf: GgufFile) -> dict[str, Any]:
+def config_from(metadata: ModelConfig, tensors: Tensors) -> dict[str, Any]:
     """Return the config in Hugging Face's terms; `ModelError` if the architecture is not supported."""
-    path = gguf.file.path
+    path = metadata.origin
     kind = metadata.text("general.type", "model")
     if kind != "model":
         raise ModelError(f"{path} holds a {kind}, not a whole model", field="model")
@@ -48,10 +50,10 @@ def config_from(metadata: ModelConfig, gguf: GgufFile) -> dict[str, Any]:
     prefix = f"{name}."
     own = {key.removeprefix(prefix): value for key, value in metadata.values.items() if key.startswith(prefix)}
     shape = ModelConfig(own, prefix, metadata.origin)
-    config = _common(shape, gguf) | {"architectures": [architecture], "model_type": model_type}
+    config = _common(shape, tensors) | {"architectures": [architecture], "model_type": model_type}
     for kind in ("bos", "eos"):
         config[f"{kind}_token_id"] = token_id(metadata, f"tokenizer.ggml.{kind}_token_id")
-    return config | specific(shape, gguf)
+    return config | specific(shape, tensors)
 
 
 def _number(shape: ModelConfig, key: str, default: float | None = None) -> float:
@@ -64,7 +66,7 @@ def _optional_number(shape: ModelConfig, key: str) -> float | None:
     return _number(shape, key) if shape.values.get(key) else None
 
 
-def _common(shape: ModelConfig, gguf: GgufFile) -> dict[str, Any]:
+def _common(shape: ModelConfig, tensors: Tensors) -> dict[str, Any]:
     heads = shape.count("attention.head_count")
     hidden = shape.count("embedding_length")
     head_dim = shape.count("attention.key_length", hidden // heads)
@@ -76,7 +78,7 @@ def _common(shape: ModelConfig, gguf: GgufFile) -> dict[str, Any]:
                 "only equal values are supported",
                 field="model",
             )
-    embedding = gguf.tensors.get("token_embd.weight")
+    embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError(f"{shape.origin} has no usable tensor 'token_embd.weight'", field="model")
     return {
@@ -90,16 +92,16 @@ def _common(shape: ModelConfig, gguf: GgufFile) -> dict[str, Any]:
         "max_position_embeddings": shape.count("context_length"),
         "rms_norm_eps": _number(shape, "attention.layer_norm_rms_epsilon"),
         "rope_theta": _number(shape, "rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(shape, gguf, head_dim),
+        "rope_scaling": _rope_scaling(shape, tensors, head_dim),
         "hidden_act": "silu",
-        "attention_bias": "blk.0.attn_q.bias" in gguf.tensors,
-        "tie_word_embeddings": "output.weight" not in gguf.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "tie_word_embeddings": "output.weight" not in tensors,
     }
 
 
-def _rope_scaling(shape: ModelConfig, gguf: GgufFile, head_dim: int) -> dict[str, Any] | None:
-    if "rope_freqs.weight" in gguf.tensors:
-        return _llama3_scaling(shape, gguf, head_dim)
+def _rope_scaling(shape: ModelConfig, tensors: Tensors, head_dim: int) -> dict[str, Any] | None:
+    if "rope_freqs.weight" in tensors:
+        return _llama3_scaling(shape, tensors, head_dim)
     kind = shape.text("rope.scaling.type", "none")
     if kind == "none":
         return None
@@ -112,12 +114,12 @@ def _rope_scaling(shape: ModelConfig, gguf: GgufFile, head_dim: int) -> dict[str
     return scaling
 
 
-def _llama3_scaling(shape: ModelConfig, gguf: GgufFile, head_dim: int) -> dict[str, Any]:
+def _llama3_scaling(shape: ModelConfig, tensors: Tensors, head_dim: int) -> dict[str, Any]:
     """Recover Llama 3's scaling parameters from the factors that the converter computed from them."""
-    tensor = gguf.tensors["rope_freqs.weight"]
-    if tensor.type_name != "F32" or tensor.shape != (head_dim // 2,):
+    tensor = tensors["rope_freqs.weight"]
+    if tensor.dtype != "F32" or tensor.shape != (head_dim // 2,):
         raise ModelError(f"{shape.origin}: tensor 'rope_freqs.weight' has no usable form", field="model")
-    factors = gguf.file.view(tensor.offset, tensor.shape, "<f4", "tensor 'rope_freqs.weight'")
+    factors = tensor.view("<f4")
     factor = float(factors.max())
     expected = _llama3_factors(_number(shape, "rope.freq_base", 10000.0), head_dim, factor)
     if not np.allclose(factors, expected, rtol=1e-3):
@@ -140,17 +142,17 @@ def _llama3_factors(theta: float, head_dim: int, factor: float) -> np.ndarray[An
     return np.asarray(1.0 / ((1.0 - smooth) / factor + smooth))
 
 
-def _llama(shape: ModelConfig, gguf: GgufFile) -> dict[str, Any]:
+def _llama(shape: ModelConfig, tensors: Tensors) -> dict[str, Any]:
     if shape.index("expert_count", 0):
         raise ModelError(f"{shape.origin}: Mixtral-style experts are not supported", field="model")
     return {"mlp_bias": False}
 
 
-def _qwen(shape: ModelConfig, gguf: GgufFile) -> dict[str, Any]:
+def _qwen(shape: ModelConfig, tensors: Tensors) -> dict[str, Any]:
     return {"use_sliding_window": False}
 
 
-def _qwen3_moe(shape: ModelConfig, gguf: GgufFile) -> dict[str, Any]:
+def _qwen3_moe(shape: ModelConfig, tensors: Tensors) -> dict[str, Any]:
     return {
         "use_sliding_window": False,
         "num_experts": shape.count("expert_count"),
@@ -162,7 +164,7 @@ def _qwen3_moe(shape: ModelConfig, gguf: GgufFile) -> dict[str, Any]:
     }
 
 
-def _gemma3(shape: ModelConfig, gguf: GgufFile) -> dict[str, Any]:
+def _gemma3(shape: ModelConfig, tensors: Tensors) -> dict[str, Any]:
     layers = shape.count("block_count")
     heads = shape.count("attention.head_count")
     hidden = shape.count("embedding_length")
@@ -179,12 +181,12 @@ def _gemma3(shape: ModelConfig, gguf: GgufFile) -> dict[str, Any]:
     }
 
 
-def _ernie(shape: ModelConfig, gguf: GgufFile) -> dict[str, Any]:
-    return {"use_bias": "blk.0.attn_q.bias" in gguf.tensors}
+def _ernie(shape: ModelConfig, tensors: Tensors) -> dict[str, Any]:
+    return {"use_bias": "blk.0.attn_q.bias" in tensors}
 
 
-def _ernie_moe(shape: ModelConfig, gguf: GgufFile) -> dict[str, Any]:
-    return _ernie(shape, gguf) | {
+def _ernie_moe(shape: ModelConfig, tensors: Tensors) -> dict[str, Any]:
+    return _ernie(shape, tensors) | {
         "moe_num_experts": shape.count("expert_count"),
         "moe_k": shape.count("expert_used_count"),
         "moe_intermediate_size": shape.count("expert_feed_forward_length"),
@@ -195,7 +197,7 @@ def _ernie_moe(shape: ModelConfig, gguf: GgufFile) -> dict[str, Any]:
     }
 
 
-_ARCHITECTURES: Mapping[str, tuple[str, str, Callable[[ModelConfig, GgufFile], dict[str, Any]]]] = {
+_ARCHITECTURES: Mapping[str, tuple[str, str, Callable[[ModelConfig, Tensors], dict[str, Any]]]] = {
     "llama": ("LlamaForCausalLM", "llama", _llama),
     "qwen2": ("Qwen2ForCausalLM", "qwen2", _qwen),
     "qwen3": ("Qwen3ForCausalLM", "qwen3", _qwen),

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from fd_core.errors import ModelError
-from fd_core.models.loading.mapped_file import MappedFile
+from fd_core.models.loading.mapped_file import MappedFile, StoredTensor
 
-__all__ = ["GgufFile", "GgufTensor", "read_gguf"]
+__all__ = ["read_gguf"]
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -50,38 +49,15 @@ _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 
 
-@dataclass(frozen=True, slots=True)
-class GgufTensor:
-    """Where a tensor lies. `shape` has the outermost dimension first (the file stores the reverse)."""
-
-    name: str
-    shape: tuple[int, ...]
-    type_name: str
-    offset: int
-    nbytes: int
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row, the innermost dimension."""
-        return self.nbytes // max(1, math.prod(self.shape[:-1]))
-
-    def part(self, index: int) -> GgufTensor:
-        """Return where entry `index` of the outermost dimension lies: the weight of one expert."""
-        nbytes = self.nbytes // self.shape[0]
-        return GgufTensor(self.name, self.shape[1:], self.type_name, self.offset + index * nbytes, nbytes)
+_TensorInfo = tuple[str, tuple[int, ...], int, int]
+"""Name, dimensions with the innermost first, number of the type, and offset behind the header."""
 
 
-@dataclass(frozen=True, slots=True)
-class GgufFile:
-    """The parsed header of a GGUF file and the mapped file itself."""
+def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    """Parse the header of a GGUF file; return its metadata and where its tensors lie, by name.
 
-    file: MappedFile
-    metadata: Mapping[str, Any]
-    tensors: Mapping[str, GgufTensor]
-
-
-def read_gguf(path: Path) -> GgufFile:
-    """Parse the header of a GGUF file; `ModelError` if anything in it does not fit the file."""
+    Raises `ModelError` if anything in the header does not fit the file.
+    """
     file = MappedFile(path)
     cursor = _Cursor(file)
     if cursor.take(4, "the magic number") != _MAGIC:
@@ -105,34 +81,25 @@ def read_gguf(path: Path) -> GgufFile:
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
         raise _bad(path, f"general.alignment must be a power of two, not {alignment!r}")
     start = -(-cursor.offset // alignment) * alignment
-    return GgufFile(file, metadata, _place(file, infos, start))
+    return metadata, _place(file, infos, start)
 
 
-@dataclass(frozen=True, slots=True)
-class _TensorInfo:
-    name: str
-    dims: tuple[int, ...]
-    kind: int
-    offset: int
-
-
-def _place(file: MappedFile, infos: list[_TensorInfo], start: int) -> dict[str, GgufTensor]:
-    tensors: dict[str, GgufTensor] = {}
-    for info in infos:
-        what = f"tensor {info.name!r}"
-        if info.name in tensors:
+def _place(file: MappedFile, infos: Iterable[_TensorInfo], start: int) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
+    for name, dims, number, distance in infos:
+        what = f"tensor {name!r}"
+        if name in tensors:
             raise _bad(file.path, f"{what} appears twice")
         try:
-            kind = GGMLQuantizationType(info.kind)
+            kind = GGMLQuantizationType(number)
         except ValueError as error:
-            raise _bad(file.path, f"{what} has the unknown type number {info.kind}") from error
+            raise _bad(file.path, f"{what} has the unknown type number {number}") from error
         block, block_bytes = GGML_QUANT_SIZES[kind]
-        if info.dims[0] % block:
-            raise _bad(file.path, f"{what}: rows of {info.dims[0]} are not whole {kind.name} blocks of {block}")
-        nbytes = math.prod(info.dims) // block * block_bytes
-        offset = start + info.offset
-        file.check(offset, nbytes, what)
-        tensors[info.name] = GgufTensor(info.name, info.dims[::-1], kind.name, offset, nbytes)
+        if dims[0] % block:
+            raise _bad(file.path, f"{what}: rows of {dims[0]} are not whole {kind.name} blocks of {block}")
+        nbytes = math.prod(dims) // block * block_bytes
+        file.check(start + distance, nbytes, what)
+        tensors[name] = StoredTensor(file, name, kind.name, dims[::-1], start + distance, nbytes)
     end, before = start, "the header"
     for tensor in sorted(tensors.values(), key=lambda each: each.offset):
         if tensor.offset < end:
@@ -210,4 +177,4 @@ class _Cursor:
         dims = struct.unpack(f"<{dimensions}Q", self.take(8 * dimensions, what))
         if 0 in dims:
             raise _bad(self.file.path, f"{what} is empty")
-        return _TensorInfo(name, dims, self.u32(what), self.u64(what))
+        return name, dims, self.u32(what), self.u64(what)

@@ -8,33 +8,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from fd_core.errors import ModelError
-from fd_core.models.loading.checkpoint import RawTensor
-from fd_core.models.loading.gguf_format import GgufFile, GgufTensor
+from fd_core.models.loading.checkpoint import TensorView
+from fd_core.models.loading.mapped_file import StoredTensor
+from fd_core.types import RawTensor
 
-__all__ = ["View", "views_of"]
-
-Undo = Callable[[RawTensor], RawTensor]
-
-
-def _as_stored(tensor: RawTensor) -> RawTensor:
-    return tensor
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """A Hugging Face tensor: its shape, the stored tensor, and the function that turns one into the other."""
-
-    shape: tuple[int, ...]
-    tensor: GgufTensor
-    undo: Undo = _as_stored
-
+__all__ = ["views_of"]
 
 _TOP = {
     "token_embd": "model.embed_tokens",
@@ -71,55 +55,55 @@ _NOT_WEIGHTS = frozenset({"rope_freqs.weight"})
 _PATTERN = re.compile(r"(?:blk\.(\d{1,5})\.)?([a-z_]+)\.(weight|bias)")
 
 
-def views_of(gguf: GgufFile, config: Mapping[str, Any]) -> dict[str, View]:
+def views_of(tensors: Iterable[StoredTensor], config: Mapping[str, Any]) -> dict[str, TensorView]:
     """Return the view of every tensor by its Hugging Face name; `ModelError` for a name that is not known."""
-    views: dict[str, View] = {}
-    for tensor in gguf.tensors.values():
+    views: dict[str, TensorView] = {}
+    for tensor in tensors:
         if tensor.name in _NOT_WEIGHTS:
             continue
-        for name, view in _views(gguf, tensor, config).items():
+        for name, view in _views(tensor, config).items():
             if name in views:
-                raise ModelError(f"{gguf.file.path}: two tensors stand for {name!r}", field="model")
+                raise ModelError(f"{tensor.file.path}: two tensors stand for {name!r}", field="model")
             views[name] = view
     return views
 
 
-def _views(gguf: GgufFile, tensor: GgufTensor, config: Mapping[str, Any]) -> dict[str, View]:
+def _views(tensor: StoredTensor, config: Mapping[str, Any]) -> dict[str, TensorView]:
     match = _PATTERN.fullmatch(tensor.name)
     block, part, kind = match.groups() if match else (None, "", "")
-    if block is None and part in _TOP:
-        return {f"{_TOP[part]}.{kind}": View(tensor.shape, tensor, _undo(gguf, tensor, part, config))}
     layer = f"model.layers.{int(block or 0)}"
     parts = _GEMMA_BLOCK if config["model_type"] == "gemma3_text" else _BLOCK
+    if block is None and part in _TOP:
+        return {f"{_TOP[part]}.{kind}": _unconverted(tensor, part, config)}
     if block is not None and part in parts:
-        return {f"{layer}.{parts[part]}.{kind}": View(tensor.shape, tensor, _undo(gguf, tensor, part, config))}
+        return {f"{layer}.{parts[part]}.{kind}": _unconverted(tensor, part, config)}
     if block is not None and part in _EXPERTS and len(tensor.shape) == 3:
         return {
-            f"{layer}.mlp.experts.{index}.{_EXPERTS[part]}.{kind}": View(tensor.shape[1:], tensor.part(index))
+            f"{layer}.mlp.experts.{index}.{_EXPERTS[part]}.{kind}": TensorView(tensor.shape[1:], tensor.part(index))
             for index in range(tensor.shape[0])
         }
     if block is not None and part == _CORRECTION and len(tensor.shape) == 1:
         name = f"{layer}.mlp.moe_statics.e_score_correction_bias"
-        return {name: View((1, *tensor.shape), tensor, _as_row)}
+        return {name: TensorView((1, *tensor.shape), tensor, _as_row)}
     raise ModelError(
-        f"{gguf.file.path}: tensor {tensor.name!r} with shape {tensor.shape} is not known for {config['model_type']}",
+        f"{tensor.file.path}: tensor {tensor.name!r} with shape {tensor.shape} is not known for {config['model_type']}",
         field="model",
     )
 
 
-def _undo(gguf: GgufFile, tensor: GgufTensor, part: str, config: Mapping[str, Any]) -> Undo:
+def _unconverted(tensor: StoredTensor, part: str, config: Mapping[str, Any]) -> TensorView:
     if config["model_type"] == "gemma3_text" and part.endswith("norm"):
-        return _minus_one
+        return TensorView(tensor.shape, tensor, _minus_one)
     if config["model_type"] == "llama" and part in ("attn_q", "attn_k"):
         heads = config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
         if tensor.shape[0] % (2 * heads):
             raise ModelError(
-                f"{gguf.file.path}: tensor {tensor.name!r} has {tensor.shape[0]} rows, which {heads} heads "
+                f"{tensor.file.path}: tensor {tensor.name!r} has {tensor.shape[0]} rows, which {heads} heads "
                 "cannot share",
                 field="model",
             )
-        return lambda stored: _unpermuted(stored, heads)
-    return _as_stored
+        return TensorView(tensor.shape, tensor, lambda stored: _unpermuted(stored, heads))
+    return TensorView(tensor.shape, tensor)
 
 
 def _as_row(stored: RawTensor) -> RawTensor:

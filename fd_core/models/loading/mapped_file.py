@@ -1,8 +1,9 @@
-"""A read-only memory-mapped file whose every access is checked against the file's size."""
+"""A read-only memory-mapped file whose every access is checked against the file's size, and the tensors in it."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from fd_core.errors import ModelError
 
-__all__ = ["MappedFile"]
+__all__ = ["MappedFile", "StoredTensor"]
 
 
 class MappedFile:
@@ -27,11 +28,6 @@ class MappedFile:
             )
         except OSError as error:
             raise ModelError(f"cannot read {path}: {error.strerror or error}", field="model") from error
-
-    def bytes_at(self, offset: int, length: int, what: str) -> bytes:
-        """Copy `length` bytes; `ModelError` naming `what` if they are not inside the file."""
-        self.check(offset, length, what)
-        return self._bytes[offset : offset + length].tobytes()
 
     def buffer(self, offset: int, length: int, what: str) -> memoryview:
         """Return the bytes of a range without a copy; `ModelError` naming `what` if they are not in the file."""
@@ -61,3 +57,25 @@ class MappedFile:
         """Drop this owner's reference; the mapping ends with the last view of it."""
         self._bytes = np.empty(0, np.uint8)
         self.size = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where a tensor lies: `offset` counts from the beginning of the file, `dtype` is the format's name of the type."""
+
+    file: MappedFile
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    """The outermost dimension first."""
+    offset: int
+    nbytes: int
+
+    def view(self, dtype: DTypeLike, shape: tuple[int, ...] | None = None) -> NDArray[Any]:
+        """Return the stored bytes as an array of `dtype`, in another `shape` if one is given; see `MappedFile.view`."""
+        return self.file.view(self.offset, self.shape if shape is None else shape, dtype, f"tensor {self.name!r}")
+
+    def part(self, index: int) -> StoredTensor:
+        """Return where entry `index` of the outermost dimension lies: the weight of one expert."""
+        nbytes = self.nbytes // self.shape[0]
+        return StoredTensor(self.file, self.name, self.dtype, self.shape[1:], self.offset + index * nbytes, nbytes)

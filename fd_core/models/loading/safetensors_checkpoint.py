@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from fd_core.errors import ModelError
 from fd_core.models.loading.checkpoint import (
+    WEIGHT_DTYPES,
     Checkpoint,
     JsonTokenizerSource,
-    RawTensor,
+    TensorView,
     TokenizerSource,
 )
 from fd_core.models.loading.config import ModelConfig
-from fd_core.models.loading.digest import digest_of
 from fd_core.models.loading.json_file import read_json_object, read_limited
-from fd_core.models.loading.safetensors_format import SafetensorsFile, read_safetensors
+from fd_core.models.loading.mapped_file import StoredTensor
+from fd_core.models.loading.safetensors_format import read_safetensors
 
 __all__ = ["SafetensorsCheckpoint"]
 
@@ -31,34 +33,10 @@ class SafetensorsCheckpoint(Checkpoint):
     """Tensors mapped from the shards that the index names, or from the one file there is."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder
-        self._config = _read_config(folder)
-        self._home = _open_shards(folder)
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """The content of config.json."""
-        return MappingProxyType(self._config)
-
-    def names(self) -> Sequence[str]:
-        """Return the names of the tensors, in the files' order."""
-        return tuple(self._home)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor without reading it."""
-        return self._file(name).tensors[name].shape
-
-    def read(self, name: str) -> RawTensor:
-        """Return a view of one tensor."""
-        return self._file(name).read(name)
-
-    @cached_property
-    def digest(self) -> str:
-        """Hex SHA-256 that identifies the weights and the config."""
-        return digest_of(
-            self._config,
-            [(each.file, [tensor.offset for tensor in each.tensors.values()]) for each in self._files()],
-        )
+        config = _read_config(folder)
+        tensors = _open_shards(folder)
+        views = {name: TensorView(tensor.shape, tensor) for name, tensor in tensors.items()}
+        super().__init__(folder, config, views, tensors.values())
 
     @cached_property
     def tokenizer(self) -> TokenizerSource:
@@ -72,25 +50,12 @@ class SafetensorsCheckpoint(Checkpoint):
         values = read_json_object(path) if path.is_file() else {}
         return ModelConfig(values, origin=str(path)).indices("eos_token_id")
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes that the tensors take in the files."""
-        return sum(self._home[name].tensors[name].nbytes for name in self._home)
-
-    def close(self) -> None:
-        """Forget the files."""
-        for each in self._files():
-            each.file.close()
-
-    def _files(self) -> list[SafetensorsFile]:
-        unique = {each.file.path.name: each for each in self._home.values()}
-        return [unique[name] for name in sorted(unique)]
-
-    def _file(self, name: str) -> SafetensorsFile:
-        try:
-            return self._home[name]
-        except KeyError:
-            raise ModelError(f"{self.path} has no tensor {name!r}", field="model") from None
+    def _expanded(self, tensor: StoredTensor) -> npt.NDArray[np.float32]:
+        raise ModelError(
+            f"{tensor.file.path}: tensor {tensor.name!r} is stored as {tensor.dtype}",
+            field="model",
+            hint=f"supported are {', '.join(WEIGHT_DTYPES)}; quantized models are served from GGUF",
+        )
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -109,7 +74,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _open_shards(folder: Path) -> dict[str, SafetensorsFile]:
+def _open_shards(folder: Path) -> dict[str, StoredTensor]:
     index = folder / _INDEX
     if index.is_file():
         return _from_index(index)
@@ -120,22 +85,21 @@ def _open_shards(folder: Path) -> dict[str, SafetensorsFile]:
             names = ", ".join(each.name for each in others) or "none"
             raise ModelError(f"{folder} needs {_SINGLE} or {_INDEX}; safetensors found: {names}", field="model")
         single = others[0]
-    shard = read_safetensors(single)
-    return dict.fromkeys(shard.tensors, shard)
+    return read_safetensors(single)
 
 
-def _from_index(index: Path) -> dict[str, SafetensorsFile]:
+def _from_index(index: Path) -> dict[str, StoredTensor]:
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index} has no weight_map", field="model")
     shards = {name: _open_shard(index, name) for name in dict.fromkeys(map(str, weight_map.values()))}
     for tensor, name in weight_map.items():
-        if tensor not in shards[str(name)].tensors:
+        if tensor not in shards[str(name)]:
             raise ModelError(f"{index}: tensor {tensor!r} is not in {name}, which should hold it", field="model")
-    return {tensor: shards[str(name)] for tensor, name in weight_map.items()}
+    return {tensor: shards[str(name)][tensor] for tensor, name in weight_map.items()}
 
 
-def _open_shard(index: Path, name: str) -> SafetensorsFile:
+def _open_shard(index: Path, name: str) -> dict[str, StoredTensor]:
     if not name.endswith(".safetensors") or name != Path(name).name or "\\" in name or "\0" in name:
         raise ModelError(
             f"{index} names the shard {name[:80]!r}; a shard is a .safetensors file beside the index", field="model"

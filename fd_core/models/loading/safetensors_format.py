@@ -10,18 +10,16 @@ buffer which the tensors cover without holes or overlaps.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
 from fd_core.errors import ModelError
-from fd_core.models.loading.checkpoint import WEIGHT_DTYPES, RawTensor
-from fd_core.models.loading.mapped_file import MappedFile
+from fd_core.models.loading.mapped_file import MappedFile, StoredTensor
 
-__all__ = ["SafetensorsFile", "StoredTensor", "read_safetensors"]
+__all__ = ["read_safetensors"]
 
 _MAX_HEADER = 100_000_000
 _MAX_DIMS = 8
@@ -42,63 +40,28 @@ class _Entry(msgspec.Struct, frozen=True):
     data_offsets: tuple[_Size, _Size]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Where a tensor lies: `offset` counts from the beginning of the file."""
+def read_safetensors(path: Path) -> dict[str, StoredTensor]:
+    """Check the header of a safetensors file and return where its tensors lie, by name.
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class SafetensorsFile:
-    """The checked header of one file and the mapped file itself."""
-
-    file: MappedFile
-    tensors: Mapping[str, StoredTensor]
-
-    def read(self, name: str) -> RawTensor:
-        """Return a view of a tensor; `ModelError` if its type is none of F32, F16, BF16."""
-        tensor = self.tensors[name]
-        if tensor.dtype not in WEIGHT_DTYPES:
-            raise ModelError(
-                f"{self.file.path}: tensor {name!r} is stored as {tensor.dtype}",
-                field="model",
-                hint=f"supported are {', '.join(WEIGHT_DTYPES)}; quantized models are served from GGUF",
-            )
-        dtype, code = WEIGHT_DTYPES[tensor.dtype]
-        return RawTensor(dtype, self.file.view(tensor.offset, tensor.shape, code, f"tensor {name!r}"))
-
-
-def read_safetensors(path: Path) -> SafetensorsFile:
-    """Check the header of a safetensors file; `ModelError` if anything in it does not fit the file."""
+    Raises `ModelError` if anything in the header does not fit the file.
+    """
     file = MappedFile(path)
-    length = int.from_bytes(file.bytes_at(0, 8, "the header's length"), "little")
+    length = int.from_bytes(file.buffer(0, 8, "the header's length"), "little")
     if length > _MAX_HEADER:
         raise _bad(path, f"its header claims {length} bytes, the limit is {_MAX_HEADER}")
-    header = file.bytes_at(8, length, "the header")
-    start = 8 + length
-    tensors = {
-        name: _placed(path, name, entry, start)
-        for name, entry in _entries(path, header).items()
-        if name != "__metadata__"
-    }
-    _check_cover(file, tensors, start)
-    return SafetensorsFile(file, tensors)
-
-
-def _entries(path: Path, header: bytes) -> dict[str, msgspec.Raw]:
     try:
-        return msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        entries = msgspec.json.decode(file.buffer(8, length, "the header"), type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise _bad(path, f"its header is not a JSON object: {error}") from error
+    entries.pop("__metadata__", None)
+    start = 8 + length
+    tensors = {name: _placed(file, name, entry, start) for name, entry in entries.items()}
+    _check_cover(file, tensors.values(), start)
+    return tensors
 
 
-def _placed(path: Path, name: str, raw: msgspec.Raw, start: int) -> StoredTensor:
-    what = f"tensor {name!r}"
+def _placed(file: MappedFile, name: str, raw: msgspec.Raw, start: int) -> StoredTensor:
+    path, what = file.path, f"tensor {name!r}"
     try:
         entry = msgspec.json.decode(raw, type=_Entry)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -112,12 +75,12 @@ def _placed(path: Path, name: str, raw: msgspec.Raw, start: int) -> StoredTensor
     expected = math.prod(entry.shape) * _ITEM_BYTES[entry.dtype]
     if end - begin != expected:
         raise _bad(path, f"{what} of shape {entry.shape} in {entry.dtype} takes {expected} bytes, not {end - begin}")
-    return StoredTensor(name, entry.dtype, tuple(entry.shape), start + begin, expected)
+    return StoredTensor(file, name, entry.dtype, tuple(entry.shape), start + begin, expected)
 
 
-def _check_cover(file: MappedFile, tensors: Mapping[str, StoredTensor], start: int) -> None:
+def _check_cover(file: MappedFile, tensors: Collection[StoredTensor], start: int) -> None:
     end = start
-    for tensor in sorted(tensors.values(), key=lambda each: (each.offset, each.nbytes)):
+    for tensor in sorted(tensors, key=lambda each: (each.offset, each.nbytes)):
         what = f"tensor {tensor.name!r}"
         file.check(tensor.offset, tensor.nbytes, what)
         if tensor.offset != end:

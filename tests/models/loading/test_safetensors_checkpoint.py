@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from fd_core.errors import ModelError
-from fd_core.models.loading.checkpoint import RawTensor, open_checkpoint
+from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.types import RawTensor
 
 MEGABYTE = 1 << 20
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4}
