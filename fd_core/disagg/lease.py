@@ -1,7 +1,7 @@
 """What both sides of a lease share: the actions that its machines ask for, its clock and its limits; pure.
 
-Either side is a machine, `DecodeLease` or `PrefillLease`: an event goes in with the time at which it happened, and a
-list of actions comes out. Nothing that the other side says raises an exception, and an event after the end of the lease
+Either side is a machine, `DecodeLease` or `PrefillLease`: an event goes in, with its time if needed, and a list of
+actions comes out. Nothing that the other side says raises an exception, and an event after the end of the lease
 changes nothing. A lost message costs no more than time, because each side that was quiet for a while repeats what the
 other may have missed: the decode side repeats `Open` until it hears something, and then `Credit`; the prefill side
 repeats `Commit`. A lost piece is not repeated, because its block may be in use again: the lease expires.

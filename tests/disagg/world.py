@@ -183,11 +183,11 @@ class World:
         if self.decode.get(side.opening.lease) is not side:
             digest = seal(payload, 0)
             assert side.lease.copied(piece.index, digest, self.now) == []
-            assert side.lease.spoiled(piece.index, "late", self.now) == []
+            assert side.lease.spoiled(piece.index, "late") == []
             return
         digest = seal(payload, int.from_bytes(piece.digest[:4], "little"))
         if digest != piece.digest:
-            self.at_decode(side, side.lease.spoiled(piece.index, "the digest does not match", self.now))
+            self.at_decode(side, side.lease.spoiled(piece.index, "the digest does not match"))
             assert side.lease.outcome == "damaged"
         else:
             side.blocks[piece.index] = payload
@@ -221,7 +221,7 @@ class World:
 
     def abort(self, side: Leased) -> None:
         side.wanted = False
-        self.at_decode(side, side.lease.abort(self.now))
+        self.at_decode(side, side.lease.abort())
 
     # The prefill side --------------------------------------------------------------------------------------------
 
@@ -296,7 +296,7 @@ class World:
 
     def decide(self, side: Owed) -> None:
         if self.refusing:
-            self.at_prefill(side, side.lease.refuse("no room", self.now))
+            self.at_prefill(side, side.lease.refuse("no room"))
             return
         side.accepted = True
         self.at_prefill(side, side.lease.accept(self.now))
@@ -309,13 +309,13 @@ class World:
         first = pieces.start + side.computed
         count = min(count, len(pieces) - side.computed)
         side.computed += count
-        self.at_prefill(side, side.lease.ready(first, count, self.now))
+        self.at_prefill(side, side.lease.ready(first, count))
         if side.computed == len(pieces):
             side.running = False
             self.at_prefill(side, side.lease.finished(side.opening.job.num_tokens, 1, self.now))
 
     def tell_again(self, side: Owed) -> None:
-        self.at_prefill(side, side.lease.ready(0, wanted(side.opening).start + side.computed, self.now))
+        self.at_prefill(side, side.lease.ready(0, wanted(side.opening).start + side.computed))
 
     def finish_early(self, side: Owed) -> None:
         """End a request that was not wholly computed as if it had been."""
@@ -343,14 +343,14 @@ class World:
         side.puts.pop(which)
         if self.prefill.get(side.opening.lease) is side:
             side.broken = True
-            self.at_prefill(side, side.lease.failed("the connector failed", self.now))
+            self.at_prefill(side, side.lease.failed("the connector failed"))
         else:
-            assert side.lease.failed("the connector failed", self.now) == []
+            assert side.lease.failed("the connector failed") == []
 
     def give_up(self, side: Owed) -> None:
         if side.running:
             side.gave_up = True
-            self.at_prefill(side, side.lease.gave_up("out of room", self.now))
+            self.at_prefill(side, side.lease.gave_up("out of room"))
 
     # Crashes -----------------------------------------------------------------------------------------------------
 
@@ -389,10 +389,10 @@ class World:
         self.flying.clear()
         for leased in [*self.decode.values()]:
             leased.lost = True
-            self.at_decode(leased, leased.lease.gone("disconnected", self.now))
+            self.at_decode(leased, leased.lease.gone("disconnected"))
         for owed in [*self.prefill.values()]:
             owed.broken = True
-            self.at_prefill(owed, owed.lease.failed("disconnected", self.now))
+            self.at_prefill(owed, owed.lease.failed("disconnected"))
 
     # Time --------------------------------------------------------------------------------------------------------
 

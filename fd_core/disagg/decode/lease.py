@@ -59,17 +59,17 @@ class DecodeLease:
         self._copied[index] = digest
         return self._settle() or self._credit(now)
 
-    def spoiled(self, index: int, reason: str, now: float) -> list[Action]:
+    def spoiled(self, index: int, reason: str) -> list[Action]:
         """Learn that a `Take` could not be done or failed its check."""
         if self.outcome is not None or index not in self._taking:
             return []
         return self._break("damaged", f"piece {index}: {reason}")
 
-    def gone(self, reason: str, now: float) -> list[Action]:
+    def gone(self, reason: str) -> list[Action]:
         """Learn that the prefill side cannot be reached any more."""
         return [] if self.outcome is not None else self._end("lost", reason)
 
-    def abort(self, now: float) -> list[Action]:
+    def abort(self) -> list[Action]:
         """End it, as nobody wants the prompt any more."""
         return [] if self.outcome is not None else self._break("aborted", "nobody waits for it any more")
 

@@ -206,7 +206,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
     def _abort(self, operation: int) -> None:
         lease = self._leases.get(self._names.get(operation, ""))
         if lease is not None:
-            self._act(lease, lease.machine.abort(self._clock()))
+            self._act(lease, lease.machine.abort())
 
     def _hear(self, peer: Peer, message: FromPrefill, values: Sequence[Bytes]) -> None:
         lease = self._leases.get(message.lease)
@@ -223,7 +223,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
 
     def _gone(self, name: str, reason: str) -> None:
         lease = self._leases[name]
-        self._act(lease, lease.machine.gone(reason, self._clock()))
+        self._act(lease, lease.machine.gone(reason))
 
     def _act(self, lease: _DecodeSide, actions: Sequence[Action], values: Sequence[Bytes] = ()) -> None:
         for action in actions:
@@ -254,7 +254,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
             value = lease.inbox.take(piece.index, piece.reference, values)
         except Exception as error:  # noqa: BLE001 - a stranger's connector: whatever it raises is a failed call
             self._failed("connector", "take", error)
-            self._spoil(lease, piece, "the connector could not take it")
+            self._act(lease, lease.machine.spoiled(piece.index, "the connector could not take it"))
             return
         flaw = self._import(lease, piece, value)
         del value
@@ -264,15 +264,12 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
             self._failed("connector", "done", error)
             flaw = flaw or "the connector could not free its place"
         if flaw is not None:
-            self._spoil(lease, piece, flaw)
+            self._act(lease, lease.machine.spoiled(piece.index, flaw))
             return
         now = lease.last_copy = self._clock()
         self._tally.add("pieces")
         self._tally.add("bytes", self._wire.payload_bytes)
         self._act(lease, lease.machine.copied(piece.index, piece.digest, now))
-
-    def _spoil(self, lease: _DecodeSide, piece: KVPiece, flaw: str) -> None:
-        self._act(lease, lease.machine.spoiled(piece.index, flaw, self._clock()))
 
     def _import(self, lease: _DecodeSide, piece: KVPiece, value: Bytes) -> str | None:
         """Check a value and copy it to its block; say what went wrong."""
@@ -301,7 +298,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
     def _end_all(self) -> None:
         try:
             for lease in list(self._leases.values()):
-                self._act(lease, lease.machine.abort(self._clock()))
+                self._act(lease, lease.machine.abort())
         finally:
             self._complete_all(ENGINE_ENDS)
             self._connections.close()

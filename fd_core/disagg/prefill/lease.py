@@ -53,7 +53,7 @@ class PrefillLease:
         self._accepted = True
         return self._say(Accept(self._opening.lease), now)
 
-    def refuse(self, reason: str, now: float) -> list[Action]:
+    def refuse(self, reason: str) -> list[Action]:
         """Say that the job will not be computed."""
         if self.ended is not None:
             return []
@@ -76,7 +76,7 @@ class PrefillLease:
             case _:
                 return []
 
-    def ready(self, first: int, count: int, now: float) -> list[Action]:
+    def ready(self, first: int, count: int) -> list[Action]:
         """Learn that `count` blocks from `first` on may be read; blocks that nobody wants do no harm."""
         if self.ended is not None:
             return []
@@ -105,11 +105,11 @@ class PrefillLease:
             return self._break("gave_up", "the prefill worker did not compute the whole prompt")
         return self._commit(now)
 
-    def gave_up(self, reason: str, now: float) -> list[Action]:
+    def gave_up(self, reason: str) -> list[Action]:
         """Learn that the request ended without all its KV."""
         return [] if self.ended is not None else self._break("gave_up", reason, abort=False)
 
-    def failed(self, reason: str, now: float) -> list[Action]:
+    def failed(self, reason: str) -> list[Action]:
         """Learn that a piece could not be sent, or that the decode side cannot be reached any more."""
         return [] if self.ended is not None else self._break("failed", reason)
 

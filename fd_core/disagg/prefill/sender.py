@@ -207,13 +207,13 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
 
     def _send(self, effect: Send) -> None:
         """Take in blocks that may be read from here on."""
-        operation, now = effect.operation, self._clock()
+        operation = effect.operation
         lease = self._leases.get(effect.lease)
         if lease is None:
             self._pending.end(operation)
             return
         if operation not in self._pending:  # cancelled before it came here
-            self._act(lease, lease.machine.failed(_BROKE_OFF, now))
+            self._act(lease, lease.machine.failed(_BROKE_OFF))
             return
         pieces = wanted(lease.opening)
         for at in range(len(effect.blocks)):
@@ -222,27 +222,27 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
                 lease.offered.add(index)
                 lease.sources[index] = operation, effect.blocks[at : at + 1]
                 lease.uncopied[operation] = lease.uncopied.get(operation, 0) + 1
-        self._act(lease, lease.machine.ready(effect.first, len(effect.blocks), now))
+        self._act(lease, lease.machine.ready(effect.first, len(effect.blocks)))
         if effect.tokens is not None:
-            self._act(lease, lease.machine.finished(effect.tokens, effect.cached, now))
+            self._act(lease, lease.machine.finished(effect.tokens, effect.cached, self._clock()))
         if operation not in lease.uncopied:
             self._pending.end(operation)
 
     def _give_up(self, effect: GiveUp) -> None:
-        lease, now = self._leases.get(effect.lease), self._clock()
+        lease = self._leases.get(effect.lease)
         if lease is None:
             return
         if effect.refused:
             self._tally.add_labelled("refused", "engine")
-            self._act(lease, lease.machine.refuse(effect.reason, now))
+            self._act(lease, lease.machine.refuse(effect.reason))
         else:
-            self._act(lease, lease.machine.gave_up(effect.reason or _BROKE_OFF, now))
+            self._act(lease, lease.machine.gave_up(effect.reason or _BROKE_OFF))
 
     def _cancel(self, operation: int) -> None:
         """End the lease of a send that was completed without having been done."""
         for lease in list(self._leases.values()):
             if operation in lease.uncopied:
-                self._act(lease, lease.machine.failed(_BROKE_OFF, self._clock()))
+                self._act(lease, lease.machine.failed(_BROKE_OFF))
 
     def _act(self, lease: _PrefillSide, actions: Sequence[Action], frames: Sequence[Bytes] = ()) -> None:
         unheard = False
@@ -256,8 +256,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
                 case PrefillEnd():
                     self._end(lease, action)
         if unheard:
-            reason = "the decode worker cannot be told any more"
-            self._act(lease, lease.machine.failed(reason, self._clock()))
+            self._act(lease, lease.machine.failed("the decode worker cannot be told any more"))
         self._due = min(self._due, lease.machine.next_tick)
 
     def _end(self, lease: _PrefillSide, end: PrefillEnd) -> None:
@@ -277,8 +276,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
             self._queue.put(LeaseEnded(name))
 
     def _tick(self, lease: _PrefillSide, now: float) -> None:
-        working = now - self._asked_at < lease.opening.silence
-        self._act(lease, lease.machine.tick(now, working=working))
+        self._act(lease, lease.machine.tick(now, working=now - self._asked_at < lease.opening.silence))
 
     def _copy(self, lease: _PrefillSide, index: int) -> None:
         operation, block = lease.sources.pop(index)
@@ -288,8 +286,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
             del lease.uncopied[operation]
             self._pending.end(operation)
         if array is None:
-            reason = "the prefill worker could not read a block"
-            self._act(lease, lease.machine.failed(reason, self._clock()))
+            self._act(lease, lease.machine.failed("the prefill worker could not read a block"))
             return
         try:
             digest, parts = self._wire.seal_piece(lease.opening.lease, index, array)
@@ -298,8 +295,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
                 raise ValueError("a reference is too long")
         except Exception as error:  # noqa: BLE001 - a stranger's connector: whatever it raises is a failed call
             self._failed("connector", "put", error)
-            reason = "the connector could not send a piece"
-            self._act(lease, lease.machine.failed(reason, self._clock()))
+            self._act(lease, lease.machine.failed("the connector could not send a piece"))
             return
         self._tally.add("pieces")
         self._tally.add("bytes", self._wire.payload_bytes)
@@ -320,7 +316,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
     def _end_all(self) -> None:
         try:
             for lease in list(self._leases.values()):
-                self._act(lease, lease.machine.gave_up("the prefill worker is shutting down", self._clock()))
+                self._act(lease, lease.machine.gave_up("the prefill worker is shutting down"))
         finally:
             self._complete_all(ENGINE_ENDS)
             self._connections.close()

@@ -95,7 +95,7 @@ def test_a_piece_that_nobody_wants_is_not_taken(index: int) -> None:
 def test_what_was_never_taken_cannot_have_been_copied() -> None:
     lease = open_lease()
     assert lease.copied(1, DIGESTS[1], 0.0) == []
-    assert lease.spoiled(1, "?", 0.0) == []
+    assert lease.spoiled(1, "?") == []
     assert lease.outcome is None
 
 
@@ -109,7 +109,7 @@ def test_more_pieces_than_the_window_has_are_damage() -> None:
 def test_a_spoiled_piece_is_damage() -> None:
     lease = open_lease()
     lease.heard(piece(1), 0.0)
-    assert abort_and("damaged", lease.spoiled(1, "its digest is wrong", 0.0)) == "piece 1: its digest is wrong"
+    assert abort_and("damaged", lease.spoiled(1, "its digest is wrong")) == "piece 1: its digest is wrong"
 
 
 @pytest.mark.parametrize("tokens", [TOKENS - 1, TOKENS + 1, 0, -1])
@@ -170,22 +170,22 @@ def test_an_abort_of_the_other_side_is_a_loss(given: str, told: str) -> None:
 
 
 def test_a_connection_that_goes_is_a_loss() -> None:
-    assert open_lease().gone("disconnected", 0.0) == [DecodeEnd("lost", "disconnected")]
+    assert open_lease().gone("disconnected") == [DecodeEnd("lost", "disconnected")]
 
 
 def test_the_other_side_is_told_of_an_abort() -> None:
-    abort_and("aborted", open_lease().abort(0.0))
+    abort_and("aborted", open_lease().abort())
 
 
 def test_nothing_happens_after_the_end() -> None:
     lease = open_lease()
     lease.heard(piece(1), 0.0)
-    lease.abort(0.0)
+    lease.abort()
     heard: list[FromPrefill] = [Accept(NAME), Refuse(NAME, ""), piece(2), COMMIT, Alive(NAME), AbortLease(NAME)]
     for message in heard:
         assert lease.heard(message, 1.0) == []
-    assert lease.copied(1, DIGESTS[1], 1.0) == lease.spoiled(1, "", 1.0) == []
-    assert lease.gone("", 1.0) == lease.abort(1.0) == lease.tick(1e9) == []
+    assert lease.copied(1, DIGESTS[1], 1.0) == lease.spoiled(1, "") == []
+    assert lease.gone("") == lease.abort() == lease.tick(1e9) == []
     assert lease.outcome == "aborted"
 
 

@@ -42,7 +42,7 @@ def piece(index: int) -> Say:
 
 def all_sent(*, credit: bool = True) -> PrefillLease:
     lease = owed(opening(7, 3, first=1, window=3))
-    lease.ready(1, 3, 0.0)
+    lease.ready(1, 3)
     for index in DIGESTS:
         put(lease, index)
     if credit:
@@ -59,9 +59,9 @@ def abort_and(end: str, actions: list[Action], *, abort: bool = True) -> str:
 
 def test_blocks_leave_as_they_are_computed_and_as_the_window_allows() -> None:
     lease = owed()
-    assert lease.ready(1, 1, 0.0) == [SendPiece(1)]
+    assert lease.ready(1, 1) == [SendPiece(1)]
     assert put(lease, 1) == [piece(1)]
-    assert lease.ready(2, 2, 0.0) == [SendPiece(2)]
+    assert lease.ready(2, 2) == [SendPiece(2)]
     assert put(lease, 2) == [piece(2)]
     assert lease.heard(Credit(NAME, 1), 0.0) == [SendPiece(3)]
     assert lease.finished(TOKENS, 2, 0.0) == []
@@ -77,28 +77,28 @@ def test_a_commit_waits_for_the_last_piece_not_for_credit() -> None:
 
 def test_a_put_that_is_not_done_fills_the_window_too() -> None:
     lease = owed()
-    assert lease.ready(1, 3, 0.0) == [SendPiece(1), SendPiece(2)]
+    assert lease.ready(1, 3) == [SendPiece(1), SendPiece(2)]
     assert lease.heard(Credit(NAME, 2), 0.0) == []
 
 
 def test_blocks_that_nobody_wants_are_not_sent() -> None:
-    assert owed().ready(0, 2, 0.0) == [SendPiece(1)]
-    assert owed().ready(3, 9, 0.0) == [SendPiece(3)]
-    assert owed().ready(0, 1, 0.0) == []
+    assert owed().ready(0, 2) == [SendPiece(1)]
+    assert owed().ready(3, 9) == [SendPiece(3)]
+    assert owed().ready(0, 1) == []
 
 
 def test_a_block_is_sent_once() -> None:
     lease = owed()
-    assert lease.ready(1, 1, 0.0) == [SendPiece(1)]
-    assert lease.ready(1, 1, 0.0) == []
+    assert lease.ready(1, 1) == [SendPiece(1)]
+    assert lease.ready(1, 1) == []
     assert put(lease, 1) == [piece(1)]
     assert put(lease, 1) == []
-    assert lease.ready(1, 1, 0.0) == []
+    assert lease.ready(1, 1) == []
 
 
 def test_credit_is_cumulative() -> None:
     lease = owed(opening(7, 3, first=1, window=1))
-    lease.ready(1, 3, 0.0)
+    lease.ready(1, 3)
     put(lease, 1)
     assert lease.heard(Credit(NAME, 1), 0.0) == [SendPiece(2)]
     put(lease, 2)
@@ -109,14 +109,14 @@ def test_credit_is_cumulative() -> None:
 @pytest.mark.parametrize("taken", [-1, 0])
 def test_credit_for_nothing_is_none(taken: int) -> None:
     lease = owed(opening(7, 3, first=1, window=1))
-    lease.ready(1, 3, 0.0)
+    lease.ready(1, 3)
     put(lease, 1)
     assert lease.heard(Credit(NAME, taken), 0.0) == []
 
 
 def test_there_is_no_credit_for_what_was_not_sent() -> None:
     lease = owed(opening(7, 3, first=1, window=1))
-    lease.ready(1, 3, 0.0)
+    lease.ready(1, 3)
     assert lease.heard(Credit(NAME, 99), 0.0) == []
     put(lease, 1)
     assert lease.heard(Credit(NAME, 99), 0.0) == [SendPiece(2)]
@@ -127,30 +127,30 @@ def test_opened_again_it_repeats_its_answer_and_nothing_else() -> None:
     lease = PrefillLease(OPEN, longest=100.0, now=0.0)
     assert lease.heard(OPEN, 0.0) == []
     lease.accept(0.0)
-    lease.ready(1, 1, 0.0)
+    lease.ready(1, 1)
     put(lease, 1)
     assert lease.heard(OPEN, 0.0) == [Say(Accept(NAME))]
 
 
 def test_a_refusal_ends_it_without_a_request() -> None:
     lease = PrefillLease(OPEN, longest=100.0, now=0.0)
-    assert lease.refuse("no room", 0.0) == [Say(Refuse(NAME, "no room")), PrefillEnd("refused", "no room", False)]
+    assert lease.refuse("no room") == [Say(Refuse(NAME, "no room")), PrefillEnd("refused", "no room", False)]
 
 
 def test_a_request_that_ends_without_all_its_kv_ends_it() -> None:
-    assert abort_and("gave_up", owed().gave_up("preempted", 0.0), abort=False) == "preempted"
+    assert abort_and("gave_up", owed().gave_up("preempted"), abort=False) == "preempted"
 
 
 def test_a_request_that_ends_early_without_saying_so_is_never_committed() -> None:
     lease = owed()
-    lease.ready(1, 2, 0.0)
+    lease.ready(1, 2)
     assert "whole prompt" in abort_and("gave_up", lease.finished(TOKENS, 0, 0.0), abort=False)
 
 
 def test_a_put_that_fails_ends_it_and_its_request() -> None:
     lease = owed()
-    lease.ready(1, 1, 0.0)
-    abort_and("failed", lease.failed("disk full", 0.0))
+    lease.ready(1, 1)
+    abort_and("failed", lease.failed("disk full"))
 
 
 @pytest.mark.parametrize("message", [AbortLease(NAME, "nobody waits"), AbortLease(NAME)])
@@ -168,13 +168,13 @@ def test_a_finished_request_is_not_aborted() -> None:
 
 def test_nothing_happens_after_the_end() -> None:
     lease = owed()
-    lease.ready(1, 1, 0.0)
-    lease.gave_up("", 0.0)
+    lease.ready(1, 1)
+    lease.gave_up("")
     heard: list[FromDecode] = [OPEN, Credit(NAME, 1), Confirm(NAME), Alive(NAME), AbortLease(NAME)]
     for message in heard:
         assert lease.heard(message, 1.0) == []
-    assert put(lease, 1) == lease.ready(2, 2, 1.0) == lease.finished(TOKENS, 0, 1.0) == []
-    assert lease.accept(1.0) == lease.refuse("", 1.0) == lease.gave_up("", 1.0) == lease.failed("", 1.0) == []
+    assert put(lease, 1) == lease.ready(2, 2) == lease.finished(TOKENS, 0, 1.0) == []
+    assert lease.accept(1.0) == lease.refuse("") == lease.gave_up("") == lease.failed("") == []
     assert lease.tick(1e9, working=True) == []
     assert lease.ended == "gave_up"
 
@@ -211,7 +211,7 @@ def test_it_is_not_alive_while_its_engine_stands_still() -> None:
 
 def test_a_finished_request_needs_no_engine() -> None:
     lease = owed()
-    lease.ready(1, 3, 0.0)
+    lease.ready(1, 3)
     lease.finished(TOKENS, 2, 0.0)
     assert lease.tick(SILENCE / 4, working=False) == [Say(Alive(NAME))]
 
@@ -225,7 +225,7 @@ def test_a_commit_is_repeated_until_it_is_confirmed() -> None:
 
 def test_a_piece_that_gets_no_credit_ends_it() -> None:
     lease = owed()
-    lease.ready(1, 1, 0.0)
+    lease.ready(1, 1)
     put(lease, 1, now=1.0)
     lease.heard(Alive(NAME), 8.5)
     assert lease.tick(8.9, working=True) != []
@@ -234,7 +234,7 @@ def test_a_piece_that_gets_no_credit_ends_it() -> None:
 
 def test_credit_for_one_piece_gives_the_others_time() -> None:
     lease = owed()
-    lease.ready(1, 2, 0.0)
+    lease.ready(1, 2)
     put(lease, 1)
     put(lease, 2)
     lease.heard(Credit(NAME, 1), 7.0)
