@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,26 +21,6 @@ from fd_storage_redis.troubles import discovering
 __all__ = ["Routes", "routes_for"]
 
 _READ_SIZE = 128 << 10
-
-
-class Routes(abc.ABC):
-    """Finds the pool of connections for each key."""
-
-    @abc.abstractmethod
-    def groups(self, keys: Sequence[bytes]) -> list[tuple[ConnectionPool, list[int]]]:
-        """Return each pool that holds some of `keys`, with the indices of those keys."""
-
-    @abc.abstractmethod
-    def pools(self) -> list[ConnectionPool]:
-        """Return the pool of every server that takes writes."""
-
-    @abc.abstractmethod
-    def refresh(self) -> None:
-        """Forget where keys are, because a server has failed or said that it no longer holds them."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Close the connections that are not in use."""
 
 
 def routes_for(settings: Settings) -> Routes:
@@ -108,20 +87,28 @@ def _tcp_pool(address: Address, settings: Settings, shared: dict[str, Any]) -> C
     return ConnectionPool(connection_class=cls, host=address.host, port=address.port, **shared, **_tls(settings))
 
 
-class _SingleRoutes(Routes):
+class _SingleRoutes:
+    """Finds the pool of connections for each key: here the only one."""
+
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
 
     def groups(self, keys: Sequence[bytes]) -> list[tuple[ConnectionPool, list[int]]]:
+        """Return each pool that holds some of `keys`, with the indices of those keys."""
         return [(self._pool, list(range(len(keys))))]
 
     def pools(self) -> list[ConnectionPool]:
+        """Return the pool of every server that takes writes."""
         return [self._pool]
 
     def refresh(self) -> None:
-        """Do nothing: each new connection goes to the one address or asks the Sentinels anew."""
+        """Forget where keys are, because a server has failed or said that it no longer holds them.
+
+        One pool knows no such thing: each new connection goes to the one address or asks the Sentinels anew.
+        """
 
     def close(self) -> None:
+        """Close the connections that are not in use."""
         self._pool.disconnect(inuse_connections=False)
 
 
@@ -152,7 +139,7 @@ class _SentinelRoutes(_SingleRoutes):
             sentinel.connection_pool.disconnect(inuse_connections=False)
 
 
-class _ClusterRoutes(Routes):
+class _ClusterRoutes:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._cluster: RedisCluster | None = None
@@ -197,6 +184,9 @@ class _ClusterRoutes(Routes):
                     **_tls(settings),
                 )
         return self._cluster
+
+
+Routes = _SingleRoutes | _ClusterRoutes
 
 
 def _pool_of(cluster: RedisCluster, node: ClusterNode) -> ConnectionPool:

@@ -40,6 +40,14 @@ class Topology(enum.Enum):
     CLUSTER = "cluster"
 
 
+_EXAMPLES: Final = {
+    Topology.SERVER: "redis://127.0.0.1:6379/0",
+    Topology.SOCKET: "unix:///run/redis/redis.sock?db=0",
+    Topology.SENTINEL: "redis+sentinel://10.0.0.1:26379,10.0.0.2:26379/0?master=NAME",
+    Topology.CLUSTER: "redis+cluster://10.0.0.1:6379,10.0.0.2:6379",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Address:
     """Host and port of one server."""
@@ -98,7 +106,7 @@ class Settings:
         topology = Topology(arrangement or ("unix" if base == "unix" else "server"))
         tls = base in ("rediss", "valkeys")
         if not location.rest.startswith("//"):
-            raise ConfigError(f"{location.scheme}: is followed by two slashes", field=_FLAG, hint=_example(topology))
+            raise _no_location(f"{location.scheme}: is followed by two slashes", topology)
         authority, slash, path = location.rest[2:].partition("/")
         login, _, hosts = authority.rpartition("@")
         if "@" in path:
@@ -109,12 +117,12 @@ class Settings:
         addresses: tuple[Address, ...] = ()
         if topology is Topology.SOCKET:
             if hosts or not path:
-                raise ConfigError("a socket is an absolute path", field=_FLAG, hint=_example(topology))
+                raise _no_location("a socket is an absolute path", topology)
             database, shown = read.database(""), f"{location.scheme}:///{path}"
         else:
             addresses = tuple(_address(text, topology) for text in hosts.split(","))
             if topology is Topology.SERVER and len(addresses) != 1:
-                raise ConfigError("one server has one address", field=_FLAG, hint=_example(topology))
+                raise _no_location("one server has one address", topology)
             database, shown = read.database(path), f"{location.scheme}://{hosts}{slash}{path}"
         cert, key = read.file("tls_cert"), read.file("tls_key")
         if (cert is None) != (key is None):
@@ -179,13 +187,11 @@ class _Parameters:
         if path in ("", "/"):
             return asked or 0
         if self.topology is Topology.CLUSTER:
-            raise ConfigError("a cluster has no numbered databases", field=_FLAG, hint=_example(self.topology))
+            raise _no_location("a cluster has no numbered databases", self.topology)
         if asked is not None:
             raise self.wrong("db", "the database is in the path already")
         if (database := _whole(path, 0, _MOST_DATABASES)) is None:
-            raise ConfigError(
-                "what follows the address is not the number of a database", field=_FLAG, hint=_example(self.topology)
-            )
+            raise _no_location("what follows the address is not the number of a database", self.topology)
         return database
 
     def file(self, name: str) -> str | None:
@@ -209,10 +215,8 @@ class _Parameters:
     def master(self) -> str:
         text = self.text("master") or ""
         if self.topology is Topology.SENTINEL and not text:
-            raise ConfigError(
-                "parameter master is missing: the name that the Sentinels have for the primary",
-                field=_FLAG,
-                hint=_example(self.topology),
+            raise _no_location(
+                "parameter master is missing: the name that the Sentinels have for the primary", self.topology
             )
         return text
 
@@ -249,11 +253,11 @@ def _address(text: str, topology: Topology) -> Address:
     host, separator, port = text[1:].partition("]") if bracket else text.partition(":")
     port = port.removeprefix(":") if bracket else port
     if not (_ADDRESS.fullmatch(host) and separator if bracket else _NAME.fullmatch(host)):
-        raise ConfigError("there is an address without the name of a host", field=_FLAG, hint=_example(topology))
+        raise _no_location("there is an address without the name of a host", topology)
     if not port:
         return Address(host, _DEFAULT_PORTS[topology is Topology.SENTINEL])
     if (number := _whole(port, 1, 65535)) is None:
-        raise ConfigError("a port is a number from 1 to 65535", field=_FLAG, hint=_example(topology))
+        raise _no_location("a port is a number from 1 to 65535", topology)
     return Address(host, number)
 
 
@@ -268,10 +272,5 @@ def _spelled(name: str) -> str:
     return repr(name) if re.fullmatch(r"[a-z_]{1,32}", name) else "of that name"
 
 
-def _example(topology: Topology) -> str:
-    return {
-        Topology.SERVER: "write redis://127.0.0.1:6379/0",
-        Topology.SOCKET: "write unix:///run/redis/redis.sock?db=0",
-        Topology.SENTINEL: "write redis+sentinel://10.0.0.1:26379,10.0.0.2:26379/0?master=NAME",
-        Topology.CLUSTER: "write redis+cluster://10.0.0.1:6379,10.0.0.2:6379",
-    }[topology]
+def _no_location(message: str, topology: Topology) -> ConfigError:
+    return ConfigError(message, field=_FLAG, hint=f"write {_EXAMPLES[topology]}")

@@ -125,8 +125,7 @@ class RedisStore(KVStore):
                 self._routes.close()
 
     def _error(self, failure: Exception) -> StoreError:
-        password = self._settings.credentials.password
-        return store_error(failure, self._settings.shown, (password,) if password else ())
+        return store_error(failure, self._settings.shown, self._settings.credentials.password)
 
     def _exists(self, key: bytes) -> bool:
         return self._usable(self._ask([key], [(b"EXISTS",)]), int, 0) == [1]

@@ -48,15 +48,14 @@ _CODES: Final = {
 }
 
 
-def store_error(failure: Exception, where: str, secrets: tuple[str, ...] = ()) -> StoreError:
-    """Return the error to raise for `failure` of the server `where`, with none of `secrets` in its text."""
+def store_error(failure: Exception, where: str, password: str | None = None) -> StoreError:
+    """Return the error to raise for `failure` of the server `where`, with no `password` in its text."""
     cause: BaseException = failure
     while isinstance(cause, failures.RedisClusterException) and cause.__cause__ is not None:
         cause = cause.__cause__  # what stopped the discovery of a cluster
     text = " ".join(str(cause).split())[:_LONGEST_TEXT] or type(cause).__name__
-    for secret in secrets:
-        if len(secret) >= _SHORTEST_SECRET:
-            text = text.replace(secret, "***")
+    if password is not None and len(password) >= _SHORTEST_SECRET:
+        text = text.replace(password, "***")
     return StoreError(_trouble(cause), f"{where}: {text}")
 
 
