@@ -1,7 +1,7 @@
 """Streaming detokenization with stop strings.
 
 Laws, each a property test:
-1. The texts of all pushes and of `flush`, joined, equal `Tokenizer.decode` of all tokens, however they were cut.
+1. The texts of all pushes and of `flush`, joined, are those of all tokens' bytes at once, however they were cut.
 2. No text ends within a character, and none holds the stop string or anything after it.
 3. Text is held back only where it may be the beginning of a stop string, or bytes of an unfinished character.
 
@@ -37,12 +37,11 @@ class IncrementalDetokenizer:
     """Turns the tokens of one generation into text as they come.
 
     Of several stop strings the one that is complete first wins; of those complete at the same character, the
-    longest. `include_stop` lets the text end with the stop string. `text_start` says that the tokens begin a text
-    (as `Tokenizer.decode` takes them) and do not continue a prompt; it matters only for tokenizers that put a
-    space before the first word. Raises `BadRequest` for an empty stop string.
+    longest. `include_stop` lets the text end with the stop string. The tokens continue a prompt: unlike in
+    `Tokenizer.decode`, a space before the first word stays. Raises `BadRequest` for an empty stop string.
     """
 
-    __slots__ = ("_drop_space", "_first", "_held", "_include_stop", "_pending", "_stops", "_table", "stopped_by")
+    __slots__ = ("_first", "_held", "_include_stop", "_pending", "_stops", "_table", "stopped_by")
 
     def __init__(
         self,
@@ -51,7 +50,6 @@ class IncrementalDetokenizer:
         skip_special: bool = True,
         stop: Sequence[str] = (),
         include_stop: bool = False,
-        text_start: bool = False,
     ) -> None:
         if not all(stop):
             raise BadRequest("a stop string must not be empty", field="stop")
@@ -59,7 +57,6 @@ class IncrementalDetokenizer:
         self._stops = tuple(dict.fromkeys(stop))
         self._first = {each[0]: tuple(s for s in self._stops if s[0] == each[0]) for each in self._stops}
         self._include_stop = include_stop
-        self._drop_space = text_start and tokenizer.decoding.drops_first_space
         self._pending = b""
         self._held = ""
         self.stopped_by: str | None = None
@@ -85,7 +82,7 @@ class IncrementalDetokenizer:
         """Return the text that was held back until the end. Bytes of an unfinished character become U+FFFD."""
         if self.stopped_by is not None:
             return TextDelta("", self.stopped_by)
-        text = self._started(utf_8_decode(self._pending, "replace", True)[0])
+        text = utf_8_decode(self._pending, "replace", True)[0]
         self._pending = b""
         released = self._released(text)
         if self.stopped_by is None:
@@ -103,12 +100,6 @@ class IncrementalDetokenizer:
                 data += table[token_id]
         text, used = utf_8_decode(data, "replace", False)
         self._pending = data[used:]
-        return self._started(text)
-
-    def _started(self, text: str) -> str:
-        if self._drop_space and text:
-            self._drop_space = False
-            return text.removeprefix(" ")
         return text
 
     def _released(self, text: str) -> str:

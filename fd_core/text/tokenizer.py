@@ -65,7 +65,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD.
 
-        Equals what `IncrementalDetokenizer` streams. Raises `BadRequest` for a negative id.
+        A space that the encoder put before the first word is left out. Raises `BadRequest` for a negative id.
         """
         text = self.bytes_of(ids, skip_special).decode("utf-8", "replace")
         return text[1:] if self.decoding.drops_first_space and text.startswith(" ") else text
