@@ -25,7 +25,7 @@ def list_() -> None:
     table = Table("Model", "About", "Size", "Here")
     for model in list_models():
         size = f"{model.size / 1e6:,.0f} MB"
-        table.add_row(model.name, model.about, size, "yes" if model.cached else "no")
+        table.add_row(model.name, model.about, size, "no" if model.path is None else "yes")
     console = Console()
     console.print(table)
     console.print("A folder with safetensors, a .gguf file or a Hugging Face name can be served as well.")

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from fd_core.config import EngineConfig
 from fd_core.engine.assets import find_assets
+from fd_core.models.fetching.progress import ProgressSink
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.tokenizer import Tokenizer
 
@@ -39,10 +40,10 @@ class LocalModel:
     """None if the model cannot chat."""
 
 
-class StartupBars:
+class StartupBars(ProgressSink):
     """Draws a bar for each thing that takes a while: a download, the weights, the warm-up.
 
-    It is the `ProgressSink` of downloads and, called, the `StartProgress` of engines.
+    Called, it is the `StartProgress` of engines.
     """
 
     def __init__(self, bars: Progress) -> None:

@@ -16,7 +16,7 @@ from fd_core.cache_dir import find_cache_dir
 from fd_core.errors import ModelError
 from fd_core.models.fetching import hub, packaged
 from fd_core.models.fetching.packaged import PackagedModel
-from fd_core.models.fetching.progress import NoProgress, ProgressSink
+from fd_core.models.fetching.progress import ProgressSink
 
 __all__ = ["KNOWN", "ListedModel", "ProgressSink", "ResolvedModel", "list_models", "resolve_model"]
 
@@ -55,14 +55,8 @@ class ListedModel:
 
     name: str
     about: str
-    source: Source
     size: int
     path: Path | None
-
-    @property
-    def cached(self) -> bool:
-        """Whether it is on this machine."""
-        return self.path is not None
 
 
 def resolve_model(
@@ -80,7 +74,7 @@ def resolve_model(
     Face's own. With `offline`, and for whatever is cached, no network is touched; a cached model that was
     changed or cut short is downloaded again. Raises `ModelError` that says what is accepted.
     """
-    sink = progress or NoProgress()
+    sink = progress or ProgressSink()
     known = next((model for model in KNOWN if model.name == name.lower()), None)
     if known is not None:
         _refuse_revision(name, revision)
@@ -107,12 +101,9 @@ def resolve_model(
 def list_models(*, cache_dir: Path | None = None) -> list[ListedModel]:
     """Return the models with a short name, then those of Hugging Face's cache; no network is touched."""
     cache = find_cache_dir(cache_dir)
-    listed = [
-        ListedModel(model.name, model.about, "packaged", model.size, packaged.find(model, cache)) for model in KNOWN
-    ]
+    listed = [ListedModel(model.name, model.about, model.size, packaged.find(model, cache)) for model in KNOWN]
     listed += [
-        ListedModel(name, "from Hugging Face", "hub", size, path)
-        for name, size, path in hub.cached(_hub_cache(cache_dir))
+        ListedModel(name, "from Hugging Face", size, path) for name, size, path in hub.cached(_hub_cache(cache_dir))
     ]
     return listed
 

@@ -110,7 +110,7 @@ def test_a_known_model_is_fetched_once_and_reported(index: Index, cache: Path) -
 def test_a_damaged_cache_entry_is_fetched_again(index: Index, cache: Path, damage: bytes) -> None:
     path = resolve_model("tiny", cache_dir=cache).path
     path.write_bytes(damage)
-    assert not list_models(cache_dir=cache)[0].cached
+    assert list_models(cache_dir=cache)[0].path is None
     assert resolve_model("tiny", cache_dir=cache).path.read_bytes() == CONTENT
     assert index.downloads == 2
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
-__all__ = ["NoProgress", "ProgressSink", "report_growth"]
+__all__ = ["ProgressSink", "report_growth"]
 
 
-class ProgressSink(Protocol):
-    """Receives the progress of one task at a time: `start`, any number of `advance`, `finish`."""
+class ProgressSink:
+    """Receives the progress of one task at a time: `start`, any number of `advance`, `finish`.
+
+    The base class shows nothing.
+    """
 
     def start(self, description: str, total_bytes: int | None) -> None:
         """Begin a task; `total_bytes` is None where it is not known."""
@@ -20,19 +22,6 @@ class ProgressSink(Protocol):
 
     def finish(self) -> None:
         """End the task, whether it succeeded or not."""
-
-
-class NoProgress:
-    """A sink that shows nothing."""
-
-    def start(self, description: str, total_bytes: int | None) -> None:
-        """Ignore the task."""
-
-    def advance(self, count: int) -> None:
-        """Ignore the bytes."""
-
-    def finish(self) -> None:
-        """Ignore the end."""
 
 
 def report_growth(folder: Path, sink: ProgressSink, wait: Callable[[float], bool]) -> None:
