@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -25,6 +25,8 @@ from fd_core.text.detokenizer import IncrementalDetokenizer
 from fd_core.types import Delta, FinishReason, PrefillOutcome, RequestSpec, SamplingParams, TokenLogprobs
 
 __all__ = ["ChoiceStream", "Generation", "Job", "TextChunk"]
+
+Deltas = AsyncGenerator[Delta, None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,13 +68,6 @@ class TextChunk(NamedTuple):
     stop_reason: str | int | None = None
 
 
-class _Deltas(Protocol):
-    """What `EngineClient.submit` returns."""
-
-    async def __anext__(self) -> Delta: ...
-    async def aclose(self) -> None: ...
-
-
 class ChoiceStream:
     """One text that is being generated."""
 
@@ -81,7 +76,7 @@ class ChoiceStream:
         *("cached_tokens", "finished", "index", "prefill", "prompt_index", "tokens"),
     )
 
-    def __init__(self, state: ServerState, job: Job, spec: RequestSpec, deltas: _Deltas, index: int) -> None:
+    def __init__(self, state: ServerState, job: Job, spec: RequestSpec, deltas: Deltas, index: int) -> None:
         self.index = index
         self.prompt_index = index // job.n
         self.tokens = 0
@@ -200,7 +195,7 @@ class Generation:
         left = kind is not None and issubclass(kind, asyncio.CancelledError)
         await self._close("disconnect" if left else "error")
 
-    async def each(self, follow: Callable[[ChoiceStream], Awaitable[None]]) -> None:
+    async def each(self, follow: Callable[[ChoiceStream], Coroutine[Any, Any, None]]) -> None:
         """Run `follow` for every choice, at the same time; the first error ends all."""
         if len(self.choices) == 1:
             await follow(self.choices[0])
@@ -208,7 +203,7 @@ class Generation:
         try:
             async with asyncio.TaskGroup() as group:
                 for choice in self.choices:
-                    group.create_task(_run(follow, choice))
+                    group.create_task(follow(choice))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
@@ -236,7 +231,7 @@ class Generation:
             cache_salt=job.cache_salt,
             prefill_at=job.prefill_at,
         )
-        deltas = cast(_Deltas, client.submit(spec))
+        deltas = cast(Deltas, client.submit(spec))
         await self._open.enter_async_context(aclosing(deltas))
         self.choices.append(ChoiceStream(self._state, job, spec, deltas, index))
 
@@ -248,7 +243,3 @@ class Generation:
             for choice in self.choices:
                 choice.give_up(outcome)
             self._state.active.leave(self._job.request_id, self._engine_ids)
-
-
-async def _run(follow: Callable[[ChoiceStream], Awaitable[None]], choice: ChoiceStream) -> None:
-    await follow(choice)
