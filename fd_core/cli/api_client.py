@@ -53,16 +53,15 @@ def base_url(text: str) -> str:
 class ApiClient:
     """A connection to one server; an asynchronous context manager."""
 
-    def __init__(self, url: str, api_key: str | None = None, connections: int = 0) -> None:
+    def __init__(self, url: str, api_key: str | None = None) -> None:
         self.url = base_url(url)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._connections = connections
 
     async def __aenter__(self) -> Self:
-        """Open the connection pool; `connections` bounds it, 0 means no bound."""
+        """Open the connection pool, which has no bound."""
         self._session = aiohttp.ClientSession(
             headers=self._headers,
-            connector=aiohttp.TCPConnector(limit=self._connections),
+            connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
             read_bufsize=_LONGEST_LINE,
             trust_env=True,

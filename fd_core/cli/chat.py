@@ -110,10 +110,8 @@ def _chat_backend(model: str | None, url: str | None, given: Given) -> Iterator[
     from fd_core.cli.loop_thread import LoopThread
 
     with LoopThread() as loop, contextlib.ExitStack() as stack:
-        if url is not None:
-            yield loop, *_remote(loop, stack, url, model, given)
-        else:
-            yield loop, *_local(loop, stack, model, given)
+        parts = _local(loop, stack, model, given) if url is None else _remote(loop, stack, url, model, given)
+        yield loop, *parts
 
 
 def _remote(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +9,8 @@ from typing import Any, Final
 
 import msgspec
 
-from fd_core.cli.flags import API_KEY_FILE, GATEWAY_FLAGS, ROUTER_FLAGS, Flag, Given
-from fd_core.cli.settings import merge_layers, read_file, read_layer, settings_path
+from fd_core.cli.flags import API_KEY_FILE, GATEWAY_FLAGS, ROUTER_FLAGS, Given
+from fd_core.cli.settings import merge_layers, read_table, settings_path, take_settings
 from fd_core.errors import ConfigError
 from fd_core.router.config import RouterConfig, router_config
 from fd_core.router.gateway.config import GatewayConfig
@@ -86,26 +84,9 @@ def _check_workers(gateway: GatewayConfig) -> None:
 
 def _file_layer(path: Path) -> tuple[dict[str, Any], RouterConfig]:
     """Read a TOML or JSON file: keys named like the flags, and those of the router itself."""
-    data = read_file(path)
-    kind = "JSON" if path.suffix.lower() == ".json" else "TOML"
+    table = read_table(path)
+    layer = take_settings(table, path, (flag for flag in _FLAGS.values() if flag.field not in _OF_ROUTER), _ALSO)
     try:
-        table = json.loads(data) if kind == "JSON" else tomllib.loads(data.decode())
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the settings file {path} is not valid {kind}: {error}", field="--config") from error
-    if not isinstance(table, dict):
-        raise ConfigError(f"the settings file {path} is not a table of settings", field="--config")
-    known = {flag.key: flag for flag in _FLAGS.values() if flag.field not in _OF_ROUTER}
-    raw: dict[Flag, Any] = {}
-    for key in list(table):
-        name = key.replace("_", "-")
-        flag = known.get(_ALSO.get(name, name))
-        if flag is None:
-            continue
-        if flag in raw:
-            raise ConfigError(f"{path}: {flag.key!r} is given twice", field="--config")
-        raw[flag] = table.pop(key)
-    try:
-        router = router_config(table)
+        return layer, router_config(table)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}", field="--config", hint=error.hint) from error
-    return read_layer(raw, lambda flag: f"{flag.key} in {path}"), router

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -12,11 +13,12 @@ from typing import Any, Final
 import msgspec
 
 from fd_core.cli.flags import API_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, SERVER_FLAGS, Flag, Given
+from fd_core.cli.values import read_text
 from fd_core.config import EngineConfig, ServerConfig
 from fd_core.constraints import parse_switch
 from fd_core.errors import ConfigError
 
-__all__ = ["Settings", "merge", "merge_layers", "read_file", "read_layer", "settings_path"]
+__all__ = ["Settings", "merge", "merge_layers", "read_table", "settings_path", "take_settings"]
 
 _FLAGS: Final = {flag.field: flag for flag in (*ENGINE_FLAGS, *SERVER_FLAGS, API_KEY_FILE)}
 _SERVER_FIELDS: Final = frozenset(flag.field for flag in SERVER_FLAGS)
@@ -27,7 +29,6 @@ _OLDER_SWITCHES: Final = (
     ("FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST", "save_preempted_kv", (False, True)),
 )
 """Switches of FastDeploy that are not named like a flag: variable, field, and its values for no and yes."""
-_MAX_FILE_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +80,8 @@ def merge_layers(
     typed = {flag: given[name] for name, flag in flags.items() if name in given}
     merged = dict(file)
     for layer in (
-        read_layer(variables | dict(older or {}), lambda flag: flag.variable),
-        read_layer(typed, lambda flag: flag.flag),
+        _read_layer(variables | dict(older or {}), lambda flag: flag.variable),
+        _read_layer(typed, lambda flag: flag.flag),
     ):
         for group in _EXCLUSIVE:
             if not layer.keys().isdisjoint(group):
@@ -126,7 +127,7 @@ def _older_variables(environment: Mapping[str, str]) -> dict[Flag, Any]:
     return older
 
 
-def read_layer(raw: Mapping[Flag, Any], called: Callable[[Flag], str]) -> dict[str, Any]:
+def _read_layer(raw: Mapping[Flag, Any], called: Callable[[Flag], str]) -> dict[str, Any]:
     """Parse one source's values; `called` says what a flag is called in that source."""
     layer: dict[str, Any] = {}
     for flag, value in raw.items():
@@ -145,42 +146,53 @@ def read_layer(raw: Mapping[Flag, Any], called: Callable[[Flag], str]) -> dict[s
     return layer
 
 
-def read_file(path: Path) -> bytes:
-    """Return a settings file. Raises `ConfigError` if it cannot be read or is too large."""
+def read_table(path: Path) -> dict[str, Any]:
+    """Return the content of a settings file: TOML, or JSON if it is called so. Raises `ConfigError` naming the file."""
+    kind = "JSON" if path.suffix.lower() == ".json" else "TOML"
     try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_FILE_BYTES + 1)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise ConfigError(f"cannot read the settings file {path}: {reason}", field="--config") from error
-    if len(data) > _MAX_FILE_BYTES:
-        raise ConfigError(f"the settings file {path} is larger than {_MAX_FILE_BYTES:,} bytes", field="--config")
-    return data
+        text = read_text(path)
+    except ValueError as error:
+        raise ConfigError(f"--config: {error}", field="--config") from error
+    try:
+        table = json.loads(text) if kind == "JSON" else tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the settings file {path} is not valid {kind}: {error}", field="--config") from error
+    if not isinstance(table, dict):
+        raise ConfigError(f"the settings file {path} is not a table of settings", field="--config")
+    return table
+
+
+def take_settings(
+    table: dict[str, Any], path: Path, flags: Iterable[Flag], spellings: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Take the keys of `flags` out of a file's table and return their values by field.
+
+    `spellings` are other names of keys. Raises `ConfigError` for a value that cannot be, or a key given twice.
+    """
+    known = {flag.key: flag for flag in flags}
+    raw: dict[Flag, Any] = {}
+    for key in list(table):
+        name = key.replace("_", "-")
+        flag = known.get((spellings or {}).get(name, name))
+        if flag is None:
+            continue
+        if flag in raw:
+            raise ConfigError(f"{path}: {flag.key!r} is given twice", field="--config")
+        raw[flag] = table.pop(key)
+    return _read_layer(raw, lambda flag: f"{flag.key} in {path}")
 
 
 def _file_layer(path: Path) -> dict[str, Any]:
-    try:
-        table = tomllib.loads(read_file(path).decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the settings file {path} is not valid TOML: {error}", field="--config") from error
-    known = {flag.key: flag for flag in _FLAGS.values()}
-    raw: dict[Flag, Any] = {}
+    table = read_table(path)
     model = table.pop("model", None)
     if model is not None and not isinstance(model, str):
         raise ConfigError(f"model in {path}: {model!r} is not a text", field="--config")
-    for key, value in table.items():
-        flag = known.get(key.replace("_", "-"))
-        if flag is None:
-            close = difflib.get_close_matches(key.replace("_", "-"), known, n=1)
-            raise ConfigError(
-                f"{path}: there is no setting {key!r}",
-                field="--config",
-                hint=f"did you mean {close[0]!r}?" if close else "settings are named like the flags",
-            )
-        if flag in raw:
-            raise ConfigError(f"{path}: {flag.key!r} is given twice", field="--config")
-        raw[flag] = value
-    layer = read_layer(raw, lambda flag: f"{flag.key} in {path}")
-    if model is not None:
-        layer["model"] = model
-    return layer
+    layer = take_settings(table, path, _FLAGS.values())
+    for key in table:
+        close = difflib.get_close_matches(key.replace("_", "-"), [flag.key for flag in _FLAGS.values()], n=1)
+        raise ConfigError(
+            f"{path}: there is no setting {key!r}",
+            field="--config",
+            hint=f"did you mean {close[0]!r}?" if close else "settings are named like the flags",
+        )
+    return layer if model is None else {**layer, "model": model}

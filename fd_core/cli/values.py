@@ -15,7 +15,7 @@ import msgspec
 from fd_core.config import SpeculativeConfig
 from fd_core.errors import ConfigError
 
-__all__ = ["Parser", "jinja", "keys", "keys_in_file", "secret_in_file", "speculation", "text"]
+__all__ = ["Parser", "jinja", "keys", "keys_in_file", "read_text", "secret_in_file", "speculation", "text"]
 
 Parser = Callable[[Any], Any]
 
@@ -44,7 +44,7 @@ def keys(value: Any) -> tuple[str, ...]:
 
 def keys_in_file(path: Any) -> tuple[str, ...]:
     """Return the API keys in a file, one a line."""
-    lines = _read(Path(text(path))).splitlines()
+    lines = read_text(Path(text(path))).splitlines()
     return keys([line.strip() for line in lines if line.strip()])
 
 
@@ -62,10 +62,11 @@ def jinja(value: Any) -> str:
         raise ValueError(f"{value!r} is neither a file nor a template")
     if "{{" in value or "{%" in value:
         return value
-    return _read(Path(value))
+    return read_text(Path(value))
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of a file of at most 1 MiB."""
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_FILE_BYTES + 1)

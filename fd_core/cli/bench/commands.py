@@ -50,7 +50,7 @@ def latency(
     json: Json = None,
 ) -> None:
     """One stream at a time: time to first token and per output token."""
-    from fd_core.cli.bench.offline import generate
+    from fd_core.cli.bench.measuring import generate
     from fd_core.cli.bench.results import report
     from fd_core.cli.bench.workload import synthetic_ids
 
@@ -84,7 +84,7 @@ def throughput(
     json: Json = None,
 ) -> None:
     """A batch of requests at once: tokens per second."""
-    from fd_core.cli.bench.offline import generate
+    from fd_core.cli.bench.measuring import generate
     from fd_core.cli.bench.results import report
     from fd_core.cli.bench.workload import synthetic_ids
 
@@ -141,8 +141,8 @@ def serve(
 ) -> None:
     """Requests over HTTP to a running server: latencies as its users see them, and goodput."""
     from fd_core.cli.api_client import ApiClient
+    from fd_core.cli.bench.measuring import measure
     from fd_core.cli.bench.results import objectives, report
-    from fd_core.cli.bench.serve import measure
     from fd_core.cli.bench.workload import arrivals, from_file, synthetic
     from fd_core.cli.settings import merge
 
