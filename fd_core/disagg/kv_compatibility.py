@@ -24,8 +24,6 @@ class KVCompatibility(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
 
 
 _NAMES: Final = {
@@ -35,8 +33,6 @@ _NAMES: Final = {
     "num_layers": "the number of layers",
     "num_kv_heads": "the number of KV heads",
     "head_dim": "the size of a head",
-    "tensor_parallel_size": "the tensor parallel size",
-    "pipeline_parallel_size": "the pipeline parallel size",
     "model": "the model (weights, tokenizer, dtype or layout of the KV)",
 }
 """Every field with its name for people, in the order in which differences are looked for. The digest of the model

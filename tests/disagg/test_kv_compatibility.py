@@ -12,8 +12,6 @@ OTHER: dict[str, object] = {
     "num_layers": 7,
     "num_kv_heads": 7,
     "head_dim": 7,
-    "tensor_parallel_size": 2,
-    "pipeline_parallel_size": 2,
 }
 
 
