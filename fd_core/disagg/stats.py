@@ -46,8 +46,6 @@ class SenderStats(_SideStats, frozen=True, kw_only=True):
 
     open_leases: int = 0
     """Gauge: leases that are not over."""
-    open_sends: int = 0
-    """Gauge: sends that were not completed, whose blocks are pinned therefore."""
     leases: int = 0
     """Leases that were accepted."""
     refused: Annotated[

@@ -18,8 +18,7 @@ from fd_core.engine.kv_offload import KVStorage, kv_identity, open_kv_storage, s
 from fd_core.engine.kv_transfer import open_kv_transfer, require_role
 from fd_core.engine.messages import EngineInfo
 from fd_core.errors import ConfigError
-from fd_core.kv.locked_kv_cache import LockedKVCache
-from fd_core.kv.port import CompletionQueue, JoinedKVPort
+from fd_core.kv.port import CompletionQueue, JoinedKVPort, LockedKVCache
 from fd_core.plugins import CONNECTOR, DRAFTER, SCHEDULER, SCHEDULING_POLICY, VICTIMS, installed_plugins
 from fd_core.runner.drafting import Drafter, make_drafter
 from fd_core.runner.runner import Runner

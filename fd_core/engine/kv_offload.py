@@ -11,8 +11,7 @@ from typing import Final
 
 from fd_core.config import EngineConfig
 from fd_core.errors import ConfigError, ModelError
-from fd_core.kv.locked_kv_cache import LockedKVCache
-from fd_core.kv.port import CompletionQueue
+from fd_core.kv.port import CompletionQueue, LockedKVCache
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.kv.stores.contract import StoreError
 from fd_core.kv.stores.envelope import Compression, Envelope

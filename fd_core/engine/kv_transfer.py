@@ -17,8 +17,7 @@ from fd_core.disagg.kv_compatibility import KVCompatibility
 from fd_core.disagg.prefill.sender import Sender
 from fd_core.errors import ConfigError
 from fd_core.kv.block_format import BlockFormat
-from fd_core.kv.locked_kv_cache import LockedKVCache
-from fd_core.kv.port import CompletionQueue
+from fd_core.kv.port import CompletionQueue, LockedKVCache
 from fd_core.kv.stores.contract import KVStore
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.kv.stores.location import parse_location

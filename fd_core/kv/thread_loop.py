@@ -43,16 +43,6 @@ class ThreadLoop:
         self._poller = zmq.Poller()
         self._readers: dict[Any, Job] = {}
 
-    @property
-    def alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
-
-    @property
-    def name(self) -> str:
-        """The thread's name."""
-        return self._thread.name
-
     def start(self) -> None:
         """Start the thread; jobs that were posted before are done first."""
         self._thread.start()
@@ -121,7 +111,8 @@ class ThreadLoop:
                     self._do(self._jobs.popleft())
                 if stopping:
                     return
-                seconds = self._next()
+                pause = self._do(self._turn)
+                seconds = 1.0 if pause is None else max(0.0, pause)
         finally:
             with self._lock:
                 self._stopping = True  # whatever ended the loop: nothing that is posted from here on would be done
@@ -139,10 +130,6 @@ class ThreadLoop:
                 with contextlib.suppress(BlockingIOError):
                     ear.recv(16)
             return len(self._jobs), self._stopping
-
-    def _next(self) -> float:
-        seconds = self._do(self._turn)
-        return 1.0 if seconds is None else max(0.0, seconds)
 
     def _do(self, job: Callable[[], _Result]) -> _Result | None:
         try:

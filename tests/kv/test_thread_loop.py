@@ -22,7 +22,7 @@ def test_jobs_are_done_in_order_and_the_end_comes_last() -> None:
         assert loop.post(lambda number=number: done.append(number))
     loop.stop()
     assert not loop.post(lambda: done.append("late"))
-    assert loop.join(10) and not loop.alive
+    assert loop.join(10) and not loop._thread.is_alive()
     assert done == ["before the start", *range(100), "end"]
 
 

@@ -232,7 +232,6 @@ class PrefillConnections:
             self._gone(lease, reason)
 
     def _read(self, peer: Peer) -> None:
-        """Take in messages that arrived, at most a batch of them."""
         for _ in range(_BATCH):
             if peer.socket is None:
                 return

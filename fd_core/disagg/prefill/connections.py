@@ -92,7 +92,6 @@ class DecodeConnections:
         self._context.term()
 
     def _read(self) -> None:
-        """Take in messages that arrived, at most a batch of them."""
         for _ in range(_BATCH):
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)

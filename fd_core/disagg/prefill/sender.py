@@ -144,7 +144,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
 
     def stats(self) -> SenderStats:
         """Return counters and gauges."""
-        return self._tally.read(SenderStats, open_leases=len(self._leases), open_sends=len(self._pending))
+        return self._tally.read(SenderStats, open_leases=len(self._leases))
 
     def _complete_all(self, reason: str) -> None:
         for operation in self._pending.numbers():

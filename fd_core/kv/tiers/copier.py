@@ -72,7 +72,7 @@ class Copier:
         self._host.touch(keys[:host])
         self._tally.add("host_hit_blocks", host)
         if missing and self._reader.ready():
-            self._reader.look_up(lookup, host, missing)
+            self._reader.loop.post(partial(self._reader.look_up, lookup, host, missing))
         else:
             self._pending.finish(found)
 
@@ -142,10 +142,13 @@ class Copier:
         if missing and self._reader.ready():
             job.missing.extend(missing)
             for _ in range(2):  # one batch is copied while the next is fetched
-                self._reader.fetch(job, self._deliver)
+                self._fetch_more(job)
         elif missing:
             job.end = missing[0]
         self._advance(job)
+
+    def _fetch_more(self, job: LoadJob) -> None:
+        self._reader.loop.post(partial(self._reader.fetch, job, self._deliver))
 
     def _deliver(self, job: LoadJob, arrays: list[tuple[int, HostArray]], end: int | None) -> None:
         self.loop.post(partial(self._take, job, arrays, end))
@@ -163,7 +166,7 @@ class Copier:
         if end is not None:
             job.end = end
         else:
-            self._reader.fetch(job, self._deliver)
+            self._fetch_more(job)
         self._advance(job)
 
     def _advance(self, job: LoadJob) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.effects import Found, Load, Loaded, Lookup, Saved
@@ -44,7 +43,7 @@ Deliver = Callable[[LoadJob, list[tuple[int, HostArray]], int | None], None]
 
 
 class StoreReader:
-    """Reads the store. Jobs are posted by any thread and done in order on the reader's own.
+    """Reads the store. Lookups and fetches are jobs of `loop`, posted by any thread and done in order.
 
     A load is fetched batch by batch; whoever took a batch asks for the next, so that the values of one load that wait
     to be copied are bounded and loads take turns.
@@ -84,13 +83,6 @@ class StoreReader:
 
     def look_up(self, lookup: Lookup, host: int, missing: Sequence[int]) -> None:
         """Complete a lookup: the host tier has the leading `host` keys and all but those at the indices `missing`."""
-        self.loop.post(partial(self._look_up, lookup, host, missing))
-
-    def fetch(self, job: LoadJob, deliver: Deliver) -> None:
-        """Fetch a load's next batch of missing keys, if there is one, and deliver it."""
-        self.loop.post(partial(self._fetch, job, deliver))
-
-    def _look_up(self, lookup: Lookup, host: int, missing: Sequence[int]) -> None:
         if lookup.operation not in self._pending:
             return
         keys = lookup.keys
@@ -112,7 +104,8 @@ class StoreReader:
             raise ValueError("longest_prefix returned no number of keys")
         return found
 
-    def _fetch(self, job: LoadJob, deliver: Deliver) -> None:
+    def fetch(self, job: LoadJob, deliver: Deliver) -> None:
+        """Fetch a load's next batch of missing keys, if there is one, and deliver it."""
         keys = job.effect.keys
         count = min(self._block.batch, len(job.missing))
         batch = [job.missing.popleft() for _ in range(count)]
