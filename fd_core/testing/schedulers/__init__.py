@@ -1,4 +1,13 @@
 """The scheduler kit: drives any scheduler through the public contract, beside an auditor that knows the law.
 
-`fdcore conformance --scheduler NAME` runs it; `docs/write-a-scheduler.md` shows a whole plugin.
+    @pytest.mark.parametrize("case", kit_cases(), ids=str)
+    def test_it_keeps_the_law(case):
+        case.check(find_scheduler("mine"))
+
+`fdcore conformance --scheduler NAME` runs the same cases; `docs/write-a-scheduler.md` shows a whole plugin.
 """
+
+from fd_core.testing.schedulers.cases import KitCase, kit_cases
+from fd_core.testing.schedulers.target import SchedulerTarget, find_scheduler
+
+__all__ = ["KitCase", "SchedulerTarget", "find_scheduler", "kit_cases"]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fd_core.errors import FdError
+from fd_core.testing.schedulers.cases import QUICK_EXAMPLES
 from fd_core.testing.schedulers.target import SchedulerTarget, find_scheduler
 
-_EXAMPLES, _QUICK_EXAMPLES = 120, 20
+_EXAMPLES = 120
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -32,4 +33,4 @@ def target(request: pytest.FixtureRequest) -> SchedulerTarget:
 @pytest.fixture(scope="session")
 def examples(request: pytest.FixtureRequest) -> int:
     """Random sequences of calls."""
-    return _QUICK_EXAMPLES if request.config.getoption("--fd-quick") else _EXAMPLES
+    return QUICK_EXAMPLES if request.config.getoption("--fd-quick") else _EXAMPLES

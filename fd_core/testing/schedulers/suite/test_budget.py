@@ -190,8 +190,7 @@ def test_what_a_preempted_request_was_to_take_goes_to_others(target: SchedulerTa
 @pytest.mark.law("2.4")
 def test_blocks_grow_whatever_the_budget_is(target: SchedulerTarget) -> None:
     """Four decodes take the whole budget when all of them need a block at once."""
-    specs = [greedy(f"r{index}", prompt_of(4, index), 20) for index in range(4)]
-    driver = drive(target, *specs, num_kv_blocks=64, max_num_batched_tokens=4)
+    driver = drive(target, *decoding(4), num_kv_blocks=64, max_num_batched_tokens=4)
     until_all_decode(driver, 4)
     for _ in range(10):
         plan = driver.plan()
