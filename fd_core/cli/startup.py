@@ -103,14 +103,8 @@ def find_model(config: EngineConfig, chat_template: str | None, bars: StartupBar
     Raises `ConfigError`, `ModelError` or `PluginError`.
     """
     found = find_assets(config, bars)
-    tokenizer = found.tokenizer
-    if chat_template is not None:
-        template: ChatTemplate | None = ChatTemplate(chat_template, tokenizer.bos_token, tokenizer.eos_token)
-    else:
-        template = ChatTemplate.of(tokenizer) if tokenizer.chat_template is not None else None
-    if template is not None:
-        template.check()
-    return LocalModel(msgspec.structs.replace(found.config, model=found.name), found.path, tokenizer, template)
+    template = ChatTemplate.of(found.tokenizer, chat_template)
+    return LocalModel(msgspec.structs.replace(found.config, model=found.name), found.path, found.tokenizer, template)
 
 
 @contextlib.asynccontextmanager

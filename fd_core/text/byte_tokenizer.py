@@ -8,7 +8,7 @@ from __future__ import annotations
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from fd_core.text.token_bytes import Decoding
+from fd_core.text.token_bytes import Decoding, byte_level
 from fd_core.text.tokenizer import Tokenizer
 
 __all__ = ["END_ID", "byte_tokenizer"]
@@ -28,4 +28,4 @@ def byte_tokenizer() -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(_END, special=True)])
-    return Tokenizer(backend=backend, decoding=Decoding("byte_level"), eos_id=END_ID, chat_template=_TEMPLATE)
+    return Tokenizer(backend=backend, decoding=Decoding(byte_level), eos_id=END_ID, chat_template=_TEMPLATE)

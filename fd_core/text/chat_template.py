@@ -48,21 +48,17 @@ class ChatTemplate:
     now: Callable[[], datetime] = datetime.now
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, now: Callable[[], datetime] = datetime.now) -> Self:
-        """Return the template that came with a tokenizer; `ModelError` if there is none or it does not compile."""
-        if tokenizer.chat_template is None:
-            raise ModelError(
-                "the model has no chat template",
-                field="chat_template",
-                hint="use the completions endpoint, or give a template",
-            )
-        template = cls(tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token, now)
-        template.check()
-        return template
+    def of(cls, tokenizer: Tokenizer, source: str | None = None) -> Self | None:
+        """Return the template of `source`, else the one that came with the tokenizer, if any did.
 
-    def check(self) -> None:
-        """Compile the template; `ModelError` with the line if it is not valid."""
-        _ = self._compiled
+        Raises `ModelError` with the line if it does not compile.
+        """
+        source = tokenizer.chat_template if source is None else source
+        if source is None:
+            return None
+        template = cls(source, tokenizer.bos_token, tokenizer.eos_token)
+        _ = template._compiled
+        return template
 
     def render(
         self,

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from fd_core.errors import ModelError
 from fd_core.models.loading.checkpoint import GgmlTokenizerSource
-from fd_core.text.token_bytes import Decoding
+from fd_core.text.token_bytes import Decoding, byte_level, sentencepiece
 
 __all__ = ["build"]
 
@@ -152,7 +152,7 @@ def _byte_level(metadata: _Metadata) -> tuple[Tokenizer, Decoding]:
     tokenizer.decoder = decoders.ByteLevel()
     _add_tokens(tokenizer, metadata)
     _add_ends(tokenizer, metadata, bos=metadata.flag("add_bos_token", pre.adds_bos))
-    return tokenizer, Decoding("byte_level")
+    return tokenizer, Decoding(byte_level)
 
 
 def _pre(metadata: _Metadata) -> _Pre:
@@ -189,7 +189,7 @@ def _sentencepiece(metadata: _Metadata) -> tuple[Tokenizer, Decoding]:
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
     _add_tokens(tokenizer, metadata)
     _add_ends(tokenizer, metadata, bos=metadata.flag("add_bos_token", True))
-    return tokenizer, Decoding("sentencepiece", drops_first_space=prefixed)
+    return tokenizer, Decoding(sentencepiece, drops_first_space=prefixed)
 
 
 def _merges_from_scores(metadata: _Metadata) -> list[tuple[str, str]]:

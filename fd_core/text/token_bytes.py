@@ -7,7 +7,7 @@ SentencePiece-style BPE (`▁` for a space, `<0xAB>` for a byte that has no toke
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -22,17 +22,12 @@ _SPACE = "\u2581"
 class Decoding:
     """How tokens become bytes.
 
-    `family` is "byte_level" or "sentencepiece". With `drops_first_space`, a text that begins at the first token
+    `to_bytes` is `byte_level` or `sentencepiece`. With `drops_first_space`, a text that begins at the first token
     loses one leading space, which the encoder put there.
     """
 
-    family: str
+    to_bytes: Callable[[str], bytes]
     drops_first_space: bool = False
-
-    def table(self, tokens: Iterable[str]) -> list[bytes]:
-        """Return the bytes of each token."""
-        turn = byte_level if self.family == "byte_level" else sentencepiece
-        return [turn(token) for token in tokens]
 
 
 @cache
@@ -67,11 +62,11 @@ def decoding_of(decoder: Mapping[str, Any] | None) -> Decoding | None:
     steps = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
     kinds = {step.get("type"): step for step in steps if isinstance(step, Mapping)}
     if "ByteLevel" in kinds:
-        return Decoding("byte_level")
+        return Decoding(byte_level)
     if "Metaspace" in kinds:
         scheme = kinds["Metaspace"].get("prepend_scheme", "always")
-        return Decoding("sentencepiece", drops_first_space=scheme != "never")
+        return Decoding(sentencepiece, drops_first_space=scheme != "never")
     if "ByteFallback" in kinds:
         strip = kinds.get("Strip", {})
-        return Decoding("sentencepiece", drops_first_space=bool(strip.get("start")))
+        return Decoding(sentencepiece, drops_first_space=bool(strip.get("start")))
     return None

@@ -89,7 +89,7 @@ class Tokenizer:
     @cached_property
     def byte_table(self) -> list[bytes]:
         """The bytes of every token by id. Read it, never change it."""
-        return self.decoding.table(self._tokens)
+        return [self.decoding.to_bytes(token) for token in self._tokens]
 
     @cached_property
     def spoken_table(self) -> list[bytes]:

@@ -27,7 +27,7 @@ from fd_core.scheduling.slots import SlotStats
 from fd_core.server.listening import bind_socket
 from fd_core.server.serve import serve_http
 from fd_core.text.chat_template import ChatTemplate
-from fd_core.text.token_bytes import Decoding
+from fd_core.text.token_bytes import Decoding, byte_level
 from fd_core.text.tokenizer import Tokenizer
 from fd_core.types import Delta, FinishReason, PrefillOutcome, RequestSpec, TokenLogprobs
 from tests.text.small_tokenizers import byte_characters
@@ -50,7 +50,7 @@ def byte_tokenizer() -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False)])
     assert backend.token_to_id("<|end|>") == EOS
-    return Tokenizer(backend=backend, decoding=Decoding("byte_level"), eos_id=EOS)
+    return Tokenizer(backend=backend, decoding=Decoding(byte_level), eos_id=EOS)
 
 
 def chat_template() -> ChatTemplate:

@@ -105,13 +105,13 @@ def test_variables_of_the_template_cannot_replace_ours() -> None:
 
 def test_a_template_that_is_not_valid_says_where() -> None:
     with pytest.raises(ModelError, match="line 2"):
-        ChatTemplate("\n{% for %}").check()
+        ChatTemplate("\n{% for %}").render(HELLO)
     with pytest.raises(ModelError):
-        ChatTemplate("{{ 1 | center }}").check()
+        ChatTemplate("{{ 1 | center }}").render(HELLO)
     with pytest.raises(ModelError):
-        ChatTemplate("{{" + "(" * 5000 + "1" + ")" * 5000 + "}}").check()
+        ChatTemplate("{{" + "(" * 5000 + "1" + ")" * 5000 + "}}").render(HELLO)
     with pytest.raises(ModelError, match="limit"):
-        ChatTemplate("x" * (2 << 20)).check()
+        ChatTemplate("x" * (2 << 20)).render(HELLO)
 
 
 @pytest.mark.parametrize(

@@ -38,5 +38,4 @@ def find_text(name: str, *, offline: bool, progress: ProgressSink | None = None)
             tokenizer = load_tokenizer(checkpoint)
         finally:
             checkpoint.close()
-    template = ChatTemplate.of(tokenizer) if tokenizer.chat_template is not None else None
-    return ModelText(name, tokenizer, template)
+    return ModelText(name, tokenizer, ChatTemplate.of(tokenizer))
