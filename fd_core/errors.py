@@ -11,16 +11,20 @@ __all__ = ["BadRequest", "ConfigError", "EngineDead", "FdError", "ModelError", "
 class FdError(Exception):
     """Base of every error whose text is written for the user.
 
-    `field` names the flag, file or request field at fault; `hint` says what to do about it.
+    `field` names the flag, file or request field at fault; `hint` says what to do about it; `code` names the mistake of
+    a request for programs, as OpenAI's errors do.
     """
 
     exit_code = 1
 
-    def __init__(self, message: str, *, field: str | None = None, hint: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, field: str | None = None, hint: str | None = None, code: str | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.field = field
         self.hint = hint
+        self.code = code
 
     def __str__(self) -> str:
         return self.message if self.hint is None else f"{self.message} ({self.hint})"
@@ -45,16 +49,7 @@ class PluginError(FdError):
 
 
 class BadRequest(FdError):
-    """A request is malformed or out of range; answered with HTTP 400 in OpenAI's shape.
-
-    `code` names the mistake for programs, as OpenAI's errors do.
-    """
-
-    def __init__(
-        self, message: str, *, field: str | None = None, hint: str | None = None, code: str | None = None
-    ) -> None:
-        super().__init__(message, field=field, hint=hint)
-        self.code = code
+    """A request is malformed or out of range; answered with HTTP 400 in OpenAI's shape."""
 
 
 class EngineDead(FdError):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache, partial
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 __all__ = ["MetricSpec", "Samples", "counter", "declared_metrics", "gauge", "read_metrics", "snapshot", "state"]
 
@@ -92,12 +92,8 @@ def declared_metrics(stats: type[Any]) -> Iterator[MetricSpec]:
             yield from declared_metrics(nested)
 
 
-_S = TypeVar("_S")
-
-
-def snapshot(stats: _S) -> _S:
-    """Return a copy that later counting leaves alone."""
-    return copy.deepcopy(stats)
+snapshot = copy.deepcopy
+"""Returns a copy of statistics that later counting leaves alone."""
 
 
 @cache
