@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Self, TypeVar
 
@@ -75,12 +75,8 @@ class LoopThread:
         try:
             while True:
                 try:
-                    yield self.run(_next(items))
+                    yield self.run(items.__anext__())
                 except StopAsyncIteration:
                     return
         finally:
             self.run(items.aclose())
-
-
-async def _next(items: AsyncIterator[T]) -> T:
-    return await anext(items)

@@ -102,14 +102,12 @@ class _Reader:
         return self._ops.prepare_linear([weight], None if bias is None else [self.read(bias.name)])
 
     def layer(self, attention: AttentionSpec, feed_forward: MlpSpec | MoeSpec) -> Layer:
-        """Read one layer."""
         return Layer(
             self.attention(attention),
             self.mlp(feed_forward) if isinstance(feed_forward, MlpSpec) else self.moe(feed_forward),
         )
 
     def attention(self, spec: AttentionSpec) -> Attention:
-        """Read an attention block."""
         heads = Heads(
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
@@ -131,12 +129,10 @@ class _Reader:
         )
 
     def mlp(self, spec: MlpSpec) -> Mlp:
-        """Read a dense feed-forward block."""
         gate_up = self.linear(spec.gate_up, gated=True)
         return Mlp(self.norm(spec.norm), gate_up, self.linear(spec.down), self.optional_norm(spec.post_norm))
 
     def moe(self, spec: MoeSpec) -> Moe:
-        """Read a mixture-of-experts block."""
         bias = spec.correction_bias
         experts = Experts(
             router=self._ops.prepare_vector(self.values(spec.router)),
@@ -163,18 +159,14 @@ class _Reader:
         return Norm(self._ops.prepare_vector(weight), self._spec.eps)
 
     def optional_norm(self, spec: VectorSpec | None) -> Norm | None:
-        """Read a norm that an architecture may not have."""
         return None if spec is None else self.norm(spec)
 
     def linear(self, spec: LinearSpec, *, gated: bool = False) -> Array:
-        """Read a linear with its biases."""
         biases = [self.read(f"{name}.bias") for name in spec.names] if spec.bias else None
         return self._ops.prepare_linear(self.weights(spec), biases, gated=gated)
 
     def weights(self, spec: LinearSpec) -> list[RawTensor]:
-        """Read the weights of a linear."""
         return [self.read(f"{name}.weight") for name in spec.names]
 
     def values(self, spec: VectorSpec) -> npt.NDArray[np.float32]:
-        """Read a tensor as float32."""
         return self.read(spec.name).to_float32()

@@ -6,7 +6,7 @@ import secrets
 from typing import Final
 
 from fd_core.engine.messages import EngineInfo
-from fd_core.server.errors import ApiError, invalid
+from fd_core.server.errors import invalid
 from fd_core.server.request_schemas import (
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
@@ -111,29 +111,26 @@ def _asked_tokens(request: GenerationRequest) -> tuple[int | None, str]:
 
 def _allowed_tokens(request: GenerationRequest, asked: int | None, field: str, prompt: int, info: EngineInfo) -> int:
     """Return the most tokens to generate, or refuse what the context cannot hold."""
-    source = "messages" if isinstance(request, ChatRequest) else "prompt"
     room = info.max_model_len - prompt
     if room < 1:
-        raise _too_long(
+        raise invalid(
             f"the prompt has {prompt} tokens, but the context holds {info.max_model_len}, "
             "of which one at least is for the output; shorten the prompt",
-            source,
+            "messages" if isinstance(request, ChatRequest) else "prompt",
+            "context_length_exceeded",
         )
     if asked is None:
         return room
     if asked > room and request.max_tokens is None and field == "max_tokens":
         return room  # the server's own default is not refused
     if asked > room:
-        raise _too_long(
+        raise invalid(
             f"the prompt has {prompt} tokens and {field} asks for {asked} more, but the context holds "
             f"{info.max_model_len}; at most {room} can be generated",
             field,
+            "context_length_exceeded",
         )
     return asked
-
-
-def _too_long(message: str, param: str) -> ApiError:
-    return invalid(message, param, "context_length_exceeded")
 
 
 def _seed(seed: int) -> int:

@@ -6,7 +6,7 @@ import hashlib
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,28 +29,24 @@ def exclusive(folder: Path) -> Iterator[None]:
         lock = (folder / ".lock").open("wb")
     except OSError as error:
         raise _unwritable(folder, error) from error
-    with lock:
-        unlock = _lock(lock.fileno())
-        try:
-            yield
-        finally:
-            unlock()
+    with lock:  # closing the file releases the lock
+        _lock(lock.fileno())
+        yield
 
 
-def _lock(descriptor: int) -> Callable[[], None]:
+def _lock(descriptor: int) -> None:
     try:
         import fcntl
     except ImportError:  # not on Windows
-        return lambda: None
+        return
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
         except BlockingIOError:
             time.sleep(0.1)
         except OSError:  # a file system without locks
-            return lambda: None
-        else:
-            return lambda: fcntl.flock(descriptor, fcntl.LOCK_UN)
+            return
 
 
 @contextmanager

@@ -40,8 +40,13 @@ class SafetensorsCheckpoint(Checkpoint):
 
     @cached_property
     def tokenizer(self) -> TokenizerSource:
-        """The content of tokenizer.json and tokenizer_config.json."""
-        return _tokenizer(self.path)
+        """The content of tokenizer.json and tokenizer_config.json, and the chat template."""
+        path, settings_path = self.path / "tokenizer.json", self.path / "tokenizer_config.json"
+        if not path.is_file():
+            hint = "save it with transformers' save_pretrained() of a fast tokenizer"
+            raise ModelError(f"{self.path} has no tokenizer.json", field="tokenizer", hint=hint)
+        settings = read_json_object(settings_path) if settings_path.is_file() else {}
+        return JsonTokenizerSource(path, read_limited(path), settings, _chat_template(self.path, settings))
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -108,17 +113,6 @@ def _open_shard(index: Path, name: str) -> dict[str, StoredTensor]:
     if not path.is_file():
         raise ModelError(f"{index} names the shard {name}, which is not there", field="model", hint="download it again")
     return read_safetensors(path)
-
-
-def _tokenizer(folder: Path) -> JsonTokenizerSource:
-    """Read tokenizer.json, tokenizer_config.json and the chat template; `ModelError` if there is no tokenizer."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        hint = "save it with transformers' save_pretrained() of a fast tokenizer"
-        raise ModelError(f"{folder} has no tokenizer.json", field="tokenizer", hint=hint)
-    settings_path = folder / "tokenizer_config.json"
-    settings = read_json_object(settings_path) if settings_path.is_file() else {}
-    return JsonTokenizerSource(path, read_limited(path), settings, _chat_template(folder, settings))
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
