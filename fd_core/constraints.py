@@ -57,14 +57,11 @@ class Range:
             raise ValueError(f"{value:.10g} is out of range; it must be {self}")
 
 
-@dataclass(frozen=True, slots=True, init=False)
 class OneOf:
     """One of some words."""
 
-    words: tuple[str, ...]
-
     def __init__(self, *words: str) -> None:
-        object.__setattr__(self, "words", words)
+        self.words = words
 
     def check(self, value: str) -> None:
         """Raise `ValueError` unless `value` is one of the words."""

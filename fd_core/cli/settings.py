@@ -114,7 +114,6 @@ def _with_kv_events(settings: Settings) -> Settings:
 
 
 def _older_variables(environment: Mapping[str, str]) -> dict[Flag, Any]:
-    """Read the variables of FastDeploy that are not named like a flag."""
     older: dict[Flag, Any] = {}
     for variable, field, meaning in _OLDER_SWITCHES:
         flag = _FLAGS[field]

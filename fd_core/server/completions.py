@@ -44,7 +44,6 @@ async def create_completion(request: Request) -> Response:
 
 
 def _check(body: CompletionRequest) -> None:
-    """Refuse combinations that are not served."""
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise invalid(
             f"best_of is {body.best_of} and n is {body.n or 1}; only equal values are supported",

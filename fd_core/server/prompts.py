@@ -47,7 +47,6 @@ async def chat_prompt(
 
 
 def _check(place: str, message: Message) -> None:
-    """Refuse a message that this server does not serve."""
     if message.role not in _ROLES:
         raise invalid(
             f"{place}.role is {message.role[:40]!r}; served are {', '.join(_ROLES)}", f"{place}.role", "invalid_value"

@@ -157,7 +157,6 @@ def _is_ids(value: object) -> bool:
 
 
 def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as the template sees it."""
     if not isinstance(message, Mapping):
         raise BadRequest("a message must be an object", field="messages")
     turn = {name: value for name in _TURN_FIELDS if (value := message.get(name)) is not None}
