@@ -247,8 +247,6 @@ class BlockPool:
         if any(not self._pins[block] for block in self._pinned):
             raise RuntimeError("a block without pin is held back for one")
 
-    # Inside -----------------------------------------------------------------------------------------------
-
     def _evict(self, count: int) -> IntArray:
         taken = [self._cached.popitem(last=False)[0] for _ in range(count)]
         keys = [self._key_of.pop(block) for block in taken]

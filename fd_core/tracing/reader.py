@@ -197,8 +197,6 @@ class _TraceReader:
         trace.problems = list(self._problems())
         return trace
 
-    # Inside -----------------------------------------------------------------------------------------------
-
     def _shorten(self, residency: ResidencySpan) -> None:
         """End a residency whose end is missing with the last step that computed something for it."""
         positions, first = self._trace.positions, self._trace.first

@@ -229,8 +229,6 @@ class TraceWriter:
             self._closed = ClosingLine(closed=self._clock(now), dropped=self._dropped)
         self._end()
 
-    # Inside -----------------------------------------------------------------------------------------------
-
     def _clock(self, now: int) -> int:
         """Return a time in nanoseconds as lines have it."""
         return (now - self._origin) // 1000

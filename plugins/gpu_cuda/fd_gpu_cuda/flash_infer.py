@@ -13,7 +13,6 @@ from fd_core.types import IntArray
 __all__ = ["FlashInferAttention", "page_lists"]
 
 _WORKSPACE_BYTES = 128 * 2**20
-_Geometry = tuple[int, int, int, int, float, int | None, float | None, Any]
 
 
 class FlashInferAttention:
@@ -23,62 +22,40 @@ class FlashInferAttention:
         self._flashinfer = flashinfer
         self._device = device
         self._workspace: Array | None = None
-        self._wrappers: dict[_Geometry, Any] = {}
+        self._wrappers: dict[tuple[Any, ...], Any] = {}
         self._step: StepInput | None = None
-        self._planned: set[_Geometry] = set()
+        self._planned: set[tuple[Any, ...]] = set()
 
     def __call__(self, q: Array, layer: TorchLayer, heads: Heads, step: StepInput) -> Array:
         """Attend with q [T, nh, d], float16 or bfloat16; returns [T, nh * d]. `step.host` must be there."""
         if step is not self._step:
             self._step = step
             self._planned.clear()
-        geometry = (
-            heads.num_heads,
-            heads.num_kv_heads,
-            heads.head_dim,
-            layer.block_size,
-            heads.scale,
-            heads.window,
-            heads.softcap,
-            q.dtype,
-        )
-        wrapper = self._wrapper(geometry)
-        if geometry not in self._planned:
-            if step.host is None:
-                raise RuntimeError("FlashInfer plans on the host, but the step has no metadata there")
-            self._plan(wrapper, heads, layer.block_size, q.dtype, step.host)
-            self._planned.add(geometry)
-        pages = (-1, layer.block_size)
-        output = wrapper.run(q.contiguous(), (layer.keys.unflatten(0, pages), layer.values.unflatten(0, pages)))
-        return output.flatten(1)
-
-    def _wrapper(self, geometry: _Geometry) -> Any:
+        sizes = (heads.num_heads, heads.num_kv_heads, heads.head_dim, layer.block_size)
+        options = {
+            "causal": True,
+            "sm_scale": heads.scale,
+            "window_left": -1 if heads.window is None else heads.window - 1,
+            "logits_soft_cap": heads.softcap,
+            "q_data_type": q.dtype,
+            "kv_data_type": q.dtype,
+        }
+        geometry = (*sizes, *options.values())
         if geometry not in self._wrappers:
             if self._workspace is None:
                 self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
             made = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD")
             self._wrappers[geometry] = made
-        return self._wrappers[geometry]
-
-    @staticmethod
-    def _plan(wrapper: Any, heads: Heads, block_size: int, dtype: Any, host: HostStep) -> None:
-        starts, pages, last = (torch.from_numpy(array) for array in page_lists(host, block_size))
-        wrapper.plan(
-            torch.from_numpy(host.query_start.copy()),
-            starts,
-            pages,
-            last,
-            heads.num_heads,
-            heads.num_kv_heads,
-            heads.head_dim,
-            block_size,
-            causal=True,
-            sm_scale=heads.scale,
-            window_left=-1 if heads.window is None else heads.window - 1,
-            logits_soft_cap=heads.softcap,
-            q_data_type=dtype,
-            kv_data_type=dtype,
-        )
+        wrapper = self._wrappers[geometry]
+        if geometry not in self._planned:
+            if step.host is None:
+                raise RuntimeError("FlashInfer plans on the host, but the step has no metadata there")
+            lists = (step.host.query_start.copy(), *page_lists(step.host, layer.block_size))
+            wrapper.plan(*map(torch.from_numpy, lists), *sizes, **options)
+            self._planned.add(geometry)
+        pages = (-1, layer.block_size)
+        output = wrapper.run(q.contiguous(), (layer.keys.unflatten(0, pages), layer.values.unflatten(0, pages)))
+        return output.flatten(1)
 
 
 def page_lists(host: HostStep, block_size: int) -> tuple[IntArray, IntArray, IntArray]:

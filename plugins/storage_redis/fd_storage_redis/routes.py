@@ -9,8 +9,6 @@ from redis import Redis
 from redis.backoff import NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
 from redis.connection import ConnectionPool
-from redis.credentials import CredentialProvider
-from redis.exceptions import AuthenticationError
 from redis.retry import Retry
 from redis.sentinel import Sentinel, SentinelConnectionPool
 
@@ -32,25 +30,9 @@ def routes_for(settings: Settings) -> Routes:
     return _SingleRoutes(_server_pool(settings))
 
 
-class _Login(CredentialProvider):
-    """Reads the credentials whenever a connection is made."""
-
-    def __init__(self, credentials: Credentials) -> None:
-        self._credentials = credentials
-
-    def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        try:
-            read = self._credentials.read()
-        except (OSError, ValueError) as error:
-            raise AuthenticationError(f"{self._credentials.file} cannot be read: {type(error).__name__}") from error
-        if read is None:
-            raise AuthenticationError("there is no password")
-        return read
-
-
 def _login(credentials: Credentials) -> dict[str, Any]:
     some = credentials.password is not None or credentials.file is not None
-    return {"credential_provider": _Login(credentials)} if some else {}
+    return {"credential_provider": credentials} if some else {}
 
 
 def _tls(settings: Settings) -> dict[str, Any]:

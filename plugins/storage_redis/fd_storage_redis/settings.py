@@ -13,6 +13,8 @@ from urllib.parse import unquote
 
 from fd_core.errors import ConfigError
 from fd_core.kv.stores.location import StoreLocation
+from redis.credentials import CredentialProvider
+from redis.exceptions import AuthenticationError
 
 __all__ = ["PASSWORD_VARIABLE", "Address", "Credentials", "Settings", "Topology"]
 
@@ -60,7 +62,7 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
-class Credentials:
+class Credentials(CredentialProvider):
     """User and password to log in with; a password file is read for each connection, so that passwords can change."""
 
     user: str | None = None
@@ -73,6 +75,16 @@ class Credentials:
         if password is None:
             return None
         return (password,) if self.user is None else (self.user, password)
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        """Return what redis-py logs in with; it asks for each connection. Raises `AuthenticationError`."""
+        try:
+            read = self.read()
+        except (OSError, ValueError) as error:
+            raise AuthenticationError(f"{self.file} cannot be read: {type(error).__name__}") from error
+        if read is None:
+            raise AuthenticationError("there is no password")
+        return read
 
 
 @dataclass(frozen=True, slots=True)

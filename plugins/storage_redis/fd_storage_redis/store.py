@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from fd_core.kv.stores.contract import Bytes, KVStore, StoreError, StoreStats, Trouble
 from fd_core.kv.stores.location import StoreLocation
+from redis.connection import ConnectionPool
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
 from fd_storage_redis.deadline import within
-from fd_storage_redis.report import Report, report_of
 from fd_storage_redis.routes import Routes, routes_for
 from fd_storage_redis.settings import Settings, Topology
 from fd_storage_redis.troubles import is_elsewhere, passes_over, store_error
@@ -24,6 +25,21 @@ _WINDOW: Final = 32 << 20
 
 S = TypeVar("S")
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """Facts about one server; None where the server does not report one."""
+
+    product: str
+    """Name and version of the server."""
+    values: int | None
+    """Keys in the database, whoever wrote them."""
+    used_bytes: int | None
+    limit_bytes: int | None
+    """Limit of the server's memory in bytes, 0 without a limit."""
+    policy: str | None
+    """What the server does when its memory is full: its `maxmemory-policy`."""
 
 
 class RedisStore(KVStore):
@@ -168,7 +184,7 @@ class RedisStore(KVStore):
                 self._routes.refresh()
         return answers
 
-    def _keeping(self, report: Report) -> str:
+    def _keeping(self, report: _Report) -> str:
         """Return how long the server keeps values."""
         if self._settings.ttl is not None:
             return f"values kept for {self._settings.ttl} s"
@@ -180,8 +196,34 @@ class RedisStore(KVStore):
             return f"refuses values once full ({report.policy}); allkeys-lru makes room instead"
         return f"makes room by {report.policy}"
 
-    def _reports(self) -> list[Report]:
-        return [report_of(pool) for pool in self._routes.pools()]
+    def _reports(self) -> list[_Report]:
+        return [_report_of(pool) for pool in self._routes.pools()]
+
+
+def _report_of(pool: ConnectionPool) -> _Report:
+    """Ask a server for its facts, without those that it refuses. Raises redis-py's errors if it cannot be reached."""
+    server, memory, size = exchange(pool, [(b"INFO", b"server"), (b"INFO", b"memory"), (b"DBSIZE",)])
+    about, facts = _facts(server), _facts(memory)
+    valkey = about.get("valkey_version")
+    version = about.get("redis_version")
+    return _Report(
+        product=f"Valkey {valkey}" if valkey else f"Redis {version}" if version else "a server",
+        values=size if isinstance(size, int) else None,
+        used_bytes=_number(facts.get("used_memory")),
+        limit_bytes=_number(facts.get("maxmemory")),
+        policy=facts.get("maxmemory_policy"),
+    )
+
+
+def _facts(answer: Any) -> dict[str, str]:
+    if not isinstance(answer, bytes):
+        return {}
+    lines = answer.decode("utf-8", "replace").splitlines()
+    return {name: value for name, colon, value in (line.partition(":") for line in lines) if colon}
+
+
+def _number(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isascii() and text.isdigit() else None
 
 
 def _total(figures: Iterable[int | None]) -> int | None:
