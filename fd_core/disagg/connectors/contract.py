@@ -24,12 +24,10 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from fd_core.errors import FdError
-
-if TYPE_CHECKING:
-    from fd_core.kv.stores.contract import KVStore
+from fd_core.kv.stores.contract import KVStore
 
 __all__ = [
     "MAX_ADDRESS_BYTES",

@@ -26,7 +26,7 @@ from fd_core.disagg.connectors.contract import (
     flat_parts,
 )
 from fd_core.errors import ConfigError
-from fd_core.kv.stores.contract import MAX_KEY_BYTES, Deadline, KVStore, StoreError
+from fd_core.kv.stores.contract import MAX_KEY_BYTES, Deadline, StoreError
 
 __all__ = ["KVStoreConnector"]
 
@@ -56,52 +56,44 @@ class KVStoreConnector(Connector):
                 field="--kv-store",
                 hint="give redis://HOST:PORT/DB or disk:FOLDER to both workers, or use another --kv-connector",
             )
-        self._store = _SharedStore(store, settings.timeout)
+        self._store = store
+        # A store takes one reader and one writer at a time.
+        self._reading, self._writing = threading.Lock(), threading.Lock()
 
     def open_inbox(self, lease: str, *, pieces: range, window: int, value_bytes: int) -> KVInbox:
         """Put a greeting into the store and return an inbox that takes values from it."""
-        return _KVStoreInbox(self._store, lease, pieces, window, value_bytes)
+        return _KVStoreInbox(self, lease, pieces, window, value_bytes)
 
     def open_outbox(self, lease: str, address: bytes, *, window: int, value_bytes: int) -> KVOutbox:
         """Look for the inbox's greeting and return an outbox that puts values there."""
-        return _KVStoreOutbox(self._store, lease, address, value_bytes)
+        return _KVStoreOutbox(self, lease, address, value_bytes)
 
     def close(self) -> None:
         """Close the store."""
         self._store.close()
 
-
-class _SharedStore:
-    """The store as both ends use it: from several threads, each call within its time."""
-
-    def __init__(self, store: KVStore, timeout: float) -> None:
-        self._store = store
-        self._timeout = timeout
-        # A store takes one reader and one writer at a time.
-        self._reading, self._writing = threading.Lock(), threading.Lock()
-
     def put(self, key: bytes, parts: Sequence[Bytes]) -> None:
+        """Store a value. Raises `ConnectorError`, as `get` and `delete` do, for what the store cannot do in time."""
         with self._turn(self._writing) as seconds:
             if self._store.put([(key, parts)], seconds) != 1:
                 raise ConnectorError("the KV store has no room for a piece")
 
     def get(self, key: bytes, limit: int) -> Bytes | None:
+        """Return a value of at most `limit` bytes, None if there is none."""
         with self._turn(self._reading) as seconds:
             [value] = self._store.get([key], limit, seconds)
             return value
 
     def delete(self, keys: Iterable[bytes]) -> None:
+        """Delete values."""
         with self._turn(self._writing) as seconds:
             self._store.delete(list(keys), seconds)
-
-    def close(self) -> None:
-        self._store.close()
 
     @contextmanager
     def _turn(self, lock: threading.Lock) -> Iterator[float]:
         """Wait for the lock and yield the seconds that are left of the call."""
-        deadline = Deadline(self._timeout)
-        if not lock.acquire(timeout=self._timeout):
+        deadline = Deadline(self.settings.timeout)
+        if not lock.acquire(timeout=self.settings.timeout):
             raise ConnectorError("the KV store did not answer in time")
         try:
             yield deadline.left
@@ -112,7 +104,7 @@ class _SharedStore:
 
 
 class _KVStoreInbox(KVInbox):
-    def __init__(self, store: _SharedStore, lease: str, pieces: range, window: int, value_bytes: int) -> None:
+    def __init__(self, store: KVStoreConnector, lease: str, pieces: range, window: int, value_bytes: int) -> None:
         self._store, self._lease, self._pieces, self._window = store, lease, pieces, window
         self._value_bytes = value_bytes
         self._closed = False
@@ -154,7 +146,7 @@ class _KVStoreInbox(KVInbox):
 
 
 class _KVStoreOutbox(KVOutbox):
-    def __init__(self, store: _SharedStore, lease: str, address: bytes, value_bytes: int) -> None:
+    def __init__(self, store: KVStoreConnector, lease: str, address: bytes, value_bytes: int) -> None:
         self._store, self._lease, self._value_bytes = store, lease, value_bytes
         self._left = [_key(lease, _GREETING)]
         self._closed = False

@@ -32,15 +32,7 @@ class FlashInferAttention:
             self._step = step
             self._planned.clear()
         sizes = (heads.num_heads, heads.num_kv_heads, heads.head_dim, layer.block_size)
-        options = {
-            "causal": True,
-            "sm_scale": heads.scale,
-            "window_left": -1 if heads.window is None else heads.window - 1,
-            "logits_soft_cap": heads.softcap,
-            "q_data_type": q.dtype,
-            "kv_data_type": q.dtype,
-        }
-        geometry = (*sizes, *options.values())
+        geometry = (sizes, heads.scale, heads.window, heads.softcap, q.dtype)
         if geometry not in self._wrappers:
             if self._workspace is None:
                 self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
@@ -51,7 +43,16 @@ class FlashInferAttention:
             if step.host is None:
                 raise RuntimeError("FlashInfer plans on the host, but the step has no metadata there")
             lists = (step.host.query_start.copy(), *page_lists(step.host, layer.block_size))
-            wrapper.plan(*map(torch.from_numpy, lists), *sizes, **options)
+            wrapper.plan(
+                *map(torch.from_numpy, lists),
+                *sizes,
+                causal=True,
+                sm_scale=heads.scale,
+                window_left=-1 if heads.window is None else heads.window - 1,
+                logits_soft_cap=heads.softcap,
+                q_data_type=q.dtype,
+                kv_data_type=q.dtype,
+            )
             self._planned.add(geometry)
         pages = (-1, layer.block_size)
         output = wrapper.run(q.contiguous(), (layer.keys.unflatten(0, pages), layer.values.unflatten(0, pages)))
