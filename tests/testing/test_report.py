@@ -130,3 +130,33 @@ def test_what_cannot_be_run_is_said_in_one_line(backend, words):
     assert ended.returncode == 4
     assert words in " ".join(ended.stdout.split())
     assert "Traceback" not in ended.stdout + ended.stderr
+
+
+def test_the_card_of_a_scheduler_says_which_rules_it_holds():
+    ended = conformance("--scheduler", "continuous", "--quick", "-k", "abort_while_waiting or token_0")
+    said = " ".join(ended.stdout.split())
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "rules held: 1.7, 1.9 rules not looked at: 1.1, 1.2," in said
+    assert "not looked at: budget" in said
+
+
+def test_a_rule_that_a_case_found_broken_is_not_held_whatever_else_passes():
+    held = Result(section="signals", test="a", outcome="pass", rules=("1.1", "1.2"))
+    broken = Result(section="signals", test="b", outcome="fail", reason="law 1.2: twice", rules=("1.2", "1.7"))
+    card = Card(target="mine", results=[held, broken])
+    assert (card.rules("pass"), card.rules("fail")) == (["1.1"], ["1.2"])
+    assert {"1.7", "2.1"} <= set(card.rules("limit"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--scheduler", "nosuch"], 4, "there is no scheduler called"),
+        (["null", "--scheduler", "continuous"], 2, "one of them, not both"),
+        ([], 2, "one of them, not both"),
+    ],
+)
+def test_backends_or_schedulers_are_named(arguments, code, words):
+    ended = conformance(*arguments)
+    assert ended.returncode == code
+    assert words in " ".join((ended.stdout + ended.stderr).replace("│", " ").split())

@@ -64,7 +64,7 @@ def _print_card(card: Card, console: Console) -> None:
         console.print(Text(f"  not looked at: {', '.join(card.unseen)}", "bold yellow"))
     for result in card.failures:
         console.print(Text(f"  failed {result.section}: {result.test}: {result.reason}", "red"), soft_wrap=True)
-    for outcome, words, style in _RULES:
+    for outcome, words, style in _RULES if any(result.rules for result in card.results) else ():
         if rules := card.rules(outcome):
             console.print(Text(f"  rules {words}: {', '.join(rules)}", style))
     reasons = Counter(result.reason for result in card.results if result.outcome == "limit")
