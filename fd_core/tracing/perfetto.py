@@ -75,7 +75,6 @@ class _Clock:
         self.ended = [self.at(position, position.line.ended) for position in trace.positions]
 
     def at(self, position: Position, time: int) -> int:
-        """Return when a time happened that the line of `position` tells."""
         return self._offsets[position.epoch] + time
 
 

@@ -185,7 +185,6 @@ class _TraceReader:
             self._damaged += 1
 
     def result(self) -> TraceContents:
-        """Return the trace, with its problems."""
         trace = self._trace
         self._residencies.close_all(self._count - 1, "open")
         trace.first = self._count - len(trace.positions)
@@ -303,7 +302,6 @@ class _Residencies:
         return events
 
     def close_all(self, at: int, how: str) -> None:
-        """End every residency that is open."""
         for residency in list(self._open.values()):
             self._end(residency, at, how)
 

@@ -42,11 +42,9 @@ class _SegmentLayout(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of the whole segment."""
         return self.start(self.window)
 
     def start(self, place: int) -> int:
-        """Return where a place begins."""
         return _aligned(self.window) + place * _aligned(self.value_bytes)
 
 

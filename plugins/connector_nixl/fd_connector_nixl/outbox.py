@@ -109,7 +109,6 @@ class NixlOutbox(KVOutbox):
         self._departures.learn(freed)
 
     def _check(self) -> None:
-        """Raise `ConnectorError` once any write has failed."""
         with self._connection():
             for write in self._writes.values():
                 write.require()

@@ -185,7 +185,6 @@ class RedisStore(KVStore):
         return answers
 
     def _keeping(self, report: _Report) -> str:
-        """Return how long the server keeps values."""
         if self._settings.ttl is not None:
             return f"values kept for {self._settings.ttl} s"
         if report.limit_bytes is None or report.policy is None:
