@@ -288,6 +288,38 @@ def test_an_empty_prompt_is_refused() -> None:
         scheduler().add(spec("a", length=0))
 
 
+@pytest.mark.law("2.1", "1.5")
+def test_a_slot_that_loads_hears_nothing_of_drafts_of_the_gen_before() -> None:
+    s = ContinuousBatchingScheduler(
+        SchedulerSetup(
+            limits=scheduler(max_num_seqs=1, max_drafts=3).limits,
+            policy=Fcfs(),
+            victims=LatestArrival(),
+            hasher=HASHER,
+            drafts=DraftControl(1, 3, cheap_tokens=100),
+            keep_kv=KeepKV(),
+        )
+    )
+    s.add(spec("a", length=1, max_tokens=8))
+    first, second = planned(s), planned(s)
+    s.commit(first, output_of(s, first, errors=((0, "its row failed"),)))
+    (lookup,) = s.add(spec("b", length=9, first=50)).operations
+    s.complete(Found(lookup.operation, 2, 2))
+    assert s.plan()[0] is None
+    assert s.held().loading == 1
+    s.commit(second, output_of(s, second, drafts_ready=3))
+    assert s.probe().slots.drafts_ready.tolist() == [0]
+
+
+@pytest.mark.law("8")
+def test_a_plan_cannot_be_written() -> None:
+    s = scheduler()
+    s.add(spec("a"))
+    plan = planned(s)
+    columns = (plan.slots, plan.gens, plan.starts, plan.num_tokens, plan.num_drafts, plan.samples)
+    assert not any(column.flags.writeable for column in columns)
+
+
 def test_a_new_residency_is_not_charged_for_the_drafts_of_the_one_before() -> None:
     s = scheduler(max_num_seqs=1, max_drafts=3, drafts=DraftControl(1, 3, cheap_tokens=100))
     s.add(spec("a", length=1, max_tokens=1))
