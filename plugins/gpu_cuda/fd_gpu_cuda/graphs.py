@@ -101,4 +101,6 @@ def _fill(target: StepInput, source: StepInput) -> int:
     target.block_tables[:, : source.block_tables.shape[1]].copy_(source.block_tables)
     wanted = len(source.logits_rows)
     target.logits_rows[:wanted].copy_(source.logits_rows)
+    # A row that a larger batch left there would lie beyond this one, and on a GPU nothing stops a read beyond.
+    target.logits_rows[wanted:].zero_()
     return wanted

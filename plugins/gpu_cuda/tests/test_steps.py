@@ -160,6 +160,31 @@ def test_a_decode_beside_an_unfinished_chunk_of_one_token_is_replayed(folder: Pa
     assert processor.replays == 1
 
 
+def test_a_replay_reads_no_row_of_an_earlier_larger_batch(folder: Path) -> None:
+    """Few of a large batch are wanted, its last ones; then fewer of a small batch: what is left over names no row."""
+    processor = Processor()
+    outputs = []
+    for ops in (TorchOps(), make_ops(processor)):
+        runner = Runner(ops, load(folder, ops), LIMITS)
+        admissions = tuple(admission(slot, 4, temperature=0.0) for slot in range(6))
+        grants = tuple(BlockGrant(slot, 0, ids(2 * slot, 2 * slot + 1)) for slot in range(6))
+        large = plan(
+            0,
+            [(slot, 0, 1) for slot in range(6)],
+            sampling=[False] * 6,
+            admissions=admissions,
+            grants=grants,
+        )
+        rest = plan(1, [(4, 1, 3), (5, 1, 3)])
+        wanted = plan(
+            2, [*((slot, 1, 1) for slot in range(4)), (4, 4, 1), (5, 4, 1)], sampling=[False] * 4 + [True] * 2
+        )
+        small = plan(3, [(5, 5, 1), (0, 2, 1)], sampling=[True, False])
+        outputs.append([runner.execute(each).tokens for each in (large, rest, wanted, small)])
+    np.testing.assert_array_equal(outputs[0], outputs[1])
+    assert processor.replays == 3
+
+
 def test_blocks_are_copied_bit_by_bit_beside_the_steps_and_from_another_thread() -> None:
     for dtype in ("float32", "bfloat16"):
         processor = Processor()
