@@ -12,7 +12,7 @@ import pytest
 
 from fd_core.hookspecs import ENTRY_POINT_GROUP
 from fd_core.testing.report.recorder import CaseEnded, read_events
-from tests.testing.wrong import plugin
+from tests.testing.wrong import plugin, selection
 from tests.testing.wrong.fault import FAULTS, matches
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ def failures(tmp_path_factory) -> dict[str, set[str]]:
     for half in range(2):
         command = [sys.executable, "-m", "pytest", "-p", "fd_core.testing.report.recorder", "-p", "no:cacheprovider"]
         command += ["-c", str(folder / "pytest.ini"), "--basetemp", str(folder / f"files{half}"), "-q", "--tb=no"]
-        command += ["--pyargs", "fd_core.testing.suite", "-m", "not fd_thorough"]
+        command += ["--pyargs", "fd_core.testing.suite", "-p", selection.__name__]
         command += [
             f"--fd-results={folder / f'results{half}'}",
             *(f"--fd-backend={asked(name)}" for name in names[half::2]),
@@ -77,4 +77,5 @@ def test_a_wrong_one_fails_the_tests_that_name_its_fault_and_no_other(failures, 
 
 
 def test_there_are_many():
-    assert len(FAULTS) >= 40
+    assert len(FAULTS) >= 60
+    assert sum(fault.shows_at_size for fault in FAULTS.values()) >= 15

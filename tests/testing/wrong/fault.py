@@ -22,6 +22,11 @@ class Fault:
     noticed_by: tuple[str, ...]
     spreads_to: tuple[str, ...]
 
+    @property
+    def shows_at_size(self) -> bool:
+        """Whether only the section `scale` has to notice it."""
+        return all(test.startswith("scale:") for test in self.noticed_by)
+
     def is_named_by(self, test: str) -> bool:
         """Whether a test may fail because of the fault."""
         return any(matches(test, pattern) for pattern in (*self.noticed_by, *self.spreads_to))
@@ -32,10 +37,11 @@ def matches(test: str, pattern: str) -> bool:
     return test.startswith(pattern[:-1]) if pattern.endswith("*") else test == pattern
 
 
-def wrong(base: str, *noticed_by: str, spreads_to: tuple[str, ...] = ()) -> Any:
+def wrong(base: str, *noticed_by: str, spreads_to: tuple[str, ...] = (), **of_the_backend: Any) -> Any:
     """Make a class with methods of a pack into a backend: those methods replace the pack's.
 
-    `spreads_to` are scenarios in which the fault may show as well, beside the tests that name it.
+    `spreads_to` are scenarios in which the fault may show as well, beside the tests that name it; what is given
+    by name replaces methods of the backend itself.
     """
 
     def register(methods: type) -> type:
@@ -48,7 +54,7 @@ def wrong(base: str, *noticed_by: str, spreads_to: tuple[str, ...] = ()) -> Any:
             return ops
 
         body = {"name": name, "make_ops": make_ops, "__module__": __name__, "limits": MappingProxyType(right.limits)}
-        backend = type(methods.__name__ + "Backend", (right,), body)
+        backend = type(methods.__name__ + "Backend", (right,), body | of_the_backend)
         FAULTS[name] = Fault(name, backend, noticed_by, spreads_to)
         return methods
 

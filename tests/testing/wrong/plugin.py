@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from fd_core.hookspecs import CONTRACT_VERSION, Entry, hookimpl
-from tests.testing.wrong import computing, sampling, signalling, storing
+from tests.testing.wrong import computing, sampling, scaling, signalling, storing
 from tests.testing.wrong.fault import FAULTS
 
 FD_CONTRACT = CONTRACT_VERSION
-MODULES = (signalling, sampling, computing, storing)
+MODULES = (signalling, sampling, computing, storing, scaling)
 
 globals().update({fault.backend.__name__: fault.backend for fault in FAULTS.values()})
 
