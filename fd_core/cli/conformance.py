@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shlex
 import sys
 from pathlib import Path
@@ -46,13 +45,11 @@ def conformance(
     beside an auditor that names the rule of the law that is broken. Each card says what was not looked at. The exit
     code is 0 if all pass, 1 if one does not, and 4 if the tests could not be run to their end.
     """
-    from fd_core.errors import PluginError
+    from fd_core.testing.requirements import require_packages
 
     if bool(backends) == bool(schedulers):
         raise typer.BadParameter("name backends, or schedulers with --scheduler: one of them, not both")
-    for package in ("pytest", "hypothesis"):
-        if importlib.util.find_spec(package) is None:
-            raise PluginError(f"the conformance kit needs {package}", hint="pip install 'fd-core[test]'")
+    require_packages()
     import msgspec
     from rich.console import Console
 

@@ -1,14 +1,27 @@
-"""What a suite asks of the thing under test, and why a thing may lack it."""
+"""What the kit itself needs, and what a suite asks of the thing under test, with the reason why it may lack it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from importlib.util import find_spec
+from typing import Any, Final, NoReturn
 
-import pytest
+__all__ = ["EXTRA", "OPEN", "PACKAGES", "Requirement", "closed", "lacks", "require_packages", "thorough_but"]
 
-__all__ = ["OPEN", "Requirement", "closed", "lacks", "thorough_but"]
+EXTRA: Final = "fd-core[conformance]"
+"""What to install for the kit."""
+PACKAGES: Final = ("pytest", "hypothesis")
+"""What the kit imports beyond the core's own dependencies."""
+
+
+def require_packages() -> None:
+    """Raise `PluginError`, which names the extra, if something that the kit imports is missing."""
+    from fd_core.errors import PluginError
+
+    for package in PACKAGES:
+        if find_spec(package) is None:
+            raise PluginError(f"the conformance kit needs {package}", hint=f"pip install '{EXTRA}'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +47,13 @@ def closed(reason: str) -> Requirement:
 
 def lacks(reason: str) -> NoReturn:
     """Skip the running test; `reason` completes "not tested: ..."."""
+    import pytest
+
     raise pytest.skip.Exception(f"not tested: {reason}")
 
 
 def thorough_but(values: Iterable[Any], *quick: Any) -> list[Any]:
     """Return parameters of a test, all but the `quick` ones marked: `-m "not fd_thorough"` leaves those out."""
+    import pytest
+
     return [value if value in quick else pytest.param(value, marks=pytest.mark.fd_thorough) for value in values]
