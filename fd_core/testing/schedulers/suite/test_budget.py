@@ -285,3 +285,21 @@ def test_planning_does_not_grow_with_what_waits(
         "2.6",
         f"a plan takes {beside * 1e6:.0f} us beside {count} prompts of {length} tokens, {alone * 1e6:.0f} us alone",
     )
+
+
+@pytest.mark.law("2.6")
+def test_who_waits_for_a_prefix_goes_on_when_its_prefill_is_aborted(target: SchedulerTarget) -> None:
+    """The second prompt is the first one's: whoever waits for its KV must not wait for nobody."""
+    prompt = prompt_of(13)
+    specs = [greedy("first", prompt, 4), greedy("second", prompt, 4)]
+    driver = drive(target, *specs, depth=2, max_num_batched_tokens=9)
+    driver.plan()
+    driver.plan()
+    driver.abort("first")
+    driver.answer()
+    while driver.plan() is not None or driver.in_flight:
+        if driver.in_flight:
+            driver.answer()
+    require("second" in driver.texts.ends, "2.6", "the prefill of its prefix was aborted, and the second waits on")
+    driver.run(2)
+    driver.check_texts()
