@@ -68,6 +68,13 @@ def parse_location(text: str) -> StoreLocation:
             field=_FIELD,
             hint="write disk:FOLDER, redis://HOST:PORT/DB or another store's scheme",
         )
+    if "@" in query:
+        # The ? may stand in a password, so that no part of the text can be shown.
+        raise ConfigError(
+            f"the location of the {scheme} store has an @ behind a ?",
+            field=_FIELD,
+            hint="write %40 for an @ in a parameter, and %3F for a ? in a user's name or password",
+        )
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(mark))
     except ValueError:

@@ -38,6 +38,15 @@ def test_parameters_that_are_no_pairs_are_refused_without_showing_them(query):
     assert "hunter2" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "text", ["redis://me:hun?ter2@host/0", "redis://me:hun?a=ter2@host/0", "r://h/0?password=hun@ter2"]
+)
+def test_a_password_that_is_not_escaped_is_refused_without_showing_it(text):
+    with pytest.raises(ConfigError, match="write %40 for an @") as caught:
+        parse_location(text)
+    assert "hun" not in str(caught.value) and "ter2" not in str(caught.value)
+
+
 def test_an_unknown_parameter_and_a_bad_size_are_named():
     location = parse_location("disk:/x?max_bites=1")
     with pytest.raises(ConfigError, match=r"disk:/x has no parameter 'max_bites' \(there are: max_bytes\)"):
