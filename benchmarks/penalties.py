@@ -26,6 +26,7 @@ from benchmarks.harness.machine import describe, load_average
 from fd_core.backends.null import NullModel
 from fd_core.config import Limits
 from fd_core.ops.contract import Array, KVCache, Ops, StepInput
+from fd_core.plugins import POSTPROCESS, installed_plugins
 from fd_core.runner.runner import Runner
 from fd_core.types import Admission, BlockGrant, IntArray, SamplingParams, StepPlan
 
@@ -110,7 +111,8 @@ class Decode:
             num_kv_blocks=rows * per_slot,
             vocab_size=vocabulary,
         )
-        self._runner = Runner(ops, Stub(ops, rows, vocabulary), limits)
+        postprocess = installed_plugins().load(POSTPROCESS, ops.framework)
+        self._runner = Runner(ops, Stub(ops, rows, vocabulary), limits, postprocess)
         self._rows = np.arange(rows, dtype=np.int32)
         # Half of each text counts as generated. No KV is computed, because the stub reads none.
         self._admissions = tuple(

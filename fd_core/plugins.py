@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     from fd_core.kv.stores.contract import KVStore
     from fd_core.router.policies import RouterPolicy
     from fd_core.runner.drafting import Drafter
+    from fd_core.runner.postprocess.contract import Postprocess
     from fd_core.scheduling.contract import Scheduler
     from fd_core.scheduling.policies import SchedulingPolicy
     from fd_core.scheduling.victims import VictimPolicy
 
 __all__ = [
-    *("BACKEND", "CONNECTOR", "DRAFTER", "KINDS", "KNOWN_PLUGINS", "ROUTER_POLICY", "SCHEDULER"),
+    *("BACKEND", "CONNECTOR", "DRAFTER", "KINDS", "KNOWN_PLUGINS", "POSTPROCESS", "ROUTER_POLICY", "SCHEDULER"),
     *("SCHEDULING_POLICY", "STORE", "VICTIMS"),
     *("ChosenBackend", "Kind", "Origin", "PluginOffer", "Plugins", "Problem", "installed_plugins"),
 ]
@@ -91,6 +92,12 @@ SCHEDULING_POLICY: Final[Kind[SchedulingPolicy]] = Kind(
 DRAFTER: Final[Kind[Drafter]] = Kind(
     "drafter", "fd_register_drafters", "fd_core.runner.drafting:Drafter", "--speculative-config"
 )
+POSTPROCESS: Final[Kind[Postprocess]] = Kind(
+    "postprocessor",
+    "fd_register_postprocessors",
+    "fd_core.runner.postprocess.contract:Postprocess",
+    "--postprocess",
+)
 VICTIMS: Final[Kind[VictimPolicy]] = Kind(
     "victim policy", "fd_register_victim_policies", "fd_core.scheduling.victims:VictimPolicy", "--victim-policy"
 )
@@ -107,6 +114,7 @@ KINDS: Final[tuple[Kind[Any], ...]] = (
     SCHEDULING_POLICY,
     VICTIMS,
     DRAFTER,
+    POSTPROCESS,
     STORE,
     CONNECTOR,
     ROUTER_POLICY,
@@ -245,9 +253,22 @@ class Plugins:
         """Return what plugins offer of one kind, by name, without the names that several offer."""
         return {name: offers[0] for name, offers in self._offers[kind].items() if len(offers) == 1}
 
+    def find(self, kind: Kind[Any], name: str) -> PluginOffer:
+        """Return what is called `name`, not imported. Raises `PluginError` with what there is, or with the cause."""
+        usable = self.offered(kind)
+        if name in usable:
+            return usable[name]
+        for problem in self.problems:
+            if problem.concerns(kind, name):
+                raise PluginError(f"{kind.word} {name} cannot be used: {problem}", field=kind.flag, hint=problem.hint)
+        hint = f"there are: {', '.join(sorted(usable)) or 'none'}"
+        if _plugin_of(name) in KNOWN_PLUGINS:
+            hint += f"; `fdcore install {_plugin_of(name)}` installs the plugin"
+        raise PluginError(f"there is no {kind.word} called {name!r}", field=kind.flag, hint=hint)
+
     def load(self, kind: Kind[T], name: str) -> type[T]:
         """Import what is called `name`. Raises `PluginError` with the distribution and the cause."""
-        return self._find(kind, name).load()
+        return self.find(kind, name).load()
 
     def choose_backend(self, name: str = "auto") -> ChosenBackend:
         """Return the backend called `name`, or for `auto` the available one of the highest rank, none that is emulated.
@@ -256,7 +277,7 @@ class Plugins:
         """
         if name == "auto":
             return self._best_backend()
-        offer = self._find(BACKEND, name)
+        offer = self.find(BACKEND, name)
         availability = offer.probe()
         if not availability.available:
             raise PluginError(
@@ -292,18 +313,6 @@ class Plugins:
         return ChosenBackend(
             name, backend, "; ".join([f"best available: {reason}", *(f"not {why}" for why in passed_over)])
         )
-
-    def _find(self, kind: Kind[Any], name: str) -> PluginOffer:
-        usable = self.offered(kind)
-        if name in usable:
-            return usable[name]
-        for problem in self.problems:
-            if problem.concerns(kind, name):
-                raise PluginError(f"{kind.word} {name} cannot be used: {problem}", field=kind.flag, hint=problem.hint)
-        hint = f"there are: {', '.join(sorted(usable)) or 'none'}"
-        if _plugin_of(name) in KNOWN_PLUGINS:
-            hint += f"; `fdcore install {_plugin_of(name)}` installs the plugin"
-        raise PluginError(f"there is no {kind.word} called {name!r}", field=kind.flag, hint=hint)
 
     def _admit(self, origin: Origin, load: Callable[[], Any]) -> None:
         """Register one plugin whole, or keep why it cannot be."""

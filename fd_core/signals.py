@@ -1,6 +1,6 @@
 """The token matrix of a step: the only place that knows -1 and -9.
 
-A backend's `postprocess` writes the matrix on the device, once; `read` turns it into typed outcomes where it enters
+A postprocessor writes the matrix on the device, once; `read` turns it into typed outcomes where it enters
 the host, once. No other code compares a token id with a negative number.
 """
 

@@ -141,6 +141,12 @@ ENGINE_FLAGS: Final = (
         "Which running request is preempted when KV blocks run out: cheapest, youngest or a plugin's policy.",
         "NAME",
     ),
+    Flag(
+        "postprocess",
+        "What turns sampled tokens into a step's output on the device; by default the postprocessor for the backend's "
+        "framework.",
+        "NAME",
+    ),
     Flag("pipeline_depth", "Steps in flight at the same time; by default the backend's own choice.", "N"),
     Flag(
         "output_transport",

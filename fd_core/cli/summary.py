@@ -28,6 +28,7 @@ def summary(info: EngineInfo, server: ServerConfig, url: str) -> list[tuple[str,
         ("Backend", f"{info.backend} ({info.backend_reason})"),
         ("Device", info.device),
         ("Scheduler", info.scheduler),
+        *([("Postprocess", info.postprocess)] if info.postprocess else []),
         ("dtype", f"{info.dtype} ({info.dtype_reason})" if info.dtype_reason else info.dtype),
         (
             "KV cache",

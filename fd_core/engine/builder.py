@@ -19,8 +19,9 @@ from fd_core.engine.kv_transfer import open_kv_transfer, require_role
 from fd_core.engine.messages import EngineInfo
 from fd_core.errors import ConfigError
 from fd_core.kv.port import CompletionQueue, JoinedKVPort, LockedKVCache
-from fd_core.plugins import CONNECTOR, DRAFTER, SCHEDULER, SCHEDULING_POLICY, VICTIMS, installed_plugins
+from fd_core.plugins import CONNECTOR, DRAFTER, POSTPROCESS, SCHEDULER, SCHEDULING_POLICY, VICTIMS, installed_plugins
 from fd_core.runner.drafting import Drafter, make_drafter
+from fd_core.runner.postprocess.contract import require_fit
 from fd_core.runner.runner import Runner
 from fd_core.scheduling.contract import Scheduler, SchedulerSetup
 from fd_core.scheduling.drafts import DraftControl
@@ -70,6 +71,9 @@ class _EngineBuilder:
         self._plugins.load(CONNECTOR, config.kv_connector)  # a name that no plugin offers is refused whatever the role
         self._backend: Backend = self._choice.cls(config)
         self._ops = self._backend.make_ops()
+        postprocess = config.postprocess or self._ops.framework
+        self._postprocess = self._plugins.load(POSTPROCESS, postprocess)
+        require_fit(self._postprocess, postprocess, self._ops.framework, self._choice.name)
 
     def build(self, wake: Callable[[], None], admitted: AdmissionSink) -> Engine:
         """Make the parts that start threads last, and join them."""
@@ -110,7 +114,7 @@ class _EngineBuilder:
 
     @cached_property
     def _runner(self) -> Runner:
-        return Runner(self._ops, self._model, self._limits, self._drafter)
+        return Runner(self._ops, self._model, self._limits, self._postprocess, self._drafter)
 
     # KV -----------------------------------------------------------------------------------------------------
 
@@ -200,6 +204,7 @@ class _EngineBuilder:
             backend=self._choice.name,
             backend_reason=self._choice.reason,
             scheduler=config.scheduler,
+            postprocess=None if config.postprocess == self._ops.framework else config.postprocess,
             device=self._device_line,
             dtype=self._ops.dtype,
             dtype_reason=self._backend.dtype_reason if config.dtype == "auto" else "asked for",

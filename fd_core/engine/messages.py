@@ -37,6 +37,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     backend_reason: str
     """Why this backend was chosen."""
     scheduler: str = "continuous"
+    postprocess: str | None = None
+    """None for the one that belongs to the backend's framework."""
     device: str
     """A line about what computes; it has the word "emulated" where that is so."""
     dtype: str

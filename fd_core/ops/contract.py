@@ -242,6 +242,9 @@ class Ops(abc.ABC):
 
     name: str
     """Name of the pack, such as `numpy` or `torch`."""
+    framework: str
+    """Whose arrays it takes and returns: `numpy`, `torch`, `paddle` or another; the postprocessor of that name is the
+    default."""
     dtype: str
     """`float32` or `bfloat16`: weights, activations and KV."""
 
@@ -411,15 +414,6 @@ class Ops(abc.ABC):
 
         sampled int32[N, 1 + k], drafts int32[N, k], num_drafts int32[N] -> int32[N]. Column j of `sampled` was chosen
         after draft j - 1, so a row with `a` accepted drafts delivers its first 1 + a sampled tokens.
-        """
-
-    @abc.abstractmethod
-    def postprocess(self, sampled: Array, accepted: Array, slots: Array, revoked: Array, max_num_seqs: int) -> Array:
-        """Build the token matrix int32[max_num_seqs, 1 + k] of the step with the values of `fd_core.signals`.
-
-        sampled int32[N, 1 + k] and accepted int32[N] of the rows that yield tokens, slots int32[N], revoked
-        int32[M]: row i delivers sampled[i, :1 + accepted[i]] in row slots[i]; each slot in `revoked`, which has no
-        row, carries PREEMPTED_TOKEN_ID in column 0; everything else is EMPTY_TOKEN_ID. Does not wait for the device.
         """
 
     # Fusions: what models call ----------------------------------------------------------------------------

@@ -57,6 +57,7 @@ class NumpyOps(NumpySampling, Ops):
     """Operations on numpy arrays; activations, weights and KV are float32."""
 
     name = "numpy"
+    framework = "numpy"
     dtype = "float32"
 
     def from_host(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from fd_core.ops.contract import PenaltyInput, SampleInput
 from fd_core.ops.philox import uniform
-from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
 from fd_core.types import IntArray
 
 __all__ = ["WEIGHT_ONE", "NumpySampling"]
@@ -83,16 +82,6 @@ class NumpySampling:
         right = (sampled[:, :k] == drafts) & (np.arange(k) < num_drafts[:, None])
         accepted: IntArray = np.cumprod(right, axis=1).sum(axis=1).astype(np.int32)
         return accepted
-
-    def postprocess(
-        self, sampled: IntArray, accepted: IntArray, slots: IntArray, revoked: IntArray, max_num_seqs: int
-    ) -> IntArray:
-        """Build the token matrix of the step."""
-        width = sampled.shape[1]
-        matrix = np.full((max_num_seqs, width), EMPTY_TOKEN_ID, np.int32)
-        matrix[slots] = np.where(np.arange(width) <= accepted[:, None], sampled, EMPTY_TOKEN_ID)
-        matrix[revoked, 0] = PREEMPTED_TOKEN_ID
-        return matrix
 
 
 def _penalize(logits: Floats, penalties: PenaltyInput, part: slice) -> None:

@@ -44,6 +44,7 @@ class PaddleOps(PaddleSampling, Ops):
     """
 
     name = "paddle"
+    framework = "paddle"
 
     def __init__(self, dtype: str = "float32", device: str = "cpu") -> None:
         if dtype not in _DTYPES:

@@ -9,7 +9,6 @@ from fd_core.ops.contract import Array, PenaltyInput, SampleInput
 from fd_core.ops.numpy_sampling import WEIGHT_ONE
 from fd_core.ops.paddle_library import paddle
 from fd_core.ops.philox import random_bits
-from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
 
 __all__ = ["PaddleSampling"]
 
@@ -80,19 +79,6 @@ class PaddleSampling:
         places = paddle.arange(k, dtype="int32", device=drafts.place)
         right = (sampled[:, :k] == drafts) & (places < num_drafts.unsqueeze(1))
         return paddle.cumprod(right.astype("int32"), dim=1).sum(axis=1).astype("int32")
-
-    def postprocess(self, sampled: Array, accepted: Array, slots: Array, revoked: Array, max_num_seqs: int) -> Array:
-        """Build the token matrix of the step."""
-        rows, width = sampled.shape
-        matrix = paddle.full([max_num_seqs, width], EMPTY_TOKEN_ID, "int32", device=sampled.place)
-        if rows:
-            delivered = paddle.arange(width, dtype="int32", device=sampled.place) <= accepted.unsqueeze(1)
-            empty = paddle.full_like(sampled, EMPTY_TOKEN_ID)
-            matrix = paddle.scatter(matrix, slots, paddle.where(delivered, sampled, empty))
-        if revoked.shape[0]:
-            released = paddle.full_like(revoked, PREEMPTED_TOKEN_ID)
-            matrix = paddle.scatter(matrix.flatten(), revoked * width, released).reshape(matrix.shape)
-        return matrix
 
 
 def _penalize(logits: Array, rows: Array, counts: Array, repetition: Array, presence: Array, frequency: Array) -> None:

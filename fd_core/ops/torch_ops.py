@@ -43,6 +43,7 @@ class TorchOps(TorchSampling, Ops):
     """
 
     name = "torch"
+    framework = "torch"
 
     def __init__(self, dtype: str = "float32", device: str = "cpu") -> None:
         if dtype not in _DTYPES:

@@ -7,7 +7,6 @@ import torch
 from fd_core.ops.contract import Array, PenaltyInput, SampleInput
 from fd_core.ops.numpy_sampling import WEIGHT_ONE
 from fd_core.ops.philox import random_bits
-from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
 
 __all__ = ["TorchSampling"]
 
@@ -70,15 +69,6 @@ class TorchSampling:
         k = drafts.shape[1]
         right = (sampled[:, :k] == drafts) & (torch.arange(k, device=drafts.device) < num_drafts[:, None])
         return right.int().cumprod(dim=1).sum(dim=1).int()
-
-    def postprocess(self, sampled: Array, accepted: Array, slots: Array, revoked: Array, max_num_seqs: int) -> Array:
-        """Build the token matrix of the step."""
-        width = sampled.shape[1]
-        matrix = torch.full((max_num_seqs, width), EMPTY_TOKEN_ID, dtype=torch.int32, device=sampled.device)
-        delivered = torch.arange(width, device=sampled.device) <= accepted[:, None]
-        matrix[slots.long()] = torch.where(delivered, sampled, EMPTY_TOKEN_ID)
-        matrix[:, 0].index_fill_(0, revoked.long(), PREEMPTED_TOKEN_ID)
-        return matrix
 
 
 def _penalize(logits: Array, rows: Array, counts: Array, repetition: Array, presence: Array, frequency: Array) -> None:

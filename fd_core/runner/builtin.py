@@ -1,4 +1,4 @@
-"""The drafters that come with the core, offered through the same hook as a stranger's."""
+"""The drafters and postprocessors that come with the core, offered through the same hooks as a stranger's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from fd_core.hookspecs import Entry, hookimpl
 FD_CONTRACT = 1
 
 _HERE = "fd_core.runner.drafting"
+_MATRIX = "fd_core.runner.postprocess"
 
 
 @hookimpl
@@ -16,4 +17,14 @@ def fd_register_drafters() -> list[Entry]:
         Entry("ngram", f"{_HERE}.ngram:NgramDrafter", "what followed the same n tokens last time"),
         Entry("suffix", f"{_HERE}.suffix:SuffixDrafter", "what followed the longest suffix seen before"),
         Entry("draft_model", f"{_HERE}.draft_model:DraftModelDrafter", "what a smaller model would say"),
+    ]
+
+
+@hookimpl
+def fd_register_postprocessors() -> list[Entry]:
+    """Offer one for each framework, under its name."""
+    return [
+        Entry("numpy", f"{_MATRIX}.numpy_matrix:NumpyPostprocess", "for numpy arrays, those of onnxruntime among them"),
+        Entry("torch", f"{_MATRIX}.torch_matrix:TorchPostprocess", "for torch on any device"),
+        Entry("paddle", f"{_MATRIX}.paddle_matrix:PaddlePostprocess", "for Paddle on any device"),
     ]

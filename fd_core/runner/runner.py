@@ -15,6 +15,7 @@ from fd_core.ops.contract import Array, KVCache, Ops, StepInput
 from fd_core.runner.batch import PersistentBatch
 from fd_core.runner.drafting import Drafter, SlotError
 from fd_core.runner.inputs import Rows, build_inputs, resolve_rows
+from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.runner.sampling import Sampled, Sampler
 from fd_core.types import (
     Admission,
@@ -32,12 +33,19 @@ __all__ = ["Runner"]
 class Runner:
     """Executes plans in order and answers each with exactly one output.
 
-    A vendor supplies the `Ops`; batch, input building, sampling, verification of drafts, post-processing and the
-    transfer to the host are here. `ops`, `batch`, `cache` and `drafter` are for audits and tests: who changes them may
-    break every law.
+    A vendor supplies the `Ops`, and a `Postprocess` where there is none for its framework; batch, input building,
+    sampling, verification of drafts and the transfer to the host are here. `ops`, `batch`, `cache` and `drafter` are
+    for audits and tests: who changes them may break every law.
     """
 
-    def __init__(self, ops: Ops, model: Model, limits: Limits, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self,
+        ops: Ops,
+        model: Model,
+        limits: Limits,
+        postprocess: type[Postprocess],
+        drafter: Drafter | None = None,
+    ) -> None:
         self.limits = limits
         self.drafter = drafter
         self.ops = ops
@@ -48,6 +56,7 @@ class Runner:
         self._forward = ops.compile(model.forward)
         self.batch = PersistentBatch(limits)
         self._sampler = Sampler(ops, limits.max_num_seqs, model.vocab_size)
+        self._postprocess = postprocess(ops, limits)
         self._failed: dict[int, str] = {}
         """Why the request in a slot failed."""
 
@@ -151,7 +160,7 @@ class Runner:
         ops = self.ops
         slots = ops.from_host(rows.slots[rows.sampling])
         revoked = ops.from_host(np.array([revocation.slot for revocation in plan.revocations], np.int32))
-        matrix = ops.postprocess(grid, accepted, slots, revoked, self.limits.max_num_seqs)
+        matrix = self._postprocess.token_matrix(grid, accepted, slots, revoked)
         tokens, kept, peaks, *scores = ops.fetch([matrix, accepted, sampled.peaks, *sampled.scores])
         if not scores:
             return tokens, kept, peaks, None

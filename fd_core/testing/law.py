@@ -23,6 +23,8 @@ SECTIONS_OF_THE_LAW: Final[Mapping[str, str]] = {
 }
 
 RULES: Final[Mapping[str, str]] = {
+    "1": "A step is answered by one matrix in the device's own arrays: a function of that step alone, written without "
+    "waiting for the device, and changed by no later step.",
     "1.1": "Delivered tokens are a prefix of the generated tokens, and these of the golden stream: no token is lost, "
     "repeated, reordered or given to another request.",
     "1.2": "A request leaves DRAINING only on the -9 of its own gen: at most one revocation for each gen, and exactly "
@@ -79,4 +81,4 @@ RULES: Final[Mapping[str, str]] = {
     "8": "What replaces a scheduler, a `postprocess` or a store takes and returns frozen values; it never reaches into "
     "the core's objects.",
 }
-"""Rule by number. `2`, `4`, `6` and `8` without a second number are the sentence that heads the section."""
+"""Rule by number. `1`, `2`, `4`, `6` and `8` without a second number are the sentence that heads the section."""

@@ -29,6 +29,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
             metavar="NAME",
             help="scheduler for `--pyargs fd_core.testing.schedulers.suite`; may be repeated",
         )
+        group.addoption(
+            "--fd-postprocess",
+            action="append",
+            default=[],
+            metavar="NAME[:FIELD=VALUE,...]",
+            help="postprocessor for `--pyargs fd_core.testing.postprocessors.suite`; may be repeated",
+        )
         group.addoption("--fd-quick", action="store_true", help="drive a scheduler through fewer random sequences")
 
 

@@ -16,7 +16,8 @@ from fd_core.engine.builder import load_engine
 from fd_core.engine.core import Engine
 from fd_core.errors import ConfigError
 from fd_core.ops.contract import Ops
-from fd_core.plugins import installed_plugins
+from fd_core.plugins import POSTPROCESS, installed_plugins
+from fd_core.runner.postprocess.contract import Postprocess, require_fit
 from fd_core.testing.checkpoints import ENGINE_CASE, write_checkpoint
 from fd_core.testing.drafting import KnowingDrafter, speculation
 
@@ -88,6 +89,14 @@ class Target:
     def ops(self) -> Ops:
         """One pack, shared by tests that only compute."""
         return self.backend.make_ops()
+
+    @cached_property
+    def postprocess(self) -> type[Postprocess]:
+        """What writes the token matrix. Raises `PluginError` if it is missing or not for this backend."""
+        name = self.config().postprocess or self.ops.framework
+        found = installed_plugins().load(POSTPROCESS, name)
+        require_fit(found, name, self.ops.framework, self.name)
+        return found
 
     @property
     def limits(self) -> Mapping[str, str]:

@@ -1,10 +1,13 @@
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fd_core.plugins import POSTPROCESS, installed_plugins
 from fd_core.signals import Outcome, read
 from tests.ops.packs import PACKS
+from tests.runner.test_inputs import LIMITS
 
 
 @st.composite
@@ -30,7 +33,9 @@ def test_a_step_delivers_right_drafts_one_token_more_and_one_release_each(pack, 
     num_slots, sampled, drafts, num_drafts, slots, taken = step
     ops = PACKS[pack]()
     accepted = ops.verify(*map(ops.from_host, (sampled, drafts, num_drafts)))
-    matrix = ops.postprocess(ops.from_host(sampled), accepted, ops.from_host(slots), ops.from_host(taken), num_slots)
+    limits = msgspec.structs.replace(LIMITS, max_num_seqs=num_slots, max_drafts=drafts.shape[1])
+    postprocess = installed_plugins().load(POSTPROCESS, ops.framework)(ops, limits)
+    matrix = postprocess.token_matrix(ops.from_host(sampled), accepted, ops.from_host(slots), ops.from_host(taken))
     outcomes = read(ops.to_host(matrix))
     assert ops.to_host(matrix).dtype == np.int32
     assert ops.to_host(matrix).shape == (num_slots, sampled.shape[1])

@@ -14,6 +14,7 @@ from fd_core.config import Limits
 from fd_core.ops.contract import Array, KVCache, StepInput
 from fd_core.ops.numpy_ops import NumpyOps
 from fd_core.runner.drafting import Drafter, PerSlotDrafter, SlotError
+from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess
 from fd_core.runner.runner import Runner
 from fd_core.types import Admission, BlockGrant, IntArray, SamplingParams, StepOutput, StepPlan
 
@@ -76,7 +77,7 @@ class Steps:
 
     def __init__(self, model: NullModel, drafter: Drafter | None = None, **params: Any) -> None:
         limits = msgspec.structs.replace(LIMITS, max_drafts=LIMITS.max_drafts if drafter is not None else 0)
-        self.runner = Runner(NumpyOps(), model, limits, drafter)
+        self.runner = Runner(NumpyOps(), model, limits, NumpyPostprocess, drafter)
         self.step = 0
         self.texts: dict[int, list[int]] = {}
         self.errors: dict[int, list[str]] = {slot: [] for slot in range(SLOTS)}

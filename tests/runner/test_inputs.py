@@ -14,6 +14,7 @@ from fd_core.ops.contract import Array, KVCache, StepInput
 from fd_core.ops.numpy_ops import NumpyOps
 from fd_core.runner.batch import PersistentBatch
 from fd_core.runner.inputs import BudgetExceeded, build_inputs, resolve_rows
+from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess
 from fd_core.runner.runner import Runner
 from fd_core.types import Admission, BlockGrant, Revocation, SamplingParams, StepPlan
 
@@ -157,7 +158,7 @@ def test_a_step_waits_for_the_device_once_with_penalties_and_logprobs() -> None:
         def forward(self, step: StepInput, cache: KVCache) -> Array:
             return np.zeros((len(step.logits_rows), 50), np.float32)
 
-    runner = Runner(ops, Model(vocab_size=50), LIMITS)
+    runner = Runner(ops, Model(vocab_size=50), LIMITS, NumpyPostprocess)
     params = SamplingParams(temperature=0.7, top_p=0.9, logprobs=2, presence_penalty=0.5, repetition_penalty=1.1)
     admitted = replace(admission(0, 3), params=params)
     grant = BlockGrant(0, 0, ids(0, 1))

@@ -12,6 +12,7 @@ import msgspec
 from fd_core.testing.law import RULES
 
 __all__ = [
+    "POSTPROCESS_SECTIONS",
     "SCHEDULER_SECTIONS",
     "SCHEMA",
     "SECTIONS",
@@ -39,6 +40,8 @@ SECTIONS: Final = (
 """Sections in order; each is a file or a folder of `fd_core.testing.suite`."""
 SCHEDULER_SECTIONS: Final = ("signals", "budget", "blocks", "golden", "storage")
 """Sections of the kit for schedulers; each is a file of `fd_core.testing.schedulers.suite`."""
+POSTPROCESS_SECTIONS: Final = ("matrix", "flight", "device")
+"""Sections of the kit for postprocessors; each is a file of `fd_core.testing.postprocessors.suite`."""
 _BLAMED: Final = re.compile(r"law ([\d., ]+): ")
 
 CaseOutcome = Literal["pass", "fail", "limit"]

@@ -15,10 +15,17 @@ from pathlib import Path
 from typing import Final
 
 import fd_core
-from fd_core.testing.report.model import SCHEDULER_SECTIONS, SECTIONS, Card, ConformanceReport, Result
+from fd_core.testing.report.model import (
+    POSTPROCESS_SECTIONS,
+    SCHEDULER_SECTIONS,
+    SECTIONS,
+    Card,
+    ConformanceReport,
+    Result,
+)
 from fd_core.testing.report.recorder import BackendDescribed, CaseEnded, CasesLeftOut, CaseStarted, read_events
 
-__all__ = ["BACKENDS", "SCHEDULERS", "Kit", "run_suite"]
+__all__ = ["BACKENDS", "POSTPROCESSORS", "SCHEDULERS", "Kit", "run_suite"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +43,7 @@ class Kit:
 
 BACKENDS: Final = Kit("fd_core.testing.suite", "--fd-backend", ("-m", "not fd_scale"), SECTIONS)
 SCHEDULERS: Final = Kit("fd_core.testing.schedulers.suite", "--fd-scheduler", ("--fd-quick",), SCHEDULER_SECTIONS)
+POSTPROCESSORS: Final = Kit("fd_core.testing.postprocessors.suite", "--fd-postprocess", (), POSTPROCESS_SECTIONS)
 
 _QUIET_SECONDS: Final = 600.0
 """Seconds without a new result after which the suite counts as hanging."""

@@ -14,6 +14,7 @@ import numpy as np
 from fd_core.backends.null import NullBackend, NullModel
 from fd_core.config import EngineConfig, Limits
 from fd_core.runner.drafting import Drafter
+from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess
 from fd_core.runner.runner import Runner
 from fd_core.testing.texts import greedy
 from fd_core.types import Admission, BlockGrant, IntArray, RequestSpec, SamplingParams, StepPlan
@@ -29,7 +30,7 @@ _ALONE = Limits(
 def make_runner(limits: Limits, drafter: Drafter | None = None) -> Runner:
     """Return a runner of the null model."""
     ops = NullBackend(EngineConfig(model="null", backend="null")).make_ops()
-    return Runner(ops, NullModel(), limits, drafter)
+    return Runner(ops, NullModel(), limits, NumpyPostprocess, drafter)
 
 
 def whole_text(spec: RequestSpec) -> list[int]:

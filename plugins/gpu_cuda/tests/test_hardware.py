@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 from fd_core.config import EngineConfig  # noqa: E402 - only where torch is installed
 from fd_core.ops.torch_ops import TorchOps  # noqa: E402
+from fd_core.runner.postprocess.torch_matrix import TorchPostprocess  # noqa: E402
 from fd_core.runner.runner import Runner  # noqa: E402
 from fd_core.testing.checkpoints import write_checkpoint  # noqa: E402
 from test_steps import CASES, LIMITS, MIXED, conversation  # noqa: E402
@@ -28,7 +29,7 @@ def test_steps_on_the_device_give_what_the_processor_gives(case: str, tmp_path: 
     backend = CudaBackend(EngineConfig(model=str(tmp_path), dtype="float32"))
     outputs: list[list[Any]] = []
     for ops in (TorchOps(), backend.make_ops()):
-        runner = Runner(ops, backend.load_model(tmp_path, ops, lambda done, total: None), LIMITS)
+        runner = Runner(ops, backend.load_model(tmp_path, ops, lambda done, total: None), LIMITS, TorchPostprocess)
         outputs.append([runner.execute(each).tokens for each in conversation(MIXED)])
     np.testing.assert_array_equal(outputs[0], outputs[1])
     assert backend.free_memory() > 0
@@ -38,7 +39,7 @@ def test_nothing_but_the_fetch_synchronises(tmp_path: Path) -> None:
     write_checkpoint("llama", tmp_path)
     backend = CudaBackend(EngineConfig(model=str(tmp_path)))
     ops = backend.make_ops()
-    runner = Runner(ops, backend.load_model(tmp_path, ops, lambda done, total: None), LIMITS)
+    runner = Runner(ops, backend.load_model(tmp_path, ops, lambda done, total: None), LIMITS, TorchPostprocess)
     plans = conversation(MIXED)
     for each in plans[:3]:
         runner.execute(each)
@@ -54,7 +55,7 @@ def test_copies_beside_the_steps_change_nothing(tmp_path: Path) -> None:
     write_checkpoint("llama", tmp_path)
     backend = CudaBackend(EngineConfig(model=str(tmp_path)))
     ops = backend.make_ops()
-    runner = Runner(ops, backend.load_model(tmp_path, ops, lambda done, total: None), LIMITS)
+    runner = Runner(ops, backend.load_model(tmp_path, ops, lambda done, total: None), LIMITS, TorchPostprocess)
     spare = np.arange(50, 60, dtype=np.int32)
     before = runner.cache.export_blocks(spare)
     stop = threading.Event()

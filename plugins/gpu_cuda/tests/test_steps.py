@@ -17,6 +17,7 @@ from fd_core.ops.contract import KVShape, Ops  # noqa: E402
 from fd_core.ops.numpy_ops import NumpyOps  # noqa: E402
 from fd_core.ops.torch_ops import TorchOps  # noqa: E402
 from fd_core.runner.inputs import BudgetExceeded  # noqa: E402
+from fd_core.runner.postprocess.torch_matrix import TorchPostprocess  # noqa: E402
 from fd_core.runner.runner import Runner  # noqa: E402
 from fd_core.testing.arrays import Values, on_device, sample_input  # noqa: E402
 from fd_core.testing.checkpoints import write_checkpoint  # noqa: E402
@@ -83,7 +84,7 @@ def test_steps_give_what_the_core_s_pack_gives(folder: Path) -> None:
     processor = Processor()
     outputs = []
     for ops in (TorchOps(), make_ops(processor)):
-        runner = Runner(ops, load(folder, ops), LIMITS)
+        runner = Runner(ops, load(folder, ops), LIMITS, TorchPostprocess)
         outputs.append([runner.execute(each) for each in conversation(MIXED)])
     for expected, found in zip(*outputs, strict=True):
         np.testing.assert_array_equal(found.tokens, expected.tokens)
@@ -96,7 +97,7 @@ def test_steps_give_what_the_core_s_pack_gives(folder: Path) -> None:
 def test_a_step_waits_for_the_device_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processor = Processor()
     ops = make_ops(processor)
-    runner = Runner(ops, load(folder, ops), LIMITS)
+    runner = Runner(ops, load(folder, ops), LIMITS, TorchPostprocess)
     plans = conversation(MIXED)
     prefill = 0 if "moe" in folder.name else 1  # a mixture of experts looks at its choice in steps beyond the graphs
     for each in plans[: 1 - prefill]:
@@ -119,7 +120,7 @@ def test_the_watch_notices_what_waits(wait: Any, monkeypatch: pytest.MonkeyPatch
 
 def test_padding_is_computed_where_the_budget_was_charged_and_nowhere_else(folder: Path) -> None:
     ops = make_ops()
-    runner = Runner(ops, load(folder, ops), LIMITS)
+    runner = Runner(ops, load(folder, ops), LIMITS, TorchPostprocess)
     given: list[tuple[int, int]] = []
     runner.watch_forward(lambda step: given.append((len(step.token_ids), len(step.logits_rows))))
     plans = conversation(MIXED)
@@ -136,7 +137,7 @@ def test_the_smallest_budget_runs_without_padding_beyond_it(folder: Path) -> Non
     tight = Limits(
         max_num_seqs=6, max_num_batched_tokens=3, max_model_len=40, block_size=4, num_kv_blocks=60, vocab_size=160
     )
-    runner = Runner(ops, load(folder, ops), tight)
+    runner = Runner(ops, load(folder, ops), tight, TorchPostprocess)
     admissions = tuple(admission(slot, 1, temperature=0.0) for slot in range(3))
     grants = tuple(BlockGrant(slot, 0, ids(slot)) for slot in range(3))
     rows = [(slot, 0, 1) for slot in range(3)]
@@ -150,7 +151,7 @@ def test_a_decode_beside_an_unfinished_chunk_of_one_token_is_replayed(folder: Pa
     processor = Processor()
     outputs = []
     for ops in (TorchOps(), make_ops(processor)):
-        runner = Runner(ops, load(folder, ops), LIMITS)
+        runner = Runner(ops, load(folder, ops), LIMITS, TorchPostprocess)
         admissions = (admission(0, 1, temperature=0.0), admission(1, 4, temperature=0.0))
         grants = (BlockGrant(0, 0, ids(8, 9)), BlockGrant(1, 0, ids(3, 4)))
         first = plan(0, [(0, 0, 1), (1, 0, 1)], sampling=[True, False], admissions=admissions, grants=grants)

@@ -1,4 +1,4 @@
-"""What a wrong backend is: a few lines over the pack of a right one."""
+"""What a wrong backend is: a few lines over the pack, or over the postprocessor, of a right one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 from fd_core.backends.null import NullBackend
 from fd_core.backends.reference import ReferenceBackend
+from fd_core.runner.postprocess.contract import Postprocess
+from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess
 
 FAULTS: dict[str, Fault] = {}
 _BASES = {"null": NullBackend, "reference": ReferenceBackend}
@@ -19,6 +21,8 @@ class Fault:
 
     name: str
     backend: type
+    postprocess: type[Postprocess] | None
+    """Set if the fault is there; the backend's framework has its name."""
     noticed_by: tuple[str, ...]
     spreads_to: tuple[str, ...]
 
@@ -38,7 +42,7 @@ def matches(test: str, pattern: str) -> bool:
 
 
 def wrong(base: str, *noticed_by: str, spreads_to: tuple[str, ...] = (), **of_the_backend: Any) -> Any:
-    """Make a class with methods of a pack into a backend: those methods replace the pack's.
+    """Make a class with methods of a pack or a postprocessor into a backend: those methods replace the right ones.
 
     `spreads_to` are scenarios in which the fault may show as well, beside the tests that name it; what is given
     by name replaces methods of the backend itself.
@@ -46,16 +50,20 @@ def wrong(base: str, *noticed_by: str, spreads_to: tuple[str, ...] = (), **of_th
 
     def register(methods: type) -> type:
         name = "wrong" + "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in methods.__name__)
-        right = _BASES[base]
+        right, postprocess, framework = _BASES[base], None, "numpy"
+        if hasattr(methods, "token_matrix"):
+            body = {"serves": (name,), "__module__": __name__}
+            postprocess = type(methods.__name__ + "Postprocess", (methods, NumpyPostprocess), body)
+            framework = name
 
         def make_ops(self: Any) -> Any:
             ops = right.make_ops(self)
-            ops.__class__ = type(methods.__name__, (methods, type(ops)), {})
+            ops.__class__ = type(methods.__name__, (methods, type(ops)), {"framework": framework})
             return ops
 
         body = {"name": name, "make_ops": make_ops, "__module__": __name__, "limits": MappingProxyType(right.limits)}
         backend = type(methods.__name__ + "Backend", (right,), body | of_the_backend)
-        FAULTS[name] = Fault(name, backend, noticed_by, spreads_to)
+        FAULTS[name] = Fault(name, backend, postprocess, noticed_by, spreads_to)
         return methods
 
     return register

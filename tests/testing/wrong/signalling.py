@@ -20,9 +20,9 @@ from tests.testing.wrong.fault import wrong
     "signals:test_no_negative_id_reaches_log_probabilities[3]",
 )
 class ForgetsReleasesWhenSpeculating:
-    def postprocess(self, sampled, accepted, slots, revoked, max_num_seqs):
+    def token_matrix(self, sampled, accepted, slots, revoked):
         some = revoked[:0] if sampled.shape[1] > 1 else revoked
-        return super().postprocess(sampled, accepted, slots, some, max_num_seqs)
+        return super().token_matrix(sampled, accepted, slots, some)
 
 
 @wrong(
@@ -40,9 +40,9 @@ class ForgetsReleasesWhenSpeculating:
 class ReleasesOneStepLate:
     late = np.empty(0, np.int32)
 
-    def postprocess(self, sampled, accepted, slots, revoked, max_num_seqs):
+    def token_matrix(self, sampled, accepted, slots, revoked):
         now, self.late = self.late, np.array(revoked)
-        return super().postprocess(sampled, accepted, slots, np.setdiff1d(now, slots), max_num_seqs)
+        return super().token_matrix(sampled, accepted, slots, np.setdiff1d(now, slots))
 
 
 @wrong(
@@ -62,10 +62,10 @@ class ReleasesOneStepEarly:
 
     rows = np.empty(0, np.int32)
 
-    def postprocess(self, sampled, accepted, slots, revoked, max_num_seqs):
+    def token_matrix(self, sampled, accepted, slots, revoked):
         gone = np.setdiff1d(self.rows, slots)
         self.rows = np.array(slots)
-        return super().postprocess(sampled, accepted, slots, np.union1d(gone, revoked), max_num_seqs)
+        return super().token_matrix(sampled, accepted, slots, np.union1d(gone, revoked))
 
 
 @wrong(
@@ -82,9 +82,9 @@ class ReleasesOneStepEarly:
     ),
 )
 class ReleasesAnIdleSlot:
-    def postprocess(self, sampled, accepted, slots, revoked, max_num_seqs):
-        matrix = super().postprocess(sampled, accepted, slots, revoked, max_num_seqs)
-        idle = np.flatnonzero((matrix[:, 0] == EMPTY_TOKEN_ID) & (np.arange(max_num_seqs) == max_num_seqs - 1))
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        matrix = super().token_matrix(sampled, accepted, slots, revoked)
+        idle = np.flatnonzero((matrix[:, 0] == EMPTY_TOKEN_ID) & (np.arange(len(matrix)) == len(matrix) - 1))
         matrix[idle, 0] = PREEMPTED_TOKEN_ID
         return matrix
 
@@ -102,8 +102,8 @@ class ReleasesAnIdleSlot:
     ),
 )
 class DropsRowsBehindARelease:
-    def postprocess(self, sampled, accepted, slots, revoked, max_num_seqs):
-        matrix = super().postprocess(sampled, accepted, slots, revoked, max_num_seqs)
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        matrix = super().token_matrix(sampled, accepted, slots, revoked)
         for slot in revoked:
             rest = matrix[slot + 1 :]
             rest[rest[:, 0] != PREEMPTED_TOKEN_ID] = EMPTY_TOKEN_ID
@@ -121,8 +121,8 @@ class DropsRowsBehindARelease:
     "signals:test_no_negative_id_reaches_log_probabilities[3]",
 )
 class ReleasesInEveryColumn:
-    def postprocess(self, sampled, accepted, slots, revoked, max_num_seqs):
-        matrix = super().postprocess(sampled, accepted, slots, revoked, max_num_seqs)
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        matrix = super().token_matrix(sampled, accepted, slots, revoked)
         matrix[revoked] = PREEMPTED_TOKEN_ID
         return matrix
 
@@ -147,10 +147,10 @@ class LeavesAStaleToken:
 
     matrix = None
 
-    def postprocess(self, sampled, accepted, slots, revoked, max_num_seqs):
-        fresh = super().postprocess(sampled, accepted, slots, revoked, max_num_seqs)
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        fresh = super().token_matrix(sampled, accepted, slots, revoked)
         if self.matrix is not None and self.matrix.shape == fresh.shape:
-            idle = np.setdiff1d(np.arange(max_num_seqs), np.union1d(slots, revoked))
+            idle = np.setdiff1d(np.arange(len(fresh)), np.union1d(slots, revoked))
             idle = idle[self.matrix[idle, 0] != PREEMPTED_TOKEN_ID]
             fresh[idle] = self.matrix[idle]
         self.matrix = fresh.copy()
@@ -168,10 +168,10 @@ class LeavesAStaleToken:
     ),
 )
 class HangsOnAnEmptyBatch:
-    def postprocess(self, sampled, accepted, slots, revoked, max_num_seqs):
+    def token_matrix(self, sampled, accepted, slots, revoked):
         if not len(slots) and len(revoked) and threading.current_thread().name == "fdcore-device":
             threading.Event().wait(2)
-        return super().postprocess(sampled, accepted, slots, revoked, max_num_seqs)
+        return super().token_matrix(sampled, accepted, slots, revoked)
 
 
 @wrong(
@@ -232,9 +232,9 @@ class ShowsReleasesInLogprobs:
 
     released = False
 
-    def postprocess(self, sampled, accepted, slots, revoked, max_num_seqs):
-        self.released = len(revoked) > 0
-        return super().postprocess(sampled, accepted, slots, revoked, max_num_seqs)
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        self.ops.released = len(revoked) > 0
+        return super().token_matrix(sampled, accepted, slots, revoked)
 
     def logprobs(self, logits, tokens, top_n):
         chosen, top_ids, top = super().logprobs(logits, tokens, top_n)

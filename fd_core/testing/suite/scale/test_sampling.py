@@ -10,8 +10,10 @@ import pytest
 
 from fd_core.ops.contract import Ops, SampleInput
 from fd_core.ops.numpy_ops import NumpyOps
-from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
 from fd_core.testing.arrays import on_device, penalty_input, sample_input
+from fd_core.testing.postprocessors.matrices import Matrices, random_rows
+from fd_core.testing.postprocessors.target import PostprocessTarget
+from fd_core.testing.target import Target
 from fd_core.types import IntArray
 
 Floats = npt.NDArray[np.float32]
@@ -223,20 +225,12 @@ def test_counts_of_many_slots_are_written_and_kept(ops: Ops) -> None:
 
 @pytest.mark.parametrize("slots", [64, 257, 1023])
 @pytest.mark.parametrize("k", [0, 1, 7, 16])
-def test_the_matrix_of_many_slots(ops: Ops, slots: int, k: int) -> None:
+def test_the_matrix_of_many_slots(target: Target, slots: int, k: int) -> None:
     """Slots in no order, the first and the last among them; rows beside releases, all rows, none; large tokens."""
     rng = np.random.default_rng(slots + k)
+    matrices = Matrices(PostprocessTarget(target.name, target.postprocess, target.ops), slots, k)
     for rows, back in ((slots // 2, slots // 3), (slots, 0), (0, slots), (1, 0), (0, 0), (slots - 1, 1)):
-        order = rng.permutation(slots).astype(np.int32)
-        sampled = rng.integers(0, 140_003, (rows, 1 + k)).astype(np.int32)
-        accepted = rng.integers(0, k + 1, rows).astype(np.int32)
-        given = (sampled, accepted, order[:rows].copy(), order[rows : rows + back].copy())
-        ours, kept, places, revoked = map(ops.from_host, given)
-        right = np.full((slots, 1 + k), EMPTY_TOKEN_ID, np.int32)
-        for row, slot in enumerate(order[:rows]):
-            right[slot, : 1 + accepted[row]] = sampled[row, : 1 + accepted[row]]
-        right[order[rows : rows + back], 0] = PREEMPTED_TOKEN_ID
-        np.testing.assert_array_equal(ops.to_host(ops.postprocess(ours, kept, places, revoked, slots)), right)
+        matrices.check(random_rows(rng, slots, k, rows, back))
 
 
 @pytest.mark.parametrize("k", [1, 7, 16])

@@ -1,0 +1,28 @@
+"""The token matrix in torch, without waiting for the device."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from fd_core.ops.contract import Array
+from fd_core.runner.postprocess.contract import Postprocess
+from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
+
+__all__ = ["TorchPostprocess"]
+
+
+class TorchPostprocess(Postprocess):
+    """For packs on torch, whatever the device."""
+
+    serves: ClassVar[tuple[str, ...]] = ("torch",)
+
+    def token_matrix(self, sampled: Array, accepted: Array, slots: Array, revoked: Array) -> Array:
+        """Build the token matrix of the step."""
+        width, device = sampled.shape[1], sampled.device
+        matrix = torch.full((self.limits.max_num_seqs, width), EMPTY_TOKEN_ID, dtype=torch.int32, device=device)
+        delivered = torch.arange(width, device=device) <= accepted[:, None]
+        matrix[slots.long()] = torch.where(delivered, sampled, EMPTY_TOKEN_ID)
+        matrix[:, 0].index_fill_(0, revoked.long(), PREEMPTED_TOKEN_ID)
+        return matrix

@@ -1,0 +1,118 @@
+"""Steps as a postprocessor gets them, what their matrices have to be, and which rule a wrong one breaks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fd_core.config import Limits
+from fd_core.ops.contract import Array
+from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
+from fd_core.testing.postprocessors.target import PostprocessTarget
+from fd_core.testing.schedulers.breaches import require
+from fd_core.types import IntArray
+
+__all__ = ["Matrices", "SampledRows", "place_of", "random_rows"]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """What one step sampled, on the host."""
+
+    sampled: IntArray
+    """int32[N, 1 + k]"""
+    accepted: IntArray
+    """int32[N]"""
+    slots: IntArray
+    """int32[N]"""
+    revoked: IntArray
+    """int32[M]"""
+
+    @property
+    def parts(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """The arrays in the order of the contract."""
+        return self.sampled, self.accepted, self.slots, self.revoked
+
+
+def random_rows(rng: np.random.Generator, slots: int, k: int, rows: int, revoked: int) -> SampledRows:
+    """Return a step of `rows` rows and `revoked` slots that were revoked, in no order; tokens beyond 2^17."""
+    order = rng.permutation(slots).astype(np.int32)
+    return SampledRows(
+        rng.integers(0, 140_003, (rows, 1 + k)).astype(np.int32),
+        rng.integers(0, k + 1, rows).astype(np.int32),
+        order[:rows].copy(),
+        order[rows : rows + revoked].copy(),
+    )
+
+
+class Matrices:
+    """A postprocessor for so many slots and drafts, and what it makes of steps."""
+
+    def __init__(self, target: PostprocessTarget, slots: int, k: int) -> None:
+        self._ops, self._slots = target.ops, slots
+        self._postprocess = target.make(
+            target.ops,
+            Limits(
+                max_num_seqs=slots,
+                max_num_batched_tokens=slots * (1 + k),
+                max_model_len=64,
+                block_size=4,
+                num_kv_blocks=16,
+                vocab_size=2**31 - 1,
+                max_drafts=k,
+            ),
+        )
+
+    def upload(self, rows: SampledRows) -> tuple[Array, ...]:
+        """Return the arrays of a step on the device, with memory of their own."""
+        return tuple(self._ops.from_host(each.copy()) for each in rows.parts)
+
+    def compute(self, given: tuple[Array, ...]) -> Array:
+        """Return the matrix of a step, on the device."""
+        sampled, accepted, slots, revoked = given
+        return self._postprocess.token_matrix(sampled, accepted, slots, revoked)
+
+    def begin(self, rows: SampledRows) -> Array:
+        """Upload a step and return its matrix, on the device."""
+        return self.compute(self.upload(rows))
+
+    def check(self, *steps: SampledRows) -> None:
+        """Compute the matrix of each step and compare it."""
+        for rows in steps:
+            self.compare(self.begin(rows), rows)
+
+    def compare(self, matrix: Array, rows: SampledRows) -> None:
+        """Fail the running test, with the rule that is broken, unless `matrix` is that of the step."""
+        found, right = self._ops.to_host(matrix), self._right(rows)
+        require(found.shape == right.shape, "1", f"the matrix is {list(found.shape)}, not {list(right.shape)}")
+        for slot in np.flatnonzero((found != right).any(axis=1)).tolist():
+            _blame(slot, found[slot].tolist(), right[slot].tolist(), slot in rows.slots, slot in rows.revoked)
+
+    def _right(self, rows: SampledRows) -> IntArray:
+        matrix = np.full((self._slots, rows.sampled.shape[1]), EMPTY_TOKEN_ID, np.int32)
+        for slot, tokens, accepted in zip(rows.slots, rows.sampled, rows.accepted, strict=True):
+            matrix[slot, : 1 + accepted] = tokens[: 1 + accepted]
+        matrix[rows.revoked, 0] = PREEMPTED_TOKEN_ID
+        return matrix
+
+
+def _blame(slot: int, found: list[int], right: list[int], has_row: bool, revoked: bool) -> None:
+    """Fail the running test for a row of a matrix that is not right."""
+    about = f"slot {slot} carries {_shown(found)}"
+    if revoked:
+        require(found[0] == right[0], "1.2", f"{about}, though it was revoked: its row begins with -9")
+        require(False, "1.3", f"{about} beside the -9 that answers its revocation")
+    require(PREEMPTED_TOKEN_ID not in found, "1.2", f"{about}, though nobody revoked it")
+    require(has_row, "1.1", f"{about}, though it has no row in this step")
+    require(False, "1.1", f"{about}, not {_shown(right)}")
+
+
+def _shown(row: list[int]) -> str:
+    return str(row if len(row) < 12 else [*row[:10], "..."]).replace("'", "")
+
+
+def place_of(array: Any) -> str:
+    """Return which class an array is of, and on which device."""
+    return f"{type(array).__module__}.{type(array).__name__} on {getattr(array, 'device', getattr(array, 'place', ''))}"

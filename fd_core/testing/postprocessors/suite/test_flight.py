@@ -1,0 +1,89 @@
+"""Flight: steps that are computed before an earlier one is read, and nothing that passes from one to another."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from fd_core.testing.postprocessors.matrices import Matrices, SampledRows, random_rows
+from fd_core.testing.postprocessors.suite.test_matrix import combinations
+from fd_core.testing.postprocessors.target import PostprocessTarget
+from fd_core.testing.schedulers.breaches import require
+
+KS = [0, 1, 3, 8]
+
+
+def in_order(slots: int, k: int) -> SampledRows:
+    """Return a step in which every slot has a row, in order, and accepts all of its drafts."""
+    tokens = 10 + np.arange(slots * (1 + k), dtype=np.int32).reshape(slots, 1 + k)
+    order = np.arange(slots, dtype=np.int32)
+    return SampledRows(tokens, np.full(slots, k, np.int32), order, order[:0])
+
+
+@pytest.mark.law("1", "1.1")
+@pytest.mark.parametrize("k", KS)
+def test_later_steps_leave_earlier_matrices_alone(target: PostprocessTarget, k: int) -> None:
+    """The same number of rows again and again, then another one at every step; all are read at the end."""
+    matrices, rng = Matrices(target, 8, k), np.random.default_rng(k)
+    counts = [(5, 2)] * 20 + [(rows, (8 - rows) // 2) for rows in range(9)]
+    steps = [random_rows(rng, 8, k, rows, revoked) for rows, revoked in counts]
+    for matrix, rows in [(matrices.begin(rows), rows) for rows in steps]:
+        matrices.compare(matrix, rows)
+
+
+@pytest.mark.law("1", "1.2")
+@pytest.mark.parametrize("k", KS)
+def test_a_matrix_tells_of_its_own_step_alone(target: PostprocessTarget, k: int) -> None:
+    """Slots fall idle, are revoked and are used again, in an order in which no two steps are alike."""
+    matrices, steps = Matrices(target, 3, k), combinations(3, k)
+    for index in np.random.default_rng(k).permutation(len(steps))[:120].tolist():
+        matrices.check(steps[index], in_order(3, k), steps[index])
+
+
+@pytest.mark.law("1")
+def test_two_runners_do_not_meet(target: PostprocessTarget) -> None:
+    """One after the other computes for other numbers of slots and drafts, as a draft model's would beside it."""
+    rng = np.random.default_rng(1)
+    both = [(Matrices(target, slots, k), slots, k) for slots, k in ((4, 3), (9, 3), (4, 0), (4, 3))]
+    for _ in range(8):
+        steps = [(each, random_rows(rng, slots, k, 3, 1)) for each, slots, k in both]
+        for each, matrix, rows in [(each, each.begin(rows), rows) for each, rows in steps]:
+            each.compare(matrix, rows)
+
+
+@pytest.mark.law("1")
+@pytest.mark.parametrize("k", KS)
+def test_the_inputs_are_left_as_they_are(target: PostprocessTarget, k: int) -> None:
+    matrices, rng = Matrices(target, 6, k), np.random.default_rng(k)
+    for rows in (in_order(6, k), random_rows(rng, 6, k, 3, 2), random_rows(rng, 6, k, 0, 6)):
+        given = matrices.upload(rows)
+        matrices.compute(given)
+        for name, array, before in zip(("sampled", "accepted", "slots", "revoked"), given, rows.parts, strict=True):
+            same = np.array_equal(target.ops.to_host(array), before)
+            require(same, "1", f"{name} is {target.ops.to_host(array).tolist()} after the step, not {before.tolist()}")
+
+
+@pytest.mark.law("1", "1.1")
+@pytest.mark.parametrize("k", KS)
+def test_the_matrix_shares_no_memory_with_what_was_sampled(target: PostprocessTarget, k: int) -> None:
+    """A pack that replays graphs samples every step into the same memory."""
+    rows, everyone = in_order(6, k), target.ops.from_host(np.arange(6, dtype=np.int32))
+    matrices = Matrices(target, 6, k)
+    given = matrices.upload(rows)
+    matrix = matrices.compute(given)
+    target.ops.write_rows(given[0], everyone, target.ops.from_host(np.full_like(rows.sampled, 7)))
+    matrices.compare(matrix, rows)
+
+
+@pytest.mark.law("1")
+def test_it_is_made_on_one_thread_and_computes_on_another(target: PostprocessTarget) -> None:
+    matrices, rows = Matrices(target, 4, 2), random_rows(np.random.default_rng(3), 4, 2, 2, 1)
+    matrices.check(rows)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(matrices.begin(rows)))
+    thread.start()
+    thread.join()
+    require(found, "1", "on the runner's thread it fails")
+    matrices.compare(found[0], rows)
