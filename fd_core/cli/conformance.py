@@ -47,12 +47,12 @@ def conformance(
 ) -> None:
     """Run the conformance kit on backends, schedulers or postprocessors, and print their report cards.
 
-    Each backend runs in a process of its own, against numpy as the oracle: operations, models, sampling, preempted-slot
-    signalling, the step token budget, KV transfer, golden streams, crashes and memory, and then at production
-    sizes, which takes minutes. A scheduler plans for scripted tokens, through hostile sequences of calls and incidents,
-    beside an auditor that names the rule of the law that is broken. A postprocessor makes token matrices of every
-    combination of rows, on the processor or on the backend that `backend=` names. Each card says what was not looked at. The exit
-    code is 0 if all pass, 1 if one does not, and 4 if the tests could not be run to their end.
+    Each backend runs in a process of its own, against numpy as the oracle: operations, models, sampling, preempted-
+    slot signalling, the step token budget, KV transfer, golden streams, crashes and memory, and then at production
+    sizes, which takes minutes. A scheduler plans for scripted tokens, through hostile sequences of calls and
+    incidents, beside an auditor that names the rule of the law that is broken. A postprocessor makes token matrices of
+    every combination of rows, on the processor or on the backend that `backend=` names. Each card says what was not
+    looked at. The exit code is 0 if all pass, 1 if one does not, and 4 if the tests could not be run to their end.
     """
     from fd_core.testing.requirements import require_packages
 

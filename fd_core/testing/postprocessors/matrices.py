@@ -11,7 +11,7 @@ from fd_core.config import Limits
 from fd_core.ops.contract import Array
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID
 from fd_core.testing.postprocessors.target import PostprocessTarget
-from fd_core.testing.schedulers.breaches import require
+from fd_core.testing.schedulers.breaches import broken, require
 from fd_core.types import IntArray
 
 __all__ = ["Matrices", "SampledRows", "place_of", "random_rows"]
@@ -51,7 +51,7 @@ class Matrices:
     """A postprocessor for so many slots and drafts, and what it makes of steps."""
 
     def __init__(self, target: PostprocessTarget, slots: int, k: int) -> None:
-        self._ops, self._slots = target.ops, slots
+        self._target, self._ops, self._slots, self._k = target, target.ops, slots, k
         self._postprocess = target.make(
             target.ops,
             Limits(
@@ -89,6 +89,12 @@ class Matrices:
         require(found.shape == right.shape, "1", f"the matrix is {list(found.shape)}, not {list(right.shape)}")
         for slot in np.flatnonzero((found != right).any(axis=1)).tolist():
             _blame(slot, found[slot].tolist(), right[slot].tolist(), slot in rows.slots, slot in rows.revoked)
+
+    def compare_later(self, matrix: Array, rows: SampledRows) -> None:
+        """Compare a matrix after other steps were computed: a fault of its own is told from what those did to it."""
+        if not np.array_equal(self._ops.to_host(matrix), self._right(rows)):
+            Matrices(self._target, self._slots, self._k).check(rows)
+            broken("1", "a matrix that is right alone is wrong once other steps are computed")
 
     def _right(self, rows: SampledRows) -> IntArray:
         matrix = np.full((self._slots, rows.sampled.shape[1]), EMPTY_TOKEN_ID, np.int32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Final
 from unittest.mock import patch
 
@@ -28,12 +29,11 @@ def no_waiting(ops: Ops, array: Array) -> Iterator[None]:
     the host has the values anyway. On CUDA torch itself looks for waits of every kind.
     """
     with ExitStack() as stack:
-        for owner, names in ((type(ops), ("to_host", "fetch")), (type(array), _READS)):
-            for name in names:
-                if not hasattr(owner, name):
-                    continue
+        for owner, names in ((type(ops), ("to_host", "fetch")), (type(array), ("__getitem__", *_READS))):
+            for name in filter(partial(hasattr, owner), names):
+                refuse = _refusing(f"{owner.__name__}.{name}", getattr(owner, name) if name == "__getitem__" else None)
                 try:
-                    stack.enter_context(patch.object(owner, name, _refusing(f"{owner.__name__}.{name}")))
+                    stack.enter_context(patch.object(owner, name, refuse))
                 except TypeError:
                     break
         if getattr(array, "is_cuda", False) and (torch := sys.modules.get("torch")) is not None:
@@ -43,8 +43,13 @@ def no_waiting(ops: Ops, array: Array) -> Iterator[None]:
         yield
 
 
-def _refusing(name: str) -> Callable[..., Any]:
-    def refuse(*_: Any, **__: Any) -> Any:
-        broken("1", f"the host waits for the device, in {name}")
+def _refusing(name: str, index: Callable[[Any, Any], Any] | None) -> Callable[..., Any]:
+    """Return a method that refuses to be called; indexing refuses masks, whose result has a size that depends on them."""
+
+    def refuse(array: Any, *key: Any, **_: Any) -> Any:
+        keys = key[0] if key and isinstance(key[0], tuple) else key
+        if index is None or any("bool" in str(getattr(each, "dtype", "")) for each in keys):
+            broken("1", f"the host waits for the device, in {name}")
+        return index(array, *key)
 
     return refuse

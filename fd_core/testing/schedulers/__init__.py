@@ -7,7 +7,7 @@
 `fdcore conformance --scheduler NAME` runs the same cases; `docs/write-a-scheduler.md` shows a whole plugin.
 """
 
-from fd_core.testing.schedulers.cases import KitCase, kit_cases
+from fd_core.testing.schedulers.cases import SchedulerCase, kit_cases
 from fd_core.testing.schedulers.target import SchedulerTarget, find_scheduler
 
-__all__ = ["KitCase", "SchedulerTarget", "find_scheduler", "kit_cases"]
+__all__ = ["SchedulerCase", "SchedulerTarget", "find_scheduler", "kit_cases"]

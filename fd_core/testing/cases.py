@@ -1,0 +1,54 @@
+"""The cases of a kit as values, for a test suite of one's own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+__all__ = ["KitCase", "cases_of"]
+
+
+@dataclass(frozen=True)
+class KitCase:
+    """A test of a kit with its parameters."""
+
+    section: str
+    function: Callable[..., None]
+    parameters: dict[str, Any]
+
+    def __str__(self) -> str:
+        values = "-".join(str(getattr(value, "name", value)) for value in self.parameters.values())
+        name = f"{self.section}:{self.function.__name__}"
+        return f"{name}[{values}]" if values else name
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """Rules of the law that it looks at."""
+        marks = [mark for mark in getattr(self.function, "pytestmark", []) if mark.name == "law"]
+        return tuple(rule for mark in marks for rule in mark.args)
+
+    def run(self, **fixtures: Any) -> None:
+        """Run it with those of the fixtures that it takes. Raises `LawBroken` with the rule, or skips the test."""
+        names = self.function.__code__.co_varnames[: self.function.__code__.co_argcount]
+        self.function(**self.parameters, **{name: fixtures[name] for name in names if name in fixtures})
+
+
+def cases_of(modules: Iterable[ModuleType]) -> Iterator[KitCase]:
+    """Yield the cases of a suite, module by module."""
+    for module in modules:
+        section = module.__name__.rpartition(".test_")[2]
+        for name, function in vars(module).items():
+            if not name.startswith("test_") or function.__module__ != module.__name__:
+                continue
+            marks = [mark for mark in getattr(function, "pytestmark", []) if mark.name == "parametrize"]
+            for values in itertools.product(*(_parameters(*mark.args) for mark in reversed(marks))):
+                yield KitCase(section, function, {name: value for part in values for name, value in part.items()})
+
+
+def _parameters(names: str | tuple[str, ...], values: list[Any]) -> list[dict[str, Any]]:
+    if isinstance(names, str):
+        return [{names: value} for value in values]
+    return [dict(zip(names, value, strict=True)) for value in values]
