@@ -19,7 +19,7 @@ import msgspec
 
 from fd_core.errors import PluginError
 from fd_core.hookspecs import ENTRY_POINT_GROUP
-from fd_core.plugins import BACKEND, PluginOffer, Plugins
+from fd_core.plugins import BACKEND, POSTPROCESS, PluginOffer, Plugins
 
 __all__ = ["Finding", "Inspection", "inspect_plugin"]
 
@@ -103,6 +103,9 @@ def _inspect_offer(offer: PluginOffer, watch: _Watch, answers: list[str]) -> Ite
         if inspect.isabstract(cls):
             missing = " and ".join(sorted(cls.__abstractmethods__))
             yield Finding(f"{offer.entry.target} leaves {missing} open", f"implement {missing}", about)
+        if offer.kind is POSTPROCESS and not (cls.serves and isinstance(cls.serves, tuple)):
+            hint = 'write serves = ("torch",) or other names of frameworks or backends in the class'
+            yield Finding(f"{offer.entry.target} does not say what it serves", hint, about)
         if offer.kind is not BACKEND:
             return
         late = (

@@ -10,6 +10,14 @@ from fd_core.hookspecs import ENTRY_POINT_GROUP
 from tests.plugin_sites import GOOD, PARTS, Site
 
 HOOK = "from fd_core.hookspecs import Entry, hookimpl\nFD_CONTRACT = 1\n@hookimpl\ndef "
+MATRIX = """
+from fd_core.runner.postprocess.contract import Postprocess
+
+class Chip(Postprocess):
+    serves = "torch"
+
+    def token_matrix(self, sampled, accepted, slots, revoked): ...
+"""
 CHIP = PARTS.format(rank=0, answer="Availability(True, 'it is here')")
 
 BROKEN = {
@@ -90,6 +98,11 @@ BROKEN = {
         {"source": GOOD.replace('"a chip"', '""'), "parts": CHIP},
         "backend nosummary: its summary",
         "say in the Entry what nosummary is",
+    ),
+    "serveless": (
+        {"source": GOOD.replace("backends", "postprocessors"), "parts": MATRIX},
+        "postprocessor serveless: fd_serveless_parts:Chip does not say what it serves",
+        "write serves = (",
     ),
     "othername": (
         {"source": GOOD, "parts": CHIP, "name": "chip"},

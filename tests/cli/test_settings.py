@@ -249,6 +249,7 @@ def test_a_settings_file_can_hold_every_setting(file, tmp_path):
         "scheduler": "continuous",
         "scheduling-policy": "priority",
         "victim-policy": "youngest",
+        "postprocess": "numpy",
         "output-transport": "zmq",
         "native-kernels": True,
         "kv-events": False,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import mutant
 
 SIGNALS = "signals.py"
-POSTPROCESS = "ops/numpy_sampling.py"
+POSTPROCESS = "runner/postprocess/numpy_matrix.py"
 SCHEDULER = "scheduling/scheduler.py"
 PLANNER = "scheduling/planner.py"
 ADMISSIONS = "scheduling/admissions.py"
@@ -42,6 +42,17 @@ MUTANTS = (
             OUTPUTS,
             "seen = set(np.flatnonzero(outcomes.kinds == Outcome.RELEASED).tolist())",
             "seen = set(np.flatnonzero(outcomes.kinds == Outcome.EMPTY).tolist()) & set(expected)",
+        ),
+    ),
+    mutant(
+        "a-matrix-is-overwritten-by-the-next-step",
+        "1: no later step changes the matrix of a step",
+        (
+            POSTPROCESS,
+            "        matrix[slots] = ",
+            '        matrix = self.__dict__.setdefault("matrix", matrix)\n'
+            "        matrix.fill(EMPTY_TOKEN_ID)\n"
+            "        matrix[slots] = ",
         ),
     ),
     mutant(

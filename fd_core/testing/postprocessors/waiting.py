@@ -44,7 +44,7 @@ def no_waiting(ops: Ops, array: Array) -> Iterator[None]:
 
 
 def _refusing(name: str, index: Callable[[Any, Any], Any] | None) -> Callable[..., Any]:
-    """Return a method that refuses to be called; indexing refuses masks, whose result has a size that depends on them."""
+    """Return a method that refuses to be called; indexing refuses masks alone, whose size the host has to know."""
 
     def refuse(array: Any, *key: Any, **_: Any) -> Any:
         keys = key[0] if key and isinstance(key[0], tuple) else key
