@@ -112,7 +112,7 @@ BROKEN = {
     "impostor": (
         {"source": GOOD.replace("{name!r}", "'cpu'"), "parts": CHIP, "name": "cpu"},
         "backend cpu: the name is offered by fd-core and fd-impostor",
-        "give your own another name",
+        "rename your own",
     ),
 }
 """Entry point to what is installed, the cause and what to do."""

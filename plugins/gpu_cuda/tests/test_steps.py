@@ -166,7 +166,7 @@ def test_a_replay_reads_no_row_of_an_earlier_larger_batch(folder: Path) -> None:
     processor = Processor()
     outputs = []
     for ops in (TorchOps(), make_ops(processor)):
-        runner = Runner(ops, load(folder, ops), LIMITS)
+        runner = Runner(ops, load(folder, ops), LIMITS, TorchPostprocess)
         admissions = tuple(admission(slot, 4, temperature=0.0) for slot in range(6))
         grants = tuple(BlockGrant(slot, 0, ids(2 * slot, 2 * slot + 1)) for slot in range(6))
         large = plan(

@@ -141,8 +141,8 @@ class LeavesDraftsInTheCounts:
 class ReleasesTheFirstHundred:
     """A launch of 128 threads: of more slots that were taken back the rest is not released."""
 
-    def postprocess(self, sampled, accepted, slots, revoked, max_num_seqs):
-        return super().postprocess(sampled, accepted, slots, revoked[:128], max_num_seqs)
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        return super().token_matrix(sampled, accepted, slots, revoked[:128])
 
 
 @wrong("reference", "scale:test_unfinished_chunks_between_decodes_leave_nothing_behind")
@@ -193,9 +193,9 @@ class RemembersEveryStep:
 
     steps: list = []  # noqa: RUF012 - that is the fault
 
-    def postprocess(self, sampled, accepted, slots, revoked, max_num_seqs):
+    def token_matrix(self, sampled, accepted, slots, revoked):
         self.steps.append(SimpleNamespace(rows=len(slots)))
-        return super().postprocess(sampled, accepted, slots, revoked, max_num_seqs)
+        return super().token_matrix(sampled, accepted, slots, revoked)
 
 
 @wrong("null", "scale:test_memory_is_flat_over_thousands_of_steps")
@@ -204,11 +204,11 @@ class LosesBuffersOfSteps:
 
     buffers: list = []  # noqa: RUF012 - that is the fault
 
-    def postprocess(self, sampled, accepted, slots, revoked, max_num_seqs):
+    def token_matrix(self, sampled, accepted, slots, revoked):
         if not self.buffers or len(self.buffers[-1]) > 2**22:
             self.buffers.append(bytearray())
         self.buffers[-1].extend(b"1" * 8192)
-        return super().postprocess(sampled, accepted, slots, revoked, max_num_seqs)
+        return super().token_matrix(sampled, accepted, slots, revoked)
 
 
 def never_changes(self):
