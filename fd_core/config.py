@@ -63,6 +63,8 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     victim_policy: str = "cheapest"
     postprocess: str | None = None
     """What writes the token matrix of a step; None takes the one for the backend's framework."""
+    observer: str | None = None
+    """A plugin that is told what each step sampled; None tells nobody."""
     pipeline_depth: Annotated[int, Range(1, 16)] | None = None
     """Steps in flight; None takes what the backend measures best."""
     num_threads: Annotated[int, Range(1, 4096)] | None = None

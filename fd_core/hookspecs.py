@@ -70,6 +70,16 @@ def fd_register_postprocessors() -> Sequence[Entry]:
 
 
 @hookspec
+def fd_register_observers() -> Sequence[Entry]:
+    """Offer observers: who is told what each step sampled.
+
+    Each target is a subclass of `fd_core.runner.observing.Observer`. It sees frozen values without prompts, on a thread
+    of its own, behind a bounded queue: it changes no text, and a metric says when it fails or falls behind.
+    """
+    raise AssertionError("hook specification")
+
+
+@hookspec
 def fd_register_schedulers() -> Sequence[Entry]:
     """Offer whole schedulers.
 

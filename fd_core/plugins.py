@@ -28,13 +28,24 @@ if TYPE_CHECKING:
     from fd_core.kv.stores.contract import KVStore
     from fd_core.router.policies import RouterPolicy
     from fd_core.runner.drafting import Drafter
+    from fd_core.runner.observing import Observer
     from fd_core.runner.postprocess.contract import Postprocess
     from fd_core.scheduling.contract import Scheduler
     from fd_core.scheduling.policies import SchedulingPolicy
     from fd_core.scheduling.victims import VictimPolicy
 
 __all__ = [
-    *("BACKEND", "CONNECTOR", "DRAFTER", "KINDS", "KNOWN_PLUGINS", "POSTPROCESS", "ROUTER_POLICY", "SCHEDULER"),
+    *(
+        "BACKEND",
+        "CONNECTOR",
+        "DRAFTER",
+        "KINDS",
+        "KNOWN_PLUGINS",
+        "OBSERVER",
+        "POSTPROCESS",
+        "ROUTER_POLICY",
+        "SCHEDULER",
+    ),
     *("SCHEDULING_POLICY", "STORE", "VICTIMS"),
     *("ChosenBackend", "Kind", "Origin", "PluginOffer", "Plugins", "Problem", "installed_plugins"),
 ]
@@ -98,6 +109,9 @@ POSTPROCESS: Final[Kind[Postprocess]] = Kind(
     "fd_core.runner.postprocess.contract:Postprocess",
     "--postprocess",
 )
+OBSERVER: Final[Kind[Observer]] = Kind(
+    "observer", "fd_register_observers", "fd_core.runner.observing:Observer", "--observer"
+)
 VICTIMS: Final[Kind[VictimPolicy]] = Kind(
     "victim policy", "fd_register_victim_policies", "fd_core.scheduling.victims:VictimPolicy", "--victim-policy"
 )
@@ -115,6 +129,7 @@ KINDS: Final[tuple[Kind[Any], ...]] = (
     VICTIMS,
     DRAFTER,
     POSTPROCESS,
+    OBSERVER,
     STORE,
     CONNECTOR,
     ROUTER_POLICY,

@@ -147,6 +147,7 @@ ENGINE_FLAGS: Final = (
         "framework.",
         "NAME",
     ),
+    Flag("observer", "Plugin that is told the tokens sampled by each step.", "NAME"),
     Flag("pipeline_depth", "Steps in flight at the same time; by default the backend's own choice.", "N"),
     Flag(
         "output_transport",

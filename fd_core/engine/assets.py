@@ -12,7 +12,7 @@ from fd_core.errors import ModelError
 from fd_core.models.catalog import resolve_model
 from fd_core.models.fetching.progress import ProgressSink
 from fd_core.models.loading.checkpoint import open_checkpoint
-from fd_core.plugins import DRAFTER, POSTPROCESS, SCHEDULER, SCHEDULING_POLICY, VICTIMS, installed_plugins
+from fd_core.plugins import DRAFTER, OBSERVER, POSTPROCESS, SCHEDULER, SCHEDULING_POLICY, VICTIMS, installed_plugins
 from fd_core.runner.drafting import FLAG, check_drafter
 from fd_core.text.byte_tokenizer import byte_tokenizer
 from fd_core.text.tokenizer import Tokenizer, load_tokenizer
@@ -43,8 +43,9 @@ def find_assets(config: EngineConfig, progress: ProgressSink | None = None) -> A
     plugins.load(SCHEDULER, config.scheduler)
     plugins.load(SCHEDULING_POLICY, config.scheduling_policy)
     plugins.load(VICTIMS, config.victim_policy)
-    if config.postprocess is not None:
-        plugins.find(POSTPROCESS, config.postprocess)  # its framework is imported where the engine runs
+    for kind, name in ((POSTPROCESS, config.postprocess), (OBSERVER, config.observer)):
+        if name is not None:
+            plugins.find(kind, name)  # imported where the engine runs, with its framework
     if config.speculative is not None:
         check_drafter(plugins.load(DRAFTER, config.speculative.method), config.speculative)
     if config.backend != "auto" and not plugins.choose_backend(config.backend).cls.needs_checkpoint:

@@ -17,10 +17,20 @@ from fd_core.engine.device import make_device
 from fd_core.engine.kv_offload import KVStorage, kv_identity, open_kv_storage, start_kv_offload
 from fd_core.engine.kv_transfer import open_kv_transfer, require_role
 from fd_core.engine.messages import EngineInfo
-from fd_core.errors import ConfigError
+from fd_core.errors import ConfigError, PluginError
 from fd_core.kv.port import CompletionQueue, JoinedKVPort, LockedKVCache
-from fd_core.plugins import CONNECTOR, DRAFTER, POSTPROCESS, SCHEDULER, SCHEDULING_POLICY, VICTIMS, installed_plugins
+from fd_core.plugins import (
+    CONNECTOR,
+    DRAFTER,
+    OBSERVER,
+    POSTPROCESS,
+    SCHEDULER,
+    SCHEDULING_POLICY,
+    VICTIMS,
+    installed_plugins,
+)
 from fd_core.runner.drafting import Drafter, make_drafter
+from fd_core.runner.observing import ObserverThread
 from fd_core.runner.postprocess.contract import require_fit
 from fd_core.runner.runner import Runner
 from fd_core.scheduling.contract import Scheduler, SchedulerSetup
@@ -94,6 +104,7 @@ class _EngineBuilder:
             prefill_token=prefill_token,
             admitted=admitted,
             trace=trace,
+            observer=self._observer_thread(),
         )
 
     # The model on its device --------------------------------------------------------------------------------
@@ -188,6 +199,18 @@ class _EngineBuilder:
             limits=self._limits,
         )
         return TraceWriter(Path(config.trace), header, time.monotonic_ns(), config.trace_limit)
+
+    def _observer_thread(self) -> ObserverThread | None:
+        """Begin to tell the configured observer. Raises `PluginError` if it cannot be made."""
+        name = self._config.observer
+        if name is None:
+            return None
+        cls = self._plugins.load(OBSERVER, name)
+        try:
+            return ObserverThread(cls(), self._limits.max_num_seqs)
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            raise PluginError(f"the observer {name} cannot be made: {cause}", field="--observer") from error
 
     @cached_property
     def _device_line(self) -> str:

@@ -17,6 +17,7 @@ from fd_core.kv.effects import Effects, GiveUp, LeaseEnded, PrefillJobArrived, P
 from fd_core.kv.events import KVEvent
 from fd_core.kv.port import KVPort
 from fd_core.kv.tiers.stats import TierStats
+from fd_core.runner.observing import ObserverThread
 from fd_core.runner.runner import Runner
 from fd_core.scheduling.contract import Scheduler
 from fd_core.tracing.writer import TraceWriter
@@ -63,6 +64,7 @@ class Engine:
         prefill_token: float,
         admitted: AdmissionSink = lambda _: None,
         trace: TraceWriter | None = None,
+        observer: ObserverThread | None = None,
     ) -> None:
         """`prefill_token`: seconds that a token of a prompt took before the first request."""
         self.info = info
@@ -75,6 +77,7 @@ class Engine:
         scheduler.complete(PrefillPaceMeasured(prefill_token))
         self._stopping = False
         self._trace = trace
+        self._observer = observer
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
         """Plans that were not answered, with when they were submitted."""
         self._admitted = admitted
@@ -131,6 +134,8 @@ class Engine:
             self._scheduler.complete(pace)
         deltas, effects = self._scheduler.commit(plan, output)
         self._perform(effects)
+        if self._observer is not None:
+            self._observer.step_ended(plan, output)
         if self._trace is not None:
             held = self._scheduler.held()
             self._trace.step_ended(time.monotonic_ns(), plan, output, deltas, held)
@@ -146,7 +151,8 @@ class Engine:
                 receiver=transfer if isinstance(transfer, ReceiverStats) else None,
                 sender=transfer if isinstance(transfer, SenderStats) else None,
             )
-        return EngineStats(scheduler=self._scheduler.stats(), kv=kv, leases=leases)
+        observer = None if self._observer is None else self._observer.stats()
+        return EngineStats(scheduler=self._scheduler.stats(), kv=kv, leases=leases, observer=observer)
 
     def take_kv_events(self) -> tuple[KVEvent, ...]:
         """Return which prefixes the device came to hold and lost since the last call; none unless asked to tell."""
@@ -166,6 +172,8 @@ class Engine:
         """Stop the engine's threads; what is in flight is computed and dropped, what waits for a store written."""
         self._kv.close()
         self._device.close()
+        if self._observer is not None:
+            self._observer.close()
         if self._trace is not None:
             self._trace.close(time.monotonic_ns())
 

@@ -10,6 +10,7 @@ from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.kv.events import KVEvent
 from fd_core.kv.tiers.stats import TierStats
 from fd_core.metrics import gauge
+from fd_core.runner.observing import ObserverStats
 from fd_core.scheduling.contract import SchedulerStats
 from fd_core.types import Delta, RequestSpec
 
@@ -90,6 +91,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """KV outside the device; None if none is kept there."""
     leases: LeaseStats | None = None
     """KV that travels between workers; None for a worker that prefills and decodes."""
+    observer: ObserverStats | None = None
 
 
 class StepEvents(msgspec.Struct, frozen=True, tag="step"):

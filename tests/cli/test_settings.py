@@ -250,6 +250,7 @@ def test_a_settings_file_can_hold_every_setting(file, tmp_path):
         "scheduling-policy": "priority",
         "victim-policy": "youngest",
         "postprocess": "numpy",
+        "observer": "mine",
         "output-transport": "zmq",
         "native-kernels": True,
         "kv-events": False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.engine.messages import EngineStats, LeaseStats
 from fd_core.metrics import declared_metrics
+from fd_core.runner.observing import ObserverStats
 from fd_core.scheduling.contract import SchedulerStats
 from fd_core.scheduling.kv_transferring import TransferCounters
 from fd_core.scheduling.load_or_recompute import Pace
@@ -70,6 +71,9 @@ PROMISED = {
     "fdcore_kv_transfer_dropped_frames": ("counter", []),
     "fdcore_kv_usage_ratio": ("gauge", []),
     "fdcore_preemptions": ("counter", []),
+    "fdcore_observer_dropped_steps": ("counter", []),
+    "fdcore_observer_failures": ("counter", []),
+    "fdcore_observer_steps": ("counter", []),
     "fdcore_prefills_elsewhere": ("counter", ["outcome"]),
     "fdcore_prefix_hits_tokens": ("counter", []),
     "fdcore_prefix_queries_tokens": ("counter", []),
@@ -91,6 +95,7 @@ def served(leases: LeaseStats) -> dict[str, tuple[str, list[str]]]:
     client.stats = EngineStats(
         kv=KV,
         leases=leases,
+        observer=ObserverStats(),
         scheduler=SchedulerStats(
             pace=Pace(), drafts=client._statistics().scheduler.drafts, transfers=TransferCounters()
         ),

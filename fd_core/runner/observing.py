@@ -1,0 +1,142 @@
+"""Observers: who is told what each step sampled, beside the engine and never in its way.
+
+    engine's loop                    observer's thread
+    step_ended(...) --> bounded queue --> SampledStep --> Observer.observe
+
+The loop hands over values that nobody changes any more and goes on. If the observer falls behind, steps are dropped and
+counted; what it raises is counted and logged once.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Annotated, Final
+
+import msgspec
+
+from fd_core import signals
+from fd_core.metrics import counter
+from fd_core.types import StepOutput, StepPlan
+
+__all__ = ["Observer", "ObserverStats", "ObserverThread", "SampledRequest", "SampledStep"]
+
+_log = logging.getLogger(__name__)
+
+_MAX_QUEUED: Final = 1024
+"""Steps that may wait for the observer; more are dropped."""
+_IDLE_SECONDS: Final = 0.05
+_CLOSE_SECONDS: Final = 5.0
+"""An observer that takes longer for what waits is left behind."""
+
+
+class SampledRequest(msgspec.Struct, frozen=True):
+    """What a step sampled for one request."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    """Accepted drafts and one token more. Those behind the end of the request's text are not delivered."""
+    drafts_proposed: int
+    """Drafts that the step was planned with."""
+    drafts_accepted: int
+
+
+class SampledStep(msgspec.Struct, frozen=True):
+    """What one step sampled, without prompts. Requests of which no token was sampled are left out."""
+
+    epoch: int
+    step: int
+    requests: tuple[SampledRequest, ...]
+
+
+class Observer(abc.ABC):
+    """Made without arguments when the engine starts, then called on one thread; it may wait, and it may fail."""
+
+    @abc.abstractmethod
+    def observe(self, step: SampledStep) -> None:
+        """Take in one step. Steps come in order; there are gaps where the observer fell behind."""
+
+    def close(self) -> None:  # noqa: B027 - most observers hold nothing
+        """Release what the observer holds; called after the last step."""
+
+
+class ObserverStats(msgspec.Struct, frozen=True):
+    """Counters of one observer."""
+
+    steps: Annotated[int, counter("observer_steps", "Steps that the observer was told of.")] = 0
+    failures: Annotated[int, counter("observer_failures", "Calls that the observer ended with an exception.")] = 0
+    dropped: Annotated[
+        int, counter("observer_dropped_steps", "Steps that the observer was not told of because it fell behind.")
+    ] = 0
+
+
+class ObserverThread:
+    """Tells one observer of the steps of one engine."""
+
+    def __init__(self, observer: Observer, slots: int) -> None:
+        self._observer = observer
+        self._names = [""] * slots
+        """Request by slot. Replaced and not changed, because steps that wait refer to it."""
+        self._queue: deque[tuple[StepPlan, StepOutput, list[str]]] = deque()
+        self._steps = self._failures = self._dropped = 0
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fdcore-observer", daemon=True)
+        self._thread.start()
+
+    def step_ended(self, plan: StepPlan, output: StepOutput) -> None:
+        """Hand over a step with its output, or count it as dropped if too many wait."""
+        if plan.admissions:
+            self._names = self._names.copy()
+            for admission in plan.admissions:
+                self._names[admission.slot] = admission.request_id
+        if len(self._queue) < _MAX_QUEUED:
+            self._queue.append((plan, output, self._names))
+        else:
+            self._dropped += 1
+
+    def stats(self) -> ObserverStats:
+        """Return the counters as they are now."""
+        return ObserverStats(self._steps, self._failures, self._dropped)
+
+    def close(self) -> None:
+        """Tell of what waits, as far as that takes no more than some seconds."""
+        self._ending.set()
+        self._thread.join(_CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        ending = False
+        while not ending:
+            ending = self._ending.wait(_IDLE_SECONDS)
+            while self._queue:
+                plan, output, names = self._queue.popleft()
+                self._steps += 1
+                self._attempt(lambda: self._observer.observe(_sampled(plan, output, names)))  # noqa: B023 - called here
+                # Lets the engine's thread have the interpreter at once instead of after a switch interval.
+                time.sleep(0)
+        self._attempt(self._observer.close)
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception:  # noqa: BLE001 - whatever it is, it is the observer's own
+            if not self._failures:
+                _log.warning("the observer failed; further failures are only counted", exc_info=True)
+            self._failures += 1
+
+
+def _sampled(plan: StepPlan, output: StepOutput, names: list[str]) -> SampledStep:
+    outcomes = signals.read(output.tokens, output.errors)
+    rows = zip(plan.slots.tolist(), plan.gens.tolist(), plan.num_drafts.tolist(), strict=True)
+    return SampledStep(
+        plan.epoch,
+        plan.step,
+        tuple(
+            SampledRequest(names[slot], tuple(outcomes.tokens[slot, :count].tolist()), drafts, count - 1)
+            for slot, gen, drafts in rows
+            if (count := int(outcomes.counts[slot])) and output.gens[slot] == gen
+        ),
+    )
