@@ -86,6 +86,7 @@ class IgnoresPositions:
     "null",
     "sampling:test_min_p_leaves_out_what_is_much_less_likely",
     "sampling:test_a_large_vocabulary_with_every_filter",
+    spreads_to=("sampling:test_chooses_the_token_that_the_contract_defines",),
 )
 class ForgetsMinP:
     def sample(self, logits, rows):
@@ -98,6 +99,7 @@ class ForgetsMinP:
     "sampling:test_a_large_vocabulary_with_every_filter",
     "sampling:test_a_row_does_not_depend_on_its_neighbours",
     spreads_to=(
+        "sampling:test_chooses_the_token_that_the_contract_defines",
         "signals:test_a_request_whose_logits_are_not_finite_fails_alone*",
         "golden:test_batching_changes_no_text*",
         "golden:test_chunking_changes_no_text*",
