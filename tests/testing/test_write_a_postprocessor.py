@@ -1,11 +1,13 @@
 """The postprocessor that the document writes passes the kit and serves, found as a user's would be."""
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
+from fd_core.runner.observing import SampledRequest, SampledStep
 from tests.testing.documents import ROOT, run_document
 
 SERVES = """
@@ -42,7 +44,23 @@ def test_the_plugin_of_the_document_passes_the_kit_and_serves(tmp_path):
     assert "fd-lookup 0.1.0: lookup" in checked.stdout
     card = run("-m", "fd_core.cli", "conformance", "--postprocess", "lookup")
     assert card.returncode == 0, card.stdout
-    assert "31 passed" in card.stdout
+    assert "rules held: 1, 1.1, 1.2, 1.3, 1.9, 8" in card.stdout
+    postprocess = tmp_path / "fd_lookup" / "postprocess.py"
+    postprocess.write_text(postprocess.read_text().replace("if gone := revoked", "if 0 and revoked"))
+    card = run("-m", "fd_core.cli", "conformance", "--postprocess", "lookup", "-k", "every_slot")
+    assert card.returncode == 1, card.stdout
+    assert "law 1.2: slot 0 carries [-1], though it was revoked: its row begins with -9" in card.stdout
     refused = run("-m", "fd_core.cli", "complete", "x", "--backend", "null", "--postprocess", "torch")
     assert refused.returncode == 4
     assert "the postprocessor torch is not for the backend null" in " ".join(refused.stderr.split())
+
+
+def test_the_observer_of_the_document_adds_up():
+    document = (ROOT / "docs" / "write-a-postprocessor.md").read_text()
+    [source] = re.findall(r"```python\n(from fd_core.runner.observing.*?)```", document, re.DOTALL)
+    names: dict[str, type] = {}
+    exec(source, names)
+    observer = names["AcceptanceObserver"]()
+    for number, accepted in enumerate((2, 0, 3)):
+        observer.observe(SampledStep(1, number, (SampledRequest("r", tuple(range(accepted + 1)), 3, accepted),)))
+    assert observer.accepted == {"r": 5}

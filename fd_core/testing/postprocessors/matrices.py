@@ -66,7 +66,11 @@ class Matrices:
         )
 
     def upload(self, rows: SampledRows) -> tuple[Array, ...]:
-        """Return the arrays of a step on the device, with memory of their own."""
+        """Return the arrays of a step on the device, with memory of their own.
+
+        Memory that was given back meanwhile, and is not written, tells of tokens 7.
+        """
+        self._ops.from_host(np.full((self._slots, 1 + self._k), 7, np.int32))
         return tuple(self._ops.from_host(each.copy()) for each in rows.parts)
 
     def compute(self, given: tuple[Array, ...]) -> Array:

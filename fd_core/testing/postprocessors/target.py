@@ -32,6 +32,7 @@ class PostprocessTarget:
     ops: Ops
     device: str = ""
     """A line about what computes."""
+    emulated: bool = False
 
 
 def find_postprocessor(text: str) -> PostprocessTarget:
@@ -47,4 +48,4 @@ def find_postprocessor(text: str) -> PostprocessTarget:
     backend = named[-1].removeprefix("backend=") if named else next((_BACKENDS.get(each, each) for each in served), "")
     rest = ",".join([f"postprocess={name}", *(each for each in settings if each not in named)])
     target = parse_target(f"{backend}{',' if ':' in backend else ':'}{rest}", Path())
-    return PostprocessTarget(name, target.postprocess, target.ops, target.backend.describe())
+    return PostprocessTarget(name, target.postprocess, target.ops, target.backend.describe(), target.emulated)

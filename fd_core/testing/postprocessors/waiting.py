@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Final
@@ -15,10 +15,23 @@ from fd_core.testing.schedulers.breaches import broken
 __all__ = ["no_waiting"]
 
 _READS: Final = (
-    *("__array__", "__bool__", "__complex__", "__float__", "__index__", "__int__", "__dlpack__"),
-    *("cpu", "get", "item", "masked_select", "nonzero", "numpy", "tolist", "unique"),
+    *("__array__", "__bool__", "__complex__", "__float__", "__index__", "__int__", "__dlpack__", "__getitem__"),
+    *("allclose", "argwhere", "cpu", "equal", "equal_all", "get", "item", "masked_select", "nonzero", "numpy", "to"),
+    *("tolist", "unique", "unique_consecutive"),
 )
-"""Methods of arrays, whatever the framework, whose answer the host needs."""
+"""Methods of arrays and functions on them, whatever the framework, whose answer or whose size the host needs."""
+
+
+def _is_mask(_: Any, key: Any) -> bool:
+    return any("bool" in str(getattr(each, "dtype", "")) for each in (key if isinstance(key, tuple) else (key,)))
+
+
+def _is_host(*arguments: Any, **named: Any) -> bool:
+    return "cpu" in [each for each in (*arguments, *named.values()) if isinstance(each, str)]
+
+
+_ONLY_IF: Final[Mapping[str, Callable[..., bool]]] = {"__getitem__": _is_mask, "to": _is_host}
+"""Methods that wait with some arguments alone."""
 
 
 @contextmanager
@@ -28,14 +41,15 @@ def no_waiting(ops: Ops, array: Array) -> Iterator[None]:
     The classes of some frameworks, such as numpy's, cannot be changed: there it is the pack alone that is watched, and
     the host has the values anyway. On CUDA torch itself looks for waits of every kind.
     """
+    framework = sys.modules[type(array).__module__.partition(".")[0]]
     with ExitStack() as stack:
-        for owner, names in ((type(ops), ("to_host", "fetch")), (type(array), ("__getitem__", *_READS))):
-            for name in filter(partial(hasattr, owner), names):
-                refuse = _refusing(f"{owner.__name__}.{name}", getattr(owner, name) if name == "__getitem__" else None)
-                try:
-                    stack.enter_context(patch.object(owner, name, refuse))
-                except TypeError:
-                    break
+        try:
+            for owner, names in ((type(ops), ("to_host", "fetch")), (type(array), _READS), (framework, _READS)):
+                for name in filter(partial(hasattr, owner), names):
+                    refusing = _refusing(f"{owner.__name__}.{name}", getattr(owner, name), _ONLY_IF.get(name))
+                    stack.enter_context(patch.object(owner, name, refusing))
+        except TypeError:
+            pass  # the class cannot be changed
         if getattr(array, "is_cuda", False) and (torch := sys.modules.get("torch")) is not None:
             before = torch.cuda.get_sync_debug_mode()
             stack.callback(torch.cuda.set_sync_debug_mode, before)
@@ -43,13 +57,10 @@ def no_waiting(ops: Ops, array: Array) -> Iterator[None]:
         yield
 
 
-def _refusing(name: str, index: Callable[[Any, Any], Any] | None) -> Callable[..., Any]:
-    """Return a method that refuses to be called; indexing refuses masks alone, whose size the host has to know."""
-
-    def refuse(array: Any, *key: Any, **_: Any) -> Any:
-        keys = key[0] if key and isinstance(key[0], tuple) else key
-        if index is None or any("bool" in str(getattr(each, "dtype", "")) for each in keys):
+def _refusing(name: str, right: Callable[..., Any], only_if: Callable[..., bool] | None) -> Callable[..., Any]:
+    def refuse(*arguments: Any, **named: Any) -> Any:
+        if only_if is None or only_if(*arguments, **named):
             broken("1", f"the host waits for the device, in {name}")
-        return index(array, *key)
+        return right(*arguments, **named)
 
     return refuse

@@ -134,7 +134,7 @@ class _ResultRecorder:
             return
         if isinstance(target, PostprocessTarget):
             origin = str(installed_plugins().offered(POSTPROCESS)[target.name].origin)
-            self._write(BackendDescribed(name, target.device, "", origin, emulated=False, limits={}))
+            self._write(BackendDescribed(name, target.device, "", origin, target.emulated, limits={}))
             return
         dtype, device = target.ops.dtype, target.backend.describe()
         origin = str(installed_plugins().offered(BACKEND)[target.name].origin)

@@ -1,4 +1,4 @@
-"""How the scheduler kit says that a rule of the law was broken."""
+"""How a kit says that a rule of the law was broken."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["LawBroken", "broken", "require"]
 
 
 class LawBroken(AssertionError):
-    """A scheduler broke a rule."""
+    """What is tested broke a rule."""
 
     def __init__(self, rule: str, what: str) -> None:
         super().__init__(f"law {rule}: {what}")

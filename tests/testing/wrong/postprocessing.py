@@ -131,6 +131,21 @@ class LosesTheLastSlot(NumpyPostprocess):
         return super().token_matrix(sampled, accepted, slots, revoked[revoked < max(32, self.limits.max_num_seqs - 1)])
 
 
+@breaks("1.1", "matrix:test_many_slots_in_no_order[16-4099]")
+class CountsCellsInSixteenBits(NumpyPostprocess):
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        matrix = super().token_matrix(sampled, accepted, slots, revoked)
+        matrix.reshape(-1)[2**16 :] = EMPTY_TOKEN_ID
+        matrix[revoked, 0] = PREEMPTED_TOKEN_ID
+        return matrix
+
+
+@breaks("1.2", "matrix:test_many_slots_in_no_order[0-1023]")
+class HoldsARevokedSlotInAByte(NumpyPostprocess):
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        return super().token_matrix(sampled, accepted, slots, revoked[revoked < 256])
+
+
 @breaks("1.1", "matrix:test_every_combination_of_rows[7]")
 class HoldsSixDrafts(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
@@ -199,6 +214,15 @@ class LeavesAStaleToken(NumpyPostprocess):
         return matrix
 
 
+@breaks("1.1", "flight:test_a_matrix_tells_of_its_own_step_alone[8]")
+class LeavesIdleRowsUnwritten(NumpyPostprocess):
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        matrix = np.empty((self.limits.max_num_seqs, sampled.shape[1]), np.int32)
+        right = super().token_matrix(sampled, accepted, slots, revoked)
+        matrix[slots], matrix[revoked] = right[slots], right[revoked]
+        return matrix
+
+
 @breaks("1.2", "flight:test_a_matrix_tells_of_its_own_step_alone[0]")
 class ReleasesOneStepLate(NumpyPostprocess):
     late = np.empty(0, np.int32)
@@ -221,7 +245,7 @@ class ReplaysTheStepOfItsShape(NumpyPostprocess):
         return super().token_matrix(*self._captured.setdefault(shapes, given))
 
 
-@breaks("1", "flight:test_the_inputs_are_left_as_they_are[3]")
+@breaks("8", "flight:test_the_inputs_are_left_as_they_are[3]")
 class WritesIntoWhatWasSampled(NumpyPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         sampled[np.arange(sampled.shape[1]) > accepted[:, None]] = EMPTY_TOKEN_ID
@@ -294,6 +318,21 @@ class PicksRowsByAMask(TorchPostprocess):
     def token_matrix(self, sampled, accepted, slots, revoked):
         kept = accepted >= 0
         return super().token_matrix(sampled[kept], accepted[kept], slots[kept], revoked)
+
+
+@breaks("1", "device:test_the_host_waits_for_nothing[1-3-2]")
+class CopiesToTheHost(TorchPostprocess):
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        return super().token_matrix(sampled.to("cpu"), accepted, slots, revoked)
+
+
+@breaks("1", "device:test_the_host_waits_for_nothing[1-3-2]")
+class LooksForTheRowsWithDrafts(TorchPostprocess):
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        matrix = super().token_matrix(sampled, accepted, slots, revoked)
+        none = torch.nonzero(accepted == 0)[:, 0]
+        matrix[slots[none].long(), 1:] = EMPTY_TOKEN_ID
+        return matrix
 
 
 @breaks("1", "flight:test_it_is_made_on_one_thread_and_computes_on_another")

@@ -55,8 +55,9 @@ def test_every_slot(target: PostprocessTarget, slots: int, k: int) -> None:
 
 @pytest.mark.law("1.1", "1.2", "1.3")
 @pytest.mark.parametrize("k", [0, 3, 8, 16])
-@pytest.mark.parametrize("slots", [40, 257, 1023])
+@pytest.mark.parametrize("slots", [40, 257, 1023, 4099])
 def test_many_slots_in_no_order(target: PostprocessTarget, slots: int, k: int) -> None:
+    """Beyond a warp, a byte, a launch of 1,024, and 2^16 cells."""
     matrices, rng = Matrices(target, slots, k), np.random.default_rng(slots + k)
     half, third = slots // 2, slots // 3
     for rows, revoked in ((half, third), (slots, 0), (0, slots), (1, 0), (slots - 1, 1), (1, slots - 1)):
