@@ -129,14 +129,12 @@ class ObserverThread:
 
 
 def _sampled(plan: StepPlan, output: StepOutput, names: list[str]) -> SampledStep:
-    outcomes = signals.read(output.tokens, output.errors)
-    rows = zip(plan.slots.tolist(), plan.gens.tolist(), plan.num_drafts.tolist(), strict=True)
-    return SampledStep(
-        plan.epoch,
-        plan.step,
-        tuple(
-            SampledRequest(names[slot], tuple(outcomes.tokens[slot, :count].tolist()), drafts, count - 1)
-            for slot, gen, drafts in rows
-            if (count := int(outcomes.counts[slot])) and output.gens[slot] == gen
-        ),
+    slots, outcomes = plan.slots, signals.read(output.tokens, output.errors)
+    counts = outcomes.counts[slots] * (output.gens[slots] == plan.gens)
+    rows = zip(slots.tolist(), outcomes.tokens[slots].tolist(), counts.tolist(), plan.num_drafts.tolist(), strict=True)
+    requests = (
+        SampledRequest(names[slot], tuple(tokens[:count]), drafts, count - 1)
+        for slot, tokens, count, drafts in rows
+        if count
     )
+    return SampledStep(plan.epoch, plan.step, tuple(requests))
