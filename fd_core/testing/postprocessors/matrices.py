@@ -91,6 +91,7 @@ class Matrices:
         """Fail the running test, with the rule that is broken, unless `matrix` is that of the step."""
         found, right = self._ops.to_host(matrix), self._right(rows)
         require(found.shape == right.shape, "1", f"the matrix is {list(found.shape)}, not {list(right.shape)}")
+        require(found.dtype == np.int32, "1", f"the matrix holds {found.dtype}, not int32")
         for slot in np.flatnonzero((found != right).any(axis=1)).tolist():
             _blame(slot, found[slot].tolist(), right[slot].tolist(), slot in rows.slots, slot in rows.revoked)
 

@@ -16,21 +16,33 @@ __all__ = ["no_waiting"]
 
 _READS: Final = (
     *("__array__", "__bool__", "__complex__", "__float__", "__index__", "__int__", "__dlpack__", "__getitem__"),
-    *("allclose", "argwhere", "cpu", "equal", "equal_all", "get", "item", "masked_select", "nonzero", "numpy", "to"),
-    *("tolist", "unique", "unique_consecutive"),
+    *("__setitem__", "allclose", "argwhere", "cpu", "equal", "equal_all", "get", "is_nonzero", "item", "masked_select"),
+    *("nonzero", "numpy", "to", "tolist", "unique", "unique_consecutive", "where"),
 )
 """Methods of arrays and functions on them, whatever the framework, whose answer or whose size the host needs."""
 
 
-def _is_mask(_: Any, key: Any) -> bool:
-    return any("bool" in str(getattr(each, "dtype", "")) for each in (key if isinstance(key, tuple) else (key,)))
+def _indexing(array: Array, key: Any, value: Any = None) -> bool:
+    """Whether cells are picked by a mask, whose size has to be counted, or by one number that is on the device."""
+    keys = [each for each in (key if isinstance(key, tuple) else (key,)) if isinstance(each, type(array))]
+    filling = value is not None and not isinstance(value, type(array))
+    return any(not each.shape or ("bool" in str(each.dtype) and not filling) for each in keys)
 
 
-def _is_host(*arguments: Any, **named: Any) -> bool:
+def _to_host(*arguments: Any, **named: Any) -> bool:
     return "cpu" in [each for each in (*arguments, *named.values()) if isinstance(each, str)]
 
 
-_ONLY_IF: Final[Mapping[str, Callable[..., bool]]] = {"__getitem__": _is_mask, "to": _is_host}
+def _positions(*arguments: Any, **named: Any) -> bool:
+    return len(arguments) + len(named) == 1
+
+
+_ONLY_IF: Final[Mapping[str, Callable[..., bool]]] = {
+    "__getitem__": _indexing,
+    "__setitem__": _indexing,
+    "to": _to_host,
+    "where": _positions,
+}
 """Methods that wait with some arguments alone."""
 
 

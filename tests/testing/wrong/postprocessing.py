@@ -335,6 +335,28 @@ class LooksForTheRowsWithDrafts(TorchPostprocess):
         return matrix
 
 
+@breaks("1", "device:test_the_host_waits_for_nothing[1-3-2]")
+class WritesAtSlotsOneByOne(TorchPostprocess):
+    """Never asks for a number in its own words: indexing by an array of one number does."""
+
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        matrix = torch.full((self.limits.max_num_seqs, sampled.shape[1]), EMPTY_TOKEN_ID, dtype=torch.int32)
+        for row in range(len(slots)):
+            delivered = torch.arange(sampled.shape[1]) <= accepted[row]
+            matrix[slots[row], :] = torch.where(delivered, sampled[row], EMPTY_TOKEN_ID)
+        matrix[revoked.long(), 0] = PREEMPTED_TOKEN_ID
+        return matrix
+
+
+@breaks("1", "device:test_the_host_waits_for_nothing[1-3-2]")
+class CopiesWhatAMaskPicks(TorchPostprocess):
+    def token_matrix(self, sampled, accepted, slots, revoked):
+        kept = torch.arange(sampled.shape[1]) <= accepted[:, None]
+        tokens = torch.full_like(sampled, EMPTY_TOKEN_ID)
+        tokens[kept] = sampled.flatten().index_select(0, torch.where(kept.flatten())[0])
+        return super().token_matrix(tokens, accepted, slots, revoked)
+
+
 @breaks("1", "flight:test_it_is_made_on_one_thread_and_computes_on_another")
 class BelongsToAThread(NumpyPostprocess):
     """Its library keeps a context for each thread."""

@@ -25,9 +25,10 @@ def in_order(slots: int, k: int) -> SampledRows:
 @pytest.mark.law("1")
 @pytest.mark.parametrize("k", KS)
 def test_later_steps_leave_earlier_matrices_alone(target: PostprocessTarget, k: int) -> None:
-    """The same number of rows again and again, then another one at every step; all are read at the end."""
+    """The same number of rows again and again, then another one at every step; all are read at the end, as by a trace
+    that is written later."""
     matrices, rng = Matrices(target, 8, k), np.random.default_rng(k)
-    counts = [(5, 2)] * 20 + [(rows, (8 - rows) // 2) for rows in range(9)]
+    counts = [(5, 2)] * 200 + [(rows, (8 - rows) // 2) for rows in range(9)]
     steps = [random_rows(rng, 8, k, rows, revoked) for rows, revoked in counts]
     for matrix, rows in [(matrices.begin(rows), rows) for rows in steps]:
         matrices.compare_later(matrix, rows)
