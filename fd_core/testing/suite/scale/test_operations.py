@@ -115,12 +115,14 @@ def test_linears_of_odd_sizes(ops: Ops, rows: int, inner: int, outer: int) -> No
 
 
 def test_many_tokens_choose_among_many_experts(ops: Ops, require: Callable[..., None]) -> None:
-    """601 tokens over 33 experts, some of which nobody chooses."""
+    """601 tokens over 33 experts; by itself, since a norm before it rounds, which may turn a close choice."""
     require("moe")
     geometry, rows = Geometry(experts=33, hidden=48, inner=24), [(601, 601)]
     ours, oracle = LayerOn(ops, geometry, rows), LayerOn(NumpyOps(), geometry, rows)
-    for found, expected in zip(ours.run(ops), oracle.run(Ops), strict=True):
-        assert_near(ops, ops.from_host(found), expected)
+    assert ours.experts is not None
+    assert oracle.experts is not None
+    found = ops.moe(activations(ops, ours.x), ours.experts, "silu")
+    assert_near(ops, found, NumpyOps().moe(oracle.x, oracle.experts, "silu"))
 
 
 @pytest.mark.parametrize("vocabulary", [70_001, 140_003])
