@@ -57,7 +57,8 @@ def conformance(
     from fd_core.testing.requirements import require_packages
 
     if sum(map(bool, (backends, schedulers, postprocessors))) != 1:
-        raise typer.BadParameter("name backends, or schedulers with --scheduler, or postprocessors with --postprocess")
+        kinds = "backends, or schedulers with --scheduler, or postprocessors with --postprocess"
+        raise typer.BadParameter(f"name {kinds}: one of them, not several")
     require_packages()
     import msgspec
     from rich.console import Console

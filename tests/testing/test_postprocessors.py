@@ -4,9 +4,7 @@ from functools import cache
 from importlib.util import find_spec
 
 import pytest
-from typer.testing import CliRunner
 
-from fd_core.cli.app import app
 from fd_core.errors import PluginError
 from fd_core.ops.numpy_ops import NumpyOps
 from fd_core.ops.torch_ops import TorchOps
@@ -58,7 +56,3 @@ def test_every_rule_of_a_postprocessor_is_looked_at():
 def test_a_postprocessor_is_refused_for_a_backend_that_it_does_not_serve():
     with pytest.raises(PluginError, match="torch is not for the backend reference, whose arrays are those of numpy"):
         find_postprocessor("torch:backend=reference")
-
-
-def test_a_card_is_of_one_kind():
-    assert CliRunner().invoke(app, ["conformance", "null", "--postprocess", "numpy"]).exit_code == 2
