@@ -41,12 +41,14 @@ def allot_decodes(
     """Charge decoding rows and return (indices of the rows that run, drafts granted to each of them).
 
     `drafts` int32[n] is what each row would like, `last_step` int64[n] when it last ran. If not every row fits, those
-    that waited longest run, without drafts. Otherwise every row runs and what is left goes to drafts, dealt evenly: a
-    row keeps its drafts or gets the common cap, whichever is smaller, and the remainder goes to the earlier rows.
+    that waited longest run, without drafts; among equals the turn goes round, so that all run equally often. Otherwise
+    every row runs and what is left goes to drafts, dealt evenly: a row keeps its drafts or gets the common cap,
+    whichever is smaller, and the remainder goes to the earlier rows.
     """
     count = len(drafts)
     if count >= budget.left:
-        order = np.argsort(last_step, kind="stable")[: budget.left]
+        first = (int(last_step.max(initial=-1)) + 1) * budget.left
+        order = np.lexsort(((np.arange(count) - first) % max(count, 1), last_step))[: budget.left]
         chosen = np.sort(order)
         budget.take(len(chosen))
         return chosen, np.zeros(len(chosen), np.int32)

@@ -114,7 +114,16 @@ MUTANTS = (
     mutant(
         "no-rotation",
         "2.2: a decode is left out only in rotation, so every request advances",
-        (BUDGET, 'np.argsort(last_step, kind="stable")[: budget.left]', "np.arange(count)[: budget.left]"),
+        (BUDGET, "np.lexsort(((np.arange(count) - first) % max(count, 1), last_step))", "np.arange(count)"),
+    ),
+    mutant(
+        "lower-slots-run-more-often",
+        "2.2: a decode is left out only in rotation, so every request advances",
+        (
+            BUDGET,
+            "np.lexsort(((np.arange(count) - first) % max(count, 1), last_step))",
+            'np.argsort(last_step, kind="stable")',
+        ),
     ),
     mutant(
         "an-unfinished-prefill-starves",

@@ -42,7 +42,10 @@ def test_budget_is_left_only_when_every_wish_is_met(limit: int, wanted: list[int
 @pytest.mark.law("2.2")
 def test_rows_that_waited_longest_go_first(limit: int, count: int) -> None:
     last = np.full(count, -1, np.int64)
+    served = np.zeros(count, np.int64)
     for step in range(3 * count):
         rows, _ = allot_decodes(Budget(limit), np.zeros(count, np.int32), last)
         last[rows] = step
+        served[rows] += 1
     assert last.min() >= 3 * count - -(-count // limit)
+    assert np.ptp(served) <= 1, "rows that always want to run are not served equally"
