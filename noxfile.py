@@ -12,8 +12,9 @@ nox.options.error_on_missing_interpreters = True
 # value the other way round: "no" switches compiling off.
 os.environ.setdefault("PIP_NO_COMPILE", "no")
 
-SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadfile")
-"""Options of pytest: a worker for each core; the tests of one file share a worker, and so what they set up."""
+SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "8", "--dist", "loadfile", "--no-loadscope-reorder")
+"""Options of pytest: a worker for each core; the tests of one file share a worker, and so what they set up. Files begin
+in the order in which they were collected: tests/conftest.py puts the slow ones first."""
 
 CHECKED = ("fd_core", "tests", "benchmarks", "plugins", "noxfile.py")
 PLUGINS = tuple(sorted(str(found.parent) for found in Path("plugins").glob("*/pyproject.toml")))
@@ -109,6 +110,14 @@ def conformance(session: nox.Session) -> None:
     session.run("fdcore", "conformance", *(session.posargs or CONFORMING), "--json", results, success_codes=[0, 1, 4])
     table = ["--markdown", "docs/conformance.md", "--html", "docs/conformance.html"]
     session.run("python", "-m", "fd_core.testing.report", results, *table, "--require-pass")
+
+
+@nox.session
+def kit(session: nox.Session) -> None:
+    """The conformance kit on every backend that is wrong in one thing; the default run takes every fourth."""
+    session.install("-e", ".[cpu]")
+    session.install("-e", ".[cpu,test]", *(word for plugin in PLUGINS for word in ("-e", f"{plugin}[test]")))
+    session.run("pytest", "tests/testing/test_wrong_backends.py", *session.posargs, env={"FD_WRONG_BACKENDS": "1"})
 
 
 @nox.session

@@ -9,6 +9,8 @@ import pytest
 from fd_core.hookspecs import ENTRY_POINT_GROUP
 from tests.plugin_sites import GOOD, PARTS, Site
 
+pytestmark = pytest.mark.slow
+
 HOOK = "from fd_core.hookspecs import Entry, hookimpl\nFD_CONTRACT = 1\n@hookimpl\ndef "
 MATRIX = """
 from fd_core.runner.postprocess.contract import Postprocess

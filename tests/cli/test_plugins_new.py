@@ -13,6 +13,8 @@ from fd_core.cli.scaffold.project import write_project
 from fd_core.errors import ConfigError
 from tests.plugin_sites import installed
 
+pytestmark = pytest.mark.slow
+
 ROOTS = {"torch": "torch", "paddle": "paddle", "onnx": "onnxruntime", "numpy": "numpy"}
 """Frameworks to the modules they need."""
 LONGEST = "x" * 40

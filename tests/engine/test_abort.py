@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from fd_core.types import FinishReason
 from tests.engine.helpers import Texts, golden, null_engine, random_specs
 
+pytestmark = pytest.mark.slow
+
 SPECS = random_specs(12, seed=3)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -26,6 +27,8 @@ from tests.engine.faults import Faults
 from tests.engine.helpers import Texts, golden, null_engine, random_specs, run
 from tests.engine.stepping import greedy
 from tests.engine.test_process import until
+
+pytestmark = pytest.mark.slow
 
 SPECS = random_specs(10, seed=29, max_prompt=30, max_tokens=110)
 """More than there are slots, and texts that pass the places of the faults; some want log-probabilities or penalties."""
@@ -220,8 +223,9 @@ def test_a_request_that_kills_engines_is_given_up_and_others_go_on(faults: Fault
             assert feast is not None
             victim = await feast
             assert (victim.tokens, victim.end) == ([], FinishReason.ERROR)
-            assert victim.error is not None and "died 2 times with this request" in victim.error
-            assert client.info.epoch == 3
+            # An engine that is killed may not have sent yet that the request entered a slot: this death counts later.
+            assert victim.error is not None and re.search("died [23] times with this request", victim.error)
+            assert client.info.epoch in (3, 4)
 
     run_test(main)
 

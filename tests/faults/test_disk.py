@@ -22,6 +22,8 @@ from tests.faults.places import in_folder
 from tests.faults.pressed import Pressed, nothing_left_behind, until
 from tests.kv.stores.test_disk import mounted
 
+pytestmark = pytest.mark.slow
+
 Fault = Callable[[Path], AbstractContextManager[object]]
 
 

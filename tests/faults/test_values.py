@@ -15,6 +15,8 @@ from tests.engine.stepping import greedy, scripted
 from tests.faults.places import Place
 from tests.faults.pressed import Pressed
 
+pytestmark = pytest.mark.slow
+
 SEED = int(os.environ.get("FD_FAULTS_SEED", "20261121"))
 CORRUPTIONS = 10_000
 PROMPTS = 125

@@ -21,6 +21,8 @@ from fd_core.types import RequestSpec, SamplingParams
 from tests.engine.helpers import Texts, run
 from tests.models.test_smollm2 import network_is_there
 
+pytestmark = pytest.mark.slow
+
 PACKS = {
     "numpy": {"backend": "reference"},
     "torch": {"backend": "cpu", "dtype": "float32", "native_kernels": False},

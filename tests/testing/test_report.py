@@ -15,6 +15,8 @@ from fd_core.testing.report.model import Card, ConformanceReport, Result, read_r
 from fd_core.testing.report.page import html_of, markdown_of
 from fd_core.testing.report.terminal import print_report
 
+pytestmark = pytest.mark.slow
+
 RESULTS = [
     Result(section="signals", test="test_one[0]", outcome="pass"),
     Result(section="signals", test="test_one[1]", outcome="fail", reason="<b>lost</b> a token"),

@@ -7,6 +7,8 @@ from fd_core.testing.schedulers import SchedulerTarget, find_scheduler, kit_case
 from fd_core.testing.schedulers.breaches import LawBroken
 from tests.testing.wrong.scheduling import WRONG
 
+pytestmark = pytest.mark.slow
+
 CASES = {str(case): case for case in kit_cases()}
 OF_OTHERS = {"1", "1.8", "2.5"}
 """Rules that the engine or the postprocessor keeps, not the scheduler."""

@@ -20,7 +20,7 @@ STEPS = re.findall(r"(?:`([\w./]+)`:\n\n)?```(\w+)\n(.*?)```\n", DOCUMENT, re.DO
 ELSEWHERE = ("hatch build", "fdcore serve")
 """Commands that need a package index, or a model and for ever."""
 
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")]
 
 
 def run(folder, line, code=0):

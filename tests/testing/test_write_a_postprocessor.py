@@ -10,6 +10,8 @@ import pytest
 from fd_core.runner.observing import SampledRequest, SampledStep
 from tests.testing.documents import ROOT, run_document
 
+pytestmark = pytest.mark.slow
+
 SERVES = """
 import sys
 from pathlib import Path

@@ -8,6 +8,8 @@ import pytest
 
 from tests.testing.documents import ROOT, run_document
 
+pytestmark = pytest.mark.slow
+
 SERVES = """
 import sys
 from pathlib import Path

@@ -12,6 +12,8 @@ from fd_core.errors import ConfigError
 from fd_core.testing.connectors import ConnectorSuite
 from fd_core.testing.connectors.holdings import census
 
+pytestmark = pytest.mark.slow
+
 LEASE = "5a" * 16
 
 

@@ -8,6 +8,8 @@ from fd_core.ops.numpy_ops import NumpyOps
 from fd_core.testing.suite.test_fusions import GEOMETRIES
 from tests.ops.native.layers import LayerOn
 
+pytestmark = pytest.mark.slow
+
 OTHER_SETS = ["avx512", "avx2", "generic", "amx_emulated"]
 
 

@@ -19,6 +19,8 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+pytestmark = pytest.mark.slow
+
 NULL = ("null", "--backend", "null", "--max-model-len", "600", "--num-threads", "1")
 TURNS = [{"role": "user", "content": "What is the capital of France?"}]
 
