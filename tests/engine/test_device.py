@@ -18,15 +18,6 @@ from tests.engine.helpers import golden, null_engine, random_specs, run
 SPECS = random_specs(12, seed=23)
 
 
-@pytest.mark.parametrize("transport", ["memory", "zmq"])
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_texts_with_logprobs_are_the_same_over_each_transport(transport: str, depth: int) -> None:
-    engine = null_engine(num_kv_blocks=30, pipeline_depth=depth, output_transport=transport)
-    assert run(engine, SPECS).tokens == golden(SPECS)
-    assert engine.stats().scheduler.outputs.stale_outputs == 0
-    engine.close()
-
-
 @st.composite
 def outputs(draw: st.DrawFn) -> StepOutput:
     slots, width = draw(st.integers(1, 5)), draw(st.integers(1, 4))
@@ -57,6 +48,15 @@ def test_a_frame_carries_an_output_bit_for_bit(output: StepOutput) -> None:
     back = decode_output(encode_output(output))
     assert isinstance(back, StepOutput)
     np.testing.assert_equal(_plain(back), _plain(output))
+
+
+@pytest.mark.parametrize("transport", ["memory", "zmq"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_texts_with_logprobs_are_the_same_over_each_transport(transport: str, depth: int) -> None:
+    engine = null_engine(num_kv_blocks=30, pipeline_depth=depth, output_transport=transport)
+    assert run(engine, SPECS).tokens == golden(SPECS)
+    assert engine.stats().scheduler.outputs.stale_outputs == 0
+    engine.close()
 
 
 @given(st.binary(max_size=60))
