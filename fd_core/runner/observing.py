@@ -114,14 +114,17 @@ class ObserverThread:
             while self._queue:
                 plan, output, names = self._queue.popleft()
                 self._steps += 1
-                self._attempt(lambda: self._observer.observe(_sampled(plan, output, names)))  # noqa: B023 - called here
+                self._attempt(self._observe, plan, output, names)
                 # Lets the engine's thread have the interpreter at once instead of after a switch interval.
                 time.sleep(0)
         self._attempt(self._observer.close)
 
-    def _attempt(self, action: Callable[[], None]) -> None:
+    def _observe(self, plan: StepPlan, output: StepOutput, names: list[str]) -> None:
+        self._observer.observe(_sampled(plan, output, names))
+
+    def _attempt(self, action: Callable[..., None], *arguments: object) -> None:
         try:
-            action()
+            action(*arguments)
         except Exception:  # noqa: BLE001 - whatever it is, it is the observer's own
             if not self._failures:
                 _log.warning("the observer failed; further failures are only counted", exc_info=True)

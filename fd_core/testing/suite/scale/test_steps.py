@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,7 +69,7 @@ class Batch:
     def prefill(self, slots: list[int]) -> None:
         self.step([(slot, len(self.specs[slot].prompt) - self.computed[slot], True) for slot in slots])
 
-    def chunks(self, unfinished: list[int], finished: list[int] = ()) -> None:  # type: ignore[assignment]
+    def chunks(self, unfinished: Sequence[int], finished: Sequence[int] = ()) -> None:
         """Compute one prompt token of some slots, none of which samples, and one token of others, which do."""
         self.step([*((slot, 1, False) for slot in unfinished), *((slot, 1, True) for slot in finished)])
         for slot in unfinished:
