@@ -125,9 +125,10 @@ class ObserverThread:
     def _attempt(self, action: Callable[..., None], *arguments: object) -> None:
         try:
             action(*arguments)
-        except Exception:  # noqa: BLE001 - whatever it is, it is the observer's own
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the observer's own
             if not self._failures:
-                _log.warning("the observer failed; further failures are only counted", exc_info=True)
+                # Without its words, which may hold tokens of a text.
+                _log.warning("the observer failed: %s; further failures are only counted", type(error).__name__)
             self._failures += 1
 
 

@@ -85,7 +85,7 @@ def test_an_observer_that_fails_is_counted_and_harms_nothing(load: Load, caplog:
     engine, observer = load()
 
     def fail(step: SampledStep) -> None:
-        raise OSError("no room")
+        raise OSError(f"no room for {step.requests}")
 
     observer.act = fail
     assert run(engine, SPECS).tokens == golden(SPECS)
@@ -93,7 +93,8 @@ def test_an_observer_that_fails_is_counted_and_harms_nothing(load: Load, caplog:
     stats = engine.stats().observer
     assert stats is not None
     assert stats.failures == stats.steps == len(observer.steps) > 10
-    assert len([record for record in caplog.records if "the observer failed" in record.message]) == 1
+    assert len([record for record in caplog.records if "the observer failed: OSError" in record.message]) == 1
+    assert "no room" not in caplog.text, "what an observer raises may hold tokens"
 
 
 def test_an_observer_that_hangs_loses_steps_and_stops_nobody(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
