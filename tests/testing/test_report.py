@@ -138,8 +138,16 @@ def test_the_card_of_a_scheduler_says_which_rules_it_holds():
     ended = conformance("--scheduler", "continuous", "--quick", "-k", "abort_while_waiting or token_0")
     said = " ".join(ended.stdout.split())
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "rules held: 1.7, 1.9 rules not looked at: 1, 1.1, 1.2," in said
+    assert "rules held: 1.7, 1.9 rules not looked at: 1.1, 1.2," in said
     assert "not looked at: budget" in said
+
+
+@pytest.mark.parametrize("show", [in_terminal, html_of, markdown_of])
+def test_what_others_keep_is_said_with_who_and_is_not_called_unseen(show):
+    card = Card(target="mine", results=[Result(section="signals", test="a", outcome="pass", rules=("1.1",))])
+    card = msgspec.structs.replace(card, others={"1": "the postprocessor does"})
+    assert "rule 1 is kept by others: the postprocessor does" in show(msgspec.structs.replace(REPORT, cards=[card]))
+    assert "1" not in card.rules("limit")
 
 
 def test_a_rule_that_a_case_found_broken_is_not_held_whatever_else_passes():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, Literal
 
 import msgspec
@@ -12,6 +12,7 @@ import msgspec
 from fd_core.testing.law import RULES
 
 __all__ = [
+    "OF_OTHERS_THAN_SCHEDULERS",
     "POSTPROCESS_SECTIONS",
     "SCHEDULER_SECTIONS",
     "SCHEMA",
@@ -40,6 +41,10 @@ SECTIONS: Final = (
 """Sections in order; each is a file or a folder of `fd_core.testing.suite`."""
 SCHEDULER_SECTIONS: Final = ("signals", "budget", "blocks", "golden", "storage")
 """Sections of the kit for schedulers; each is a file of `fd_core.testing.schedulers.suite`."""
+OF_OTHERS_THAN_SCHEDULERS: Final[Mapping[str, str]] = {
+    "1": "the postprocessor writes the matrix: fdcore conformance --postprocess",
+}
+"""Rules that no scheduler can break, with what keeps them."""
 POSTPROCESS_SECTIONS: Final = ("matrix", "flight", "device")
 """Sections of the kit for postprocessors; each is a file of `fd_core.testing.postprocessors.suite`."""
 _BLAMED: Final = re.compile(r"law ([\d., ]+): ")
@@ -91,13 +96,15 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
     """Sections of the kit that was run."""
     deselected: dict[str, int] = {}
     """Tests of each section that the user left out."""
+    others: dict[str, str] = {}
+    """Rules that nothing of this kind can break, with what keeps them."""
 
     def rules(self, outcome: CaseOutcome) -> list[str]:
         """Return the rules that were found broken (`fail`), those that were held (`pass`), and those of which no test
         ran (`limit`), by number."""
         broken = {rule for result in self.results for rule in result.blamed}
         held = {rule for result in self.results if result.outcome == "pass" for rule in result.rules} - broken
-        left = {rule for rule in RULES if rule[0] not in "67"} - broken - held  # pairs and the router have no kit
+        left = {rule for rule in RULES if rule[0] not in "67"} - broken - held - self.others.keys()
         found = {"fail": broken, "pass": held, "limit": left}[outcome]
         return [rule for rule in RULES if rule in found]
 

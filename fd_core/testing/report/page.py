@@ -54,6 +54,7 @@ def markdown_of(report: ConformanceReport) -> str:
         notes += [f"fails {result.section}: `{result.test}`: {result.reason}" for result in card.failures]
         limited = {result.reason for result in card.results if result.outcome == "limit"}
         notes += [f"limit: {reason}" for reason in sorted(limited)]
+        notes += [f"rule {rule} is kept by others: {keeper}" for rule, keeper in card.others.items()]
         if card.unseen:
             notes.insert(0, f"**not looked at**: {', '.join(card.unseen)}")
         if card.emulated:

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 import fd_core
 from fd_core.testing.report.model import (
+    OF_OTHERS_THAN_SCHEDULERS,
     POSTPROCESS_SECTIONS,
     SCHEDULER_SECTIONS,
     SECTIONS,
@@ -39,10 +40,18 @@ class Kit:
     quick: tuple[str, ...]
     """Arguments that leave out what takes long."""
     sections: tuple[str, ...]
+    others: Mapping[str, str] = field(default_factory=dict)
+    """Rules that nothing of this kind can break, with what keeps them."""
 
 
 BACKENDS: Final = Kit("fd_core.testing.suite", "--fd-backend", ("-m", "not fd_scale"), SECTIONS)
-SCHEDULERS: Final = Kit("fd_core.testing.schedulers.suite", "--fd-scheduler", ("--fd-quick",), SCHEDULER_SECTIONS)
+SCHEDULERS: Final = Kit(
+    "fd_core.testing.schedulers.suite",
+    "--fd-scheduler",
+    ("--fd-quick",),
+    SCHEDULER_SECTIONS,
+    OF_OTHERS_THAN_SCHEDULERS,
+)
 POSTPROCESSORS: Final = Kit("fd_core.testing.postprocessors.suite", "--fd-postprocess", (), POSTPROCESS_SECTIONS)
 
 _QUIET_SECONDS: Final = 600.0
@@ -171,4 +180,5 @@ def _judge(kit: Kit, target: str, path: Path, code: int, said: str, hung: bool, 
         results=list(results.values()),
         sections=kit.sections,
         deselected=left_out,
+        others=dict(kit.others),
     )

@@ -67,6 +67,8 @@ def _print_card(card: Card, console: Console) -> None:
     for outcome, words, style in _RULES if any(result.rules for result in card.results) else ():
         if rules := card.rules(outcome):
             console.print(Text(f"  rules {words}: {', '.join(rules)}", style))
+    for rule, keeper in card.others.items():
+        console.print(Text(f"  rule {rule} is kept by others: {keeper}"))
     reasons = Counter(result.reason for result in card.results if result.outcome == "limit")
     for reason, count in reasons.items():
         console.print(Text(f"  limit, tests left out: {count}: {reason}", "yellow"))

@@ -138,6 +138,8 @@ class Auditor:
         self._in_flight: dict[int, _InFlight] = {}
         self._content: list[list[int | None]] = [[None] * limits.block_size for _ in range(limits.num_kv_blocks)]
         """By block and offset: what the settled KV there depends on; None where it is not settled."""
+        self._not_loaded: set[int] = set()
+        """Blocks that hold what a load left behind where it found nothing, or something that was wrong."""
         self._operations: dict[int, Lookup | Load | Save] = {}
         self._named: dict[bytes, int] = {}
         """What KV each key stands for."""
@@ -304,6 +306,7 @@ class Auditor:
             held = self.operating(Load, Save)
             require(block not in held, "3.2", f"{stay} was granted block {block}, which an operation holds")
             self._content[block] = [None] * self.limits.block_size
+            self._not_loaded.discard(block)
 
     def _check_content(self, stay: Stay) -> None:
         """What is said to be computed already is there."""
@@ -313,7 +316,7 @@ class Auditor:
             block = stay.table[position // size]
             if self._content[block][position % size] != stay.request.mark(position):
                 broken(
-                    "3.5" if not stay.request.spec.cache_salt else "5.3",
+                    "5.4" if block in self._not_loaded else "5.3" if stay.request.spec.cache_salt else "3.5",
                     f"{stay} begins with position {position} of block {block}, which holds no settled KV of its text "
                     f"under its salt",
                 )
@@ -426,6 +429,7 @@ class Auditor:
             require(not taken & set(blocks), "3.2", f"operation {load.operation} writes blocks {name}")
         for block in blocks:
             self._content[block] = [None] * self.limits.block_size
+        self._not_loaded.update(blocks)
         request.loading = load
 
     def completed(self, completion: Completion) -> None:
@@ -439,6 +443,7 @@ class Auditor:
                 size, request = self.limits.block_size, self.requests[load.request_id]
                 first = {key: index for index, key in enumerate(load.keys)}
                 for key, block in zip(load.keys[:count], load.blocks.tolist(), strict=False):
+                    self._not_loaded.discard(block)
                     # The key stands for one KV; the positions before the last one are of the same text.
                     at = self._position_of(request, self._named.get(key), first[key])
                     self._content[block] = [None] * size if at is None else [request.mark(at + i) for i in range(size)]

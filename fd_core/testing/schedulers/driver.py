@@ -10,6 +10,8 @@ from typing import Any, Final
 import numpy as np
 
 from fd_core.config import Limits
+from fd_core.errors import FdError
+from fd_core.kv.effects import Completion
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.runner.inputs import BudgetExceeded
 from fd_core.scheduling.contract import SchedulerSetup
@@ -52,7 +54,10 @@ class Driver:
 
     def __init__(self, target: SchedulerTarget, setup: SchedulerSetup, drafter: KnowingDrafter | None) -> None:
         self.limits = setup.limits
-        self.scheduler = target.make(setup)
+        try:
+            self.scheduler = target.make(setup)
+        except FdError as error:
+            broken("2.5", f"it refuses limits that keep the law, {setup.limits}: {error}")
         runner = make_runner(setup.limits, drafter)
         self.execute: Callable[[StepPlan], StepOutput] = runner.execute
         self.auditor = Auditor(setup.limits, setup.epoch)
@@ -124,7 +129,10 @@ class Driver:
 
     def complete(self, index: int, how: OperationEnd) -> None:
         """End an operation outside steps."""
-        completion = self.tiers.complete(index, how)
+        self.tell(self.tiers.complete(index, how))
+
+    def tell(self, completion: Completion) -> None:
+        """Tell the scheduler of an operation that is over, or of something that was measured."""
         self.auditor.completed(completion)
         self.scheduler.complete(completion)
         self.audit()

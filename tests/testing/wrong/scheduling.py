@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from fd_core.kv.effects import NO_EFFECTS
+from fd_core.errors import ConfigError
+from fd_core.kv.effects import NO_EFFECTS, Loaded
 from fd_core.scheduling.requests import State
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.types import FinishReason
@@ -239,6 +240,15 @@ class TellsAnAbortTwice(Changed):
         return self.last
 
 
+@breaks("1.8", "signals:test_while_anything_is_open_there_is_work[1]")
+class SleepsOnceEverybodyWasToldTheEnd(Changed):
+    """An engine that is asked to stop then does so, whatever drains or is being saved."""
+
+    @property
+    def has_work(self):
+        return bool(self._requests)
+
+
 @breaks("1.9", "signals:test_token_0_is_a_token[0]")
 class TakesTokenZeroForNothing(Answers):
     def commit(self, plan, output):
@@ -338,6 +348,14 @@ class LooksAtEverybodyWhoWaits(Changed):
             if request.state is State.WAITING:
                 self._prefixes.keys(request)
         return super().plan()
+
+
+@breaks("2.5", "budget:test_whatever_keeps_the_law_is_accepted_and_served[5-64-4]")
+class WantsBudgetForEverySlot(Changed):
+    def change(self):
+        budget, demand = self.limits.max_num_batched_tokens, self.limits.max_num_seqs * (1 + self.limits.max_drafts)
+        if budget < demand:
+            raise ConfigError(f"max_num_batched_tokens is {budget}, but all slots together take {demand}")
 
 
 @breaks("2.2", "budget:test_everybody_gets_a_first_token_while_others_keep_coming")
@@ -450,6 +468,31 @@ class NeverLoads(Changed):
                 return getattr(right, name)
 
         self._admissions._offloading = Declining()
+
+
+@breaks("5.4", "storage:test_what_was_damaged_in_the_store_is_computed_and_stored_again[BADLY]")
+class BelievesThatDamagedKVIsStored(Changed):
+    def complete(self, completion):
+        remembered = dict(self._offloading._remembered)
+        super().complete(completion)
+        self._offloading._remembered.update(remembered)
+
+
+@breaks("5.4", "storage:test_what_was_damaged_in_the_store_is_computed_and_stored_again[IN_PART]")
+class UsesWhatALoadLeftBehind(Changed):
+    """Takes a load for whole that brought half of its blocks."""
+
+    def complete(self, completion):
+        if isinstance(completion, Loaded):
+            keys = self._operations._open[completion.operation][0].keys
+            completion = replace(completion, blocks=len(keys))
+        super().complete(completion)
+
+
+@breaks("5.6", "storage:test_kv_is_loaded_only_where_that_beats_computing_it[False]")
+class LoadsWhateverIsStored(Changed):
+    def change(self):
+        self._offloading.load_or_recompute.prefill_measured = lambda pace: None
 
 
 @breaks("8", "budget:test_prompts_that_fit_enter_in_one_step")

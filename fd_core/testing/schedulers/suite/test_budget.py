@@ -100,6 +100,20 @@ def test_the_smallest_legal_budget_brings_everybody_to_the_end(target: Scheduler
     driver.check_texts()
 
 
+@pytest.mark.law("2.5", "2.4")
+@pytest.mark.parametrize("k", [0, 5])
+@pytest.mark.parametrize(("slots", "block_size"), [(1, 1), (1, 64), (64, 4)])
+def test_whatever_keeps_the_law_is_accepted_and_served(
+    target: SchedulerTarget, slots: int, block_size: int, k: int
+) -> None:
+    """The settings refuse a budget below 1 + k before a scheduler is made; nothing else may be refused."""
+    specs = [greedy("long", prompt_of(63), 1), greedy("short", prompt_of(1, 1), 63), greedy("next", prompt_of(9, 2), 9)]
+    limits: dict[str, Any] = {"max_num_seqs": slots, "block_size": block_size, "num_kv_blocks": 64 // block_size}
+    driver = drive(target, *specs, k=k, wrong=0.3, max_num_batched_tokens=1 + k, **limits)
+    driver.run()
+    driver.check_texts()
+
+
 @pytest.mark.law("2.2")
 @pytest.mark.parametrize("k", [1, 3, 5])
 @pytest.mark.parametrize("spare", [0, 1, 2])

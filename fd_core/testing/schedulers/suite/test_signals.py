@@ -8,12 +8,14 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from fd_core.scheduling.kv_offloading import KeepKV
 from fd_core.signals import EMPTY_TOKEN_ID, PREEMPTED_TOKEN_ID, MalformedOutput
 from fd_core.testing.requirements import lacks
 from fd_core.testing.schedulers.breaches import broken, require
 from fd_core.testing.schedulers.driver import Driver, drive
 from fd_core.testing.schedulers.scripts import PROMPTS, text_with_zero, whole_text
 from fd_core.testing.schedulers.target import SchedulerTarget
+from fd_core.testing.schedulers.tiers import OperationEnd
 from fd_core.testing.texts import greedy
 from fd_core.types import FinishReason, RequestSpec, StepPlan
 
@@ -268,6 +270,44 @@ def test_an_abort_after_the_end_and_of_nobody_is_ignored(target: SchedulerTarget
     driver.abort("r0")
     driver.abort("never added")
     require(driver.texts.ends == {"r0": FinishReason.LENGTH}, "1.7", f"it ended with {driver.texts.ends}")
+
+
+@pytest.mark.law("1.8")
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_while_anything_is_open_there_is_work(target: SchedulerTarget, depth: int) -> None:
+    """An engine sleeps where there is no work, and its watchdog with it: then nobody sees what is not answered."""
+    specs = [*long_ones(4), *(greedy(f"short{index}", PROMPTS[10 + index][:3], 5) for index in range(6))]
+    keep = None if "storage" in target.lacks else KeepKV(True, True, True)
+    driver = drive(target, depth=depth, keep=keep)
+
+    def is_open() -> str:
+        names = [*sorted(driver.auditor.unfinished), *(str(stay) for stay in driver.auditor.stays.values())]
+        return ", ".join([*names, *(type(each).__name__ for each in driver.tiers.pending)])
+
+    def check(after: str) -> None:
+        what = f"after {after} there is no work, but this is open: {is_open()}"
+        require(driver.scheduler.has_work or not is_open(), "1.8", what)
+
+    for number in range(1000):
+        if specs:
+            driver.submit(specs.pop(0))
+            check("an addition")
+        if not is_open():
+            break
+        if len(driver.in_flight) < depth:
+            driver.plan()
+            check("a plan")
+        draining = drains(driver)
+        if draining is not None:
+            driver.abort(draining)
+            check("an abort")
+        if driver.in_flight and number % 3:
+            driver.answer()
+            check("an answer")
+        if driver.tiers.pending and not number % 3:
+            driver.complete(-1, OperationEnd.WELL)
+            check("a completion")
+    driver.run(depth)
 
 
 @pytest.mark.law("1.9")

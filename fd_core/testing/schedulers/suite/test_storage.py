@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fd_core.kv.effects import Load, Lookup, Save
+from fd_core.kv.effects import Load, LoadPaceMeasured, Lookup, PrefillPaceMeasured, Save
 from fd_core.scheduling.kv_offloading import KeepKV
 from fd_core.testing.requirements import lacks
 from fd_core.testing.schedulers.breaches import require
@@ -116,6 +116,52 @@ def test_an_abort_while_loading_keeps_the_blocks_until_the_load_is_over(
         if driver.in_flight:
             driver.answer()
     run_ending(driver, how, 2)
+
+
+def returning(driver: Driver, how: OperationEnd) -> list[Load | Save]:
+    """Run a prompt whose KV is stored and no longer on the device, every load ending so; return what was begun."""
+    begun: list[Load | Save] = []
+    prompt = prompt_of(29)
+    for name, again in (("first", prompt), ("other", prompt_of(63, 1)), ("again", prompt)):
+        driver.submit(greedy(name, again, 1))
+        begun = []
+        while driver.plan() is not None or driver.in_flight or driver.tiers.pending:
+            if driver.in_flight:
+                driver.answer()
+            begun += [each for each in driver.tiers.pending if isinstance(each, Load | Save) and each not in begun]
+            for _ in range(len(driver.tiers.pending)):
+                loads = isinstance(driver.tiers.pending[0], Load)
+                driver.complete(0, how if loads else OperationEnd.WELL)
+    driver.run()
+    driver.check_texts()
+    return begun
+
+
+@pytest.mark.law("5.4", "4")
+@pytest.mark.parametrize("how", [OperationEnd.IN_PART, OperationEnd.BADLY], ids=lambda how: how.name.lower())
+def test_what_was_damaged_in_the_store_is_computed_and_stored_again(target: SchedulerTarget, how: OperationEnd) -> None:
+    begun = returning(drive(target, keep=KeepKV(True, True, True)), how)
+    loads = [each for each in begun if isinstance(each, Load)]
+    if not loads:
+        lacks("the scheduler loads nothing here")
+    damaged = set(loads[0].keys[how.share(len(loads[0].keys)) :])
+    saved = {key for each in begun if isinstance(each, Save) for key in each.keys}
+    require(
+        damaged <= saved, "5.4", f"{len(damaged - saved)} blocks were damaged in the store, and are not stored anew"
+    )
+
+
+@pytest.mark.law("5.6")
+@pytest.mark.parametrize("loading_is_faster", [False, True])
+def test_kv_is_loaded_only_where_that_beats_computing_it(target: SchedulerTarget, *, loading_is_faster: bool) -> None:
+    driver = drive(target, keep=KeepKV(True, True, True))
+    quick, slow = 1e-6, 1.0
+    load, compute = (quick, slow) if loading_is_faster else (slow, quick)
+    driver.tell(PrefillPaceMeasured(compute))
+    driver.tell(LoadPaceMeasured(load, load, load))
+    loads = [each for each in returning(driver, OperationEnd.WELL) if isinstance(each, Load)]
+    what = f"a token is computed in {compute} s, a block loaded in {load} s, and {len(loads)} loads begin"
+    require(bool(loads) == loading_is_faster, "5.6", what)
 
 
 @pytest.mark.law("3.5", "5.3")
