@@ -83,6 +83,9 @@ class PaddleBackend(Backend):
     """How to install a Paddle that drives the device."""
     can_be_emulated: ClassVar[bool] = False
     """Without the device, compute on the processor with Paddle's CPU kernels in float32, when asked for by name."""
+    longest_sort: ClassVar[int | None] = 8192
+    """Entries that Paddle sorts at once on the device; None for any number. The default suits every device known: the
+    kernel for XPU takes fewer than 16,384. An emulated device keeps to it, so that its tests compute what it would."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -126,7 +129,7 @@ class PaddleBackend(Backend):
         """Create the pack of a dtype on `place`; a vendor's own kernels must not be used where `self.emulated`."""
         from fd_core.ops.paddle_ops import PaddleOps
 
-        return PaddleOps(dtype, place)
+        return PaddleOps(dtype, place, self.longest_sort)
 
     def free_memory(self) -> int:
         """Return a quarter of the host's free memory where the processor computes, else what the device has left."""
@@ -158,6 +161,7 @@ class CpuPaddleBackend(PaddleBackend):
     device: ClassVar[str] = "cpu"
     title: ClassVar[str] = "processor"
     paddle_hint: ClassVar[str] = "pip install 'fd-core[paddle]'"
+    longest_sort: ClassVar[int | None] = None
     default_pipeline_depth: ClassVar[int] = 1
     auto_rank: ClassVar[int] = 5
 

@@ -12,7 +12,7 @@ from fd_core.ops.contract import Array, Heads, KVCache, KVShape, StepInput
 from fd_core.ops.paddle_library import paddle, tensor_of
 from fd_core.types import IntArray
 
-__all__ = ["PaddleAttentionPlan", "PaddleKVCache", "PaddleLayer"]
+__all__ = ["PaddleAttentionPlan", "PaddleKVCache", "PaddleLayer", "words_of"]
 
 
 class PaddleLayer(NamedTuple):
@@ -21,6 +21,17 @@ class PaddleLayer(NamedTuple):
     keys: Array
     values: Array
     block_size: int
+    key_words: Array
+    """The same memory as `words_of` sees it."""
+    value_words: Array
+
+
+def words_of(tensor: Array) -> Array:
+    """Return float32 or bfloat16 [n, ...] as int32[n, words], a view where the tensor is contiguous.
+
+    Every device moves rows of int32, but not every one scatters rows of bfloat16. A row must fill whole words.
+    """
+    return tensor.reshape([tensor.shape[0], -1]).view("int32")
 
 
 class PaddleKVCache(KVCache):
@@ -40,7 +51,8 @@ class PaddleKVCache(KVCache):
             needed = shape.bytes_per_block(self._host_dtype.itemsize) * num_blocks
             raise MemoryError(f"a KV cache of {num_blocks} blocks takes {needed} bytes, which do not fit") from error
         self._layers = [
-            PaddleLayer(keys, values, shape.block_size) for keys, values in zip(flat[::2], flat[1::2], strict=True)
+            PaddleLayer(keys, values, shape.block_size, words_of(keys), words_of(values))
+            for keys, values in zip(flat[::2], flat[1::2], strict=True)
         ]
         # Keys, values, keys, ...: the same memory, by block.
         self._blocks = [tensor.view([num_blocks, shape.block_size, *sizes[1:]]) for tensor in flat]
@@ -63,7 +75,7 @@ class PaddleKVCache(KVCache):
         index = self._index(blocks)
         values = data.reshape(len(blocks), len(self._blocks), *data.shape[3:])
         for place, tensor in enumerate(self._blocks):
-            paddle.scatter_(tensor, index, tensor_of(values[:, place], self._place))
+            paddle.scatter_(words_of(tensor), index, words_of(tensor_of(values[:, place], self._place)))
 
     def _index(self, blocks: IntArray) -> Array:
         return tensor_of(np.asarray(blocks, np.int64), self._place)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.ops.contract import Activation, Array, Experts, Heads, KVCache, KVShape, Norm, Ops, Rope, StepInput
-from fd_core.ops.paddle_attention import PaddleAttentionPlan, PaddleKVCache, PaddleLayer
+from fd_core.ops.paddle_attention import PaddleAttentionPlan, PaddleKVCache, PaddleLayer, words_of
 from fd_core.ops.paddle_library import paddle, tensor_of
 from fd_core.ops.paddle_sampling import PaddleSampling
 from fd_core.types import RawTensor
@@ -40,19 +40,21 @@ class PaddleOps(PaddleSampling, Ops):
 
     `device` is Paddle's name, such as `cpu`, `gpu`, `xpu` or that of a custom device, `metax_gpu`. Asking Paddle for a
     GPU that is not there ends the process, so look before. Nothing but `to_host`, the experts' sizes and, once a
-    step, the attention plan waits for the device.
+    step, the attention plan waits for the device. `longest_sort` is how many entries the device sorts at once, None for
+    any number; where there is a limit, filters search for their thresholds instead of sorting the vocabulary.
     """
 
     name = "paddle"
     framework = "paddle"
 
-    def __init__(self, dtype: str = "float32", device: str = "cpu") -> None:
+    def __init__(self, dtype: str = "float32", device: str = "cpu", longest_sort: int | None = None) -> None:
         if dtype not in _DTYPES:
             raise ValueError(f"dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
         if dtype != "float32" and device == "cpu":
             raise ValueError(f"Paddle multiplies no {dtype} matrices on the processor; use float32")
         self.dtype = dtype
         self.device = device
+        self.longest_sort = longest_sort
         self.place = paddle.set_device(device)
         self.paddle_dtype = _DTYPES[dtype]
         self._planned: tuple[StepInput, PaddleAttentionPlan] | None = None
@@ -138,9 +140,9 @@ class PaddleOps(PaddleSampling, Ops):
         return turned if rotary == x.shape[-1] else paddle.concat([turned, x[..., rotary:]], axis=-1)
 
     def write_kv(self, layer: PaddleLayer, k: Array, v: Array, kv_slots: Array) -> None:
-        """Scatter keys and values to their slots."""
-        paddle.scatter_(layer.keys, kv_slots, k)
-        paddle.scatter_(layer.values, kv_slots, v)
+        """Scatter keys and values to their slots, as words: not every device scatters bfloat16."""
+        paddle.scatter_(layer.key_words, kv_slots, words_of(k))
+        paddle.scatter_(layer.value_words, kv_slots, words_of(v))
 
     def paged_attention(self, q: Array, layer: PaddleLayer, heads: Heads, step: StepInput) -> Array:
         """Attend over gathered keys and values; what the step's metadata decides is computed once for all layers."""
@@ -150,6 +152,10 @@ class PaddleOps(PaddleSampling, Ops):
 
     def moe(self, x: Array, experts: Experts, activation: Activation) -> Array:
         """Run each expert on the tokens that chose it."""
+        most = len(x) if self.longest_sort is None else self.longest_sort // experts.top_k
+        if len(x) > most:
+            parts = [x[begin : begin + most] for begin in range(0, len(x), most)]
+            return paddle.concat([self.moe(part, experts, activation) for part in parts])
         chosen, weights = _route(x, experts)
         # Places of the [T, top_k] choices, grouped by expert; reading the group sizes waits for the device.
         places = paddle.argsort(chosen.flatten(), stable=True)

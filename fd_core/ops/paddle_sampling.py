@@ -1,6 +1,7 @@
 """Sampling, logit adjustments and draft verification in Paddle, without waiting for the device; see `Ops`.
 
-Paddle promotes no integers and knows no empty scatter, hence the casts and the looks at shapes.
+Paddle promotes no integers and knows no empty scatter, hence the casts and the looks at shapes. Sums are int64: a
+weight is an integer, and devices without sums of float64 are common. Only the exponential is float64, by element.
 """
 
 from __future__ import annotations
@@ -19,8 +20,17 @@ _DEVICE_CELLS = 2**23
 """The same elsewhere, where it only limits the memory that is taken meanwhile."""
 
 
+_SHARE_ONE = 2.0**40
+"""Of the most likely token when probabilities are summed: what each loses below it is less than 1e-6 of all of them."""
+_INFINITY = 0x7F800000
+"""The bits of float32's infinity: as many numbers lie above 0."""
+
+
 class PaddleSampling:
     """The part of a Paddle pack that works on logits and token ids."""
+
+    longest_sort: int | None
+    """Entries that the device sorts at once; None for any number."""
 
     def sample(self, logits: Array, rows: SampleInput) -> tuple[Array, Array]:
         """Choose a token for each row."""
@@ -31,12 +41,15 @@ class PaddleSampling:
         greedy = rows.temperature == 0.0
         temperature = paddle.where(greedy, paddle.ones_like(rows.temperature), rows.temperature).astype("float64")
         scores = (logits.astype("float64") - peaks.astype("float64").unsqueeze(1)) / temperature.unsqueeze(1)
-        weights = paddle.round(paddle.exp(scores) * WEIGHT_ONE)
+        weights = paddle.round(paddle.exp(scores) * WEIGHT_ONE).astype("int64")
         if rows.any_filter:
-            weights = _filtered(logits, weights, rows)
+            filtered = _filtered_by_sorting if self.longest_sort is None else _filtered_by_search
+            weights = filtered(logits, weights, rows)
         cumulative = paddle.cumsum(weights, axis=1)
         uniform = random_bits(rows.seeds, rows.positions.astype("int64")).astype("float64") * 2.0**-24
-        drawn = (cumulative <= (uniform * cumulative[:, -1]).unsqueeze(1)).astype("int64").sum(axis=1)
+        threshold = (uniform * cumulative[:, -1].astype("float64")).astype("int64")  # an integer exceeds both or none
+        drawn = (cumulative <= threshold.unsqueeze(1)).astype("int64").sum(axis=1)
+        drawn = drawn.clip(max=logits.shape[1] - 1)  # of a row that is not finite
         return paddle.where(greedy, likeliest, drawn).astype("int32"), peaks
 
     def add_at(self, x: Array, rows: Array, ids: Array, values: Array) -> Array:
@@ -70,10 +83,11 @@ class PaddleSampling:
         """Return log-probabilities of the chosen tokens, and the most likely tokens with theirs."""
         # Paddle's `logsumexp` adds up in float32, one after the other: over 140,000 tokens it is off by 4e-4.
         peaks = logits.max(axis=1, keepdim=True)
-        total = paddle.exp(logits - peaks).sum(axis=1, keepdim=True, dtype="float64")
-        logarithms = logits - peaks - paddle.log(total).astype("float32")
+        shares = (paddle.exp(logits - peaks) * _SHARE_ONE).astype("int64")
+        total = shares.sum(axis=1, keepdim=True).astype("float32") / _SHARE_ONE
+        logarithms = logits - peaks - paddle.log(total)
         chosen = paddle.take_along_axis(logarithms, tokens.astype("int64").unsqueeze(1), axis=1)[:, 0]
-        top_ids = _by_logit(logits)[:, :top_n]
+        top_ids = _likeliest(logits, top_n, self.longest_sort)
         return chosen, top_ids.astype("int32"), paddle.take_along_axis(logarithms, top_ids, axis=1)
 
     def verify(self, sampled: Array, drafts: Array, num_drafts: Array) -> Array:
@@ -94,21 +108,80 @@ def _penalize(logits: Array, rows: Array, counts: Array, repetition: Array, pres
     paddle.scatter_(logits, rows, values - added.astype("float32"))
 
 
-def _filtered(logits: Array, weights: Array, rows: SampleInput) -> Array:
-    """Return the weights [R, V] with 0 for the tokens that top_k, top_p or min_p leave out."""
-    vocab = logits.shape[1]
+def _filtered_by_sorting(logits: Array, weights: Array, rows: SampleInput) -> Array:
+    """Return the weights int64[R, V] with 0 for the tokens that top_k, top_p or min_p leave out."""
     order = _by_logit(logits)
-    ranks = paddle.arange(vocab, dtype="int32", device=logits.place)
+    ranks = paddle.arange(logits.shape[1], dtype="int64", device=logits.place)
     kept = paddle.take_along_axis(weights, order, axis=1)
-    limits = paddle.where(rows.top_k > 0, rows.top_k, paddle.full_like(rows.top_k, vocab))
-    kept = kept * (ranks < limits.unsqueeze(1)).astype("float64")
+    kept = kept * (ranks < _limits(logits, rows)).astype("int64")
     before = paddle.cumsum(kept, axis=1) - kept
-    mass = kept.sum(axis=1) * rows.top_p.astype("float64")
-    kept = kept * ((before < mass.unsqueeze(1)) | (ranks == 0)).astype("float64")
-    kept = kept * (kept >= (rows.min_p.astype("float64") * WEIGHT_ONE).unsqueeze(1)).astype("float64")
-    return paddle.put_along_axis(paddle.zeros_like(weights), order, kept, axis=1)
+    kept = kept * ((before < _mass(kept, rows)) | (ranks == 0)).astype("int64")
+    return paddle.put_along_axis(paddle.zeros_like(weights), order, _without_unlikely(kept, rows), axis=1)
+
+
+def _filtered_by_search(logits: Array, weights: Array, rows: SampleInput) -> Array:
+    """Compute the same for a device that sorts no vocabulary."""
+    ids = paddle.arange(logits.shape[1], dtype="int64", device=logits.place)
+    first = ids == paddle.argmax(logits, axis=1).unsqueeze(1)
+    kept = weights * _leading(logits, paddle.ones_like(weights), _limits(logits, rows)).astype("int64")
+    kept = kept * (_leading(logits, kept, _mass(kept, rows)) | first).astype("int64")
+    return _without_unlikely(kept, rows)
+
+
+def _limits(logits: Array, rows: SampleInput) -> Array:
+    """Return int64[R, 1], how many tokens top_k keeps."""
+    vocab = paddle.full_like(rows.top_k, logits.shape[1])
+    return paddle.where(rows.top_k > 0, rows.top_k, vocab).astype("int64").unsqueeze(1)
+
+
+def _mass(kept: Array, rows: SampleInput) -> Array:
+    """Return int64[R, 1]: top_p keeps a token if the weights before it sum to less."""
+    return paddle.ceil(kept.sum(axis=1).astype("float64") * rows.top_p.astype("float64")).astype("int64").unsqueeze(1)
+
+
+def _without_unlikely(kept: Array, rows: SampleInput) -> Array:
+    """Return the weights with 0 for the tokens that min_p leaves out."""
+    least = paddle.ceil(rows.min_p.astype("float64") * WEIGHT_ONE).astype("int64")
+    return kept * (kept >= least.unsqueeze(1)).astype("int64")
+
+
+def _leading(logits: Array, weights: Array, limits: Array) -> Array:
+    """Return bool[R, V]: the tokens before which the weights int64[R, V] sum to less than `limits` int64[R, 1].
+
+    Before a token are those with a larger logit, and of the same logit those with a lower id.
+    """
+    # The least number above which the logits weigh less than the limit is found bit by bit among all of float32.
+    below = paddle.full_like(limits, -_INFINITY - 1)
+    for bit in reversed(range(32)):
+        place = below + 2**bit
+        above = ((logits > _number_at(place)).astype("int64") * weights).sum(axis=1, keepdim=True)
+        below = paddle.where(above < limits, below, place)
+    number = _number_at(below + 1)
+    greater, equal = logits > number, logits == number
+    tied = equal.astype("int64") * weights
+    before = (greater.astype("int64") * weights).sum(axis=1, keepdim=True) + paddle.cumsum(tied, axis=1) - tied
+    return greater | (equal & (before < limits))
+
+
+def _number_at(places: Array) -> Array:
+    """Return the float32 numbers at places int64 in the order of all of them; 0 is at place 0."""
+    negative = places < 0
+    numbers = paddle.where(negative, -places, places).clip(max=_INFINITY).astype("int32").view("float32")
+    return paddle.where(negative, -numbers, numbers)
 
 
 def _by_logit(logits: Array) -> Array:
     """Return the token ids int64[R, V] by falling logit, the lower id first on a tie."""
     return paddle.argsort(logits, axis=1, descending=True, stable=True)
+
+
+def _likeliest(logits: Array, count: int, longest_sort: int | None) -> Array:
+    """Return the first `count` of them; part by part where the device does not sort them all."""
+    vocab = logits.shape[1]
+    if longest_sort is None or vocab <= longest_sort:
+        return _by_logit(logits)[:, :count]
+    begins = range(0, vocab, longest_sort)
+    parts = [_by_logit(logits[:, begin : begin + longest_sort])[:, :count] + begin for begin in begins]
+    ids = paddle.concat(parts, axis=1)
+    best = _likeliest(paddle.take_along_axis(logits, ids, axis=1), count, longest_sort)
+    return paddle.take_along_axis(ids, best, axis=1)

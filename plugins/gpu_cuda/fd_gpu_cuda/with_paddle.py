@@ -19,6 +19,7 @@ class CudaPaddleBackend(PaddleBackend):
     device: ClassVar[str] = "gpu"
     title: ClassVar[str] = "CUDA device"
     paddle_hint: ClassVar[str] = "install a paddlepaddle-gpu of version 3.3 or later for your CUDA"
+    longest_sort: ClassVar[int | None] = None
     auto_rank: ClassVar[int] = 50
 
     @classmethod

@@ -1,0 +1,48 @@
+"""A pytest plugin that refuses what Paddle does not compute on every device, as its sources for XPU say.
+
+`pytest -p tests.backends.few_kernels --pyargs fd_core.testing.suite --fd-backend=xpu` then proves that the emulated
+device asks for none of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fd_core.ops.paddle_library import paddle
+
+SORTED_AT_MOST = 16_383
+"""Entries of an axis: the kernel refuses 16,384."""
+
+SCATTERS = ("scatter", "scatter_", "scatter_nd_add", "put_along_axis", "put_along_axis_", "index_put", "index_put_")
+
+
+def lacking() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield names in `paddle._C_ops` with functions that compute the same or raise `RuntimeError`."""
+    for name in ("cumsum", "cumsum_", "sum", "logcumsumexp"):
+        yield name, without(name, "float64")
+    for name in SCATTERS:
+        yield name, without(name, "bfloat16")
+    yield "argsort", without("argsort", most=SORTED_AT_MOST)
+
+
+def without(name: str, dtype: str = "", most: int | None = None) -> Callable[..., Any]:
+    """Return an operation that raises for a dtype, or for more entries in an axis."""
+    compute = getattr(paddle._C_ops, name)
+
+    def computed(*arguments: Any, **named: Any) -> Any:
+        for value in (*arguments, *named.values()):
+            is_tensor = isinstance(value, paddle.Tensor)
+            if str(value.dtype if is_tensor else value).removeprefix("paddle.") == dtype:
+                raise RuntimeError(f"the device has no kernel {name} of {dtype}")
+            if is_tensor and most is not None and max(value.shape, default=0) > most:
+                raise RuntimeError(f"the device has no kernel {name} of {max(value.shape)} entries")
+        return compute(*arguments, **named)
+
+    return computed
+
+
+def pytest_configure() -> None:
+    """Take the kernels away for the whole process."""
+    for name, computed in [*lacking()]:
+        setattr(paddle._C_ops, name, computed)
