@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"disagg", "engine", "hookspecs", "models", "plugins", "router", "router/gateway", "server", "simulation"}
     | {"testing", "text", "tracing"},
     "testing": BASE
-    | {"backends", "disagg", "engine", "kv", "models", "ops", "plugins", "runner", "scheduling", "signals"},
+    | {"backends", "disagg", "engine", "kv", "models", "ops", "plugins", "router", "runner", "scheduling", "signals"},
 }
 """Part of fd_core to the other parts that it may import, anywhere in its files."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Annotated, Final
 import typer
 
 from fd_core.cli.report import plain, reports_errors
-from fd_core.cli.scaffold import Framework
+from fd_core.cli.scaffold import Framework, PluginKind
 from fd_core.errors import ConfigError, PluginError
 
 __all__ = ["app", "install"]
@@ -67,20 +66,24 @@ def check(
 @app.command()
 @reports_errors
 def new(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What users will write after --backend.")],
-    framework: Annotated[Framework, typer.Option("--framework", help="Whose operations it begins with.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What users will write after the flag that takes it.")],
+    kind: Annotated[PluginKind, typer.Option("--kind", help="What the plugin offers.")],
+    framework: Annotated[
+        Framework | None,
+        typer.Option("--framework", help="Whose operations a backend begins with. [default: numpy]"),
+    ] = None,
     into: Annotated[
-        Path | None, typer.Option("--into", metavar="DIR", help="Folder of the project. [default: fd-NAME]")
+        Path | None, typer.Option("--into", metavar="DIR", help="Folder of the project. [default: NAME, which is made]")
     ] = None,
 ) -> None:
-    """Write the project of a plugin for a hardware backend.
+    """Write the project of a plugin that passes its conformance kit as written.
 
-    It passes the conformance kit as written, on the processor. Nothing is overwritten.
+    A backend begins on the processor. Nothing is overwritten.
     """
     from fd_core.cli.scaffold.project import write_project
 
-    folder = write_project(name, framework, into)
-    print(f"wrote {folder}; its README.md says what is next: pip install -e {shlex.quote(str(folder))}")
+    project = write_project(name, kind, framework, into)
+    print(f"wrote {project.folder}; next:", *project.next, sep="\n  ")
 
 
 @reports_errors

@@ -39,6 +39,7 @@ from fd_core.scheduling.kv_offloading import Arrival, KeepKV, KVOffloading
 from fd_core.scheduling.kv_operations import KVOperations
 from fd_core.scheduling.kv_transferring import KVTransferring
 from fd_core.scheduling.output_side import OutputSide
+from fd_core.scheduling.plan import PlanBuilder
 from fd_core.scheduling.planner import Planner
 from fd_core.scheduling.prefixes import Prefixes
 from fd_core.scheduling.requests import Event, Request, State, check_spec
@@ -90,13 +91,13 @@ class ContinuousBatchingScheduler(Scheduler):
         self._residencies = residencies = Residencies(
             slots, pool, prefixes, offloading, transferring, drafts, control, self._ended
         )
-        self._admissions = admissions = Admissions(
+        self._admissions = Admissions(
             limits, policy, pool, slots, waiting, prefixes, offloading, transferring, control, residencies
         )
         self._planner = Planner(
-            limits, setup.epoch, policy, setup.victims, pool, slots, drafts, residencies, admissions.admit
+            limits, setup.epoch, policy, setup.victims, pool, slots, drafts, residencies, self.admit
         )
-        self._output_side = OutputSide(slots, pool, drafts, residencies, admissions.wait)
+        self._output_side = OutputSide(slots, pool, drafts, residencies, self._admissions.wait)
         self._requests: dict[str, Request] = {}
         self._probe = SchedulerProbe(
             *(slots, pool, self._requests, waiting, prefixes, residencies),
@@ -160,6 +161,14 @@ class ContinuousBatchingScheduler(Scheduler):
         plan = self._planner.plan(self._aborting)
         self._aborting.clear()
         return plan, self._effects()
+
+    def admit(self, draft: PlanBuilder, step: int) -> None:
+        """Move waiting requests into free slots of the plan of step `step`, while budget, slots and blocks allow.
+
+        Every plan that revokes nobody calls it, after all rows that are running were charged. A scheduler that lets
+        requests in at other times overrides it; whoever it keeps out is looked at again by the next plan.
+        """
+        self._admissions.admit(draft, step)
 
     def commit(self, plan: StepPlan, output: StepOutput) -> tuple[list[Delta], Effects]:
         """Apply the answer to `plan`; return what the clients are told and what is to be done outside steps.

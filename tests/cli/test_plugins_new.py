@@ -5,18 +5,24 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from fd_core.cli.scaffold import Framework
+from fd_core.cli.scaffold import Framework, PluginKind
 from fd_core.cli.scaffold.project import write_project
+from fd_core.cli.scaffold.recipes import RECIPES
 from fd_core.errors import ConfigError
 from tests.plugin_sites import installed
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).parents[2]
 ROOTS = {"torch": "torch", "paddle": "paddle", "onnx": "onnxruntime", "numpy": "numpy"}
 """Frameworks to the modules they need."""
+BACKENDS = [(PluginKind.BACKEND, framework) for framework in Framework]
+PROJECTS = [*BACKENDS, *((kind, None) for kind in PluginKind if kind is not PluginKind.BACKEND)]
+each_project = pytest.mark.parametrize(("kind", "framework"), PROJECTS, ids=lambda value: value and str(value))
 LONGEST = "x" * 40
 
 
@@ -35,34 +41,44 @@ def run(folder, *command):
     return ended.stdout
 
 
+def name_of(kind, framework):
+    return f"some_{framework or kind}".replace("-", "_")
+
+
 @pytest.fixture(scope="module")
 def projects(tmp_path_factory):
-    """A project of each framework, by framework."""
+    """The folder of each project, installed, by kind and framework."""
     folder = tmp_path_factory.mktemp("projects")
-    return {
-        framework: write_project(f"some_chip_{framework}", framework, folder / framework.value)
-        for framework in Framework
-    }
+    written = {}
+    for kind, framework in PROJECTS:
+        project = write_project(name_of(kind, framework), kind, framework, folder / name_of(kind, framework)).folder
+        installed(project)
+        written[kind, framework] = project
+    return written
 
 
-@pytest.mark.parametrize("framework", Framework)
-def test_the_project_is_whole(projects, framework):
-    project = projects[framework]
-    package = f"fd_some_chip_{framework}"
+@each_project
+def test_the_project_is_whole(projects, kind, framework):
+    project = projects[kind, framework]
+    package = f"fd_{name_of(kind, framework)}"
     files = {path.relative_to(project).as_posix(): path for path in project.rglob("*") if path.is_file()}
     assert {"pyproject.toml", "README.md", ".gitignore", "tests/test_conformance.py"} <= set(files)
-    assert {f"{package}/{name}" for name in ("__init__.py", "backend.py", "ops.py", "py.typed")} <= set(files)
+    own = {f"{package}/{file}" for file in RECIPES[kind].files}
+    assert {f"{package}/__init__.py", f"{package}/py.typed", *own} <= set(files)
     for name, path in files.items():
         assert "$" not in path.read_text(), name
-    assert "class SomeChip" in files[f"{package}/ops.py"].read_text()
-    assert f'some_chip_{framework} = "{package}"' in files["pyproject.toml"].read_text()
+    for name in own:
+        assert "class Some" in files[name].read_text()
+    assert f'{name_of(kind, framework)} = "{package}"' in files["pyproject.toml"].read_text()
+    readme = files["README.md"].read_text()
+    assert f"docs/{RECIPES[kind].guide}" in readme and (ROOT / "docs" / RECIPES[kind].guide).is_file()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ruff") is None, reason="ruff is not installed")
-@pytest.mark.parametrize("framework", Framework)
 @pytest.mark.parametrize("name", ["a", LONGEST])
-def test_the_project_is_clean(tmp_path, framework, name):
-    write_project(name, framework, tmp_path)
+def test_the_projects_are_clean(tmp_path, name):
+    for kind, framework in PROJECTS:
+        write_project(name, kind, framework, tmp_path / name_of(kind, framework))
     run(tmp_path, "-m", "ruff", "check", ".")
     run(tmp_path, "-m", "ruff", "format", "--check", ".")
 
@@ -70,32 +86,68 @@ def test_the_project_is_clean(tmp_path, framework, name):
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
 def test_the_projects_are_typed(projects):
-    packages = [str(next(project.glob("fd_*"))) for project in projects.values()]
-    run(projects[Framework.NUMPY], "-m", "mypy", "--strict", "--config-file=pyproject.toml", *packages)
+    packages = [
+        str(path) for project in projects.values() for path in project.glob("fd_*") if (path / "py.typed").exists()
+    ]
+    run(
+        projects[PluginKind.BACKEND, Framework.NUMPY],
+        "-m",
+        "mypy",
+        "--strict",
+        "--config-file=pyproject.toml",
+        *packages,
+    )
 
 
-@pytest.mark.parametrize("framework", Framework)
-def test_the_plugin_is_in_order(projects, framework):
-    project = projects[framework]
-    installed(project)
-    said = run(project, "-m", "fd_core.cli", "plugins", "check", f"some_chip_{framework}")
+def test_the_plugins_are_in_order(projects, monkeypatch):
+    for project in projects.values():
+        monkeypatch.syspath_prepend(str(project))
+    said = run(projects[PluginKind.STORE, None], "-m", "fd_core.cli", "plugins", "check")
     assert "nothing is wrong" in said
-    if importlib.util.find_spec(ROOTS[framework]):
-        assert f"backend some_chip_{framework} can run here: emulated" in said
+    for kind, framework in PROJECTS:
+        name = name_of(kind, framework)
+        assert f"fd-{name.replace('_', '-')} 0.1.0: {name}" in said
+        if framework and importlib.util.find_spec(ROOTS[framework]):
+            assert f"backend {name} can run here: emulated" in said
 
 
 @pytest.mark.parametrize("framework", [each for each in Framework if importlib.util.find_spec(ROOTS[each])])
 def test_operations_and_fusions_conform(projects, framework):
-    project, name = projects[framework], f"some_chip_{framework}"
-    installed(project)
+    project, name = projects[PluginKind.BACKEND, framework], name_of(PluginKind.BACKEND, framework)
     card = run(project, "-m", "fd_core.cli", "conformance", name, "--quick", "-k", "operations or fusions")
     assert f"{name} passes" in card
     assert "emulated" in card
 
 
+@pytest.mark.parametrize(
+    ("kind", "flag", "part"),
+    [(PluginKind.SCHEDULER, "--scheduler", "budget or blocks"), (PluginKind.POSTPROCESS, "--postprocess", "")],
+)
+def test_the_law_is_kept(projects, kind, flag, part):
+    project, name = projects[kind, None], name_of(kind, None)
+    card = run(project, "-m", "fd_core.cli", "conformance", flag, name, "--quick", *(("-k", part) if part else ()))
+    assert f"{name} passes" in card
+    assert "0 failed" in card
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "least"),
+    [
+        (PluginKind.SCHEDULER, "golden", 5),
+        (PluginKind.POSTPROCESS, "flight", 3),
+        (PluginKind.STORE, "", 30),
+        (PluginKind.CONNECTOR, "garbage or whole_prompt", 4),
+        (PluginKind.ROUTER_POLICY, "", 7),
+    ],
+)
+def test_the_tests_of_the_project_pass(projects, kind, part, least):
+    said = run(projects[kind, None], "-m", "pytest", "-p", "no:cacheprovider", *(("-k", part) if part else ()))
+    assert int(re.search(r"(\d+) passed", said)[1]) >= least
+
+
 @pytest.mark.parametrize("framework, setting", [(Framework.TORCH, "DEVICE"), (Framework.ONNX, "PROVIDER")])
 def test_a_device_that_nothing_looks_for_is_not_available(tmp_path, framework, setting):
-    project = write_project("mychip", framework, tmp_path)
+    project = write_project("mychip", PluginKind.BACKEND, framework, tmp_path).folder
     installed(project)
     file = project / "fd_mychip" / "backend.py"
     file.write_text(re.sub(f'^{setting} = ".*"', f'{setting} = "npu"', file.read_text(), flags=re.MULTILINE))
@@ -120,17 +172,37 @@ def test_a_device_that_nothing_looks_for_is_not_available(tmp_path, framework, s
 )
 def test_a_name_that_cannot_be_used_is_refused(tmp_path, name, words):
     with pytest.raises(ConfigError, match=words.replace("(", r"\(")) as caught:
-        write_project(name, Framework.NUMPY, tmp_path / "project")
+        write_project(name, PluginKind.BACKEND, folder=tmp_path / "project")
     assert caught.value.field == "NAME"
     assert not (tmp_path / "project").exists()
 
 
 def test_a_name_that_an_installed_plugin_has_is_refused(projects, monkeypatch, tmp_path):
-    project = projects[Framework.NUMPY]
-    installed(project)
-    monkeypatch.syspath_prepend(str(project))
-    with pytest.raises(ConfigError, match="the name some_chip_numpy is taken by fd-some-chip-numpy"):
-        write_project("some_chip_numpy", Framework.NUMPY, tmp_path)
+    monkeypatch.syspath_prepend(str(projects[PluginKind.STORE, None]))
+    with pytest.raises(ConfigError, match="the name some_store is taken by fd-some-store"):
+        write_project("some_store", PluginKind.SCHEDULER, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "words"),
+    [
+        (PluginKind.SCHEDULER, "continuous", "continuous is a scheduler of fd_core itself"),
+        (PluginKind.POSTPROCESS, "torch", "torch is a postprocessor of fd_core itself"),
+        (PluginKind.STORE, "disk", "disk is a KV store of fd_core itself"),
+        (PluginKind.CONNECTOR, "tcp", "tcp is a connector of fd_core itself"),
+        (PluginKind.ROUTER_POLICY, "session", "session is a router policy of fd_core itself"),
+        (PluginKind.ROUTER_POLICY, "my-policy", "cannot be the name of a router policy"),
+    ],
+)
+def test_each_kind_has_names_of_its_own(tmp_path, kind, name, words):
+    with pytest.raises(ConfigError, match=words):
+        write_project(name, kind, folder=tmp_path / "project")
+
+
+def test_only_a_backend_begins_with_a_framework(tmp_path):
+    with pytest.raises(ConfigError, match="a scheduler begins with no framework") as caught:
+        write_project("mine", PluginKind.SCHEDULER, Framework.TORCH, tmp_path / "project")
+    assert (caught.value.field, caught.value.exit_code) == ("--framework", 2)
 
 
 @pytest.mark.parametrize("there", ["pyproject.toml", "fd_mychip/ops.py", ".gitignore"])
@@ -139,25 +211,40 @@ def test_nothing_is_overwritten(tmp_path, there):
     (tmp_path / there).write_text("mine")
     (tmp_path / "notes.txt").write_text("mine as well")
     with pytest.raises(ConfigError, match="is there already, and nothing is overwritten"):
-        write_project("mychip", Framework.TORCH, tmp_path)
+        write_project("mychip", PluginKind.BACKEND, Framework.TORCH, tmp_path)
     assert {path.name for path in tmp_path.rglob("*") if path.is_file()} == {there.rpartition("/")[2], "notes.txt"}
     assert (tmp_path / there).read_text() == "mine"
 
 
 def test_a_folder_with_other_files_may_take_the_project(tmp_path):
     (tmp_path / "LICENSE").write_text("mine")
-    write_project("mychip", Framework.TORCH, tmp_path)
+    write_project("mychip", PluginKind.BACKEND, Framework.TORCH, tmp_path)
     assert (tmp_path / "LICENSE").read_text() == "mine"
     assert (tmp_path / "fd_mychip" / "ops.py").is_file()
 
 
-def test_the_command_writes_into_the_working_folder_and_says_where(tmp_path):
-    said = run(tmp_path, "-m", "fd_core.cli", "plugins", "new", "my_chip", "--framework", "numpy")
-    assert "fd-my-chip" in said
-    assert (tmp_path / "fd-my-chip" / "fd_my_chip" / "backend.py").is_file()
+def test_the_command_makes_a_folder_of_that_name_and_says_what_is_next(tmp_path):
+    said = run(tmp_path, "-m", "fd_core.cli", "plugins", "new", "mine", "--kind", "router-policy")
+    assert said.splitlines() == [
+        "wrote mine; next:",
+        "  cd mine",
+        "  pip install -e '.[test]'",
+        "  fdcore plugins check mine",
+        "  pytest",
+    ]
+    assert (tmp_path / "mine" / "fd_mine" / "policy.py").is_file()
+
+
+def test_a_folder_of_that_name_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(ConfigError, match="mine is there already") as caught:
+        write_project("mine", PluginKind.STORE)
+    assert (caught.value.field, caught.value.exit_code) == ("NAME", 2)
+    assert not list((tmp_path / "mine").iterdir())
 
 
 def test_a_folder_that_cannot_be_written_is_explained(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot write .*file.*: File exists"):
-        write_project("mychip", Framework.NUMPY, tmp_path / "file")
+        write_project("mychip", PluginKind.BACKEND, folder=tmp_path / "file")

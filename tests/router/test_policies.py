@@ -6,17 +6,13 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fd_core.router.accounting import WorkerLoad
-from fd_core.router.builtin import fd_register_router_policies
 from fd_core.router.config import RouterConfig
 from fd_core.router.policies import Candidate, RouterPolicy, RoutingContext
 from fd_core.router.workers import RouterWorker
 from tests.router.helpers import policy_class
 
-NAMES = [entry.name for entry in fd_register_router_policies()]
 DRAWS = [draw / 997 for draw in range(997)]
 
 
@@ -45,25 +41,6 @@ def context(
 
 def number(chosen: Candidate) -> int:
     return chosen.worker.incarnation
-
-
-LOADS = st.lists(st.tuples(*[st.integers(0, 3)] * 4), min_size=1, max_size=5)
-ASKED = st.tuples(LOADS, st.floats(0, 1, exclude_max=True), st.sampled_from([None, "s", "t"]))
-
-
-@pytest.mark.parametrize("name", NAMES)
-@given(asked=st.lists(ASKED, min_size=1, max_size=4))
-def test_a_policy_chooses_a_candidate_and_equal_ones_choose_alike(
-    name: str, asked: list[tuple[list[tuple[int, ...]], float, str | None]]
-) -> None:
-    one, other = policy(name), policy(name)
-    for loads, random, session in asked:
-        seen = context(
-            *(candidate(index, *load) for index, load in enumerate(loads)), random=random, blocks=3, session=session
-        )
-        chosen = one.choose(seen)
-        assert chosen in seen.candidates
-        assert other.choose(seen) is chosen
 
 
 @pytest.mark.parametrize("name", ["random", "request_num", "process_tokens", "metrics_score", "cache_aware", "session"])

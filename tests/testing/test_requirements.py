@@ -57,7 +57,10 @@ def test_what_is_missing_is_said_with_the_extra(monkeypatch):
 
 
 def test_plugins_and_the_project_itself_test_with_the_extra():
-    written = [*ROOT.glob("plugins/*/pyproject.toml"), ROOT / "fd_core" / "cli" / "scaffold" / "pyproject.toml.tmpl"]
+    written = [
+        *ROOT.glob("plugins/*/pyproject.toml"),
+        ROOT / "fd_core" / "cli" / "scaffold" / "templates" / "pyproject.toml.tmpl",
+    ]
     assert len(written) > 5
     for path in [*written, ROOT / "pyproject.toml"]:
         assert re.search(r"^test = \[\s*\"fd-core\[conformance\]\"", path.read_text(), re.MULTILINE), path

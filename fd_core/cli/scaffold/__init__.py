@@ -1,10 +1,21 @@
-"""What `fdcore plugins new` writes: the project of a hardware backend, and the templates of its files."""
+"""What `fdcore plugins new` writes: the project of a plugin, and in `templates` its files."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["Framework"]
+__all__ = ["Framework", "PluginKind"]
+
+
+class PluginKind(StrEnum):
+    """What a new plugin offers."""
+
+    BACKEND = "backend"
+    SCHEDULER = "scheduler"
+    POSTPROCESS = "postprocess"
+    STORE = "store"
+    CONNECTOR = "connector"
+    ROUTER_POLICY = "router-policy"
 
 
 class Framework(StrEnum):

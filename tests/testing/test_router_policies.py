@@ -1,0 +1,133 @@
+"""The kit of router policies passes every policy of the core, and each of these wrong ones is caught by the case that
+names its fault."""
+
+import random
+import time
+
+import pytest
+from hypothesis import Phase, settings
+
+from fd_core.plugins import ROUTER_POLICY, Plugins
+from fd_core.router.builtin import fd_register_router_policies
+from fd_core.router.policies import Candidate, RequestNum, RouterPolicy
+from fd_core.router.workers import RouterWorker
+from fd_core.testing.router_policies import RouterPolicySuite
+
+CORE = Plugins.discover([])
+
+
+class TestPoliciesOfTheCore(RouterPolicySuite):
+    @pytest.fixture(autouse=True, params=[entry.name for entry in fd_register_router_policies()])
+    def name(self, request):
+        self.policy = request.param
+
+    def policy_class(self):
+        return CORE.load(ROUTER_POLICY, self.policy)
+
+
+class OwnRandom(RouterPolicy):
+    def choose(self, context):
+        return random.choice(context.candidates)
+
+
+class OwnClock(RouterPolicy):
+    def choose(self, context):
+        return context.candidates[int(time.monotonic() / 3600) % len(context.candidates)]
+
+
+class SharedState(RouterPolicy):
+    calls = 0
+
+    def choose(self, context):
+        SharedState.calls += 1
+        return context.candidates[self.calls % len(context.candidates)]
+
+
+class MadeUp(RouterPolicy):
+    def choose(self, context):
+        return Candidate(RouterWorker("http://worker0", "mixed", 0), context.candidates[0].load)
+
+
+class Remembered(RequestNum):
+    def __init__(self, config):
+        super().__init__(config)
+        self._last = None
+
+    def choose(self, context):
+        self._last = self._last or super().choose(context)
+        return self._last
+
+
+class Beyond(RouterPolicy):
+    def choose(self, context):
+        return context.candidates[round(context.random * len(context.candidates))]
+
+
+class KeepsSessions(RequestNum):
+    def __init__(self, config):
+        super().__init__(config)
+        self._homes = {}
+
+    def choose(self, context):
+        chosen = super().choose(context)
+        self._homes[context.session] = chosen.worker.url
+        return chosen
+
+
+class KeepsWorkers(RequestNum):
+    def __init__(self, config):
+        super().__init__(config)
+        self._seen = set()
+
+    def choose(self, context):
+        self._seen.update(candidate.worker for candidate in context.candidates)
+        return super().choose(context)
+
+
+class RefusesLoad(RouterPolicy):
+    def choose(self, context):
+        return next(candidate for candidate in context.candidates if candidate.load.requests < 100)
+
+
+class ServesMixedOnly(RouterPolicy):
+    def choose(self, context):
+        return next(candidate for candidate in context.candidates if candidate.worker.role == "mixed")
+
+
+EQUAL = "test_it_chooses_a_candidate_and_equal_calls_give_equal_answers"
+ONLY = "test_the_only_candidate_is_chosen_whatever_it_carries"
+FORGETS = "test_it_forgets_workers_that_are_gone_and_requests_that_are_long_past"
+SERVES = "test_the_router_serves_with_it_and_counts_to_zero"
+
+
+@pytest.fixture
+def as_found():
+    """Shrinking takes long and is for people."""
+    settings.register_profile("as found", phases=[Phase.generate])
+    before = settings.get_current_profile_name()
+    settings.load_profile("as found")
+    yield
+    settings.load_profile(before)
+
+
+@pytest.mark.usefixtures("as_found")
+@pytest.mark.parametrize(
+    "wrong, case, arguments",
+    [
+        (OwnRandom, EQUAL, ()),
+        (OwnClock, EQUAL, ()),
+        (SharedState, EQUAL, ()),
+        (MadeUp, EQUAL, ()),
+        (Remembered, EQUAL, ()),
+        (Beyond, ONLY, (1 - 2**-53,)),
+        (RefusesLoad, ONLY, (0.0,)),
+        (KeepsSessions, FORGETS, ()),
+        (KeepsWorkers, FORGETS, ()),
+        (ServesMixedOnly, SERVES, (True,)),
+    ],
+)
+def test_a_wrong_policy_is_caught_by_the_case_that_names_its_fault(wrong, case, arguments):
+    suite = RouterPolicySuite()
+    suite.policy_class = lambda: wrong
+    with pytest.raises((AssertionError, IndexError, StopIteration)):
+        getattr(suite, case)(*arguments)
