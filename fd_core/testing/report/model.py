@@ -39,10 +39,11 @@ SECTIONS: Final = (
     "scale",
 )
 """Sections in order; each is a file or a folder of `fd_core.testing.suite`."""
-SCHEDULER_SECTIONS: Final = ("signals", "budget", "blocks", "golden", "storage")
+SCHEDULER_SECTIONS: Final = ("signals", "budget", "blocks", "golden", "storage", "pairs")
 """Sections of the kit for schedulers; each is a file of `fd_core.testing.schedulers.suite`."""
 OF_OTHERS_THAN_SCHEDULERS: Final[Mapping[str, str]] = {
     "1": "the postprocessor writes the matrix: fdcore conformance --postprocess",
+    "6": "connectors seal and pace what travels between workers: fd_core.testing.connectors",
 }
 """Rules that no scheduler can break, with what keeps them."""
 POSTPROCESS_SECTIONS: Final = ("matrix", "flight", "device")
@@ -104,7 +105,8 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         ran (`limit`), by number."""
         broken = {rule for result in self.results for rule in result.blamed}
         held = {rule for result in self.results if result.outcome == "pass" for rule in result.rules} - broken
-        left = {rule for rule in RULES if rule[0] not in "67"} - broken - held - self.others.keys()
+        elsewhere = "7" if "pairs" in self.sections else "67"  # connectors and the router have suites without a card
+        left = {rule for rule in RULES if rule[0] not in elsewhere} - broken - held - self.others.keys()
         found = {"fail": broken, "pass": held, "limit": left}[outcome]
         return [rule for rule in RULES if rule in found]
 

@@ -12,11 +12,35 @@ from typing import Final
 
 from fd_core import signals
 from fd_core.config import Limits
-from fd_core.kv.effects import Cancel, Completion, Effects, Found, Load, Loaded, Lookup, Save, Saved
+from fd_core.kv.effects import (
+    Cancel,
+    Completion,
+    Effects,
+    Fetch,
+    Fetched,
+    Found,
+    GiveUp,
+    Load,
+    Loaded,
+    Lookup,
+    Save,
+    Saved,
+    Send,
+    Sent,
+)
 from fd_core.scheduling.contract import SchedulerHoldings
 from fd_core.signals import Outcome
 from fd_core.testing.schedulers.breaches import broken, require
-from fd_core.types import Admission, BlockGrant, Delta, FinishReason, RequestSpec, StepOutput, StepPlan
+from fd_core.types import (
+    Admission,
+    BlockGrant,
+    Delta,
+    FinishReason,
+    PrefillOutcome,
+    RequestSpec,
+    StepOutput,
+    StepPlan,
+)
 
 __all__ = ["WHERES", "Auditor", "Followed", "Stay"]
 
@@ -68,10 +92,18 @@ class Followed:
     marks: list[int] = field(default_factory=list)
     """For each position, what its KV depends on as one number: salt and all tokens up to there."""
     stay: Stay | None = None
-    loading: Load | None = None
+    loading: Load | Fetch | None = None
     abort_wanted: bool = False
     end: FinishReason | None = None
     told_first: bool = False
+    fetches: int = 0
+    """How often another worker was asked to compute the prompt."""
+    prefill: PrefillOutcome | None = None
+    """What became of that."""
+    sent: int = 0
+    """Leading blocks of a prefill job that were offered to the worker that decodes, or that it has."""
+    is_over: bool = False
+    """Whether that worker was told the end of the job, one way or the other."""
 
     @property
     def name(self) -> str:
@@ -138,9 +170,14 @@ class Auditor:
         self._in_flight: dict[int, _InFlight] = {}
         self._content: list[list[int | None]] = [[None] * limits.block_size for _ in range(limits.num_kv_blocks)]
         """By block and offset: what the settled KV there depends on; None where it is not settled."""
-        self._not_loaded: set[int] = set()
-        """Blocks that hold what a load left behind where it found nothing, or something that was wrong."""
-        self._operations: dict[int, Lookup | Load | Save] = {}
+        self._left_behind: dict[int, str] = {}
+        """Blocks that hold no KV because a load or a transfer has not brought it, and the rule that whoever uses them
+        breaks."""
+        self._operations: dict[int, Lookup | Load | Save | Fetch | Send] = {}
+        self._jobs: dict[str, Followed] = {}
+        """Requests that compute prompts for other workers, by lease."""
+        self._to_cancel: set[int] = set()
+        """Fetches that nobody waits for any more and that the other worker was not told of."""
         self._named: dict[bytes, int] = {}
         """What KV each key stands for."""
 
@@ -168,14 +205,17 @@ class Auditor:
     def operating(self, *kinds: type) -> set[int]:
         """Return the blocks that operations of some kinds hold."""
         open_ones = [each for each in self._operations.values() if isinstance(each, kinds)]
-        return {block for each in open_ones if isinstance(each, Load | Save) for block in each.blocks.tolist()}
+        return {block for each in open_ones if not isinstance(each, Lookup) for block in each.blocks.tolist()}
 
     # Requests come and go -----------------------------------------------------------------------------------
 
     def added(self, spec: RequestSpec, effects: Effects) -> None:
         """The scheduler took a request in."""
         limit = min(len(spec.prompt) + spec.params.max_tokens, self.limits.max_model_len)
-        self.requests[spec.request_id] = Followed(spec, limit, [*spec.prompt, *spec.delivered])
+        request = self.requests[spec.request_id] = Followed(spec, limit, [*spec.prompt, *spec.delivered])
+        if (job := spec.prefill_job) is not None:
+            request.sent = job.held_blocks
+            self._jobs[job.lease] = request
         self._began(effects)
 
     def aborted(self, name: str, delta: Delta | None) -> None:
@@ -190,12 +230,17 @@ class Auditor:
             if request is not None:
                 request.abort_wanted = True
             return
+        if delta is None and request.loading is not None and request.loading.operation not in self._operations:
+            request.abort_wanted = True  # its KV has come, so it may count as running: the next plan revokes it
+            return
         what = f"{name} was aborted while it {'waited' if request.loading is None else 'loaded'}"
         require(delta is not None, "1.7", f"{what}, and was not told the end at once")
         assert delta is not None
         require(delta.request_id == name, "1.7", f"{what}, and {delta.request_id} was told something")
         require(delta.finish_reason is FinishReason.ABORT, "1.7", f"{what}, and was told {delta.finish_reason}")
         require(not delta.token_ids, "1.1", f"{what}, and was told tokens: {delta.token_ids}")
+        if isinstance(request.loading, Fetch):
+            self._to_cancel.add(request.loading.operation)
         request.abort_wanted, request.end, request.loading = True, FinishReason.ABORT, None
 
     # A plan -------------------------------------------------------------------------------------------------
@@ -211,6 +256,12 @@ class Auditor:
         if plan is not None:
             self._take_in(plan)
         self._began(effects)
+        late = [name for name, each in self.requests.items() if each.abort_wanted and each.where in ("waits", "loads")]
+        require(not late, "1.7", f"{late} were aborted, and the next plan did not take them back")
+        left = self._to_cancel & self._operations.keys()
+        require(not left, "6.1", f"who waited for the fetches {left} was aborted, and their leases are not ended")
+        for lease, job in self._jobs.items():
+            require(job.end is None or job.is_over, "6.1", f"{job.name} ended, and lease {lease} is not given up")
 
     def _take_in(self, plan: StepPlan) -> None:
         self._check_shape(plan)
@@ -297,16 +348,17 @@ class Auditor:
             require(block not in stay.table, twice, f"{stay} was granted block {block} twice")
             stay.table.append(block)
             if grant.offset == 0 and index < shared:
-                require(block not in self.operating(Load), "3.2", f"{stay} shares block {block} while a load writes it")
+                coming = self.operating(Load, Fetch) - set(own)
+                require(block not in coming, "3.2", f"{stay} shares block {block}, whose KV is on its way")
                 continue
             require(block not in tables, "3.1", f"{stay} was granted block {block}, which another request owns")
             if block in own:
                 continue
             require(block not in touched, "3.2", f"{stay} was granted block {block}, which a step in flight touches")
-            held = self.operating(Load, Save)
+            held = self.operating(Load, Save, Fetch, Send)
             require(block not in held, "3.2", f"{stay} was granted block {block}, which an operation holds")
             self._content[block] = [None] * self.limits.block_size
-            self._not_loaded.discard(block)
+            self._left_behind.pop(block, None)
 
     def _check_content(self, stay: Stay) -> None:
         """What is said to be computed already is there."""
@@ -316,7 +368,7 @@ class Auditor:
             block = stay.table[position // size]
             if self._content[block][position % size] != stay.request.mark(position):
                 broken(
-                    "5.4" if block in self._not_loaded else "5.3" if stay.request.spec.cache_salt else "3.5",
+                    self._left_behind.get(block, "5.3" if stay.request.spec.cache_salt else "3.5"),
                     f"{stay} begins with position {position} of block {block}, which holds no settled KV of its text "
                     f"under its salt",
                 )
@@ -352,7 +404,7 @@ class Auditor:
         written = set(blocks[real // size :])
         others = {block for other in self.live if other is not stay for block in other.table}
         require(not written & others, "3.1", f"{where} writes blocks {written & others}, which others own too")
-        held = self.operating(Load, Save)
+        held = self.operating(Load, Save, Fetch, Send)
         require(not written & held, "3.2", f"{where} writes blocks {written & held}, which an operation holds")
         step.touched.update(blocks)
         step.rows.append(_Row(stay, real, own, drafts, samples))
@@ -401,10 +453,16 @@ class Auditor:
                 case Load():
                     self._load(effect)
                     self._operations[effect.operation] = effect
-                case Cancel():
-                    pass
-                case _:
-                    broken("8", f"nothing was asked of other workers, but here is {effect}")
+                case Fetch():
+                    self._fetch(effect)
+                    self._operations[effect.operation] = effect
+                case Send():
+                    self._send(effect)
+                    self._operations[effect.operation] = effect
+                case GiveUp(lease):
+                    self._job(lease, "is given up").is_over = True
+                case Cancel(operation):
+                    self._to_cancel.discard(operation)
 
     def _save(self, save: Save) -> None:
         for key, block in zip(save.keys, save.blocks.tolist(), strict=True):
@@ -415,27 +473,73 @@ class Auditor:
             require(known == content, "5.3", f"operation {save.operation} saves two contents under one key")
 
     def _load(self, load: Load) -> None:
+        self._await_kv(load, "5.2", "5.4")
+
+    def _fetch(self, fetch: Fetch) -> None:
+        request, size, job = self._await_kv(fetch, "6.1", "6.2"), self.limits.block_size, fetch.job
+        spec, what = request.spec, f"operation {fetch.operation} for {request.name}"
+        require(spec.prefill_at and fetch.peer == spec.prefill_at, "6.1", f"{what} asks {fetch.peer!r} for KV")
+        request.fetches += 1
+        once = request.fetches == 1 and len(request.tokens) == len(spec.prompt)
+        require(once, "6.3", f"{what} fetches a prompt that was fetched before, or whose text has begun")
+        tokens = job.token_ids.tolist()
+        require(tokens and tokens == request.tokens[: len(tokens)], "6.3", f"{what} asks for the KV of other tokens")
+        same = (job.cache_salt, job.priority, job.tenant) == (spec.cache_salt, spec.priority, spec.tenant)
+        require(same, "6.3", f"{what} asks under another salt, priority or tenant")
+        count = -(-len(tokens) // size) - job.held_blocks
+        require(count == len(fetch.blocks), "6.1", f"{what} leases {len(fetch.blocks)} blocks for the KV of {count}")
+
+    def _await_kv(self, load: Load | Fetch, early: str, rule: str) -> Followed:
+        """KV is on its way into the blocks of a slot; whoever uses what does not come breaks `rule`."""
         blocks = load.blocks.tolist()
         request = self.requests.get(load.request_id)
         if request is None or not request.waits:
-            broken("5.2", f"operation {load.operation} loads for {load.request_id!r}, which does not wait")
+            broken(early, f"operation {load.operation} is for {load.request_id!r}, which does not wait")
         require(load.slot not in self.stays, "1.4", f"{request.name} loads into slot {load.slot}, which is in use")
         others = {block for other in self.requests.values() for block in _loaded(other.loading)}
         for name, taken in (
             ("that a step in flight touches", self.touched()),
             ("of running requests", self.tables),
-            ("that another operation holds", self.operating(Load, Save) | others),
+            ("that another operation holds", self.operating(Load, Save, Fetch, Send) | others),
         ):
             require(not taken & set(blocks), "3.2", f"operation {load.operation} writes blocks {name}")
         for block in blocks:
             self._content[block] = [None] * self.limits.block_size
-        self._not_loaded.update(blocks)
+        self._left_behind.update(dict.fromkeys(blocks, rule))
         request.loading = load
+        return request
+
+    def _job(self, lease: str, what: str) -> Followed:
+        request = self._jobs.get(lease)
+        if request is None or request.is_over:
+            broken("6.1", f"lease {lease!r} {what}, but it {'is not known' if request is None else 'is over'}")
+        return request
+
+    def _send(self, send: Send) -> None:
+        """Each block behind those that the other worker has is offered once, in order, and holds its part."""
+        request, size = self._job(send.lease, "is sent blocks"), self.limits.block_size
+        job, what = request.spec.prefill_job, f"operation {send.operation} for lease {send.lease!r}"
+        assert job is not None
+        wanted = job.num_tokens
+        require(send.first == request.sent, "6.2", f"{what} sends from block {send.first} on, {request.sent} were sent")
+        require(len(send.blocks) or send.tokens is not None, "6.2", f"{what} sends nothing")
+        for place, block in enumerate(send.blocks.tolist(), send.first):
+            right = [request.mark(position) for position in range(place * size, min((place + 1) * size, wanted))]
+            require(
+                self._content[block][: len(right)] == right, "6.2", f"{what} sends block {place} before it is settled"
+            )
+        request.sent += len(send.blocks)
+        if send.tokens is not None:
+            whole = send.tokens == wanted and request.sent == -(-wanted // size)
+            require(
+                whole, "6.2", f"{what} is the last, with {request.sent} blocks and {send.tokens} of {wanted} tokens"
+            )
+            request.is_over = True
 
     def completed(self, completion: Completion) -> None:
         """An operation is about to be reported as over."""
         match completion:
-            case Found(operation) | Saved(operation):
+            case Found(operation) | Saved(operation) | Sent(operation):
                 del self._operations[operation]
             case Loaded(operation, count):
                 load = self._operations.pop(operation)
@@ -443,12 +547,27 @@ class Auditor:
                 size, request = self.limits.block_size, self.requests[load.request_id]
                 first = {key: index for index, key in enumerate(load.keys)}
                 for key, block in zip(load.keys[:count], load.blocks.tolist(), strict=False):
-                    self._not_loaded.discard(block)
+                    self._left_behind.pop(block, None)
                     # The key stands for one KV; the positions before the last one are of the same text.
                     at = self._position_of(request, self._named.get(key), first[key])
                     self._content[block] = [None] * size if at is None else [request.mark(at + i) for i in range(size)]
+            case Fetched(operation, outcome):
+                self._fetched(operation, outcome)
             case _:
                 pass
+
+    def _fetched(self, operation: int, outcome: PrefillOutcome) -> None:
+        fetch = self._operations.pop(operation)
+        assert isinstance(fetch, Fetch)
+        request, size = self.requests[fetch.request_id], self.limits.block_size
+        request.prefill = outcome
+        for place, block in enumerate(fetch.blocks.tolist(), fetch.job.held_blocks):
+            if outcome != "transferred":
+                self._left_behind[block] = "6.3"
+                continue
+            del self._left_behind[block]
+            known = [request.mark(at) for at in range(place * size, min((place + 1) * size, fetch.job.num_tokens))]
+            self._content[block] = [*known, *[None] * (size - len(known))]
 
     def _position_of(self, request: Followed, content: int | None, index: int) -> int | None:
         """Return where the block begins in a request's text whose last position is `content`, None if nowhere."""
@@ -466,9 +585,10 @@ class Auditor:
         for row in self._in_flight[plan.step].rows:
             row.stay.length += int(counts[row.stay.slot]) if row.samples else 0
 
-    def dropped(self, deltas: Sequence[Delta], what: str) -> None:
+    def dropped(self, deltas: Sequence[Delta], effects: Effects, what: str) -> None:
         """The scheduler was given an answer that it has to drop."""
         self.stale += 1
+        self._began(effects)
         require(not deltas, "1.5", f"{what} was applied: {list(deltas)}")
 
     def answered(self, plan: StepPlan, output: StepOutput, deltas: Sequence[Delta], effects: Effects) -> None:
@@ -570,6 +690,8 @@ class Auditor:
         if tokens and not request.told_first:
             request.told_first = True
             require(delta.cached_tokens is not None, "8", f"the first delta of {request.name} has no cached_tokens")
+            known = delta.prefill == request.prefill or (delta.prefill == "held" and not request.fetches)
+            require(known, "6.3", f"{request.name} was told {delta.prefill} of a prefill that was {request.prefill}")
 
     # What is held -------------------------------------------------------------------------------------------
 
@@ -595,7 +717,7 @@ class Auditor:
             require(held.idle, "3.6", f"at idle it holds {held}")
 
 
-def _loaded(load: Load | None) -> list[int]:
+def _loaded(load: Load | Fetch | None) -> list[int]:
     return [] if load is None else load.blocks.tolist()
 
 

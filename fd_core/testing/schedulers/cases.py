@@ -6,7 +6,14 @@ from typing import Final
 
 from fd_core.testing.cases import KitCase, cases_of
 from fd_core.testing.requirements import lacks
-from fd_core.testing.schedulers.suite import test_blocks, test_budget, test_golden, test_signals, test_storage
+from fd_core.testing.schedulers.suite import (
+    test_blocks,
+    test_budget,
+    test_golden,
+    test_pairs,
+    test_signals,
+    test_storage,
+)
 from fd_core.testing.schedulers.target import SchedulerTarget
 
 __all__ = ["QUICK_EXAMPLES", "SchedulerCase", "kit_cases"]
@@ -20,12 +27,12 @@ class SchedulerCase(KitCase):
 
     def check(self, target: SchedulerTarget, examples: int = QUICK_EXAMPLES) -> None:
         """Run it. Raises `LawBroken` with the rule, or skips the running test, with the reason."""
-        if self.section == "storage" and "storage" in target.lacks:
-            lacks(target.lacks["storage"])
+        if self.section in target.lacks:
+            lacks(target.lacks[self.section])
         self.run(target=target, examples=examples)
 
 
 def kit_cases() -> list[SchedulerCase]:
     """Return all cases, section by section."""
-    modules = (test_signals, test_budget, test_blocks, test_golden, test_storage)
+    modules = (test_signals, test_budget, test_blocks, test_golden, test_storage, test_pairs)
     return [SchedulerCase(case.section, case.function, case.parameters) for case in cases_of(modules)]

@@ -22,9 +22,10 @@ from fd_core.scheduling.victims import FewestTokens
 from fd_core.testing.drafting import KnowingDrafter
 from fd_core.testing.schedulers.audit import Auditor, Stay
 from fd_core.testing.schedulers.breaches import broken, require
+from fd_core.testing.schedulers.peers import ScriptedPeers
 from fd_core.testing.schedulers.scripts import make_runner, whole_text
 from fd_core.testing.schedulers.target import SchedulerTarget
-from fd_core.testing.schedulers.tiers import OperationEnd, ScriptedTiers
+from fd_core.testing.schedulers.tiers import OperationEnd
 from fd_core.testing.texts import Texts
 from fd_core.types import FinishReason, RequestSpec, StepOutput, StepPlan
 
@@ -61,7 +62,7 @@ class Driver:
         runner = make_runner(setup.limits, drafter)
         self.execute: Callable[[StepPlan], StepOutput] = runner.execute
         self.auditor = Auditor(setup.limits, setup.epoch)
-        self.tiers = ScriptedTiers(runner.cache)
+        self.tiers = ScriptedPeers(runner.cache)
         self.texts = Texts()
         self.in_flight: deque[_Answer] = deque()
         self.plans: list[StepPlan] = []
@@ -121,11 +122,23 @@ class Driver:
         """Give the oldest step in flight an answer that belongs to another epoch or step, which has to be dropped."""
         answer = self.in_flight[0]
         stale = replace(answer.output, **changes)
-        deltas, _ = self.scheduler.commit(answer.plan, stale)
-        self.auditor.dropped(deltas, f"an output of epoch {stale.epoch} and step {stale.step}, for {answer.plan.step}")
+        self._drop(
+            answer.plan, stale, f"an output of epoch {stale.epoch} and step {stale.step}, for {answer.plan.step}"
+        )
         counted = self.scheduler.stats().outputs.stale_outputs
         require(counted >= self.auditor.stale, "1.5", f"{counted} of {self.auditor.stale} stale outputs were counted")
         self.audit()
+
+    def answer_twice(self) -> None:
+        """Answer the oldest step in flight, and then again, which has to be dropped."""
+        answer = self.in_flight[0]
+        self.answer()
+        self._drop(answer.plan, answer.output, f"the answer to step {answer.plan.step}, when it came a second time,")
+
+    def _drop(self, plan: StepPlan, output: StepOutput, what: str) -> None:
+        deltas, effects = self.scheduler.commit(plan, output)
+        self.auditor.dropped(deltas, effects, what)
+        self.tiers.perform(effects.operations)
 
     def complete(self, index: int, how: OperationEnd) -> None:
         """End an operation outside steps."""
@@ -137,12 +150,16 @@ class Driver:
         self.scheduler.complete(completion)
         self.audit()
 
-    def step(self, depth: int = 1) -> None:
-        """Fill the pipeline, answer the oldest step, and end one operation well."""
+    def step_alone(self, depth: int = 1) -> None:
+        """Fill the pipeline and answer the oldest step; operations outside steps stay as they are."""
         while len(self.in_flight) < depth and self.plan() is not None:
             pass
         if self.in_flight:
             self.answer()
+
+    def step(self, depth: int = 1) -> None:
+        """Fill the pipeline, answer the oldest step, and end one operation well."""
+        self.step_alone(depth)
         if self.tiers.pending:
             self.complete(0, OperationEnd.WELL)
 
@@ -208,6 +225,7 @@ def drive(
     wrong: float = 0.0,
     caching: bool = True,
     keep: KeepKV | None = None,
+    paired: bool = False,
     depth: int = 1,
     known: Sequence[RequestSpec] = (),
     **limits: int,
@@ -215,7 +233,8 @@ def drive(
     """Return a scheduler of a small engine with requests in its queue.
 
     With `k` > 0 up to k drafts are guessed from the right texts of `specs` and `known`, wrong in that share of the
-    tokens. `depth` is how many steps may be in flight; `limits` are fields of `Limits`.
+    tokens. `paired` says that there are other workers. `depth` is how many steps may be in flight;
+    `limits` are fields of `Limits`.
     """
     chosen = Limits(**{**SMALL, "max_drafts": k, "pipeline_depth": depth, **limits})
     setup = SchedulerSetup(
@@ -225,6 +244,7 @@ def drive(
         hasher=PrefixHasher(block_size=chosen.block_size, identity="kit") if caching else None,
         drafts=DraftControl(chosen.max_num_seqs, k, _CHEAP_TOKENS) if k else None,
         keep_kv=keep,
+        paired=paired,
         epoch=_EPOCH,
     )
     drafter = None

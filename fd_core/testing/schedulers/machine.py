@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from fd_core.scheduling.kv_offloading import KeepKV
 from fd_core.testing.schedulers.audit import WHERES
 from fd_core.testing.schedulers.driver import SMALL, Driver, drive
-from fd_core.testing.schedulers.scripts import many_specs
+from fd_core.testing.schedulers.peers import elsewhere, job_for
+from fd_core.testing.schedulers.scripts import PROMPTS, many_specs
 from fd_core.testing.schedulers.target import SchedulerTarget
 from fd_core.testing.schedulers.tiers import OperationEnd
+from fd_core.types import RequestSpec
 
 __all__ = ["run_hostile_orders"]
 
@@ -23,6 +25,8 @@ class HostileOrders(RuleBasedStateMachine):
     """Rules are biased to pressure: requests come in bunches, and are aborted in the middle of their work."""
 
     target: SchedulerTarget
+    paired = False
+    """Whether other workers compute most prompts, and have some computed here."""
 
     @initialize(
         depth=st.integers(1, 3),
@@ -47,12 +51,13 @@ class HostileOrders(RuleBasedStateMachine):
     ) -> None:
         """Begin with an empty queue."""
         self.depth = depth
-        self.unused = list(many_specs())
+        self.unused = _paired_specs() if self.paired else list(many_specs())
         self.driver: Driver = drive(
             self.target,
             k=k,
             wrong=wrong,
-            caching=caching,
+            caching=caching or self.paired,
+            paired=self.paired,
             keep=keep if caching else None,
             depth=depth,
             known=self.unused if k else (),
@@ -124,12 +129,20 @@ class HostileOrders(RuleBasedStateMachine):
         self.driver.check_texts()
 
 
-def run_hostile_orders(target: SchedulerTarget, examples: int) -> None:
+def _paired_specs() -> list[RequestSpec]:
+    found = [elsewhere(spec)[0] if index % 5 else spec for index, spec in enumerate(many_specs())]
+    jobs = [job_for(f"job{index}", PROMPTS[index // 2][: 5 + 3 * index], index % 3) for index in range(4)]
+    return [*found[::2], *jobs, *found[1::2]]
+
+
+def run_hostile_orders(target: SchedulerTarget, examples: int, *, paired: bool = False) -> None:
     """Drive a scheduler through `examples` random sequences of calls."""
     run_state_machine_as_test(
-        type("HostileOrdersOf", (HostileOrders,), {"target": target}),
+        type("HostileOrdersOf", (HostileOrders,), {"target": target, "paired": paired}),
         settings=settings(
             max_examples=examples,
+            # The rule is named in any case, and a search for fewer calls takes minutes.
+            phases=[Phase.explicit, Phase.generate],
             stateful_step_count=30,
             derandomize=True,
             database=None,

@@ -10,6 +10,7 @@ from functools import cache
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from fd_core.backends.null import NullBackend, NullModel
 from fd_core.config import EngineConfig, Limits
@@ -19,7 +20,7 @@ from fd_core.runner.runner import Runner
 from fd_core.testing.texts import greedy
 from fd_core.types import Admission, BlockGrant, IntArray, RequestSpec, SamplingParams, StepPlan
 
-__all__ = ["PROMPTS", "make_runner", "many_specs", "text_with_zero", "whole_text"]
+__all__ = ["PROMPTS", "kv_of", "make_runner", "many_specs", "text_with_zero", "whole_text"]
 
 PROMPTS: list[list[int]] = np.random.default_rng(1).integers(0, 256, (1000, 16)).tolist()
 _ALONE = Limits(
@@ -36,6 +37,7 @@ def make_runner(limits: Limits, drafter: Drafter | None = None) -> Runner:
 def whole_text(spec: RequestSpec) -> list[int]:
     """Return everything that a request generates, what earlier epochs delivered included."""
     plain = msgspec.structs.replace(spec, request_id="alone", delivered=(), cache_salt="", priority=0, tenant="")
+    plain = msgspec.structs.replace(plain, prefill_at="", prefill_job=None)
     return list(_text(msgspec.json.encode(plain)))
 
 
@@ -45,16 +47,25 @@ def _text(encoded: bytes) -> tuple[int, ...]:
     params = spec.params
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else spec.eos_token_ids)}
     text: list[int] = []
-    steps = _steps(spec)
+    steps = _steps(make_runner(_ALONE), _ALONE, spec)
     while len(text) < params.max_tokens and not (text and text[-1] in ends):
         text.append(next(steps))
     return tuple(text)
 
 
-def _steps(spec: RequestSpec) -> Iterator[int]:
+def kv_of(tokens: IntArray, block_size: int) -> npt.NDArray[np.float32]:
+    """Return the KV of a prompt in blocks, as `KVCache.export_blocks` does."""
+    count = -(-len(tokens) // block_size)
+    limits = msgspec.structs.replace(_ALONE, block_size=block_size, num_kv_blocks=count)
+    runner = make_runner(limits)
+    next(_steps(runner, limits, greedy("alone", tokens.tolist(), 1)))
+    return runner.cache.export_blocks(np.arange(count, dtype=np.int32))
+
+
+def _steps(runner: Runner, limits: Limits, spec: RequestSpec) -> Iterator[int]:
     """Yield the tokens of a request that has a runner to itself."""
-    runner, prompt = make_runner(_ALONE), np.array(spec.prompt, np.int32)
-    blocks: IntArray = np.arange(_ALONE.num_kv_blocks, dtype=np.int32)
+    prompt = np.array(spec.prompt, np.int32)
+    blocks: IntArray = np.arange(limits.num_kv_blocks, dtype=np.int32)
     admission = Admission(0, 1, prompt, len(prompt), spec.params, spec.eos_token_ids, 0)
     one, computed = np.ones(1, np.int32), 0
     while True:

@@ -7,17 +7,29 @@ that somebody else uses too early, or uses although it was not loaded, changes a
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.kv.effects import Cancel, Completion, Effect, Found, Load, Loaded, Lookup, Save, Saved
+from fd_core.kv.effects import (
+    Cancel,
+    Completion,
+    Effect,
+    Fetch,
+    Found,
+    Load,
+    Loaded,
+    Lookup,
+    Save,
+    Saved,
+    Send,
+)
 from fd_core.ops.contract import KVCache
 
 __all__ = ["Operation", "OperationEnd", "ScriptedTiers"]
 
-Operation = Lookup | Load | Save
+Operation = Lookup | Load | Save | Fetch | Send
 
 
 class OperationEnd(enum.Enum):
@@ -51,7 +63,10 @@ class ScriptedTiers:
 
     def complete(self, index: int, how: OperationEnd) -> Completion:
         """End the operation at `index`; the order of operations is the test's choice."""
-        operation = self.pending.pop(index)
+        return self.end(self.pending.pop(index), how)
+
+    def end(self, operation: Operation, how: OperationEnd) -> Completion:
+        """End an operation that began before."""
         match operation:
             case Lookup():
                 return self._find(operation, how)
@@ -59,6 +74,23 @@ class ScriptedTiers:
                 return self._load(operation, how)
             case Save():
                 return self._save(operation, how)
+        raise TypeError(f"nobody plays who performs {operation}")
+
+    @property
+    def block_size(self) -> int:
+        """Positions of a block."""
+        return self._cache.shape.block_size
+
+    def write(self, blocks: Sequence[int], data: npt.NDArray[np.float32]) -> None:
+        """Put KV into device blocks."""
+        self._cache.import_blocks(np.array(blocks, np.int32), data)
+
+    def spoil(self, blocks: Iterable[int]) -> None:
+        """Leave garbage in device blocks."""
+        for block in blocks:
+            garbage = self._cache.export_blocks(np.array([block], np.int32)).copy()
+            garbage.reshape(-1)[:] = 1.5
+            self.write([block], garbage)
 
     def _find(self, lookup: Lookup, how: OperationEnd) -> Found:
         held = 0
@@ -71,12 +103,9 @@ class ScriptedTiers:
         assert len(set(load.blocks.tolist())) == len(load.keys)
         upto, count = how.share(len(load.keys)), 0
         while count < upto and load.keys[count] in self.values:
-            self._cache.import_blocks(load.blocks[count : count + 1], self.values[load.keys[count]])
+            self.write(load.blocks[count : count + 1].tolist(), self.values[load.keys[count]])
             count += 1
-        for block in load.blocks[count:]:
-            garbage = self._cache.export_blocks(np.array([block], np.int32)).copy()
-            garbage.reshape(-1)[:] = 1.5
-            self._cache.import_blocks(np.array([block], np.int32), garbage)
+        self.spoil(load.blocks[count:].tolist())
         return Loaded(load.operation, count, from_host=count // 2)
 
     def _save(self, save: Save, how: OperationEnd) -> Saved:

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from fd_core.errors import ConfigError
-from fd_core.kv.effects import NO_EFFECTS, Loaded
+from fd_core.kv.effects import NO_EFFECTS, Cancel, Fetch, Fetched, GiveUp, Loaded, Send
 from fd_core.scheduling.requests import State
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.types import FinishReason
@@ -493,6 +493,102 @@ class UsesWhatALoadLeftBehind(Changed):
 class LoadsWhateverIsStored(Changed):
     def change(self):
         self._offloading.load_or_recompute.prefill_measured = lambda pace: None
+
+
+# Pairs --------------------------------------------------------------------------------------------------------
+
+
+@breaks("6.2", "pairs:test_a_text_begins_behind_the_kv_that_was_transferred[0-38]")
+class BeginsBeforeTheKVHasCome(Changed):
+    def plan(self):
+        plan, effects = super().plan()
+        for each in effects.operations:
+            if isinstance(each, Fetch):
+                self.complete(Fetched(each.operation, "transferred"))
+        return plan, effects
+
+
+@breaks("6.3", "pairs:test_a_prompt_whose_transfer_failed_is_computed_here[BADLY]")
+class UsesWhatATransferLeftBehind(Changed):
+    def complete(self, completion):
+        if isinstance(completion, Fetched):
+            completion = replace(completion, outcome="transferred")
+        super().complete(completion)
+
+
+@breaks("6.3", "pairs:test_a_text_that_has_begun_goes_on_where_it_is[True]")
+class FetchesThePromptOfAnotherEpochAgain(Changed):
+    def change(self):
+        transferring = self._transferring
+
+        class Asking:
+            __slots__ = ()
+            wants = staticmethod(lambda request: bool(request.spec.prefill_at) and request.prefill is None)
+
+            def __getattr__(self, name):
+                return getattr(transferring, name)
+
+        self._admissions._transferring = Asking()
+
+
+@breaks("6.1", "pairs:test_an_abort_ends_the_lease_and_its_blocks_stay_until_it_is_over[WELL]")
+class LetsALeaseOfWhoWasAbortedGoOn(Changed):
+    def change(self):
+        def want(operations, right, effect):
+            if not isinstance(effect, Cancel):
+                right(effect)
+
+        instead(self._operations, "want", want)
+
+
+@breaks("6.1", "pairs:test_a_lease_leaves_room_for_what_runs")
+class LeasesWhateverIsFree(Changed):
+    def change(self):
+        instead(self._probe.control, "growth", lambda *_: 0)
+
+
+@breaks("6.2", "pairs:test_every_block_of_a_job_is_sent_once_when_it_is_settled[0-37-7]")
+class SendsABlockThatIsNotFull(Changed):
+    def change(self):
+        def send(residencies, right, slot, request):
+            if request.spec.prefill_job is not None:
+                upto = -(-int(self._slots.num_settled[slot]) // self.limits.block_size)
+                self._transferring.settled(request, self._slots.blocks(slot, upto=upto))
+
+        instead(self._residencies, "_send_settled", send)
+
+
+@breaks("6.2", "pairs:test_a_job_that_was_preempted_is_sent_on_behind_what_left[2-3]")
+class SendsAJobFromItsBeginningAgain(Changed):
+    def change(self):
+        def preempt(residencies, right, slot, draft):
+            job = residencies.slots.request_in(slot).spec.prefill_job
+            if job is not None:
+                residencies.slots.request_in(slot).sent = job.held_blocks
+            right(slot, draft)
+
+        instead(self._residencies, "preempt", preempt)
+
+
+@breaks("6.1", "pairs:test_a_job_that_is_aborted_is_given_up_once[runs]")
+class NeverGivesUp(Changed):
+    def change(self):
+        def want(operations, right, effect):
+            if not isinstance(effect, GiveUp):
+                right(effect)
+
+        instead(self._operations, "want", want)
+
+
+@breaks("3.2", "pairs:test_every_block_of_a_job_is_sent_once_when_it_is_settled[0-37-24]")
+class WritesWhatIsBeingSent(Changed):
+    """Blocks of a send are free as soon as the request has left."""
+
+    def change(self):
+        def begin(operations, right, effect, about, blocks=None):
+            return right(effect, about, None if isinstance(effect(0), Send) else blocks)
+
+        instead(self._operations, "begin", begin)
 
 
 @breaks("8", "budget:test_prompts_that_fit_enter_in_one_step")

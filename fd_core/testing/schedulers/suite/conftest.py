@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fd_core.errors import FdError
+from fd_core.testing.requirements import lacks
 from fd_core.testing.schedulers.cases import QUICK_EXAMPLES
 from fd_core.testing.schedulers.target import SchedulerTarget, find_scheduler
 
@@ -28,6 +29,14 @@ def target(request: pytest.FixtureRequest) -> SchedulerTarget:
         return find_scheduler(request.param)
     except FdError as error:
         raise pytest.exit.Exception(f"{request.param}: {error}", error.exit_code) from error
+
+
+@pytest.fixture(autouse=True)
+def what_is_lacked_is_left_out(request: pytest.FixtureRequest, target: SchedulerTarget) -> None:
+    """Leave out the file of a section that the scheduler says it has no part for."""
+    section = request.path.stem.removeprefix("test_")
+    if section in target.lacks:
+        lacks(target.lacks[section])
 
 
 @pytest.fixture(scope="session")

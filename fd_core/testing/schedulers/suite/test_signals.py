@@ -145,10 +145,7 @@ def test_an_answer_that_comes_twice_is_dropped(target: SchedulerTarget) -> None:
     for _ in range(4):
         while len(driver.in_flight) < 2 and driver.plan() is not None:
             pass
-        answer = driver.in_flight[0]
-        driver.answer()
-        deltas, _ = driver.scheduler.commit(answer.plan, answer.output)
-        driver.auditor.dropped(deltas, f"the answer to step {answer.plan.step}, when it came a second time,")
+        driver.answer_twice()
     driver.run(2)
     driver.check_texts()
 

@@ -18,13 +18,6 @@ from fd_core.types import FinishReason
 ENDS = list(OperationEnd)
 
 
-@pytest.fixture(autouse=True)
-def storage_is_used(target: SchedulerTarget) -> None:
-    """Leave the file out for a scheduler that stores nothing."""
-    if "storage" in target.lacks:
-        lacks(target.lacks["storage"])
-
-
 def run_ending(driver: Driver, how: OperationEnd, depth: int) -> None:
     """Run to the end; every operation ends so, some steps after it began."""
     for _ in range(2000):

@@ -1,0 +1,215 @@
+"""Pairs: prompts that another worker computes, or that are computed for another, protocol 6."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from fd_core.kv.effects import Fetch, Send
+from fd_core.testing.requirements import lacks
+from fd_core.testing.schedulers.breaches import broken, require
+from fd_core.testing.schedulers.driver import Driver, drive, prompt_of
+from fd_core.testing.schedulers.machine import run_hostile_orders
+from fd_core.testing.schedulers.peers import elsewhere, job_for
+from fd_core.testing.schedulers.scripts import whole_text
+from fd_core.testing.schedulers.suite.test_signals import long_ones
+from fd_core.testing.schedulers.target import SchedulerTarget
+from fd_core.testing.schedulers.tiers import OperationEnd
+from fd_core.testing.texts import greedy
+from fd_core.types import FinishReason, StepPlan
+
+FAILURES = [OperationEnd.IN_PART, OperationEnd.BADLY]
+
+
+def until_fetched(driver: Driver) -> Fetch:
+    """Step until a prompt is asked of another worker; its answer is outstanding."""
+    driver.run_until(lambda: fetches(driver))
+    found = fetches(driver)
+    if not found:
+        broken("6.1", "another worker is to compute a prompt, and no blocks are leased to it")
+    return found[0]
+
+
+def fetches(driver: Driver) -> list[Fetch]:
+    """Return the fetches that were not answered."""
+    return [each for each in driver.tiers.pending if isinstance(each, Fetch)]
+
+
+def end(driver: Driver, how: OperationEnd, of: type = Fetch) -> None:
+    """Answer the oldest operation of a kind."""
+    driver.complete(next(index for index, each in enumerate(driver.tiers.pending) if isinstance(each, of)), how)
+
+
+@pytest.mark.law("6.2", "4")
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("length", [6, 9, 38])
+def test_a_text_begins_behind_the_kv_that_was_transferred(target: SchedulerTarget, length: int, k: int) -> None:
+    """Others run meanwhile: who waits for its KV computes nothing."""
+    prompt, other = prompt_of(length, 1), greedy("other", prompt_of(3, 2), 12)
+    specs = [*elsewhere(greedy("far", prompt, 12)), other]
+    driver = drive(target, *specs, k=k, wrong=0.3, paired=True, num_kv_blocks=32)
+    until_fetched(driver)
+    driver.run_until(lambda: "other" in driver.texts.ends)
+    require("far" not in driver.texts.tokens, "6.2", "its KV has not come, and it was told tokens")
+    require("other" in driver.texts.ends, "6.2", "who needs nothing of another worker waits for one")
+    end(driver, OperationEnd.WELL)
+    driver.run()
+    driver.check_texts()
+    computed = [each.computed for plan in driver.plans for each in plan.admissions if each.request_id == "far"]
+    require(computed == [length - 1], "6.2", f"the KV of {length - 1} tokens came, and it began with {computed}")
+
+
+@pytest.mark.law("6.3", "4")
+@pytest.mark.parametrize("how", FAILURES, ids=lambda how: how.name.lower())
+def test_a_prompt_whose_transfer_failed_is_computed_here(target: SchedulerTarget, how: OperationEnd) -> None:
+    driver = drive(target, *elsewhere(greedy("far", prompt_of(38), 12)), depth=2, paired=True)
+    until_fetched(driver)
+    end(driver, how)
+    driver.run(2)
+    driver.check_texts()
+    require(driver.texts.ends == {"far": FinishReason.LENGTH}, "6.3", f"it ended with {driver.texts.ends}")
+
+
+@pytest.mark.law("6.3", "4")
+@pytest.mark.parametrize("delivered", [False, True])
+def test_a_text_that_has_begun_goes_on_where_it_is(target: SchedulerTarget, *, delivered: bool) -> None:
+    """Preempted, or delivered in part by an earlier epoch: the auditor sees a second fetch, and one behind a text."""
+    specs = long_ones(3)
+    if delivered:
+        specs = [msgspec.structs.replace(each, delivered=tuple(whole_text(each)[:9])) for each in specs]
+    driver = drive(target, *elsewhere(*specs), depth=2, paired=True)
+    driver.run(2)
+    driver.check_texts()
+    if not (delivered or driver.auditor.preemptions):
+        lacks("the scheduler preempts nobody here")
+
+
+@pytest.mark.law("6.1", "1.7", "3.2")
+@pytest.mark.parametrize("how", list(OperationEnd), ids=lambda how: how.name.lower())
+def test_an_abort_ends_the_lease_and_its_blocks_stay_until_it_is_over(
+    target: SchedulerTarget, how: OperationEnd
+) -> None:
+    driver = drive(target, *elsewhere(greedy("far", prompt_of(38), 12)), paired=True)
+    fetch = until_fetched(driver)
+    driver.abort("far")
+    driver.abort("far")
+    require(driver.texts.ends == {"far": FinishReason.ABORT}, "1.7", "it waited for another worker, and did not end")
+    driver.submit(*(greedy(f"more{index}", prompt_of(9, index), 8) for index in range(4)))
+    for _ in range(6):
+        driver.step_alone()
+    require(fetch.operation in driver.tiers.cancelled, "6.1", "it was aborted, and its lease goes on")
+    end(driver, how)
+    driver.run()
+    driver.check_texts()
+
+
+@pytest.mark.law("1.7", "6.1")
+@pytest.mark.parametrize("how", list(OperationEnd), ids=lambda how: how.name.lower())
+def test_an_abort_between_the_end_of_a_lease_and_the_next_plan_is_prompt(
+    target: SchedulerTarget, how: OperationEnd
+) -> None:
+    driver = drive(target, *elsewhere(greedy("far", prompt_of(38), 12)), greedy("near", prompt_of(3), 9), paired=True)
+    until_fetched(driver)
+    while driver.in_flight:
+        driver.answer()
+    end(driver, how)
+    driver.abort("far")
+    driver.step_alone()
+    require(driver.texts.ends == {"far": FinishReason.ABORT}, "1.7", "its KV came, it was aborted and did not end")
+    driver.run()
+    driver.check_texts()
+
+
+@pytest.mark.law("6.1")
+def test_a_lease_leaves_room_for_what_runs(target: SchedulerTarget) -> None:
+    """One text runs and needs nearly the whole pool; a prompt that fits at first is not fetched into its room."""
+    driver = drive(target, greedy("runs", prompt_of(12), 40), paired=True)
+    driver.run_until(lambda: driver.texts.tokens)
+    driver.submit(*elsewhere(greedy("far", prompt_of(38, 1), 24)))
+    for _ in range(120):
+        if "runs" in driver.texts.ends:
+            break
+        driver.step_alone()
+    room = not driver.auditor.preemptions and "runs" in driver.texts.ends
+    require(room, "6.1", "blocks were leased that a running request needed to go on")
+    driver.run()
+    driver.check_texts()
+
+
+# For other workers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.law("6.2", "3.2", "3.5")
+@pytest.mark.parametrize("held", [0, 2])
+@pytest.mark.parametrize(("length", "budget"), [(3, 24), (8, 24), (37, 24), (37, 4), (37, 7)])
+def test_every_block_of_a_job_is_sent_once_when_it_is_settled(
+    target: SchedulerTarget, length: int, budget: int, held: int
+) -> None:
+    """Nobody reads them for long: they are written by nobody, though others need blocks."""
+    held = min(held, length // 4)
+    job = job_for("job", prompt_of(length), held)
+    driver = drive(target, job, depth=2, paired=True, max_num_batched_tokens=budget)
+    sends: list[Send] = []
+    driver.submit(*(greedy(f"r{index}", prompt_of(9, index), 20) for index in range(3)))
+    for _ in range(40):
+        driver.step_alone(2)
+        sends += [each for each in driver.tiers.pending if isinstance(each, Send) and each not in sends]
+    driver.run(2)
+    driver.check_texts()
+    require(driver.auditor.requests["job"].is_over, "6.2", f"the prompt is computed, but was sent in part: {sends}")
+
+
+@pytest.mark.law("6.2", "4")
+@pytest.mark.parametrize(("others", "budget"), [(2, 3), (3, 4)])
+def test_a_job_that_was_preempted_is_sent_on_behind_what_left(
+    target: SchedulerTarget, others: int, budget: int
+) -> None:
+    """Texts that grow take the blocks of a prompt of which a part was sent."""
+    texts = [greedy(f"r{index}", prompt_of(3, index), 30) for index in range(others)]
+    driver = drive(target, *texts, paired=True, depth=2, max_num_seqs=others + 1, max_num_batched_tokens=budget)
+    driver.run_until(lambda: len(driver.texts.tokens.get("r0", ())) >= 4, 2)
+    driver.submit(job_for("job", prompt_of(20, 7)))
+    job = driver.auditor.requests["job"]
+    sent: list[int] = []
+
+    def watch(plan: StepPlan) -> None:
+        sent.extend(job.sent for each in plan.revocations if driver.auditor.stays[each.slot].request is job)
+
+    driver.run(2, watch=watch)
+    driver.check_texts()
+    require(job.is_over, "6.2", "the job ended, and its lease was not told")
+    if not any(sent):
+        lacks("the scheduler preempts no job here of which a part was sent")
+
+
+@pytest.mark.law("6.1", "1.7")
+@pytest.mark.parametrize("where", ["waits", "runs"])
+def test_a_job_that_is_aborted_is_given_up_once(target: SchedulerTarget, where: str) -> None:
+    before = long_ones(2, 12) if where == "waits" else []
+    driver = drive(target, *before, paired=True, max_num_seqs=2, max_num_batched_tokens=7)
+    driver.run_until(lambda: len(driver.auditor.live) == len(before))
+    driver.submit(job_for("job", prompt_of(37, 9)))
+    job = driver.auditor.requests["job"]
+    reached = driver.run_until(lambda: job.where == where and (where == "waits" or job.sent))
+    require(reached, "6.2", "a job is under way for long, and nothing of it is sent")
+    driver.abort("job")
+    driver.abort("job")
+    driver.run()
+    driver.check_texts()
+    require(job.is_over, "6.1", "the job was aborted, and its lease goes on")
+
+
+@pytest.mark.law("6.1", "1.3")
+def test_a_job_whose_step_failed_is_given_up(target: SchedulerTarget) -> None:
+    driver = drive(target, job_for("job", prompt_of(37)), paired=True, max_num_batched_tokens=7)
+    for _ in range(3):
+        driver.plan()
+        driver.answer(*([] if len(driver.plans) < 3 else [0]))
+    driver.run()
+    require(driver.texts.ends == {"job": FinishReason.ERROR}, "1.3", f"it failed, and ended with {driver.texts.ends}")
+    require(driver.auditor.requests["job"].is_over, "6.1", "the job failed, and its lease goes on")
+
+
+@pytest.mark.law("6.1", "6.2", "6.3", "3.2", "4")
+def test_hostile_orders_of_a_pair(target: SchedulerTarget, examples: int) -> None:
+    run_hostile_orders(target, examples // 2, paired=True)
