@@ -36,6 +36,7 @@ from fd_core.types import (
     BlockGrant,
     Delta,
     FinishReason,
+    LogprobRows,
     PrefillOutcome,
     RequestSpec,
     StepOutput,
@@ -96,6 +97,8 @@ class Followed:
     abort_wanted: bool = False
     end: FinishReason | None = None
     told_first: bool = False
+    cached: int | None = None
+    """Tokens that it began with when it was admitted first."""
     fetches: int = 0
     """How often another worker was asked to compute the prompt."""
     prefill: PrefillOutcome | None = None
@@ -325,6 +328,7 @@ class Auditor:
         require(admission.eos_token_ids == request.spec.eos_token_ids, "4", f"{name} was admitted with other EOS ids")
         computed = admission.computed
         require(0 <= computed < len(told), "3.5", f"{name} was admitted with {computed} of {len(told)} tokens computed")
+        request.cached = computed if request.cached is None else request.cached
         loaded, request.loading = request.loading, None
         stay = Stay(request, slot, admission.gen, [], len(told), computed, len(told))
         first = [grant for grant in plan.grants if grant.slot == slot and grant.offset == 0]
@@ -624,7 +628,22 @@ class Auditor:
             if request.end is None and request.abort_wanted:
                 expected[request.name] = request, (), FinishReason.ABORT, True
         self._check_deltas(plan, expected, deltas)
+        slots = {row.stay.request.name: row.stay.slot for row in step.rows}
+        for delta in deltas:
+            if delta.logprobs:
+                self._check_scores(delta, slots[delta.request_id], output.logprobs)
         self._began(effects)
+
+    def _check_scores(self, delta: Delta, slot: int, rows: LogprobRows | None) -> None:
+        """The log-probabilities are those of the tokens beside which they stand."""
+        wanted = self.requests[delta.request_id].spec.params.logprobs
+        if rows is None or delta.logprobs is None or wanted is None:
+            broken("1.1", f"{delta.request_id} was told log-probabilities that the runner has not computed")
+        at = {int(rows.columns[index]): index for index in (rows.slots == slot).nonzero()[0].tolist()}
+        for column, score in enumerate(delta.logprobs):
+            right = (float(rows.chosen[at[column]]), tuple(rows.top_ids[at[column], :wanted].tolist()))
+            told = (score.logprob, score.top_ids)
+            require(told == right, "1.1", f"token {column} of {delta.request_id} was told {told} instead of {right}")
 
     def _settle(self, row: _Row, count: int) -> None:
         """The KV of positions that a row computed is what it will be."""
@@ -683,13 +702,16 @@ class Auditor:
         require(said is reason, ended, f"step {plan.step} ends {request.name} with {reason}, and it was told {said}")
         if delta is None:
             return
+        require(reason is not FinishReason.ERROR or delta.error, "1.3", f"{request.name} failed, and is not told why")
         wanted = request.spec.params.logprobs
         if tokens and wanted is not None:
             count = None if delta.logprobs is None else len(delta.logprobs)
             require(count == len(tokens), "1.1", f"{request.name} was told {count} log-probabilities")
         if tokens and not request.told_first:
             request.told_first = True
-            require(delta.cached_tokens is not None, "8", f"the first delta of {request.name} has no cached_tokens")
+            cached = f"{request.name} began with {request.cached} tokens, and was told {delta.cached_tokens}"
+            counted = request.fetches and delta.cached_tokens is not None
+            require(counted or delta.cached_tokens == request.cached, "2.1", cached)
             known = delta.prefill == request.prefill or (delta.prefill == "held" and not request.fetches)
             require(known, "6.3", f"{request.name} was told {delta.prefill} of a prefill that was {request.prefill}")
 

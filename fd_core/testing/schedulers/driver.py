@@ -17,7 +17,7 @@ from fd_core.runner.inputs import BudgetExceeded
 from fd_core.scheduling.contract import SchedulerSetup
 from fd_core.scheduling.drafts import DraftControl
 from fd_core.scheduling.kv_offloading import KeepKV
-from fd_core.scheduling.policies import Fcfs
+from fd_core.scheduling.policies import Fcfs, SchedulingPolicy
 from fd_core.scheduling.victims import FewestTokens
 from fd_core.testing.drafting import KnowingDrafter
 from fd_core.testing.schedulers.audit import Auditor, Stay
@@ -226,6 +226,7 @@ def drive(
     caching: bool = True,
     keep: KeepKV | None = None,
     paired: bool = False,
+    policy: SchedulingPolicy | None = None,
     depth: int = 1,
     known: Sequence[RequestSpec] = (),
     **limits: int,
@@ -239,7 +240,7 @@ def drive(
     chosen = Limits(**{**SMALL, "max_drafts": k, "pipeline_depth": depth, **limits})
     setup = SchedulerSetup(
         limits=chosen,
-        policy=Fcfs(),
+        policy=policy or Fcfs(),
         victims=FewestTokens(),
         hasher=PrefixHasher(block_size=chosen.block_size, identity="kit") if caching else None,
         drafts=DraftControl(chosen.max_num_seqs, k, _CHEAP_TOKENS) if k else None,

@@ -11,6 +11,7 @@ import numpy as np
 
 from fd_core.errors import ConfigError
 from fd_core.kv.effects import NO_EFFECTS, Cancel, Fetch, Fetched, GiveUp, Loaded, Send
+from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.requests import State
 from fd_core.scheduling.scheduler import ContinuousBatchingScheduler
 from fd_core.types import FinishReason
@@ -589,6 +590,80 @@ class WritesWhatIsBeingSent(Changed):
             return right(effect, about, None if isinstance(effect(0), Send) else blocks)
 
         instead(self._operations, "begin", begin)
+
+
+# What clients are told ----------------------------------------------------------------------------------------
+
+
+class Tells(Changed):
+    """Changes the deltas of an answer."""
+
+    def commit(self, plan, output):
+        deltas, effects = super().commit(plan, output)
+        return [self.told(delta) for delta in deltas], effects
+
+
+@breaks("1.1", "golden:test_a_text_ends_where_it_has_to_whatever_was_drafted_behind_it[2-3]")
+class MixesUpLogprobs(Tells):
+    """Of several tokens of a step, the last one's come first."""
+
+    def told(self, delta):
+        return msgspec.structs.replace(delta, logprobs=delta.logprobs and delta.logprobs[::-1])
+
+
+@breaks("1.1", "golden:test_a_text_ends_where_it_has_to_whatever_was_drafted_behind_it[None-0]")
+class CallsAStopAtTheLimitALength(Tells):
+    def commit(self, plan, output):
+        self.full = {name for name, each in self._requests.items() if each.num_tokens + 1 == each.limit}
+        return super().commit(plan, output)
+
+    def told(self, delta):
+        if delta.finish_reason is FinishReason.STOP and delta.request_id in self.full:
+            return msgspec.structs.replace(delta, finish_reason=FinishReason.LENGTH)
+        return delta
+
+
+@breaks("2.1", "budget:test_a_known_prefix_is_not_charged")
+class SaysThatNothingWasCached(Tells):
+    def told(self, delta):
+        return msgspec.structs.replace(delta, cached_tokens=None if delta.cached_tokens is None else 0)
+
+
+@breaks("1.3", "signals:test_an_error_in_one_row_swallows_no_other")
+class FailsWithoutAWord(Tells):
+    def told(self, delta):
+        return msgspec.structs.replace(delta, error=None)
+
+
+@breaks("8", "budget:test_who_enters_next_is_what_the_policy_says")
+class KnowsNoPolicyButItsOwn(Changed):
+    def __init__(self, setup):
+        super().__init__(replace(setup, policy=Fcfs()))
+
+
+@breaks("2.2", "budget:test_everybody_gets_a_first_token_while_others_keep_coming")
+class ServesTheNewestFirst(Changed):
+    def change(self):
+        def push(waiting, right, request):
+            request.rank = (-request.arrival,)
+            right(request)
+
+        instead(self._waiting, "push", push)
+
+
+@breaks("3.5", "storage:test_only_settled_blocks_are_saved[1.0]")
+class SavesWhatIsNotSettled(Changed):
+    """Saves every block that it has a name for, computed or not."""
+
+    def change(self):
+        def save(residencies, right, slot, request):
+            residencies._prefixes.extend(request)
+            count = min(len(request.chain), int(self._slots.num_blocks[slot]))
+            if not count:
+                return None
+            return self._offloading.save(request, request.chain[:count], self._slots.blocks(slot, upto=count))
+
+        instead(self._residencies, "_save", save)
 
 
 @breaks("8", "budget:test_prompts_that_fit_enter_in_one_step")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from fd_core.scheduling.kv_offloading import KeepKV
+from fd_core.scheduling.policies import Priority
 from fd_core.testing.requirements import lacks
 from fd_core.testing.schedulers.breaches import require
 from fd_core.testing.schedulers.driver import Driver, drive, prompt_of
@@ -232,6 +233,17 @@ def test_everybody_gets_a_first_token_while_others_keep_coming(target: Scheduler
     )
     driver.run()
     driver.check_texts()
+
+
+@pytest.mark.law("8")
+def test_who_enters_next_is_what_the_policy_says(target: SchedulerTarget) -> None:
+    specs = [greedy(f"r{index}", prompt_of(3, index), 3, priority=(7 * index) % 5) for index in range(5)]
+    driver = drive(target, *specs, policy=Priority(), max_num_seqs=1)
+    driver.run()
+    driver.check_texts()
+    order = list(driver.first_plan)
+    right = [spec.request_id for spec in sorted(specs, key=lambda spec: spec.priority)]
+    require(order == right, "8", f"the policy orders {right}, and they enter as {order}")
 
 
 @pytest.mark.law("2.2")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from fd_core.testing.schedulers.driver import drive
+from fd_core.testing.schedulers.breaches import require
+from fd_core.testing.schedulers.driver import drive, prompt_of
 from fd_core.testing.schedulers.machine import run_hostile_orders
-from fd_core.testing.schedulers.scripts import many_specs
+from fd_core.testing.schedulers.scripts import many_specs, whole_text
 from fd_core.testing.schedulers.target import SchedulerTarget
+from fd_core.testing.texts import greedy
+from fd_core.types import FinishReason
 
 
 @pytest.mark.law("4", "1.1")
@@ -19,6 +22,31 @@ def test_batches_chunks_preemption_and_drafts_change_no_text(
     driver = drive(target, *many_specs(), k=k, wrong=0.3, depth=depth, max_num_batched_tokens=budget)
     driver.run(depth)
     driver.check_texts()
+
+
+@pytest.mark.law("1.1", "4")
+@pytest.mark.parametrize("logprobs", [None, 0, 2])
+@pytest.mark.parametrize("k", [0, 3, 5])
+def test_a_text_ends_where_it_has_to_whatever_was_drafted_behind_it(
+    target: SchedulerTarget, k: int, logprobs: int | None
+) -> None:
+    """At the limit, at a stop token, and at a stop token that is also the last token of the limit."""
+    specs, stopped = [], []
+    for index, length in enumerate((1, 2, 3, 4, 5, 6, 7)):
+        plain = greedy(f"limit{index}", prompt_of(5, index), length, logprobs=logprobs)
+        text = whole_text(plain)
+        specs.append(plain)
+        if text[-1] not in text[:-1]:
+            for more in (0, 3):
+                name, stop = f"stop{index}+{more}", (text[-1],)
+                specs.append(greedy(name, plain.prompt, length + more, logprobs=logprobs, stop_token_ids=stop))
+                stopped.append(name)
+    driver = drive(target, *specs, k=k, known=[greedy("on", each.prompt, 20) for each in specs[::3]], depth=2)
+    driver.run(2)
+    driver.check_texts()
+    for name, end in driver.texts.ends.items():
+        right = FinishReason.STOP if name in stopped else FinishReason.LENGTH
+        require(end is right, "1.1", f"{name} ended with {end} instead of {right}")
 
 
 @pytest.mark.law("1.1", "1.2", "1.3", "1.4", "1.5", "1.7", "2.1", "2.2", "3.1", "3.2", "3.5", "3.6", "4")
