@@ -20,19 +20,11 @@ from fd_core.plugins import POSTPROCESS, installed_plugins
 from fd_core.runner.postprocess.contract import Postprocess, require_fit
 from fd_core.testing.checkpoints import ENGINE_CASE, write_checkpoint
 from fd_core.testing.drafting import KnowingDrafter, speculation
+from fd_core.testing.sizes import SMALL
 
-__all__ = ["SMALL", "Target", "parse_target"]
+__all__ = ["Target", "parse_target"]
 
-SMALL: Final[Mapping[str, Any]] = {
-    "max_num_seqs": 4,
-    "num_kv_blocks": 16,
-    "block_size": 4,
-    "max_model_len": 64,
-    "max_num_batched_tokens": 24,
-    "num_threads": 1,
-    "watchdog_seconds": 20.0,
-}
-"""Room for one request of the largest size."""
+_MODEST: Final[Mapping[str, Any]] = {**SMALL, "num_threads": 1, "watchdog_seconds": 20.0}
 
 
 def parse_target(text: str, folder: Path) -> Target:
@@ -69,7 +61,7 @@ class Target:
 
     def config(self, **settings: Any) -> EngineConfig:
         """Return engine settings: those of a small engine, then `settings`, then those of the user."""
-        values = {"model": "kit", "backend": self.name} | dict(SMALL) | settings | dict(self._settings)
+        values = {"model": "kit", "backend": self.name} | dict(_MODEST) | settings | dict(self._settings)
         try:
             return msgspec.convert(values, EngineConfig, strict=False)
         except msgspec.ValidationError as error:

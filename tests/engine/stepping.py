@@ -18,6 +18,7 @@ from fd_core.testing import stepping
 from fd_core.testing.drafting import speculation
 from fd_core.testing.schedulers.tiers import OperationEnd as How
 from fd_core.testing.schedulers.tiers import ScriptedTiers
+from fd_core.testing.sizes import SMALL
 from fd_core.testing.texts import greedy
 from fd_core.types import RequestSpec
 from tests.engine.helpers import null_engine
@@ -25,13 +26,10 @@ from tests.engine.knowing import KnowingDrafter
 
 __all__ = ["SMALL", "How", "Stepper", "greedy", "scripted", "small_engine"]
 
-SMALL = {"max_num_seqs": 4, "num_kv_blocks": 16, "block_size": 4, "max_model_len": 64, "max_num_batched_tokens": 24}
-"""Room for one request of the largest size."""
-
 
 def small_engine(specs: list[RequestSpec], k: int = 0, wrong: float = 0.0, seed: int = 0, **settings: Any) -> Engine:
     """A small engine; with k > 0 its drafter knows the texts of `specs`."""
-    values: dict[str, Any] = SMALL | {"speculative": speculation(k)} | settings
+    values: dict[str, Any] = {**SMALL, "speculative": speculation(k), **settings}
     engine = null_engine(**values)
     if k:
         engine.probe().runner.drafter = KnowingDrafter(values["max_num_seqs"], specs, wrong, seed)

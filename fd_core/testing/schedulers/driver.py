@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -26,20 +26,13 @@ from fd_core.testing.schedulers.peers import ScriptedPeers
 from fd_core.testing.schedulers.scripts import make_runner, whole_text
 from fd_core.testing.schedulers.target import SchedulerTarget
 from fd_core.testing.schedulers.tiers import OperationEnd
+from fd_core.testing.sizes import SMALL
 from fd_core.testing.texts import Texts
 from fd_core.types import FinishReason, RequestSpec, StepOutput, StepPlan
 
-__all__ = ["SMALL", "Driver", "drive"]
+__all__ = ["Driver", "drive"]
 
-SMALL: Final[Mapping[str, Any]] = {
-    "max_num_seqs": 4,
-    "num_kv_blocks": 16,
-    "block_size": 4,
-    "max_model_len": 64,
-    "max_num_batched_tokens": 24,
-    "vocab_size": 257,
-}
-"""Room for one request of the largest size."""
+_VOCABULARY: Final = 257
 _CHEAP_TOKENS = 1000
 _EPOCH = 3
 
@@ -237,7 +230,7 @@ def drive(
     tokens. `paired` says that there are other workers. `depth` is how many steps may be in flight;
     `limits` are fields of `Limits`.
     """
-    chosen = Limits(**{**SMALL, "max_drafts": k, "pipeline_depth": depth, **limits})
+    chosen = Limits(**{**SMALL, "vocab_size": _VOCABULARY, "max_drafts": k, "pipeline_depth": depth, **limits})
     setup = SchedulerSetup(
         limits=chosen,
         policy=policy or Fcfs(),

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from fd_core.errors import FdError
 from fd_core.ops.contract import Ops
+from fd_core.testing.choosing import chosen, run_for_each
 from fd_core.testing.golden import Golden
 from fd_core.testing.limits import ABILITIES
 from fd_core.testing.requirements import lacks
@@ -48,12 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run every test once for each backend."""
-    if "target" not in metafunc.fixturenames:
-        return
-    names: list[str] = metafunc.config.getoption("--fd-backend")
-    if not names:
-        raise pytest.UsageError("name the backend to test: --fd-backend=NAME")
-    metafunc.parametrize("target", list(dict.fromkeys(names)), indirect=True, scope="session")
+    run_for_each(metafunc, "--fd-backend", "backend")
 
 
 @pytest.fixture(scope="session")
@@ -66,12 +61,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def target(request: pytest.FixtureRequest, checkpoints: Path) -> Target:
     """The backend under test."""
     if request.param not in _TARGETS:
-        try:
-            _TARGETS[request.param] = parse_target(request.param, checkpoints)
-            _ = _TARGETS[request.param].cls
-        except FdError as error:
-            pytest.exit(f"{request.param}: {error}", error.exit_code)
+        _TARGETS[request.param] = chosen(request.param, lambda name: _imported(parse_target(name, checkpoints)))
     return _TARGETS[request.param]
+
+
+def _imported(target: Target) -> Target:
+    _ = target.cls
+    return target
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fd_core.errors import FdError
+from fd_core.testing.choosing import chosen, run_for_each
 from fd_core.testing.requirements import lacks
 from fd_core.testing.schedulers.cases import QUICK_EXAMPLES
 from fd_core.testing.schedulers.target import SchedulerTarget, find_scheduler
@@ -14,21 +14,13 @@ _EXAMPLES = 120
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run every test once for each scheduler."""
-    if "target" not in metafunc.fixturenames:
-        return
-    names: list[str] = metafunc.config.getoption("--fd-scheduler")
-    if not names:
-        raise pytest.UsageError("name the scheduler to test: --fd-scheduler=NAME")
-    metafunc.parametrize("target", list(dict.fromkeys(names)), indirect=True, scope="session")
+    run_for_each(metafunc, "--fd-scheduler", "scheduler")
 
 
 @pytest.fixture(scope="session")
 def target(request: pytest.FixtureRequest) -> SchedulerTarget:
     """The scheduler under test."""
-    try:
-        return find_scheduler(request.param)
-    except FdError as error:
-        raise pytest.exit.Exception(f"{request.param}: {error}", error.exit_code) from error
+    return chosen(request.param, find_scheduler)
 
 
 @pytest.fixture(autouse=True)
