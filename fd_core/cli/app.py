@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import fd_core
-from fd_core.cli import chat, conformance, env, models, plugins, route, serve, trace
+from fd_core.cli import chat, conformance, doctor, env, models, plugins, route, serve, trace
 from fd_core.cli.bench import commands as bench
 
 __all__ = ["app"]
@@ -30,6 +30,7 @@ app.add_typer(plugins.app, name="plugins")
 app.command()(env.env)
 app.add_typer(bench.app, name="bench")
 app.command()(trace.trace)
+app.command()(doctor.doctor)
 app.command()(conformance.conformance)
 app.command()(plugins.install)
 

@@ -11,7 +11,7 @@ import typer
 
 from fd_core.cli.report import reports_errors
 
-__all__ = ["conformance"]
+__all__ = ["conformance", "require_writable"]
 
 
 @reports_errors
@@ -68,7 +68,7 @@ def conformance(
     from fd_core.testing.report.terminal import print_report
 
     for path in (json, html):
-        _require_writable(path)
+        require_writable(path)
     kit = SCHEDULERS if schedulers else POSTPROCESSORS if postprocessors else BACKENDS
     targets = backends or schedulers or postprocessors or []
     flag = kit.option.replace("--fd-", "--")
@@ -92,7 +92,7 @@ def conformance(
         sys.exit(1)
 
 
-def _require_writable(path: Path | None) -> None:
+def require_writable(path: Path | None) -> None:
     """Find out before the tests run, not after. Raises `ConfigError`."""
     from fd_core.errors import ConfigError
 

@@ -60,11 +60,13 @@ def port(tmp_path_factory):
 
 def test_every_command_of_the_document_succeeds(port):
     folder, said = port
-    assert [line.split()[0] for line, _ in said].count("fdcore") == 6
+    assert [line.split()[0] for line, _ in said].count("fdcore") == 7
     assert (folder / "fd_mychip" / "kernels.so").is_file()
     for line, words in said:
         if "conformance" in line:
             assert "emulated" in words, line
+        if "doctor" in line:
+            assert "all operations are there and right" in words
         if "check" in line:
             assert "nothing is wrong" in words
 

@@ -1,0 +1,383 @@
+"""The operations of the contract as checks: the same inputs for a pack and for the oracle, and the bytes that move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.ops.contract import Activation, Array, KVShape, Norm, Ops, Rope
+from fd_core.testing.arrays import Values, activations, on_device, penalty_input, raw, sample_input
+from fd_core.testing.layers import Geometry, LayerOn
+
+__all__ = ["CHECKS", "SIZES", "OpCheck", "Prepared", "Size"]
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much one check computes."""
+
+    name: str
+    tokens: int
+    geometry: Geometry
+    context: int
+    vocabulary: int
+
+    def rows(self) -> list[tuple[int, int]]:
+        """Return (tokens, context) of a step: decodes, and a chunk of a prompt."""
+        chunk = self.tokens // 2
+        return [*((1, self.context - index) for index in range(self.tokens - chunk)), (chunk, chunk + 3)]
+
+
+SIZES: Final = (
+    Size("small", 5, Geometry(hidden=64, inner=96, experts=5), 20, 1003),
+    Size("odd", 37, Geometry(heads=6, kv_heads=3, d=20, hidden=130, inner=66, experts=7, block_size=16), 150, 5003),
+    Size(
+        "large",
+        64,
+        Geometry(heads=16, kv_heads=4, d=64, hidden=1024, inner=1408, experts=4, block_size=32),
+        1024,
+        70_001,
+    ),
+)
+"""The last one is timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One check on one pack, its inputs on the device."""
+
+    call: Callable[[], Any]
+    """Computes; may be called again, and then writes into the same arrays."""
+    moved: int
+    """Bytes that any implementation reads and writes."""
+    results: Callable[[Any], Sequence[Array]] = lambda found: [found]
+    """Arrays to compare, of what the first call returned."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpCheck:
+    """An operation, or a part of it."""
+
+    primitive: str
+    """The method of `Ops`, or of its KV cache."""
+    prepare: Callable[[Ops, Size], Prepared]
+    case: str = ""
+    exact: bool = False
+    """All packs return the same bits; otherwise the kit's tolerance for the dtype holds."""
+    asks: tuple[str, ...] = ()
+    """Abilities that a backend may lack."""
+
+
+def _width(ops: Ops) -> int:
+    return 2 if ops.dtype == "bfloat16" else 4
+
+
+def _bytes(*arrays: npt.NDArray[Any]) -> int:
+    return sum(array.nbytes for array in arrays)
+
+
+# Arrays and weights -------------------------------------------------------------------------------------------
+
+
+def _round_trip(ops: Ops, size: Size) -> Prepared:
+    arrays: list[npt.NDArray[Any]] = [
+        np.arange(size.vocabulary, dtype=np.int32),
+        Values()(size.tokens, size.vocabulary),
+        np.arange(size.vocabulary, dtype=np.int64),
+    ]
+    return Prepared(
+        lambda: ops.fetch([ops.from_host(array) for array in arrays]),
+        4 * _bytes(*arrays),
+        lambda found: [ops.from_host(np.array(array)) for array in found],
+    )
+
+
+def _embedding(ops: Ops, size: Size) -> Prepared:
+    table = Values()(size.vocabulary, size.geometry.hidden)
+    ids = ops.from_host(np.random.default_rng(0).integers(0, size.vocabulary, size.tokens).astype(np.int32))
+    prepared = ops.prepare_embedding(raw(table))
+    moved = 2 * size.tokens * size.geometry.hidden * _width(ops)
+    return Prepared(lambda: ops.embedding(prepared, ids, 2.0), moved)
+
+
+def _rows(ops: Ops, size: Size, make: Values, width: int) -> Array:
+    return activations(ops, make(size.tokens, width))
+
+
+def _rms_norm(ops: Ops, size: Size) -> Prepared:
+    make, hidden = Values(), size.geometry.hidden
+    x, norm = _rows(ops, size, make, hidden), Norm(ops.prepare_vector(make(hidden)), 1e-5)
+    return Prepared(lambda: ops.rms_norm(x, norm), 2 * size.tokens * hidden * _width(ops))
+
+
+def _linear(ops: Ops, size: Size, method: str = "linear", biased: bool = False) -> Prepared:
+    make, hidden, inner = Values(), size.geometry.hidden, size.geometry.inner
+    x = _rows(ops, size, make, hidden)
+    parts = [raw(make(inner, hidden, scale=hidden**-0.5)) for _ in range(2)]
+    biases = [raw(make(inner)) for _ in range(2)] if biased else None
+    weight = ops.tied_head(ops.prepare_embedding(parts[0]), parts[0]) if method == "tied" else None
+    weight = ops.prepare_linear(parts, biases) if weight is None else weight
+    outer = inner if method == "tied" else 2 * inner
+    moved = (hidden * outer + size.tokens * (hidden + outer)) * _width(ops)
+    if method == "logits_of":
+        return Prepared(lambda: ops.logits_of(x, weight, None), moved)
+    return Prepared(lambda: ops.linear(x, weight), moved)
+
+
+def _gated_linear(ops: Ops, size: Size, activation: Activation) -> Prepared:
+    make, hidden, inner = Values(), size.geometry.hidden, size.geometry.inner
+    x = _rows(ops, size, make, hidden)
+    parts = [raw(make(inner, hidden, scale=hidden**-0.5)) for _ in range(2)]
+    weight = ops.prepare_linear(parts, gated=True)
+    moved = (2 * hidden * inner + size.tokens * (hidden + inner)) * _width(ops)
+    return Prepared(lambda: ops.gated_linear(x, weight, activation), moved)
+
+
+def _add(ops: Ops, size: Size) -> Prepared:
+    make, hidden = Values(), size.geometry.hidden
+    x, y = _rows(ops, size, make, hidden), _rows(ops, size, make, hidden)
+    return Prepared(lambda: ops.add(x, y), 3 * size.tokens * hidden * _width(ops))
+
+
+def _gather_rows(ops: Ops, size: Size) -> Prepared:
+    values = Values()(size.tokens, size.vocabulary)
+    x = ops.from_host(values)
+    rows = ops.from_host(np.arange(size.tokens, dtype=np.int32)[::-1].copy())
+    return Prepared(lambda: ops.gather_rows(x, rows), 2 * values.nbytes)
+
+
+# Attention ----------------------------------------------------------------------------------------------------
+
+
+def _layer(ops: Ops, size: Size, experts: int = 0) -> LayerOn:
+    return LayerOn(ops, replace(size.geometry, experts=experts), size.rows())
+
+
+def _heads(ops: Ops, layer: LayerOn) -> tuple[Array, Array, Array]:
+    g = layer.g
+    return ops.split_heads(activations(ops, Values(1)(layer.tokens, (g.heads + 2 * g.kv_heads) * g.d)), layer.heads)
+
+
+def _split_heads(ops: Ops, size: Size) -> Prepared:
+    layer = _layer(ops, size)
+    g = layer.g
+    width = (g.heads + 2 * g.kv_heads) * g.d
+    x = activations(ops, Values(1)(layer.tokens, width))
+    return Prepared(lambda: ops.split_heads(x, layer.heads), 0, lambda found: found)
+
+
+def _rope(ops: Ops, size: Size, interleaved: bool) -> Prepared:
+    layer = _layer(ops, size)
+    q, _, _ = _heads(ops, layer)
+    rope = Rope(layer.heads.rope.cos, layer.heads.rope.sin, interleaved)
+    moved = 2 * layer.tokens * layer.g.heads * layer.g.d * _width(ops)
+    return Prepared(lambda: ops.rope(q, rope, layer.step.positions), moved)
+
+
+def _write_kv(ops: Ops, size: Size) -> Prepared:
+    layer = _layer(ops, size)
+    _, k, v = _heads(ops, layer)
+    moved = 4 * layer.tokens * layer.g.kv_heads * layer.g.d * _width(ops)
+    return Prepared(lambda: ops.write_kv(layer.kv, k, v, layer.step.kv_slots), moved, lambda _: [_exported(ops, layer)])
+
+
+def _blocks(layer: LayerOn) -> npt.NDArray[Any]:
+    return np.arange(layer.cache.num_blocks, dtype=np.int32)
+
+
+def _exported(ops: Ops, layer: LayerOn) -> Array:
+    """Return what the cache holds, as float32 on the device."""
+    held = layer.cache.export_blocks(_blocks(layer))
+    floats = held if held.dtype == np.float32 else (held.astype(np.uint32) << 16).view(np.float32)
+    return ops.from_host(floats.reshape(len(floats), -1).copy())
+
+
+def _transfer(ops: Ops, size: Size, method: str) -> Prepared:
+    layer = _layer(ops, size)
+    blocks, held = _blocks(layer), layer.cache.export_blocks(_blocks(layer))
+    if method == "export_blocks":
+        return Prepared(lambda: layer.cache.export_blocks(blocks), 2 * held.nbytes, lambda _: [_exported(ops, layer)])
+    turned = blocks[::-1].copy()
+    return Prepared(lambda: layer.cache.import_blocks(turned, held), 2 * held.nbytes, lambda _: [_exported(ops, layer)])
+
+
+def _attention(ops: Ops, size: Size, method: str = "paged_attention") -> Prepared:
+    layer = _layer(ops, size)
+    q, _, _ = _heads(ops, layer)
+    g = layer.g
+    read = 2 * sum(context for _, context in layer.rows) * g.kv_heads * g.d
+    moved = (read + 2 * layer.tokens * g.heads * g.d) * _width(ops)
+    if method == "attention":
+        return Prepared(lambda: ops.attention(q, layer.heads, layer.kv, layer.step), moved)
+    return Prepared(lambda: ops.paged_attention(q, layer.kv, layer.heads, layer.step), moved)
+
+
+# Fusions ------------------------------------------------------------------------------------------------------
+
+
+def _moe(ops: Ops, size: Size, method: str = "moe") -> Prepared:
+    layer = _layer(ops, size, size.geometry.experts)
+    g, experts = layer.g, layer.experts
+    assert experts is not None
+    x = activations(ops, layer.x)
+    moved = (3 * g.hidden * g.inner * min(g.experts, 2 * layer.tokens) + 2 * layer.tokens * g.hidden) * _width(ops)
+    if method == "moe":
+        return Prepared(lambda: ops.moe(x, experts, "silu"), moved)
+    return Prepared(lambda: ops.moe_residual(x, layer.norm, experts, "silu"), moved)
+
+
+def _fusion(ops: Ops, size: Size, method: str) -> Prepared:
+    layer = _layer(ops, size)
+    g, tokens = layer.g, layer.tokens
+    x = activations(ops, layer.x)
+    weights: int
+    if method == "attention_inputs":
+        weights, wide = g.hidden * (g.heads + 2 * g.kv_heads) * g.d, g.hidden + (g.heads + 2 * g.kv_heads) * g.d
+
+        def call() -> Any:
+            return ops.attention_inputs(x, layer.norm, layer.qkv, layer.heads, layer.kv, layer.step)
+
+    elif method == "project_residual":
+        a = activations(ops, Values(2)(tokens, g.heads * g.d))
+        weights, wide = g.hidden * g.heads * g.d, 2 * g.hidden + g.heads * g.d
+
+        def call() -> Any:
+            return ops.project_residual(a, layer.output, x)
+
+    elif method == "mlp_inputs":
+        weights, wide = 2 * g.hidden * g.inner, g.hidden + g.inner
+
+        def call() -> Any:
+            return ops.mlp_inputs(x, layer.norm, layer.gate_up, "silu")
+
+    else:
+        rows = ops.from_host(np.arange(tokens, dtype=np.int32)[::-1].copy())
+        weights, wide = g.hidden * g.inner, g.hidden + g.inner
+        head = ops.prepare_linear([raw(Values(3)(g.inner, g.hidden, scale=g.hidden**-0.5))])
+
+        def call() -> Any:
+            return ops.logits(x, layer.norm, head, rows)
+
+    return Prepared(call, (weights + tokens * wide) * _width(ops))
+
+
+# Logits -------------------------------------------------------------------------------------------------------
+
+
+def _logits(size: Size) -> npt.NDArray[np.float32]:
+    """Return logits of several scales; those of every third row are rounded, so that there are ties."""
+    rng = np.random.default_rng(5)
+    rows = min(size.tokens, 16)
+    logits = (rng.standard_normal((rows, size.vocabulary)) * rng.choice([0.2, 1.0, 4.0], (rows, 1))).astype(np.float32)
+    logits[::3] = np.round(logits[::3] * 2) / 2
+    return logits
+
+
+def _sample(ops: Ops, size: Size, **columns: Any) -> Prepared:
+    logits = _logits(size)
+    rows = len(logits)
+    every = {name: np.resize(values, rows) for name, values in columns.items()}
+    chosen = {"seeds": np.arange(rows) + 2**40, "positions": 1000 * np.arange(rows), **every}
+    device, parameters = ops.from_host(logits), on_device(ops, sample_input(rows, **chosen))
+    return Prepared(lambda: ops.sample(device, parameters), logits.nbytes, lambda found: found)
+
+
+def _logprobs(ops: Ops, size: Size, top_n: int) -> Prepared:
+    logits = _logits(size)
+    device, tokens = ops.from_host(logits), ops.from_host(np.arange(len(logits), dtype=np.int32))
+    return Prepared(lambda: ops.logprobs(device, tokens, top_n), logits.nbytes, lambda found: found)
+
+
+def _add_at(ops: Ops, size: Size, dtype: type[np.generic]) -> Prepared:
+    logits = _logits(size).round().astype(dtype)
+    x, rng = ops.from_host(logits), np.random.default_rng(6)
+    rows = rng.integers(0, len(logits), 200).astype(np.int32)
+    ids = rng.integers(0, size.vocabulary, 200).astype(np.int32)
+    places = [ops.from_host(array) for array in (rows, ids, rng.integers(-3, 4, 200).astype(dtype))]
+    return Prepared(lambda: ops.add_at(x, *places), 200 * 12)
+
+
+def _write_rows(ops: Ops, size: Size) -> Prepared:
+    x = ops.from_host(np.zeros((16, size.vocabulary), np.int32))
+    values = np.random.default_rng(7).integers(0, 9, (3, size.vocabulary), dtype=np.int32)
+    rows, device = ops.from_host(np.array([15, 0, 7], np.int32)), ops.from_host(values)
+    return Prepared(lambda: ops.write_rows(x, rows, device), 2 * values.nbytes)
+
+
+def _penalize(ops: Ops, size: Size) -> Prepared:
+    logits, rng = _logits(size), np.random.default_rng(8)
+    counts = rng.integers(-8, 9, logits.shape, dtype=np.int32).clip(0)
+    columns: dict[str, Any] = {
+        "repetition": rng.choice([0.9, 1.0, 1.2], len(logits)),
+        "presence": 0.7,
+        "frequency": -0.3,
+    }
+    penalties = on_device(ops, penalty_input(counts, drafts=[(0, 1), (1, 1), (1, 2)], **columns))
+    device = ops.from_host(logits)
+    return Prepared(lambda: ops.penalize(device, penalties), 3 * logits.nbytes)
+
+
+def _verify(ops: Ops, size: Size) -> Prepared:
+    rng = np.random.default_rng(9)
+    arrays = [rng.integers(0, 2, (size.tokens, width)).astype(np.int32) for width in (5, 4)]
+    counts = rng.integers(0, 5, size.tokens).astype(np.int32)
+    places = [ops.from_host(array) for array in (*arrays, counts)]
+    return Prepared(lambda: ops.verify(*places), _bytes(*arrays, counts))
+
+
+def _allocate_kv(ops: Ops, size: Size) -> Prepared:
+    g = size.geometry
+    shape = KVShape(2, g.kv_heads, g.d, g.block_size)
+    return Prepared(lambda: ops.allocate_kv(shape, size.context // g.block_size), 0, lambda _: [])
+
+
+def _checks() -> Iterator[OpCheck]:
+    yield OpCheck("from_host, to_host", _round_trip, exact=True)
+    yield OpCheck("embedding", _embedding)
+    yield OpCheck("rms_norm", _rms_norm)
+    yield OpCheck("linear", _linear)
+    yield OpCheck("linear", partial(_linear, biased=True), "bias", asks=("biases",))
+    yield OpCheck("tied_head", partial(_linear, method="tied"))
+    for activation in ("silu", "gelu_tanh", "gelu"):
+        yield OpCheck("gated_linear", partial(_gated_linear, activation=activation), activation)
+    yield OpCheck("logits_of", partial(_linear, method="logits_of"))
+    yield OpCheck("add", _add)
+    yield OpCheck("gather_rows", _gather_rows, exact=True)
+    yield OpCheck("allocate_kv", _allocate_kv)
+    yield OpCheck("split_heads", _split_heads)
+    yield OpCheck("rope", partial(_rope, interleaved=False))
+    yield OpCheck("rope", partial(_rope, interleaved=True), "interleaved", asks=("interleaved_rope",))
+    yield OpCheck("write_kv", _write_kv)
+    yield OpCheck("paged_attention", _attention, asks=("paged_kv",))
+    for method in ("export_blocks", "import_blocks"):
+        yield OpCheck(method, partial(_transfer, method=method), exact=True, asks=("kv_transfer",))
+    yield OpCheck("moe", _moe, asks=("moe",))
+    greedy: dict[str, Any] = {"temperature": 0.0}
+    drawn: dict[str, Any] = {"temperature": [0.0, 0.3, 1.0, 2.5]}
+    filters: dict[str, Any] = {
+        **drawn,
+        "top_k": [0, 40, 1, 400],
+        "top_p": [0.9, 1.0, 0.1, 0.999],
+        "min_p": [0.0, 0.01, 0.0, 0.2, 0.0],
+    }
+    for case, columns in (("greedy", greedy), ("drawn", drawn), ("filters", filters)):
+        yield OpCheck("sample", partial(_sample, **columns), case, exact=True)
+    yield OpCheck("add_at", partial(_add_at, dtype=np.float32), "float32", exact=True)
+    yield OpCheck("add_at", partial(_add_at, dtype=np.int32), "int32", exact=True)
+    yield OpCheck("write_rows", _write_rows, exact=True)
+    yield OpCheck("penalize", _penalize, exact=True)
+    yield OpCheck("logprobs", partial(_logprobs, top_n=20))
+    yield OpCheck("verify", _verify, exact=True)
+    for method in ("attention_inputs", "project_residual", "mlp_inputs", "logits"):
+        yield OpCheck(method, partial(_fusion, method=method))
+    yield OpCheck("attention", partial(_attention, method="attention"))
+    yield OpCheck("moe_residual", partial(_moe, method="moe_residual"), asks=("moe",))
+
+
+CHECKS: Final = tuple(_checks())
+"""In the order of the table."""

@@ -1,0 +1,177 @@
+"""Examines one pack, check by check, in a process of its own: what a driver does to that process is a finding too.
+
+python -m fd_core.testing.doctor.examine BACKEND NUMBER EVENTS STDERR [OPERATION,...]
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.errors import ConfigError, FdError
+from fd_core.ops.contract import Array, Ops
+from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.testing.arrays import assert_near
+from fd_core.testing.doctor.checks import CHECKS, SIZES, OpCheck, Size
+from fd_core.testing.doctor.model import OpFinding, PackDescribed, PackRefused, ProbeBegun
+from fd_core.testing.target import parse_target
+
+__all__ = ["copy_bandwidth", "examine"]
+
+_ORACLE: Final = NumpyOps()
+_FALL_BACK: Final = re.compile(r"fall(?:s|ing|en)?[ _-]?back", re.IGNORECASE)
+_TIMED_CALLS: Final = 5
+_TIMED_SECONDS: Final = 0.5
+_COPIED: Final = (4096, 2048)
+
+HostCalls = Callable[[], str]
+"""Returns what the process has written to its error output since the last call."""
+
+
+def examine(
+    ops: Ops, check: OpCheck, size: Size, limits: Mapping[str, str], bandwidth: float | None, said: HostCalls = str
+) -> OpFinding:
+    """Compute one check on a pack and on the oracle. Never raises."""
+    found = OpFinding(primitive=check.primitive, case=check.case, dtype=ops.dtype, size=size.name, outcome="ok")
+    for ability in ("primitives", *check.asks):
+        if ability in limits:
+            return msgspec.structs.replace(found, outcome="limit", reason=f"{ability}: {limits[ability]}")
+    said()
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            prepared = check.prepare(ops, size)
+            first = prepared.call()
+            arrays = list(prepared.results(first))
+            hosts = [np.array(ops.to_host(array)) for array in arrays]
+        words = [*(str(each.message) for each in warned), *said().splitlines()]
+        fell_back = _elsewhere(ops, arrays) or next(filter(_FALL_BACK.search, words), "")
+        found = msgspec.structs.replace(found, fell_back=_line(fell_back))
+        right = check.prepare(_ORACLE, size)
+        _compare(ops, check, hosts, [np.array(each) for each in right.results(right.call())])
+        if size is SIZES[-1] and prepared.moved:
+            seconds, floor = _shortest(ops, prepared.call), prepared.moved / bandwidth if bandwidth else None
+            ratio = seconds / floor if floor else None
+            found = msgspec.structs.replace(found, seconds=seconds, floor_seconds=floor, ratio=ratio)
+    except AssertionError as error:
+        return msgspec.structs.replace(found, outcome="wrong", reason=_line(str(error).partition("\n")[0]))
+    except Exception as error:  # noqa: BLE001 - a vendor's kernel may raise anything
+        return msgspec.structs.replace(found, outcome="missing", reason=_line(f"{type(error).__name__}: {error}"))
+    return found
+
+
+def _compare(ops: Ops, check: OpCheck, found: list[npt.NDArray[Any]], right: list[npt.NDArray[Any]]) -> None:
+    """Compare as the kit does. Raises `AssertionError`."""
+    assert len(found) == len(right), f"{len(found)} arrays instead of {len(right)}"
+    for ours, theirs in zip(found, right, strict=True):
+        assert ours.shape == theirs.shape, f"shape {ours.shape} instead of {theirs.shape}"
+        if check.exact or theirs.dtype.kind in "iu":
+            places = np.flatnonzero((ours != theirs).reshape(-1))
+            assert not len(places), f"{len(places)} of {theirs.size} values differ, the first at place {places[0]}"
+        elif check.primitive == "logprobs":  # float32 whatever the pack's dtype
+            assert_near(_ORACLE, ours, theirs)
+        else:
+            assert_near(ops, ops.from_host(ours), theirs)
+
+
+def copy_bandwidth(ops: Ops) -> float | None:
+    """Return bytes read and written in a second by a copy of rows on the device; None if that fails."""
+    try:
+        x = ops.from_host(np.ones(_COPIED, np.float32))
+        rows = ops.from_host(np.arange(_COPIED[0], dtype=np.int32))
+        return 2 * 4 * _COPIED[0] * _COPIED[1] / _shortest(ops, lambda: ops.gather_rows(x, rows))
+    except Exception:  # noqa: BLE001 - the check of that operation says what it raises
+        return None
+
+
+def _shortest(ops: Ops, call: Callable[[], Any]) -> float:
+    """Return the seconds of the shortest of a few calls, each with the wait for the device."""
+    best, begun = float("inf"), time.perf_counter()
+    for _ in range(_TIMED_CALLS):
+        started = time.perf_counter()
+        call()
+        # Work is done in the order given, so a copy of four bytes is back when all before it is done.
+        ops.to_host(ops.from_host(np.zeros(1, np.int32)))
+        best = min(best, time.perf_counter() - started)
+        if time.perf_counter() - begun > _TIMED_SECONDS:
+            break
+    return best
+
+
+def _elsewhere(ops: Ops, arrays: list[Array]) -> str:
+    """Return a word on an array that lies on another device than those that the pack makes; empty if there is none."""
+    home = ops.from_host(np.zeros(1, np.float32))
+    for array in arrays:
+        if isinstance(array, np.ndarray) and not isinstance(home, np.ndarray):
+            return "an array of numpy came back"
+        if _place(array) != _place(home):
+            return f"it came back on {_place(array)}, not on {_place(home)}"
+    return ""
+
+
+def _place(array: Array) -> str:
+    for name in ("device", "place"):
+        if (place := getattr(array, name, None)) is not None:
+            return str(place)
+    return ""
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:300]
+
+
+def _new_words(path: Path) -> HostCalls:
+    """Follow the error output, which is a file."""
+    read = 0
+
+    def words() -> str:
+        nonlocal read
+        sys.stderr.flush()
+        with path.open("rb") as file:
+            file.seek(read)
+            content = file.read()
+        read += len(content)
+        return content.decode(errors="replace")
+
+    return words
+
+
+def _events(text: str, begin: int, said: HostCalls, only: frozenset[str]) -> Iterator[msgspec.Struct]:
+    """Make the pack and examine it from a check on."""
+    with tempfile.TemporaryDirectory(prefix="fdcore-doctor-") as folder:
+        target = parse_target(text, Path(folder))
+        try:
+            ops = target.ops
+        except FdError as error:
+            yield PackRefused(_line(str(error)), by_config=isinstance(error, ConfigError))
+            return
+        except Exception as error:  # noqa: BLE001 - a vendor's code may raise anything
+            yield PackRefused(_line(f"{type(error).__name__}: {error}"), by_config=False)
+            return
+        bandwidth = copy_bandwidth(ops)
+        work = [(check, size) for check in CHECKS if not only or check.primitive in only for size in SIZES]
+        yield PackDescribed(ops.dtype, target.backend.describe(), target.emulated, bandwidth, len(work))
+        for number, (check, size) in enumerate(work[begin:], begin):
+            yield ProbeBegun(number, check.primitive, check.case, size.name)
+            yield examine(ops, check, size, target.limits, bandwidth, said)
+
+
+def _main(text: str, begin: str, events: str, errors: str, only: str = "") -> None:
+    names = frozenset(filter(None, only.split(",")))
+    with Path(events).open("ab", buffering=0) as file:
+        for event in _events(text, int(begin), _new_words(Path(errors)), names):
+            file.write(msgspec.json.encode(event) + b"\n")
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

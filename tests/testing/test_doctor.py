@@ -1,0 +1,229 @@
+"""`fdcore doctor`: what a pack lacks, computes wrongly or leaves to the host is named, and a crash is one finding."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fd_core.ops.contract import KVCache, Ops
+from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.testing.doctor.checks import CHECKS, SIZES
+from fd_core.testing.doctor.examine import copy_bandwidth, examine
+from fd_core.testing.doctor.model import OpFinding
+from tests.plugin_sites import GOOD, Site
+
+ROOT = Path(__file__).parents[2]
+SMALL = SIZES[0]
+
+
+def findings(ops: Ops, primitive: str, limits: dict[str, str] | None = None, said=str) -> dict[str, OpFinding]:
+    """Return what is found of an operation in the smallest size, by case."""
+    chosen = [check for check in CHECKS if check.primitive == primitive]
+    return {check.case: examine(ops, check, SMALL, limits or {}, None, said) for check in chosen}
+
+
+@pytest.mark.parametrize("size", SIZES[:2], ids=lambda size: size.name)
+def test_the_oracle_is_well(size):
+    for check in CHECKS:
+        found = examine(NumpyOps(), check, size, {}, None)
+        assert (found.outcome, found.fell_back) == ("ok", ""), found
+
+
+def test_every_operation_of_the_contract_is_examined():
+    examined = {name for check in CHECKS for name in check.primitive.split(", ")}
+    needed_by_others = {"prepare_vector", "prepare_embedding", "prepare_linear", "prepare_experts"}
+    no_operations = {"configure", "fetch", "add_shared", "padded_rows", "compile"}
+    methods = {name for name, value in vars(Ops).items() if callable(value) and not name.startswith("_")}
+    assert methods - needed_by_others - no_operations <= examined
+    assert {"export_blocks", "import_blocks"} <= examined
+    assert all(hasattr(Ops, name) or hasattr(KVCache, name) for name in examined)
+
+
+class WithoutIntegers(NumpyOps):
+    def add_at(self, x, rows, ids, values):
+        if x.dtype != np.float32:
+            raise NotImplementedError("no kernel for int32\nat 0x1f")
+        return super().add_at(x, rows, ids, values)
+
+
+def test_a_kernel_that_is_missing_for_one_dtype_is_named_with_it():
+    found = findings(WithoutIntegers(), "add_at")
+    assert found["float32"].outcome == "ok"
+    assert found["int32"].outcome == "missing"
+    assert found["int32"].reason == "NotImplementedError: no kernel for int32 at 0x1f"
+
+
+class WrongInOne(NumpyOps):
+    def rms_norm(self, x, norm):
+        return super().rms_norm(x, norm) * np.float32(1.001)
+
+    def sample(self, logits, rows):
+        tokens, peaks = super().sample(logits, rows)
+        return np.where(rows.temperature == 1.0, tokens ^ 1, tokens), peaks
+
+    def verify(self, sampled, drafts, num_drafts):
+        return super().verify(sampled, drafts, num_drafts)[:, None]
+
+
+def test_what_differs_from_the_oracle_is_wrong_and_says_by_how_much():
+    assert "off by" in findings(WrongInOne(), "rms_norm")[""].reason
+    sampled = findings(WrongInOne(), "sample")
+    assert {case: found.outcome for case, found in sampled.items()} == {
+        "greedy": "ok",
+        "drawn": "wrong",
+        "filters": "wrong",
+    }
+    assert findings(WrongInOne(), "verify")[""].reason == "shape (5, 1) instead of (5,)"
+    assert findings(WrongInOne(), "add")[""].outcome == "ok"
+
+
+class OnChip(np.ndarray):
+    device = "chip:0"
+
+
+class PartlyOnTheHost(NumpyOps):
+    def from_host(self, array):
+        return array.view(OnChip)
+
+    def to_host(self, array):
+        return np.asarray(array)
+
+    def embedding(self, table, token_ids, scale=1.0):
+        return super().embedding(table, token_ids, scale).view(OnChip)
+
+    def add(self, x, y):
+        return np.asarray(super().add(x, y))
+
+    def rms_norm(self, x, norm):
+        warnings.warn("rms_norm is not implemented for chip, falling back to the processor", stacklevel=1)
+        return super().rms_norm(x, norm).view(OnChip)
+
+    def linear(self, x, weight):
+        return super().linear(x, weight).view(OnChip)
+
+
+def test_what_the_host_computes_is_seen_by_where_it_lies_or_by_what_the_framework_says():
+    ops = PartlyOnTheHost()
+    assert findings(ops, "embedding")[""].fell_back == ""
+    assert "not on chip:0" in findings(ops, "add")[""].fell_back
+    assert "falling back" in findings(ops, "rms_norm")[""].fell_back
+    words = iter(["noise of the start", "W0101 missing XPU kernel: matmul, fallback to CPU one!\n"])
+    assert "matmul" in findings(ops, "linear", said=lambda: next(words, ""))[""].fell_back
+    assert all(found.outcome == "ok" for found in findings(ops, "add").values())
+
+
+def test_a_limit_that_the_backend_states_is_no_fault():
+    found = findings(NumpyOps(), "moe", {"moe": "the chip has no experts"})[""]
+    assert (found.outcome, found.reason) == ("limit", "moe: the chip has no experts")
+    assert findings(NumpyOps(), "add", {"primitives": "graphs only"})[""].outcome == "limit"
+
+
+def test_the_largest_size_is_timed_beside_what_must_move():
+    ops = NumpyOps()
+    bandwidth = copy_bandwidth(ops)
+    assert bandwidth is not None
+    check = next(check for check in CHECKS if check.primitive == "gather_rows")
+    found = examine(ops, check, SIZES[-1], {}, bandwidth)
+    assert found.floor_seconds == pytest.approx(2 * 64 * 70_001 * 4 / bandwidth)
+    assert found.ratio == pytest.approx(found.seconds / found.floor_seconds)
+    assert OpFinding(primitive="x", dtype="float32", size="large", outcome="ok", seconds=0.5, ratio=11).slow
+    assert not OpFinding(primitive="x", dtype="float32", size="large", outcome="ok", seconds=1e-6, ratio=11).slow
+
+
+PARTS = """
+import os, signal, time
+from fd_core.backends.contract import Availability, Backend
+from fd_core.ops.numpy_ops import NumpyOps
+
+class Ops(NumpyOps):
+    def rms_norm(self, x, norm):
+        raise NotImplementedError("no rms_norm yet")
+
+    def add(self, x, y):
+        return x + y + 1
+
+    def verify(self, sampled, drafts, num_drafts):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    def write_rows(self, x, rows, values):
+        time.sleep(600)
+
+class Chip(Backend):
+    name = "chip"
+
+    @classmethod
+    def probe(cls):
+        return Availability(True, "it is here")
+
+    def make_ops(self):
+        if self.config.dtype == "bfloat16":
+            raise OSError("libchip.so: cannot open")
+        return Ops()
+
+    def free_memory(self):
+        return 2**30
+"""
+
+
+def doctor(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command beside a plugin whose backend lacks things."""
+    Site(folder).install("fd-chip", GOOD.format(name="chip", module="fd_chip"), parts=PARTS)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
+        "COLUMNS": "200",
+        "FD_DOCTOR_PATIENCE": "6",
+    }
+    command = [sys.executable, "-m", "fd_core.cli", "doctor", *arguments]
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+
+
+ONLY = [word for name in ("rms_norm", "add", "gather_rows", "verify", "write_rows") for word in ("--only", name)]
+
+
+@pytest.mark.slow
+def test_the_command_names_what_is_ill_whatever_it_does_to_the_process(tmp_path):
+    run = doctor(tmp_path, "chip", *ONLY, "--json", "found.json")
+    assert run.returncode == 4, run.stdout + run.stderr
+    assert "Traceback" not in run.stdout + run.stderr
+    assert "chip: missing or wrong: rms_norm, add, write_rows, verify, make_ops" in run.stdout
+    found = json.loads((tmp_path / "found.json").read_text())["findings"]
+    outcomes = {(each["primitive"], each["dtype"], each["size"]): each["outcome"] for each in found}
+    assert [outcomes[name, "float32", "small"] for name in ("rms_norm", "add", "gather_rows", "verify")] == [
+        "missing",
+        "wrong",
+        "ok",
+        "crash",
+    ]
+    assert [outcomes["write_rows", "float32", size.name] for size in SIZES] == ["hang"] * 3
+    assert outcomes["make_ops", "bfloat16", ""] == "missing"
+    assert "signal 11" in run.stdout
+    assert "libchip.so: cannot open" in run.stdout
+
+
+def test_a_backend_that_is_well_ends_with_0(tmp_path):
+    run = doctor(tmp_path, "chip:dtype=float32", "--only", "gather_rows")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "all operations are there and right" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["nochip"], 4, "there is no backend called 'nochip'"),
+        (["chip:color=red"], 2, "'color=red' is not a setting"),
+        (["chip", "--only", "warp"], 2, "--only: 'warp' is not one of from_host"),
+        (["chip", "--json", "/nowhere/found.json"], 2, "cannot write /nowhere/found.json"),
+    ],
+)
+def test_what_cannot_be_examined_is_said_in_one_line(tmp_path, arguments, code, words):
+    run = doctor(tmp_path, *arguments)
+    assert (run.returncode, run.stdout.strip()) == (code, "")
+    assert words in run.stderr
+    assert len(run.stderr.splitlines()) == 1
