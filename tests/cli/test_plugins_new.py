@@ -119,32 +119,6 @@ def test_operations_and_fusions_conform(projects, framework):
     assert "emulated" in card
 
 
-@pytest.mark.parametrize(
-    ("kind", "flag", "part"),
-    [(PluginKind.SCHEDULER, "--scheduler", "budget or blocks"), (PluginKind.POSTPROCESS, "--postprocess", "")],
-)
-def test_the_law_is_kept(projects, kind, flag, part):
-    project, name = projects[kind, None], name_of(kind, None)
-    card = run(project, "-m", "fd_core.cli", "conformance", flag, name, "--quick", *(("-k", part) if part else ()))
-    assert f"{name} passes" in card
-    assert "0 failed" in card
-
-
-@pytest.mark.parametrize(
-    ("kind", "part", "least"),
-    [
-        (PluginKind.SCHEDULER, "golden", 5),
-        (PluginKind.POSTPROCESS, "flight", 3),
-        (PluginKind.STORE, "", 30),
-        (PluginKind.CONNECTOR, "garbage or whole_prompt", 4),
-        (PluginKind.ROUTER_POLICY, "", 7),
-    ],
-)
-def test_the_tests_of_the_project_pass(projects, kind, part, least):
-    said = run(projects[kind, None], "-m", "pytest", "-p", "no:cacheprovider", *(("-k", part) if part else ()))
-    assert int(re.search(r"(\d+) passed", said)[1]) >= least
-
-
 @pytest.mark.parametrize("framework, setting", [(Framework.TORCH, "DEVICE"), (Framework.ONNX, "PROVIDER")])
 def test_a_device_that_nothing_looks_for_is_not_available(tmp_path, framework, setting):
     project = write_project("mychip", PluginKind.BACKEND, framework, tmp_path).folder

@@ -1,44 +1,88 @@
-"""Plugins that documents write: their files as installed, and what the kit says of them."""
+"""Guides that lead to a plugin: their commands are run on their files, in their order."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+from tests.plugin_sites import installed
 
 ROOT = Path(__file__).parents[2]
 
+ELSEWHERE = ("hatch build", "fdcore serve")
+"""Commands that need a package index, or a model and for ever."""
 
-def run_document(name: str, folder: Path) -> str:
-    """Write the four files of `docs/NAME` as pip would install them, run its test file and return what it printed.
+SERVES = """
+import sys
+from pathlib import Path
 
-    Raises AssertionError unless everything passed, at least 30 cases.
+from fd_core.testing.golden import Golden
+from fd_core.testing.target import parse_target
+from fd_core.testing.texts import greedy, run
+
+field, name, folder = sys.argv[1:]
+target = parse_target("reference", Path(folder))
+golden = Golden(target)
+specs = [greedy(f"r{number}", range(number, number + 6), 40) for number in range(5)]
+with target.engine(3, golden.whole(specs), 0.3, pipeline_depth=2, **{field: name}) as engine:
+    golden.check(specs, run(engine, specs).tokens)
+    stats = engine.stats().scheduler
+    print(getattr(engine.info, field), stats.counters.preemptions > 0, engine.info.pipeline_depth)
+"""
+
+
+def follow(document: str, folder: Path) -> tuple[Path, list[tuple[str, str]]]:
+    """Follow `docs/DOCUMENT` from `folder`: write its files, run its commands.
+
+    Return the folder where it ends, and each command with what it printed. Raises AssertionError if one fails.
     """
-    document = (ROOT / "docs" / name).read_text()
-    files = dict(re.findall(r"`([\w./]+)`:\n\n```\w+\n(.*?)```\n", document, re.DOTALL))
-    assert len(files) == 4
-    for path, text in files.items():
-        (folder / path).parent.mkdir(exist_ok=True)
-        (folder / path).write_text(text)
-    [distribution] = re.findall(r'^name = "(.*)"', files["pyproject.toml"], re.MULTILINE)
-    info = folder / f"{distribution.replace('-', '_')}-0.1.0.dist-info"  # as pip would make it from pyproject.toml
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 0.1.0\n")
-    [entry] = re.findall(r"\[project.entry-points.(\w+)\]\n(.*)\n", files["pyproject.toml"])
-    (info / "entry_points.txt").write_text("[{}]\n{}\n".format(*entry).replace('"', ""))
-    [test] = [path for path in files if path.startswith("test_")]
-    temporary = folder / "temporary"
-    temporary.mkdir()
-    ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", test],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "TMPDIR": str(temporary)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout
-    assert int(re.search(r"(\d+) passed", ended.stdout)[1]) >= 30
-    return ended.stdout
+    text = (ROOT / "docs" / document).read_text()
+    said: list[tuple[str, str]] = []
+    for file, language, block in re.findall(r"(?:`([\w./]+)`:\n\n)?```(\w+)\n(.*?)```\n", text, re.DOTALL):
+        if file:
+            assert (folder / file).parent.is_dir()
+            (folder / file).write_text(block)
+        elif language == "sh":
+            for line in block.splitlines():
+                if line.startswith("cd "):
+                    folder /= line.removeprefix("cd ")
+                elif line.startswith("pip install -e"):
+                    installed(folder)
+                elif not line.startswith(ELSEWHERE):
+                    said.append((line, run_line(folder, line)))
+    return folder, said
+
+
+def run_line(folder: Path, line: str, code: int = 0) -> str:
+    """Run a command in a project that is installed and return what it printed; its exit code has to be `code`."""
+    program, *arguments = shlex.split(line, comments=True)
+    command = {"fdcore": [sys.executable, "-m", "fd_core.cli"], "pytest": [sys.executable, "-m", "pytest"]}
+    path = os.pathsep.join([str(folder), str(ROOT)])
+    # Of its own, as left_behind of a connector looks there, and short, as the paths of sockets have to be.
+    with tempfile.TemporaryDirectory(prefix="fd") as temporary:
+        ended = subprocess.run(
+            [*command.get(program, [program]), *arguments],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": path, "COLUMNS": "200", "TMPDIR": temporary},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert ended.returncode == code, f"{line}\n{ended.stdout}{ended.stderr}"
+    return ended.stdout + ended.stderr
+
+
+def serves(folder: Path, field: str, name: str) -> bool:
+    """Whether an engine with this setting serves the golden texts, with preemptions and steps in flight."""
+    line = shlex.join([sys.executable, "-c", SERVES, field, name, str(folder / "checkpoint")])
+    return run_line(folder, line) == f"{name} True 2\n"
+
+
+def passed(said: str) -> int:
+    """Return how many tests passed, by the last line of pytest."""
+    return int(re.findall(r"(\d+) passed", said)[-1])

@@ -1,11 +1,14 @@
-"""The connector that the document writes passes the kit, found through its entry point as a user's would be."""
+"""The guide for connectors leads to one that passes the kit, found through its entry point as a user's would be."""
 
 import pytest
 
-from tests.testing.documents import run_document
+from tests.testing.documents import follow, passed
 
 pytestmark = pytest.mark.slow
 
 
-def test_the_plugin_of_the_document_passes_the_kit(tmp_path):
-    run_document("write-a-connector.md", tmp_path)
+def test_the_guide_leads_to_a_connector_that_passes_the_kit(tmp_path):
+    _, said = follow("write-a-connector.md", tmp_path)
+    assert "nothing is wrong" in said[-2][1]
+    assert said[-1][0] == "pytest"
+    assert passed(said[-1][1]) >= 30

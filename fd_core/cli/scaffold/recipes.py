@@ -68,7 +68,7 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
             suffix="Scheduler",
             files={"scheduler.py": ("scheduler.py", "the scheduler: what each step computes")},
             summary="requests enter and leave together",
-            prove="fdcore conformance --scheduler $name   # does it keep the law? --quick takes seconds",
+            prove="fdcore conformance --scheduler $name   # does it keep the law? --quick takes a minute",
             use="fdcore serve smollm2 --scheduler $name",
             guide="write-a-scheduler.md",
         ),
