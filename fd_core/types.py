@@ -261,8 +261,11 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[float, ...] = ()
 
 
-class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """What one step delivered to one request."""
+class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
+    """What one step delivered to one request.
+
+    A step makes one for each request, and none is part of a cycle: the garbage collector leaves them alone.
+    """
 
     request_id: str
     token_ids: tuple[int, ...] = ()

@@ -6,6 +6,7 @@ gen; an error in one row never swallows another row.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -128,19 +129,18 @@ class OutputSide:
         stops = (block[:, :, None] == slots.stops[rows][:, None, :]).any(axis=2) & in_row
         stopped = stops.any(axis=1)
         counts = np.where(stopped, stops.argmax(axis=1).astype(np.int32) + 1, counts)
-        slots.num_tokens[rows] += counts
+        slots.append_tokens(rows, block, counts)
         self.counters.generated_tokens += int(counts.sum())
         full = slots.num_tokens[rows] >= slots.limit[rows]
         scores = _logprobs_by_slot(logprobs, slots.requests)
         deltas: list[Delta] = []
         ended: list[tuple[int, FinishReason]] = []
         ends = (stopped | full).tolist()
-        for index, (slot, count, delivered) in enumerate(
-            zip(rows.tolist(), counts.tolist(), block.tolist(), strict=True)
-        ):
+        # Tuples straight from memory: a list for each row would keep the garbage collector busy.
+        cells = struct.iter_unpack(f"{width}i", np.ascontiguousarray(block, np.int32).data)
+        for index, (slot, count, delivered) in enumerate(zip(rows.tolist(), counts.tolist(), cells, strict=True)):
             request = slots.request_in(slot)
-            token_ids = tuple(delivered if count == width else delivered[:count])
-            request.tokens.append(token_ids)
+            token_ids = delivered if count == width else delivered[:count]
             reason = None
             if ends[index]:
                 reason = FinishReason.STOP if stopped[index] else FinishReason.LENGTH

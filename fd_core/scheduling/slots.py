@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from fd_core.metrics import gauge
 from fd_core.scheduling.requests import Request
+from fd_core.scheduling.tokens import DeliveredTokens
 from fd_core.scheduling.victims import RunningRequests
 from fd_core.types import IntArray
 
@@ -45,7 +46,8 @@ class SlotStats(msgspec.Struct, frozen=True, kw_only=True):
 class SlotTable:
     """Columns over `num_slots` slots; private to one scheduler."""
 
-    def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int, step_tokens: int) -> None:
+        """`step_tokens` is the largest number of tokens that a step delivers to a slot."""
         self.num_slots = num_slots
         self.block_size = block_size
         self.requests: list[Request | None] = [None] * num_slots
@@ -64,6 +66,7 @@ class SlotTable:
         """Tokens of the request when it was admitted to the slot."""
         self.num_tokens = np.zeros(num_slots, np.int32)
         """Prompt and delivered tokens."""
+        self._delivered = DeliveredTokens(num_slots, step_tokens)
         self.num_planned = np.zeros(num_slots, np.int32)
         self.num_computed = np.zeros(num_slots, np.int32)
         self.num_settled = np.zeros(num_slots, np.int32)
@@ -110,6 +113,7 @@ class SlotTable:
         spec = request.spec
         self.requests[slot] = request
         request.slot = slot
+        request.tokens.attach(self._delivered, slot)
         self.running[slot] = True
         self.gen[slot] += 1
         self.arrival[slot] = request.arrival
@@ -128,8 +132,16 @@ class SlotTable:
         request = self.requests[slot]
         if request is not None:
             request.slot = None
+            request.tokens.detach()
         self.requests[slot] = None
         self.running[slot] = self.loading[slot] = self.draining[slot] = self.ended[slot] = False
+
+    def append_tokens(self, rows: npt.NDArray[np.intp], tokens: IntArray, counts: IntArray) -> None:
+        """Append to the request in each of the slots `rows` the first `counts` int32[n] of `tokens` int32[n, width]."""
+        for slot in self._delivered.crowded(rows, tokens.shape[1]):
+            self.request_in(slot).tokens.take_delivered()
+        self._delivered.append(rows, tokens, counts)
+        self.num_tokens[rows] += counts
 
     def append_blocks(self, slot: int, blocks: IntArray) -> int:
         """Extend the block table and return the entry at which `blocks` begin."""

@@ -175,4 +175,18 @@ MUTANTS = (
             "self.prompt_len + spec.params.max_tokens",
         ),
     ),
+    mutant(
+        "a-request-leaves-its-slot-without-its-last-tokens",
+        "4: a preempted request continues with all tokens that were delivered",
+        (
+            "scheduling/tokens.py",
+            "        self.take_delivered()\n        self._delivered, self._slot = None, -1\n",
+            "        self._delivered, self._slot = None, -1\n",
+        ),
+    ),
+    mutant(
+        "a-look-forgets-to-empty-the-row",
+        "4: a token is delivered once",
+        ("scheduling/tokens.py", "        self._counts[slot] = 0\n", ""),
+    ),
 )

@@ -186,9 +186,9 @@ MUTANTS = (
         "what-to-prefill-is-fixed-before-the-release",
         "1.4: what is to prefill on return is computed after the -9",
         (
-            OUTPUTS,
-            "            request.tokens.append(token_ids)\n",
-            "            if slots.running[slot]:\n                request.tokens.append(token_ids)\n",
+            "scheduling/slots.py",
+            "self._delivered.append(rows, tokens, counts)",
+            "self._delivered.append(rows, tokens, np.where(self.running[rows], counts, 0))",
         ),
     ),
     mutant(
@@ -311,8 +311,8 @@ MUTANTS = (
         "1.9: no negative id reaches a client",
         (
             OUTPUTS,
-            "token_ids = tuple(delivered if count == width else delivered[:count])",
-            "token_ids = tuple(delivered)",
+            "token_ids = delivered if count == width else delivered[:count]",
+            "token_ids = delivered",
         ),
     ),
 )

@@ -1,4 +1,4 @@
-"""The token buffer of a request: it grows in place, and what was seen of it never changes."""
+"""Tokens of requests: a buffer grows in place, what was seen of it never changes, and what a slot delivers is in it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fd_core.scheduling.requests import TokenBuffer
+from fd_core.scheduling.tokens import DeliveredTokens, TokenBuffer
 
 TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=150)
 
@@ -62,3 +62,49 @@ def test_a_short_answer_takes_no_room_for_a_long_one() -> None:
     assert len(TokenBuffer([1] * 10, 32_000)._data) < 200
     assert len(TokenBuffer([1] * 10, 12)._data) == 12
     assert len(TokenBuffer([1] * 10, 5)._data) == 10
+
+
+SLOTS, STEP_TOKENS = 3, 4
+DELIVERIES = st.lists(
+    st.lists(st.lists(st.integers(0, 99), max_size=STEP_TOKENS), min_size=SLOTS, max_size=SLOTS), max_size=60
+)
+
+
+@given(DELIVERIES, st.lists(st.integers(0, 59), max_size=4), st.lists(st.integers(0, 59), max_size=4))
+def test_what_steps_deliver_to_slots_stands_in_the_buffers(
+    steps: list[list[list[int]]], looks: list[int], moves: list[int]
+) -> None:
+    """Slot 0 hands its request on to a new one now and then; somebody looks at slot 1 now and then."""
+    delivered = DeliveredTokens(SLOTS, STEP_TOKENS)
+    buffers = [TokenBuffer([slot], 1000) for slot in range(SLOTS)]
+    expected = [[slot] for slot in range(SLOTS)]
+    left: list[tuple[TokenBuffer, list[int]]] = []
+    for slot, buffer in enumerate(buffers):
+        buffer.attach(delivered, slot)
+    for number, step in enumerate(steps):
+        rows = np.flatnonzero([bool(tokens) for tokens in step])
+        block = np.full((SLOTS, STEP_TOKENS), -1, np.int32)
+        for slot, tokens in enumerate(step):
+            block[slot, : len(tokens)] = tokens
+            expected[slot] += tokens
+        for slot in delivered.crowded(rows, STEP_TOKENS):
+            buffers[slot].take_delivered()
+        delivered.append(rows, block[rows], np.array([len(step[slot]) for slot in rows], np.int32))
+        assert [buffer.count for buffer in buffers] == [len(tokens) for tokens in expected]
+        if number in looks:
+            assert buffers[1].view().tolist() == expected[1]
+        if number in moves:
+            buffers[0].detach()
+            left.append((buffers[0], expected[0]))
+            buffers[0], expected[0] = TokenBuffer([7], 1000), [7]
+            buffers[0].attach(delivered, 0)
+    assert [buffer.view().tolist() for buffer in buffers] == expected
+    assert all(buffer.view().tolist() == tokens for buffer, tokens in left)
+
+
+def test_what_is_appended_comes_behind_what_was_delivered() -> None:
+    delivered, buffer = DeliveredTokens(1, 1), TokenBuffer([1], 10)
+    buffer.attach(delivered, 0)
+    delivered.append(np.array([0]), np.array([[2]], np.int32), np.array([1], np.int32))
+    buffer.append([3])
+    assert buffer.view().tolist() == [1, 2, 3]

@@ -1,0 +1,109 @@
+"""The tokens of requests: a buffer for each request, and one matrix for what steps deliver to all slots at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.types import IntArray, frozen
+
+__all__ = ["DeliveredTokens", "TokenBuffer"]
+
+_ROOM: Final = 64
+"""Tokens that fit behind the first ones before a buffer grows, and delivered ones before a buffer takes them."""
+
+
+class TokenBuffer:
+    """int32 token ids that are only ever appended, so that a view of the first ones never changes.
+
+    While its request holds a slot, the newest tokens may stand in the `DeliveredTokens` of the slots; whoever looks
+    sees them.
+    """
+
+    __slots__ = ("_data", "_delivered", "_slot", "_taken")
+
+    def __init__(self, tokens: Sequence[int] | IntArray, limit: int) -> None:
+        """`limit` is the number of tokens that the request may come to have; `tokens` are copied."""
+        self._taken = len(tokens)
+        self._data = np.empty(max(min(self._taken + _ROOM, limit), self._taken), np.int32)
+        self._data[: self._taken] = tokens
+        self._delivered: DeliveredTokens | None = None
+        self._slot = -1
+
+    @property
+    def count(self) -> int:
+        """Number of tokens."""
+        return self._taken + (0 if self._delivered is None else self._delivered.count(self._slot))
+
+    def append(self, token_ids: Sequence[int] | IntArray) -> None:
+        """Append token ids; views that were handed out before stay as they are."""
+        self.take_delivered()
+        self._append(token_ids)
+
+    def view(self, first: int = 0, upto: int | None = None) -> IntArray:
+        """Return int32[upto - first], read-only: the tokens from `first` to `upto`, which is the end if left out."""
+        self.take_delivered()
+        view: IntArray = frozen(self._data[first : self._taken if upto is None else upto].view())
+        return view
+
+    def attach(self, delivered: DeliveredTokens, slot: int) -> None:
+        """The request holds a slot from now on: its next tokens come by row `slot` of `delivered`."""
+        self._delivered, self._slot = delivered, slot
+
+    def detach(self) -> None:
+        """The request leaves its slot; all its tokens stand in the buffer afterwards."""
+        self.take_delivered()
+        self._delivered, self._slot = None, -1
+
+    def take_delivered(self) -> None:
+        """Take the tokens that stand in the row of the request's slot."""
+        if self._delivered is not None:
+            self._append(self._delivered.take(self._slot))
+
+    def _append(self, token_ids: Sequence[int] | IntArray) -> None:
+        count = self._taken + len(token_ids)
+        if count > len(self._data):
+            grown = np.empty(max(count, 2 * len(self._data)), np.int32)
+            grown[: self._taken] = self._data[: self._taken]
+            self._data = grown
+        self._data[self._taken : count] = token_ids
+        self._taken = count
+
+
+class DeliveredTokens:
+    """Tokens that steps delivered to the slots and that the buffers of their requests have not taken yet.
+
+    A step appends to thousands of requests. One write into one matrix costs less than a write into the buffer of each;
+    a buffer takes its row when somebody looks at its tokens, which is once in a KV block.
+    """
+
+    def __init__(self, num_slots: int, step_tokens: int) -> None:
+        """`step_tokens` is the largest number of tokens that a step delivers to a slot."""
+        self._tokens = np.zeros((num_slots, _ROOM + step_tokens), np.int32)
+        self._counts = np.zeros(num_slots, np.int32)
+
+    def count(self, slot: int) -> int:
+        """Number of tokens in row `slot`."""
+        return int(self._counts[slot])
+
+    def take(self, slot: int) -> IntArray:
+        """Return int32[count] of row `slot`, valid until the next `append`; the row is empty afterwards."""
+        count = self.count(slot)
+        self._counts[slot] = 0
+        row: IntArray = self._tokens[slot, :count]
+        return row
+
+    def crowded(self, rows: npt.NDArray[np.intp], width: int) -> list[int]:
+        """Return those of `rows` that have no room for `width` more tokens: their buffers have to take theirs first."""
+        slots: list[int] = rows[self._counts[rows] + width > self._tokens.shape[1]].tolist()
+        return slots
+
+    def append(self, rows: npt.NDArray[np.intp], tokens: IntArray, counts: IntArray) -> None:
+        """Append to each row of `rows` intp[n] the first `counts` int32[n] of its `tokens` int32[n, width]."""
+        first = self._counts[rows]
+        # Entries behind the count of a row are written, too: the next append writes over them.
+        self._tokens[rows[:, None], first[:, None] + np.arange(tokens.shape[1])] = tokens
+        self._counts[rows] = first + counts
