@@ -22,7 +22,8 @@ __all__ = ["CpuPaddleBackend", "PaddleBackend", "PaddleDevices", "paddle_devices
 _MARK: Final = "fd_core paddle devices:"
 _QUESTION: Final = f"""
 import json, paddle
-print({_MARK!r}, json.dumps([paddle.__version__, list(paddle.device.get_available_device())]))
+devices = list(paddle.device.get_available_device())
+print({_MARK!r}, json.dumps([paddle.__version__, devices, paddle.is_compiled_with_cuda()]))
 """
 _PATIENCE: Final = 60.0
 """Seconds; the import alone takes one to ten of them."""
@@ -35,6 +36,7 @@ class PaddleDevices:
     version: str
     names: tuple[str, ...] = ()
     """Devices beside the processor, such as `xpu:0` and `metax_gpu:1`."""
+    built_for_cuda: bool = True
     problem: str = ""
     """Why Paddle could not be asked; empty if it answered."""
 
@@ -62,8 +64,8 @@ def paddle_devices() -> PaddleDevices:
         return PaddleDevices("", problem=f"Paddle did not say within {_PATIENCE:.0f} s which devices there are")
     for line in answer.stdout.splitlines():
         if line.startswith(_MARK):
-            version, names = json.loads(line.removeprefix(_MARK))
-            return PaddleDevices(version, tuple(names))
+            version, names, built_for_cuda = json.loads(line.removeprefix(_MARK))
+            return PaddleDevices(version, tuple(names), built_for_cuda)
     errors = answer.stderr.strip().splitlines()
     cause = errors[-1] if errors else f"exit status {answer.returncode}"
     return PaddleDevices("", problem=f"Paddle failed when asked for its devices: {cause}")

@@ -98,12 +98,13 @@ def ask(monkeypatch, folder: Path, source: str) -> PaddleDevices:
 
 
 DEVICES = "class device:\n    get_available_device = staticmethod(lambda: ['chip:0', 'xpu:0', 'xpu:1'])\n"
+DEVICES += "is_compiled_with_cuda = lambda: False\n"
 
 
 def test_paddle_is_asked_in_another_process(monkeypatch, tmp_path):
     before = "paddle" in sys.modules
     found = ask(monkeypatch, tmp_path, f"print('noise')\n__version__ = '9.1'\n{DEVICES}")
-    assert found == PaddleDevices("9.1", ("chip:0", "xpu:0", "xpu:1"))
+    assert found == PaddleDevices("9.1", ("chip:0", "xpu:0", "xpu:1"), built_for_cuda=False)
     assert [found.count(device) for device in ("chip", "xpu", "cpu")] == [1, 2, 0]
     assert ("paddle" in sys.modules) == before
 

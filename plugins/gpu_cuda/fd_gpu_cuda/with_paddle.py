@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from fd_core.backends import paddle
 from fd_core.backends.contract import Availability
 from fd_core.backends.paddle import PaddleBackend
 
@@ -18,12 +19,29 @@ class CudaPaddleBackend(PaddleBackend):
     name: ClassVar[str] = "gpu_cuda+paddle"
     device: ClassVar[str] = "gpu"
     title: ClassVar[str] = "CUDA device"
-    paddle_hint: ClassVar[str] = "install a paddlepaddle-gpu of version 3.3 or later for your CUDA"
+    paddle_hint: ClassVar[str] = (
+        "pip install 'fd-core[paddle-gpu]' with the index of Paddle's own builds for your CUDA, "
+        "which www.paddlepaddle.org.cn/en/install/quick names"
+    )
     longest_sort: ClassVar[int | None] = None
     auto_rank: ClassVar[int] = 50
 
     @classmethod
     def probe(cls) -> Availability:
-        """Available where Paddle sees a device; it is asked in a process of its own, and only if the driver has one."""
+        """Available where a current Paddle for CUDA sees a device; it is asked only if the driver has one."""
         _, problem = device_problem()
-        return Availability(False, problem) if problem else super().probe()
+        if problem:
+            return Availability(False, problem)
+        if paddle.paddle_installed():
+            found = paddle.paddle_devices()
+            if _is_old(found.version):
+                return Availability(False, f"Paddle {found.version} is too old; {cls.paddle_hint}")
+            if not found.built_for_cuda:
+                return Availability(False, f"Paddle {found.version} is built for processors only; {cls.paddle_hint}")
+        return super().probe()
+
+
+def _is_old(version: str) -> bool:
+    """Whether a release is older than 3.3; builds from source call themselves 0.0.0."""
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    return (0, 0) < numbers < (3, 3)

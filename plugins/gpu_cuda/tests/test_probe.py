@@ -189,3 +189,22 @@ def test_paddle_is_asked_for_the_device_only_where_the_driver_has_one(monkeypatc
     monkeypatch.setattr(with_paddle, "device_problem", lambda: (1, ""))
     assert CudaPaddleBackend.probe().available
     assert CudaPaddleBackend(EngineConfig(model="x")).place == "gpu"
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (PaddleDevices("2.6.2", ("gpu:0",)), "Paddle 2.6.2 is too old; pip install 'fd-core[paddle-gpu]'"),
+        (PaddleDevices("3.3.1", (), built_for_cuda=False), "Paddle 3.3.1 is built for processors only; pip install"),
+        (PaddleDevices("3.10.0", ("gpu:0",)), "Paddle 3.10.0 drives 1 CUDA device"),
+        (PaddleDevices("0.0.0", ("gpu:0",)), "Paddle 0.0.0 drives 1 CUDA device"),
+        (PaddleDevices("", problem="the import failed"), "the import failed"),
+    ],
+)
+def test_an_old_paddle_and_one_for_processors_are_named(
+    found: PaddleDevices, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fd_core.backends.paddle.paddle_installed", lambda: True)
+    monkeypatch.setattr("fd_core.backends.paddle.paddle_devices", lambda: found)
+    monkeypatch.setattr(with_paddle, "device_problem", lambda: (1, ""))
+    assert CudaPaddleBackend.probe().reason.startswith(words)
