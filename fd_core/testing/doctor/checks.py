@@ -183,7 +183,15 @@ def _write_kv(ops: Ops, size: Size) -> Prepared:
     layer = _layer(ops, size)
     _, k, v = _heads(ops, layer)
     moved = 4 * layer.tokens * layer.g.kv_heads * layer.g.d * _width(ops)
-    return Prepared(lambda: ops.write_kv(layer.kv, k, v, layer.step.kv_slots), moved, lambda _: [_exported(ops, layer)])
+    g = layer.g
+
+    def written(_: Any) -> list[Array]:
+        # What follows a context in its last block means nothing; a pack may clear it.
+        held = np.asarray(ops.to_host(_exported(ops, layer))).reshape(-1, 2, 2, g.block_size, g.kv_heads * g.d)
+        by_place = held[:, 1].swapaxes(1, 2).reshape(-1, 2 * g.kv_heads * g.d)
+        return [ops.from_host(by_place[np.asarray(ops.to_host(layer.step.kv_slots))])]
+
+    return Prepared(lambda: ops.write_kv(layer.kv, k, v, layer.step.kv_slots), moved, written)
 
 
 def _blocks(layer: LayerOn) -> npt.NDArray[Any]:
