@@ -79,10 +79,8 @@ class ContinuousBatchingScheduler(Scheduler):
         limits, policy, hasher, drafts = setup.limits, setup.policy, setup.hasher, setup.drafts
         self._recorder = Recorder() if setup.kv_events else None
         self._pool = pool = BlockPool(limits.num_kv_blocks, self._recorder)
+        self._slots = slots = SlotTable(limits.max_num_seqs, limits.max_model_len, limits.block_size)
         self._drafts = drafts = drafts or DraftControl(limits.max_num_seqs, 0, 0)
-        self._slots = slots = SlotTable(
-            limits.max_num_seqs, limits.max_model_len, limits.block_size, 1 + drafts.max_drafts
-        )
         self._waiting = waiting = WaitingQueue(policy)
         self._prefixes = prefixes = Prefixes(hasher, pool, self._recorder, waiting.wake)
         self._operations = KVOperations(pool)

@@ -46,8 +46,7 @@ class SlotStats(msgspec.Struct, frozen=True, kw_only=True):
 class SlotTable:
     """Columns over `num_slots` slots; private to one scheduler."""
 
-    def __init__(self, num_slots: int, max_model_len: int, block_size: int, step_tokens: int) -> None:
-        """`step_tokens` is the largest number of tokens that a step delivers to a slot."""
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
         self.num_slots = num_slots
         self.block_size = block_size
         self.requests: list[Request | None] = [None] * num_slots
@@ -66,7 +65,7 @@ class SlotTable:
         """Tokens of the request when it was admitted to the slot."""
         self.num_tokens = np.zeros(num_slots, np.int32)
         """Prompt and delivered tokens."""
-        self._delivered = DeliveredTokens(num_slots, step_tokens)
+        self._delivered = DeliveredTokens(num_slots)
         self.num_planned = np.zeros(num_slots, np.int32)
         self.num_computed = np.zeros(num_slots, np.int32)
         self.num_settled = np.zeros(num_slots, np.int32)

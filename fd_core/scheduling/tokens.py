@@ -13,7 +13,8 @@ from fd_core.types import IntArray, frozen
 __all__ = ["DeliveredTokens", "TokenBuffer"]
 
 _ROOM: Final = 64
-"""Tokens that fit behind the first ones before a buffer grows, and delivered ones before a buffer takes them."""
+"""Tokens that fit behind the first ones before a buffer grows, and delivered ones before a buffer takes them; no step
+delivers as many to one slot."""
 
 
 class TokenBuffer:
@@ -80,9 +81,8 @@ class DeliveredTokens:
     a buffer takes its row when somebody looks at its tokens, which is once in a KV block.
     """
 
-    def __init__(self, num_slots: int, step_tokens: int) -> None:
-        """`step_tokens` is the largest number of tokens that a step delivers to a slot."""
-        self._tokens = np.zeros((num_slots, _ROOM + step_tokens), np.int32)
+    def __init__(self, num_slots: int) -> None:
+        self._tokens = np.zeros((num_slots, _ROOM), np.int32)
         self._counts = np.zeros(num_slots, np.int32)
 
     def count(self, slot: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fd_core.scheduling.tokens import DeliveredTokens, TokenBuffer
@@ -70,12 +70,13 @@ DELIVERIES = st.lists(
 )
 
 
+@example([[[1, 2, 3, 4]] * SLOTS] * 40, [], [30])
 @given(DELIVERIES, st.lists(st.integers(0, 59), max_size=4), st.lists(st.integers(0, 59), max_size=4))
 def test_what_steps_deliver_to_slots_stands_in_the_buffers(
     steps: list[list[list[int]]], looks: list[int], moves: list[int]
 ) -> None:
     """Slot 0 hands its request on to a new one now and then; somebody looks at slot 1 now and then."""
-    delivered = DeliveredTokens(SLOTS, STEP_TOKENS)
+    delivered = DeliveredTokens(SLOTS)
     buffers = [TokenBuffer([slot], 1000) for slot in range(SLOTS)]
     expected = [[slot] for slot in range(SLOTS)]
     left: list[tuple[TokenBuffer, list[int]]] = []
@@ -103,7 +104,7 @@ def test_what_steps_deliver_to_slots_stands_in_the_buffers(
 
 
 def test_what_is_appended_comes_behind_what_was_delivered() -> None:
-    delivered, buffer = DeliveredTokens(1, 1), TokenBuffer([1], 10)
+    delivered, buffer = DeliveredTokens(1), TokenBuffer([1], 10)
     buffer.attach(delivered, 0)
     delivered.append(np.array([0]), np.array([[2]], np.int32), np.array([1], np.int32))
     buffer.append([3])
