@@ -128,13 +128,13 @@ class EngineClient(abc.ABC):
         if not self.alive and not self._interrupted:
             raise EngineDead(self._death)
         known = [request_id for request_id in dict.fromkeys(request_ids) if request_id in self._ledger]
-        if not self.alive:
-            # No engine has them, so they end here.
-            for request_id in known:
-                self._hand_on(Delta(request_id, finish_reason=FinishReason.ABORT))
-        elif known:
-            self._ledger.aborting(known)
-            self._send(Abort(tuple(known)))
+        asked = [request_id for request_id in known if self.alive and not self._ledger.held(request_id)]
+        # No engine has the others, so they end here.
+        for request_id in set(known).difference(asked):
+            self._hand_on(Delta(request_id, finish_reason=FinishReason.ABORT))
+        if asked:
+            self._ledger.aborting(asked)
+            self._send(Abort(tuple(asked)))
         return known
 
     def abort_all(self) -> list[str]:
@@ -199,6 +199,7 @@ class EngineClient(abc.ABC):
             if delta.finish_reason is not None:
                 self._left.discard(delta.request_id)
             self._hand_on(delta)
+        self._try_next_suspect()
 
     def _hand_on(self, delta: Delta) -> None:
         seen = self._ledger.deliver(delta)
@@ -207,9 +208,14 @@ class EngineClient(abc.ABC):
         streams, name = self._streams, delta.request_id
         (streams[name] if seen.finish_reason is None else streams.pop(name)).push(seen)
 
+    def _try_next_suspect(self) -> None:
+        if (suspect := self._ledger.next_suspect()) is not None:
+            self._send(Submit(suspect))
+
     def _leave(self, request_id: str) -> None:
+        known = self.alive and not self._ledger.held(request_id)
         self._ledger.drop(request_id)
-        if self._streams.pop(request_id, None) is not None and self.alive:
+        if self._streams.pop(request_id, None) is not None and known:
             self._left.add(request_id)
             self._send(Abort((request_id,)))
 

@@ -19,7 +19,9 @@ __all__ = ["MAX_DEATHS", "MAX_DEATHS_IN_VAIN", "RequestLedger"]
 
 MAX_DEATHS_IN_VAIN = 2
 """A request is given up when so many epochs gave it a slot and died before they gave it a token: the request may be
-what kills them. Epochs in which it only waited do not count, and an epoch that gives it a token resets the count."""
+what kills them. Epochs in which it only waited do not count, and an epoch that gives it a token resets the count.
+After the first of these deaths the request is a suspect. An epoch gets one suspect at a time, so that a request which
+merely ran beside the cause is not given up with it."""
 MAX_DEATHS = 5
 """A request is given up when so many epochs died before its end, whether it waited or ran and got tokens or not."""
 
@@ -41,12 +43,21 @@ class _LiveRequest:
     in_vain: int = 0
     """Epochs since the last token that gave it a slot and died."""
 
+    @property
+    def suspected(self) -> bool:
+        """Whether the request may be what killed the epoch before, and has not got a token since."""
+        return self.in_vain > 0 and not self.advanced
+
 
 class RequestLedger:
     """The requests that were begun and have not ended, in order of arrival."""
 
     def __init__(self) -> None:
         self._entries: dict[str, _LiveRequest] = {}
+        self._held: list[str] = []
+        """Suspects that the current epoch does not know yet, in order of arrival."""
+        self._tried = ""
+        """The suspect that the current epoch was given last."""
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._entries
@@ -76,13 +87,17 @@ class RequestLedger:
             entry.delivered += delta.token_ids
             entry.advanced = True
         if delta.finish_reason is not None:
-            del self._entries[delta.request_id]
+            self.drop(delta.request_id)
         if delta.cached_tokens is None:
             return delta
         if entry.told_cached:
             return msgspec.structs.replace(delta, cached_tokens=None)
         entry.told_cached = True
         return delta
+
+    def held(self, request_id: str) -> bool:
+        """Whether a request is live, but unknown to the current epoch."""
+        return request_id in self._held
 
     def aborting(self, request_ids: Iterable[str]) -> None:
         """The engine was asked to abort these requests; if it dies first, they end as aborted all the same."""
@@ -92,19 +107,38 @@ class RequestLedger:
     def drop(self, request_id: str) -> None:
         """Forget a request that nobody reads any more, or that was ended elsewhere."""
         self._entries.pop(request_id, None)
+        if request_id in self._held:
+            self._held.remove(request_id)
 
     def died(self, reason: str) -> list[Delta]:
         """The epoch died of `reason`; return the last deltas of the requests that no other epoch gets."""
-        ends = [end for entry in self._entries.values() if (end := _end_by_death(entry, reason)) is not None]
+        known = [entry for name, entry in self._entries.items() if name not in self._held]
+        ends = [end for entry in known if (end := _end_by_death(entry, reason)) is not None]
         for end in ends:
             del self._entries[end.request_id]
+        self._held = []
         return ends
 
     def resubmissions(self) -> list[RequestSpec]:
-        """Return the requests for a new epoch, with the tokens delivered so far, in order of arrival."""
-        return [
-            msgspec.structs.replace(entry.spec, delivered=tuple(entry.delivered)) for entry in self._entries.values()
-        ]
+        """Return the requests for a new epoch, with the tokens delivered so far, in order of arrival.
+
+        Of the suspects only the first is among them; `next_suspect` returns the others.
+        """
+        suspects = [name for name, entry in self._entries.items() if entry.suspected]
+        self._tried, self._held = (suspects[0], suspects[1:]) if suspects else ("", [])
+        later = set(self._held)
+        return [_resumed(entry) for name, entry in self._entries.items() if name not in later]
+
+    def next_suspect(self) -> RequestSpec | None:
+        """Return the suspect that the current epoch is to try next; None while it tries one, or if none is left."""
+        if not self._held or ((tried := self._entries.get(self._tried)) is not None and tried.suspected):
+            return None
+        self._tried = self._held.pop(0)
+        return _resumed(self._entries[self._tried])
+
+
+def _resumed(entry: _LiveRequest) -> RequestSpec:
+    return msgspec.structs.replace(entry.spec, delivered=tuple(entry.delivered))
 
 
 def _end_by_death(entry: _LiveRequest, reason: str) -> Delta | None:

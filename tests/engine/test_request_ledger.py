@@ -95,6 +95,52 @@ def test_a_request_is_given_up_after_epochs_that_gave_it_a_slot_and_no_token() -
     assert [spec.request_id for spec in ledger.resubmissions()] == ["b", "c"], "b got on in the first of them, c waited"
 
 
+def test_an_epoch_tries_one_suspect_at_a_time() -> None:
+    """All entered in the same step, which b does not survive: a and c are not given up with it."""
+    ledger = RequestLedger()
+    for spec in (A, B, C):
+        ledger.begin(spec)
+    ledger.admitted("abc")
+    assert ledger.died("it burns") == []
+    assert [spec.request_id for spec in ledger.resubmissions()] == ["a"]
+    assert [ledger.held(name) for name in "abc"] == [False, True, True]
+    assert ledger.next_suspect() is None, "a got no token yet"
+    ledger.deliver(Delta("a", (7,)))
+    assert ledger.next_suspect() == B
+    assert ledger.next_suspect() is None
+    ledger.admitted("ab")
+    (end,) = ledger.died("it burns")
+    assert (end.request_id, end.finish_reason) == ("b", FinishReason.ERROR)
+    assert [(spec.request_id, spec.delivered) for spec in ledger.resubmissions()] == [("a", (7,)), ("c", ())]
+    assert ledger.next_suspect() is None
+
+
+def test_a_suspect_that_ends_makes_way_and_one_that_was_left_is_not_tried() -> None:
+    ledger = RequestLedger()
+    for spec in (A, B, C):
+        ledger.begin(spec)
+    ledger.admitted("abc")
+    ledger.died("it burns")
+    ledger.resubmissions()
+    ledger.drop("b")
+    ledger.deliver(Delta("a", finish_reason=FinishReason.ABORT))
+    assert ledger.next_suspect() == C
+    assert ledger.next_suspect() is None
+
+
+def test_who_is_held_back_does_not_grow_old_with_epochs_that_never_knew_it() -> None:
+    ledger = RequestLedger()
+    for spec in (A, B):
+        ledger.begin(spec)
+    ledger.admitted("ab")
+    ledger.died("it burns")
+    while "a" in ledger:
+        assert [spec.request_id for spec in ledger.resubmissions()] == ["a"]
+        assert all(end.request_id == "a" for end in ledger.died("of something else"))
+    assert [spec.request_id for spec in ledger.resubmissions()] == ["b"]
+    assert ledger.died("of something else") == []
+
+
 def test_a_request_is_given_up_after_many_deaths_even_if_each_epoch_gave_it_a_token() -> None:
     ledger = RequestLedger()
     ledger.begin(A)

@@ -230,6 +230,28 @@ def test_a_request_that_kills_engines_is_given_up_and_others_go_on(faults: Fault
     run_test(main)
 
 
+@pytest.mark.parametrize("where", ["process", "inproc"])
+def test_who_enters_in_the_same_step_as_a_request_that_kills_engines_is_not_given_up(
+    faults: Faults, where: str
+) -> None:
+    faults.arm(*["kill" if where == "process" else "raise"] * 9, token=POISON, position=2)
+    poison = greedy("poison", [1, 2, POISON], 5)
+    # One comes before it and one behind it.
+    others = [LONG, greedy("late", range(7), 30)]
+
+    async def main() -> None:
+        async with opened(where) as client:
+            first, victim, second = await asyncio.gather(
+                *(read(client, spec) for spec in (others[0], poison, others[1]))
+            )
+            expected = golden(others)
+            assert (first.tokens, second.tokens) == (expected["long"], expected["late"])
+            assert (victim.tokens, victim.end) == ([], FinishReason.ERROR)
+            assert client.active_requests == 0
+
+    run_test(main)
+
+
 def test_requests_end_when_no_engine_can_be_started(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     faults.arm("load")
     monkeypatch.setattr(restarting, "_RESTART_SECONDS", 0.01)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import msgspec
 import pytest
@@ -42,6 +42,19 @@ class Client(EngineClient):
 
     def _send(self, message: ClientMessage) -> None:
         self.sent.append(message)
+
+
+def with_b_held_back() -> tuple[Client, AsyncIterator[Delta], AsyncIterator[Delta]]:
+    """Return a client and its streams: an epoch died before the first tokens of a and b, and the next one tries a."""
+    client = Client()
+    a, b = client.submit(A), client.submit(B)
+    client._dispatch(StepEvents([], admitted=("a", "b"), epoch=1))
+    client.die()
+    client.sent.clear()
+    client.come_up(2)
+    assert client.sent == [Submit(A)]
+    client.sent.clear()
+    return client, a, b
 
 
 def in_a_loop(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
@@ -97,6 +110,27 @@ async def test_between_epochs_an_abort_ends_at_once_and_who_leaves_is_forgotten(
     client.sent.clear()
     client.come_up(2)
     assert (client.sent, client.active_requests, client.requests_requeued) == ([], 0, 0)
+
+
+@in_a_loop
+async def test_a_suspect_that_is_held_back_is_tried_behind_the_one_before_it() -> None:
+    client, _, _ = with_b_held_back()
+    client.hear(2, Delta("a", (7,)))
+    assert client.sent == [Submit(B)]
+
+
+@in_a_loop
+async def test_a_suspect_that_is_held_back_ends_at_once_when_it_is_aborted_or_left() -> None:
+    client, a, b = with_b_held_back()
+    assert client.abort(["b", "a"]) == ["b", "a"]
+    assert [delta.finish_reason async for delta in b] == [FinishReason.ABORT]
+    assert client.sent == [Abort(("a",))]
+    client.hear(2, Delta("a", finish_reason=FinishReason.ABORT))
+    assert [delta.finish_reason async for delta in a] == [FinishReason.ABORT]
+    assert client.active_requests == 0
+    client, _, b = with_b_held_back()
+    await b.aclose()  # type: ignore[attr-defined]
+    assert (client.sent, client.active_requests) == ([], 1)
 
 
 @in_a_loop

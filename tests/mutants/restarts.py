@@ -26,7 +26,7 @@ MUTANTS = (
     mutant(
         "what-ended-is-asked-again",
         "1.8: only what had not ended is requeued",
-        (LEDGER, "        if delta.finish_reason is not None:\n            del self._entries[delta.request_id]\n", ""),
+        (LEDGER, "        if delta.finish_reason is not None:\n            self.drop(delta.request_id)\n", ""),
     ),
     mutant(
         "an-abort-is-forgotten-with-the-epoch",
@@ -42,6 +42,16 @@ MUTANTS = (
         "who-waited-is-blamed",
         "1.8: requeued, unless it may be the cause",
         (LEDGER, "    elif entry.admitted:\n", "    else:\n"),
+    ),
+    mutant(
+        "all-suspects-enter-together",
+        "1.8: requeued, unless it may be the cause",
+        (LEDGER, "(suspects[0], suspects[1:]) if suspects else", "(suspects[0], []) if suspects else"),
+    ),
+    mutant(
+        "a-suspect-is-held-back-for-ever",
+        "1.8: requeued or ended with an error",
+        (STREAMS, "        self._try_next_suspect()\n\n", "\n"),
     ),
     mutant(
         "a-dead-epoch-is-still-heard",
