@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from collections.abc import Generator
 
-if TYPE_CHECKING:
-    import pytest
+import pytest
 
-__all__ = ["pytest_addoption", "pytest_configure"]
+__all__ = ["pytest_addoption", "pytest_configure", "pytest_runtest_makereport"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,3 +41,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Name the marker with which tests say which rules of `fd_core.testing.law` they hold."""
     config.addinivalue_line("markers", "law(rule, ...): holds these rules of the law, docs/law.md")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add to the report of a failed test the rules that it holds, word for word."""
+    report = yield
+    rules = [rule for mark in item.iter_markers("law") for rule in mark.args]
+    if rules and call.when == "call" and report.failed:
+        from fd_core.testing.law import RULES
+
+        report.sections.append(("the law", "\n".join(f"{rule}: {RULES[rule]}" for rule in rules)))
+    return report

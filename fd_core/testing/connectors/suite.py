@@ -130,6 +130,7 @@ class ConnectorSuite:
 
     # Values
 
+    @pytest.mark.law("6.2")
     def test_values_arrive_as_they_were_sent_in_any_order(self, open_both: OpenBoth) -> None:
         @settings(max_examples=self.examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
         @given(
@@ -145,6 +146,7 @@ class ConnectorSuite:
 
         run()
 
+    @pytest.mark.law("6.2")
     def test_values_stay_as_they_are_until_they_are_done(self, open_both: OpenBoth) -> None:
         inbox, outbox = open_both()
         sent = {index: value_of(index, 5000) for index in PIECES[:WINDOW]}
@@ -154,12 +156,14 @@ class ConnectorSuite:
             assert bytes(taken.pop(index)) == value, f"piece {index} changed before it was done"
             inbox.done(index, told[index].reference)
 
+    @pytest.mark.law("6.2")
     def test_a_whole_prompt_arrives(self, open_both: OpenBoth) -> None:
         inbox, outbox = open_both()
         sizes = [VALUE_BYTES, *(VALUE_BYTES - index * 4093 for index in PIECES[1:])]
         values = [value_of(index, size) for index, size in zip(PIECES, sizes, strict=True)]
         carry(inbox, outbox, values, PIECES.start, WINDOW, random.Random(1))  # noqa: S311
 
+    @pytest.mark.law("6.2")
     def test_parts_of_every_kind_are_joined_in_order(self, open_both: OpenBoth) -> None:
         inbox, outbox = open_both()
         block = np.arange(256, dtype=np.uint8).reshape(16, 16).data
@@ -175,6 +179,7 @@ class ConnectorSuite:
         value = inbox.take(PIECES.start, reference, [bytes(frame) for frame in frames])
         assert bytes(value) == b"".join(bytes(part) for part in kinds)
 
+    @pytest.mark.law("6")
     def test_a_value_over_the_limit_is_refused_and_harms_no_other(self, open_both: OpenBoth) -> None:
         inbox, outbox = open_both(value_bytes=1000)
         first = put(outbox, 3, value_of(3, 1000))
@@ -184,22 +189,26 @@ class ConnectorSuite:
         assert bytes(inbox.take(4, *second)) == value_of(4, 1000)
         assert bytes(inbox.take(3, *first)) == value_of(3, 1000)
 
+    @pytest.mark.law("6")
     def test_frames_over_the_limit_are_refused(self, open_both: OpenBoth) -> None:
         inbox, _ = open_both(value_bytes=1000)
         with pytest.raises(ConnectorError):
             inbox.take(3, b"", [bytes(1000), bytes(1)])
 
+    @pytest.mark.law("6.2")
     def test_a_piece_may_be_taken_again_until_it_is_done(self, open_both: OpenBoth) -> None:
         inbox, outbox = open_both()
         there = put(outbox, 3, value_of(3, 1000))
         assert bytes(inbox.take(3, *there)) == bytes(inbox.take(3, *there)) == value_of(3, 1000)
 
+    @pytest.mark.law("6.1")
     def test_leases_do_not_mix(self, open_both: OpenBoth) -> None:
         both = [open_both() for _ in range(3)]
         there = [put(outbox, 3, value_of(number, 1000)) for number, (_, outbox) in enumerate(both)]
         for number, (inbox, _) in reversed(list(enumerate(both))):
             assert bytes(inbox.take(3, *there[number])) == value_of(number, 1000)
 
+    @pytest.mark.law("6.1")
     def test_one_connector_serves_threads_with_a_lease_each(self, recipe: Recipe) -> None:
         decode, prefill = make_connector(recipe), make_connector(recipe)
         problems: list[BaseException] = []
@@ -226,6 +235,7 @@ class ConnectorSuite:
 
     # What others send
 
+    @pytest.mark.law("6")
     def test_garbage_for_a_piece_is_refused_and_harms_no_other(self, open_both: OpenBoth) -> None:
         inbox, outbox = open_both(value_bytes=1000)
         values = {index: value_of(index, 1000 - index) for index in PIECES[:WINDOW]}
@@ -249,6 +259,7 @@ class ConnectorSuite:
         for index, value in values.items():
             assert bytes(inbox.take(index, *there[index])) == value
 
+    @pytest.mark.law("6")
     def test_a_garbage_address_is_refused_or_leads_nowhere(
         self, sides: tuple[Connector, Connector], open_both: OpenBoth
     ) -> None:
@@ -273,6 +284,7 @@ class ConnectorSuite:
         run()
         assert bytes(inbox.take(3, *there)) == value_of(3, 1000)
 
+    @pytest.mark.law("6")
     def test_the_address_of_another_lease_gives_no_way_into_it(
         self, sides: tuple[Connector, Connector], open_both: OpenBoth
     ) -> None:
@@ -289,6 +301,7 @@ class ConnectorSuite:
 
     # The end
 
+    @pytest.mark.law("6.1")
     def test_a_closed_inbox_gives_nothing(self, open_both: OpenBoth) -> None:
         inbox, outbox = open_both()
         there = put(outbox, 3, value_of(3, 1000))
@@ -297,6 +310,7 @@ class ConnectorSuite:
         with pytest.raises(ConnectorError):
             inbox.take(3, *there)
 
+    @pytest.mark.law("6.1")
     def test_a_closed_outbox_takes_nothing(self, open_both: OpenBoth) -> None:
         _, outbox = open_both()
         outbox.close()
@@ -304,6 +318,7 @@ class ConnectorSuite:
         with pytest.raises(ConnectorError):
             outbox.put(3, [b"value"])
 
+    @pytest.mark.law("6.2")
     def test_late_writes_harm_no_later_lease(self, open_both: OpenBoth) -> None:
         inbox, late = open_both()
         put(late, 3, value_of(3, VALUE_BYTES))
@@ -316,6 +331,7 @@ class ConnectorSuite:
         for index, each in zip(PIECES, there, strict=False):
             assert bytes(inbox.take(index, *each)) == value_of(index, VALUE_BYTES)
 
+    @pytest.mark.law("6.1")
     def test_a_lease_may_end_with_pieces_on_their_way(self, open_both: OpenBoth) -> None:
         inbox, outbox = open_both()
         there = [put(outbox, index, value_of(index, 1000)) for index in PIECES[:WINDOW]]
@@ -324,6 +340,7 @@ class ConnectorSuite:
         outbox.close()
         del held
 
+    @pytest.mark.law("6.3")
     @pytest.mark.parametrize("told", [0, 2, WINDOW], ids=lambda told: f"{told} of {WINDOW} pieces announced")
     def test_the_prefill_side_is_killed(self, recipe: Recipe, doomed: FarSide, told: int) -> None:
         decode = make_connector(recipe)
@@ -337,6 +354,7 @@ class ConnectorSuite:
         inbox.close()
         decode.close()
 
+    @pytest.mark.law("6.3")
     @pytest.mark.parametrize("taken", [0, 2])
     def test_the_decode_side_is_killed(self, recipe: Recipe, doomed: FarSide, taken: int) -> None:
         prefill = make_connector(recipe)
@@ -352,6 +370,7 @@ class ConnectorSuite:
         outbox.close()
         prefill.close()
 
+    @pytest.mark.law("6.3")
     def test_the_decode_side_is_gone_before_the_prefill_side_begins(self, recipe: Recipe, doomed: FarSide) -> None:
         lease, prefill = new_lease(), make_connector(recipe)
         decode = doomed.make(recipe)
@@ -361,6 +380,7 @@ class ConnectorSuite:
             prefill.open_outbox(lease, address, window=WINDOW, value_bytes=VALUE_BYTES).close()
         prefill.close()
 
+    @pytest.mark.law("6")
     def test_no_call_waits_for_a_side_that_stands_still(self, recipe: Recipe, doomed: FarSide) -> None:
         prefill = make_connector(recipe)
         inbox, outbox = _opened(doomed.make(recipe), prefill)

@@ -96,6 +96,7 @@ class RouterPolicySuite:
         )
         return RoutingContext(candidates, tokens, keys if prefix else (), session, number, now)
 
+    @pytest.mark.law("7.2")
     def test_it_chooses_a_candidate_and_equal_calls_give_equal_answers(self) -> None:
         @settings(max_examples=self.examples, deadline=None, suppress_health_check=list(HealthCheck))
         @given(calls=st.lists(_calls | _departures, min_size=1, max_size=8), shift=st.integers(1, 1000))
@@ -124,6 +125,7 @@ class RouterPolicySuite:
 
         check()
 
+    @pytest.mark.law("7.2")
     @pytest.mark.parametrize("number", [0.0, 0.5, 1 - 2**-53])
     def test_the_only_candidate_is_chosen_whatever_it_carries(self, number: float) -> None:
         policy = self.new_policy()
@@ -131,6 +133,7 @@ class RouterPolicySuite:
             context = self.shown([(_worker(0, 0), load, 0)], number, "s")
             assert policy.choose(context) is context.candidates[0]
 
+    @pytest.mark.law("7.1")
     def test_it_forgets_workers_that_are_gone_and_requests_that_are_long_past(self) -> None:
         policy = self.new_policy()
         policy.choose(self.shown([(_worker(0, 0), IDLE, 0)]))
@@ -143,6 +146,7 @@ class RouterPolicySuite:
         grown = _holdings(policy) - before
         assert grown < _CONSTANT, f"it holds {grown} objects more after {_REQUESTS} requests and as many workers"
 
+    @pytest.mark.law("7.1")
     @pytest.mark.parametrize("pair", [False, True], ids=["mixed", "pair"])
     def test_the_router_serves_with_it_and_counts_to_zero(self, pair: bool) -> None:
         router = Router(self.router_config(), lambda name: self.policy_class())

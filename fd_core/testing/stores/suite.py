@@ -82,12 +82,14 @@ class StoreSuite:
 
     # Values
 
+    @pytest.mark.law("5.2")
     def test_what_was_never_put_is_absent(self, store: KVStore, back_door: BackDoor) -> None:
         assert store.get([A, B], LIMIT, TIMEOUT) == [None, None]
         assert store.longest_prefix([A, B], LIMIT, TIMEOUT) == 0
         assert store.delete([A, B], TIMEOUT) == 0
         assert back_door.read(A) is None
 
+    @pytest.mark.law("5.2")
     @pytest.mark.parametrize("length", [0, 1, 63, 720 * 1024, LIMIT])
     def test_a_value_comes_back_byte_for_byte(self, store: KVStore, back_door: BackDoor, length: int) -> None:
         value = value_of(A, length)
@@ -96,12 +98,14 @@ class StoreSuite:
         assert as_bytes(store.get([A], LIMIT, TIMEOUT)) == [value]
         assert store.longest_prefix([A], LIMIT, TIMEOUT) == 1
 
+    @pytest.mark.law("5.2")
     @pytest.mark.parametrize("length", [0, 1, 720 * 1024, LIMIT])
     def test_what_others_wrote_is_read(self, store: KVStore, back_door: BackDoor, length: int) -> None:
         back_door.write(A, value_of(A, length))
         assert as_bytes(store.get([A], LIMIT, TIMEOUT)) == [value_of(A, length)]
         assert store.longest_prefix([A], LIMIT, TIMEOUT) == 1
 
+    @pytest.mark.law("5.4")
     def test_a_value_over_the_limit_is_absent(self, store: KVStore, back_door: BackDoor) -> None:
         back_door.write(A, value_of(A, 1001))
         back_door.write(B, value_of(B, 1000))
@@ -109,6 +113,7 @@ class StoreSuite:
         assert store.longest_prefix([B, A], 1000, TIMEOUT) == 1
         assert as_bytes(store.get([A], 1001, TIMEOUT)) == [value_of(A, 1001)]
 
+    @pytest.mark.law("5.2")
     def test_parts_of_every_kind_are_joined_in_order(self, store: KVStore, back_door: BackDoor) -> None:
         block = np.arange(256, dtype=np.uint8)
         kinds: list[Bytes] = [
@@ -124,6 +129,7 @@ class StoreSuite:
         for key, parts in ((A, kinds), (B, many), (C, [])):
             assert back_door.read(key) == b"".join(parts)
 
+    @pytest.mark.law("5.2")
     def test_keys_of_all_bytes_and_lengths_stay_apart(self, store: KVStore, back_door: BackDoor) -> None:
         keys = [bytes([number]) * 16 for number in range(256)]
         keys += [b"\0", b"\0\0", b"/", b".", b"..", b"../../../escape", b"a\nb", b"{a}b", b"%s", b"*", bytes(range(32))]
@@ -132,6 +138,7 @@ class StoreSuite:
         assert [back_door.read(key) for key in keys] == [value_of(key) for key in keys]
         assert store.longest_prefix(keys, LIMIT, TIMEOUT) == len(keys)
 
+    @pytest.mark.law("5.2")
     def test_answers_keep_the_order_of_the_keys_with_holes_and_repeats(self, store: KVStore) -> None:
         store.put([(key, [value_of(key)]) for key in (C, A)], TIMEOUT)
         assert as_bytes(store.get([A, B, C, A, B], LIMIT, TIMEOUT)) == [
@@ -142,12 +149,14 @@ class StoreSuite:
             None,
         ]
 
+    @pytest.mark.law("5.2")
     def test_an_empty_batch_is_fine(self, store: KVStore) -> None:
         assert store.get([], LIMIT, TIMEOUT) == []
         assert store.put([], TIMEOUT) == 0
         assert store.longest_prefix([], LIMIT, TIMEOUT) == 0
         assert store.delete([], TIMEOUT) == 0
 
+    @pytest.mark.law("5.2")
     def test_a_prefix_ends_at_the_first_hole(self, store: KVStore, back_door: BackDoor) -> None:
         keys = [key_of(number) for number in range(70)]
         store.put([(key, [value_of(key)]) for key in keys], TIMEOUT)
@@ -155,6 +164,7 @@ class StoreSuite:
             back_door.delete(keys[hole])
             assert store.longest_prefix(keys, LIMIT, TIMEOUT) == hole
 
+    @pytest.mark.law("5.2")
     def test_a_value_that_is_put_again_heals(self, store: KVStore, back_door: BackDoor) -> None:
         for damaged in (b"torn", value_of(B), value_of(A, 2000)):
             back_door.write(A, damaged)
@@ -163,12 +173,14 @@ class StoreSuite:
         assert store.put([(A, [value_of(A)]), (A, [value_of(A)])], TIMEOUT) == 2
         assert back_door.read(A) == value_of(A)
 
+    @pytest.mark.law("5.2")
     def test_deleting_counts_what_there_was(self, store: KVStore, back_door: BackDoor) -> None:
         store.put([(key, [value_of(key)]) for key in (A, B, C)], TIMEOUT)
         assert store.delete([A, C, A, key_of(9)], TIMEOUT) == 2
         assert [back_door.read(key) for key in (A, B, C)] == [None, value_of(B), None]
         assert as_bytes(store.get([A, B, C], LIMIT, TIMEOUT)) == [None, value_of(B), None]
 
+    @pytest.mark.law("8")
     def test_a_value_in_hand_does_not_change(self, store: KVStore, back_door: BackDoor) -> None:
         store.put([(A, [value_of(A, LIMIT)])], TIMEOUT)
         [held] = store.get([A], LIMIT, TIMEOUT)
@@ -179,6 +191,7 @@ class StoreSuite:
         assert held is not None
         assert bytes(held) == value_of(A, LIMIT)
 
+    @pytest.mark.law("5.4")
     def test_what_is_no_value_harms_nobody_else(self, store: KVStore, back_door: BackDoor) -> None:
         store.put([(B, [value_of(B)])], TIMEOUT)
         back_door.spoil(A)
@@ -203,6 +216,7 @@ class StoreSuite:
 
     # Together
 
+    @pytest.mark.law("5.2")
     def test_a_reader_sees_whole_values_while_a_writer_replaces_them(self, store: KVStore) -> None:
         keys = [key_of(number) for number in range(4)]
         problems: list[BaseException] = []
@@ -229,6 +243,7 @@ class StoreSuite:
         for problem in problems:
             raise problem
 
+    @pytest.mark.law("5.2")
     def test_two_stores_on_one_place_share_it(self, store: KVStore, make_store: MakeStore) -> None:
         self.sharing.require()
         other = make_store()
@@ -239,12 +254,14 @@ class StoreSuite:
         assert store.delete([B], TIMEOUT) == 1
         assert other.get([B], LIMIT, TIMEOUT) == [None]
 
+    @pytest.mark.law("5.2")
     def test_values_outlive_the_store_that_put_them(self, store: KVStore, make_store: MakeStore) -> None:
         self.persistence.require()
         store.put([(A, [value_of(A, LIMIT)])], TIMEOUT)
         store.close()
         assert as_bytes(make_store().get([A], LIMIT, TIMEOUT)) == [value_of(A, LIMIT)]
 
+    @pytest.mark.law("5.5")
     def test_a_store_goes_on_after_a_restart(self, store: KVStore, back_door: BackDoor) -> None:
         store.put([(A, [value_of(A)])], TIMEOUT)
         back_door.restart()
@@ -256,6 +273,7 @@ class StoreSuite:
         self.survives_restart.require()
         assert kept == [value_of(A)]
 
+    @pytest.mark.law("5.2")
     def test_it_answers_like_a_dict(self, store: KVStore, make_store: MakeStore, back_door: BackDoor) -> None:
         run_beside_a_dict(
             store,
@@ -271,6 +289,7 @@ class StoreSuite:
         """Return the location with a limit of `max_bytes`."""
         return f"{location}{'&' if '?' in location else '?'}max_bytes={max_bytes}"
 
+    @pytest.mark.law("5.5")
     def test_the_cap_holds_and_what_was_used_stays(self, location: str, make_store: MakeStore) -> None:
         self.size_cap.require()
         store = make_store(self.with_cap(location, 100_000))
@@ -286,6 +305,7 @@ class StoreSuite:
             time.sleep(0.005)  # file systems do not tell shorter times apart
         assert store.get([key_of(1), key_of(10)], LIMIT, TIMEOUT) == [None, None]
 
+    @pytest.mark.law("5.5")
     def test_a_value_over_the_cap_is_left_out_and_costs_no_other(self, location: str, make_store: MakeStore) -> None:
         self.size_cap.require()
         store = make_store(self.with_cap(location, 10_000))
@@ -293,6 +313,7 @@ class StoreSuite:
         assert store.put([(B, [value_of(B, 10_001)]), (C, [value_of(C)])], TIMEOUT) == 1
         assert as_bytes(store.get([A, B, C], LIMIT, TIMEOUT)) == [value_of(A), None, value_of(C)]
 
+    @pytest.mark.law("5.5")
     @pytest.mark.parametrize("timeout", [0.0, 0.001, 0.02])
     def test_no_call_takes_longer_than_it_may(self, store: KVStore, back_door: BackDoor, timeout: float) -> None:
         keys = [key_of(number) for number in range(40)]
@@ -317,6 +338,7 @@ class StoreSuite:
 
     # Faults
 
+    @pytest.mark.law("5.5")
     @pytest.mark.parametrize("trouble", [Trouble.FULL, Trouble.READ_ONLY])
     def test_a_store_that_cannot_write_says_so_and_still_reads(
         self, store: KVStore, back_door: BackDoor, trouble: Trouble
@@ -330,6 +352,7 @@ class StoreSuite:
                 assert as_bytes(store.get([A, B], LIMIT, TIMEOUT)) == [value_of(A), None]
         self._recovers(store, back_door)
 
+    @pytest.mark.law("5.5")
     @pytest.mark.parametrize("trouble", [Trouble.UNREACHABLE, Trouble.DENIED, Trouble.TIMEOUT])
     def test_a_store_out_of_reach_says_why_in_time(
         self, store: KVStore, back_door: BackDoor, make_store: MakeStore, trouble: Trouble
@@ -361,6 +384,7 @@ class StoreSuite:
 
     # Manners
 
+    @pytest.mark.law("5.5")
     def test_a_closed_store_refuses_everything(self, store: KVStore) -> None:
         store.close()
         store.close()
