@@ -120,6 +120,15 @@ def chain_of(tokens: list[int]) -> list[bytes]:
     return chain
 
 
+def test_nothing_is_told_of_a_prompt_with_a_salt() -> None:
+    recorder = Recorder()
+    pool = BlockPool(2, recorder)
+    table = pool.allocate(2)
+    assert table is not None
+    Prefixes(HASHER, pool, recorder, lambda _: None).complete(known([1] * (2 * SIZE), "tenant"), table, 0, 2)
+    assert recorder.take() == ()
+
+
 def test_what_is_evicted_and_stored_again_is_told_in_that_order() -> None:
     recorder = Recorder()
     pool = BlockPool(1, recorder)
