@@ -86,7 +86,7 @@ class LeaseStats(msgspec.Struct, frozen=True, kw_only=True):
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges and counters of an engine, by owner; counters only grow within an epoch."""
 
-    scheduler: SchedulerStats = SchedulerStats()
+    scheduler: SchedulerStats = msgspec.field(default_factory=SchedulerStats)
     kv: TierStats | None = None
     """KV outside the device; None if none is kept there."""
     leases: LeaseStats | None = None

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from fd_core.engine.client import EngineClient
-from fd_core.engine.messages import Abort, ClientMessage, StepEvents, Submit
+from fd_core.engine.messages import Abort, ClientMessage, EngineStats, StepEvents, Submit
 from fd_core.errors import EngineDead
 from fd_core.types import Delta, FinishReason
 from tests.engine.helpers import null_engine
@@ -155,3 +155,8 @@ async def test_an_engine_that_is_gone_for_good_ends_every_stream() -> None:
         await anext(stream)
     with pytest.raises(EngineDead, match="closed"):
         client.abort_all()
+
+
+def test_statistics_of_two_engines_share_no_counters() -> None:
+    EngineStats().scheduler.counters.steps += 7
+    assert EngineStats().scheduler.counters.steps == 0
