@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.mutants.catalog import MUTANTS, NOT_APPLICABLE
 from tests.mutants.copies import mutated, pristine, runner
-from tests.mutants.groups import groups, in_order
+from tests.mutants.groups import asked_first, groups, in_order, known_killers, remember_killers
 from tests.mutants.mutant import DoesNotApply, Mutant
 from tests.mutants.session import Baseline, Fate, SessionFault, baseline, judge
 
@@ -21,6 +21,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to judge; all if none is named")
     parser.add_argument("--jobs", type=int, default=2, help="how many mutants to judge side by side (default: 2)")
+    parser.add_argument("--remember", action="store_true", help="note which test killed each mutant, to ask it first")
     parser.add_argument("--list", action="store_true", help="show names and laws, run nothing")
     options = parser.parse_args()
     unknown = set(options.names) - {mutant.name for mutant in MUTANTS}
@@ -31,10 +32,10 @@ def main() -> int:
         for mutant in chosen:
             print(f"{mutant.name:<44} {mutant.law}")
         return 0
-    return _session(chosen, max(1, options.jobs))
+    return _session(chosen, max(1, options.jobs), remember=options.remember)
 
 
-def _session(chosen: Sequence[Mutant], jobs: int) -> int:
+def _session(chosen: Sequence[Mutant], jobs: int, *, remember: bool) -> int:
     began = time.monotonic()
     with pristine() as original:
         try:
@@ -47,11 +48,15 @@ def _session(chosen: Sequence[Mutant], jobs: int) -> int:
             f"without a mutant {tests} tests pass in {_time(sum(measured.seconds.values()))} of process time",
             flush=True,
         )
-        failed = []
-        for mutant, good, words in _in_turn(original, chosen, measured, jobs):
+        failed, killers = [], {}
+        for mutant, killer, words in _in_turn(original, chosen, measured, jobs):
             print(words, flush=True)
-            if not good:
+            if killer is None:
                 failed.append(mutant)
+            else:
+                killers[mutant.name] = killer
+    if remember:
+        remember_killers(killers, {mutant.name for mutant in MUTANTS})
     for missing in NOT_APPLICABLE:
         print(f"{missing.name:<44} NOT APPLICABLE, {missing.reason} (law {missing.law})")
     print(f"{len(chosen) - len(failed)} of {len(chosen)} mutants killed in {_time(time.monotonic() - began)}")
@@ -62,27 +67,33 @@ def _session(chosen: Sequence[Mutant], jobs: int) -> int:
 
 def _in_turn(
     original: Path, chosen: Sequence[Mutant], measured: Baseline, jobs: int
-) -> Iterator[tuple[Mutant, bool, str]]:
-    """Judge every mutant; yield each as it is done, whether it was killed, and a line of progress."""
+) -> Iterator[tuple[Mutant, str | None, str]]:
+    """Judge every mutant; yield each as it is done, the test that killed it if one did, and a line of progress."""
     began = time.monotonic()
+    killers = known_killers()
     with ThreadPoolExecutor(jobs) as pool:
-        under_way = {pool.submit(_judged, original, mutant, measured): mutant for mutant in chosen}
+        under_way = {
+            pool.submit(_judged, original, mutant, measured, killers.get(mutant.name)): mutant for mutant in chosen
+        }
         for count, done in enumerate(as_completed(under_way), 1):
             mutant = under_way[done]
-            good, words = done.result()
+            killer, words = done.result()
             left = (time.monotonic() - began) / count * (len(chosen) - count)
-            yield mutant, good, f"{count:>4}/{len(chosen)}, {_time(left)} left  {mutant.name:<44} {words}"
+            yield mutant, killer, f"{count:>4}/{len(chosen)}, {_time(left)} left  {mutant.name:<44} {words}"
 
 
-def _judged(original: Path, mutant: Mutant, measured: Baseline) -> tuple[bool, str]:
+def _judged(original: Path, mutant: Mutant, measured: Baseline, last_killer: str | None) -> tuple[str | None, str]:
+    passed = {name: run.passed for name, run in measured.runs.items()}
+    ordered = in_order(groups(), mutant, measured.seconds)
+    first = asked_first(last_killer, ordered, passed)
     try:
         with mutated(original, mutant) as copy:
-            verdict = judge(in_order(groups(), mutant, measured.seconds), runner(copy), measured)
+            verdict = judge(ordered if first is None else (first, *ordered), runner(copy), measured)
     except DoesNotApply as error:
-        return False, f"DOES NOT APPLY: {error}"
+        return None, f"DOES NOT APPLY: {error}"
     except SessionFault as error:
-        return False, f"COULD NOT RUN: {error}"
-    return verdict.fate is Fate.KILLED, str(verdict)
+        return None, f"COULD NOT RUN: {error}"
+    return verdict.tests[0] if verdict.fate is Fate.KILLED else None, str(verdict)
 
 
 def _time(seconds: float) -> str:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from tests.mutants.mutant import Mutant
 
-__all__ = ["LEFT_OUT", "LONG", "ROOT", "Group", "groups", "in_order"]
+__all__ = [
+    "LEFT_OUT",
+    "LONG",
+    "ROOT",
+    "Group",
+    "asked_first",
+    "groups",
+    "in_order",
+    "known_killers",
+    "remember_killers",
+]
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,3 +91,29 @@ def in_order(found: tuple[Group, ...], mutant: Mutant, seconds: Mapping[str, flo
         return group.name != "long" and any(Path(file).parent in folders for file in group.files)
 
     return tuple(sorted(found, key=lambda group: (not mirrors(group), seconds[group.name])))
+
+
+_KILLERS = Path(__file__).with_name("killers.json")
+"""The test that killed each mutant when it was last judged. The file only saves time: who is not killed by its killer
+faces every group as before."""
+
+
+def known_killers() -> dict[str, str]:
+    """Return the test that killed each mutant when it was last judged, by the mutant's name."""
+    return msgspec.json.decode(_KILLERS.read_bytes(), type=dict[str, str])
+
+
+def remember_killers(killers: Mapping[str, str], mutants: Collection[str]) -> None:
+    """Add what killed which mutant to the file; a mutant that is none of `mutants` any more leaves it."""
+    merged = {name: test for name, test in (known_killers() | dict(killers)).items() if name in mutants}
+    _KILLERS.write_bytes(msgspec.json.format(msgspec.json.encode(dict(sorted(merged.items())))) + b"\n")
+
+
+def asked_first(killer: str | None, ordered: tuple[Group, ...], passed: Mapping[str, Collection[str]]) -> Group | None:
+    """Return the group that holds nothing but `killer`, or None if no such test is among those that `passed` names.
+
+    `passed` holds the tests of each group, by its name, that pass without a mutant.
+    """
+    if killer is None:
+        return None
+    return next((Group(group.name, (killer,)) for group in ordered if killer in passed[group.name]), None)

@@ -130,8 +130,9 @@ def judge(ordered: Iterable[Group], run: RunGroup, measured: Baseline) -> Verdic
     """Run the groups in order until a test fails. Raises `SessionFault` if pytest could not run."""
     hung: list[str] = []
     for group in ordered:
-        skip: frozenset[str] = frozenset()
-        while skip < measured.runs[group.name].passed.keys():
+        passing = measured.runs[group.name].passed.keys()
+        skip = frozenset(test for test in hung if test in passing)
+        while skip < passing:
             done = run(group, measured.limits(group), skip)
             if done.failed is not None:
                 return Verdict(Fate.KILLED, (done.failed,))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.copies import mutated, runner
-from tests.mutants.groups import Group, in_order
+from tests.mutants.groups import Group, asked_first, in_order
 from tests.mutants.mutant import mutant
 from tests.mutants.session import (
     LEAST_SECONDS,
@@ -78,6 +78,20 @@ def test_what_passed_before_a_hang_is_not_run_again() -> None:
     machine = Machine(hanging="a2", failing="b2")
     assert judge([A, B], machine.run, MEASURED).fate is Fate.KILLED
     assert machine.asked == [("a", frozenset()), ("a", frozenset({"a1", "a2"})), ("b", frozenset())]
+
+
+def test_the_test_that_killed_a_mutant_last_time_is_asked_first_and_alone() -> None:
+    passed = {name: run.passed for name, run in MEASURED.runs.items()}
+    assert asked_first("b2", (A, B), passed) == Group("b", ("b2",))
+    assert asked_first("a test that is no more", (A, B), passed) is None
+    assert asked_first(None, (A, B), passed) is None
+
+
+def test_a_killer_that_hangs_hangs_once_and_the_other_tests_still_judge() -> None:
+    machine = Machine(hanging="a1", failing="b1")
+    verdict = judge([Group("a", ("a1",)), A, B], machine.run, MEASURED)
+    assert verdict.tests == ("b1",)
+    assert machine.asked[-2:] == [("a", frozenset({"a1"})), ("b", frozenset())]
 
 
 def test_after_some_hangs_a_mutant_has_timed_out() -> None:
