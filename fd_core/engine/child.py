@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
 
 import msgspec
@@ -19,6 +18,7 @@ from fd_core.engine.messages import ClientMessage, EngineMessage, Fault, Progres
 from fd_core.engine.process import Start
 from fd_core.engine.service import serve_engine, tells_admissions
 from fd_core.errors import FdError
+from fd_core.parent_watch import end_with_parent
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=os.environ.get("FD_LOG_LEVEL", "WARNING").upper(), format="%(levelname)s %(message)s")
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
-    threading.Thread(target=_end_with_parent, name="fdcore-parent-watch", daemon=True).start()
+    end_with_parent()
     context = zmq.Context(1)
     socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
     socket.set_hwm(0)
@@ -96,14 +96,6 @@ def main() -> int:
         socket.close(linger=2000)
         context.term()
     return 0
-
-
-def _end_with_parent() -> None:
-    """End this process when the pipe from the client closes: nobody is left to serve."""
-    # The bare descriptor: a thread that waits inside the buffered reader makes the interpreter's shutdown fail.
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -128,10 +128,12 @@ class EngineClient(abc.ABC):
         if not self.alive and not self._interrupted:
             raise EngineDead(self._death)
         known = [request_id for request_id in dict.fromkeys(request_ids) if request_id in self._ledger]
-        asked = [request_id for request_id in known if self.alive and not self._ledger.held(request_id)]
-        # No engine has the others, so they end here.
-        for request_id in set(known).difference(asked):
-            self._hand_on(Delta(request_id, finish_reason=FinishReason.ABORT))
+        asked = []
+        for request_id in known:
+            if self.alive and not self._ledger.held(request_id):
+                asked.append(request_id)
+            else:  # no engine has the request, so it ends here
+                self._hand_on(Delta(request_id, finish_reason=FinishReason.ABORT))
         if asked:
             self._ledger.aborting(asked)
             self._send(Abort(tuple(asked)))

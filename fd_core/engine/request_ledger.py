@@ -54,7 +54,7 @@ class RequestLedger:
 
     def __init__(self) -> None:
         self._entries: dict[str, _LiveRequest] = {}
-        self._held: list[str] = []
+        self._held: dict[str, None] = {}
         """Suspects that the current epoch does not know yet, in order of arrival."""
         self._tried = ""
         """The suspect that the current epoch was given last."""
@@ -107,8 +107,7 @@ class RequestLedger:
     def drop(self, request_id: str) -> None:
         """Forget a request that nobody reads any more, or that was ended elsewhere."""
         self._entries.pop(request_id, None)
-        if request_id in self._held:
-            self._held.remove(request_id)
+        self._held.pop(request_id, None)
 
     def died(self, reason: str) -> list[Delta]:
         """The epoch died of `reason`; return the last deltas of the requests that no other epoch gets."""
@@ -116,7 +115,7 @@ class RequestLedger:
         ends = [end for entry in known if (end := _end_by_death(entry, reason)) is not None]
         for end in ends:
             del self._entries[end.request_id]
-        self._held = []
+        self._held = {}
         return ends
 
     def resubmissions(self) -> list[RequestSpec]:
@@ -125,15 +124,15 @@ class RequestLedger:
         Of the suspects only the first is among them; `next_suspect` returns the others.
         """
         suspects = [name for name, entry in self._entries.items() if entry.suspected]
-        self._tried, self._held = (suspects[0], suspects[1:]) if suspects else ("", [])
-        later = set(self._held)
-        return [_resumed(entry) for name, entry in self._entries.items() if name not in later]
+        self._tried, self._held = suspects[0] if suspects else "", dict.fromkeys(suspects[1:])
+        return [_resumed(entry) for name, entry in self._entries.items() if name not in self._held]
 
     def next_suspect(self) -> RequestSpec | None:
         """Return the suspect that the current epoch is to try next; None while it tries one, or if none is left."""
         if not self._held or ((tried := self._entries.get(self._tried)) is not None and tried.suspected):
             return None
-        self._tried = self._held.pop(0)
+        self._tried = next(iter(self._held))
+        del self._held[self._tried]
         return _resumed(self._entries[self._tried])
 
 

@@ -46,7 +46,7 @@ MUTANTS = (
     mutant(
         "all-suspects-enter-together",
         "1.8: requeued, unless it may be the cause",
-        (LEDGER, "(suspects[0], suspects[1:]) if suspects else", "(suspects[0], []) if suspects else"),
+        (LEDGER, "dict.fromkeys(suspects[1:])", "{}"),
     ),
     mutant(
         "a-suspect-is-held-back-for-ever",

@@ -6,8 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ from tests.plugin_sites import GOOD, Site
 
 ROOT = Path(__file__).parents[2]
 SMALL = SIZES[0]
+T = TypeVar("T")
 
 
 def findings(ops: Ops, primitive: str, limits: dict[str, str] | None = None, said=str) -> dict[str, OpFinding]:
@@ -174,14 +178,19 @@ class Chip(Backend):
 
 def doctor(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command beside a plugin whose backend lacks things."""
+    command, environment = visit(folder, *arguments)
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def visit(folder: Path, *arguments: str) -> tuple[list[str], dict[str, str]]:
+    """Return the command and its environment, beside a plugin whose backend lacks things."""
     Site(folder).install("fd-chip", GOOD.format(name="chip", module="fd_chip"), parts=PARTS)
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
         "COLUMNS": "200",
         "FD_DOCTOR_PATIENCE": "6",
     }
-    command = [sys.executable, "-m", "fd_core.cli", "doctor", *arguments]
-    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    return [sys.executable, "-m", "fd_core.cli", "doctor", *arguments], environment
 
 
 ONLY = [word for name in ("rms_norm", "add", "gather_rows", "verify", "write_rows") for word in ("--only", name)]
@@ -205,6 +214,40 @@ def test_the_command_names_what_is_ill_whatever_it_does_to_the_process(tmp_path)
     assert outcomes["make_ops", "bfloat16", ""] == "missing"
     assert "signal 11" in run.stdout
     assert "libchip.so: cannot open" in run.stdout
+
+
+def test_a_doctor_that_is_ended_leaves_no_process_behind(tmp_path):
+    command, environment = visit(tmp_path, "chip:dtype=float32", "--only", "write_rows")
+    environment["FD_DOCTOR_PATIENCE"] = "60"
+    process = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    try:
+        child = until(lambda: children(process.pid))[0]
+    finally:
+        process.terminate()
+        process.wait()
+    until(lambda: not running(child))
+
+
+def until(found: Callable[[], T], seconds: float = 20.0) -> T:
+    """Return what is found once it is true; fails after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not (value := found()):
+        assert time.monotonic() < deadline, "it did not come in time"
+        time.sleep(0.05)
+    return value
+
+
+def children(pid: int) -> list[int]:
+    """Return the children of a process, on Linux."""
+    return [int(word) for file in Path(f"/proc/{pid}/task").glob("*/children") for word in file.read_text().split()]
+
+
+def running(pid: int) -> bool:
+    """Return whether a process runs; one that ended and that nobody waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_a_backend_that_is_well_ends_with_0(tmp_path):

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from fd_core.errors import ConfigError, FdError
 from fd_core.ops.contract import Array, Ops
 from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.parent_watch import end_with_parent
 from fd_core.testing.arrays import assert_near
 from fd_core.testing.doctor.checks import CHECKS, SIZES, OpCheck, Size
 from fd_core.testing.doctor.model import OpFinding, PackDescribed, PackRefused, ProbeBegun
@@ -174,4 +175,5 @@ def _main(text: str, begin: str, events: str, errors: str, only: str = "") -> No
 
 
 if __name__ == "__main__":
+    end_with_parent()
     _main(*sys.argv[1:])

@@ -127,15 +127,17 @@ def _run(text: str, begin: int, only: Sequence[str], path: Path) -> Iterator[Doc
     path.touch()
     command = [sys.executable, "-P", "-m", "fd_core.testing.doctor.examine", text, str(begin), str(path), str(errors)]
     command += [",".join(only)]
-    with errors.open("ab") as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=_TALKATIVE | os.environ
-        )
+    with (
+        errors.open("ab") as output,
+        # The child ends when its standard input closes, which is when nobody follows it any more.
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=_TALKATIVE | os.environ
+        ) as process,
+    ):
         try:
             yield from _follow(process, path)
         finally:
             process.kill()
-            process.wait()
 
 
 def _follow(process: subprocess.Popen[bytes], path: Path) -> Iterator[DoctorEvent | str]:
