@@ -18,6 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "sampling_checks": {"errors", "types"},
     "cache_dir": set(),
     "sizes": set(),
+    "parent_watch": set(),
     "config": {"constraints", "errors"},
     "constraints": {"errors", "sizes"},
     "signals": {"types"},
@@ -37,13 +38,15 @@ ALLOWED: dict[str, set[str]] = {
     "simulation": BASE | {"kv", "scheduling", "signals"},
     "tracing": BASE | {"kv", "scheduling", "signals"},
     "engine": BASE
-    | {"backends", "disagg", "kv", "models", "plugins", "runner", "scheduling", "signals", "text", "tracing"},
+    | {"backends", "disagg", "kv", "models", "parent_watch", "plugins", "runner", "scheduling"}
+    | {"signals", "text", "tracing"},
     "server": BASE | {"disagg", "engine", "kv", "text"},
     "cli": BASE
     | {"disagg", "engine", "hookspecs", "models", "plugins", "router", "router/gateway", "server", "simulation"}
     | {"testing", "text", "tracing"},
     "testing": BASE
-    | {"backends", "disagg", "engine", "kv", "models", "ops", "plugins", "router", "runner", "scheduling", "signals"},
+    | {"backends", "disagg", "engine", "kv", "models", "ops", "parent_watch", "plugins"}
+    | {"router", "runner", "scheduling", "signals"},
 }
 """Part of fd_core to the other parts that it may import, anywhere in its files."""
 

@@ -194,7 +194,11 @@ def test_nothing_left_to_generate_is_refused() -> None:
 
 
 class Epochs(RuleBasedStateMachine):
-    """A client's ledger over engines that die with steps in flight, whose last messages may be lost."""
+    """A client's ledger over engines that die with steps in flight, whose last messages may be lost.
+
+    How far an engine gets in so many steps depends on when its copies of KV end, so no rule and no choice among
+    drawn values asks what is live: Hypothesis wants the same draws whenever it plays the same sequence.
+    """
 
     @initialize(
         depth=st.integers(1, 3),
@@ -234,19 +238,21 @@ class Epochs(RuleBasedStateMachine):
         for _ in range(times):
             self.hand_on(self.engine.step())
 
-    @precondition(lambda self: len(self.ledger) > 1)
-    @rule(data=st.data(), heard=st.booleans())
-    def abort(self, data: st.DataObject, heard: bool) -> None:
-        name = data.draw(st.sampled_from(sorted(self.ledger)))
+    @rule(which=st.integers(0, len(SPECS) - 1), heard=st.booleans())
+    def abort(self, which: int, heard: bool) -> None:
+        if len(self.ledger) < 2:
+            return
+        name = sorted(self.ledger)[which % len(self.ledger)]
         self.aborted.add(name)
         self.ledger.aborting([name])
         if heard:
             self.hand_on(self.engine.abort([name]))
 
-    @precondition(lambda self: len(self.ledger) > 0)
     @rule(lost=st.integers(0, 3))
     def die(self, lost: int) -> None:
         """The engine's last messages never arrive."""
+        if not len(self.ledger):
+            return
         for _ in range(lost):
             self.engine.step()
         self.engine.close()
