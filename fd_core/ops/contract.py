@@ -401,6 +401,15 @@ class Ops(abc.ABC):
         """
 
     @abc.abstractmethod
+    def mask_logits(self, logits: Array, rows: Array, bits: Array) -> Array:
+        """Forbid tokens by packed bits: float32[R, V], int32[n], int32[n, ceil(V / 32)] -> float32[R, V].
+
+        Bit j % 32 of bits[i, j // 32], counted from the lowest, says whether token j may be drawn in row rows[i]; the
+        logits of all others become -inf, whatever they were. Bits beyond the vocabulary mean nothing, rows that are not
+        named stay as they are, and no row occurs twice. May write into `logits`.
+        """
+
+    @abc.abstractmethod
     def logprobs(self, logits: Array, tokens: Array, top_n: int) -> tuple[Array, Array, Array]:
         """Return log-probabilities of the chosen and of the most likely tokens.
 

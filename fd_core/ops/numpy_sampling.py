@@ -67,6 +67,14 @@ class NumpySampling:
             _penalize(logits, penalties, slice(begin, begin + group))
         return logits
 
+    def mask_logits(self, logits: Floats, rows: IntArray, bits: IntArray) -> Floats:
+        """Forbid tokens by packed bits, in place."""
+        words = np.ascontiguousarray(bits, "<i4")
+        for row, packed in zip(rows.tolist(), words, strict=True):
+            allowed = np.unpackbits(packed.view(np.uint8), count=logits.shape[1], bitorder="little")
+            np.copyto(logits[row], -np.inf, where=allowed == 0)
+        return logits
+
     def logprobs(self, logits: Floats, tokens: IntArray, top_n: int) -> tuple[Floats, IntArray, Floats]:
         """Return log-probabilities of the chosen tokens, and the most likely tokens with theirs."""
         peak = logits.max(axis=1, keepdims=True)

@@ -6,6 +6,8 @@ weight is an integer, and devices without sums of float64 are common. Only the e
 
 from __future__ import annotations
 
+import math
+
 from fd_core.ops.contract import Array, PenaltyInput, SampleInput
 from fd_core.ops.numpy_sampling import WEIGHT_ONE
 from fd_core.ops.paddle_library import paddle
@@ -77,6 +79,22 @@ class PaddleSampling:
         for begin in range(0, counts.shape[0], group):
             part = slice(begin, begin + group)
             _penalize(logits, penalties.rows[part], counts[part], *(column[part] for column in columns))
+        return logits
+
+    def mask_logits(self, logits: Array, rows: Array, bits: Array) -> Array:
+        """Forbid tokens by packed bits, in place."""
+        vocab = logits.shape[1]
+        # Bit j of a word is set where the rest of a division by 2^(j + 1) is 2^j or more: XPU shifts no integers.
+        powers = paddle.cumprod(paddle.full_like(paddle.arange(32, dtype="int64", device=logits.place), 2), dim=0)
+        group = max((_CACHED_CELLS if logits.place.is_cpu_place() else _DEVICE_CELLS) // vocab, 1)
+        for begin in range(0, rows.shape[0], group):
+            part = slice(begin, begin + group)
+            words = bits[part].astype("int64").unsqueeze(2)
+            words = paddle.where(words < 0, words + 2**32, words)
+            allowed = (words % powers * 2 >= powers).flatten(1)[:, :vocab]
+            values = paddle.index_select(logits, rows[part])
+            values = paddle.where(allowed, values, paddle.full_like(values, -math.inf))
+            paddle.scatter_(logits, rows[part], values)
         return logits
 
     def logprobs(self, logits: Array, tokens: Array, top_n: int) -> tuple[Array, Array, Array]:

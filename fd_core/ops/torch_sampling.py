@@ -57,6 +57,18 @@ class TorchSampling:
             _penalize(logits, penalties.rows[part].long(), counts[part], *(column[part, None] for column in columns))
         return logits
 
+    def mask_logits(self, logits: Array, rows: Array, bits: Array) -> Array:
+        """Forbid tokens by packed bits, in place."""
+        vocab = logits.shape[1]
+        places = torch.arange(32, dtype=torch.int32, device=logits.device)
+        group = max((_CACHED_CELLS if logits.device.type == "cpu" else _DEVICE_CELLS) // vocab, 1)
+        for begin in range(0, len(rows), group):
+            part = slice(begin, begin + group)
+            forbidden = (bits[part, :, None] >> places & 1).eq(0).flatten(1)[:, :vocab]
+            chosen = rows[part].long()
+            logits.index_copy_(0, chosen, logits.index_select(0, chosen).masked_fill_(forbidden, -torch.inf))
+        return logits
+
     def logprobs(self, logits: Array, tokens: Array, top_n: int) -> tuple[Array, Array, Array]:
         """Return log-probabilities of the chosen tokens, and the most likely tokens with theirs."""
         normalizer = logits.logsumexp(dim=1, keepdim=True)

@@ -14,6 +14,10 @@ from fd_core.ops.paddle_library import paddle
 SORTED_AT_MOST = 16_383
 """Entries of an axis: the kernel refuses 16,384."""
 
+SHIFTS = ("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_left_shift", "bitwise_right_shift")
+SHIFTED_AT_MOST = 1024
+"""Entries of an axis: the device has none of these for integers, and few enough may go over the host."""
+
 SCATTERS = ("scatter", "scatter_", "scatter_nd_add", "put_along_axis", "put_along_axis_", "index_put", "index_put_")
 
 
@@ -24,6 +28,8 @@ def lacking() -> Iterator[tuple[str, Callable[..., Any]]]:
     for name in SCATTERS:
         yield name, without(name, "bfloat16")
     yield "argsort", without("argsort", most=SORTED_AT_MOST)
+    for name in SHIFTS:
+        yield name, without(name, most=SHIFTED_AT_MOST)
 
 
 def without(name: str, dtype: str = "", most: int | None = None) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fd_core.ops.native.build import BuildError
 
-__all__ = ["AttentionShape", "MoeGeometry", "PenaltyRows", "SampleRows", "Step", "checked", "declare"]
+__all__ = ["AttentionShape", "MaskRows", "MoeGeometry", "PenaltyRows", "SampleRows", "Step", "checked", "declare"]
 
 
 def _all(kind: Any, *names: str) -> list[tuple[str, Any]]:
@@ -63,6 +63,17 @@ class PenaltyRows(Structure):
     )
 
 
+class MaskRows(Structure):
+    """`fd::MaskRows`: which tokens may be drawn."""
+
+    _fields_ = (
+        *_all(c_int, "rows", "vocabulary"),
+        ("logits", c_void_p),
+        ("stride", c_size_t),
+        *_all(c_void_p, "logits_rows", "bits"),
+    )
+
+
 _NORM = (c_void_p, c_float)
 _EXPERTS = (POINTER(c_void_p), POINTER(c_void_p), c_void_p, c_void_p, c_int, c_int)
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -105,6 +116,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "fd_sample": (c_int, (POINTER(SampleRows), c_void_p)),
     "fd_penalize": (c_int, (POINTER(PenaltyRows), c_void_p)),
+    "fd_mask_logits": (None, (POINTER(MaskRows), c_void_p)),
 }
 
 

@@ -31,7 +31,7 @@ from fd_core.ops.contract import (
     StepInput,
 )
 from fd_core.ops.native.kv_cache import NativeKVCache
-from fd_core.ops.native.library import AttentionShape, MoeGeometry, PenaltyRows, SampleRows, checked
+from fd_core.ops.native.library import AttentionShape, MaskRows, MoeGeometry, PenaltyRows, SampleRows, checked
 from fd_core.ops.native.program import CaptureError, Eager, ProgramRecorder, ProgramSymbol, Runtime, symbolic_step
 from fd_core.ops.native.weights import Arena, NativeLinear, pack
 from fd_core.ops.philox import uniform
@@ -174,6 +174,14 @@ class NativeOps(TorchOps):
             *_addresses(penalties.repetition, penalties.presence, penalties.frequency),
         )
         checked(self.runtime.library.fd_penalize(ctypes.byref(call), self.runtime.team), "penalties")
+        return logits
+
+    def mask_logits(self, logits: Array, rows: Array, bits: Array) -> Array:
+        """Forbid tokens by packed bits, in place."""
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        call = MaskRows(len(rows), logits.shape[1], logits.data_ptr(), logits.stride(0), *_addresses(rows, bits))
+        self.runtime.library.fd_mask_logits(ctypes.byref(call), self.runtime.team)
         return logits
 
     def attention_inputs(

@@ -330,6 +330,14 @@ def _penalize(ops: Ops, size: Size) -> Prepared:
     return Prepared(lambda: ops.penalize(device, penalties), 3 * logits.nbytes)
 
 
+def _mask_logits(ops: Ops, size: Size) -> Prepared:
+    logits, rng = _logits(size), np.random.default_rng(10)
+    rows = rng.permutation(len(logits)).astype(np.int32)
+    bits = rng.integers(-(2**31), 2**31, (len(rows), -(-size.vocabulary // 32)), dtype=np.int32)
+    arrays = [ops.from_host(array) for array in (logits, rows, bits)]
+    return Prepared(lambda: ops.mask_logits(*arrays), _bytes(bits) + logits.nbytes // 2)
+
+
 def _verify(ops: Ops, size: Size) -> Prepared:
     rng = np.random.default_rng(9)
     arrays = [rng.integers(0, 2, (size.tokens, width)).astype(np.int32) for width in (5, 4)]
@@ -379,6 +387,7 @@ def _checks() -> Iterator[OpCheck]:
     yield OpCheck("add_at", partial(_add_at, dtype=np.int32), "int32", exact=True)
     yield OpCheck("write_rows", _write_rows, exact=True)
     yield OpCheck("penalize", _penalize, exact=True)
+    yield OpCheck("mask_logits", _mask_logits, exact=True)
     yield OpCheck("logprobs", partial(_logprobs, top_n=20))
     yield OpCheck("verify", _verify, exact=True)
     for method in ("attention_inputs", "project_residual", "mlp_inputs", "logits"):

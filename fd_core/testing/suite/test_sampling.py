@@ -259,6 +259,44 @@ def test_penalties_of_a_real_vocabulary_are_the_oracles(ops: Ops) -> None:
     np.testing.assert_array_equal(ops.to_host(result), NumpyOps().penalize(logits.copy(), given))
 
 
+@pytest.mark.parametrize("vocabulary", [9, 32, 33, 64, 1003])
+def test_masked_tokens_become_impossible_and_no_others(ops: Ops, vocabulary: int) -> None:
+    """Rows in no order, one of them not finite; words with the sign bit; bits beyond the vocabulary of either kind."""
+    rng = np.random.default_rng(vocabulary)
+    logits = (rng.standard_normal((5, vocabulary)) * 4).astype(np.float32)
+    logits[4, ::3] = np.nan
+    rows = np.array([4, 0, 2], np.int32)
+    bits = rng.integers(-(2**31), 2**31, (3, -(-vocabulary // 32)), dtype=np.int32)
+    bits[1] = 1 << 8  # of each word one token, not the first
+    expected = logits.copy()
+    for index, row in enumerate(rows.tolist()):
+        for token in range(vocabulary):
+            if not int(bits[index, token // 32]) >> token % 32 & 1:
+                expected[row, token] = -np.inf
+    result = ops.mask_logits(*map(ops.from_host, (logits.copy(), rows, bits)))
+    np.testing.assert_array_equal(ops.to_host(result), expected)
+
+
+def test_a_mask_of_no_rows_changes_nothing(ops: Ops) -> None:
+    nothing = np.empty(0, np.int32), np.empty((0, 2), np.int32)
+    result = ops.mask_logits(ops.from_host(np.ones((2, 40), np.float32)), *map(ops.from_host, nothing))
+    assert (ops.to_host(result) == 1).all()
+
+
+def test_the_mask_of_a_single_token_leaves_that_token(ops: Ops) -> None:
+    """Every token of a vocabulary that ends inside a word, greedy and drawn."""
+    vocabulary = 77
+    tokens = np.arange(vocabulary)
+    bits = np.zeros((vocabulary, 3), np.uint32)
+    bits[tokens, tokens // 32] = np.uint32(1) << (tokens % 32).astype(np.uint32)
+    logits = np.random.default_rng(3).standard_normal((vocabulary, vocabulary)).astype(np.float32)
+    rows = np.arange(vocabulary, dtype=np.int32)
+    masked = ops.mask_logits(*map(ops.from_host, (logits, rows, bits.view(np.int32))))
+    parameters = sample_input(vocabulary, temperature=np.arange(vocabulary) % 2, positions=tokens)
+    chosen, _ = ops.sample(masked, on_device(ops, parameters))
+    assert ops.to_host(chosen).tolist() == tokens.tolist()
+
+
 def test_counts_of_tokens_are_written_and_added_to(ops: Ops) -> None:
     counts = ops.from_host(np.zeros((3, 4), np.int32))
     rows = np.array([2, 0], np.int32), np.array([[1, 0, 3, 0], [5, 0, 0, 0]], np.int32)

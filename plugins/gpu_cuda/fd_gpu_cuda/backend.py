@@ -109,7 +109,7 @@ class CudaBackend(Backend):
             if flashinfer is not None:
                 planned = FlashInferAttention(flashinfer, cuda.device)
                 self._kernels = "Triton kernels, FlashInfer for prefill"
-        return Kernels(attention.paged_attention, sampling.sample, planned)
+        return Kernels(attention.paged_attention, sampling.sample, sampling.mask_logits, planned)
 
     def _fastest_dtype(self, cuda: Cuda) -> str:
         verb = "multiplies" if cuda.has_bfloat16 else "does not multiply"

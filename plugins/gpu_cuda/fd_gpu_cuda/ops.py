@@ -30,6 +30,7 @@ class Kernels(NamedTuple):
     """Of any step; waits for nothing, and may be captured."""
     sample: Callable[[Array, SampleInput], tuple[Array, Array]]
     """Without filters."""
+    mask_logits: Callable[[Array, Array, Array], Array]
     planned_attention: AttentionKernel | None = None
     """Of steps whose metadata is on the host too; never captured."""
 
@@ -98,6 +99,10 @@ class CudaOps(TorchOps):
         if rows.all_greedy or rows.any_filter:
             return super().sample(logits, rows)
         return self._kernels.sample(logits, rows)
+
+    def mask_logits(self, logits: Array, rows: Array, bits: Array) -> Array:
+        """Forbid tokens by packed bits, in place, with one kernel."""
+        return self._kernels.mask_logits(logits, rows, bits)
 
     def padded_rows(self, rows: int) -> int:
         """The next size that has a graph."""

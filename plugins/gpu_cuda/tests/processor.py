@@ -97,8 +97,12 @@ def plain_sample(logits: Array, rows: SampleInput) -> tuple[Array, Array]:
     return TorchOps().sample(logits, rows)
 
 
+def plain_mask(logits: Array, rows: Array, bits: Array) -> Array:
+    return TorchOps().mask_logits(logits, rows, bits)
+
+
 def make_ops(processor: Processor | None = None, dtype: str = "float32") -> CudaOps:
-    return CudaOps(dtype, processor or Processor(), Kernels(plain_attention, plain_sample))
+    return CudaOps(dtype, processor or Processor(), Kernels(plain_attention, plain_sample, plain_mask))
 
 
 class OnProcessor(CudaBackend):

@@ -19,7 +19,7 @@ from fd_core.testing.arrays import Values, assert_near, on_device, sample_input,
 from processor import plain_attention  # noqa: E402
 
 from fd_gpu_cuda.kernels.attention import paged_attention  # noqa: E402
-from fd_gpu_cuda.kernels.sampling import sample  # noqa: E402
+from fd_gpu_cuda.kernels.sampling import mask_logits, sample  # noqa: E402
 
 F32 = torch.float32
 BLOCKS = 40
@@ -131,6 +131,17 @@ def test_sampling_chooses_what_the_oracle_chooses(vocabulary: int) -> None:
     assert found.dtype == np.int32
     np.testing.assert_array_equal(found, NumpyOps().sample(logits, given)[0])
     np.testing.assert_array_equal(peaks, logits.max(axis=1))
+
+
+@pytest.mark.parametrize("vocabulary", [7, 32, 1024, 3001])
+def test_masks_forbid_what_the_oracle_forbids(vocabulary: int) -> None:
+    rng = np.random.default_rng(2)
+    logits = Values(5)(9, vocabulary)
+    rows = np.array([8, 0, 5], np.int32)
+    bits = rng.integers(-(2**31), 2**31, (3, -(-vocabulary // 32)), dtype=np.int32)
+    ops = TorchOps()
+    found = mask_logits(*map(ops.from_host, (logits.copy(), rows, bits)))
+    np.testing.assert_array_equal(found.numpy(), NumpyOps().mask_logits(logits.copy(), rows, bits))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

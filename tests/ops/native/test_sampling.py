@@ -41,3 +41,15 @@ def test_greedy_takes_the_lowest_id_on_a_tie(native):
     logits = np.full((2, 70), -1.0, np.float32)
     logits[0, [40, 69]] = 5.0
     assert sample(native(), logits, sample_input(2, temperature=0.0)).tolist() == [40, 0]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("vocabulary", [5, 32, 100, 5003])
+def test_masks_forbid_what_the_oracle_forbids(native, vocabulary, threads):
+    rng = np.random.default_rng(1)
+    logits = rng.standard_normal((20, vocabulary)).astype(np.float32)
+    rows = rng.permutation(20)[:9].astype(np.int32)
+    bits = rng.integers(-(2**31), 2**31, (9, -(-vocabulary // 32)), dtype=np.int32)
+    ops = native(threads=threads)
+    found = ops.to_host(ops.mask_logits(*map(ops.from_host, (logits.copy(), rows, bits))))
+    np.testing.assert_array_equal(found, NumpyOps().mask_logits(logits.copy(), rows, bits))

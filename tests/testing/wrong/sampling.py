@@ -171,3 +171,70 @@ class SortsLogprobsBackwards:
     def logprobs(self, logits, tokens, top_n):
         chosen, top_ids, top = super().logprobs(logits, tokens, top_n)
         return chosen, top_ids[:, ::-1], top[:, ::-1]
+
+
+MASKED = "sampling:test_masked_tokens_become_impossible_and_no_others"
+ONE_LEFT = "sampling:test_the_mask_of_a_single_token_leaves_that_token"
+
+
+@wrong("null", f"{MASKED}[9]", f"{MASKED}[33]", f"{MASKED}[1003]", ONE_LEFT)
+class IgnoresTheLastPartialWord:
+    """Whole words alone are looked at: tokens behind them stay as they are."""
+
+    def mask_logits(self, logits, rows, bits):
+        whole = logits.shape[1] // 32
+        return np.concatenate(
+            [super().mask_logits(logits[:, : 32 * whole].copy(), rows, bits[:, :whole]), logits[:, 32 * whole :]],
+            axis=1,
+        )
+
+
+@wrong("null", f"{MASKED}*", ONE_LEFT)
+class ShiftsMasksByOne:
+    """Bit 0 is taken for token 1."""
+
+    def mask_logits(self, logits, rows, bits):
+        return np.roll(super().mask_logits(np.roll(logits, -1, axis=1), rows, bits), 1, axis=1)
+
+
+@wrong("null", f"{MASKED}*", ONE_LEFT)
+class ReadsMasksFromTheHighestBit:
+    def mask_logits(self, logits, rows, bits):
+        reversed_bits = np.unpackbits(bits[:, :, None].view(np.uint8), axis=2, bitorder="little")[:, :, ::-1]
+        words = np.packbits(reversed_bits, axis=2, bitorder="little").view(np.int32)[:, :, 0]
+        return super().mask_logits(logits, rows, words)
+
+
+@wrong("null", f"{MASKED}*")
+class MasksRowsInOrder:
+    """The first mask goes to the first row, whatever row it names."""
+
+    def mask_logits(self, logits, rows, bits):
+        return super().mask_logits(logits, np.arange(len(rows)), bits)
+
+
+@wrong("null", f"{MASKED}*")
+class MasksRowsThatAreNotNamed:
+    """A row without a mask is forbidden everything."""
+
+    def mask_logits(self, logits, rows, bits):
+        masked = super().mask_logits(logits.copy(), rows, bits)
+        if len(rows):
+            masked[~np.isin(np.arange(len(logits)), rows)] = -np.inf
+        return masked
+
+
+@wrong("null", f"{MASKED}*", ONE_LEFT)
+class LosesTheSignBitOfMasks:
+    """A word is read as a signed number: its highest bit is never set."""
+
+    def mask_logits(self, logits, rows, bits):
+        return super().mask_logits(logits, rows, bits & 0x7FFFFFFF)
+
+
+@wrong("null", f"{MASKED}*")
+class AddsMasksToLogits:
+    """-inf is added: a logit that is NaN stays NaN."""
+
+    def mask_logits(self, logits, rows, bits):
+        return logits + super().mask_logits(np.zeros_like(logits), rows, bits)

@@ -409,5 +409,7 @@ int fd_penalize(const PenaltyRows* rows, void* team) {
     });
 }
 
+void fd_mask_logits(const MaskRows* rows, void* team) { mask_logits(*rows, *static_cast<Team*>(team)); }
+
 }  // extern "C"
 #pragma GCC visibility pop

@@ -155,23 +155,45 @@ void penalize_row(float* x, const int32_t* counts, int n, const Penalty& penalty
     }
 }
 
+/// Set the logits of tokens whose bit is 0 to -inf.
+void mask_row(float* x, const uint32_t* bits, int n) {
+    for (int begin = 0; begin < n; begin += 32) {
+        const uint32_t word = bits[begin / 32];
+        if (word == ~0u) continue;
+        const int count = std::min(32, n - begin);
+        for (int i = 0; i < count; i++) x[begin + i] = word >> i & 1 ? x[begin + i] : -INFINITY;
+    }
+}
+
+/// Call compute(row) for each of `rows` rows, side by side.
+template <class F>
+void each_row(int rows, Team& team, F&& compute) {
+    std::atomic<int> next{0};
+    auto work = [&](int) {
+        for (int row; (row = next.fetch_add(1, std::memory_order_relaxed)) < rows;) compute(row);
+    };
+    if (rows == 1)
+        work(0);  // waking the team costs more than one row
+    else
+        team.run(work);
+}
+
 }  // namespace
 
 void penalize(const PenaltyRows& p, Team& team) {
-    std::atomic<int> next{0};
-    auto work = [&](int) {
-        for (int row; (row = next.fetch_add(1, std::memory_order_relaxed)) < p.rows;) {
-            const int32_t* end = p.draft_rows + p.drafts;
-            const auto [first, last] = std::equal_range(p.draft_rows, end, row);
-            penalize_row(p.logits + p.logits_rows[row] * p.stride, p.counts + size_t(p.counts_rows[row]) * p.vocabulary,
-                         p.vocabulary, {p.repetition[row], p.presence[row], p.frequency[row]},
-                         p.draft_ids + (first - p.draft_rows), int(last - first));
-        }
-    };
-    if (p.rows == 1)
-        work(0);
-    else
-        team.run(work);
+    each_row(p.rows, team, [&](int row) {
+        const int32_t* end = p.draft_rows + p.drafts;
+        const auto [first, last] = std::equal_range(p.draft_rows, end, row);
+        penalize_row(p.logits + p.logits_rows[row] * p.stride, p.counts + size_t(p.counts_rows[row]) * p.vocabulary,
+                     p.vocabulary, {p.repetition[row], p.presence[row], p.frequency[row]},
+                     p.draft_ids + (first - p.draft_rows), int(last - first));
+    });
+}
+
+void mask_logits(const MaskRows& m, Team& team) {
+    const size_t words = (m.vocabulary + 31) / 32;
+    each_row(m.rows, team,
+             [&](int row) { mask_row(m.logits + m.logits_rows[row] * m.stride, m.bits + row * words, m.vocabulary); });
 }
 
 void sample(const SampleRows& s, Team& team) {

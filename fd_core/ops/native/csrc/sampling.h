@@ -39,4 +39,15 @@ struct PenaltyRows {
 
 void penalize(const PenaltyRows& rows, Team& team);
 
+/// Which tokens may be drawn in n rows of logits.
+struct MaskRows {
+    int rows, vocabulary;
+    float* logits;  // changed in place
+    size_t stride;  // elements from row to row
+    const int32_t* logits_rows;
+    const uint32_t* bits;  // [rows, ceil(vocabulary / 32)], the lowest bit first; what is not allowed becomes -inf
+};
+
+void mask_logits(const MaskRows& rows, Team& team);
+
 }  // namespace fd

@@ -186,6 +186,21 @@ def test_penalties_over_a_large_vocabulary(ops: Ops, vocabulary: int) -> None:
     np.testing.assert_array_equal(counts, held, "drafts must not stay in the counts")
 
 
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_masks_over_a_large_vocabulary(ops: Ops, vocabulary: int) -> None:
+    """Words that allow all and none, single tokens at every edge, as a grammar makes them."""
+    rng = np.random.default_rng(15)
+    logits = random_logits(ROWS, vocabulary, 16)
+    rows = rng.permutation(ROWS)[:37].astype(np.int32)
+    words = -(-vocabulary // 32)
+    bits = rng.choice(np.array([0, -1, 2**31 - 1, -(2**31), 0x5A5A5A5A], np.int32), (37, words))
+    bits[:5], bits[5:7] = 0, -1
+    for row, token in enumerate((0, 2**16 - 1, 2**16, 31, vocabulary - 1)):
+        bits[row, token // 32] = np.array(1 << token % 32, np.uint32).astype(np.int32)
+    found = ops.to_host(ops.mask_logits(*map(ops.from_host, (logits.copy(), rows, bits))))
+    np.testing.assert_array_equal(found, ORACLE.mask_logits(logits.copy(), rows, bits))
+
+
 def test_thousands_of_biases_land_where_they_belong(ops: Ops) -> None:
     """Places in no order, the corners among them, some given more than once."""
     vocabulary, rng = VOCABULARIES[-1], np.random.default_rng(14)

@@ -1,8 +1,9 @@
-"""Sampling in one launch: random bits, softmax weights and the choice, as `fd_core.ops.contract.Ops.sample` defines it.
+"""Sampling in one launch: random bits, softmax weights and the choice, as `fd_core.ops.contract.Ops.sample` defines it;
+and the masks of `Ops.mask_logits` in one, which writes nothing but what is forbidden.
 
-One program walks over the vocabulary of one row three times: for the largest logit, for the sum of the weights, and for
-the token at which their running sum passes the random share. Weights are integers in float64, so sums are exact in
-any order.
+One program of sampling walks over the vocabulary of one row three times: for the largest logit, for the sum of the
+weights, and for the token at which their running sum passes the random share. Weights are integers in float64, so sums
+are exact in any order.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 from fd_core.ops.contract import Array, SampleInput
 
-__all__ = ["sample"]
+__all__ = ["mask_logits", "sample"]
 
 _TILE = 1024
 
@@ -36,6 +37,27 @@ def sample(logits: Array, rows: SampleInput) -> tuple[Array, Array]:
             tile=_TILE,
         )
     return chosen, peaks
+
+
+def mask_logits(logits: Array, rows: Array, bits: Array) -> Array:
+    """Set logits float32[R, V] of tokens whose bit is 0 to -inf, in rows int32[n] by bits int32[n, ceil(V / 32)]."""
+    count, vocabulary = len(rows), logits.shape[1]
+    if count:
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
+        grid = (count, triton.cdiv(vocabulary, _TILE))
+        _mask[grid](logits, logits.stride(0), rows, bits, bits.stride(0), vocabulary, tile=_TILE)
+    return logits
+
+
+@triton.jit
+def _mask(logits_at, stride, rows_at, bits_at, words, vocabulary, tile: tl.constexpr):
+    index = tl.program_id(0)
+    row = tl.load(rows_at + index).to(tl.int64)
+    token = tl.program_id(1) * tile + tl.arange(0, tile)
+    inside = token < vocabulary
+    word = tl.load(bits_at + index.to(tl.int64) * words + token // 32, mask=inside, other=0)
+    forbidden = inside & (((word >> (token % 32)) & 1) == 0)
+    tl.store(logits_at + row * stride + token, -float("inf"), mask=forbidden)
 
 
 @triton.jit
