@@ -143,3 +143,26 @@ def fd_register_router_policies() -> Sequence[Entry]:
     number and the time.
     """
     raise AssertionError("hook specification")
+
+
+@hookspec
+def fd_register_tool_parsers() -> Sequence[Entry]:
+    """Offer tool parsers: what finds tool calls in the text of an answer.
+
+    Each target is a subclass of `fd_core.text.parsing.contract.ToolParser`; its name is a `--tool-call-parser`. One is
+    made for each answer to a request that offers tools, on the server's event loop: no I/O, no clock, no exceptions for
+    a text. It keeps the laws at the top of that module: whatever the cuts, the events of a stream, joined, are those of
+    the whole text.
+    """
+    raise AssertionError("hook specification")
+
+
+@hookspec
+def fd_register_reasoning_parsers() -> Sequence[Entry]:
+    """Offer reasoning parsers: what tells reasoning from content in the text of an answer.
+
+    Each target is a subclass of `fd_core.text.parsing.contract.ReasoningParser`; its name is a `--reasoning-parser`.
+    One is made for each answer of a conversation, with the end of the prompt; it keeps the laws at the top of that
+    module.
+    """
+    raise AssertionError("hook specification")

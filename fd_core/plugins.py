@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fd_core.scheduling.contract import Scheduler
     from fd_core.scheduling.policies import SchedulingPolicy
     from fd_core.scheduling.victims import VictimPolicy
+    from fd_core.text.parsing.contract import ReasoningParser, ToolParser
 
 __all__ = [
     *(
@@ -43,10 +44,11 @@ __all__ = [
         "KNOWN_PLUGINS",
         "OBSERVER",
         "POSTPROCESS",
+        "REASONING_PARSER",
         "ROUTER_POLICY",
         "SCHEDULER",
     ),
-    *("SCHEDULING_POLICY", "STORE", "VICTIMS"),
+    *("SCHEDULING_POLICY", "STORE", "TOOL_PARSER", "VICTIMS"),
     *("ChosenBackend", "Kind", "Origin", "PluginOffer", "Plugins", "Problem", "installed_plugins"),
 ]
 
@@ -72,6 +74,7 @@ _BUILTIN_MODULES: Final = (
     "fd_core.kv.stores.builtin",
     "fd_core.disagg.connectors.builtin",
     "fd_core.router.builtin",
+    "fd_core.text.parsing.builtin",
 )
 
 
@@ -122,6 +125,15 @@ CONNECTOR: Final[Kind[Connector]] = Kind(
 ROUTER_POLICY: Final[Kind[RouterPolicy]] = Kind(
     "router policy", "fd_register_router_policies", "fd_core.router.policies:RouterPolicy", "--policy"
 )
+TOOL_PARSER: Final[Kind[ToolParser]] = Kind(
+    "tool parser", "fd_register_tool_parsers", "fd_core.text.parsing.contract:ToolParser", "--tool-call-parser"
+)
+REASONING_PARSER: Final[Kind[ReasoningParser]] = Kind(
+    "reasoning parser",
+    "fd_register_reasoning_parsers",
+    "fd_core.text.parsing.contract:ReasoningParser",
+    "--reasoning-parser",
+)
 KINDS: Final[tuple[Kind[Any], ...]] = (
     BACKEND,
     SCHEDULER,
@@ -133,6 +145,8 @@ KINDS: Final[tuple[Kind[Any], ...]] = (
     STORE,
     CONNECTOR,
     ROUTER_POLICY,
+    TOOL_PARSER,
+    REASONING_PARSER,
 )
 
 

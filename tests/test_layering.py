@@ -24,7 +24,8 @@ ALLOWED: dict[str, set[str]] = {
     "signals": {"types"},
     "hookspecs": set(),
     "plugin_rules": {"hookspecs"},
-    "plugins": {"backends", "disagg", "errors", "hookspecs", "kv", "plugin_rules", "router", "runner", "scheduling"},
+    "plugins": {"backends", "disagg", "errors", "hookspecs", "kv", "plugin_rules", "router", "runner"}
+    | {"scheduling", "text"},
     "kv": BASE | {"hookspecs", "ops"},  # the tiers copy from and to `ops.contract.KVCache`
     "disagg": BASE | {"hookspecs", "kv", "ops"},
     "scheduling": BASE | {"kv", "hookspecs", "signals"},
@@ -32,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "router/gateway": BASE | {"disagg", "kv", "models", "router", "server", "text"},
     "ops": BASE,
     "models": BASE | {"ops"},
-    "text": BASE | {"models"},
+    "text": BASE | {"hookspecs", "models"},
     "backends": BASE | {"hookspecs", "models", "ops", "runner"},
     "runner": BASE | {"backends", "hookspecs", "ops", "signals"},
     "simulation": BASE | {"kv", "scheduling", "signals"},
@@ -66,6 +67,7 @@ PURE = (
     "signals.py",
     "types.py",
     *(f"disagg/{name}.py" for name in ("kv_compatibility", "lease", "messages", "ticket")),
+    "text/parsing",
     "disagg/decode/lease.py",
     "disagg/prefill/lease.py",
     *(f"router/{path.name}" for path in sorted((ROOT / "router").glob("*.py"))),  # all but the gateway

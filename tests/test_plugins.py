@@ -8,10 +8,12 @@ from fd_core.plugins import (
     BACKEND,
     CONNECTOR,
     DRAFTER,
+    REASONING_PARSER,
     ROUTER_POLICY,
     SCHEDULER,
     SCHEDULING_POLICY,
     STORE,
+    TOOL_PARSER,
     VICTIMS,
     Plugins,
 )
@@ -41,6 +43,9 @@ def test_built_ins_are_registered_like_strangers():
         *("random", "round_robin", "power_of_two", "request_num", "process_tokens", "metrics_score"),
         *("cache_aware", "prefix_hash", "session"),
     }
+    tool_parsers = {"hermes", "ernie45", "llama3_json", "pythonic", "mistral", "deepseek", "glm45", "gpt_oss"}
+    assert set(plugins.offered(TOOL_PARSER)) == tool_parsers
+    assert set(plugins.offered(REASONING_PARSER)) == {"qwen3", "deepseek_r1", "ernie45", "mistral", "gpt_oss"}
     assert not plugins.problems
     assert {registered.origin.distribution for registered in plugins.offered(BACKEND).values()} == {"fd-core"}
 

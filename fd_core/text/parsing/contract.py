@@ -1,0 +1,70 @@
+"""What a parser is. A parser reads the text of one answer as it comes and says what it means.
+
+Laws, each a property test of the built-in parsers:
+1. Whatever the cuts, the events of a stream, joined, are those of the whole text.
+2. Text is held back only where it may be the beginning of a marker, or white space before one.
+3. No character is lost or repeated. What belongs to the format is no text: markers, and white space beside them.
+4. A text may end anywhere. What was said stays; a call that was cut off gets no `CallEnded`.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from fd_core.text.parsing.events import Event
+
+__all__ = ["OutputParser", "ReasoningParser", "ToolParser", "ToolSchemas"]
+
+ToolSchemas = Mapping[str, Mapping[str, Any]]
+"""Names of the tools of a request, with the JSON schemas of their arguments."""
+
+
+class OutputParser(abc.ABC):
+    """Reads one answer. An instance serves one text; it does no I/O, has no clock, and never raises for a text."""
+
+    markers: ClassVar[tuple[str, ...]] = ()
+    """What the format writes between parts. Where they are control tokens they are kept for the parser."""
+
+    @abc.abstractmethod
+    def push(self, text: str) -> Sequence[Event]:
+        """Take more text and return what it adds."""
+
+    @abc.abstractmethod
+    def flush(self) -> Sequence[Event]:
+        """Return what was held back; the text has ended and nothing is pushed any more."""
+
+
+class ToolParser(OutputParser):
+    """Finds tool calls in the content of an answer; made for requests that offer tools."""
+
+    reads_reasoning: ClassVar[bool] = False
+    """Whether it finds reasoning as well; then no reasoning parser stands before it."""
+
+    def __init__(self, tools: ToolSchemas) -> None:
+        self.tools = tools
+
+    @classmethod
+    def grammar(cls, tools: ToolSchemas, *, parallel: bool) -> str | None:
+        """Return a Lark grammar of llguidance for an answer that is nothing but calls of `tools`.
+
+        One call, or one and more if `parallel`. None if the format cannot be held by a grammar; then requests that
+        need one are refused.
+        """
+        return None
+
+
+class ReasoningParser(OutputParser):
+    """Tells reasoning from content. What it yields as `Content` a tool parser may read further."""
+
+    end: ClassVar[str] = ""
+    """The marker that ends reasoning; empty if there is no single one, and then reasoning has no budget."""
+
+    def __init__(self, prompt_tail: str) -> None:
+        """`prompt_tail` is how the prompt ends: templates may open reasoning, or close it, themselves."""
+
+    @classmethod
+    def begins_reasoning(cls, prompt_tail: str) -> bool:
+        """Whether an answer to such a prompt is expected to begin with reasoning."""
+        return True

@@ -1,0 +1,68 @@
+"""What parsers yield: frozen pieces of an answer, in the order in which the model wrote them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+__all__ = ["ArgumentsDelta", "CallBegun", "CallEnded", "Content", "Event", "Reasoning", "joined"]
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text for the reader of the answer; never empty."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text that the model wrote for itself before the answer; never empty."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """A tool call whose name is known."""
+
+    index: int
+    """Calls of an answer count from 0."""
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsDelta:
+    """More of the JSON text of a call's arguments; never empty."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnded:
+    """The arguments of a call are complete. A call that the end of the text cut off has no such event."""
+
+    index: int
+
+
+_TEXTS = Content | Reasoning | ArgumentsDelta
+Event = Content | Reasoning | CallBegun | ArgumentsDelta | CallEnded
+
+
+def joined(events: Iterable[Event]) -> list[Event]:
+    """Return the events with neighbouring pieces of one text put together: what no cut of the text changes."""
+    whole: list[Event] = []
+    for _, group in groupby(events, _text_of_what):
+        first, *more = group
+        texts = [event.text for event in more if isinstance(event, _TEXTS)]
+        if texts and isinstance(first, _TEXTS):
+            whole.append(replace(first, text=first.text + "".join(texts)))
+        else:
+            whole += [first, *more]
+    return whole
+
+
+def _text_of_what(event: Event) -> tuple[type[Event], int | None]:
+    return type(event), event.index if isinstance(event, ArgumentsDelta) else None

@@ -1,0 +1,81 @@
+"""The harmony format of gpt-oss: messages with a header, whose channel says what a message is for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import ClassVar, Final
+
+from fd_core.text.parsing.contract import ReasoningParser, ToolSchemas
+from fd_core.text.parsing.json_calls import JsonCallReader
+from fd_core.text.parsing.reader import Steps
+
+__all__ = ["HarmonyReasoning", "HarmonyTools"]
+
+_START: Final = "<|start|>"
+_CHANNEL: Final = "<|channel|>"
+_MESSAGE: Final = "<|message|>"
+_ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
+_TO: Final = " to="
+_FUNCTION: Final = "functions."
+_FIND_CHANNEL: Final = re.compile(r"<\|channel\|>\s*([a-z]+)")
+_FIND_RECIPIENT: Final = re.compile(r"\bto=([^\s<]+)")
+
+
+class HarmonyTools(JsonCallReader):
+    """`analysis` is reasoning, `final` and `commentary` are content, what goes to a function is a call."""
+
+    markers = (_START, _CHANNEL, "<|constrain|>", _MESSAGE, *_ENDS)
+    reads_reasoning = True
+    calls: ClassVar[bool] = True
+    """Whether messages to functions are calls; otherwise they are content."""
+
+    def run(self) -> Steps[None]:
+        """Read messages; text that begins without a header is content."""
+        self.mark()
+        if (yield from self.literal(_CHANNEL, _START, _MESSAGE, _TO)):
+            self.go_back()
+        else:
+            self.forget()
+            if (yield from self.content_until(_CHANNEL, _START)) == _CHANNEL:
+                self.skip(-len(_CHANNEL))
+        while (yield from self.peek()):
+            yield from self._message()
+
+    def _message(self) -> Steps[None]:
+        header, marker = yield from self.text_until(_MESSAGE, *_ENDS)
+        if marker != _MESSAGE:
+            return
+        channel = (_FIND_CHANNEL.findall(header) or [""])[-1]
+        recipient = (_FIND_RECIPIENT.findall(header) or [""])[-1]
+        if recipient.startswith(_FUNCTION) and self.calls:
+            yield from self._call(recipient.removeprefix(_FUNCTION))
+            return
+        builtin = recipient not in ("", "assistant") and not recipient.startswith(_FUNCTION)
+        silent = builtin or channel == "analysis"
+        yield from self._body(self.say_reasoning if silent else self.say_content)
+
+    def _body(self, say: Callable[[str], None]) -> Steps[None]:
+        if (yield from self.until(*_ENDS, _START, _CHANNEL, say=say)) == _CHANNEL:
+            self.skip(-len(_CHANNEL))
+
+    def _call(self, name: str) -> Steps[None]:
+        self.begin_call(name)
+        yield from self.space()
+        if (yield from self.json_value()):
+            self.end_call()
+            yield from self._body(self.drop)
+        else:
+            yield from self.rest_of_call(*_ENDS, _START)
+
+
+class HarmonyReasoning(HarmonyTools, ReasoningParser):
+    """gpt-oss for requests without tools."""
+
+    end = "<|channel|>final<|message|>"
+    calls = False
+
+    def __init__(self, prompt_tail: str) -> None:
+        ReasoningParser.__init__(self, prompt_tail)
+        no_tools: ToolSchemas = {}
+        HarmonyTools.__init__(self, no_tools)

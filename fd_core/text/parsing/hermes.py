@@ -1,0 +1,55 @@
+"""Calls between `<tool_call>` and `</tool_call>`, as JSON objects."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Final
+
+from fd_core.text.parsing.json_calls import JsonCallReader
+from fd_core.text.parsing.reader import Steps
+
+__all__ = ["ErnieTools", "HermesTools"]
+
+_BEGIN: Final = "<tool_call>"
+_END: Final = "</tool_call>"
+
+
+class HermesTools(JsonCallReader):
+    """Hermes, Qwen 2.5 and 3, and SmolLM, which puts a list of calls between the markers."""
+
+    markers: ClassVar[tuple[str, ...]] = (_BEGIN, _END)
+    around: ClassVar[tuple[str, ...]] = ()
+    """Markers around content."""
+
+    def run(self) -> Steps[None]:
+        """Read content and calls in turn."""
+        while marker := (yield from self.content_until(_BEGIN, *self.around)):
+            if marker == _BEGIN:
+                yield from self._calls_between()
+            else:
+                yield from self.space()
+
+    def _calls_between(self) -> Steps[None]:
+        opened = self.space_before + _BEGIN + (yield from self.space())
+        if listed := (yield from self.literal("[")):
+            opened += listed + (yield from self.space())
+        while True:
+            if not (yield from self.json_call()):
+                self.say_content(opened)
+                return
+            if (yield from self.rest_of_call(_END)):
+                return
+            opened = yield from self.space()
+            if not listed or not (yield from self.literal(",")):
+                break
+            opened += "," + (yield from self.space())
+        if listed:
+            yield from self.literal("]")
+            yield from self.space()
+        yield from self.literal(_END)
+
+
+class ErnieTools(HermesTools):
+    """ERNIE-4.5, which writes content between `<response>` and `</response>`."""
+
+    markers = (_BEGIN, _END, "<response>", "</response>")
+    around = ("<response>", "</response>")

@@ -1,0 +1,70 @@
+"""Calls behind `[TOOL_CALLS]`: a JSON list of calls, or a name and `[ARGS]` before each call's arguments."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from fd_core.text.parsing.json_calls import JsonCallReader
+from fd_core.text.parsing.reader import Steps
+
+__all__ = ["MistralTools"]
+
+_CALLS: Final = "[TOOL_CALLS]"
+_ARGS: Final = "[ARGS]"
+_ID: Final = "[CALL_ID]"
+_NAME: Final = re.compile(r"[\w.-]")
+
+
+class MistralTools(JsonCallReader):
+    """Mistral's models, older tokenizers and newer ones."""
+
+    markers = (_CALLS, _ARGS, _ID)
+
+    def run(self) -> Steps[None]:
+        """Read content and calls in turn."""
+        while (yield from self.content_until(_CALLS)):
+            again = _CALLS
+            while again:
+                space = self.space_before + (yield from self.space())
+                listed = yield from self.literal("[")
+                again = yield from self._list(space + listed) if listed else self._named(space)
+
+    def _list(self, opened: str) -> Steps[str]:
+        """Read a list of calls; return the marker if another one follows at once."""
+        while True:
+            opened += yield from self.space()
+            if not (yield from self.json_call()):
+                self.say_content(opened)
+                return ""
+            if end := (yield from self.rest_of_call(_CALLS)):
+                return end
+            opened = yield from self.space()
+            if not (yield from self.literal(",")):
+                yield from self.literal("]")
+                return ""
+            opened += ","
+
+    def _named(self, space: str) -> Steps[str]:
+        """Read a name and its arguments; return the marker if another one follows at once."""
+        self.mark()
+        name = yield from self.match(_NAME)
+        between = yield from self.literal(_ID, _ARGS, "{")
+        if between == _ID:
+            yield from self.match(_NAME)
+            between = yield from self.literal(_ARGS)
+        if not name or not between:
+            if self.at_end:
+                self.forget()
+            else:
+                self.go_back()
+                self.say_content(space)
+            return ""
+        if between == "{":
+            self.skip(-1)
+        self.forget()
+        self.begin_call(name)
+        yield from self.space()
+        if (yield from self.json_value()):
+            self.end_call()
+        return (yield from self.rest_of_call(_CALLS))

@@ -1,0 +1,177 @@
+"""Calls written as a Python list of function calls: `[f(a=1), g(b='x')]`, translated to JSON as they come."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Final
+
+from fd_core.text.parsing.contract import ToolParser, ToolSchemas
+from fd_core.text.parsing.reader import Steps, TextReader
+
+__all__ = ["PythonicTools"]
+
+_START: Final = "<|python_start|>"
+_STOP: Final = "<|python_end|>"
+_NAME: Final = re.compile(r"[\w.-]")
+_KEY: Final = re.compile(r"\w")
+_WORD: Final = re.compile(r"[\w.+-]")
+_NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_WHOLE: Final = re.compile(r"[+-]?[0-9][0-9A-Fa-fxXobOB_]{0,64}")
+_WORDS: Final = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_ESCAPES: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
+_CODES: Final = {"x": 2, "u": 4, "U": 8}
+_MAX_DEPTH: Final = 64
+_BRACKETS: Final = {"[": "]", "(": ")", "{": "}"}
+
+
+class PythonicTools(TextReader, ToolParser):
+    """Llama 4, Llama 3.2 and others. An answer is a list of calls from its first character on, or it has none."""
+
+    markers = (_START, _STOP)
+
+    def __init__(self, tools: ToolSchemas) -> None:
+        ToolParser.__init__(self, tools)
+        TextReader.__init__(self)
+
+    def run(self) -> Steps[None]:
+        """Read calls, if the answer begins with them, then content."""
+        self.mark()
+        yield from self.space()
+        yield from self.literal(_START)
+        yield from self.space()
+        if (yield from self.literal("[")):
+            while (yield from self._call()):
+                self.mark()
+                yield from self.space()
+                if not (yield from self.literal(",")):
+                    yield from self.literal("]")
+                    self.forget()
+                    break
+        self.go_back()
+        while (yield from self.content_until(_START, _STOP)):
+            pass
+
+    def _call(self) -> Steps[bool]:
+        """Read one call; false, with the place where it should be still kept, if there is none."""
+        yield from self.space()
+        name = yield from self.match(_NAME)
+        if name not in self.tools or not (yield from self.literal("(")):
+            return False
+        self.forget()
+        self.begin_call(name)
+        said = "{"
+        while True:
+            yield from self.space()
+            if (yield from self.literal(")")):
+                self.say_arguments("}" if said == ", " else "{}")
+                self.end_call()
+                return True
+            key = yield from self.match(_KEY)
+            yield from self.space()
+            if not key or not (yield from self.literal("=")):
+                break
+            yield from self.space()
+            self.say_arguments(f"{said}{json.dumps(key, ensure_ascii=False)}: ")
+            said = ", "
+            if not (yield from self._value(0)):
+                break
+            yield from self.space()
+            yield from self.literal(",")
+        # It broke off: what follows is taken for its arguments.
+        if (yield from self.until(")]", say=self.say_arguments)):
+            self.end_call()
+        return False
+
+    def _value(self, depth: int) -> Steps[bool]:
+        """Translate one value; return whether it is whole."""
+        first = yield from self.peek()
+        if first and first in "'\"":
+            return (yield from self._string())
+        if first in _BRACKETS:
+            return depth < _MAX_DEPTH and (yield from self._collection(depth))
+        word = yield from self.match(_WORD)
+        if self.at_end:  # what is there of a number is sure, a word may become anything
+            self.say_arguments(word if word[:1] in "-0123456789" else "")
+            return False
+        number = _WORDS.get(word) or _number(word)
+        self.say_arguments(word if number is None else number)
+        return number is not None
+
+    def _collection(self, depth: int) -> Steps[bool]:
+        opened = yield from self.take()
+        closing = _BRACKETS[opened]
+        self.say_arguments("{" if opened == "{" else "[")
+        between = ""
+        while True:
+            yield from self.space()
+            if (yield from self.literal(closing)):
+                self.say_arguments("}" if opened == "{" else "]")
+                return True
+            first = yield from self.peek()
+            if not first:
+                return False
+            bare = opened == "{" and first not in ("'", '"')  # JSON's keys are strings, Python's may be numbers
+            self.say_arguments(between + '"' * bare)
+            between = ", "
+            if not (yield from self._value(depth + 1)):
+                return False
+            self.say_arguments('"' * bare)
+            yield from self.space()
+            if opened == "{":
+                if not (yield from self.literal(":")):
+                    return False
+                yield from self.space()
+                self.say_arguments(": ")
+                if not (yield from self._value(depth + 1)):
+                    return False
+                yield from self.space()
+            if not (yield from self.literal(",")) and (yield from self.peek()) != closing:
+                return False
+
+    def _string(self) -> Steps[bool]:
+        quote = yield from self.take()
+        plain = re.compile(rf"[^\\{quote}]+")
+        self.say_arguments('"')
+        while True:
+            if text := self.here(plain):
+                self.say_arguments(_escaped(text))
+            character = yield from self.take()
+            if character == "\\":
+                self.say_arguments(_escaped((yield from self._escape())))
+            elif character == quote:
+                self.say_arguments('"')
+                return True
+            elif not character:
+                return False
+            else:
+                self.say_arguments(_escaped(character))
+
+    def _escape(self) -> Steps[str]:
+        """Return what an escape behind its backslash stands for."""
+        letter = yield from self.take()
+        if letter not in _CODES:
+            return _ESCAPES.get(letter, letter if letter in ("\\", "'", '"', "") else f"\\{letter}")
+        digits = ""
+        while len(digits) < _CODES[letter] and (digit := (yield from self.peek())) in tuple("0123456789abcdefABCDEF"):
+            digits += digit
+            self.skip(1)
+        if self.at_end:
+            return ""
+        code = int(digits or "110000", 16)
+        return chr(code) if code < 0xD800 or 0xDFFF < code < 0x110000 else f"\\{letter}{digits}"
+
+
+def _number(word: str) -> str | None:
+    """Return a number of Python's as JSON writes it, None for what is no number."""
+    if _NUMBER.fullmatch(word):
+        return word
+    try:
+        value = int(word, 0) if _WHOLE.fullmatch(word) else float(word)
+    except ValueError:
+        return None
+    return json.dumps(value) if abs(value) < float("inf") else None
+
+
+def _escaped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -1,0 +1,95 @@
+"""Reasoning between two markers, before the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from fd_core.text.parsing.contract import ReasoningParser
+from fd_core.text.parsing.events import Content, Event
+from fd_core.text.parsing.reader import Steps, TextReader
+
+__all__ = ["DeepSeekR1Reasoning", "ErnieReasoning", "MistralReasoning", "QwenReasoning"]
+
+
+class _Between(TextReader, ReasoningParser):
+    """Reasoning stands between `begin` and `end`; white space beside the markers belongs to them."""
+
+    begin: ClassVar[str] = "<think>"
+    end: ClassVar[str] = "</think>"
+    markers: ClassVar[tuple[str, ...]] = ("<think>", "</think>")
+    unasked: ClassVar[bool] = False
+    """Whether an answer begins with reasoning although no marker says so."""
+
+    def __init__(self, prompt_tail: str) -> None:
+        ReasoningParser.__init__(self, prompt_tail)
+        self._inside = self._opened_by(prompt_tail)
+        self._passing = False
+        TextReader.__init__(self)
+
+    @classmethod
+    def begins_reasoning(cls, prompt_tail: str) -> bool:
+        """Whether the prompt did not close the reasoning itself."""
+        return prompt_tail.rfind(cls.end) <= prompt_tail.rfind(cls.begin)
+
+    @classmethod
+    def _opened_by(cls, prompt_tail: str) -> bool:
+        begun, ended = prompt_tail.rfind(cls.begin), prompt_tail.rfind(cls.end)
+        return begun > ended or (begun == ended and cls.unasked)
+
+    def push(self, text: str) -> Sequence[Event]:
+        """Take more text; behind the reasoning it goes through as it is."""
+        if self._passing:
+            return (Content(text),) if text else ()
+        return super().push(text)
+
+    def run(self) -> Steps[None]:
+        """Read reasoning, if there is any, then content."""
+        self.mark()
+        yield from self.space()
+        opened = yield from self.literal(self.begin)
+        if opened or self._inside:
+            self.forget()
+            yield from self.space()
+            yield from self.until(self.end, say=self.say_reasoning, space=True)
+            yield from self.space()
+        else:
+            self.go_back()
+        yield from self.read_content()
+
+    def read_content(self) -> Steps[None]:
+        """Read what follows the reasoning."""
+        self._passing = True
+        self.say_content(self.rest())
+        return
+        yield
+
+
+class QwenReasoning(_Between):
+    """Qwen3 and others that think between `<think>` and `</think>`, if the template or the model begins it."""
+
+
+class DeepSeekR1Reasoning(_Between):
+    """DeepSeek R1: the answer begins with reasoning, also where no `<think>` says so."""
+
+    unasked = True
+
+
+class MistralReasoning(_Between):
+    """Magistral and Ministral: reasoning between `[THINK]` and `[/THINK]`."""
+
+    begin = "[THINK]"
+    end = "[/THINK]"
+    markers = ("[THINK]", "[/THINK]")
+
+
+class ErnieReasoning(_Between):
+    """ERNIE-4.5: reasoning ends with `</think>`, and the answer stands between `<response>` and `</response>`."""
+
+    unasked = True
+    markers = ("<think>", "</think>", "<response>", "</response>")
+
+    def read_content(self) -> Steps[None]:
+        """Read content without the markers around it."""
+        while (yield from self.until("<response>", "</response>", say=self.say_content, space=True)):
+            yield from self.space()

@@ -1,0 +1,269 @@
+"""Texts as models write them, one or more for each format, and what they mean."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from fd_core.text.parsing.answer import AnswerParser
+from fd_core.text.parsing.contract import OutputParser
+from fd_core.text.parsing.deepseek import DeepSeekTools
+from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, Reasoning, joined
+from fd_core.text.parsing.glm import GlmTools
+from fd_core.text.parsing.harmony import HarmonyReasoning, HarmonyTools
+from fd_core.text.parsing.hermes import ErnieTools, HermesTools
+from fd_core.text.parsing.llama import LlamaJsonTools
+from fd_core.text.parsing.mistral import MistralTools
+from fd_core.text.parsing.pythonic import PythonicTools
+from fd_core.text.parsing.thinking import DeepSeekR1Reasoning, ErnieReasoning, MistralReasoning, QwenReasoning
+
+TOOLS: dict[str, dict[str, Any]] = {
+    "weather": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "where": {}},
+    },
+    "now": {"type": "object", "properties": {}},
+}
+TOOL_PARSERS = {
+    "hermes": HermesTools,
+    "ernie45": ErnieTools,
+    "llama3_json": LlamaJsonTools,
+    "pythonic": PythonicTools,
+    "mistral": MistralTools,
+    "deepseek": DeepSeekTools,
+    "glm45": GlmTools,
+    "gpt_oss": HarmonyTools,
+}
+REASONING_PARSERS = {
+    "qwen3": QwenReasoning,
+    "deepseek_r1": DeepSeekR1Reasoning,
+    "ernie45": ErnieReasoning,
+    "mistral": MistralReasoning,
+    "gpt_oss": HarmonyReasoning,
+}
+
+
+def parser(reasoning: str | None, tools: str | None, prompt: str = "") -> OutputParser:
+    return AnswerParser(
+        REASONING_PARSERS[reasoning](prompt) if reasoning else None, TOOL_PARSERS[tools](TOOLS) if tools else None
+    )
+
+
+def parsed(reading: OutputParser, pieces: list[str]) -> list[Event]:
+    events = [event for piece in pieces for event in reading.push(piece)]
+    return joined([*events, *reading.flush()])
+
+
+class Said(NamedTuple):
+    """What the events of an answer come to."""
+
+    content: str
+    reasoning: str
+    calls: list[tuple[str, str]]
+    """Name and arguments; those of a call that was cut off end with `…`."""
+
+
+def said(events: list[Event]) -> Said:
+    names = {event.index: event.name for event in events if isinstance(event, CallBegun)}
+    ended = {event.index for event in events if isinstance(event, CallEnded)}
+    texts = dict.fromkeys(names, "")
+    for event in events:
+        if isinstance(event, ArgumentsDelta):
+            texts[event.index] += event.text
+    return Said(
+        "".join(event.text for event in events if isinstance(event, Content)),
+        "".join(event.text for event in events if isinstance(event, Reasoning)),
+        [(names[index], texts[index] + ("" if index in ended else "…")) for index in sorted(names)],
+    )
+
+
+class Recorded(NamedTuple):
+    reasoning: str | None
+    tools: str | None
+    text: str
+    means: Said
+    prompt: str = ""
+
+
+ROME = '{"city": "Röm \\"}{\\u00e9", "days": [1, {"a": -2.5e3}], "where": {}}'
+CALL = f'{{"name": "weather", "arguments": {ROME}}}'
+
+LOOK = ("weather", ROME)
+NOW = ("now", "{}")
+
+RECORDED = {
+    "plain": Recorded(None, "hermes", "Just a text, 3 < 4 <tool", Said("Just a text, 3 < 4 <tool", "", [])),
+    "hermes": Recorded(
+        None,
+        "hermes",
+        f'Let me look.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{{"name": "now"}}</tool_call>\n',
+        Said("Let me look.", "", [LOOK, NOW]),
+    ),
+    "hermes, a list": Recorded(
+        None,
+        "hermes",
+        f'<tool_call>[{CALL}, {{"name": "now", "arguments": {{}}}}]</tool_call>Done',
+        Said("Done", "", [LOOK, NOW]),
+    ),
+    "hermes, arguments first and as a string": Recorded(
+        None,
+        "hermes",
+        '<tool_call>{"id": [1, "x"], "arguments": "{\\"city\\": \\"Rome\\"}", "name": "weather"}</tool_call>',
+        Said("", "", [("weather", '{"city": "Rome"}')]),
+    ),
+    "hermes, no call": Recorded(
+        None,
+        "hermes",
+        "A <tool_call>not JSON</tool_call> or so",
+        Said("A <tool_call>not JSON</tool_call> or so", "", []),
+    ),
+    "hermes, a brace is missing": Recorded(
+        None,
+        "hermes",
+        '<tool_call>{"name": "weather", "arguments": {"city": "Rome"\n</tool_call>ok',
+        Said("ok", "", [("weather", '{"city": "Rome"\n')]),
+    ),
+    "hermes, cut": Recorded(
+        None,
+        "hermes",
+        '<tool_call>{"name": "weather", "arguments": {"city": "Ro',
+        Said("", "", [("weather", '{"city": "Ro…')]),
+    ),
+    "hermes, cut in the name": Recorded(None, "hermes", 'Yes <tool_call>{"name": "wea', Said("Yes", "", [])),
+    "qwen3": Recorded(
+        "qwen3",
+        "hermes",
+        f"<think>\nWhat is <b>?\n</think>\n\nI look.\n<tool_call>\n{CALL}\n</tool_call>",
+        Said("I look.", "What is <b>?", [LOOK]),
+    ),
+    "qwen3, begun by the prompt": Recorded(
+        "qwen3", "hermes", "So\n\nit is\n</think>\n\nYes.\n", Said("Yes.\n", "So\n\nit is", []), "assistant\n<think>\n"
+    ),
+    "qwen3, closed by the prompt": Recorded(
+        "qwen3", None, " Yes.", Said(" Yes.", "", []), "assistant\n<think>\n\n</think>\n\n"
+    ),
+    "qwen3, cut": Recorded("qwen3", None, "<think>\nHm </thin", Said("", "Hm </thin", [])),
+    "deepseek_r1": Recorded("deepseek_r1", None, "Hm.\n</think>\n\nYes", Said("Yes", "Hm.", [])),
+    "mistral reasoning": Recorded("mistral", "mistral", "[THINK]Hm.[/THINK]Yes", Said("Yes", "Hm.", [])),
+    "ernie45": Recorded(
+        "ernie45",
+        "ernie45",
+        f"Hm.\n</think>\n\n\n<response>\nI look.\n</response>\n\n<tool_call>\n{CALL}\n</tool_call>\n",
+        Said("I look.", "Hm.", [LOOK]),
+    ),
+    "ernie45 tools alone": Recorded(
+        None,
+        "ernie45",
+        f"<response>\nYes\n</response>\n<tool_call>{CALL}</tool_call>",
+        Said("Yes", "", [LOOK]),
+    ),
+    "llama3_json": Recorded(
+        None,
+        "llama3_json",
+        f'{{"name": "weather", "parameters": {ROME}}}; {{"name": "now", "parameters": {{}}}}',
+        Said("", "", [LOOK, NOW]),
+    ),
+    "llama3_json behind its tag": Recorded(
+        None,
+        "llama3_json",
+        f'Hm.<|python_tag|>{{"type": "function", "name": "weather", "parameters": {ROME}}}',
+        Said("Hm.", "", [LOOK]),
+    ),
+    "llama3_json, an object that is no call": Recorded(
+        None,
+        "llama3_json",
+        'It is {"name": "Ada", "born": 1815} and {"a": {"b": 1}}, {x}.',
+        Said('It is {"name": "Ada", "born": 1815} and {"a": {"b": 1}}, {x}.', "", []),
+    ),
+    "pythonic": Recorded(
+        None,
+        "pythonic",
+        "[weather(city='R\\u00f6m \\'\"', days=[1, -2.5, None, (True,)], where={'a': {1000: 16}}), now()]",
+        Said(
+            "",
+            "",
+            [
+                ("weather", '{"city": "Röm \'\\"", "days": [1, -2.5, null, [true]], "where": {"a": {"1000": 16}}}'),
+                NOW,
+            ],
+        ),
+    ),
+    "pythonic, no call": Recorded(None, "pythonic", "[1] says now(), [now]\n", Said("[1] says now(), [now]\n", "", [])),
+    "pythonic, cut": Recorded(
+        None,
+        "pythonic",
+        "<|python_start|>[now(), weather(city='Ro",
+        Said("", "", [NOW, ("weather", '{"city": "Ro…')]),
+    ),
+    "pythonic, broken": Recorded(
+        None, "pythonic", "[weather(city=Rome, days=1)] ok", Said(" ok", "", [("weather", '{"city": Rome, days=1')])
+    ),
+    "mistral": Recorded(
+        None,
+        "mistral",
+        f'Hm.[TOOL_CALLS] [{{"name": "weather", "arguments": {ROME}}}, {{"name": "now", "arguments": {{}}}}]',
+        Said("Hm.", "", [LOOK, NOW]),
+    ),
+    "mistral, names": Recorded(
+        None,
+        "mistral",
+        f"[TOOL_CALLS]weather[ARGS]{ROME}[TOOL_CALLS]now[CALL_ID]123456789[ARGS]{{}}[TOOL_CALLS]now{{}}",
+        Said("", "", [LOOK, NOW, NOW]),
+    ),
+    "mistral, no call": Recorded(None, "mistral", "[TOOL_CALLS] nothing to call", Said(" nothing to call", "", [])),
+    "deepseek v3": Recorded(
+        None,
+        "deepseek",
+        "Hm.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n"
+        f"```json\n{ROME}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n"
+        "```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        Said("Hm.", "", [LOOK, NOW]),
+    ),
+    "deepseek v3, a brace is missing": Recorded(
+        None,
+        "deepseek",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n"
+        '```json\n{"city": "Rome"\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        Said("", "", [("weather", '{"city": "Rome"\n')]),
+    ),
+    "deepseek v3.1": Recorded(
+        None,
+        "deepseek",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{ROME}<｜tool▁call▁end｜>"
+        "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        Said("", "", [LOOK, NOW]),
+    ),
+    "glm45": Recorded(
+        "qwen3",
+        "glm45",
+        '\n<think>Hm.</think>\nI look.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>42 "</tool_call>\n'
+        "</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n<arg_key>where</arg_key>\n<arg_value>here</arg_value>\n"
+        "</tool_call>\n<tool_call>now\n</tool_call>",
+        Said(
+            "I look.",
+            "Hm.",
+            [("weather", '{"city": "42 \\"</tool_call>\\n", "days": 3, "where": "here"}'), NOW],
+        ),
+    ),
+    "glm45, cut": Recorded(
+        None,
+        "glm45",
+        "<tool_call>weather<arg_key>days</arg_key><arg_value>3</arg_value><arg_key>city</arg_key><arg_value>Ro",
+        Said("", "", [("weather", '{"days": 3, "city": "Ro…')]),
+    ),
+    "gpt_oss": Recorded(
+        "gpt_oss",
+        "gpt_oss",
+        "<|channel|>analysis<|message|>Hm, <b>.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        f"<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ROME}<|call|>"
+        "<|start|>assistant to=functions.now<|channel|>commentary<|message|>{}<|call|>",
+        Said("I look.", "Hm, <b>.", [LOOK, NOW]),
+    ),
+    "gpt_oss without tools": Recorded(
+        "gpt_oss",
+        None,
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
+        Said("Yes.", "Hm.", []),
+    ),
+    "gpt_oss without headers": Recorded("gpt_oss", None, "Yes, to=me.", Said("Yes, to=me.", "", [])),
+}

@@ -1,0 +1,78 @@
+"""What the built-in parsers make of recorded texts, and the law: no cut changes it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from recorded import REASONING_PARSERS, RECORDED, TOOL_PARSERS, Recorded, parsed, parser, said
+
+from fd_core.text.parsing.events import Event
+
+EACH = pytest.mark.parametrize("recorded", RECORDED.values(), ids=RECORDED)
+
+
+def read(recorded: Recorded, *pieces: str) -> list[Event]:
+    return parsed(parser(recorded.reasoning, recorded.tools, recorded.prompt), list(pieces))
+
+
+PARSERS = [*TOOL_PARSERS.values(), *REASONING_PARSERS.values()]
+MARKERS = sorted({marker for each in PARSERS for marker in each.markers})
+
+
+@EACH
+def test_a_recorded_text_means_what_it_says(recorded: Recorded) -> None:
+    assert said(read(recorded, recorded.text)) == recorded.means
+
+
+@EACH
+def test_no_place_of_a_cut_changes_the_events(recorded: Recorded) -> None:
+    whole = read(recorded, recorded.text)
+    for cut in range(len(recorded.text) + 1):
+        assert read(recorded, recorded.text[:cut], recorded.text[cut:]) == whole, cut
+    assert read(recorded, *recorded.text) == whole
+
+
+@EACH
+@given(data=st.data())
+def test_random_cuts_change_nothing(recorded: Recorded, data: st.DataObject) -> None:
+    places = sorted(data.draw(st.lists(st.integers(0, len(recorded.text)), max_size=12)))
+    pieces = [recorded.text[a:b] for a, b in zip([0, *places], [*places, len(recorded.text)], strict=True)]
+    assert read(recorded, *pieces) == read(recorded, recorded.text)
+
+
+def alike(one: str, other: str) -> int:
+    """How many characters two texts have in common at their beginning."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+UNFINISHED = (*MARKERS, ")]", "```<｜tool▁call▁end｜>")
+"""What may stand at the end of half a call: it is text until its last character tells otherwise."""
+
+
+@EACH
+def test_a_text_may_end_anywhere(recorded: Recorded) -> None:
+    """What a shorter text says is the beginning of what the whole one says; only an open marker reads otherwise."""
+    whole = recorded.means
+    for end in range(len(recorded.text)):
+        part = said(read(recorded, recorded.text[:end]))
+        assert len(part.calls) <= len(whole.calls)
+        for (name, arguments), (whole_name, whole_arguments) in zip(part.calls, whole.calls, strict=False):
+            assert name == whole_name
+            arguments = arguments.removesuffix("…")
+            same = alike(arguments, whole_arguments)
+            assert arguments[same:] == "" or any(each.startswith(arguments[same:]) for each in UNFINISHED)
+
+
+SOUP = [*MARKERS, "to=functions.now", "analysis", "function", '{"name": "now"', ', "arguments": ', "```json", "```"]
+SOUP += [*"{}[]()\"'\\,:; \n1-aé🙂\u2028", "now", "weather(", "city=", "null", "True", "\\u00"]
+
+
+@pytest.mark.parametrize("name", sorted({(each.reasoning, each.tools) for each in RECORDED.values()}, key=str), ids=str)
+@given(parts=st.lists(st.sampled_from(SOUP), max_size=14), data=st.data())
+def test_no_text_breaks_a_parser(name: tuple[str | None, str | None], parts: list[str], data: st.DataObject) -> None:
+    text = "".join(parts)
+    whole = parsed(parser(*name), [text])
+    cut = data.draw(st.integers(0, len(text)))
+    assert parsed(parser(*name), [text[:cut], text[cut:]]) == whole
+    assert parsed(parser(*name), list(text)) == whole

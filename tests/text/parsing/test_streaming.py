@@ -1,0 +1,51 @@
+"""Parsers wait no longer than they must, and cost what the text is long."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from recorded import RECORDED, TOOL_PARSERS, TOOLS, parser
+
+from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Reasoning
+from fd_core.text.parsing.hermes import HermesTools
+from fd_core.text.parsing.thinking import QwenReasoning
+
+
+def test_content_goes_out_as_it_comes() -> None:
+    reading = HermesTools(TOOLS)
+    assert [list(reading.push(each)) for each in ("Hel", "lo <", "b> ", "x")] == [
+        [Content("Hel")],
+        [Content("lo")],
+        [Content(" <b>")],
+        [Content(" x")],
+    ]
+
+
+def test_a_call_begins_with_its_name_and_arguments_follow_as_they_come() -> None:
+    reading = HermesTools(TOOLS)
+    assert list(reading.push('<tool_call>{"name": "weat')) == []
+    assert list(reading.push('her", "argum')) == [CallBegun(0, "weather")]
+    assert list(reading.push('ents": {"ci')) == [ArgumentsDelta(0, '{"ci')]
+    assert list(reading.push('ty": "Rome"}')) == [ArgumentsDelta(0, 'ty": "Rome"}'), CallEnded(0)]
+
+
+def test_reasoning_goes_out_as_it_comes_and_content_behind_it_is_not_touched() -> None:
+    reading = QwenReasoning("<think>\n")
+    assert list(reading.push("Hm <")) == [Reasoning("Hm")]
+    assert list(reading.push("/think")) == []
+    assert list(reading.push(">\n\nYes")) == [Content("Yes")]
+    assert list(reading.push(" <think> \n")) == [Content(" <think> \n")]
+
+
+@pytest.mark.parametrize("name", TOOL_PARSERS)
+def test_a_long_answer_costs_what_it_is_long(name: str) -> None:
+    """A hundred times the text must not take anything like ten thousand times as long."""
+    opening = next(each.text for each in RECORDED.values() if each.tools == name and each.means.calls)
+    for tail in ("x" * 60_000, " " * 20_000, "{" * 20_000, '\\"' * 20_000):
+        reading = parser(None, name)
+        began = time.perf_counter()
+        for start in range(0, len(tail), 4):
+            reading.push((opening[:-12] if start == 0 else "") + tail[start : start + 4])
+        reading.flush()
+        assert time.perf_counter() - began < 10
