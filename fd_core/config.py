@@ -118,6 +118,8 @@ class ServerConfig(CheckedStruct, frozen=True, kw_only=True):
     served_model_names: tuple[str, ...] = ()
     chat_template: str | None = None
     """Jinja source that replaces the model's own template."""
+    trust_request_chat_template: bool = False
+    """Whether requests may bring a template of their own; templates run in a sandbox with bounds."""
     engine: Annotated[str, OneOf("process", "inproc")] = "process"
     """Whether the engine runs in a process of its own or in the server's."""
     drain_seconds: Annotated[float, Range(0, _DAY)] = 30.0

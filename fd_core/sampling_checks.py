@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import chain
 from typing import Final
 
 import msgspec
@@ -11,7 +12,7 @@ import msgspec
 from fd_core.errors import BadRequest
 from fd_core.types import SamplingParams
 
-__all__ = ["check_sampling"]
+__all__ = ["check_sampling", "check_tokens"]
 
 _PATH: Final = re.compile(r" - at `\$\.(?P<path>[^`]*)`")
 
@@ -32,6 +33,22 @@ def check_sampling(params: SamplingParams, vocab_size: int | None = None) -> Non
         field = "params" if place is None else place["path"]
         words = text if place is None else text[: place.start()]
         raise BadRequest(f"{field}: {words[:1].lower()}{words[1:]}", field=field) from None
-    for field, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
+    check_tokens(params, vocab_size)
+
+
+def check_tokens(params: SamplingParams, vocab_size: int | None = None) -> None:
+    """Raise `BadRequest` for ids beyond the vocabulary, and for limits that leave no token to be generated."""
+    bans = params.bad_words_token_ids
+    if not all(bans):
+        raise BadRequest("bad_words_token_ids: a sequence is empty", field="bad_words_token_ids")
+    for field, ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", params.logit_bias or ()),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("bad_words_token_ids", tuple(chain.from_iterable(bans))),
+    ):
         if vocab_size is not None and ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             raise BadRequest(f"{field}: token ids are 0 to {vocab_size - 1}", field=field)
+    allowed = params.allowed_token_ids
+    if allowed is not None and not {*allowed} - {ban[0] for ban in bans if len(ban) == 1}:
+        raise BadRequest("allowed_token_ids: every token of it is banned, or it is empty", field="allowed_token_ids")

@@ -76,6 +76,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     frequency_penalty: Penalty = 0.0
     repetition_penalty: RepetitionPenalty = 1.0
     logit_bias: dict[int, LogitBias] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Tokens that may be generated, each once; None allows all. The end of a text is one of them or does not come."""
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that the text never contains, each not empty; what the prompt ends with does not count."""
     logprobs: NumLogprobs | None = None
     """Number of most likely tokens reported beside the chosen one; 0 reports the chosen one only, None nothing."""
     stop_token_ids: tuple[int, ...] = ()

@@ -235,6 +235,7 @@ SERVER_FLAGS: Final = (
         repeated=True,
     ),
     Flag("chat_template", "Jinja file that replaces the model's chat template.", "FILE", values.jinja),
+    Flag("trust_request_chat_template", "Run chat templates that requests bring, within the bounds of a sandbox."),
     Flag("engine", "Where the engine runs: in a process of its own, or inside the server's process.", "WHERE"),
     Flag("drain_seconds", "Time that running requests may take to finish after Ctrl-C, in seconds.", "SECONDS"),
     Flag("max_queued_requests", "Requests that may wait for a slot; further requests are answered with 503.", "N"),

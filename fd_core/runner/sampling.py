@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
 from fd_core.ops.contract import Array, Ops, SampleInput
+from fd_core.runner.bans import Bans
 from fd_core.runner.penalties import Penalties
 from fd_core.types import Admission, IntArray
 
@@ -40,6 +43,7 @@ class _Extras:
     """Tokens that may not come before."""
     bias_ids: IntArray
     bias: npt.NDArray[np.float32]
+    bans: Bans
 
 
 class Sampler:
@@ -57,6 +61,8 @@ class Sampler:
         """Alternatives wanted; -1 for a request that wants no log-probabilities."""
         self._penalties = Penalties(ops, num_slots, vocab_size)
         self._extras: dict[int, _Extras] = {}
+        self._allowed: dict[int, IntArray] = {}
+        """Bits of the tokens that may be chosen, as `Ops.mask_logits` takes them."""
 
     def admit(self, admission: Admission) -> None:
         """Remember the parameters of a new residency. Raises `ValueError` for token ids outside the vocabulary."""
@@ -69,18 +75,26 @@ class Sampler:
         self._logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self._penalties.admit(admission)
         self._extras.pop(slot, None)
-        if params.logit_bias or params.min_tokens:
+        if params.logit_bias or params.min_tokens or params.bad_words_token_ids:
             bias = params.logit_bias or {}
             ends = {*params.stop_token_ids, *admission.eos_token_ids}
-            if unknown := [token for token in bias if token not in range(self._vocab_size)]:
-                raise ValueError(f"logit_bias names token {unknown[0]} of a vocabulary of {self._vocab_size}")
+            self._require_known("logit_bias", bias)
+            self._require_known("bad_words_token_ids", chain.from_iterable(params.bad_words_token_ids))
             self._extras[slot] = _Extras(
                 free_from=admission.prompt_len + params.min_tokens,
                 # What is not in the vocabulary is never sampled and need not be forbidden.
                 stops=np.array([token for token in ends if token in range(self._vocab_size)], np.int32),
                 bias_ids=np.array(list(bias), np.int32),
                 bias=np.array(list(bias.values()), np.float32),
+                bans=Bans(params.bad_words_token_ids, admission.prompt_len),
             )
+
+        self._allowed.pop(slot, None)
+        if params.allowed_token_ids is not None:
+            self._require_known("allowed_token_ids", params.allowed_token_ids)
+            allowed = np.zeros(-(-self._vocab_size // 32) * 32, np.bool_)
+            allowed[list(params.allowed_token_ids)] = True
+            self._allowed[slot] = np.packbits(allowed, bitorder="little").view("<i4").astype(np.int32)
 
     def extend(self, slots: IntArray, tokens: IntArray, accepted: IntArray) -> None:
         """Take note of delivered tokens: int32[N, 1 + k], of which row i keeps the first 1 + accepted[i]."""
@@ -100,7 +114,9 @@ class Sampler:
         raw = ops.gather_rows(logits, ops.from_host(wanted.astype(np.int32))) if len(wanted) else None
         logits = self._penalties.apply(logits, slots, positions, columns, tokens)
         if self._extras:
-            logits = self._adjust(logits, slots, positions)
+            logits = self._adjust(logits, slots, positions, tokens)
+        if self._allowed:
+            logits = self._mask(logits, slots)
         chosen, peaks = ops.sample(logits, self._rows(slots, positions))
         if raw is None:
             return Sampled(chosen, peaks)
@@ -124,8 +140,8 @@ class Sampler:
             any_filter=bool((random & ((top_k > 0) | (top_p < 1) | (min_p > 0))).any()),
         )
 
-    def _adjust(self, logits: Array, slots: IntArray, positions: IntArray) -> Array:
-        """Apply logit_bias and min_tokens."""
+    def _adjust(self, logits: Array, slots: IntArray, positions: IntArray, tokens: IntArray) -> Array:
+        """Apply logit_bias, min_tokens and banned sequences."""
         rows: list[IntArray] = []
         ids: list[IntArray] = []
         values: list[npt.NDArray[np.float32]] = []
@@ -141,9 +157,26 @@ class Sampler:
                 continue
             if len(extras.bias_ids):
                 add(row, extras.bias_ids, extras.bias)
-            if positions[row] < extras.free_from and len(extras.stops):
-                add(row, extras.stops, np.full(len(extras.stops), _FORBIDDEN))
+            forbidden = extras.bans.at(int(positions[row]), tokens[slot])
+            if positions[row] < extras.free_from:
+                forbidden = np.concatenate((forbidden, extras.stops))
+            if len(forbidden):
+                add(row, forbidden, np.full(len(forbidden), _FORBIDDEN))
         if not rows:
             return logits
         host = self._ops.from_host
         return self._ops.add_at(logits, *(host(np.concatenate(parts)) for parts in (rows, ids, values)))
+
+    def _mask(self, logits: Array, slots: IntArray) -> Array:
+        """Apply allowed_token_ids."""
+        rows = [row for row, slot in enumerate(slots.tolist()) if slot in self._allowed]
+        if not rows:
+            return logits
+        bits = np.stack([self._allowed[slot] for slot in slots[rows].tolist()])
+        return self._ops.mask_logits(logits, self._ops.from_host(np.array(rows, np.int32)), self._ops.from_host(bits))
+
+    def _require_known(self, field: str, tokens: Iterable[int]) -> None:
+        """Raise `ValueError` for a token outside the vocabulary: on the device it would write beyond its row."""
+        for token in tokens:
+            if token not in range(self._vocab_size):
+                raise ValueError(f"{field} names token {token} of a vocabulary of {self._vocab_size}")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Mapping
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from fastapi import Request
 
 from fd_core.server.errors import ApiError, invalid
+from fd_core.server.known_fields import KnownFields, UnknownField
 from fd_core.server.unsupported import HARMLESS, Refusal
 
 __all__ = ["BodyFormat", "read_bytes"]
@@ -21,10 +22,8 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 _PATH = re.compile(r" - at (`key` in )?`\$\.?(?P<path>.*)`$")
 _MISSING = re.compile(r"missing required field `(?P<field>[^`]+)`")
-_PRINTABLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_PRINTABLE = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}")
 _MAX_NAMED = 16
-
-_raw_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class BodyFormat(Generic[T]):
@@ -34,7 +33,7 @@ class BodyFormat(Generic[T]):
         self.schema = schema
         self._refused = refused or {}
         self._decoder = msgspec.json.Decoder(schema)
-        self._known = frozenset(schema.__struct_fields__) | HARMLESS
+        self._known = KnownFields(schema)
         self._warned: set[str] = set()
 
     async def read(self, request: Request, limit: int) -> tuple[T, dict[str, str]]:
@@ -48,10 +47,8 @@ class BodyFormat(Generic[T]):
     def decode(self, body: bytes) -> tuple[T, dict[str, str]]:
         """Decode a whole body; see `read`."""
         try:
-            fields = _raw_fields.decode(body)
-            unknown = fields.keys() - self._known
-            ignored = self._refuse(unknown, fields) if unknown else []
-            return self._decoder.decode(body), ({"X-Ignored-Fields": ", ".join(ignored)} if ignored else {})
+            ignored = self._refuse(self._known.unknown(body))
+            return self._decoded(body), ({"X-Ignored-Fields": ", ".join(ignored)} if ignored else {})
         except msgspec.ValidationError as error:
             raise _explain(error) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -59,23 +56,43 @@ class BodyFormat(Generic[T]):
         except RecursionError:
             raise invalid("the body is nested too deeply", None, "invalid_json") from None
 
-    def _refuse(self, unknown: Iterable[str], fields: Mapping[str, msgspec.Raw]) -> list[str]:
+    def _decoded(self, body: bytes) -> T:
+        """Decode a body; a whole number may be written as 5.0 where an integer is wanted."""
+        try:
+            return self._decoder.decode(body)
+        except msgspec.ValidationError as error:
+            if "Expected `int" not in str(error) or "got `float`" not in str(error):
+                raise
+            return msgspec.convert(_with_integers(msgspec.json.decode(body)), self.schema, str_keys=True)
+
+    def _refuse(self, unknown: Iterable[UnknownField]) -> list[str]:
         """Refuse fields that would change the text; return the names of those that are ignored."""
-        ignored: list[str] = []
-        for name in sorted(unknown):
-            refusal = self._refused.get(name)
-            if refusal is None:
-                if _PRINTABLE.fullmatch(name) and len(ignored) < _MAX_NAMED:
-                    ignored.append(name)
+        given: dict[str, msgspec.Raw] = {}
+        for path, value in unknown:
+            if path in HARMLESS or bytes(value) == b"null":
                 continue
-            value = msgspec.json.decode(fields[name])
-            if value is not None and value not in refusal.neutral:
-                raise invalid(f"{name} is not supported: {refusal.reason}", name, "unsupported_parameter")
+            refusal = self._refused.get(path)
+            if refusal is None:
+                given.setdefault(path, value)
+            elif msgspec.json.decode(value) not in refusal.neutral:
+                raise invalid(f"{path} is not supported: {refusal.reason}", path, "unsupported_parameter")
+        ignored = [path for path in sorted(given) if _PRINTABLE.fullmatch(path)][:_MAX_NAMED]
         for name in ignored:
             if name not in self._warned and len(self._warned) < 1000:
                 self._warned.add(name)
                 log.warning("the unknown field %s of a request is ignored (logged once)", name)
         return ignored
+
+
+def _with_integers(value: Any) -> Any:
+    """Return a decoded value with whole numbers as integers, which fields for any number take as well."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() else value
+    if isinstance(value, list):
+        return [_with_integers(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _with_integers(each) for name, each in value.items()}
+    return value
 
 
 async def read_bytes(request: Request, limit: int) -> bytes:

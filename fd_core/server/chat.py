@@ -35,9 +35,7 @@ async def create_chat_completion(request: Request) -> Response:
     state.model_name(body.model)
     state.admit(1)
     logprobs = _logprobs(body)
-    prompt = await chat_prompt(
-        state, body.messages, body.add_generation_prompt is not False, body.chat_template_kwargs or {}
-    )
+    prompt = await chat_prompt(state, body)
     job = build_job(state, body, request, [prompt], logprobs)
     return GenerationResponse(state, ChatFormat(job, state.tokenizer), bool(body.stream), headers)
 
@@ -66,7 +64,8 @@ class ChatFormat(ResponseFormat):
 
     def logprobs(self, choice: ChoiceStream, chunk: TextChunk | CollectedText) -> ChatLogprobs:
         """Return log-probabilities with the bytes of each token."""
-        return chat_logprobs(self.tokenizer, chunk.token_ids, chunk.logprobs, self.job.logprobs or 0)
+        job = self.job
+        return chat_logprobs(self.tokenizer, chunk.token_ids, chunk.logprobs, job.logprobs or 0, job.tokens_as_ids)
 
     def choice(self, collected: CollectedText) -> ChatChoice:
         """Return one generated message."""

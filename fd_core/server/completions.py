@@ -38,7 +38,7 @@ async def create_completion(request: Request) -> Response:
     state.model_name(body.model)
     state.admit(1)
     _check(body)
-    prompts = await completion_prompts(state, body.prompt, body.add_special_tokens is not False)
+    prompts = await completion_prompts(state, body)
     job = build_job(state, body, request, [each.ids for each in prompts], body.logprobs)
     return GenerationResponse(state, CompletionFormat(job, state.tokenizer, body, prompts), bool(body.stream), headers)
 
@@ -87,7 +87,11 @@ class CompletionFormat(ResponseFormat):
         builder = self._builders.get(choice.index)
         if builder is None:
             builder = self._builders[choice.index] = CompletionLogprobsBuilder(
-                self.tokenizer, self.job.logprobs or 0, len(self._echo(choice)), self.job.skip_special
+                self.tokenizer,
+                self.job.logprobs or 0,
+                len(self._echo(choice)),
+                self.job.skip_special,
+                self.job.tokens_as_ids,
             )
         return builder.build(chunk.token_ids, chunk.logprobs)
 

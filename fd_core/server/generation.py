@@ -50,6 +50,8 @@ class Job:
     """Most likely tokens shown beside each chosen token; None shows no log-probabilities."""
     token_ids: bool
     """Whether ids are shown."""
+    tokens_as_ids: bool
+    """Whether log-probabilities name tokens by their ids."""
     usage_in_stream: bool
     priority: int
     tenant: str

@@ -8,7 +8,7 @@ from fd_core.disagg.ticket import TICKET_HEADER, read_ticket
 from fd_core.server.errors import ApiError, invalid
 from fd_core.server.generation import Job
 from fd_core.server.request_schemas import GenerationRequest
-from fd_core.server.sampling import choices_per_prompt, sampling_params, stop_strings
+from fd_core.server.sampling import bad_word_ids, choices_per_prompt, sampling_params, stop_strings
 from fd_core.server.state import ServerState
 
 __all__ = ["build_job"]
@@ -20,18 +20,20 @@ def build_job(
     """Return what the request wants generated; `ApiError` (400, 403) for what does not fit the model or this worker."""
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options is given, but stream is not true", "stream_options")
+    bad_words = bad_word_ids(body, state.client.info, state.tokenizer)
     return Job(
         request_id=request.state.request_id,
         model=state.model_name(body.model),
         arrived=request.state.arrived,
         prompts=prompts,
-        params=sampling_params(body, state.client.info, prompts, logprobs),
+        params=sampling_params(body, state.client.info, prompts, logprobs, bad_words),
         n=choices_per_prompt(body, len(prompts)),
         stop=stop_strings(body),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special=body.skip_special_tokens is not False,
         logprobs=logprobs,
         token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
         usage_in_stream=bool(body.stream_options and body.stream_options.include_usage),
         priority=body.priority or 0,
         tenant=body.user or "",

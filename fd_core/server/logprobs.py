@@ -16,21 +16,27 @@ _FLOOR: Final = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
 
 
-def chat_logprobs(tokenizer: Tokenizer, ids: Sequence[int], rows: Sequence[TokenLogprobs], top: int) -> ChatLogprobs:
-    """Return the chat shape for tokens and their log-probabilities, with the `top` most likely of each."""
+def chat_logprobs(
+    tokenizer: Tokenizer, ids: Sequence[int], rows: Sequence[TokenLogprobs], top: int, as_ids: bool = False
+) -> ChatLogprobs:
+    """Return the chat shape for tokens and their log-probabilities, with the `top` most likely of each.
+
+    `as_ids` names tokens by their ids.
+    """
     content = []
     for token_id, row in zip(ids, rows, strict=True):
-        likely = [_top(tokenizer, *pair) for pair in zip(row.top_ids[:top], row.top[:top], strict=True)]
-        spoken = tokenizer.token_bytes(token_id)
-        content.append(TokenLogprob(spoken.decode("utf-8", "replace"), _finite(row.logprob), list(spoken), likely))
+        likely = [_top(tokenizer, *pair, as_ids) for pair in zip(row.top_ids[:top], row.top[:top], strict=True)]
+        own = _top(tokenizer, token_id, row.logprob, as_ids)
+        content.append(TokenLogprob(own.token, own.logprob, own.bytes, likely))
     return ChatLogprobs(content)
 
 
 class CompletionLogprobsBuilder:
     """Makes the completions shape for one choice, chunk by chunk; it knows where in the text each token begins."""
 
-    def __init__(self, tokenizer: Tokenizer, top: int, offset: int, skip_special: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, top: int, offset: int, skip_special: bool, as_ids: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._as_ids = as_ids
         self._top = top
         self._offset = offset
         self._text = IncrementalDetokenizer(tokenizer, skip_special=skip_special)
@@ -39,9 +45,9 @@ class CompletionLogprobsBuilder:
         """Return the shape for the next tokens."""
         answer = CompletionLogprobs([], [], [], [])
         for token_id, row in zip(ids, rows, strict=True):
-            name = _name(self._tokenizer, token_id)
+            name = self._name(token_id)
             likely = {
-                _name(self._tokenizer, other): _finite(value)
+                self._name(other): _finite(value)
                 for other, value in zip(row.top_ids[: self._top], row.top[: self._top], strict=True)
             }
             answer.text_offset.append(self._offset)
@@ -51,10 +57,14 @@ class CompletionLogprobsBuilder:
             self._offset += len(self._text.push((token_id,)).text)
         return answer
 
+    def _name(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._as_ids else _name(self._tokenizer, token_id)
 
-def _top(tokenizer: Tokenizer, token_id: int, logprob: float) -> TopLogprob:
+
+def _top(tokenizer: Tokenizer, token_id: int, logprob: float, as_ids: bool) -> TopLogprob:
     spoken = tokenizer.token_bytes(token_id)
-    return TopLogprob(spoken.decode("utf-8", "replace"), _finite(logprob), list(spoken))
+    name = f"token_id:{token_id}" if as_ids else spoken.decode("utf-8", "replace")
+    return TopLogprob(name, _finite(logprob), list(spoken))
 
 
 def _name(tokenizer: Tokenizer, token_id: int) -> str:

@@ -2,48 +2,126 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+import math
+from typing import Final
 
 import msgspec
 
-from fd_core.server.errors import invalid
-from fd_core.server.request_schemas import MAX_CHOICES, Message
+from fd_core.server.errors import ApiError, invalid
+from fd_core.server.request_schemas import (
+    MAX_CHOICES,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Message,
+    TokenizeRequest,
+)
+from fd_core.server.sampling import asked_tokens
 from fd_core.server.state import ServerState
 from fd_core.text.prompt_reader import PromptText
 
-__all__ = ["chat_prompt", "completion_prompts"]
+__all__ = ["chat_ids", "chat_prompt", "completion_prompts"]
 
 _ROLES: Final = ("system", "developer", "user", "assistant")
 _TURN_CHARS: Final = 64
 """What a template writes around a message, about."""
 
 
-async def completion_prompts(state: ServerState, prompt: Any, add_special: bool) -> list[PromptText]:
+async def completion_prompts(state: ServerState, body: CompletionRequest) -> list[PromptText]:
     """Return the prompts of a completions request: a text, texts, ids, or lists of ids.
 
     Raises `ApiError` (400) for too many prompts, `BadRequest` for those that cannot be read.
     """
-    texts = [prompt] if isinstance(prompt, str) else [each for each in prompt if not isinstance(each, int)]
+    reader, field = state.prompt_reader, "prompt" if body.prompt_token_ids is None else "prompt_token_ids"
+    given = body.prompt if body.prompt_token_ids is None else body.prompt_token_ids
+    if given is None:
+        raise _required("prompt")
+    texts = [given] if isinstance(given, str) else [each for each in given if not isinstance(each, int)]
     if len(texts) > MAX_CHOICES:
-        raise invalid(f"prompt holds {len(texts)} prompts; one request may hold {MAX_CHOICES}", "prompt")
-    reader = state.prompt_reader
+        raise invalid(f"{field} holds {len(texts)} prompts; one request may hold {MAX_CHOICES}", field)
     size = sum(len(each) for each in texts if isinstance(each, str))
-    return await reader.run(size, lambda: reader.completion(prompt, add_special))
+    read = await reader.run(size, lambda: reader.completion(given, body.add_special_tokens is not False, field))
+    return [_shortened(state, body, each) for each in read]
 
 
-async def chat_prompt(
-    state: ServerState, messages: list[Message], add_generation_prompt: bool, template_kwargs: dict[str, Any]
-) -> tuple[int, ...]:
-    """Return the ids of a conversation, rendered by the model's template.
+async def chat_prompt(state: ServerState, body: ChatRequest) -> tuple[int, ...]:
+    """Return the ids of what a chat request wants answered: its conversation, its only message, or ids that it gives.
 
-    Raises `ApiError` (400) for roles and contents that are not served, `BadRequest` where the template refuses.
+    Raises `ApiError` (400) for what is not served, `BadRequest` for what cannot be read.
     """
-    for index, message in enumerate(messages):
+    reader = state.prompt_reader
+    if body.prompt_token_ids is not None:
+        ids = reader.given(body.prompt_token_ids, "prompt_token_ids")
+    elif body.disable_chat_template:
+        text = _only_text(body.messages or [])
+        ids = await reader.run(len(text), lambda: reader.text(text, body.add_special_tokens is not False))
+    else:
+        ids = await chat_ids(state, body)
+    return _shortened(state, body, PromptText(ids, None)).ids
+
+
+async def chat_ids(state: ServerState, body: ChatRequest | TokenizeRequest) -> tuple[int, ...]:
+    """Return the ids of a conversation, rendered by a template.
+
+    Raises `ApiError` (400) for roles, contents and templates that are not served, `BadRequest` where the template
+    refuses.
+    """
+    if body.messages is None:
+        raise _required("messages")
+    for index, message in enumerate(body.messages):
         _check(f"messages[{index}]", message)
-    turns = [msgspec.to_builtins(message) for message in messages]
+    goes_on = bool(body.continue_final_message)
+    if goes_on and body.add_generation_prompt:
+        raise invalid(
+            "continue_final_message goes on with the last message, add_generation_prompt begins another; give one",
+            "continue_final_message",
+        )
+    template = body.chat_template or None
+    if template is not None and not state.config.trust_request_chat_template:
+        raise invalid(
+            "chat_template is not supported: templates from requests are run only where the server was started with "
+            "--trust-request-chat-template",
+            "chat_template",
+            "unsupported_parameter",
+        )
+    turns = [msgspec.to_builtins(message) for message in body.messages]
     reader = state.prompt_reader
     size = sum(len(str(turn["content"])) + _TURN_CHARS for turn in turns)
-    return await reader.run(size, lambda: reader.chat(turns, add_generation_prompt, template_kwargs))
+    return await reader.run(
+        size if template is None else math.inf,
+        lambda: reader.chat(
+            turns,
+            body.add_generation_prompt is not False and not goes_on,
+            body.chat_template_kwargs,
+            continue_final_message=goes_on,
+            documents=body.documents,
+            template=template,
+            add_special=bool(body.add_special_tokens),
+        ),
+    )
+
+
+def _shortened(state: ServerState, body: GenerationRequest, prompt: PromptText) -> PromptText:
+    """Return a prompt without what `truncate_prompt_tokens` cuts off."""
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return prompt
+    if most == 0:
+        raise invalid("truncate_prompt_tokens is 0; give -1 or at least 1", "truncate_prompt_tokens")
+    if most < 0:
+        most = max(1, state.client.info.max_model_len - (asked_tokens(body)[0] or 1))
+    if len(prompt.ids) <= most:
+        return prompt
+    return PromptText(prompt.ids[:most] if body.truncation_side == "right" else prompt.ids[-most:], None)
+
+
+def _only_text(messages: list[Message]) -> str:
+    if len(messages) != 1 or not isinstance(messages[0].content, str):
+        raise invalid(
+            f"disable_chat_template needs exactly one message, whose content is text; messages has {len(messages)}",
+            "messages",
+        )
+    return messages[0].content
 
 
 def _check(place: str, message: Message) -> None:
@@ -54,5 +132,9 @@ def _check(place: str, message: Message) -> None:
     for field in ("tool_calls", "function_call"):
         if getattr(message, field):
             raise invalid(f"{place}.{field}: tools are not served", f"{place}.{field}", "unsupported_parameter")
-    if message.content is None:
-        raise invalid(f"{place}.content is required", f"{place}.content", "missing_required_parameter")
+    if message.content is None and message.role != "assistant":
+        raise _required(f"{place}.content")
+
+
+def _required(field: str) -> ApiError:
+    return invalid(f"{field} is required", field, "missing_required_parameter")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -10,7 +10,7 @@ from msgspec import Meta
 from fd_core.types import Count, LogitBias, MinP, NumLogprobs, Penalty, RepetitionPenalty, Temperature, TokenCount, TopP
 
 __all__ = [
-    *("MAX_CHOICES", "MAX_LOGIT_BIAS", "MAX_STOP", "MAX_STOP_CHARS", "AbortRequest", "ChatRequest"),
+    *("MAX_CHOICES", "MAX_LISTED", "MAX_LOGIT_BIAS", "MAX_STOP", "MAX_STOP_CHARS", "AbortRequest", "ChatRequest"),
     *("CompletionRequest", "ContentPart", "DetokenizeRequest", "GenerationRequest", "Message"),
     *("StreamOptions", "TokenizeRequest"),
 ]
@@ -20,15 +20,28 @@ MAX_CHOICES: Final = 128
 MAX_STOP: Final = 16
 MAX_STOP_CHARS: Final = 256
 MAX_LOGIT_BIAS: Final = 1024
+MAX_LISTED: Final = 1024
+"""Words, or sequences of tokens, that one request may ban."""
 _MAX_IDS: Final = 256
+_MAX_WORD: Final = 64
+_MAX_TEMPLATE_CHARS: Final = 65_536
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Meta(extra_json_schema={"minimum": -(2**63), "maximum": 2**64 - 1})]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+BadIds = Annotated[list[TokenId], Meta(min_length=1, max_length=_MAX_WORD)]
 _STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
 Stop = Annotated[
     str | list[StopString],
-    Meta(extra_json_schema={"anyOf": [_STOP_SCHEMA, {"type": "array", "maxItems": MAX_STOP, "items": _STOP_SCHEMA}]}),
+    Meta(
+        extra_json_schema={
+            "anyOf": [
+                {"type": "string", "maxLength": MAX_STOP_CHARS},
+                {"type": "array", "maxItems": MAX_STOP, "items": _STOP_SCHEMA},
+            ]
+        }
+    ),
 ]
 _IDS_SCHEMA = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 Prompt = Annotated[
@@ -50,6 +63,8 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     """What a stream carries besides text."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """Every event tells the usage so far."""
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
@@ -60,7 +75,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
     min_tokens: Count | None = None
+    min_new_tokens: Count | None = None
+    """Another name of `min_tokens`."""
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
@@ -71,12 +89,27 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
     logit_bias: dict[int, LogitBias] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    """Only these may be generated; an empty list allows all."""
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_LISTED)] | None = None
+    """Never generated, at the beginning of a word or within one, as the tokenizer spells them."""
+    bad_words_token_ids: Annotated[list[TokenId | BadIds], Meta(max_length=MAX_LISTED)] | None = None
+    """Never generated: single tokens, and sequences of them."""
     stop: Stop | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=_MAX_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Log-probabilities name tokens as `token_id:ID`."""
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    """Most tokens of a prompt that are read; -1 reads as many as the context holds beside the output."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where a prompt is cut that is longer: `left`, the default, keeps its end."""
+    add_special_tokens: bool | None = None
+    """Add what the model wants around a text, such as BOS; true for texts if left out, false for conversations, whose
+    template does it."""
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     """Lower runs first under the `priority` policy."""
     user: Annotated[str, Meta(max_length=256)] | None = None
@@ -87,11 +120,12 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 class CompletionRequest(GenerationRequest, kw_only=True):
     """The body of /v1/completions."""
 
-    prompt: Prompt
+    prompt: Prompt | None = None
+    prompt_token_ids: list[TokenId | list[TokenId]] | None = None
+    """Read instead of `prompt`."""
     echo: bool | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     logprobs: NumLogprobs | None = None
-    add_special_tokens: bool | None = None
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -111,15 +145,29 @@ class Message(msgspec.Struct, kw_only=True):
     function_call: dict[str, Any] | None = None
 
 
+Messages = Annotated[list[Message], Meta(max_length=4096)]
+Documents = Annotated[list[dict[str, Any]], Meta(max_length=_MAX_IDS)]
+ChatTemplateSource = Annotated[str, Meta(max_length=_MAX_TEMPLATE_CHARS)]
+
+
 class ChatRequest(GenerationRequest, kw_only=True):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)]
-    max_completion_tokens: TokenCount | None = None
+    messages: Messages | None = None
+    prompt_token_ids: list[TokenId] | None = None
+    """Read instead of `messages`."""
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    """The text goes on with the last message instead of beginning another."""
+    disable_chat_template: bool | None = None
+    """The prompt is the plain text of the only message."""
+    chat_template: ChatTemplateSource | None = None
+    """Replaces the model's template, where the server was started with --trust-request-chat-template."""
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: Documents | None = None
+    """What the answer may draw on, for templates that have a place for it."""
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -127,11 +175,14 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Meta(min_length=1, max_length=4096)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
-    """For `prompt`: add what the model wants around a text, such as BOS; true if left out."""
+    """As in `ChatRequest`, and likewise the fields below."""
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: ChatTemplateSource | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    documents: Documents | None = None
     return_token_strs: bool | None = None
 
 

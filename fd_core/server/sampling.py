@@ -6,6 +6,7 @@ import secrets
 from typing import Final
 
 from fd_core.engine.messages import EngineInfo
+from fd_core.sampling_checks import check_tokens
 from fd_core.server.errors import invalid
 from fd_core.server.request_schemas import (
     MAX_CHOICES,
@@ -15,15 +16,21 @@ from fd_core.server.request_schemas import (
     ChatRequest,
     GenerationRequest,
 )
+from fd_core.text.tokenizer import Tokenizer
 from fd_core.types import SamplingParams
 
-__all__ = ["choice_seed", "choices_per_prompt", "sampling_params", "stop_strings"]
+__all__ = ["asked_tokens", "bad_word_ids", "choice_seed", "choices_per_prompt", "sampling_params", "stop_strings"]
 
 _MASK: Final = 2**64 - 1
 _GREEDY_BELOW: Final = 1e-5
 """Smaller temperatures would overflow float32 where logits are divided; they are taken as 0."""
 _COMPLETION_DEFAULT: Final = 16
-_READ: Final = frozenset(("max_tokens", "temperature", "top_k", "seed", "logit_bias", "logprobs", "stop_token_ids"))
+_READ: Final = frozenset(
+    (
+        *("max_tokens", "min_tokens", "temperature", "top_k", "seed", "logit_bias", "logprobs", "stop_token_ids"),
+        *("allowed_token_ids", "bad_words_token_ids"),
+    )
+)
 """Sampling parameters that are not simply copied from the request's field of the same name."""
 _COPIED: Final = tuple(name for name in SamplingParams.__struct_fields__ if name not in _READ)
 
@@ -54,7 +61,9 @@ def choices_per_prompt(request: GenerationRequest, prompts: int) -> int:
 
 def stop_strings(request: GenerationRequest) -> tuple[str, ...]:
     """Return the stop strings, checked in number and length."""
-    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if not request.stop:
+        return ()
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop
     if len(stop) > MAX_STOP:
         raise invalid(f"stop has {len(stop)} strings; at most {MAX_STOP} are allowed", "stop")
     for text in stop:
@@ -64,49 +73,68 @@ def stop_strings(request: GenerationRequest) -> tuple[str, ...]:
 
 
 def sampling_params(
-    request: GenerationRequest, info: EngineInfo, prompts: list[tuple[int, ...]], logprobs: int | None
+    request: GenerationRequest,
+    info: EngineInfo,
+    prompts: list[tuple[int, ...]],
+    logprobs: int | None,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> list[SamplingParams]:
     """Return what each prompt is sampled with; the seed is that of its first choice.
 
-    Raises `ApiError` (400) where a value does not fit the model's context or vocabulary.
+    `bad_words` are the words of the request as tokens, see `bad_word_ids`. Raises `ApiError` (400) where a value does
+    not fit the model's context or vocabulary.
     """
-    max_tokens, field = _asked_tokens(request)
+    max_tokens, field = asked_tokens(request)
     stop_ids = tuple(request.stop_token_ids or ())
     _require_in_vocabulary(max(stop_ids, default=0), "stop_token_ids", info)
     bias = _logit_bias(request, info)
+    allowed_ids = _allowed_ids(request, info, stop_ids)
     temperature = 1.0 if request.temperature is None else request.temperature
     copied = {name: value for name in _COPIED if (value := getattr(request, name)) is not None}
     seed = secrets.randbits(63) if request.seed is None else _seed(request.seed)
+    min_tokens = _min_tokens(request)
     params = []
     for prompt in prompts:
         allowed = _allowed_tokens(request, max_tokens, field, len(prompt), info)
-        if (request.min_tokens or 0) > allowed:
-            raise invalid(f"min_tokens is {request.min_tokens}, but at most {allowed} are generated", "min_tokens")
+        if min_tokens > allowed:
+            raise invalid(f"min_tokens is {min_tokens}, but at most {allowed} are generated", "min_tokens")
         params.append(
             SamplingParams(
                 max_tokens=allowed,
+                min_tokens=min_tokens,
                 temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
                 top_k=min(max(request.top_k or 0, 0), info.vocab_size),
                 seed=seed,
                 logit_bias=bias,
+                allowed_token_ids=allowed_ids,
+                bad_words_token_ids=bad_words,
                 logprobs=logprobs,
                 stop_token_ids=stop_ids,
                 **copied,
             )
         )
+    check_tokens(params[0])
     return params
 
 
-def _asked_tokens(request: GenerationRequest) -> tuple[int | None, str]:
+def asked_tokens(request: GenerationRequest) -> tuple[int | None, str]:
     """Return how many tokens are asked for, and by which field."""
-    if not isinstance(request, ChatRequest):
-        return request.max_tokens or _COMPLETION_DEFAULT, "max_tokens"
     newer, older = request.max_completion_tokens, request.max_tokens
     if newer is not None and older is not None and newer != older:
         raise invalid(
             f"max_completion_tokens is {newer} and max_tokens {older}; give one of them", "max_completion_tokens"
         )
-    return (newer, "max_completion_tokens") if newer is not None else (older, "max_tokens")
+    if newer is not None:
+        return newer, "max_completion_tokens"
+    return (older if isinstance(request, ChatRequest) else older or _COMPLETION_DEFAULT), "max_tokens"
+
+
+def _min_tokens(request: GenerationRequest) -> int:
+    """Return how many tokens come before one may end the text."""
+    one, other = request.min_tokens, request.min_new_tokens
+    if one is not None and other is not None and one != other:
+        raise invalid(f"min_tokens is {one} and min_new_tokens {other}; give one of them", "min_new_tokens")
+    return one or other or 0
 
 
 def _allowed_tokens(request: GenerationRequest, asked: int | None, field: str, prompt: int, info: EngineInfo) -> int:
@@ -149,6 +177,32 @@ def _logit_bias(request: GenerationRequest, info: EngineInfo) -> dict[int, float
         raise invalid(f"logit_bias names the token id {min(bias)}; ids are not negative", "logit_bias")
     _require_in_vocabulary(max(bias), "logit_bias", info)
     return {token_id: value for token_id, value in bias.items() if value} or None
+
+
+def bad_word_ids(request: GenerationRequest, info: EngineInfo, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences that the request bans, its words spelled with and without a space before them."""
+    spelled = [
+        tuple(tokenizer.encode(space + word.lstrip(), add_special=False) or tokenizer.encode(word, add_special=False))
+        for word in request.bad_words or ()
+        for space in ("", " ")
+    ]
+    _require_in_vocabulary(max(map(max, filter(None, spelled)), default=0), "bad_words", info)
+    given = [(each,) if isinstance(each, int) else tuple(each) for each in request.bad_words_token_ids or ()]
+    _require_in_vocabulary(max(map(max, given), default=0), "bad_words_token_ids", info)
+    return tuple(dict.fromkeys(ids for ids in (*spelled, *given) if ids))
+
+
+def _allowed_ids(request: GenerationRequest, info: EngineInfo, stop_ids: tuple[int, ...]) -> tuple[int, ...] | None:
+    if not request.allowed_token_ids:
+        return None
+    allowed = set(request.allowed_token_ids)
+    _require_in_vocabulary(max(allowed), "allowed_token_ids", info)
+    if _min_tokens(request) and allowed <= {*stop_ids, *info.eos_token_ids}:
+        raise invalid(
+            "allowed_token_ids has only tokens that end the text, and min_tokens asks for others before",
+            "allowed_token_ids",
+        )
+    return tuple(sorted(allowed))
 
 
 def _require_in_vocabulary(largest: int, field: str, info: EngineInfo) -> None:

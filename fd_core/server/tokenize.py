@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from fd_core.server.body import BodyFormat
 from fd_core.server.errors import invalid
 from fd_core.server.openapi import endpoint
-from fd_core.server.prompts import chat_prompt
+from fd_core.server.prompts import chat_ids
 from fd_core.server.request_schemas import DetokenizeRequest, TokenizeRequest
 from fd_core.server.response_schemas import DetokenizeAnswer, TokenizeAnswer
 from fd_core.server.state import state_of
@@ -32,8 +32,7 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise invalid("give either prompt or messages", "prompt")
     if body.messages is not None:
-        kwargs = body.chat_template_kwargs or {}
-        ids = list(await chat_prompt(state, body.messages, body.add_generation_prompt is not False, kwargs))
+        ids = list(await chat_ids(state, body))
     else:
         text, special, reader = body.prompt or "", body.add_special_tokens is not False, state.prompt_reader
         ids = list(await reader.run(len(text), lambda: reader.text(text, special)))

@@ -26,6 +26,8 @@ __all__ = ["ChatTemplate", "flatten_messages"]
 Message = Mapping[str, Any]
 
 _MAX_SOURCE_CHARS = 1 << 20
+_END = "\U000f4a7bend of the final message\U000f4a7b"
+"""Stands behind a message that is to be continued; characters for private use, which no text should hold."""
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _MISUSE = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 
@@ -66,16 +68,25 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        continue_final_message: bool = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Return the prompt for a conversation.
 
         `messages` are OpenAI's: `role`, `content` (text, None or parts of type text), `tool_calls` and so on.
-        `template_kwargs` are variables of the template's own, such as `enable_thinking`.
+        `template_kwargs` are variables of the template's own, such as `enable_thinking`. With `continue_final_message`
+        the prompt ends with the content of the last message. `documents` are for templates that have a place for them.
         Raises `BadRequest`, naming the field, for messages that are malformed or that the template refuses, and
         `ModelError` for a template that does not compile or goes beyond the limits.
         """
+        turns = flatten_messages(messages)
+        if continue_final_message:
+            turns[-1]["content"] += _END
+        if documents and "documents" not in self.source:
+            raise BadRequest("the chat template has no place for documents", field="documents")
         ours = {
-            "messages": flatten_messages(messages),
+            "messages": turns,
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
             "bos_token": self.bos_token or "",
@@ -83,7 +94,7 @@ class ChatTemplate:
             "raise_exception": _refuse,
             "strftime_now": self._strftime_now,
             BUDGET: TemplateBudget(),
-        }
+        } | ({"documents": list(documents)} if documents else {})
         own = dict(template_kwargs or {})
         taken = own.keys() & {*ours, "self"}
         if taken:
@@ -91,7 +102,8 @@ class ChatTemplate:
                 f"chat_template_kwargs may not set {', '.join(sorted(taken))}", field="chat_template_kwargs"
             )
         try:
-            return joined(self._compiled.generate(own | ours))
+            text = joined(self._compiled.generate(own | ours))
+            return _up_to_end(text) if continue_final_message else text
         except _Refused as error:
             raise BadRequest(f"the chat template refused the messages: {error}", field="messages") from error
         except (SecurityError, TooMuch, RecursionError, MemoryError) as error:
@@ -121,6 +133,17 @@ class ChatTemplate:
 
 def _refuse(message: object = "no reason given") -> NoReturn:
     raise _Refused(str(message)[:500])
+
+
+def _up_to_end(text: str) -> str:
+    """Return the prompt up to the end of the message that is to be continued."""
+    prompt, found, _ = text.rpartition(_END)
+    if not found or _END in prompt:
+        raise BadRequest(
+            "the chat template does not show the last message once, so the message cannot be continued",
+            field="continue_final_message",
+        )
+    return prompt
 
 
 def flatten_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

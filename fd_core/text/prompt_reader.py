@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
-from fd_core.errors import BadRequest, FdError
+from fd_core.errors import BadRequest, FdError, ModelError
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.tokenizer import Tokenizer
 
@@ -28,6 +28,7 @@ _INLINE_CHARS: Final = 8192
 _ROLE_ALIASES: Final = {"developer": "system"}
 _TURN_FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id")
 """What a template sees of a message; clients send more."""
+_MAX_TEMPLATES: Final = 16
 _MAX_TOKEN_ID: Final = 2**31 - 1
 
 _SAMPLE_TEXT: Final = "The 3 quick (brown) foxes\n\n\tcouldn't jump; naïve 東京 🙂 <|im_start|>  over 12,345.67 dogs?"
@@ -61,6 +62,8 @@ class PromptReader:
         self._template = template
         self._vocab_size = vocab_size
         self._worker = ThreadPoolExecutor(1, "fdcore-text")
+        self._given_templates: dict[str, ChatTemplate] = {}
+        """Templates of requests, the one used last at the end; only the thread of `run` reads them."""
 
     @cached_property
     def fingerprint(self) -> str:
@@ -77,7 +80,7 @@ class PromptReader:
             ids.append(self._tokenizer.encode(text, add_special=False))
         return hashlib.blake2b(msgspec.json.encode(ids), digest_size=16).hexdigest()
 
-    async def run(self, size: int, read: Callable[[], T]) -> T:
+    async def run(self, size: float, read: Callable[[], T]) -> T:
         """Return `read()` of a prompt of `size` characters: at once, or from a thread where it would block for long.
 
         There is one thread, so that long texts do not crowd out the engine.
@@ -97,16 +100,16 @@ class PromptReader:
         """
         return _not_empty("prompt", self._tokenizer.encode(text, add_special=add_special) if text else ())
 
-    def completion(self, prompt: object, add_special: bool = True) -> list[PromptText]:
-        """Return the prompts of a completions request: a text, texts, ids, or lists of ids.
+    def completion(self, prompt: object, add_special: bool = True, field: str = "prompt") -> list[PromptText]:
+        """Return the prompts of a completions request, given in `field`: a text, texts, ids, or lists of ids.
 
         Raises `BadRequest` for empty prompts, mixed kinds, and ids out of the vocabulary.
         """
-        given = split_prompts(prompt)
+        given = split_prompts(prompt, field)
         return [
             PromptText(self.text(each, add_special), each)
             if isinstance(each, str)
-            else PromptText(self._checked_ids(each), None)
+            else PromptText(self._checked_ids(each, field), None)
             for each in given
         ]
 
@@ -115,40 +118,74 @@ class PromptReader:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        continue_final_message: bool = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        add_special: bool = False,
     ) -> tuple[int, ...]:
-        """Return the ids of a conversation, rendered by the model's template. Control tokens come from the template.
+        """Return the ids of a conversation, rendered by the model's template, or by `template` if it is given.
 
-        Raises `BadRequest` for what the template refuses or cannot render, and where there is no template.
+        Control tokens come from the template; `add_special` adds what the model wants around a text as well.
+        `continue_final_message` and `documents` are those of `ChatTemplate.render`. Raises `BadRequest` for what the
+        template refuses or cannot render, for a template of the caller's that is wrong, and where there is none.
         """
-        if self._template is None:
+        turns = [_turn(message) for message in messages]
+        rendering = self._template if template is None else self._template_of(template)
+        if rendering is None:
             raise BadRequest(
                 "this model has no chat template; use /v1/completions, or start the server with --chat-template",
                 field="messages",
             )
-        turns = [_turn(message) for message in messages]
-        text = self._template.render(turns, None, add_generation_prompt, template_kwargs)
-        return _not_empty("messages", self._tokenizer.encode(text, add_special=False))
+        try:
+            text = rendering.render(
+                turns,
+                None,
+                add_generation_prompt,
+                template_kwargs,
+                continue_final_message=continue_final_message,
+                documents=documents,
+            )
+        except ModelError as error:
+            if template is None:
+                raise
+            raise BadRequest(str(error), field="chat_template") from error
+        return _not_empty("messages", self._tokenizer.encode(text, add_special=add_special))
 
-    def _checked_ids(self, ids: list[int]) -> tuple[int, ...]:
+    def given(self, ids: Sequence[int], field: str) -> tuple[int, ...]:
+        """Return ids that a client gave in `field`; raises `BadRequest` if there are none or one is unknown."""
+        return self._checked_ids(_not_empty(field, ids), field)
+
+    def _template_of(self, source: str) -> ChatTemplate:
+        """Return a template that came with a request, compiled once for those that repeat it."""
+        found = self._given_templates.pop(source, None)
+        if found is None:
+            found = ChatTemplate(source, self._tokenizer.bos_token, self._tokenizer.eos_token)
+        self._given_templates[source] = found
+        while len(self._given_templates) > _MAX_TEMPLATES:
+            del self._given_templates[next(iter(self._given_templates))]
+        return found
+
+    def _checked_ids(self, ids: Sequence[int], field: str) -> tuple[int, ...]:
         for wrong in (min(ids), max(ids)):
             if not 0 <= wrong < self._vocab_size:
                 raise BadRequest(
-                    f"prompt holds the token id {wrong}, but the vocabulary has {self._vocab_size} ids, from 0 on",
-                    field="prompt",
+                    f"{field} holds the token id {wrong}, but the vocabulary has {self._vocab_size} ids, from 0 on",
+                    field=field,
                 )
         return tuple(ids)
 
 
-def split_prompts(prompt: object) -> list[str] | list[list[int]]:
+def split_prompts(prompt: object, field: str = "prompt") -> list[str] | list[list[int]]:
     """Return the prompts of a completions request, all texts or all lists of ids, each not empty.
 
     Raises `BadRequest` for anything else.
     """
     given: list[Any] = [prompt] if not isinstance(prompt, list) or (prompt and _is_ids(prompt)) else prompt
     if not given or any(each in ("", []) for each in given):
-        raise _empty("prompt")
+        raise _empty(field)
     if not all(isinstance(each, str) for each in given) and not all(map(_is_ids, given)):
-        raise BadRequest("prompt mixes texts and ids; give a text, texts, ids, or lists of ids", field="prompt")
+        raise BadRequest(f"{field} mixes texts and ids; give a text, texts, ids, or lists of ids", field=field)
     return given
 
 

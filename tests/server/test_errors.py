@@ -56,7 +56,24 @@ HI = [{"role": "user", "content": "hi"}]
         (TEXT, {"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias", "-1"),
         (TEXT, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "key"),
         (TEXT, {"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias[...]", "<= 100.0"),
-        (TEXT, {"prompt": "a", "stop": ""}, "stop", "0 characters"),
+        (TEXT, {"prompt": "a", "stop": ["a", ""]}, "stop[1]", "length >= 1"),
+        (TEXT, {"prompt": "a", "min_tokens": 1, "min_new_tokens": 2}, "min_new_tokens", "one of them"),
+        (TEXT, {"prompt": "a", "max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "one of them"),
+        (TEXT, {"prompt": "a", "allowed_token_ids": [257]}, "allowed_token_ids", "257 ids"),
+        (TEXT, {"prompt": "a", "allowed_token_ids": [1], "bad_words_token_ids": [1]}, "allowed_token_ids", "banned"),
+        (TEXT, {"prompt": "a", "allowed_token_ids": [256], "min_tokens": 1}, "allowed_token_ids", "end the text"),
+        (TEXT, {"prompt": "a", "bad_words_token_ids": [[1, 257]]}, "bad_words_token_ids", "257 ids"),
+        (TEXT, {"prompt": "a", "bad_words_token_ids": [[]]}, "bad_words_token_ids[0]", "length >= 1"),
+        (TEXT, {"prompt": "a", "bad_words": [""]}, "bad_words[0]", "length >= 1"),
+        (TEXT, {"prompt": "a", "bad_words": ["a"] * 1025}, "bad_words", "length <= 1024"),
+        (TEXT, {"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
+        (TEXT, {"prompt": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", ">= -1"),
+        (TEXT, {"prompt": "a", "truncation_side": "middle"}, "truncation_side", "middle"),
+        (TEXT, {"prompt_token_ids": []}, "prompt_token_ids", "empty"),
+        (TEXT, {"prompt_token_ids": [300]}, "prompt_token_ids", "257 ids"),
+        (TEXT, {"prompt": "a", "tools": [{"type": "function"}]}, "tools", "not served"),
+        (TEXT, {"prompt": "a", "lora_path": "x"}, "lora_path", "adapters"),
+        (TEXT, {"prompt": "a", "top_logprobs": 2}, "top_logprobs", "logprobs is"),
         (TEXT, {"prompt": "a", "stop": ["a"] * 17}, "stop", "at most 16"),
         (TEXT, {"prompt": "a", "stop": ["a" * 257]}, "stop[0]", "256"),
         (TEXT, {"prompt": "a", "stop_token_ids": [257]}, "stop_token_ids", "257"),
@@ -67,7 +84,20 @@ HI = [{"role": "user", "content": "hi"}]
         (TEXT, {"prompt": "a", "suffix": "b"}, "suffix", "suffix"),
         (TEXT, {"prompt": "a", "cache_salt": ""}, "cache_salt", "length >= 1"),
         (TEXT, {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "stream"),
-        (CHAT, {"messages": []}, "messages", "length >= 1"),
+        (CHAT, {}, "messages", "required"),
+        (CHAT, {"messages": []}, "messages", "at least one"),
+        (CHAT, {"messages": [], "prompt_token_ids": [257]}, "prompt_token_ids", "257 ids"),
+        (CHAT, {"messages": HI, "chat_template": "x"}, "chat_template", "--trust-request-chat-template"),
+        (CHAT, {"messages": HI, "documents": [{"text": "x"}]}, "documents", "no place"),
+        (CHAT, {"messages": HI * 2, "disable_chat_template": True}, "messages", "exactly one"),
+        (
+            CHAT,
+            {"messages": HI, "continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "give one",
+        ),
+        (CHAT, {"messages": [{**HI[0], "prefix": True}]}, "messages[].prefix", "continue_final_message"),
+        (CHAT, {"messages": [{**HI[0], "audio": {"id": "x"}}]}, "messages[].audio", "text"),
         (CHAT, {"messages": "hi"}, "messages", "array"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", "required"),
         (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role", "required"),
@@ -294,3 +324,57 @@ def test_a_submission_that_fails_half_way_leaves_nothing(server: LiveServer) -> 
     assert (answer.status, answer.error["code"]) == (503, "engine_dead")
     assert sorted(client.aborts) == sorted(spec.request_id for spec in client.specs)
     assert len(client.aborts) == 2
+
+
+CHANGES_THE_ANSWER = {
+    **dict.fromkeys(("regex", "ebnf", "json_schema", "structural_tag", "stop_regex", "lora_path", "extra_key"), "x"),
+    **dict.fromkeys(("enable_thinking", "no_stop_trim", "return_hidden_states", "use_beam_search"), True),
+    **dict.fromkeys(("reasoning_max_tokens", "thinking_token_budget", "max_new_tokens", "response_max_tokens"), 7),
+    **{key: {"x": 1} for key in ("repetition_detection", "kv_transfer_params", "vllm_xargs", "custom_params")},
+    **{key: [1] for key in ("logprob_token_ids", "completion_token_ids")},
+    **dict.fromkeys(("temp_scaled_logprobs", "top_p_normalized_logprobs"), True),
+    **dict.fromkeys(("typical_p", "repeat_penalty", "mirostat", "bootstrap_room"), 2),
+}
+
+
+@pytest.mark.parametrize("field", CHANGES_THE_ANSWER)
+@pytest.mark.parametrize("path, body", [(TEXT, {"prompt": "a"}), (CHAT, {"messages": HI})])
+def test_what_would_change_an_answer_is_never_ignored(
+    server: LiveServer, path: str, body: dict[str, Any], field: str
+) -> None:
+    answer = server.post(path, {**body, field: CHANGES_THE_ANSWER[field]})
+    assert (answer.status, answer.error["param"], answer.error["code"]) == (400, field, "unsupported_parameter")
+    assert server.post(path, {**body, field: None}).status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (TEXT, {"stop": "", "suffix": "", "prompt_logprobs": 0, "structured_outputs": {}, "bad_words": []}),
+        (TEXT, {"max_tokens": 5.0, "n": 1.0, "logit_bias": {"65": 1.0}, "seed": 3.0, "tools": [], "mirostat": 0}),
+        (TEXT, {"allowed_token_ids": [], "bad_words_token_ids": [], "kv_transfer_params": {}, "lora_path": ""}),
+        (CHAT, {"messages": [*HI, {"role": "assistant", "content": None}, *HI], "documents": [], "chat_template": ""}),
+        (CHAT, {"messages": [*HI, {"role": "assistant"}, *HI], "top_k": -1.0, "disable_chat_template": False}),
+        (CHAT, {"messages": [*HI, {"role": "assistant", "content": [], "audio": None, "annotations": []}, *HI]}),
+    ],
+)
+def test_values_that_ask_for_nothing_are_no_errors(server: LiveServer, path: str, fields: dict[str, Any]) -> None:
+    answer = server.post(path, {"prompt": "a", **fields} if path == TEXT else fields)
+    assert answer.status == 200, answer.body
+    assert "x-ignored-fields" not in answer.headers
+    params = server.client.specs[-1].params
+    if "seed" in fields:
+        assert (params.seed, params.max_tokens, params.logit_bias) == (3, 5, {65: 1.0})
+
+
+def test_fields_within_objects_are_named_when_they_are_ignored(server: LiveServer) -> None:
+    body = {
+        "messages": [{**HI[0], "mood": "good"}, {"role": "user", "content": [{"type": "text", "text": "x", "y": 1}]}],
+        "stream": True,
+        "stream_options": {"include_usage": True, "include_obfuscation": False, "colour": "red", "none": None},
+        "extra": 1,
+    }
+    answer = server.post(CHAT, body)
+    assert answer.status == 200
+    names = "extra, messages[].content[].y, messages[].mood, stream_options.colour"
+    assert answer.headers["x-ignored-fields"] == names

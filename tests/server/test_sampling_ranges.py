@@ -30,7 +30,7 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("repetition_penalty", 0.0),
     ("logprobs", 21),
 ]
-OTHERWISE = {"top_k", "seed", "stop_token_ids"}
+OTHERWISE = {"top_k", "seed", "stop_token_ids", "allowed_token_ids", "bad_words_token_ids"}
 """Parameters that requests spell in more ways than the engine; `logit_bias` has a test of its own."""
 
 
@@ -75,6 +75,11 @@ def test_what_is_no_number_is_refused(value: float) -> None:
         (SamplingParams(logit_bias={3: 101.0}), "logit_bias[...]"),
         (SamplingParams(logit_bias={257: 1.0}), "logit_bias"),
         (SamplingParams(stop_token_ids=(-1,)), "stop_token_ids"),
+        (SamplingParams(allowed_token_ids=(1, 257)), "allowed_token_ids"),
+        (SamplingParams(allowed_token_ids=()), "allowed_token_ids"),
+        (SamplingParams(allowed_token_ids=(3,), bad_words_token_ids=((3,),)), "allowed_token_ids"),
+        (SamplingParams(bad_words_token_ids=((1, -1),)), "bad_words_token_ids"),
+        (SamplingParams(bad_words_token_ids=((),)), "bad_words_token_ids"),
     ],
 )
 def test_ids_and_seeds_are_checked_too(params: SamplingParams, field: str) -> None:

@@ -43,6 +43,28 @@ def test_what_templates_expect_to_find() -> None:
     )
 
 
+@pytest.mark.parametrize("content", ["Well, ", "Well,\n", "", "hello"])
+def test_the_last_message_may_be_continued(content: str) -> None:
+    turns = [*HELLO, {"role": "assistant", "content": content}]
+    prompt = render(CHATML, turns, add_generation_prompt=False, continue_final_message=True)
+    assert prompt == f"<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n{content}"
+
+
+@pytest.mark.parametrize("source", ["nothing", "{{ messages[-1].content }}{{ messages[-1].content }}"])
+def test_a_message_that_is_not_shown_once_cannot_be_continued(source: str) -> None:
+    with pytest.raises(BadRequest, match="cannot be continued") as caught:
+        render(source, continue_final_message=True)
+    assert caught.value.field == "continue_final_message"
+
+
+def test_documents_reach_templates_that_have_a_place_for_them() -> None:
+    source = "{% if documents is defined %}{% for d in documents %}[{{ d.text }}]{% endfor %}{% endif %}"
+    assert render(source, documents=[{"text": "a"}, {"text": "b"}]) == "[a][b]"
+    assert render(source) == render(source, documents=[]) == ""
+    with pytest.raises(BadRequest, match="no place for documents"):
+        render(CHATML, documents=[{"text": "a"}])
+
+
 def test_the_clock_is_an_argument() -> None:
     template = ChatTemplate("{{ strftime_now('%d %b %Y') }}", now=lambda: datetime(2024, 7, 26))
     assert template.render(HELLO) == "26 Jul 2024"

@@ -104,3 +104,14 @@ def test_a_date_in_the_template_changes_no_fingerprint() -> None:
 
 def test_a_template_that_refuses_the_sample_has_a_fingerprint() -> None:
     assert fingerprint(BYTES, ChatTemplate("{{ raise_exception('no system') }}"))
+
+
+def test_a_template_of_the_caller_replaces_the_models(reader: PromptReader) -> None:
+    turns = [{"role": "user", "content": "hi"}]
+    for number in range(40):
+        source = f"{number}: {{{{ messages[0].content }}}}"
+        assert BYTES.decode(reader.chat(turns, template=source)) == f"{number}: hi"
+    assert len(reader._given_templates) == 16
+    with pytest.raises(BadRequest) as caught:
+        reader.chat(turns, template="{% for %}")
+    assert caught.value.field == "chat_template"

@@ -29,6 +29,9 @@ class _Body(msgspec.Struct):
     add_special_tokens: Any = None
     add_generation_prompt: Any = None
     chat_template_kwargs: Any = None
+    continue_final_message: Any = None
+    documents: Any = None
+    prompt_token_ids: Any = None
     session_id: Any = None
     user: Any = None
     cache_salt: Any = None
@@ -37,7 +40,7 @@ class _Body(msgspec.Struct):
     @property
     def text(self) -> Any:
         """The prompt of a completion, or the input of an embedding."""
-        return self.prompt if self.prompt is not None else self.input
+        return next((each for each in (self.prompt_token_ids, self.prompt) if each is not None), self.input)
 
 
 _decoder: Final = msgspec.json.Decoder(_Body)
@@ -97,13 +100,21 @@ class RouteRequestReader:
         Raises `FdError` for prompts that cannot be read, `TypeError` for texts where there is no tokenizer.
         """
         if self._prompts is None:
-            given = split_prompts(asked.prompt)
+            given = split_prompts(asked.text)
             if isinstance(given[0], str):
                 raise TypeError("texts have no ids without a tokenizer")
             return given[0], sum(map(len, given))
-        if isinstance(asked.messages, list):
+        if isinstance(asked.messages, list) and asked.prompt_token_ids is None:
             kwargs = asked.chat_template_kwargs if isinstance(asked.chat_template_kwargs, dict) else None
-            ids = self._prompts.chat(asked.messages, asked.add_generation_prompt is not False, kwargs)
+            goes_on = asked.continue_final_message is True
+            ids = self._prompts.chat(
+                asked.messages,
+                asked.add_generation_prompt is not False and not goes_on,
+                kwargs,
+                continue_final_message=goes_on,
+                documents=asked.documents if isinstance(asked.documents, list) else None,
+                add_special=asked.add_special_tokens is True,
+            )
             return ids, len(ids)
         prompts = self._prompts.completion(asked.text, asked.add_special_tokens is not False)
         return prompts[0].ids, sum(len(each.ids) for each in prompts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -26,9 +27,17 @@ def specs_of(target: Target, count: int = 6) -> list[RequestSpec]:
             18,
             temperature=float(exact and index % 2),
             seed=index,
+            **limits_of(index) if exact else {},
         )
         for index in range(count)
     ]
+
+
+def limits_of(index: int) -> dict[str, Any]:
+    """What some requests may not say: every third a set of pairs, every third most of the vocabulary."""
+    if index % 3 == 1:
+        return {"bad_words_token_ids": tuple((one, (7 * one + step) % 90) for one in range(90) for step in range(9))}
+    return {"allowed_token_ids": tuple(range(0, 90, 2))} if index % 3 == 2 else {}
 
 
 @pytest.mark.parametrize("slots", thorough_but([1, 8], 8))
@@ -67,7 +76,16 @@ def test_a_shared_prefix_changes_no_text(target: Target, golden: Golden) -> None
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "recomputed"])
 @pytest.mark.law("4")
 def test_preemption_changes_no_text(target: Target, golden: Golden, keep: bool, depth: int) -> None:
-    specs = [greedy(spec.request_id, spec.prompt[:20], 38) for spec in specs_of(target)]
+    specs = [
+        greedy(
+            spec.request_id,
+            spec.prompt[:20],
+            38,
+            allowed_token_ids=spec.params.allowed_token_ids,
+            bad_words_token_ids=spec.params.bad_words_token_ids,
+        )
+        for spec in specs_of(target)
+    ]
     with target.engine(pipeline_depth=depth, save_preempted_kv=keep) as engine:
         probe = parts_of(engine)
         probe.control.growth = lambda *_: 0  # type: ignore[method-assign]  # admits all requests at once
@@ -87,6 +105,18 @@ def test_speculation_changes_no_text(target: Target, golden: Golden, k: int, wro
         assert stats.scheduler.drafts.accepted == 0
     elif wrong == 0.0 and target.ops.dtype == "float32":
         assert stats.scheduler.drafts.accepted > 0.8 * stats.scheduler.drafts.proposed
+
+
+@pytest.mark.parametrize("k", thorough_but([0, 3], 3))
+def test_what_a_request_bans_never_comes(target: Target, golden: Golden, k: int) -> None:
+    specs = [greedy(f"r{index}", [index, 5], 24, **limits_of(index)) for index in range(6)]
+    free = [greedy(spec.request_id, spec.prompt, 24) for spec in specs]
+    with target.engine(k, golden.whole(free), 0.0, **ROOM) as engine:
+        texts = run(engine, specs).tokens
+    for spec in specs:
+        text, params = texts[spec.request_id], spec.params
+        assert not {*itertools.pairwise(text)} & {*params.bad_words_token_ids}
+        assert params.allowed_token_ids is None or {*text} <= {*params.allowed_token_ids}
 
 
 @pytest.mark.parametrize("k", thorough_but([0, 3], 3))

@@ -36,6 +36,9 @@ def test_texts_and_conversations_are_read_as_the_server_reads_them() -> None:
     several = read({"prompt": [[1, 2], [3]]})
     assert (several.tokens.tolist(), several.length) == ([1, 2], 3)
     assert read({"input": ["ab", "cd"]}).length == 4
+    assert read({"messages": messages, "prompt_token_ids": [5, 6]}).tokens.tolist() == [5, 6]
+    goes_on = read({"messages": [*messages, {"role": "assistant", "content": "I"}], "continue_final_message": True})
+    assert TEXT.tokenizer.decode(goes_on.tokens.tolist()) == "system: be\nuser: hi\nassistant: I"
     long = "word " * 5000
     assert len(read({"prompt": long}).tokens) == len(long)
 
@@ -50,6 +53,7 @@ def test_texts_and_conversations_are_read_as_the_server_reads_them() -> None:
         *({"prompt": [2**40]}, {"prompt": [-1]}, {"prompt": [True]}, {"prompt": "\ud800"}),
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": 1}},
+        {"messages": [{"role": "user", "content": "x"}], "documents": [{"text": "x"}], "prompt_token_ids": None},
         {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages_": 1, "self": 2}},
     ],
 )
