@@ -58,7 +58,7 @@ def test_every_command_has_help_and_so_has_every_option():
 def test_commands_named_in_documents_exist():
     named = set()
     for document in DOCUMENTS:
-        named |= set(re.findall(r"`?fdcore((?: [a-z]+)+)", document.read_text()))
+        named |= set(re.findall(r"`?fdcore((?: [a-z]+(?:-[a-z]+)*)+)", document.read_text()))
     assert named
     for words in named:
         parts = ("fdcore", *words.split())

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import fd_core
-from fd_core.cli import chat, conformance, doctor, env, models, plugins, route, serve, trace
+from fd_core.cli import chat, conformance, doctor, env, models, plugins, route, serve, tokenize, trace
 from fd_core.cli.bench import commands as bench
 
 __all__ = ["app"]
@@ -27,7 +27,9 @@ app.command()(chat.chat)
 app.command()(chat.complete)
 app.add_typer(models.app, name="models")
 app.add_typer(plugins.app, name="plugins")
+app.command()(tokenize.tokenize)
 app.command()(env.env)
+app.command("collect-env", help="Another name of `fdcore env`.")(env.env)
 app.add_typer(bench.app, name="bench")
 app.command()(trace.trace)
 app.command()(doctor.doctor)

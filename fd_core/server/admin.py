@@ -25,8 +25,8 @@ _BODY: Final = BodyFormat(AbortRequest)
 async def abort_requests(request: Request) -> Response:
     """Abort requests by the `id` of their answer or by their X-Request-Id, or all of them.
 
-    Their clients receive what was generated, with finish reason `abort`. Without API keys, whoever can reach the
-    server may do this, as he may use it.
+    Their clients receive what was generated, with finish reason `length` and stop reason `abort`. Without API keys,
+    whoever can reach the server may do this, as he may use it.
     """
     state = state_of(request)
     body, headers = await _BODY.read(request, state.config.max_body_bytes)

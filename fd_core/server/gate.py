@@ -41,13 +41,17 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # answered as GET; the protocol, whose scope stays as it is, leaves the body out
+            scope = {**scope, "method": "GET"}
         headers = dict(scope["headers"])
         request_id = request_id_of(headers.get(b"x-request-id", b""))
         scope.setdefault("state", {}).update(request_id=request_id.decode(), arrived=time.perf_counter())
-        started = False
+        started, options = False, scope["method"] == "OPTIONS"
 
         async def numbered(message: Message) -> None:
             nonlocal started
+            if options:
+                message = _allowed(message)
             if message["type"] == "http.response.start":
                 started = True
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
@@ -55,14 +59,27 @@ class Gate:
             await send(message)
 
         try:
-            if scope["path"] != kv_events.PATH:  # has a secret of its own
-                self._keys.check(scope["path"], headers.get(b"authorization"))
+            if not options and scope["path"] != kv_events.PATH:  # has a secret of its own
+                self._keys.check(scope["path"], headers.get(b"authorization"), headers.get(b"x-api-key"))
             await self._app(scope, receive, numbered)
         except Exception as error:  # noqa: BLE001  # the outermost edge: whatever happened, the client gets an answer
             answer = to_api_error(error)
             if started:
                 raise ConnectionAbortedError("an answer broke off after it had begun") from None
             await error_response(answer)(scope, receive, numbered)
+
+
+def _allowed(message: Message) -> Message:
+    """Turn the answer that a path does not take OPTIONS into one that says what the path takes; 404 stays."""
+    if message["type"] == "http.response.body":
+        return {**message, "body": b""}
+    allowed = dict(message["headers"]).get(b"allow")
+    if allowed is None:
+        return {**message, "headers": [(b"content-length", b"0")]}
+    methods = {*allowed.decode().split(", "), "OPTIONS"}
+    if "GET" in methods:
+        methods.add("HEAD")
+    return {**message, "status": 204, "headers": [(b"allow", ", ".join(sorted(methods)).encode())]}
 
 
 def _path(scope: Scope) -> str:

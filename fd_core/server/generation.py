@@ -36,6 +36,8 @@ class Job:
     request_id: str
     model: str
     """The name under which the model answers."""
+    fingerprint: str
+    """Names what computes, see `ServerState.fingerprint`."""
     arrived: float
     """When the server received the request, in seconds of `time.perf_counter`."""
     prompts: list[tuple[int, ...]]
@@ -53,6 +55,9 @@ class Job:
     tokens_as_ids: bool
     """Whether log-probabilities name tokens by their ids."""
     usage_in_stream: bool
+    """Whether a last event of a stream tells the usage."""
+    usage_in_events: bool
+    """Whether every event of a stream tells the usage so far."""
     priority: int
     tenant: str
     cache_salt: str
@@ -111,7 +116,7 @@ class ChoiceStream:
                 raise EngineDead("the engine ended a request without saying why") from None
             chunk = self._read(delta)
             if chunk.finish_reason is not None:
-                self._end(chunk.finish_reason)
+                self._end(FinishReason.ABORT if delta.finish_reason is FinishReason.ABORT else chunk.finish_reason)
                 await self._deltas.aclose()
                 return chunk
             if chunk.text or (self._every_token and chunk.token_ids):
@@ -139,6 +144,9 @@ class ChoiceStream:
         if reason is None:
             return TextChunk(text, ids, logprobs)
         text += self._text.flush().text
+        if reason is FinishReason.ABORT:
+            # Typed clients refuse reasons that are not OpenAI's; of those, this one says that the text is not whole.
+            return TextChunk(text, ids, logprobs, FinishReason.LENGTH, FinishReason.ABORT)
         stop_id = ids[-1] if reason is FinishReason.STOP and ids and ids[-1] in self._stop_ids else None
         return TextChunk(text, ids, logprobs, reason.value, stop_id)
 

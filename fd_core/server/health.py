@@ -1,4 +1,4 @@
-"""GET /health, /ready, /version, /metrics and the page at /."""
+"""GET /health, /ping, /ready, /load, /version, /get_model_info, /metrics and the page at /."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import fd_core
 from fd_core.disagg.ticket import KV_PORT_HEADER, ROLE_HEADER
 from fd_core.server import kv_events
 from fd_core.server.openapi import endpoint
-from fd_core.server.response_schemas import HealthAnswer, VersionAnswer
+from fd_core.server.response_schemas import HealthAnswer, LoadAnswer, ModelInfoAnswer, VersionAnswer
 from fd_core.server.state import state_of
 
 __all__ = ["router"]
@@ -42,6 +42,29 @@ async def health(request: Request) -> Response:
 async def ready(request: Request) -> Response:
     """Answer 200 while requests are served, 503 with the reason otherwise."""
     return _health(state_of(request).not_ready(), "not ready")
+
+
+@router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
+async def ping(request: Request) -> Response:
+    """Answer as /health, where SageMaker and others look for it."""
+    return await health(request)
+
+
+@router.get("/load", **endpoint("How busy the server is", None, LoadAnswer, errors=()))
+async def load(request: Request) -> Response:
+    """Return how many requests run and wait."""
+    client = state_of(request).client
+    slots = client.stats.scheduler.slots
+    answer = LoadAnswer(client.active_requests, slots.running + slots.loading, slots.waiting)
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+@router.get("/get_model_info", **endpoint("The model", None, ModelInfoAnswer))
+async def get_model_info(request: Request) -> Response:
+    """Describe the model as SGLang does."""
+    info = state_of(request).client.info
+    answer = ModelInfoAnswer(info.model, info.model, True, info.max_model_len, info.architecture)
+    return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
 @router.get("/version", **endpoint("The version", None, VersionAnswer, errors=()))

@@ -24,6 +24,7 @@ def build_job(
     return Job(
         request_id=request.state.request_id,
         model=state.model_name(body.model),
+        fingerprint=state.fingerprint,
         arrived=request.state.arrived,
         prompts=prompts,
         params=sampling_params(body, state.client.info, prompts, logprobs, bad_words),
@@ -35,6 +36,7 @@ def build_job(
         token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
         usage_in_stream=bool(body.stream_options and body.stream_options.include_usage),
+        usage_in_events=bool(body.stream_options and body.stream_options.continuous_usage_stats),
         priority=body.priority or 0,
         tenant=body.user or "",
         cache_salt=body.cache_salt or "",

@@ -6,6 +6,7 @@ import abc
 import json
 import re
 import time
+from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
 import msgspec
@@ -67,11 +68,18 @@ class ResponseFormat(abc.ABC):
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
         self.job = job
         self.tokenizer = tokenizer
-        self._facts = {"id": self.id_prefix + job.request_id, "created": int(time.time()), "model": job.model}
+        self._facts: dict[str, str | int] = {
+            "id": self.id_prefix + job.request_id,
+            "created": int(time.time()),
+            "model": job.model,
+        }
+        self._facts["system_fingerprint"] = job.fingerprint
         self._head = b"data: " + _encode({"object": self.chunk_object, **self._facts})[:-1] + b',"choices":['
         self._end = b'],"usage":null}\n\n' if job.usage_in_stream else b"]}\n\n"
         self._plain = self.closing + b',"logprobs":null,"finish_reason":null}' + self._end
         self._heads: dict[int, bytes] = {}
+        self.usage_so_far: Callable[[], Usage] | None = None
+        """Set for a stream each of whose events tells the usage."""
 
     @abc.abstractmethod
     def first(self, choice: ChoiceStream) -> bytes:
@@ -95,7 +103,7 @@ class ResponseFormat(abc.ABC):
         if head is None:
             head = self._heads[choice.index] = self._head + b'{"index":%d' % choice.index + self.opening
         job = self.job
-        if chunk.finish_reason is None and job.logprobs is None and not job.token_ids:
+        if chunk.finish_reason is None and job.logprobs is None and not job.token_ids and self.usage_so_far is None:
             return b"%b%b%b" % (head, _text(chunk.text), self._plain)
         scores = b"null" if job.logprobs is None else _encode(self.logprobs(choice, chunk))
         parts = [head, _text(chunk.text), self.closing, b',"logprobs":', scores, b',"finish_reason":']
@@ -104,13 +112,19 @@ class ResponseFormat(abc.ABC):
             parts += b',"stop_reason":', _encode(chunk.stop_reason)
         if job.token_ids:
             parts += b',"token_ids":', _encode(chunk.token_ids)
-        return b"".join([*parts, b"}", self._end])
+        return b"".join([*parts, b"}", self._ending()])
 
     def lead(self, choice: ChoiceStream, content: bytes) -> bytes:
         """Return an event that comes before the first chunk; `content` is JSON such as `,"text":""`."""
         ids = b',"prompt_token_ids":' + _encode(self.job.prompts[choice.prompt_index]) if self.job.token_ids else b""
         end = b',"logprobs":null,"finish_reason":null'
-        return self._head + b'{"index":%d' % choice.index + content + end + ids + b"}" + self._end
+        return self._head + b'{"index":%d' % choice.index + content + end + ids + b"}" + self._ending()
+
+    def _ending(self) -> bytes:
+        """Return JSON behind the choices of an event."""
+        if self.usage_so_far is None:
+            return self._end
+        return b'],"usage":' + _encode(self.usage_so_far()) + b"}\n\n"
 
     def usage_event(self, usage: Usage) -> bytes:
         """Return the event that tells the usage, after the last chunk of the last choice."""

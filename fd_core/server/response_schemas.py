@@ -8,7 +8,17 @@ import msgspec
 
 __all__ = [
     *("AbortAnswer", "ChatAnswer", "ChatChoice", "ChatLogprobs", "ChatMessage", "CompletionAnswer", "CompletionChoice"),
-    *("CompletionLogprobs", "DetokenizeAnswer", "ErrorAnswer", "ErrorDetail", "HealthAnswer", "ModelCard", "ModelList"),
+    *(
+        "CompletionLogprobs",
+        "DetokenizeAnswer",
+        "ErrorAnswer",
+        "ErrorDetail",
+        "HealthAnswer",
+        "LoadAnswer",
+        "ModelCard",
+        "ModelInfoAnswer",
+        "ModelList",
+    ),
     *("PromptTokensDetails", "TokenLogprob", "TokenizeAnswer", "TopLogprob", "Usage", "VersionAnswer"),
 ]
 
@@ -83,8 +93,9 @@ class _Ending(msgspec.Struct, kw_only=True):
 
     index: int
     finish_reason: str
+    """One of OpenAI's values."""
     stop_reason: str | int | None = None
-    """The stop string or the id from `stop_token_ids` that ended the text."""
+    """The stop string or the id from `stop_token_ids` that ended the text; `abort` for one that was aborted."""
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
@@ -104,6 +115,8 @@ class CompletionAnswer(msgspec.Struct, kw_only=True):
     created: int
     """Unix time, seconds."""
     model: str
+    system_fingerprint: str
+    """Names what computes: equal where equal requests with a seed get equal texts."""
     choices: list[CompletionChoice]
     usage: Usage
 
@@ -131,6 +144,8 @@ class ChatAnswer(msgspec.Struct, kw_only=True):
     created: int
     """Unix time, seconds."""
     model: str
+    system_fingerprint: str
+    """Names what computes: equal where equal requests with a seed get equal texts."""
     choices: list[ChatChoice]
     usage: Usage
 
@@ -182,6 +197,25 @@ class HealthAnswer(msgspec.Struct):
 
     status: str
     reason: str | None = None
+
+
+class LoadAnswer(msgspec.Struct):
+    """How busy the server is, in requests."""
+
+    server_load: int
+    """All that have not ended."""
+    running: int
+    waiting: int
+
+
+class ModelInfoAnswer(msgspec.Struct):
+    """The model, in the words of SGLang."""
+
+    model_path: str
+    tokenizer_path: str
+    is_generation: bool
+    max_model_len: int
+    architecture: str
 
 
 class VersionAnswer(msgspec.Struct):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import time
 import uuid
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 
 from fastapi import Request
 
+import fd_core
 from fd_core.config import ServerConfig
 from fd_core.engine.client import EngineClient
 from fd_core.server.errors import ApiError, unavailable
@@ -84,6 +86,13 @@ class ServerState:
     def incarnation(self) -> str:
         """Names this process and its engine's start: whoever answers under another name has an empty cache."""
         return f"{self.instance}.{self.client.info.epoch}"
+
+    @property
+    def fingerprint(self) -> str:
+        """OpenAI's `system_fingerprint`: equal where equal requests with a seed get equal texts."""
+        info = self.client.info
+        computing = (fd_core.__version__, info.model, info.num_parameters, info.backend, info.device, info.dtype)
+        return f"fp_{hashlib.blake2b(repr(computing).encode(), digest_size=6).hexdigest()}"
 
     @property
     def model_names(self) -> tuple[str, ...]:

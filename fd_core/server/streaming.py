@@ -79,6 +79,8 @@ class GenerationResponse(Response):
 
         try:
             async with UntilDisconnect(receive) as client, Generation(self._state, self._format.job) as generation:
+                if response_format.job.usage_in_events:
+                    response_format.usage_so_far = generation.usage
                 await generation.each(follow)
         except Exception as error:  # the stream's outer edge: whatever happened, the client is told
             if not events.started:

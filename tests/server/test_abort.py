@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tests.server.fakes import Answer, LiveServer
+from tests.server.fakes import Answer, LiveServer, samples
 from tests.server.test_disconnect import eventually
 
 PATH = "/v1/completions"
@@ -29,6 +29,14 @@ class Background(threading.Thread):
         return self._answer
 
 
+def ended(choice: dict[str, object]) -> tuple[object, object]:
+    return choice["finish_reason"], choice["stop_reason"]
+
+
+ABORTED = ("length", "abort")
+"""Clients that check what they read know OpenAI's reasons only."""
+
+
 def waiting(server: LiveServer, count: int) -> None:
     eventually(lambda: len(server.client.live) == count, 5)
 
@@ -40,7 +48,7 @@ def test_a_request_is_aborted_by_its_id_or_by_that_of_its_answer(server: LiveSer
     waiting(server, 3)
     answer = server.post("/v1/abort_requests", {"req_ids": [given, "unknown", given]})
     assert answer.json == {"aborted": [given], "not_found": ["unknown"]}
-    assert [choice["finish_reason"] for choice in one.answer.json["choices"]] == ["abort", "abort"]
+    assert [ended(choice) for choice in one.answer.json["choices"]] == [ABORTED, ABORTED]
     assert two.is_alive()
     assert server.post("/v1/abort_requests", {"req_ids": [given]}).json == {"aborted": [], "not_found": [given]}
     server.client.held = False
@@ -53,8 +61,8 @@ def test_all_are_aborted(server: LiveServer) -> None:
     waiting(server, 3)
     answer = server.post("/v1/abort_requests", {"abort_all": True})
     assert sorted(answer.json["aborted"]) == ["a", "b", "c"]
-    assert running[1].answer.events[-2]["choices"][0]["finish_reason"] == "abort"
-    assert running[0].answer.json["choices"][0]["finish_reason"] == "abort"
+    assert ended(running[1].answer.events[-2]["choices"][0]) == ABORTED
+    assert ended(running[0].answer.json["choices"][0]) == ABORTED
     assert server.post("/v1/abort_requests", {"abort_all": True}).json == {"aborted": [], "not_found": []}
 
 
@@ -63,4 +71,20 @@ def test_requests_that_share_an_id_run_and_are_aborted_together(server: LiveServ
     running = [Background(server, "trace") for _ in range(3)]
     waiting(server, 3)
     assert server.post("/v1/abort_requests", {"req_ids": ["trace"]}).json["aborted"] == ["trace"]
-    assert [each.answer.json["choices"][0]["finish_reason"] for each in running] == ["abort"] * 3
+    assert [ended(each.answer.json["choices"][0]) for each in running] == [ABORTED] * 3
+
+
+def test_an_aborted_text_is_counted_as_aborted_and_a_stop_string_of_that_name_is_not(server: LiveServer) -> None:
+    before = samples(server)
+    server.client.reply = lambda _: b"we abort here"
+    choice = server.post(PATH, {"prompt": "a", "stop": "abort"}).json["choices"][0]
+    assert ended(choice) == ("stop", "abort")
+    server.client.held = True
+    running = Background(server, "one")
+    waiting(server, 1)
+    server.post("/v1/abort_requests", {"abort_all": True})
+    assert ended(running.answer.json["choices"][0]) == ABORTED
+    after = samples(server)
+    for outcome, more in (("stop", 1), ("abort", 1), ("length", 0)):
+        name = f"fdcore_generations_total[{outcome}]"
+        assert after[name] - before[name] == more

@@ -36,9 +36,17 @@ def test_every_key_opens(guarded: LiveServer, key: str) -> None:
     header = f"Bearer {key}".encode().decode("latin-1")
     assert guarded.get("/v1/models", authorization=header).status == 200
     assert guarded.post("/v1/completions", {"prompt": "a"}, authorization=header).status == 200
+    bare = header.removeprefix("Bearer ")
+    assert guarded.get("/v1/models", x_api_key=bare).status == 200
+    assert guarded.get("/v1/models", x_api_key=bare, authorization="Bearer wrong").status == 200
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/metrics", "/", "/openapi.json"])
+@pytest.mark.parametrize("key", ["", "wrong", "Bearer first-key", "first-key2"])
+def test_a_wrong_key_in_its_own_header_opens_nothing(guarded: LiveServer, key: str) -> None:
+    assert guarded.get("/v1/models", x_api_key=key).status == 401
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/ready", "/load", "/version", "/metrics", "/", "/openapi.json"])
 def test_probes_need_no_key(guarded: LiveServer, path: str) -> None:
     assert guarded.get(path).status == 200
 
@@ -59,4 +67,5 @@ def test_all_keys_are_compared_whatever_matches(monkeypatch: pytest.MonkeyPatch)
     ring = KeyRing(("a", "b", "c"))
     monkeypatch.setattr("hmac.compare_digest", compare)
     ring.check("/v1/models", b"Bearer a")
-    assert compared == [True, True, True]
+    ring.check("/v1/models", None, b"c")
+    assert compared == [True] * 12, "each of two headers with each of three keys"

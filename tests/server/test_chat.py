@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.server.fakes import LiveServer
@@ -22,6 +24,7 @@ def test_an_answer_has_openais_shape(server: LiveServer) -> None:
     body = answer.json
     assert body["id"] == "chatcmpl-abc-1"
     assert (body["object"], body["model"]) == ("chat.completion", "fake")
+    assert re.fullmatch("fp_[0-9a-f]{12}", body["system_fingerprint"])
     assert body["choices"] == [
         {
             "index": 0,
@@ -53,6 +56,22 @@ def test_a_stream_says_the_same_as_the_whole_answer(server: LiveServer) -> None:
     reasons = [event["choices"][0]["finish_reason"] for event in events]
     assert reasons[-1] == "stop" and set(reasons[:-1]) == {None}
     assert len({event["id"] for event in events}) == 1
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("at_the_end", [True, False])
+def test_every_event_may_tell_the_usage_so_far(server: LiveServer, n: int, at_the_end: bool) -> None:
+    options = {"continuous_usage_stats": True, "include_usage": at_the_end}
+    body = {**HELLO, "n": n, "stream": True, "stream_options": options}
+    *events, done = server.post(PATH, body).events
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert done == "[DONE]" and counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (1, 14 * n) or n == 2
+    assert counts[-1] == 14 * n
+    assert {event["usage"]["prompt_tokens"] for event in events} == {len(server.client.specs[0].prompt)}
+    assert (events[-1]["choices"] == []) == at_the_end
+    fingerprint = server.post(PATH, HELLO).json["system_fingerprint"]
+    assert {event["system_fingerprint"] for event in events} == {fingerprint}
 
 
 def test_usage_is_left_out_of_a_stream_that_did_not_ask(server: LiveServer) -> None:

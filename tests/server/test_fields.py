@@ -66,7 +66,7 @@ def test_minus_one_leaves_room_for_the_output(server: LiveServer) -> None:
     body = {"prompt": "a" * 1000, "truncate_prompt_tokens": -1, "max_tokens": 30}
     assert len(read(server, TEXT, body)) == 400 - 30
     talk = {"messages": [{"role": "user", "content": "a" * 1000}], "truncate_prompt_tokens": -1}
-    assert read(server, CHAT, talk)[-20:] == b"aaaaaaa\nassistant: "
+    assert read(server, CHAT, talk)[-20:] == b"aaaaaaaa\nassistant: "
     assert len(server.client.specs[-1].prompt) == 399
 
 

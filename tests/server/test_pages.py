@@ -120,13 +120,47 @@ def test_the_document_describes_every_endpoint_with_limits(server: LiveServer) -
         "/detokenize",
         "/health",
         "/ready",
+        "/load",
         "/version",
+        "/get_model_info",
     }
     fields = document["components"]["schemas"]["ChatRequest"]["properties"]
     assert fields["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0.0, "maximum": 2.0}
     operation = document["paths"]["/v1/chat/completions"]["post"]
     assert operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/ChatRequest")
     assert {"200", "400", "401", "413", "415", "503"} <= set(operation["responses"])
+
+
+def test_load_and_model_are_told_as_others_tell_them(server: LiveServer) -> None:
+    assert server.get("/load").json == {"server_load": 0, "running": 0, "waiting": 0}
+    found = server.get("/get_model_info").json
+    assert (found["model_path"], found["is_generation"], found["max_model_len"]) == ("fake", True, 400)
+    assert server.post("/ping", {}).json == server.get("/ping").json == {"status": "ok", "reason": None}
+
+
+@pytest.mark.parametrize("path", ["/health", "/", "/metrics", "/v1/models", "/openapi.json"])
+def test_head_is_get_without_a_body(server: LiveServer, path: str) -> None:
+    whole, head = server.get(path), server.request("HEAD", path)
+    assert (head.status, head.body) == (200, b"")
+    assert head.headers["content-type"] == whole.headers["content-type"]
+    if path != "/metrics":
+        assert head.headers["content-length"] == str(len(whole.body))
+
+
+@pytest.mark.parametrize(
+    ("path", "methods"),
+    [
+        ("/health", "GET, HEAD, OPTIONS"),
+        ("/v1/chat/completions", "OPTIONS, POST"),
+        ("/v1/models/some/name", "GET, HEAD, OPTIONS"),
+        ("/ping", "GET, HEAD, OPTIONS, POST"),
+    ],
+)
+def test_options_names_the_methods_of_a_path(server: LiveServer, path: str, methods: str) -> None:
+    answer = server.request("OPTIONS", path)
+    assert (answer.status, answer.headers["allow"], answer.body) == (204, methods, b"")
+    assert server.request("OPTIONS", "/nothing").status == 404
+    assert server.request("HEAD", "/v1/chat/completions").status == 405
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready"])

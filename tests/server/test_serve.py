@@ -95,7 +95,7 @@ def test_what_outlasts_the_drain_is_aborted_and_told() -> None:
         waiting(server, 1)
         start = time.monotonic()
         server.stop()
-        assert running.answer.json["choices"][0]["finish_reason"] == "abort"
+        assert running.answer.json["choices"][0]["stop_reason"] == "abort"
         server.join()
         assert time.monotonic() - start < 3
 
@@ -135,7 +135,7 @@ def test_signals_drain_and_a_second_one_does_not_wait(signals: int, loop: Callab
             config, client, byte_tokenizer(), chat_template(), sock=sock, on_ready=lambda _: thread.start()
         )
         thread.join()
-        assert b'"finish_reason":"abort"' in b"".join(answers)
+        assert b'"stop_reason":"abort"' in b"".join(answers)
         return time.monotonic() - start
 
     with asyncio.Runner(loop_factory=loop) as runner:

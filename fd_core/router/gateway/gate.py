@@ -63,7 +63,7 @@ class RouterGate:
             if request.method not in ("GET", "HEAD"):
                 raise _wrong_method("GET")
             return shown(self._state)
-        self._ring.check(path, request.headers.get("Authorization", "").encode("utf-8", "surrogateescape"))
+        self._ring.check(path, _header(request, "Authorization"), _header(request, "X-Api-Key"))
         if path == "/v1/models" or path.startswith("/v1/models/"):
             if request.method != "GET":
                 raise _wrong_method("GET")
@@ -108,6 +108,11 @@ class RouterGate:
             if model.get("id") == name:
                 return json_response(model)
         raise ApiError(404, f"the model {name[:128]!r} does not exist", param="model", code="model_not_found")
+
+
+def _header(request: web.BaseRequest, name: str) -> bytes | None:
+    value = request.headers.get(name)
+    return None if value is None else value.encode("utf-8", "surrogateescape")
 
 
 def _wrong_method(allowed: str) -> ApiError:

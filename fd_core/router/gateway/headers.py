@@ -32,6 +32,8 @@ def to_worker(state: GatewayState, given: CIMultiDictProxy[str], request_id: str
     headers["X-Request-Id"] = request_id
     if state.config.api_keys:
         headers.popall("Authorization", None)
+    if state.config.api_keys or "Authorization" in state.own_headers:
+        headers.popall("X-Api-Key", None)
     headers.update(state.own_headers)
     return headers
 
