@@ -127,6 +127,8 @@ class ServerConfig(CheckedStruct, frozen=True, kw_only=True):
     max_queued_requests: Annotated[int, Range(0)] = 1024
     """Requests waiting beyond this are answered with 503."""
     max_body_bytes: Annotated[int, ByteSize()] = 16 * 1024 * 1024
+    metrics_names: Annotated[str, OneOf("fdcore", "vllm")] = "fdcore"
+    """`vllm` adds vLLM's names to those of /metrics, for dashboards and routers that look for them."""
     log_level: Annotated[str, LOG_LEVELS] = "info"
     router: str | None = None
     """Admin address of a router to register with; None registers nowhere."""

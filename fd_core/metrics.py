@@ -38,6 +38,8 @@ class MetricSpec:
     """Values of `label` that always have a sample, so that the first count is seen as growth."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels with one value; several fields may share a name and differ here."""
+    vllm: tuple[str, ...] = ()
+    """Names that vLLM has for it, for dashboards and routers that look for these."""
     only_with: str | None = None
     """Field of the same struct without which, None or empty, the metric has no sample."""
 

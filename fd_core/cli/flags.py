@@ -239,6 +239,7 @@ SERVER_FLAGS: Final = (
     Flag("engine", "Where the engine runs: in a process of its own, or inside the server's process.", "WHERE"),
     Flag("drain_seconds", "Time that running requests may take to finish after Ctrl-C, in seconds.", "SECONDS"),
     Flag("max_queued_requests", "Requests that may wait for a slot; further requests are answered with 503.", "N"),
+    Flag("metrics_names", "Names in /metrics: fdcore's own, or vLLM's beside them.", "NAMES"),
     Flag("log_level", "Lowest severity of the log lines written.", "LEVEL"),
     Flag("router", "Admin address of the router with which this server registers.", "URL"),
     Flag(

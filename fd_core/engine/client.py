@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from fd_core.engine.messages import Abort, ClientMessage, EngineInfo, EngineStats, StepEvents, Submit
@@ -14,13 +15,13 @@ from fd_core.kv.event_log import KVEventLog
 from fd_core.scheduling.contract import SchedulerStats
 from fd_core.types import Delta, FinishReason, RequestSpec
 
-__all__ = ["EngineClient", "StartProgress"]
+__all__ = ["DeltaStream", "EngineClient", "StartProgress"]
 
 StartProgress = Callable[[str, int, int], None]
 """Called with (phase, done, total) while an engine starts; phases are `load` (bytes) and `warmup` (steps)."""
 
 
-class _Stream(AsyncIterator[Delta]):
+class DeltaStream(AsyncIterator[Delta]):
     """Deltas of one request; deltas that piled up are merged into one."""
 
     def __init__(self, client: EngineClient, request_id: str) -> None:
@@ -30,16 +31,23 @@ class _Stream(AsyncIterator[Delta]):
         self._failure: str | None = None
         self._wake: asyncio.Future[None] | None = None
         self._done = False
+        self.submitted = time.perf_counter()
+        """When the request was given to the engine, in seconds of `time.perf_counter`."""
+        self.admitted: float | None = None
+        """When it entered a slot for the first time; None before."""
 
     def push(self, delta: Delta) -> None:
+        """Take the next delta."""
         self._pending.append(delta)
         self._notify()
 
     def fail(self, message: str) -> None:
+        """End with `EngineDead` once what arrived was fetched."""
         self._failure = message
         self._notify()
 
     async def __anext__(self) -> Delta:
+        """Return what arrived since the last call; wait for it if nothing did."""
         if self._done:
             raise StopAsyncIteration
         while not self._pending:
@@ -82,7 +90,7 @@ class EngineClient(abc.ABC):
 
     def __init__(self) -> None:
         self._ledger = RequestLedger()
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, DeltaStream] = {}
         """The stream of each request in the ledger."""
         self._left: set[str] = set()
         """Requests whose reader left before the engine reported their end."""
@@ -101,7 +109,7 @@ class EngineClient(abc.ABC):
         """Requests that have not ended, including requests that are being aborted."""
         return len(self._streams) + len(self._left)
 
-    def submit(self, spec: RequestSpec) -> AsyncIterator[Delta]:
+    def submit(self, spec: RequestSpec) -> DeltaStream:
         """Start a request and return its deltas; the last one carries a finish reason.
 
         The request starts at once, not at the first `anext`. Closing the iterator before its end (`aclose`) aborts
@@ -114,7 +122,7 @@ class EngineClient(abc.ABC):
             raise EngineDead(self._death)
         if spec.request_id in self._streams or spec.request_id in self._left:
             raise BadRequest(f"a request with id {spec.request_id!r} is already running", field="request_id")
-        stream = _Stream(self, spec.request_id)
+        stream = DeltaStream(self, spec.request_id)
         self._ledger.begin(spec)
         self._streams[spec.request_id] = stream
         self._send(Submit(spec))
@@ -197,6 +205,10 @@ class EngineClient(abc.ABC):
         if events.kv and self.kv_log is not None:
             self.kv_log.extend(events.kv)
         self._ledger.admitted(events.admitted)
+        for request_id in events.admitted:
+            stream = self._streams.get(request_id)
+            if stream is not None and stream.admitted is None:
+                stream.admitted = time.perf_counter()
         for delta in events.deltas:
             if delta.finish_reason is not None:
                 self._left.discard(delta.request_id)

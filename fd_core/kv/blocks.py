@@ -42,7 +42,11 @@ class BlockStats(msgspec.Struct, frozen=True, kw_only=True):
     total: Annotated[int, gauge("kv_blocks", "KV blocks of the device.")] = 0
 
     @property
-    def usage(self) -> Annotated[float, gauge("kv_usage_ratio", "Share of KV blocks that are not free, 0 to 1.")]:
+    def usage(
+        self,
+    ) -> Annotated[
+        float, gauge("kv_usage_ratio", "Share of KV blocks that are not free, 0 to 1.", vllm=("kv_cache_usage_perc",))
+    ]:
         """Share of blocks that are not free."""
         return (self.used + self.fenced) / self.total if self.total else 0.0
 

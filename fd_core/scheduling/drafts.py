@@ -42,16 +42,25 @@ class DraftStats(msgspec.Struct, frozen=True, kw_only=True):
             "drafts_accepted_per_position_tokens",
             "Draft tokens accepted, by position: 0 is the draft right after the last token.",
             label="position",
+            vllm=("spec_decode_num_accepted_tokens_per_pos",),
         ),
     ] = ()
 
     @property
-    def proposed(self) -> Annotated[int, counter("drafts_proposed_tokens", "Draft tokens verified.")]:
+    def proposed(
+        self,
+    ) -> Annotated[
+        int, counter("drafts_proposed_tokens", "Draft tokens verified.", vllm=("spec_decode_num_draft_tokens",))
+    ]:
         """Draft tokens verified."""
         return sum(self.proposed_per_position)
 
     @property
-    def accepted(self) -> Annotated[int, counter("drafts_accepted_tokens", "Draft tokens accepted.")]:
+    def accepted(
+        self,
+    ) -> Annotated[
+        int, counter("drafts_accepted_tokens", "Draft tokens accepted.", vllm=("spec_decode_num_accepted_tokens",))
+    ]:
         """Draft tokens accepted."""
         return sum(self.accepted_per_position)
 

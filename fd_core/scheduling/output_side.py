@@ -31,7 +31,9 @@ __all__ = ["OutputCounters", "OutputSide"]
 class OutputCounters(msgspec.Struct, kw_only=True):
     """What was delivered or dropped since the start; only grows."""
 
-    generated_tokens: Annotated[int, counter("generated_tokens", "Tokens generated and delivered.")] = 0
+    generated_tokens: Annotated[
+        int, counter("generated_tokens", "Tokens generated and delivered.", vllm=("generation_tokens",))
+    ] = 0
     stale_outputs: Annotated[
         int, counter("stale_outputs", "Outputs dropped because epoch, step or generation did not match.")
     ] = 0

@@ -38,13 +38,24 @@ class SchedulerCounters(msgspec.Struct, kw_only=True):
     budget_limit: Annotated[
         int, counter("budget_limit_tokens", "Tokens that the step budgets allowed, over all steps.")
     ] = 0
-    prompt_tokens: Annotated[int, counter("prompt_tokens", "Prompt tokens of the requests admitted.")] = 0
-    preemptions: Annotated[int, counter("preemptions", "Requests preempted to free KV blocks for others.")] = 0
+    prompt_tokens: Annotated[
+        int, counter("prompt_tokens", "Prompt tokens of the requests admitted.", vllm=("prompt_tokens",))
+    ] = 0
+    preemptions: Annotated[
+        int, counter("preemptions", "Requests preempted to free KV blocks for others.", vllm=("num_preemptions",))
+    ] = 0
     recomputed_tokens: Annotated[
         int, counter("recomputed_tokens", "Tokens computed a second time after a preemption.")
     ] = 0
-    prefix_queries: Annotated[int, counter("prefix_queries_tokens", "Prompt tokens looked up in the prefix cache.")] = 0
-    prefix_hits: Annotated[int, counter("prefix_hits_tokens", "Prompt tokens found in the prefix cache.")] = 0
+    prefix_queries: Annotated[
+        int,
+        counter(
+            "prefix_queries_tokens", "Prompt tokens looked up in the prefix cache.", vllm=("prefix_cache_queries",)
+        ),
+    ] = 0
+    prefix_hits: Annotated[
+        int, counter("prefix_hits_tokens", "Prompt tokens found in the prefix cache.", vllm=("prefix_cache_hits",))
+    ] = 0
 
 
 @dataclass

@@ -33,14 +33,18 @@ NO_TOKEN = np.iinfo(np.int32).max
 class SlotStats(msgspec.Struct, frozen=True, kw_only=True):
     """Requests at one moment."""
 
-    running: Annotated[int, gauge("requests_running", "Requests that hold a slot and compute.")] = 0
+    running: Annotated[
+        int, gauge("requests_running", "Requests that hold a slot and compute.", vllm=("num_requests_running",))
+    ] = 0
     loading: Annotated[
         int, gauge("requests_loading", "Requests that hold a slot and wait for KV from outside the device.")
     ] = 0
     draining: Annotated[
         int, gauge("take_backs_in_flight", "Revoked slots whose release the runner has not confirmed.")
     ] = 0
-    waiting: Annotated[int, gauge("requests_waiting", "Requests that wait for a slot.")] = 0
+    waiting: Annotated[
+        int, gauge("requests_waiting", "Requests that wait for a slot.", vllm=("num_requests_waiting",))
+    ] = 0
 
 
 class SlotTable:

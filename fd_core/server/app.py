@@ -34,7 +34,8 @@ def create_app(
     The interactive pages of FastAPI are left out: they load scripts from elsewhere.
     """
     app = FastAPI(title="fd_core", version=fd_core.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    metrics = ServerMetrics(client)
+    names = config.served_model_names or (client.info.model,)
+    metrics = ServerMetrics(client, names[0] if config.metrics_names == "vllm" else None)
     reader = PromptReader(tokenizer, template, vocab_size=client.info.vocab_size)
     app.state.fd = ServerState(config, client, tokenizer, reader, metrics, ticket_key=ticket_key)
     for family in (chat, completions, models, tokenize, admin, health, kv_events):

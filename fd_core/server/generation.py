@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import msgspec
 
+from fd_core.engine.client import DeltaStream
 from fd_core.errors import EngineDead
 from fd_core.server.errors import ApiError
 from fd_core.server.response_schemas import PromptTokensDetails, Usage
@@ -25,8 +26,6 @@ from fd_core.text.detokenizer import IncrementalDetokenizer
 from fd_core.types import Delta, FinishReason, PrefillOutcome, RequestSpec, SamplingParams, TokenLogprobs
 
 __all__ = ["ChoiceStream", "Generation", "Job", "TextChunk"]
-
-Deltas = AsyncGenerator[Delta, None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +78,11 @@ class ChoiceStream:
     """One text that is being generated."""
 
     __slots__ = (
-        *("_arrived", "_deltas", "_eos", "_every_token", "_include_stop", "_last", "_metrics", "_stop_ids", "_text"),
-        *("cached_tokens", "finished", "index", "prefill", "prompt_index", "tokens"),
+        *("_arrived", "_deltas", "_eos", "_every_token", "_first", "_include_stop", "_last", "_metrics", "_spec"),
+        *("_stop_ids", "_text", "cached_tokens", "finished", "index", "prefill", "prompt_index", "tokens"),
     )
 
-    def __init__(self, state: ServerState, job: Job, spec: RequestSpec, deltas: Deltas, index: int) -> None:
+    def __init__(self, state: ServerState, job: Job, spec: RequestSpec, deltas: DeltaStream, index: int) -> None:
         self.index = index
         self.prompt_index = index // job.n
         self.tokens = 0
@@ -102,7 +101,8 @@ class ChoiceStream:
             state.tokenizer, skip_special=job.skip_special, stop=job.stop, include_stop=job.include_stop
         )
         self._metrics = state.metrics
-        self._arrived = self._last = job.arrived
+        self._arrived = self._first = self._last = job.arrived
+        self._spec = spec
 
     async def next(self) -> TextChunk | None:
         """Return the next chunk, None after the one with a finish reason.
@@ -160,12 +160,25 @@ class ChoiceStream:
             self._metrics.inter_token.observe((moment - self._last) / count, count)
         else:
             self._metrics.ttft.observe(moment - self._arrived)
+            self._first = moment
         self._last = moment
 
     def _end(self, outcome: str) -> None:
         self.finished = outcome
         self._metrics.outcomes[outcome] += 1
-        self._metrics.end_to_end.observe(time.perf_counter() - self._arrived)
+        moment, metrics, deltas = time.perf_counter(), self._metrics, self._deltas
+        metrics.end_to_end.observe(moment - self._arrived)
+        metrics.prompt_length.observe(len(self._spec.prompt))
+        metrics.max_tokens.observe(self._spec.params.max_tokens)
+        if deltas.admitted is not None:
+            metrics.queue.observe(deltas.admitted - deltas.submitted)
+        if self.tokens:
+            metrics.text_length.observe(self.tokens)
+            metrics.decode.observe(self._last - self._first)
+            if deltas.admitted is not None:
+                metrics.prefill.observe(max(0.0, self._first - deltas.admitted))
+        if self.tokens > 1:
+            metrics.time_per_token.observe((self._last - self._first) / (self.tokens - 1))
 
     def give_up(self, outcome: str) -> None:
         """Count a choice that ends before its time; one that has ended stays as it is."""
@@ -241,7 +254,7 @@ class Generation:
             cache_salt=job.cache_salt,
             prefill_at=job.prefill_at,
         )
-        deltas = cast(Deltas, client.submit(spec))
+        deltas = client.submit(spec)
         await self._open.enter_async_context(aclosing(deltas))
         self.choices.append(ChoiceStream(self._state, job, spec, deltas, index))
 

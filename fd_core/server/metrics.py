@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -18,56 +19,121 @@ from prometheus_client.registry import Collector
 
 import fd_core
 from fd_core.engine.client import EngineClient
-from fd_core.metrics import read_metrics
+from fd_core.metrics import MetricSpec, read_metrics
 
 __all__ = ["Histogram", "ServerMetrics", "metric_families"]
 
 _TTFT: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _INTER_TOKEN: Final = (0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.025, 0.05, 0.1, 0.2, 0.4, 1.0, 2.5, 10.0)
+_WAITS: Final = (0.001, 0.005, 0.02, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0)
+_FINISHED: Final = {"disconnect": "abort"}
+"""vLLM's word for an outcome, where it is another one."""
+_ENGINE: Final = "0"
+"""vLLM numbers its engines; this server has one."""
 _END_TO_END: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
 class Histogram:
-    """Counts of durations in seconds, cheap to feed."""
+    """Counts of durations in seconds, or of lengths in tokens; cheap to feed."""
 
-    __slots__ = ("bounds", "counts", "help", "name", "total")
+    __slots__ = ("bounds", "counts", "help", "name", "total", "vllm")
 
-    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+    def __init__(self, name: str, text: str, bounds: Sequence[float], vllm: tuple[str, ...] = ()) -> None:
         self.name = name
         self.help = text
+        self.vllm = vllm
+        """Names that vLLM has for it."""
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    def observe(self, seconds: float, times: int = 1) -> None:
-        """Count a duration that occurred `times` times."""
-        self.counts[bisect_left(self.bounds, seconds)] += times
-        self.total += seconds * times
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value that occurred `times` times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
 
-    def family(self) -> HistogramMetricFamily:
-        """Return the histogram as Prometheus wants it: cumulative."""
+    def family(
+        self, name: str | None = None, labels: Mapping[str, str] = MappingProxyType({})
+    ) -> HistogramMetricFamily:
+        """Return the histogram as Prometheus wants it: cumulative; under its own name if none is given."""
         bounds = [*map(str, self.bounds), "+Inf"]
         buckets = list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
-        return HistogramMetricFamily(self.name, self.help, buckets=buckets, sum_value=self.total)
+        family = HistogramMetricFamily(name or self.name, self.help, labels=tuple(labels))
+        family.add_metric(tuple(labels.values()), buckets, self.total)
+        return family
 
 
 class ServerMetrics(Collector):
     """All metrics of one server, in a registry of its own."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, vllm_model: str | None = None) -> None:
+        """`vllm_model` is the label `model_name` of vLLM's names; None leaves these names out."""
         self._client = client
+        self._vllm_model = vllm_model
         self.ttft = Histogram(
             "fdcore_time_to_first_token_seconds",
             "Time from the arrival of a request, before its body is read, to its first token, in seconds.",
             _TTFT,
+            ("time_to_first_token_seconds",),
         )
         self.inter_token = Histogram(
-            "fdcore_inter_token_seconds", "Time between two tokens of one generation, in seconds.", _INTER_TOKEN
+            "fdcore_inter_token_seconds",
+            "Time between two tokens of one generation, in seconds.",
+            _INTER_TOKEN,
+            ("inter_token_latency_seconds", "time_per_output_token_seconds"),
+        )
+        self.time_per_token = Histogram(
+            "fdcore_time_per_token_seconds",
+            "Mean time between the tokens of a generation, in seconds; one value for each generation.",
+            _INTER_TOKEN,
+            ("request_time_per_output_token_seconds",),
+        )
+        self.queue = Histogram(
+            "fdcore_queue_seconds",
+            "Time from the submission of a generation until it enters a slot for the first time, in seconds.",
+            _WAITS,
+            ("request_queue_time_seconds",),
+        )
+        self.prefill = Histogram(
+            "fdcore_prefill_seconds",
+            "Time from entering a slot for the first time to the first token, in seconds.",
+            _WAITS,
+            ("request_prefill_time_seconds",),
+        )
+        self.decode = Histogram(
+            "fdcore_decode_seconds",
+            "Time from the first token of a generation to its last, in seconds.",
+            _WAITS,
+            ("request_decode_time_seconds",),
+        )
+        lengths = _one_two_five(client.info.max_model_len)
+        self.prompt_length = Histogram(
+            "fdcore_prompt_length_tokens",
+            "Length of the prompts of generations that ended, in tokens.",
+            lengths,
+            ("request_prompt_tokens",),
+        )
+        self.text_length = Histogram(
+            "fdcore_text_length_tokens",
+            "Length of the texts of generations that ended, in tokens.",
+            lengths,
+            ("request_generation_tokens",),
+        )
+        self.max_tokens = Histogram(
+            "fdcore_max_tokens",
+            "Most tokens that generations may have, in tokens.",
+            lengths,
+            ("request_params_max_tokens",),
         )
         self.end_to_end = Histogram(
             "fdcore_end_to_end_seconds",
             "Time from the arrival of a request at the server to its last token, in seconds.",
             _END_TO_END,
+            ("e2e_request_latency_seconds",),
+        )
+        self._histograms = (
+            *(self.ttft, self.inter_token, self.end_to_end, self.time_per_token, self.queue, self.prefill, self.decode),
+            *(self.prompt_length, self.text_length, self.max_tokens),
         )
         self.outcomes: Counter[str] = Counter(dict.fromkeys(("stop", "length", "abort", "error", "disconnect"), 0))
         self.answers: Counter[tuple[str, int]] = Counter()
@@ -86,9 +152,7 @@ class ServerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield every metric as it is at this moment."""
         yield from self._engine()
-        yield self.ttft.family()
-        yield self.inter_token.family()
-        yield self.end_to_end.family()
+        yield from (histogram.family() for histogram in self._histograms)
         generations = CounterMetricFamily("fdcore_generations", "Generations ended, by outcome.", labels=["outcome"])
         for outcome, count in self.outcomes.items():
             generations.add_metric([outcome], count)
@@ -99,6 +163,33 @@ class ServerMetrics(Collector):
         for (path, status), count in sorted(self.answers.items()):
             answers.add_metric([path, str(status)], count)
         yield answers
+        if self._vllm_model is not None:
+            yield from self._as_vllm({"model_name": self._vllm_model, "engine": _ENGINE})
+
+    def _as_vllm(self, labels: Mapping[str, str]) -> Iterator[Metric]:
+        """Yield what vLLM has a name for under that name."""
+        yield from metric_families("vllm:", [(labels, self._client.stats)], lambda spec: spec.vllm)
+        for histogram in self._histograms:
+            yield from (histogram.family(f"vllm:{name}", labels) for name in histogram.vllm)
+        counts: Counter[str] = Counter()
+        for outcome, count in self.outcomes.items():
+            counts[_FINISHED.get(outcome, outcome)] += count
+        success = CounterMetricFamily(
+            "vllm:request_success", "Generations ended, by reason.", labels=(*labels, "finished_reason")
+        )
+        for reason, count in counts.items():
+            success.add_metric((*labels.values(), reason), count)
+        yield success
+        info = self._client.info
+        facts = {
+            "block_size": str(info.block_size),
+            "num_gpu_blocks": str(info.num_kv_blocks),
+            "cache_dtype": info.dtype,
+            "engine": _ENGINE,
+        }
+        cache = GaugeMetricFamily("vllm:cache_config_info", "Layout of the KV cache.", labels=tuple(facts))
+        cache.add_metric(tuple(facts.values()), 1.0)
+        yield cache
 
     def _engine(self) -> Iterator[Metric]:
         client = self._client
@@ -115,20 +206,32 @@ class ServerMetrics(Collector):
         yield info
 
 
-def metric_families(prefix: str, parts: Iterable[tuple[Mapping[str, str], object]]) -> Iterable[Metric]:
+def metric_families(
+    prefix: str,
+    parts: Iterable[tuple[Mapping[str, str], object]],
+    names: Callable[[MetricSpec], Iterable[str]] = lambda spec: (spec.name,),
+) -> Iterable[Metric]:
     """Return every metric that statistics declare, as Prometheus wants it.
 
-    `parts` are labels that tell their samples apart, all of the same names, and statistics.
+    `parts` are labels that tell their samples apart, all of the same names, and statistics. `names` says under which
+    names a metric appears.
     """
     families: dict[str, Metric] = {}
     for common, stats in parts:
         for spec, samples in read_metrics(stats):
-            if spec.name not in families:
-                family = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
-                families[spec.name] = family(prefix + spec.name, spec.help, labels=(*common, *spec.label_names))
-            for labels, value in samples:
-                families[spec.name].add_metric((*common.values(), *labels), value)  # type: ignore[attr-defined]
+            for name in names(spec):
+                if name not in families:
+                    family = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
+                    families[name] = family(prefix + name, spec.help, labels=(*common, *spec.label_names))
+                for labels, value in samples:
+                    families[name].add_metric((*common.values(), *labels), value)  # type: ignore[attr-defined]
     return families.values()
+
+
+def _one_two_five(largest: int) -> tuple[float, ...]:
+    """Return 1, 2, 5, 10, 20, 50 and so on, up to `largest`."""
+    steps = (float(step * 10**power) for power in range(len(str(largest))) for step in (1, 2, 5))
+    return tuple(step for step in steps if step <= largest)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

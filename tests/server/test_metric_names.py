@@ -10,7 +10,7 @@ from fd_core.scheduling.contract import SchedulerStats
 from fd_core.scheduling.kv_transferring import TransferCounters
 from fd_core.scheduling.load_or_recompute import Pace
 from fd_core.server.metrics import ServerMetrics
-from tests.server.fakes import FakeClient
+from tests.server.fakes import FakeClient, live, samples
 from tests.server.test_kv_metrics import KV
 
 PROMISED = {
@@ -18,6 +18,7 @@ PROMISED = {
     "fdcore_active_requests": ("gauge", []),
     "fdcore_budget_limit_tokens": ("counter", []),
     "fdcore_budget_used_tokens": ("counter", []),
+    "fdcore_decode_seconds": ("histogram", []),
     "fdcore_drafts_accepted_per_position_tokens": ("counter", ["position"]),
     "fdcore_drafts_accepted_tokens": ("counter", []),
     "fdcore_drafts_proposed_per_position_tokens": ("counter", ["position"]),
@@ -71,13 +72,17 @@ PROMISED = {
     "fdcore_kv_transfer_dropped_frames": ("counter", []),
     "fdcore_kv_usage_ratio": ("gauge", []),
     "fdcore_preemptions": ("counter", []),
+    "fdcore_max_tokens": ("histogram", []),
     "fdcore_observer_dropped_steps": ("counter", []),
     "fdcore_observer_failures": ("counter", []),
     "fdcore_observer_steps": ("counter", []),
+    "fdcore_prefill_seconds": ("histogram", []),
     "fdcore_prefills_elsewhere": ("counter", ["outcome"]),
     "fdcore_prefix_hits_tokens": ("counter", []),
     "fdcore_prefix_queries_tokens": ("counter", []),
+    "fdcore_prompt_length_tokens": ("histogram", []),
     "fdcore_prompt_tokens": ("counter", []),
+    "fdcore_queue_seconds": ("histogram", []),
     "fdcore_recomputed_tokens": ("counter", []),
     "fdcore_requests_loading": ("gauge", []),
     "fdcore_requests_requeued": ("counter", []),
@@ -86,11 +91,42 @@ PROMISED = {
     "fdcore_stale_outputs": ("counter", []),
     "fdcore_steps": ("counter", []),
     "fdcore_take_backs_in_flight": ("gauge", []),
+    "fdcore_text_length_tokens": ("histogram", []),
+    "fdcore_time_per_token_seconds": ("histogram", []),
     "fdcore_time_to_first_token_seconds": ("histogram", []),
 }
 
+MODEL = ["engine", "model_name"]
+VLLM = {
+    "vllm:cache_config_info": ("gauge", ["block_size", "cache_dtype", "engine", "num_gpu_blocks"]),
+    "vllm:e2e_request_latency_seconds": ("histogram", MODEL),
+    "vllm:generation_tokens": ("counter", MODEL),
+    "vllm:inter_token_latency_seconds": ("histogram", MODEL),
+    "vllm:kv_cache_usage_perc": ("gauge", MODEL),
+    "vllm:num_preemptions": ("counter", MODEL),
+    "vllm:num_requests_running": ("gauge", MODEL),
+    "vllm:num_requests_waiting": ("gauge", MODEL),
+    "vllm:prefix_cache_hits": ("counter", MODEL),
+    "vllm:prefix_cache_queries": ("counter", MODEL),
+    "vllm:prompt_tokens": ("counter", MODEL),
+    "vllm:request_decode_time_seconds": ("histogram", MODEL),
+    "vllm:request_generation_tokens": ("histogram", MODEL),
+    "vllm:request_params_max_tokens": ("histogram", MODEL),
+    "vllm:request_prefill_time_seconds": ("histogram", MODEL),
+    "vllm:request_prompt_tokens": ("histogram", MODEL),
+    "vllm:request_queue_time_seconds": ("histogram", MODEL),
+    "vllm:request_success": ("counter", ["engine", "finished_reason", "model_name"]),
+    "vllm:request_time_per_output_token_seconds": ("histogram", MODEL),
+    "vllm:spec_decode_num_accepted_tokens": ("counter", MODEL),
+    "vllm:spec_decode_num_accepted_tokens_per_pos": ("counter", ["engine", "model_name", "position"]),
+    "vllm:spec_decode_num_draft_tokens": ("counter", MODEL),
+    "vllm:time_per_output_token_seconds": ("histogram", MODEL),
+    "vllm:time_to_first_token_seconds": ("histogram", MODEL),
+}
+"""As vLLM names and labels them, so that what was made for vLLM finds them."""
 
-def served(leases: LeaseStats) -> dict[str, tuple[str, list[str]]]:
+
+def served(leases: LeaseStats, vllm_model: str | None = None) -> dict[str, tuple[str, list[str]]]:
     client = FakeClient()
     client.stats = EngineStats(
         kv=KV,
@@ -100,7 +136,7 @@ def served(leases: LeaseStats) -> dict[str, tuple[str, list[str]]]:
             pace=Pace(), drafts=client._statistics().scheduler.drafts, transfers=TransferCounters()
         ),
     )
-    metrics = ServerMetrics(client)
+    metrics = ServerMetrics(client, vllm_model)
     metrics.answers["/health", 200] = 1
     return {
         family.name: (family.type, sorted({label for each in family.samples for label in each.labels} - {"le"}))
@@ -112,6 +148,33 @@ def test_the_metrics_of_all_roles_together_are_those_promised() -> None:
     decode = served(LeaseStats(receiver=ReceiverStats()))
     prefill = served(LeaseStats(sender=SenderStats(ended={"confirmed": 1}, refused={"busy": 1})))
     assert decode | prefill == PROMISED
+
+
+def test_vllms_names_come_beside_our_own_if_they_are_asked_for() -> None:
+    both = served(LeaseStats(receiver=ReceiverStats()), "a model")
+    assert {name: kind for name, kind in both.items() if name.startswith("vllm:")} == VLLM
+    assert both.keys() - VLLM.keys() == served(LeaseStats(receiver=ReceiverStats())).keys()
+
+
+def test_both_names_have_the_same_figures() -> None:
+    with live(lambda: FakeClient(block_size=16), metrics_names="vllm", served_model_names=("first", "other")) as server:
+        for _ in range(3):
+            server.post("/v1/completions", {"prompt": "abc", "max_tokens": 5})
+        found = samples(server)
+    pairs = {
+        "vllm:num_preemptions_total[0][first]": "fdcore_preemptions_total",
+        "vllm:kv_cache_usage_perc[0][first]": "fdcore_kv_usage_ratio",
+        "vllm:time_to_first_token_seconds_count[0][first]": "fdcore_time_to_first_token_seconds_count",
+        "vllm:inter_token_latency_seconds_sum[0][first]": "fdcore_inter_token_seconds_sum",
+        "vllm:e2e_request_latency_seconds_sum[0][first]": "fdcore_end_to_end_seconds_sum",
+        "vllm:request_success_total[0][length][first]": "fdcore_generations_total[length]",
+        "vllm:request_prompt_tokens_sum[0][first]": "fdcore_prompt_length_tokens_sum",
+    }
+    assert {name: found[name] for name in pairs} == {name: found[other] for name, other in pairs.items()}
+    assert found["vllm:request_success_total[0][length][first]"] == 3
+    assert found["vllm:request_prompt_tokens_sum[0][first]"] == 9
+    assert found["vllm:request_generation_tokens_sum[0][first]"] == 15
+    assert found["vllm:cache_config_info[16][none][0][40]"] == 1
 
 
 def test_every_help_is_a_sentence_and_the_same_wherever_the_name_is_declared() -> None:

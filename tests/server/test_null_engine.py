@@ -128,7 +128,7 @@ def test_an_abort_by_id_reaches_the_engine(null: LiveServer) -> None:
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(null.post, PATH, body(2, max_tokens=360, n=8, ignore_eos=True), X_Request_Id="q")
         eventually(lambda: null.post("/v1/abort_requests", {"req_ids": ["q"]}).json["aborted"] == ["q"], 5)
-        reasons = {choice["finish_reason"] for choice in running.result(10).json["choices"]}
+        reasons = {choice["stop_reason"] for choice in running.result(10).json["choices"]}
     assert "abort" in reasons
     rests(null, 2)
 
@@ -168,3 +168,19 @@ def test_a_stream_goes_on_across_the_death_of_its_engine(monkeypatch: pytest.Mon
         found = samples(server)
         assert (found["fdcore_requests_requeued_total"], found["fdcore_engine_epoch"]) == (2, 2)
         rests(server, 2)
+
+
+def test_a_generations_time_is_queue_prefill_and_decode(null: LiveServer) -> None:
+    rests(null, 5)
+    before = samples(null)
+    null.post(PATH, {"prompt": "a" * 100, "max_tokens": 20, "n": 10, "ignore_eos": True})
+    after = samples(null)
+
+    def grown(name: str) -> float:
+        return after[f"fdcore_{name}"] - before[f"fdcore_{name}"]
+
+    for name in ("queue_seconds", "prefill_seconds", "decode_seconds", "time_per_token_seconds", "end_to_end_seconds"):
+        assert grown(f"{name}_count") == 10
+    parts = sum(grown(f"{name}_seconds_sum") for name in ("queue", "prefill", "decode"))
+    assert 0 < parts <= grown("end_to_end_seconds_sum")
+    assert (grown("prompt_length_tokens_sum"), grown("text_length_tokens_sum")) == (1000, 200)
