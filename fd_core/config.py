@@ -73,6 +73,10 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     """Whether the CPU backend may compile and use its C++ kernels."""
     speculative: SpeculativeConfig | None = None
     """Drafting of tokens ahead; None computes one token a step."""
+    structured_output: bool = True
+    """Whether texts of a given form are served."""
+    max_forced_tokens: Annotated[int, Range(0, _MAX_DRAFTS)] = 8
+    """Tokens forced by a grammar that a step takes as drafts for one request; a drafter's own number replaces it."""
     output_transport: Annotated[str, OneOf("memory", "zmq")] = "memory"
     """How a step's output travels from the runner: `memory`, or `zmq` (FastDeploy's FD_USE_GET_SAVE_OUTPUT_V1=1)."""
     watchdog_seconds: Annotated[float, Range(0, _DAY, above=True)] = 60.0
@@ -171,6 +175,8 @@ def resolve_limits(
     `free_bytes` is device memory left once the weights are loaded. Raises `ConfigError` naming field and numbers.
     """
     max_drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
+    if not max_drafts and config.structured_output:
+        max_drafts = min(config.max_forced_tokens, config.max_num_batched_tokens - 1)
     if config.max_num_batched_tokens < 1 + max_drafts:
         raise ConfigError(
             f"max_num_batched_tokens is {config.max_num_batched_tokens}, but one decode with "

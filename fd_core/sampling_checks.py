@@ -33,6 +33,7 @@ def check_sampling(params: SamplingParams, vocab_size: int | None = None) -> Non
         field = "params" if place is None else place["path"]
         words = text if place is None else text[: place.start()]
         raise BadRequest(f"{field}: {words[:1].lower()}{words[1:]}", field=field) from None
+    _check_structure(params)
     check_tokens(params, vocab_size)
 
 
@@ -45,6 +46,7 @@ def check_tokens(params: SamplingParams, vocab_size: int | None = None) -> None:
         ("stop_token_ids", params.stop_token_ids),
         ("logit_bias", params.logit_bias or ()),
         ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("reasoning.end", () if params.reasoning is None else params.reasoning.end),
         ("bad_words_token_ids", tuple(chain.from_iterable(bans))),
     ):
         if vocab_size is not None and ids and not 0 <= min(ids) <= max(ids) < vocab_size:
@@ -52,3 +54,18 @@ def check_tokens(params: SamplingParams, vocab_size: int | None = None) -> None:
     allowed = params.allowed_token_ids
     if allowed is not None and not {*allowed} - {ban[0] for ban in bans if len(ban) == 1}:
         raise BadRequest("allowed_token_ids: every token of it is banned, or it is empty", field="allowed_token_ids")
+
+
+def _check_structure(params: SamplingParams) -> None:
+    """Refuse what contradicts a grammar, which alone says where the text may end."""
+    if params.reasoning is not None and not params.reasoning.end:
+        raise BadRequest("reasoning.end: it must hold at least one token id", field="reasoning.end")
+    if params.grammar is None:
+        return
+    if not params.grammar:
+        raise BadRequest("grammar: it is empty; leave it out for any text", field="grammar")
+    for field, given in (("ignore_eos", params.ignore_eos), ("min_tokens", params.min_tokens)):
+        if given:
+            raise BadRequest(
+                f"{field} cannot be combined with a grammar, which alone says where the text may end", field=field
+            )

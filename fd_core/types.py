@@ -24,6 +24,7 @@ __all__ = [
     "PrefillJob",
     "PrefillOutcome",
     "RawTensor",
+    "Reasoning",
     "RequestSpec",
     "Revocation",
     "SamplingParams",
@@ -52,6 +53,15 @@ Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 RepetitionPenalty = Annotated[float, Meta(gt=0.0, le=10.0)]
 LogitBias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=20)]
+
+
+class Reasoning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A text that begins with reasoning, which ends behind the first occurrence of some token ids."""
+
+    end: tuple[int, ...]
+    """At least one id. A grammar begins exactly behind them."""
+    max_tokens: Count | None = None
+    """Reasoning tokens after which the end is forced; None forces nothing."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -84,6 +94,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Number of most likely tokens reported beside the chosen one; 0 reports the chosen one only, None nothing."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: str | None = None
+    """What the text must match, in llguidance's own form, which `fd_core.structured.grammar` makes; None for any text.
+    An end-of-sequence or stop token may come exactly where the text matches as a whole."""
+    reasoning: Reasoning | None = None
+    """Set for a text that begins with reasoning, to which the grammar does not apply."""
 
     @property
     def greedy(self) -> bool:

@@ -35,13 +35,14 @@ ALLOWED: dict[str, set[str]] = {
     "models": BASE | {"ops"},
     "text": BASE | {"hookspecs", "models"},
     "backends": BASE | {"hookspecs", "models", "ops", "runner"},
-    "runner": BASE | {"backends", "hookspecs", "ops", "signals"},
+    "runner": BASE | {"backends", "hookspecs", "ops", "signals", "structured"},
+    "structured": BASE | {"kv", "text"},
     "simulation": BASE | {"kv", "scheduling", "signals"},
     "tracing": BASE | {"kv", "scheduling", "signals"},
     "engine": BASE
     | {"backends", "disagg", "kv", "models", "parent_watch", "plugins", "runner", "scheduling"}
-    | {"signals", "text", "tracing"},
-    "server": BASE | {"disagg", "engine", "kv", "text"},
+    | {"signals", "structured", "text", "tracing"},
+    "server": BASE | {"disagg", "engine", "kv", "structured", "text"},
     "cli": BASE
     | {"disagg", "engine", "hookspecs", "models", "plugins", "router", "router/gateway", "server", "simulation"}
     | {"testing", "text", "tracing"},

@@ -206,6 +206,8 @@ ENGINE_FLAGS: Final = (
         values.speculation,
         name="--speculative-config",
     ),
+    Flag("structured_output", "Serve answers of a given form: JSON, schemas, regular expressions, choices, grammars."),
+    Flag("max_forced_tokens", "Tokens forced by a grammar that one step takes for one request.", "N"),
     Flag("revision", "Branch, tag or commit of a Hugging Face model.", "NAME"),
     Flag(
         "kv_events",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from fd_core.disagg.connectors.contract import Connector, KVInbox, KVOutbox
-from fd_core.kv.port import CompletionQueue, KVPort
+from fd_core.kv.port import CompletionQueue, EffectPort
 from fd_core.kv.tally import Tally
 from fd_core.kv.thread_loop import ThreadLoop
 
@@ -43,7 +43,7 @@ _Stats = TypeVar("_Stats", covariant=True)
 _Kept = TypeVar("_Kept", bound=_Lease)
 
 
-class KVTransfer(KVPort[_Stats], Generic[_Stats, _Kept]):
+class KVTransfer(EffectPort[_Stats], Generic[_Stats, _Kept]):
     """A port whose thread owns connections, the connector's ends and the copies.
 
     The thread copies one piece of a lease, then one of the next lease, so that no lease waits for a whole other one.

@@ -17,8 +17,9 @@ from fd_core.engine.device import make_device
 from fd_core.engine.kv_offload import KVStorage, kv_identity, open_kv_storage, start_kv_offload
 from fd_core.engine.kv_transfer import open_kv_transfer, require_role
 from fd_core.engine.messages import EngineInfo
-from fd_core.errors import ConfigError, PluginError
-from fd_core.kv.port import CompletionQueue, JoinedKVPort, LockedKVCache
+from fd_core.errors import ConfigError, ModelError, PluginError
+from fd_core.kv.port import CompletionQueue, JoinedEffectPort, LockedKVCache
+from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.plugins import (
     CONNECTOR,
     DRAFTER,
@@ -35,11 +36,18 @@ from fd_core.runner.postprocess.contract import require_fit
 from fd_core.runner.runner import Runner
 from fd_core.scheduling.contract import Scheduler, SchedulerSetup
 from fd_core.scheduling.drafts import DraftControl
+from fd_core.structured.compiler import GrammarCompiler
+from fd_core.structured.port import GrammarPort
+from fd_core.structured.vocabulary import grammar_vocabulary
+from fd_core.text.byte_tokenizer import byte_tokenizer
+from fd_core.text.tokenizer import Tokenizer, load_tokenizer
 from fd_core.tracing.format import TraceHeader
 from fd_core.tracing.writer import TraceWriter, require_trace_file
 
 __all__ = ["load_engine"]
 
+_CHEAP_TOKENS: Final = 64
+"""Tokens below which a step is bound by reading weights, where no setting says it."""
 _ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -95,11 +103,12 @@ class _EngineBuilder:
             self._config, self._plugins, self._limits, cache, self._ops.dtype, self._identity, queue
         )
         offload = start_kv_offload(self._storage, self._config, cache, self._ops.dtype, queue)
+        grammars = None if self._compiler is None else GrammarPort(queue, self._compiler)
         return Engine(
             self._info(transfer.port if isinstance(transfer, Sender) else None),
             scheduler,
             make_device(runner, self._limits.pipeline_depth, self._config.output_transport),
-            JoinedKVPort(queue, offload, transfer),
+            JoinedEffectPort(queue, offload, transfer, grammars),
             watchdog_seconds=self._config.watchdog_seconds,
             prefill_token=prefill_token,
             admitted=admitted,
@@ -125,7 +134,14 @@ class _EngineBuilder:
 
     @cached_property
     def _runner(self) -> Runner:
-        return Runner(self._ops, self._model, self._limits, self._postprocess, self._drafter)
+        return Runner(self._ops, self._model, self._limits, self._postprocess, self._drafter, self._compiler)
+
+    @cached_property
+    def _compiler(self) -> GrammarCompiler | None:
+        if not self._config.structured_output:
+            return None
+        path, vocab_size, ends = self._path, self._model.vocab_size, self._model.eos_token_ids
+        return GrammarCompiler(lambda: grammar_vocabulary(_tokenizer(path), vocab_size, ends))
 
     # KV -----------------------------------------------------------------------------------------------------
 
@@ -167,8 +183,10 @@ class _EngineBuilder:
     def _scheduler(self) -> Scheduler:
         limits, speculative, storage = self._limits, self._config.speculative, self._storage
         drafts = None
-        if speculative is not None and limits.max_drafts:
-            drafts = DraftControl(limits.max_num_seqs, limits.max_drafts, speculative.cheap_tokens)
+        if limits.max_drafts:
+            drafter = speculative is not None and speculative.num_speculative_tokens > 0
+            cheap_tokens = _CHEAP_TOKENS if speculative is None else speculative.cheap_tokens
+            drafts = DraftControl(limits.max_num_seqs, limits.max_drafts, cheap_tokens, drafter=drafter)
         return self._scheduler_class(
             SchedulerSetup(
                 limits=limits,
@@ -248,8 +266,20 @@ class _EngineBuilder:
             kv_connector=config.kv_connector if config.role == "decode" else None,
             emulated=self._backend.emulated,
             kv_events=self._kv_events,
+            structured_output=config.structured_output,
             epoch=self._epoch,
         )
+
+
+def _tokenizer(path: Path | None) -> Tokenizer:
+    """Return the tokenizer of a checkpoint; bytes for a model without one. Raises `ValueError` if there is none."""
+    if path is None:
+        return byte_tokenizer()
+    try:
+        with open_checkpoint(path) as checkpoint:
+            return load_tokenizer(checkpoint)
+    except ModelError as error:
+        raise ValueError(f"the model's tokenizer cannot be read: {error}") from error
 
 
 def _fitting(scheduler: type[Scheduler], config: EngineConfig) -> type[Scheduler]:

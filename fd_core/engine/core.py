@@ -15,11 +15,12 @@ from fd_core.engine.prefill_pace import PrefillPace
 from fd_core.errors import BadRequest
 from fd_core.kv.effects import Effects, GiveUp, LeaseEnded, PrefillJobArrived, PrefillPaceMeasured
 from fd_core.kv.events import KVEvent
-from fd_core.kv.port import KVPort
+from fd_core.kv.port import EffectPort
 from fd_core.kv.tiers.stats import TierStats
 from fd_core.runner.observing import ObserverThread
 from fd_core.runner.runner import Runner
 from fd_core.scheduling.contract import Scheduler
+from fd_core.structured.compiler import CompilerStats
 from fd_core.tracing.writer import TraceWriter
 from fd_core.types import Delta, FinishReason, PrefillJob, RequestSpec, StepPlan
 
@@ -28,12 +29,12 @@ __all__ = ["AdmissionSink", "Engine", "EngineProbe"]
 AdmissionSink = Callable[[tuple[str, ...]], None]
 """Told which requests enter a slot, before a step computes them."""
 
-EngineKVPort = KVPort[tuple[TierStats | None, ReceiverStats | SenderStats | None]]
-"""Storage and transfers of one engine behind one port."""
+EnginePort = EffectPort[tuple[TierStats | None, ReceiverStats | SenderStats | None, CompilerStats | None]]
+"""Storage, transfers and the compiler of grammars of one engine behind one port."""
 
 
-_KV_WAIT_SECONDS = 0.005
-"""How long an engine whose requests all wait for KV outside the device sleeps before it looks at its messages."""
+_WAIT_SECONDS = 0.005
+"""How long an engine whose requests all wait for something outside steps sleeps before it looks at its messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Engine:
         info: EngineInfo,
         scheduler: Scheduler,
         device: Device,
-        kv: EngineKVPort,
+        outside: EnginePort,
         *,
         watchdog_seconds: float,
         prefill_token: float,
@@ -71,7 +72,7 @@ class Engine:
         self._scheduler = scheduler
         self._device = device
         self._watchdog_seconds = watchdog_seconds
-        self._kv = kv
+        self._outside = outside
         self._kv_events: list[KVEvent] = []
         self._prefill_pace = PrefillPace(prefill_token)
         scheduler.complete(PrefillPaceMeasured(prefill_token))
@@ -90,6 +91,7 @@ class Engine:
     def submit(self, spec: RequestSpec) -> list[Delta]:
         """Queue a request; one that can never run is answered with its last delta at once."""
         try:
+            self._require_structure(spec)
             self._perform(self._scheduler.add(spec))
         except BadRequest as error:
             return [Delta(spec.request_id, finish_reason=FinishReason.ERROR, error=str(error))]
@@ -112,8 +114,9 @@ class Engine:
         """Keep up to `pipeline_depth` plans in flight, then commit the oldest answer."""
         if self._trace is not None:
             self._trace.turn_began(time.monotonic_ns())
+        ended: list[Delta] = []
         while len(self._in_flight) < self.info.pipeline_depth:
-            self._complete()
+            ended += self._complete()
             plan, effects = self._scheduler.plan()
             self._perform(effects)
             if plan is None:
@@ -126,8 +129,8 @@ class Engine:
             self._in_flight.append((plan, time.monotonic()))
         if not self._in_flight:
             if self._scheduler.has_work:
-                self._kv.wait(_KV_WAIT_SECONDS)
-            return []
+                self._outside.wait(_WAIT_SECONDS)
+            return ended
         output = self._device.collect(self._watchdog_seconds)
         plan, submitted = self._in_flight.popleft()
         if (pace := self._prefill_pace.observe(plan, submitted, time.monotonic())) is not None:
@@ -139,11 +142,11 @@ class Engine:
         if self._trace is not None:
             held = self._scheduler.held()
             self._trace.step_ended(time.monotonic_ns(), plan, output, deltas, held)
-        return deltas
+        return ended + deltas if ended else deltas
 
     def stats(self) -> EngineStats:
         """Return gauges and counters as they are now."""
-        kv, transfer = self._kv.stats()
+        kv, transfer, grammars = self._outside.stats()
         leases = None
         if transfer is not None:
             leases = LeaseStats(
@@ -152,7 +155,14 @@ class Engine:
                 sender=transfer if isinstance(transfer, SenderStats) else None,
             )
         observer = None if self._observer is None else self._observer.stats()
-        return EngineStats(scheduler=self._scheduler.stats(), kv=kv, leases=leases, observer=observer)
+        return EngineStats(
+            scheduler=self._scheduler.stats(),
+            kv=kv,
+            leases=leases,
+            observer=observer,
+            grammars=grammars,
+            masks=self._device.runner.mask_stats(),
+        )
 
     def take_kv_events(self) -> tuple[KVEvent, ...]:
         """Return which prefixes the device came to hold and lost since the last call; none unless asked to tell."""
@@ -170,16 +180,20 @@ class Engine:
 
     def close(self) -> None:
         """Stop the engine's threads; what is in flight is computed and dropped, what waits for a store written."""
-        self._kv.close()
+        self._outside.close()
         self._device.close()
         if self._observer is not None:
             self._observer.close()
         if self._trace is not None:
             self._trace.close(time.monotonic_ns())
 
-    def _complete(self) -> None:
-        """Tell the scheduler what became of operations outside steps, and take in what other workers ask for."""
-        for completion in self._kv.completions():
+    def _complete(self) -> list[Delta]:
+        """Tell the scheduler what became of operations outside steps, and take in what other workers ask for.
+
+        Returns the last deltas of requests that ended by it.
+        """
+        ended = []
+        for completion in self._outside.completions():
             match completion:
                 case PrefillJobArrived(job):
                     self._begin_job(job)
@@ -188,7 +202,9 @@ class Engine:
                 case _:
                     if self._trace is not None:
                         self._trace.kv.ended(completion)
-                    self._scheduler.complete(completion)
+                    if (end := self._scheduler.complete(completion)) is not None:
+                        ended.append(end)
+        return ended
 
     def _begin_job(self, job: PrefillJob) -> None:
         reason = "the prefill worker is shutting down" if self._stopping else refusal(job, self.info.vocab_size)
@@ -198,11 +214,15 @@ class Engine:
             except BadRequest as error:
                 reason = error.message
         if reason is not None:
-            self._kv.perform([GiveUp(job.lease, reason, refused=True)])
+            self._outside.perform([GiveUp(job.lease, reason, refused=True)])
+
+    def _require_structure(self, spec: RequestSpec) -> None:
+        if spec.params.grammar is not None and not self.info.structured_output:
+            raise BadRequest("structured output is switched off on this engine", field="grammar")
 
     def _perform(self, effects: Effects) -> None:
         """Begin what the scheduler wants done outside steps."""
         self._kv_events.extend(effects.events)
         if self._trace is not None:
             self._trace.kv.began(effects)
-        self._kv.perform(effects.operations)
+        self._outside.perform(effects.operations)

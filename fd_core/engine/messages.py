@@ -11,7 +11,9 @@ from fd_core.kv.events import KVEvent
 from fd_core.kv.tiers.stats import TierStats
 from fd_core.metrics import gauge
 from fd_core.runner.observing import ObserverStats
+from fd_core.runner.slot_grammars import MaskStats
 from fd_core.scheduling.contract import SchedulerStats
+from fd_core.structured.compiler import CompilerStats
 from fd_core.types import Delta, RequestSpec
 
 __all__ = [
@@ -70,6 +72,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The backend computes on another device than the one it is for, and results say nothing about that one."""
     kv_events: bool = False
     """Whether it tells which prefixes its device holds."""
+    structured_output: bool = True
+    """Whether it takes grammars."""
     epoch: int = 1
 
 
@@ -92,6 +96,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     leases: LeaseStats | None = None
     """KV that travels between workers; None for a worker that prefills and decodes."""
     observer: ObserverStats | None = None
+    grammars: CompilerStats | None = None
+    """None where structured output is switched off."""
+    masks: MaskStats | None = None
 
 
 class StepEvents(msgspec.Struct, frozen=True, tag="step"):

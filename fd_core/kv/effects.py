@@ -1,14 +1,14 @@
-"""What the scheduler wants done with KV outside a step, and what became of it.
+"""What the scheduler wants done outside a step, most of it with KV, and what became of it.
 
 Effects are values: `Scheduler.plan` and `Scheduler.commit` return them, the engine's loop hands their operations to its
-`fd_core.kv.port.KVPort`, which performs them on other threads, and brings the completions back before the next plan.
-Nothing here waits for anything. `fd_core.kv.tiers` performs `Lookup`, `Load` and `Save`; `fd_core.disagg` performs
-`Fetch`, `Send` and `GiveUp`.
+`fd_core.kv.port.EffectPort`, which performs them on other threads, and brings the completions back before the next
+plan. Nothing here waits for anything. `fd_core.kv.tiers` performs `Lookup`, `Load` and `Save`; `fd_core.disagg`
+performs `Fetch`, `Send` and `GiveUp`; `fd_core.structured` performs `CompileGrammar`.
 
 An operation is a number chosen by the scheduler, unique within an engine. What the scheduler may assume:
 
 - A `Lookup` is answered by one `Found`, a `Load` by one `Loaded`, a `Save` by one `Saved`, a `Fetch` by one `Fetched`,
-  a `Send` by one `Sent`, in any order, each within its deadline.
+  a `Send` by one `Sent`, a `CompileGrammar` by one `GrammarReady`, in any order, each within its deadline.
 - `Cancel` hurries the answer, it does not replace it: blocks of an operation belong to it until it is completed.
 - What `Saved` says about the host tier needs no `Lookup`: a `Load` that follows finds those blocks there, unless others
   evicted them meanwhile. A `Load` may always come back short, and says how much it brought.
@@ -25,6 +25,7 @@ from fd_core.types import IntArray, PrefillJob, PrefillOutcome
 __all__ = [
     "NO_EFFECTS",
     "Cancel",
+    "CompileGrammar",
     "Completion",
     "Effect",
     "Effects",
@@ -32,6 +33,7 @@ __all__ = [
     "Fetched",
     "Found",
     "GiveUp",
+    "GrammarReady",
     "LeaseEnded",
     "Load",
     "LoadDecision",
@@ -229,13 +231,32 @@ class GiveUp:
     """Whether the engine did not take the job, which is what the decode worker is told then."""
 
 
-Effect = Lookup | Load | Save | Fetch | Send | GiveUp | Cancel
+@dataclass(frozen=True, slots=True)
+class CompileGrammar:
+    """Compile the grammar of a request that waits, so that no step has to."""
+
+    operation: int
+    grammar: str
+    """See `fd_core.types.SamplingParams.grammar`."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarReady:
+    """Answer to a `CompileGrammar`: the runner finds the grammar compiled, or compiles it if it was forgotten."""
+
+    operation: int
+    error: str | None = None
+    """Why the grammar cannot be used, for people; the request that waits for it ends."""
+
+
+Effect = Lookup | Load | Save | Fetch | Send | GiveUp | CompileGrammar | Cancel
 Completion = (
     Found
     | Loaded
     | Saved
     | Fetched
     | Sent
+    | GrammarReady
     | NotStored
     | LoadPaceMeasured
     | PrefillPaceMeasured
@@ -264,7 +285,7 @@ class Effects:
     """What one call of the scheduler wants done, in order."""
 
     operations: tuple[Effect, ...] = ()
-    """Operations on KV to begin or to cancel."""
+    """Operations to begin or to cancel."""
     decisions: tuple[LoadDecision, ...] = ()
     events: tuple[KVEvent, ...] = ()
     """Which prefixes the device came to hold and lost."""

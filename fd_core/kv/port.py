@@ -1,7 +1,8 @@
-"""The port between an engine's loop and KV outside the device: effects go out, completions come in, nothing waits.
+"""The port between an engine's loop and what is done outside steps: effects go out, completions come in, nothing waits.
 
-What performs an effect (storage and host tier, or transfers between workers) is behind the port, on threads of its own.
-The engine joins those that it has with `JoinedKVPort`.
+What performs an effect (storage and host tier, transfers between workers, the compiler of grammars) is behind the port,
+on threads of its own.
+The engine joins those that it has with `JoinedEffectPort`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from fd_core.kv.effects import Cancel, Completion, Effect
 from fd_core.ops.contract import KVCache
 from fd_core.types import IntArray
 
-__all__ = ["CompletionQueue", "JoinedKVPort", "KVPort", "LockedKVCache"]
+__all__ = ["CompletionQueue", "EffectPort", "JoinedEffectPort", "LockedKVCache"]
 
 _Stats = TypeVar("_Stats", covariant=True)
 _Offload = TypeVar("_Offload", covariant=True)
 _Transfer = TypeVar("_Transfer", covariant=True)
+_Compiler = TypeVar("_Compiler", covariant=True)
 
 
 class CompletionQueue:
@@ -59,7 +61,7 @@ class CompletionQueue:
         self._filled.wait(max(0.0, seconds))
 
 
-class KVPort(ABC, Generic[_Stats]):
+class EffectPort(ABC, Generic[_Stats]):
     """Performs effects for one engine. The methods belong to the engine's thread; only `wait` and `close` block.
 
     Operation numbers are unique within an engine, whichever port performs the operation.
@@ -93,17 +95,22 @@ class KVPort(ABC, Generic[_Stats]):
         """Complete every operation and end the threads, within seconds. Idempotent."""
 
 
-class JoinedKVPort(KVPort[tuple[_Offload | None, _Transfer | None]]):
+class JoinedEffectPort(EffectPort[tuple[_Offload | None, _Transfer | None, _Compiler | None]]):
     """The ports of an engine as one: each effect goes to the port that performs its type, a `Cancel` to all."""
 
     def __init__(
-        self, queue: CompletionQueue, offload: KVPort[_Offload] | None, transfer: KVPort[_Transfer] | None
+        self,
+        queue: CompletionQueue,
+        offload: EffectPort[_Offload] | None,
+        transfer: EffectPort[_Transfer] | None,
+        compiler: EffectPort[_Compiler] | None = None,
     ) -> None:
         """`queue` is the one that the ports put their completions into."""
         super().__init__(queue)
         self._offload = offload
         self._transfer = transfer
-        self._ports: list[KVPort[object]] = [port for port in (offload, transfer) if port is not None]
+        self._compiler = compiler
+        self._ports: list[EffectPort[object]] = [port for port in (offload, transfer, compiler) if port is not None]
         self._port_of = {effect: port for port in self._ports for effect in port.performs}
 
     def perform(self, effects: Iterable[Effect]) -> None:
@@ -121,11 +128,12 @@ class JoinedKVPort(KVPort[tuple[_Offload | None, _Transfer | None]]):
         """Return the completions of all ports."""
         return [completion for port in self._ports for completion in port.completions()]
 
-    def stats(self) -> tuple[_Offload | None, _Transfer | None]:
+    def stats(self) -> tuple[_Offload | None, _Transfer | None, _Compiler | None]:
         """Return the counters and gauges of each port."""
         offload = None if self._offload is None else self._offload.stats()
         transfer = None if self._transfer is None else self._transfer.stats()
-        return offload, transfer
+        compiler = None if self._compiler is None else self._compiler.stats()
+        return offload, transfer, compiler
 
     def close(self) -> None:
         """Close the ports."""

@@ -11,12 +11,15 @@ import numpy.typing as npt
 
 from fd_core.backends.contract import LoadProgress, Model
 from fd_core.config import Limits
+from fd_core.metrics import snapshot
 from fd_core.ops.contract import Array, KVCache, Ops, StepInput
 from fd_core.runner.batch import PersistentBatch
 from fd_core.runner.drafting import Drafter, SlotError
 from fd_core.runner.inputs import Rows, build_inputs, resolve_rows
 from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.runner.sampling import Sampled, Sampler
+from fd_core.runner.slot_grammars import MaskStats, SlotGrammars
+from fd_core.structured.compiler import GrammarCompiler, GrammarError
 from fd_core.types import (
     Admission,
     BlockGrant,
@@ -45,7 +48,9 @@ class Runner:
         limits: Limits,
         postprocess: type[Postprocess],
         drafter: Drafter | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
+        """`grammars` is None where structured output is switched off."""
         self.limits = limits
         self.drafter = drafter
         self.ops = ops
@@ -56,6 +61,7 @@ class Runner:
         self._forward = ops.compile(model.forward)
         self.batch = PersistentBatch(limits)
         self._sampler = Sampler(ops, limits.max_num_seqs, model.vocab_size)
+        self._grammars = SlotGrammars(grammars, model.vocab_size)
         self._postprocess = postprocess(ops, limits)
         self._failed: dict[int, str] = {}
         """Why the request in a slot failed."""
@@ -75,9 +81,13 @@ class Runner:
         tokens, kept, peaks, logprobs = self._to_host(plan, rows, grid, accepted, sampled)
         self._look_for_failures(rows, kept, peaks)
         self._remember(rows, tokens, kept)
-        ready = None if self.drafter is None else self.batch.num_drafts.copy()
+        ready = self.batch.num_drafts.copy() if self.drafter is not None or self._grammars else None
         errors = tuple((slot, self._failed[slot]) for slot in plan.slots.tolist() if slot in self._failed)
         return StepOutput(plan.epoch, plan.step, tokens, self.batch.gen.copy(), ready, logprobs, errors)
+
+    def mask_stats(self) -> MaskStats:
+        """Return what grammars cost and spared so far."""
+        return snapshot(self._grammars.stats)
 
     def warm_up(self, progress: LoadProgress) -> float:
         """Run the largest prefill and one decode on the first slot, so that the first request pays for nothing.
@@ -115,19 +125,22 @@ class Runner:
                 self._sampler.admit(admission)
             except Exception as error:  # noqa: BLE001 - whatever it is, it concerns this request alone
                 self._fail(admission.slot, f"its sampling parameters cannot be used: {error}")
+            self._admit_grammar(admission)
             self._admit_to_drafter(admission.slot, admission.token_ids)
         self.batch.grant(plan)
 
     def _sample(self, rows: Rows) -> Sampled:
         """Run the model and choose a token from each of its rows of logits."""
         ops, batch = self.ops, self.batch
+        masks = self._grammars.begin(rows, batch.tokens)
         if len(rows.slots):
             size, spare = self.limits.block_size, self.cache.spare_block
             inputs = build_inputs(rows, batch.tokens, batch.tables, size, ops, spare)
             logits = self._forward(inputs, self.cache)
         if not len(rows.sampling):
             return Sampled(ops.from_host(np.empty(0, np.int32)), ops.from_host(np.empty(0, np.float32)))
-        return self._sampler.sample(logits, rows.logits_slots, rows.positions, rows.columns, batch.tokens)
+        allowed = None if masks is None else masks()
+        return self._sampler.sample(logits, rows.logits_slots, rows.positions, rows.columns, batch.tokens, allowed)
 
     def _grid(self, rows: Rows, sampled: Sampled) -> Array:
         """Return the tokens int32[N, 1 + k] of the N rows that sample; unused cells mean nothing."""
@@ -175,18 +188,30 @@ class Runner:
         width = self.limits.max_drafts + 1
         failed = (strange[rows.cells(width)] & (np.arange(width) <= accepted[:, None])).any(axis=1)
         for slot in rows.slots[rows.sampling][failed].tolist():
-            self._fail(slot, "no token can be chosen: of its logits one is NaN or inf, or all are -inf")
+            why = self._grammars.trouble(slot) or "of its logits one is NaN or inf, or all are -inf"
+            self._fail(slot, f"no token can be chosen: {why}")
 
     def _remember(self, rows: Rows, tokens: IntArray, accepted: IntArray) -> None:
         """Append what was delivered, and guess what comes next."""
-        slots = rows.slots[rows.sampling]
+        slots, verified = rows.slots[rows.sampling], rows.drafts
         if self._failed:
             healthy = self._healthy(slots)
-            slots, accepted = slots[healthy], accepted[healthy]
-        self.batch.append(slots, tokens[slots], accepted)
-        self._sampler.extend(slots, tokens[slots], accepted)
-        if self.drafter is not None and len(slots):
-            self._draft(self.drafter, slots, tokens[slots], accepted + 1)
+            slots, accepted, verified = slots[healthy], accepted[healthy], verified[healthy]
+        delivered = tokens[slots]
+        self.batch.append(slots, delivered, accepted)
+        self._sampler.extend(slots, delivered, accepted)
+        if self._grammars:
+            for slot, message in self._grammars.extend(slots, delivered, verified, accepted):
+                self._fail(slot, message)
+            healthy = self._healthy(slots)
+            slots, accepted, delivered = slots[healthy], accepted[healthy], delivered[healthy]
+        if not len(slots):
+            return
+        if self.drafter is not None:
+            self._draft(self.drafter, slots, delivered, accepted + 1)
+        elif self._grammars and self.limits.max_drafts:
+            some = self._grammars.among(slots)
+            self._guess(some, np.zeros((len(some), self.limits.max_drafts), np.int32), np.zeros(len(some), np.int32))
 
     def _draft(self, drafter: Drafter, slots: IntArray, tokens: IntArray, counts: IntArray) -> None:
         """Let the drafter guess behind the delivered tokens; leaves out whom it fails for."""
@@ -199,11 +224,24 @@ class Runner:
                 self._admit_to_drafter(slot, self.batch.tokens[slot, : self.batch.length[slot]].copy())
         while len(slots := slots[self._healthy(slots)]):
             try:
-                self.batch.guess(slots, *drafter.propose(slots, self.limits.max_drafts))
+                self._guess(slots, *drafter.propose(slots, self.limits.max_drafts))
             except SlotError as error:
                 self._fail_one_of(slots, error)
             else:
                 return
+
+    def _guess(self, slots: IntArray, drafts: IntArray, counts: IntArray) -> None:
+        """Place drafts int32[n, k], of which row i has counts[i], behind the texts of `slots`, as grammars allow."""
+        if self._grammars:
+            drafts, counts = drafts.copy(), counts.copy()
+            self._grammars.shape_drafts(slots, drafts, counts)
+        self.batch.guess(slots, drafts, counts)
+
+    def _admit_grammar(self, admission: Admission) -> None:
+        try:
+            self._grammars.admit(admission)
+        except GrammarError as error:
+            self._fail(admission.slot, f"its grammar cannot be used: {error}")
 
     def _admit_to_drafter(self, slot: int, tokens: IntArray) -> None:
         if self.drafter is None:
@@ -222,6 +260,7 @@ class Runner:
         self._fail(error.slot, str(error))
 
     def _fail(self, slot: int, message: str) -> None:
+        self._grammars.drop(slot)
         self.batch.num_drafts[slot] = 0
         self._failed[slot] = message
 

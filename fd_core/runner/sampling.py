@@ -12,6 +12,7 @@ import numpy.typing as npt
 from fd_core.ops.contract import Array, Ops, SampleInput
 from fd_core.runner.bans import Bans
 from fd_core.runner.penalties import Penalties
+from fd_core.runner.slot_grammars import Masks
 from fd_core.types import Admission, IntArray
 
 __all__ = ["Sampled", "Sampler"]
@@ -101,13 +102,20 @@ class Sampler:
         self._penalties.extend(slots, tokens, accepted)
 
     def sample(
-        self, logits: Array, slots: IntArray, positions: IntArray, columns: IntArray, tokens: IntArray
+        self,
+        logits: Array,
+        slots: IntArray,
+        positions: IntArray,
+        columns: IntArray,
+        tokens: IntArray,
+        masks: Masks | None = None,
     ) -> Sampled:
         """Choose a token for each row.
 
         `logits` float32[R, V] of the pack may be overwritten; `slots` int32[R]; `positions` int32[R] is the position
         of the token being chosen, which is how many tokens come before it; `tokens` int32[num_slots, *] holds those,
-        drafts included; `columns` int32[R] is where the choice stands in the token matrix.
+        drafts included; `columns` int32[R] is where the choice stands in the token matrix. `masks` say what rows may
+        yield, whatever else changes their logits; log-probabilities are those of the model, without masks.
         """
         ops = self._ops
         wanted = np.flatnonzero(self._logprobs[slots] >= 0)
@@ -117,6 +125,8 @@ class Sampler:
             logits = self._adjust(logits, slots, positions, tokens)
         if self._allowed:
             logits = self._mask(logits, slots)
+        if masks is not None and len(masks.rows):
+            logits = ops.mask_logits(logits, ops.from_host(masks.rows), ops.from_host(masks.bits))
         chosen, peaks = ops.sample(logits, self._rows(slots, positions))
         if raw is None:
             return Sampled(chosen, peaks)

@@ -3,6 +3,7 @@
 A request that cannot enter is parked under its reason and looked at again when that reason ends:
 
     stored KV         the answer of a lookup, or the completion of the save of its own KV
+    its grammar       that it is compiled
     a prefix          a running request computes it; the wait is bounded
     blocks            the request is the first in line and does not fit; nobody overtakes it
     a slot            every request waits; nothing is looked at
@@ -21,6 +22,7 @@ import numpy as np
 from fd_core.config import Limits
 from fd_core.kv.blocks import BlockPool
 from fd_core.scheduling.admission_control import AdmissionControl, AdmissionPass
+from fd_core.scheduling.grammars import GrammarCompiling
 from fd_core.scheduling.kv_offloading import KVOffloading
 from fd_core.scheduling.kv_transferring import KVTransferring
 from fd_core.scheduling.plan import PlanBuilder
@@ -56,6 +58,7 @@ class Admissions:
     _prefixes: Prefixes
     _offloading: KVOffloading
     _transferring: KVTransferring
+    _grammars: GrammarCompiling
     _control: AdmissionControl
     _residencies: Residencies
     _impatient: set[int] = field(default_factory=set)
@@ -73,9 +76,10 @@ class Admissions:
     def wait(self, request: Request) -> None:
         """A request begins to wait, new or after a preemption."""
         self._prefixes.extend(request)
-        operation = None
+        operation = self._grammars.begin_wait(request)
         if not self._transferring.wants(request):
-            operation = self._offloading.begin_wait(request, self._prefixes.keys(request))
+            asked = self._offloading.begin_wait(request, self._prefixes.keys(request))
+            operation = operation if asked is None else asked
         self._waiting.push(request)
         if operation is not None:
             self._waiting.park(request, operation)
@@ -84,6 +88,7 @@ class Admissions:
         """A waiting request was aborted."""
         self._waiting.remove(request)
         self._offloading.leave(request)
+        self._grammars.leave(request)
         self._impatient.discard(request.arrival)
 
     def ended(self, request: Request) -> None:
@@ -104,6 +109,10 @@ class Admissions:
             request = self._waiting.first()
             if request is None or self._is_blocked(request, step):
                 return
+            if request.compiling is not None:
+                self._waiting.park(request, request.compiling)
+                parked += 1
+                continue
             keys = self._prefixes.keys(request)
             if self._park_for_prefix(request, keys, step):
                 parked += 1

@@ -72,7 +72,7 @@ class SchedulerHoldings:
     cached: int = 0
     """Free KV blocks that hold a reusable prefix."""
     operations: int = 0
-    """Operations on KV that were not completed."""
+    """Operations outside steps that were not completed."""
 
     @property
     def idle(self) -> bool:
@@ -137,8 +137,12 @@ class Scheduler(abc.ABC):
         protocol.
         """
 
-    def complete(self, completion: Completion) -> None:  # noqa: B027 - what stores no KV does nothing
-        """An operation on KV is over, or what is known of stored KV changed."""
+    def complete(self, completion: Completion) -> Delta | None:
+        """An operation is over, or what is known of stored KV changed; return the last delta of a request that ends.
+
+        A scheduler without operations does nothing.
+        """
+        return None
 
     @abc.abstractmethod
     def request_ids(self) -> list[str]:

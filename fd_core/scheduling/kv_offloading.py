@@ -15,8 +15,8 @@ import msgspec
 from fd_core.kv.blocks import BlockPool
 from fd_core.kv.effects import Cancel, Found, Load, Loaded, Lookup, Save, Saved
 from fd_core.metrics import counter
-from fd_core.scheduling.kv_operations import KVOperations
 from fd_core.scheduling.load_or_recompute import LoadOrRecompute
+from fd_core.scheduling.operations import Operations
 from fd_core.scheduling.requests import Request
 from fd_core.types import IntArray, frozen
 
@@ -101,7 +101,7 @@ class KVOffloading:
     """Decides what is saved, looked up and loaded; owned by one scheduler."""
 
     pool: BlockPool
-    operations: KVOperations
+    operations: Operations
     block_size: int
     keep: KeepKV
     counters: OffloadCounters = field(default_factory=OffloadCounters)

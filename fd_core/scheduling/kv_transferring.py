@@ -15,7 +15,7 @@ import msgspec
 from fd_core.kv.effects import Cancel, Fetch, Fetched, GiveUp, Send, Sent
 from fd_core.metrics import counter
 from fd_core.scheduling.kv_offloading import Arrival
-from fd_core.scheduling.kv_operations import KVOperations
+from fd_core.scheduling.operations import Operations
 from fd_core.scheduling.requests import Request
 from fd_core.types import FinishReason, IntArray, PrefillJob, PrefillOutcome, frozen
 
@@ -59,7 +59,7 @@ class _Sending:
 class KVTransferring:
     """Decides what is fetched and sent; owned by one scheduler."""
 
-    operations: KVOperations
+    operations: Operations
     block_size: int
     paired: bool
     """Whether this worker knows others; a worker that knows none computes every prompt itself."""

@@ -158,8 +158,8 @@ class OutputSide:
         slots = self._slots
         sampled = plan.samples[rows]
         accepted = np.maximum(counts - 1, 0)
-        if self._drafts.max_drafts:
-            drafted = plan.num_drafts[rows]
+        drafted = plan.num_drafts[rows]
+        if self._drafts.learning or drafted.any():
             self._drafts.observe(rows_of[sampled], drafted[sampled], accepted[sampled])
             rejected = np.where(sampled, drafted - accepted, 0)
             # Neither rejected drafts nor their KV exist.

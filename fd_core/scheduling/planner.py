@@ -112,7 +112,7 @@ class Planner:
 
     def _wanted_drafts(self, rows: npt.NDArray[np.intp], draft: PlanBuilder) -> IntArray:
         """Return int32[n]: drafts that each row would verify if the budget allows, with room for their KV."""
-        if not self._drafts.max_drafts:
+        if not self._drafts.possible:
             return np.zeros(len(rows), np.int32)
         slots = self._slots
         is_decode = slots.num_planned[rows] - slots.num_computed[rows] == 1
@@ -146,9 +146,10 @@ class Planner:
         slots.num_computed[rows] += plan.num_tokens
         slots.num_planned[rows] += plan.samples + plan.num_drafts
         slots.last_step[rows] = plan.step
-        if self._drafts.max_drafts and self._limits.pipeline_depth > 1:
+        if self._limits.pipeline_depth > 1 and self._drafts.possible:
             # Until the answer tells, the runner may hold as many drafts as it can.
-            slots.drafts_ready[rows[plan.samples]] = self._limits.max_drafts
+            sampling = rows[plan.samples]
+            slots.drafts_ready[sampling] = self._drafts.most(sampling)
         self._step += 1
         counters = self._residencies.counters
         counters.steps += 1

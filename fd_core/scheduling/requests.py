@@ -42,6 +42,7 @@ class Event(enum.Enum):
     RELEASED_ENDED = enum.auto()
     FINISH = enum.auto()
     ABORT_WAITING = enum.auto()
+    FAIL_WAITING = enum.auto()
     LOAD = enum.auto()
     LOADED = enum.auto()
     ABORT_LOADING = enum.auto()
@@ -50,6 +51,7 @@ class Event(enum.Enum):
 TRANSITIONS: Final = {
     (State.WAITING, Event.ADMIT): State.RUNNING,
     (State.WAITING, Event.ABORT_WAITING): State.FINISHED,
+    (State.WAITING, Event.FAIL_WAITING): State.FINISHED,
     (State.WAITING, Event.LOAD): State.LOADING,
     (State.LOADING, Event.LOADED): State.RUNNING,
     (State.LOADING, Event.ABORT_LOADING): State.FINISHED,
@@ -108,6 +110,8 @@ class Request:
     announced: int = 0
     """Leading blocks that the request announced to compute or load, for others with the same prefix to wait for."""
 
+    compiling: int | None = None
+    """Operation that compiles the grammar; the request waits for its completion."""
     asked_store: bool = False
     """Whether the scheduler asked, since the request waits, how much of its prefix is stored outside the device."""
     lookup: int | None = None

@@ -95,7 +95,8 @@ class Residencies:
         slots, counters = self.slots, self.counters
         request = slots.request_in(slot)
         slots.num_computed[slot] = slots.num_settled[slot] = num_computed
-        self._drafts.admit(slot)
+        params = request.spec.params
+        self._drafts.admit(slot, params.grammar is not None or params.reasoning is not None)
         request.stored = request.stored_on_host = 0
         num_tokens = int(slots.num_tokens[slot])
         if request.cached_tokens is None and not request.spec.delivered:

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from fd_core.errors import BadRequest
 from fd_core.kv.blocks import BlockPool
 from fd_core.kv.effects import (
@@ -22,6 +24,7 @@ from fd_core.kv.effects import (
     Effects,
     Fetched,
     Found,
+    GrammarReady,
     Loaded,
     LoadPaceMeasured,
     NotStored,
@@ -35,9 +38,10 @@ from fd_core.scheduling.admission_control import AdmissionControl
 from fd_core.scheduling.admissions import Admissions
 from fd_core.scheduling.contract import Scheduler, SchedulerHoldings, SchedulerSetup, SchedulerStats
 from fd_core.scheduling.drafts import DraftControl
+from fd_core.scheduling.grammars import GrammarCompiling
 from fd_core.scheduling.kv_offloading import Arrival, KeepKV, KVOffloading
-from fd_core.scheduling.kv_operations import KVOperations
 from fd_core.scheduling.kv_transferring import KVTransferring
+from fd_core.scheduling.operations import Operations
 from fd_core.scheduling.output_side import OutputSide
 from fd_core.scheduling.plan import PlanBuilder
 from fd_core.scheduling.planner import Planner
@@ -62,7 +66,7 @@ class SchedulerProbe:
     waiting: WaitingQueue
     prefixes: Prefixes
     residencies: Residencies
-    operations: KVOperations
+    operations: Operations
     offloading: KVOffloading
     transferring: KVTransferring
     control: AdmissionControl
@@ -83,16 +87,18 @@ class ContinuousBatchingScheduler(Scheduler):
         self._drafts = drafts = drafts or DraftControl(limits.max_num_seqs, 0, 0)
         self._waiting = waiting = WaitingQueue(policy)
         self._prefixes = prefixes = Prefixes(hasher, pool, self._recorder, waiting.wake)
-        self._operations = KVOperations(pool)
+        self._operations = Operations(pool)
         keep = setup.keep_kv or KeepKV(preempted=False)
         self._offloading = offloading = KVOffloading(pool, self._operations, limits.block_size, keep)
         self._transferring = transferring = KVTransferring(self._operations, limits.block_size, setup.paired)
+        self._grammars = GrammarCompiling(self._operations)
         control = AdmissionControl(0.0 if keep.preempted else 1.0)
         self._residencies = residencies = Residencies(
             slots, pool, prefixes, offloading, transferring, drafts, control, self._ended
         )
         self._admissions = Admissions(
-            limits, policy, pool, slots, waiting, prefixes, offloading, transferring, control, residencies
+            *(limits, policy, pool, slots, waiting, prefixes),
+            *(offloading, transferring, self._grammars, control, residencies),
         )
         self._planner = Planner(
             limits, setup.epoch, policy, setup.victims, pool, slots, drafts, residencies, self.admit
@@ -179,8 +185,8 @@ class ContinuousBatchingScheduler(Scheduler):
         deltas = self._output_side.commit(plan, output)
         return deltas, self._effects()
 
-    def complete(self, completion: Completion) -> None:
-        """An operation on KV is over, or what is known of stored KV changed."""
+    def complete(self, completion: Completion) -> Delta | None:
+        """An operation is over, or what is known of stored KV changed; return the last delta of a request that ends."""
         match completion:
             case Found():
                 self._offloading.found(completion)
@@ -194,12 +200,15 @@ class ContinuousBatchingScheduler(Scheduler):
                 self._arrive(self._transferring.fetched(completion))
             case Sent():
                 self._transferring.sent(completion)
+            case GrammarReady():
+                return self._grammar_ready(completion)
             case NotStored(keys):
                 self._offloading.not_stored(keys)
             case LoadPaceMeasured():
                 self._offloading.load_or_recompute.load_measured(completion)
             case PrefillPaceMeasured():
                 self._offloading.load_or_recompute.prefill_measured(completion)
+        return None
 
     def stats(self) -> SchedulerStats:
         """Return gauges and counters as they are now."""
@@ -234,6 +243,18 @@ class ContinuousBatchingScheduler(Scheduler):
     def _arrive(self, arrival: Arrival | None) -> None:
         if arrival is not None:
             self._residencies.arrive(arrival)
+
+    def _grammar_ready(self, answer: GrammarReady) -> Delta | None:
+        """Let the request that waits for a grammar go on, or end it if the grammar cannot be used."""
+        request = self._grammars.ready(answer)
+        if request is None or answer.error is None:
+            self._waiting.wake(answer.operation)
+            return None
+        self._admissions.leave(request)
+        request.advance(Event.FAIL_WAITING)
+        self._ended(request, FinishReason.ERROR)
+        end = self._output_side.end(request, FinishReason.ERROR)
+        return msgspec.structs.replace(end, error=f"its grammar cannot be used: {answer.error}")
 
     def _effects(self) -> Effects:
         operations, decisions = self._operations.take()

@@ -28,7 +28,7 @@ _COMPLETION_DEFAULT: Final = 16
 _READ: Final = frozenset(
     (
         *("max_tokens", "min_tokens", "temperature", "top_k", "seed", "logit_bias", "logprobs", "stop_token_ids"),
-        *("allowed_token_ids", "bad_words_token_ids"),
+        *("allowed_token_ids", "bad_words_token_ids", "grammar", "reasoning"),
     )
 )
 """Sampling parameters that are not simply copied from the request's field of the same name."""

@@ -253,6 +253,7 @@ def test_a_settings_file_can_hold_every_setting(file, tmp_path):
         "observer": "mine",
         "output-transport": "zmq",
         "native-kernels": True,
+        "structured-output": False,
         "kv-events": False,
         "save-preempted-kv": False,
         "kv-store": "disk:kv",

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from fd_core.kv.effects import Cancel, Effect, Found, GiveUp, Lookup, Save, Saved, Send, Sent
-from fd_core.kv.port import CompletionQueue, JoinedKVPort, KVPort
+from fd_core.kv.port import CompletionQueue, EffectPort, JoinedEffectPort
 
 NO_BLOCKS = np.zeros(0, np.int32)
 
 
-class Noting(KVPort[str]):
+class Noting(EffectPort[str]):
     """Notes what it is asked and completes it at once, on another thread if it is told so."""
 
     def __init__(self, queue: CompletionQueue, *performs: type[Effect]) -> None:
@@ -41,32 +41,32 @@ def queue() -> CompletionQueue:
 def test_effects_go_to_the_port_that_performs_them_in_order(queue) -> None:
     offload, transfer = Noting(queue, Lookup, Save), Noting(queue, Send, GiveUp)
     effects = [Lookup(1, ()), Send(2, "lease", 0, NO_BLOCKS), GiveUp("lease"), Save(3, (), NO_BLOCKS, True)]
-    joined = JoinedKVPort(queue, offload, transfer)
+    joined = JoinedEffectPort(queue, offload, transfer)
     joined.perform(effects)
     assert offload.performed == [effects[0], effects[3]]
     assert transfer.performed == effects[1:3]
-    assert joined.stats() == ("2 performed", "2 performed")
+    assert joined.stats() == ("2 performed", "2 performed", None)
 
 
 def test_a_cancel_goes_to_both_ports(queue) -> None:
     offload, transfer = Noting(queue, Lookup), Noting(queue, Send)
-    JoinedKVPort(queue, offload, transfer).perform([Cancel(4)])
+    JoinedEffectPort(queue, offload, transfer).perform([Cancel(4)])
     assert offload.performed == transfer.performed == [Cancel(4)]
 
 
 def test_an_effect_that_nobody_performs_is_refused(queue) -> None:
-    joined = JoinedKVPort(queue, Noting(queue, Lookup), None)
+    joined = JoinedEffectPort(queue, Noting(queue, Lookup), None)
     joined.perform([Cancel(1)])
     with pytest.raises(ValueError, match="nothing that performs GiveUp"):
         joined.perform([GiveUp("lease")])
-    nobody = JoinedKVPort(queue, None, None)
-    assert (nobody.completions(), nobody.stats()) == ([], (None, None))
+    nobody = JoinedEffectPort(queue, None, None)
+    assert (nobody.completions(), nobody.stats()) == ([], (None, None, None))
     with pytest.raises(ValueError, match="nothing that performs Lookup"):
         nobody.perform([Cancel(1), Lookup(1, ())])
 
 
 def test_completions_of_both_ports_come_in_order_and_once(queue) -> None:
-    joined = JoinedKVPort(queue, Noting(queue), None)
+    joined = JoinedEffectPort(queue, Noting(queue), None)
     for completion in (Found(1, 0, 0), Sent(2), Saved(3, 0)):
         queue.put(completion)
     assert joined.completions() == [Found(1, 0, 0), Sent(2), Saved(3, 0)]
@@ -75,12 +75,12 @@ def test_completions_of_both_ports_come_in_order_and_once(queue) -> None:
 
 def test_both_ports_are_closed(queue) -> None:
     offload, transfer = Noting(queue), Noting(queue)
-    JoinedKVPort(queue, offload, transfer).close()
+    JoinedEffectPort(queue, offload, transfer).close()
     assert offload.closed and transfer.closed
 
 
 def test_waiting_ends_with_a_completion_or_the_time(queue) -> None:
-    joined = JoinedKVPort(queue, Noting(queue), None)
+    joined = JoinedEffectPort(queue, Noting(queue), None)
     threading.Timer(0.05, queue.put, [Sent(1)]).start()
     began = time.monotonic()
     joined.wait(20)

@@ -192,4 +192,9 @@ MUTANTS = (
         "8: a scheduler returns frozen values",
         ("scheduling/plan.py", "slots=frozen(slots.astype(np.int32))", "slots=slots.astype(np.int32)"),
     ),
+    mutant(
+        "every-request-is-expected-to-have-forced-tokens",
+        "2.1: a request is charged its real number of drafts",
+        (PLANNER, "self._drafts.most(sampling)", "self._limits.max_drafts"),
+    ),
 )

@@ -11,6 +11,8 @@ BATCH = "runner/batch.py"
 RUNNER = "runner/runner.py"
 SAMPLING = "runner/sampling.py"
 PENALTIES = "runner/penalties.py"
+SLOT_GRAMMARS = "runner/slot_grammars.py"
+MATCHER = "structured/matcher.py"
 
 MUTANTS = (
     mutant(
@@ -188,5 +190,48 @@ MUTANTS = (
         "a-look-forgets-to-empty-the-row",
         "4: a token is delivered once",
         ("scheduling/tokens.py", "        self._counts[slot] = 0\n", ""),
+    ),
+    mutant(
+        "a-draft-that-the-grammar-forbids-is-verified",
+        "4: a draft that the mask forbids is rejected where it stands",
+        (SLOT_GRAMMARS, "counts[row] = matcher.allowed(drafts[row, : counts[row]].tolist())", "pass"),
+    ),
+    mutant(
+        "the-matcher-does-not-roll-back",
+        "4: a mask is a function of the grammar and of the tokens before the position",
+        (MATCHER, "            self._grammar.rollback(behind)\n", "            pass\n"),
+    ),
+    mutant(
+        "the-grammar-begins-a-token-late-among-drafts",
+        "4: a mask is a function of the grammar and of the tokens before the position",
+        (
+            MATCHER,
+            "            masked[index] = self._write_mask(masks[index])\n",
+            "            masked[index] = self._write_mask(masks[index]) and bool(self._tokens or not index)\n",
+        ),
+    ),
+    mutant(
+        "a-mask-sees-the-wrong-slot",
+        "4: a mask never sees the batch",
+        (
+            SLOT_GRAMMARS,
+            "rows[part] = np.arange(first, first + len(drafts) + 1)",
+            "rows[part] = np.arange(total)[part]",
+        ),
+    ),
+    mutant(
+        "a-return-forgets-what-the-grammar-saw",
+        "4: structured output survives preemption and restarts",
+        (SLOT_GRAMMARS, "matcher.consume(admission.token_ids[admission.prompt_len :].tolist())", "pass"),
+    ),
+    mutant(
+        "a-new-residency-keeps-the-grammar-before",
+        "4: a row's result depends on its own request only",
+        (SLOT_GRAMMARS, "        self._matchers.pop(slot, None)\n        self._forced.pop(slot, None)\n", ""),
+    ),
+    mutant(
+        "a-text-may-end-where-its-grammar-goes-on",
+        "4: a mask is a function of the grammar and of the tokens before the position",
+        (MATCHER, "if not place.reasoning and self._grammar.is_accepting():", "if not place.reasoning:"),
     ),
 )

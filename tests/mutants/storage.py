@@ -7,7 +7,7 @@ from tests.mutants.mutant import mutant
 ADMISSIONS = "scheduling/admissions.py"
 RESIDENCIES = "scheduling/residencies.py"
 OFFLOADING = "scheduling/kv_offloading.py"
-OPERATIONS = "scheduling/kv_operations.py"
+OPERATIONS = "scheduling/operations.py"
 SLOTS = "scheduling/slots.py"
 CORE = "engine/core.py"
 KV_OFFLOAD = "engine/kv_offload.py"
@@ -35,8 +35,8 @@ MUTANTS = (
         "5.1: a stalled store does not move the p99 of planning",
         (
             CORE,
-            "        for completion in self._kv.completions():\n",
-            "        self._kv.wait(1.0)\n        for completion in self._kv.completions():\n",
+            "        for completion in self._outside.completions():\n",
+            "        self._outside.wait(1.0)\n        for completion in self._outside.completions():\n",
         ),
     ),
     mutant(

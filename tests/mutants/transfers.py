@@ -6,7 +6,7 @@ from tests.mutants.mutant import mutant
 
 ADMISSIONS = "scheduling/admissions.py"
 RESIDENCIES = "scheduling/residencies.py"
-OPERATIONS = "scheduling/kv_operations.py"
+OPERATIONS = "scheduling/operations.py"
 TRANSFERRING = "scheduling/kv_transferring.py"
 CONTROL = "scheduling/admission_control.py"
 REQUESTS = "scheduling/requests.py"

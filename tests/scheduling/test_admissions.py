@@ -12,6 +12,7 @@ import pytest
 from fd_core.config import Limits
 from fd_core.kv.effects import Found, Load, Loaded, Lookup, Save, Saved
 from fd_core.scheduling.contract import SchedulerSetup
+from fd_core.scheduling.drafts import DraftControl
 from fd_core.scheduling.kv_offloading import KeepKV
 from fd_core.scheduling.policies import Fcfs
 from fd_core.scheduling.requests import Request, State
@@ -22,7 +23,9 @@ from tests.scheduling.driving import add, answer, next_plan, num_running, planne
 from tests.scheduling.test_scheduler import HASHER
 
 
-def scheduler(keep: KeepKV | None = None, **changes: int) -> ContinuousBatchingScheduler:
+def scheduler(
+    keep: KeepKV | None = None, drafts: DraftControl | None = None, **changes: int
+) -> ContinuousBatchingScheduler:
     values = {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 32,
@@ -33,7 +36,12 @@ def scheduler(keep: KeepKV | None = None, **changes: int) -> ContinuousBatchingS
     }
     made = ContinuousBatchingScheduler(
         SchedulerSetup(
-            limits=Limits(**(values | changes)), policy=Fcfs(), victims=LatestArrival(), hasher=HASHER, keep_kv=keep
+            limits=Limits(**(values | changes)),
+            policy=Fcfs(),
+            victims=LatestArrival(),
+            hasher=HASHER,
+            keep_kv=keep,
+            drafts=drafts,
         )
     )
     made.probe().control.growth = lambda *_: 0  # type: ignore[method-assign]  # a back door: shortages come soon

@@ -23,7 +23,7 @@ from fd_core.kv.effects import (
     Saved,
 )
 from fd_core.kv.pending import PendingOperations
-from fd_core.kv.port import CompletionQueue, KVPort
+from fd_core.kv.port import CompletionQueue, EffectPort
 from fd_core.kv.stores.contract import KVStore
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.kv.tally import Tally
@@ -57,7 +57,7 @@ class SealedStore(NamedTuple):
     envelope: Envelope
 
 
-class KVOffload(KVPort[TierStats]):
+class KVOffload(EffectPort[TierStats]):
     """Looks up, loads and saves on three threads: one copies and owns the host tier, two read and write the store.
 
     The methods belong to the engine's thread and none but `wait` and `close` ever blocks: effects are posted to a

@@ -1,4 +1,4 @@
-"""Operations on KV outside steps: the registry of those that are open, with the blocks that they hold.
+"""Operations outside steps: the registry of those that are open, with the KV blocks that they hold.
 
 Pure, as the scheduler is: operations leave as effects, and completions say what became of them
 (`fd_core.kv.effects`). A block that an operation reads or writes is pinned from the effect to the completion, so that
@@ -14,12 +14,12 @@ from fd_core.kv.blocks import BlockPool
 from fd_core.kv.effects import Effect, LoadDecision
 from fd_core.types import IntArray
 
-__all__ = ["KVOperations"]
+__all__ = ["Operations"]
 
 _Subject = TypeVar("_Subject")
 
 
-class KVOperations:
+class Operations:
     """Numbers operations, pins their blocks, and collects what the next call of the scheduler returns."""
 
     def __init__(self, pool: BlockPool) -> None:

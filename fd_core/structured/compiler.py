@@ -1,0 +1,136 @@
+"""Compiles grammars, within bounds, and keeps the compiled ones: a cache with a bound of its own.
+
+Time is bounded by llguidance's fuel, which counts work, so that a grammar that compiles on one machine compiles on all.
+Compiling releases the interpreter's lock; whoever must not wait has a thread do it (`fd_core.structured.port`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Annotated, Final
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from fd_core.kv.tally import Tally
+from fd_core.metrics import counter, gauge
+
+__all__ = ["CompilerStats", "GrammarCompiler", "GrammarError", "for_people"]
+
+_LIMITS: Final = LLParserLimits(
+    max_items_in_row=2000,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+"""About 20 ms for the regexes of a grammar, 17 ms for the worst mask, and 100 MB for the worst lexer."""
+_MAX_CACHED: Final = 512
+_MAX_CACHED_BYTES: Final = 16 * 2**20
+"""Of the texts of cached grammars; what is compiled of them grows with their size."""
+_MAX_WORDS: Final = 400
+"""Characters of a reason that is shown to people."""
+_IN_WORDS: Final = {
+    "NoExtensionBias": "no token continues a text of the form asked for",
+    "ParserTooComplex": "the grammar is too ambiguous here to find what it allows",
+    "LexerTooComplex": "a regular expression in the grammar became too large",
+}
+
+
+class GrammarError(ValueError):
+    """A grammar cannot be used; the text says why, for people."""
+
+
+class CompilerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What one compiler did since its start."""
+
+    compiled: Annotated[int, counter("grammars_compiled", "Grammars compiled, refused ones included.")] = 0
+    refused: Annotated[int, counter("grammars_refused", "Grammars that could not be compiled.")] = 0
+    cache_hits: Annotated[int, counter("grammar_cache_hits", "Grammars found compiled.")] = 0
+    compile_seconds: Annotated[float, counter("grammar_compile_seconds", "Time spent compiling grammars.")] = 0.0
+    cached: Annotated[int, gauge("grammars_cached", "Compiled grammars in the cache.")] = 0
+
+
+class GrammarCompiler:
+    """Compiled grammars of one model. Any thread may use it."""
+
+    def __init__(self, vocabulary: Callable[[], LLTokenizer]) -> None:
+        """`vocabulary` is called once, when it is first needed, because it takes some time."""
+        self._make_vocabulary = vocabulary
+        self._vocabulary: LLTokenizer | None = None
+        self._making = threading.Lock()
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[str, LLMatcher | GrammarError] = OrderedDict()
+        self._cached_bytes = 0
+        self._tally = Tally()
+
+    def warm_up(self) -> None:
+        """Make the vocabulary, so that the first grammar need not wait for it. Raises what making it raises."""
+        self._ready_vocabulary()
+
+    def is_cached(self, grammar: str) -> bool:
+        """Whether `matcher` answers at once."""
+        return grammar in self._cache
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """Return a matcher at the beginning of its text, compiling the grammar if need be.
+
+        Raises `GrammarError` if it cannot be compiled within its bounds.
+        """
+        compiled = self._find(grammar)
+        if isinstance(compiled, GrammarError):
+            raise GrammarError(str(compiled))
+        return compiled.deep_copy()
+
+    def stats(self) -> CompilerStats:
+        """Return counters and gauges."""
+        return self._tally.read(CompilerStats, cached=len(self._cache))
+
+    def _find(self, grammar: str) -> LLMatcher | GrammarError:
+        with self._lock:
+            found = self._cache.get(grammar)
+            if found is not None:
+                self._cache.move_to_end(grammar)
+        if found is not None:
+            self._tally.add("cache_hits")
+            return found
+        compiled = self._compile(grammar)
+        with self._lock:
+            if grammar not in self._cache:
+                self._cache[grammar] = compiled
+                self._cached_bytes += len(grammar)
+            while len(self._cache) > _MAX_CACHED or (self._cached_bytes > _MAX_CACHED_BYTES and len(self._cache) > 1):
+                self._cached_bytes -= len(self._cache.popitem(last=False)[0])
+        return compiled
+
+    def _compile(self, grammar: str) -> LLMatcher | GrammarError:
+        vocabulary = self._ready_vocabulary()
+        began = time.perf_counter()
+        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
+        self._tally.add("compile_seconds", time.perf_counter() - began)
+        self._tally.add("compiled")
+        if not matcher.is_error():
+            return matcher
+        self._tally.add("refused")
+        return GrammarError(for_people(matcher.get_error()))
+
+    def _ready_vocabulary(self) -> LLTokenizer:
+        with self._making:
+            if self._vocabulary is None:
+                try:
+                    self._vocabulary = self._make_vocabulary()
+                except ValueError as error:
+                    raise GrammarError(str(error)) from error
+            return self._vocabulary
+
+
+def for_people(error: str) -> str:
+    """Return the reason without the state of the library, which may hold what was generated."""
+    reason = " ".join(error.partition("\n<state>")[0].replace("<non-verbose/>", "").split())
+    reason = _IN_WORDS.get(reason, reason)
+    return reason if len(reason) <= _MAX_WORDS else reason[:_MAX_WORDS] + " ..."

@@ -1,0 +1,230 @@
+"""What one text may say next: the grammar, the reasoning before it and the ends behind it, as masks over tokens.
+
+    reasoning --end sequence--> grammar --an end token, exactly where the grammar accepts--> ended
+
+Everything here is a function of the tokens so far: whoever consumes the same tokens gets the same masks, in whatever
+steps, after a restart too. Where the grammar leaves one way to go on, the mask allows one token, the one in which the
+tokenizer itself would write that way; such tokens are forced, and drafts of them are always kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher
+
+from fd_core.structured.compiler import GrammarError, for_people
+from fd_core.types import IntArray, Reasoning
+
+__all__ = ["TokenMatcher", "mask_words"]
+
+_ALL = np.uint32(0xFFFFFFFF)
+
+
+def mask_words(vocab_size: int) -> int:
+    """Return how many int32 words a mask over a vocabulary has."""
+    return -(-vocab_size // 32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a text is, but for the state inside the grammar."""
+
+    reasoning: bool
+    matched: int = 0
+    """Ids of the end sequence that the text ends with, while it reasons."""
+    spent: int = 0
+    """Reasoning tokens so far."""
+    in_grammar: int = 0
+    """Tokens that the grammar consumed."""
+    ended: bool = False
+
+
+class TokenMatcher:
+    """Follows one text. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        grammar: Callable[[], LLMatcher] | None,
+        ends: Sequence[int],
+        vocab_size: int,
+        reasoning: Reasoning | None = None,
+    ) -> None:
+        """`grammar` returns a matcher of its own at the beginning of the text, such as `GrammarCompiler.matcher`.
+
+        `ends` are the ids that end the text. Raises `GrammarError` if no id can end a text of a grammar, and what
+        `grammar` raises.
+        """
+        self._fresh = grammar
+        self._grammar = None if grammar is None else grammar()
+        self._tokens: list[int] = []
+        """What the grammar consumed."""
+        self.trouble: str | None = None
+        """Why a mask is empty, if the grammar could not say what it allows."""
+        self._ends = frozenset(ends)
+        self._end_ids = np.array(sorted(end for end in self._ends if end < vocab_size), np.int64)
+        if grammar is not None and not len(self._end_ids):
+            raise GrammarError("the request has no end-of-sequence token, so no text of a given form could end")
+        self._first_end = next((end for end in ends if end < vocab_size), -1)
+        self._vocab_size = vocab_size
+        self._reasoning = reasoning
+        self._fallback = () if reasoning is None else _fallback(reasoning.end)
+        self._place = _Place(reasoning is not None)
+
+    def consume(self, tokens: Sequence[int]) -> None:
+        """The text went on with `tokens`. Raises `GrammarError` if it may not."""
+        for token in tokens:
+            if not self._push(token):
+                raise GrammarError(f"token {token} was chosen, but the grammar does not allow it")
+
+    def allowed(self, drafts: Sequence[int]) -> int:
+        """Return how many of the leading `drafts` the text may go on with; none behind one that ends the text."""
+        place, count = self._place, 0
+        for draft in drafts:
+            only = self._only()
+            if self._place.ended or (only and draft != only[0]) or not self._push(draft):
+                break
+            count += 1
+        self._return_to(place)
+        return count
+
+    def forced(self, limit: int) -> list[int]:
+        """Return up to `limit` tokens that the text must go on with."""
+        place = self._place
+        tokens: list[int] = []
+        while len(tokens) < limit and not self._place.ended:
+            only = self._only()[: limit - len(tokens)]
+            if not only:
+                break
+            for token in only:
+                if not self._push(token):
+                    break
+                tokens.append(token)
+        self._return_to(place)
+        return tokens
+
+    def write_masks(self, drafts: Sequence[int], masks: IntArray) -> npt.NDArray[np.bool_]:
+        """Write a mask for the place behind each of the first 0 to len(drafts) `drafts`, which are allowed ones.
+
+        `masks` is int32[1 + len(drafts), words], rows in C order. Returns bool[1 + len(drafts)]: whether the place has
+        a mask; elsewhere everything is allowed, and its row means nothing. A mask of zeros allows no token.
+        """
+        place = self._place
+        masked = np.zeros(len(drafts) + 1, np.bool_)
+        for index in range(len(drafts) + 1):
+            masked[index] = self._write_mask(masks[index])
+            if index < len(drafts) and not self._push(drafts[index]):
+                break
+        self._return_to(place)
+        return masked
+
+    # Inside -----------------------------------------------------------------------------------------------
+
+    def _write_mask(self, row: IntArray) -> bool:
+        """Write the mask of this place into int32[words]; False if everything is allowed."""
+        place = self._place
+        if place.ended:
+            return False
+        words: npt.NDArray[np.uint32] = row.view(np.uint32)
+        only = self._only()
+        if only:
+            words[:] = 0
+            words[only[0] // 32] = 1 << only[0] % 32
+            return True
+        if self._grammar is None:
+            return False
+        if place.reasoning:
+            words[:] = _ALL
+        else:
+            self._grammar.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            if self._grammar.is_error():  # there is no way on, or finding it takes too much work
+                self.trouble = for_people(self._grammar.get_error())
+                words[:] = 0
+                return True
+        bits = np.uint32(1) << (self._end_ids % 32).astype(np.uint32)
+        if not place.reasoning and self._grammar.is_accepting():
+            np.bitwise_or.at(words, self._end_ids // 32, bits)
+        else:
+            np.bitwise_and.at(words, self._end_ids // 32, ~bits)
+        return True
+
+    def _only(self) -> list[int]:
+        """Return the tokens that must come next, if the next one is forced; the text may be freer behind it."""
+        place = self._place
+        if place.ended:
+            return []
+        if place.reasoning:
+            reasoning = self._reasoning
+            if reasoning is None or reasoning.max_tokens is None or place.spent < reasoning.max_tokens:
+                return []
+            return list(reasoning.end[place.matched :])
+        grammar = self._grammar
+        if grammar is None:
+            return []
+        if grammar.is_stopped():
+            return [self._first_end] if grammar.is_accepting() else []
+        tokens: list[int] = grammar.compute_ff_tokens()
+        return tokens[: grammar.validate_tokens(tokens)] if tokens else []
+
+    def _push(self, token: int) -> bool:
+        """Go one token on; False, and no change, if the grammar does not allow it."""
+        place = self._place
+        if place.ended:
+            return True
+        if place.reasoning:
+            if token in self._ends and self._grammar is not None:
+                return False
+            self._place = self._reason(token)
+            return True
+        if token in self._ends:
+            if self._grammar is not None and not self._grammar.is_accepting():
+                return False
+            self._place = _Place(False, in_grammar=place.in_grammar, ended=True)
+            return True
+        if self._grammar is None:
+            return True
+        if self._grammar.try_consume_tokens([token]) != 1:
+            return False
+        self._tokens.append(token)
+        self._place = _Place(False, in_grammar=place.in_grammar + 1)
+        return True
+
+    def _reason(self, token: int) -> _Place:
+        """Return the place behind a reasoning token: the end sequence is looked for as Knuth, Morris and Pratt do."""
+        place, end = self._place, self._reasoning.end if self._reasoning is not None else ()
+        if token in self._ends:
+            return _Place(False, ended=True)
+        matched = place.matched
+        while matched and end[matched] != token:
+            matched = self._fallback[matched - 1]
+        matched += end[matched] == token
+        if matched == len(end):
+            return _Place(False)
+        return _Place(True, matched, place.spent + 1)
+
+    def _return_to(self, place: _Place) -> None:
+        """Take back what was pushed since the text was at `place`."""
+        behind = len(self._tokens) - place.in_grammar
+        self._place = place
+        if self._grammar is None or self._fresh is None:
+            return
+        del self._tokens[place.in_grammar :]
+        if self._grammar.is_error():  # for good, though it may have failed behind a draft that nobody takes
+            self._grammar = self._fresh()
+            self._grammar.consume_tokens(self._tokens)
+        elif behind:
+            self._grammar.rollback(behind)
+
+
+def _fallback(pattern: Sequence[int]) -> tuple[int, ...]:
+    """Return, for each prefix of a pattern, the length of its longest proper suffix that is a prefix as well."""
+    lengths = [0] * len(pattern)
+    for index in range(1, len(pattern)):
+        length = lengths[index - 1]
+        while length and pattern[length] != pattern[index]:
+            length = lengths[length - 1]
+        lengths[index] = length + (pattern[length] == pattern[index])
+    return tuple(lengths)

@@ -1,0 +1,99 @@
+"""The port that compiles grammars: on a thread of its own, so that neither a step nor another request waits."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import ClassVar, Final
+
+from fd_core.kv.effects import Cancel, CompileGrammar, Completion, Effect, GrammarReady
+from fd_core.kv.pending import PendingOperations
+from fd_core.kv.port import CompletionQueue, EffectPort
+from fd_core.kv.thread_loop import ThreadLoop
+from fd_core.structured.compiler import CompilerStats, GrammarCompiler, GrammarError
+
+__all__ = ["GrammarPort"]
+
+_log = logging.getLogger(__name__)
+
+_CLOSE_SECONDS: Final = 2.0
+
+
+class GrammarPort(EffectPort[CompilerStats]):
+    """Answers a `CompileGrammar` once the compiler has the grammar, at once if it had it before."""
+
+    performs: ClassVar = (CompileGrammar,)
+
+    def __init__(
+        self,
+        queue: CompletionQueue,
+        compiler: GrammarCompiler,
+        *,
+        compile_seconds: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start the thread, which makes the vocabulary first; a request waits `compile_seconds` at most."""
+        super().__init__(queue)
+        self._compiler = compiler
+        self._compile_seconds = compile_seconds
+        self._clock = clock
+        self._pending: PendingOperations[GrammarReady] = PendingOperations(queue.put)
+        self._loop = ThreadLoop("fdcore-grammars")
+        self._loop.post(self._warm_up)
+        self._loop.start()
+        self._closed = False
+
+    def perform(self, effects: Iterable[Effect]) -> None:
+        """Begin to compile, or forget that somebody waits."""
+        for effect in effects:
+            match effect:
+                case CompileGrammar(operation, grammar) if self._compiler.is_cached(grammar):
+                    self._queue.put(GrammarReady(operation, self._try(grammar)))
+                case CompileGrammar(operation):
+                    late = f"it was not compiled within {self._compile_seconds:g} s"
+                    self._pending.begin(GrammarReady(operation, late), self._clock() + self._compile_seconds)
+                    if not self._loop.post(lambda effect=effect: self._compile(effect)):  # type: ignore[misc]
+                        self._pending.end(operation)
+                case Cancel(operation):
+                    self._pending.end(operation)
+
+    def completions(self) -> list[Completion]:
+        """Return the completions since the last call, those of grammars that take too long included."""
+        self._pending.expire(self._clock())
+        return super().completions()
+
+    def stats(self) -> CompilerStats:
+        """Return counters and gauges of the compiler."""
+        return self._compiler.stats()
+
+    def close(self) -> None:
+        """Complete every operation and end the thread; one that compiles for too long is left behind. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for operation in self._pending.numbers():
+            self._pending.end(operation)
+        self._loop.stop()
+        if not self._loop.join(_CLOSE_SECONDS):
+            _log.warning("a grammar takes too long to compile; its thread is left behind")
+
+    # The thread -------------------------------------------------------------------------------------------
+
+    def _warm_up(self) -> None:
+        try:
+            self._compiler.warm_up()
+        except GrammarError as error:
+            _log.warning("structured output cannot be served: %s", error)
+
+    def _compile(self, effect: CompileGrammar) -> None:
+        if effect.operation in self._pending:
+            self._pending.finish(GrammarReady(effect.operation, self._try(effect.grammar)))
+
+    def _try(self, grammar: str) -> str | None:
+        """Have a grammar compiled; return why it cannot be used."""
+        try:
+            self._compiler.matcher(grammar)
+        except GrammarError as error:
+            return str(error)
+        return None

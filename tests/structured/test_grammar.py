@@ -1,0 +1,142 @@
+"""What people ask for becomes a grammar that means it, or an error that names the place."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from fd_core.errors import BadRequest
+from fd_core.structured import grammar
+from tests.structured.bytewise import BYTES, END_ID, allowed, ids, matcher
+
+
+def accepts(text: str, made: str) -> bool:
+    """Whether the text matches as a whole."""
+    follow = matcher(made)
+    tokens = ids(text)
+    return follow.allowed([*tokens, END_ID]) == len(tokens) + 1
+
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def test_a_schema_gives_json_on_one_line_in_the_order_of_its_properties() -> None:
+    made = grammar.json_schema(PERSON)
+    assert accepts('{"name": "Ada", "age": 36}', made)
+    for other in ('{"age": 36, "name": "Ada"}', '{"name":"Ada","age":36}', '{"name": "Ada"}', "[]"):
+        assert not accepts(other, made), other
+
+
+def test_white_space_may_be_asked_for() -> None:
+    made = grammar.json_schema(PERSON, whitespace_pattern=r"[ \n]{0,2}")
+    assert accepts('{\n"name":\n"Ada",  "age":36 }', made)
+    assert not accepts('{   "name":"Ada","age":36}', made)
+
+
+def test_any_object() -> None:
+    made = grammar.json_object()
+    assert accepts('{"a": [1, null, {"b": "c"}], "d": true}', made)
+    assert accepts("{}", made)
+    assert not accepts("[1]", made)
+
+
+def test_a_regex_matches_the_whole_text() -> None:
+    made = grammar.regex("[a-c]+d?")
+    assert accepts("abcd", made) and accepts("a", made)
+    assert not accepts("abcde", made) and not accepts("d", made)
+
+
+CHOICES = ['say "no"', "back\\slash", "new\nline", "\x00\x7f\x9f", "é你\U0001f600", "<|end|>", "a/b", ""]
+
+
+def test_choices_are_taken_as_they_are() -> None:
+    made = grammar.choice(CHOICES)
+    for text in CHOICES:
+        tokens = [BYTES.byte_table.index(bytes([byte])) for byte in text.encode()]
+        assert matcher(made).allowed([*tokens, END_ID]) == len(tokens) + 1, repr(text)
+    assert not accepts("say", made)
+
+
+def test_lark_and_gbnf() -> None:
+    assert accepts("ab", grammar.context_free('start: "a" b\nb: "b" | "c"'))
+    assert accepts("ab", grammar.context_free('root ::= "a" b\nb ::= "b" | "c"'))
+    assert not accepts("aa", grammar.context_free('root ::= "a" b\nb ::= "b" | "c"'))
+
+
+def test_free_text_with_a_part_of_given_form() -> None:
+    structures = [{"begin": "<call=f>", "schema": PERSON, "end": "</call>"}]
+    made = grammar.structural_tag({"structures": structures, "triggers": ["<call="]})
+    assert accepts("well, nothing", made)
+    assert accepts('so <call=f>{"name": "x", "age": 1}</call> then', made)
+    assert not accepts("so <call=g>", made)
+    tags = [{"begin": "<call=f>", "content": {"type": "json_schema", "json_schema": PERSON}, "end": "</call>"}]
+    newer = {"format": {"type": "triggered_tags", "tags": tags, "triggers": ["<call="]}}
+    assert accepts('so <call=f>{"name": "x", "age": 1}</call> then', grammar.structural_tag(newer))
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def tag_of(structure: Any) -> dict[str, Any]:
+    return {"structures": [structure], "triggers": ["<"]}
+
+
+@pytest.mark.parametrize(
+    ("make", "field", "words"),
+    [
+        (lambda: grammar.json_schema({"const": "x" * 200_000}), "json_schema", "at most 131,072"),
+        (lambda: grammar.json_schema(nested(100)), "json_schema", "nested deeper than 64"),
+        (lambda: grammar.json_schema(nested(90_000)), "json_schema", "nested deeper than 64"),
+        (lambda: grammar.json_schema({"const": float("nan")}), "json_schema", "not JSON"),
+        (lambda: grammar.json_schema([]), "json_schema", "JSON object, not list"),  # type: ignore[arg-type]
+        (lambda: grammar.regex("x" * 200_000), "regex", "at most"),
+        (lambda: grammar.regex(""), "regex", "is empty"),
+        (lambda: grammar.choice([]), "choice", "0 choices"),
+        (lambda: grammar.choice(["x"] * 5000), "choice", "5000 choices"),
+        (lambda: grammar.context_free("root ::= " + "(" * 5000 + ")" * 5000), "grammar", "nested deeper"),
+        (lambda: grammar.context_free("root ::= other"), "grammar", "'other' not found"),
+        (lambda: grammar.context_free('root ::= "\\'), "grammar", "cannot be read"),
+        (lambda: grammar.structural_tag({}), "structural_tag.structures", "list of 1 to"),
+        (
+            lambda: grammar.structural_tag({"structures": [3], "triggers": ["<"]}),
+            "structural_tag.structures[0]",
+            "object",
+        ),
+        (
+            lambda: grammar.structural_tag(tag_of({"begin": "[f]"})),
+            "structural_tag.structures[0].begin",
+            "none of the triggers",
+        ),
+        (lambda: grammar.structural_tag({"format": {"type": "sequence"}}), "structural_tag.format", "'triggered_tags'"),
+    ],
+)
+def test_errors_name_the_place(make: Any, field: str, words: str) -> None:
+    with pytest.raises(BadRequest, match=words.replace("[", r"\[")) as caught:
+        make()
+    assert caught.value.field == field
+
+
+def test_what_a_schema_says_of_white_space_holds() -> None:
+    made = grammar.json_schema({**PERSON, "x-guidance": {"item_separator": ",", "key_separator": ":"}})
+    assert accepts('{"name":"Ada","age":36}', made)
+
+
+def test_forced_text_is_most_of_a_schema() -> None:
+    follow = matcher(grammar.json_schema(PERSON))
+    assert follow.forced(20) == ids('{"name": "')
+    assert allowed(follow) == [{ids("{")[0]}]
+
+
+def test_the_text_is_that_of_the_library() -> None:
+    assert json.loads(grammar.json_schema(PERSON))["grammars"][0]["json_schema"]["properties"] == PERSON["properties"]

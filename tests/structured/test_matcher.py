@@ -1,0 +1,204 @@
+"""What a text may say next, with drafts, behind reasoning, and at its end."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher
+
+from fd_core.structured import grammar
+from fd_core.structured.compiler import GrammarCompiler, GrammarError
+from fd_core.structured.matcher import TokenMatcher
+from fd_core.structured.vocabulary import grammar_vocabulary
+from fd_core.types import Reasoning
+from tests.structured.bytewise import END_ID, VOCABULARY, allowed, ids, matcher, text_of, wordy_tokenizer
+
+AB = grammar.regex("a[bc]{1,2}")
+THINK = (280, 281, 280, 282)
+"""Ids of an end sequence that begins like itself."""
+
+
+def test_the_end_is_allowed_exactly_where_the_grammar_accepts() -> None:
+    follow = matcher(AB)
+    a, b, c = ids("abc")
+    assert allowed(follow, [a, b, c, END_ID]) == [{a}, {b, c}, {b, c, END_ID}, {END_ID}, None]
+    assert allowed(follow, [a]) == [{a}, {b, c}], "what was walked along is taken back"
+
+
+def test_stop_tokens_are_ends_and_come_nowhere_else() -> None:
+    a, b, c = ids("abc")
+    follow = matcher(AB, (END_ID, b))
+    assert allowed(follow, [a, c]) == [{a}, {c}, {b, c, END_ID}]
+    assert allowed(follow, [a, c, c])[3] == {END_ID}, "the first end is the one that is forced"
+
+
+@pytest.mark.law("4")
+def test_a_draft_that_the_grammar_forbids_and_those_behind_it_are_left_out() -> None:
+    follow = matcher(AB)
+    assert follow.allowed(ids("abxbc")) == 2
+    assert follow.allowed([*ids("abc"), END_ID, *ids("a")]) == 4
+    assert follow.allowed([END_ID]) == 0
+    assert follow.allowed(ids("ab")) == 2, "nothing of it was kept"
+
+
+def test_a_token_that_the_grammar_forbids_is_an_error() -> None:
+    with pytest.raises(GrammarError, match="does not allow"):
+        matcher(AB).consume(ids("ax"))
+
+
+def test_whatever_comes_behind_the_end_is_let_through() -> None:
+    follow = matcher(AB)
+    follow.consume([*ids("ab"), END_ID, *ids("xyz")])
+    assert allowed(follow) == [None]
+    assert follow.forced(5) == []
+
+
+def test_a_grammar_without_a_way_on_allows_nothing() -> None:
+    nothing = matcher(grammar.regex(r"[^\x00-\U0010FFFF]"))
+    assert allowed(nothing) == [set()]
+    assert nothing.trouble == "no token continues a text of the form asked for"
+
+
+def test_a_grammar_that_gave_up_allows_nothing_there_and_is_made_anew() -> None:
+    follow = matcher(AB)
+    follow.consume(ids("a"))
+    before = allowed(follow)
+    assert follow._grammar is not None
+    follow._grammar.rollback(99)  # an error of the library, for good
+    assert allowed(follow) == [set()] and follow.trouble
+    assert allowed(follow) == before
+    assert follow.allowed([*ids("bc"), END_ID]) == 3
+
+
+def test_a_request_without_ends_cannot_have_a_grammar() -> None:
+    with pytest.raises(GrammarError, match="no end-of-sequence token"):
+        matcher(AB, ())
+
+
+# Reasoning ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.law("4")
+def test_the_grammar_begins_exactly_behind_the_reasoning_also_among_drafts() -> None:
+    follow = matcher(AB, reasoning=Reasoning(end=THINK))
+    a, b, c = ids("abc")
+    drafts = [5, 280, 281, 280, 281, 280, 282, a, b]
+    *thinking, at_start, behind_a, behind_b = allowed(follow, drafts)
+    assert all(
+        mask == set(range(VOCABULARY + 20)) - {END_ID} or mask == set(range(VOCABULARY)) - {END_ID} for mask in thinking
+    )
+    assert (at_start, behind_a, behind_b) == ({a}, {b, c}, {b, c, END_ID})
+    assert follow.allowed([*drafts, ids("x")[0]]) == len(drafts)
+    assert follow.allowed([7, END_ID]) == 1, "the text cannot end before it was written"
+    follow.consume(drafts[:-1])
+    assert allowed(follow) == [{b, c}]
+
+
+def test_reasoning_ends_by_force_when_it_takes_too_long() -> None:
+    follow = matcher(AB, reasoning=Reasoning(end=THINK, max_tokens=3))
+    assert follow.forced(10) == []
+    follow.consume([1, 2, 280])
+    assert follow.forced(10) == [281, 280, 282, *ids("a")]
+    assert allowed(follow) == [{281}]
+    assert follow.allowed([280]) == 0
+    follow.consume(THINK[1:])
+    assert allowed(follow) == [{ids("a")[0]}]
+
+
+def test_reasoning_may_be_forbidden() -> None:
+    follow = matcher(AB, reasoning=Reasoning(end=THINK, max_tokens=0))
+    assert follow.forced(3) == [280, 281, 280]
+
+
+def test_reasoning_without_a_grammar_is_free_but_for_its_length() -> None:
+    follow = matcher(None, reasoning=Reasoning(end=THINK, max_tokens=2))
+    assert allowed(follow, [1, 2]) == [None, None, {280}]
+    follow.consume([1, *THINK])
+    assert allowed(follow, [END_ID]) == [None, None]
+
+
+@given(st.lists(st.sampled_from(sorted(set(THINK))), max_size=30))
+def test_the_end_of_reasoning_is_its_first_occurrence(tokens: list[int]) -> None:
+    place = next((i for i in range(len(tokens)) if tuple(tokens[i : i + len(THINK)]) == THINK), None)
+    follow = matcher(AB, reasoning=Reasoning(end=THINK))
+    kept = follow.allowed(tokens)
+    assert kept == (len(tokens) if place is None else place + len(THINK))
+
+
+# The same tokens, the same masks -----------------------------------------------------------------------------
+
+SCHEMA = grammar.json_schema(
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 5},
+            "kind": {"enum": ["cat", "car", "dog"]},
+            "ages": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+        },
+        "required": ["name", "kind"],
+        "additionalProperties": False,
+    }
+)
+WORDY = wordy_tokenizer("name", "kind", "kin", "cat", "car", "dog", "ages", "age")
+WORDS = len(WORDY.byte_table) + 7
+ENDS = (WORDY.eos_id or 0,)
+WORDY_COMPILER = GrammarCompiler(lambda: grammar_vocabulary(WORDY, WORDS, ENDS))
+
+
+def compiled() -> LLMatcher:
+    return WORDY_COMPILER.matcher(SCHEMA)
+
+
+def wordy() -> TokenMatcher:
+    return TokenMatcher(compiled, ENDS, WORDS, Reasoning(end=(WORDS - 1, WORDS - 2), max_tokens=4))
+
+
+def masks_behind(follow: TokenMatcher, drafts: list[int]) -> list[bytes | None]:
+    rows = np.zeros((len(drafts) + 1, -(-WORDS // 32)), np.int32)
+    return [row.tobytes() if has else None for row, has in zip(rows, follow.write_masks(drafts, rows), strict=True)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+@pytest.mark.law("4")
+def test_masks_are_a_function_of_the_tokens_alone(data: st.DataObject) -> None:
+    """Whatever was drafted, rolled back, forced or consumed at once: the same tokens give the same masks."""
+    follow, tokens, seen = wordy(), [], []
+    for _ in range(data.draw(st.integers(1, 40))):
+        (mask,) = masks_behind(follow, [])
+        seen.append(mask)
+        if mask is None:
+            break
+        choices = [i for i in range(WORDS) if mask[i // 8] >> i % 8 & 1]
+        assert choices, "a schema always leaves a way on"
+        forced = follow.forced(8)
+        if forced:
+            assert choices == forced[:1]
+        guesses = data.draw(st.lists(st.integers(0, WORDS - 1), max_size=4))
+        follow.allowed(guesses)
+        token = data.draw(st.sampled_from(choices))
+        assert follow.allowed([token]) == 1
+        follow.consume([token])
+        tokens.append(token)
+    fresh = wordy()
+    assert masks_behind(fresh, tokens)[: len(seen)] == seen
+    fresh.consume(tokens)
+    assert masks_behind(fresh, []) == masks_behind(follow, [])
+
+
+@pytest.mark.law("4")
+def test_forced_tokens_are_those_of_the_tokenizer_and_all_of_them_are_kept() -> None:
+    follow = TokenMatcher(compiled, ENDS, WORDS)
+    forced = follow.forced(20)
+    assert WORDY.decode(forced) == '{"name": "'
+    assert forced == WORDY.encode('{"name": "', add_special=False)
+    assert follow.allowed(forced) == len(forced)
+
+
+def test_a_finished_text_forces_its_end() -> None:
+    follow = matcher(grammar.choice(["yes", "no"]))
+    follow.consume(ids("y"))
+    assert follow.forced(8) == [*ids("es"), END_ID]
+    assert text_of(follow.forced(2)) == "es"
