@@ -19,6 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "cache_dir": set(),
     "sizes": set(),
     "parent_watch": set(),
+    "pages": set(),
     "config": {"constraints", "errors"},
     "constraints": {"errors", "sizes"},
     "signals": {"types"},
@@ -30,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "disagg": BASE | {"hookspecs", "kv", "ops"},
     "scheduling": BASE | {"kv", "hookspecs", "signals"},
     "router": BASE | {"hookspecs", "kv"},
-    "router/gateway": BASE | {"disagg", "kv", "models", "router", "server", "text"},
+    "router/gateway": BASE | {"disagg", "kv", "models", "pages", "router", "server", "text"},
     "ops": BASE,
     "models": BASE | {"ops"},
     "text": BASE | {"hookspecs", "models"},
@@ -42,9 +43,10 @@ ALLOWED: dict[str, set[str]] = {
     "engine": BASE
     | {"backends", "disagg", "kv", "models", "parent_watch", "plugins", "runner", "scheduling"}
     | {"signals", "structured", "text", "tracing"},
-    "server": BASE | {"disagg", "engine", "kv", "structured", "text"},
+    "server": BASE | {"disagg", "engine", "kv", "pages", "structured", "text"},
     "cli": BASE
-    | {"disagg", "engine", "hookspecs", "models", "plugins", "router", "router/gateway", "server", "simulation"}
+    | {"disagg", "engine", "hookspecs", "models", "pages", "plugins", "router", "router/gateway", "server"}
+    | {"simulation"}
     | {"testing", "text", "tracing"},
     "testing": BASE
     | {"backends", "disagg", "engine", "kv", "models", "ops", "parent_watch", "plugins"}

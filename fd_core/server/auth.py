@@ -11,7 +11,8 @@ from fd_core.server.errors import ApiError
 
 __all__ = ["OPEN_PATHS", "KeyRing"]
 
-OPEN_PATHS: Final = frozenset({"/", "/health", "/ping", "/ready", "/load", "/version", "/metrics", "/openapi.json"})
+_PROBES: Final = ("/health", "/ping", "/ready", "/load", "/version", "/metrics")
+OPEN_PATHS: Final = frozenset({"/", "/status.json", "/openapi.json", *_PROBES})
 """Paths served without a key, for probes and scrapers. None of them shows a prompt, a text or a key."""
 
 

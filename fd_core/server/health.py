@@ -1,9 +1,9 @@
-"""GET /health, /ping, /ready, /load, /version, /get_model_info, /metrics and the page at /."""
+"""GET /health, /ping, /ready, /load, /version, /get_model_info, /metrics, the page at / and its /status.json."""
 
 from __future__ import annotations
 
 from functools import cache
-from importlib.resources import files
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -12,6 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 import fd_core
 from fd_core.disagg.ticket import KV_PORT_HEADER, ROLE_HEADER
+from fd_core.pages.assembling import PAGE_POLICY, assemble
 from fd_core.server import kv_events
 from fd_core.server.openapi import endpoint
 from fd_core.server.response_schemas import HealthAnswer, LoadAnswer, ModelInfoAnswer, VersionAnswer
@@ -20,8 +21,6 @@ from fd_core.server.state import state_of
 __all__ = ["router"]
 
 router = APIRouter()
-
-_PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 
 @router.get("/health", **endpoint("Whether the server lives", None, HealthAnswer, errors=(), unhealthy=True))
@@ -81,8 +80,24 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/", include_in_schema=False)
 async def page() -> Response:
-    """Return a page that says what this is and shows the gauges live."""
-    return Response(_page(), headers={"Content-Security-Policy": _PAGE_POLICY}, media_type="text/html")
+    """Return a page that shows what the server does now, and a playground."""
+    return Response(_page(), headers={"Content-Security-Policy": PAGE_POLICY}, media_type="text/html")
+
+
+@router.get("/status.json", include_in_schema=False)
+async def status(request: Request) -> Response:
+    """Return everything that the page shows, as JSON; no prompt, text or key is in it."""
+    state = state_of(request)
+    shown: dict[str, Any] = {
+        "version": fd_core.__version__,
+        "models": state.model_names,
+        "not_ready": state.not_ready(),
+        "engine": state.client.info,
+        "stats": state.client.stats,
+        "seconds": state.metrics.durations(),
+        "outcomes": state.metrics.outcomes,
+    }
+    return Response(msgspec.json.encode(shown), media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
 def _health(reason: str | None, status: str) -> Response:
@@ -91,5 +106,6 @@ def _health(reason: str | None, status: str) -> Response:
 
 
 @cache
-def _page() -> bytes:
-    return files(__package__).joinpath("page.html").read_bytes()
+def _page() -> str:
+    shared = ("theme.css", "curves.js")
+    return assemble("fd_core.server.live_page", shared=shared, own=("page.css", "live.js", "playground.js"))

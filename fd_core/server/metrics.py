@@ -145,6 +145,11 @@ class ServerMetrics(Collector):
         """Return everything in Prometheus' text format."""
         return generate_latest(self.registry)
 
+    def durations(self) -> dict[str, dict[str, Sequence[float]]]:
+        """Return the histograms by what they measure: upper bounds in seconds, and counts with one more at the end."""
+        measured = {"time_to_first_token": self.ttft, "inter_token": self.inter_token, "end_to_end": self.end_to_end}
+        return {name: {"bounds": each.bounds, "counts": each.counts} for name, each in measured.items()}
+
     def describe(self) -> Iterable[Metric]:
         """Return nothing: names are known without asking an engine."""
         return ()

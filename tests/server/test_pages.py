@@ -31,6 +31,21 @@ def test_another_start_of_the_engine_answers_under_another_name() -> None:
         assert server.get("/health").headers["x-instance"] != first
 
 
+def test_what_the_page_shows_is_there_without_a_key_and_tells_no_secret() -> None:
+    with live(api_keys=("topsecretkey",)) as server:
+        asked = server.post("/v1/completions", {"prompt": "hidden words"}, Authorization="Bearer topsecretkey")
+        assert asked.status == 200
+        answer = server.get("/status.json")
+        status = answer.json
+        assert (status["models"], status["not_ready"]) == (["fake"], None)
+        assert status["engine"]["max_num_seqs"] == server.client.info.max_num_seqs
+        assert set(status["stats"]["scheduler"]) >= {"slots", "counters", "blocks", "outputs", "drafts"}
+        for durations in status["seconds"].values():
+            assert len(durations["counts"]) == len(durations["bounds"]) + 1
+        assert sum(status["seconds"]["time_to_first_token"]["counts"]) == 1
+        assert b"topsecretkey" not in answer.body and b"hidden words" not in answer.body
+
+
 def test_tokenize_and_detokenize(server: LiveServer) -> None:
     answer = server.post("/tokenize", {"prompt": "hé", "return_token_strs": True}).json
     assert answer == {"tokens": list("hé".encode()), "count": 3, "max_model_len": 400, "token_strs": ["h", "�", "�"]}

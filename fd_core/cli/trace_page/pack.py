@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import base64
-import re
 import zlib
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from fd_core.pages.assembling import assemble
 from fd_core.tracing.cells import KINDS, kinds_of_cells, matrix_of_letters
 from fd_core.tracing.format import COUNT_LETTERS, IDLE, total
 from fd_core.tracing.reader import EXITS, Position, TraceContents
@@ -20,7 +19,6 @@ from fd_core.tracing.reader import EXITS, Position, TraceContents
 __all__ = ["cells", "columns", "page"]
 
 _EVENTS: Final = ("admitted", "returned", "preempted", "aborted", "late", "finished")
-_MARK: Final = re.compile(r"/\* (?:style|script) \*/|\{(?:facts|data)\}")
 _SCRIPTS: Final = ("data.js", "panels.js", "view.js")
 
 
@@ -42,18 +40,12 @@ def page(trace: TraceContents, title: str) -> str:
         "exits": EXITS,
         "sections": places,
     }
-    here = files(__package__)
-    script = "\n".join(here.joinpath(name).read_text("utf-8") for name in _SCRIPTS)
-    parts = {
-        "/* style */": here.joinpath("page.css").read_text("utf-8"),
-        "/* script */": script,
+    values = {
         # Text from a trace must not end the element that carries it.
-        "{facts}": msgspec.json.encode(facts).decode().replace("<", "\\u003c"),
-        "{data}": base64.b64encode(zlib.compress(blob, 6)).decode("ascii"),
+        "facts": msgspec.json.encode(facts).decode().replace("<", "\\u003c"),
+        "data": base64.b64encode(zlib.compress(blob, 6)).decode("ascii"),
     }
-    template = here.joinpath("page.html").read_text("utf-8")
-    # One pass: what a trace says may look like a mark.
-    return _MARK.sub(lambda mark: parts[mark[0]], template)
+    return assemble(__package__, own=("page.css", *_SCRIPTS), values=values)
 
 
 def columns(trace: TraceContents) -> dict[str, npt.NDArray[Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib.resources import files
 from typing import Any, Final
 
 import msgspec
@@ -12,14 +11,13 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import fd_core
+from fd_core.pages.assembling import PAGE_POLICY, assemble
 from fd_core.router.gateway.answers import json_response
 from fd_core.router.gateway.state import GatewayState
 from fd_core.router.workers import ROLES, WorkerState
 from fd_core.server.response_schemas import HealthAnswer, VersionAnswer
 
 __all__ = ["PAGES"]
-
-_PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 
 def health(_: GatewayState) -> web.Response:
@@ -46,7 +44,7 @@ def metrics(state: GatewayState) -> web.Response:
 def live_page(_: GatewayState) -> web.Response:
     """Return the live page."""
     return web.Response(
-        body=_page(), content_type="text/html", charset="utf-8", headers={"Content-Security-Policy": _PAGE_POLICY}
+        body=_page(), content_type="text/html", charset="utf-8", headers={"Content-Security-Policy": PAGE_POLICY}
     )
 
 
@@ -88,4 +86,6 @@ def _not_ready(state: GatewayState) -> str | None:
 
 @cache
 def _page() -> bytes:
-    return files(__package__).joinpath("page.html").read_bytes()
+    return assemble(
+        "fd_core.router.gateway.live_page", shared=("theme.css", "curves.js"), own=("page.css", "live.js")
+    ).encode()

@@ -1,0 +1,1 @@
+"""The page at `/`: what the server does now, and a playground that asks it."""
