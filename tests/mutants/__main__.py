@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.mutants.catalog import MUTANTS, NOT_APPLICABLE
 from tests.mutants.copies import mutated, pristine, runner
-from tests.mutants.groups import asked_first, groups, in_order, known_killers, remember_killers
+from tests.mutants.groups import Group, asked_first, groups, in_order, known_killers, remember_killers
 from tests.mutants.mutant import DoesNotApply, Mutant
 from tests.mutants.session import Baseline, Fate, SessionFault, baseline, judge
 
@@ -37,9 +37,10 @@ def main() -> int:
 
 def _session(chosen: Sequence[Mutant], jobs: int, *, remember: bool) -> int:
     began = time.monotonic()
+    found = groups()
     with pristine() as original:
         try:
-            measured = baseline(groups(), runner(original), jobs)
+            measured = baseline(found, runner(original), jobs)
         except SessionFault as fault:
             print(fault, file=sys.stderr)
             return 1
@@ -49,7 +50,7 @@ def _session(chosen: Sequence[Mutant], jobs: int, *, remember: bool) -> int:
             flush=True,
         )
         failed, killers = [], {}
-        for mutant, killer, words in _in_turn(original, chosen, measured, jobs):
+        for mutant, killer, words in _in_turn(original, found, chosen, measured, jobs):
             print(words, flush=True)
             if killer is None:
                 failed.append(mutant)
@@ -66,14 +67,15 @@ def _session(chosen: Sequence[Mutant], jobs: int, *, remember: bool) -> int:
 
 
 def _in_turn(
-    original: Path, chosen: Sequence[Mutant], measured: Baseline, jobs: int
+    original: Path, found: tuple[Group, ...], chosen: Sequence[Mutant], measured: Baseline, jobs: int
 ) -> Iterator[tuple[Mutant, str | None, str]]:
     """Judge every mutant; yield each as it is done, the test that killed it if one did, and a line of progress."""
     began = time.monotonic()
     killers = known_killers()
     with ThreadPoolExecutor(jobs) as pool:
         under_way = {
-            pool.submit(_judged, original, mutant, measured, killers.get(mutant.name)): mutant for mutant in chosen
+            pool.submit(_judged, original, found, mutant, measured, killers.get(mutant.name)): mutant
+            for mutant in chosen
         }
         for count, done in enumerate(as_completed(under_way), 1):
             mutant = under_way[done]
@@ -82,9 +84,11 @@ def _in_turn(
             yield mutant, killer, f"{count:>4}/{len(chosen)}, {_time(left)} left  {mutant.name:<44} {words}"
 
 
-def _judged(original: Path, mutant: Mutant, measured: Baseline, last_killer: str | None) -> tuple[str | None, str]:
+def _judged(
+    original: Path, found: tuple[Group, ...], mutant: Mutant, measured: Baseline, last_killer: str | None
+) -> tuple[str | None, str]:
     passed = {name: run.passed for name, run in measured.runs.items()}
-    ordered = in_order(groups(), mutant, measured.seconds)
+    ordered = in_order(found, mutant, measured.seconds)
     first = asked_first(last_killer, ordered, passed)
     try:
         with mutated(original, mutant) as copy:
