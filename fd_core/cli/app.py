@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import fd_core
-from fd_core.cli import chat, conformance, doctor, env, models, plugins, route, serve, tokenize, trace
+from fd_core.cli import chat, conformance, doctor, env, models, plugins, route, run_batch, serve, tokenize, trace
 from fd_core.cli.bench import commands as bench
 
 __all__ = ["app"]
@@ -23,6 +23,7 @@ app = typer.Typer(
 )
 app.command()(serve.serve)
 app.command()(route.route)
+app.command()(run_batch.run_batch)
 app.command()(chat.chat)
 app.command()(chat.complete)
 app.add_typer(models.app, name="models")

@@ -109,6 +109,11 @@ class EngineClient(abc.ABC):
         """Requests that have not ended, including requests that are being aborted."""
         return len(self._streams) + len(self._left)
 
+    @property
+    def restarts(self) -> bool:
+        """Whether the engine is gone and another one will resume its requests."""
+        return self._interrupted
+
     def submit(self, spec: RequestSpec) -> DeltaStream:
         """Start a request and return its deltas; the last one carries a finish reason.
 

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fd_core.server import kv_events
 from fd_core.server.auth import KeyRing
+from fd_core.server.batches.asgi import TRUSTED
 from fd_core.server.errors import error_response, to_api_error
 from fd_core.server.metrics import ServerMetrics
 
@@ -59,7 +60,8 @@ class Gate:
             await send(message)
 
         try:
-            if not options and scope["path"] != kv_events.PATH:  # has a secret of its own
+            # KV events have a secret of their own.
+            if not options and scope["path"] != kv_events.PATH and TRUSTED not in scope:
                 self._keys.check(scope["path"], headers.get(b"authorization"), headers.get(b"x-api-key"))
             await self._app(scope, receive, numbered)
         except Exception as error:  # noqa: BLE001  # the outermost edge: whatever happened, the client gets an answer

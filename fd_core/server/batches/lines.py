@@ -1,0 +1,155 @@
+"""The lines of batch files in OpenAI's format: one request a line, one answer a line. No I/O but reading lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import IO, Any, Final, NamedTuple
+
+import msgspec
+
+__all__ = [
+    "ENDPOINTS",
+    "BatchAnswer",
+    "BatchResponse",
+    "LineError",
+    "Request",
+    "answered",
+    "as_line",
+    "failed",
+    "read_requests",
+]
+
+ENDPOINTS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+"""Where the requests of a batch may go; a server that does not serve one of them answers 404 for the line."""
+_LONGEST_ID: Final = 512
+
+
+class LineError(msgspec.Struct):
+    """Why a line has no answer."""
+
+    code: str
+    message: str
+
+
+class BatchResponse(msgspec.Struct):
+    """What the server answered."""
+
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class BatchAnswer(msgspec.Struct, kw_only=True):
+    """One line of the output."""
+
+    id: str
+    """Names the line of the input, so that an interrupted run goes on where it stopped."""
+    custom_id: str | None
+    response: BatchResponse | None = None
+    error: LineError | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the request succeeded."""
+        return self.response is not None and self.response.status_code == 200
+
+
+class _Line(msgspec.Struct):
+    custom_id: str
+    url: str
+    body: msgspec.Raw
+    method: str = "POST"
+
+
+class _Asked(msgspec.Struct):
+    stream: Any = None
+
+
+class Request(NamedTuple):
+    """One line of the input; either `error` is set, or it can be sent."""
+
+    number: int
+    """Counts lines from 1."""
+    custom_id: str | None
+    url: str = ""
+    body: bytes = b""
+    error: LineError | None = None
+
+    @property
+    def id(self) -> str:
+        """The id of the line's answer."""
+        return f"batch_req_{self.number:08d}"
+
+
+_line: Final = msgspec.json.Decoder(_Line)
+_asked: Final = msgspec.json.Decoder(_Asked)
+
+
+def read_requests(file: IO[bytes], longest: int, endpoint: str | None = None) -> Iterator[Request]:
+    """Yield the requests of a file; lines that are blank count, but are no requests.
+
+    A line beyond `longest` bytes is not kept in memory. With `endpoint`, all requests have to go there. A line that
+    cannot be sent is yielded with its error.
+    """
+    number, seen = 0, dict[str, int]()
+    while line := file.readline(longest + 1):
+        number += 1
+        if len(line) > longest:
+            while not line.endswith(b"\n") and (line := file.readline(1 << 20)):
+                pass
+            yield _wrong(number, None, "line_too_long", f"it has more than {longest:,} bytes")
+        elif line.strip():
+            request = _read(number, line, endpoint)
+            first = number if request.custom_id is None else seen.setdefault(request.custom_id, number)
+            if first != number:
+                message = f"custom_id was used by line {first}; each request needs its own"
+                request = _wrong(number, request.custom_id, "duplicate_custom_id", message)
+            yield request
+
+
+def answered(request: Request, status: int, request_id: str, body: bytes) -> BatchAnswer:
+    """Return the line for what a server answered."""
+    return BatchAnswer(
+        id=request.id, custom_id=request.custom_id, response=BatchResponse(status, request_id, msgspec.Raw(body))
+    )
+
+
+def failed(request: Request, error: LineError) -> BatchAnswer:
+    """Return the line for a request that was not sent, or got no answer."""
+    return BatchAnswer(id=request.id, custom_id=request.custom_id, error=error)
+
+
+def as_line(answer: BatchAnswer) -> bytes:
+    """Return the bytes of a line, its end included; no character within is one at which readers split lines."""
+    text = msgspec.json.encode(answer)
+    for letter in "\u0085\u2028\u2029":
+        text = text.replace(letter.encode(), rb"\u%04x" % ord(letter))
+    return text + b"\n"
+
+
+def _read(number: int, line: bytes, endpoint: str | None) -> Request:
+    try:
+        found = _line.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        reason = str(error).removeprefix("JSON is malformed: ") or "nested too deeply"
+        return _wrong(number, None, "invalid_line", f"it is not a request as JSON: {reason[:1].lower()}{reason[1:]}")
+    custom_id, wanted = found.custom_id[:_LONGEST_ID], (endpoint,) if endpoint is not None else ENDPOINTS
+    if len(found.custom_id) > _LONGEST_ID or not found.custom_id:
+        message = f"custom_id has {len(found.custom_id)} characters; allowed are 1 to {_LONGEST_ID}"
+        return _wrong(number, custom_id or None, "invalid_custom_id", message)
+    if found.method != "POST":
+        return _wrong(number, custom_id, "invalid_method", f"method is {found.method[:20]!r}; give POST")
+    if found.url not in wanted:
+        return _wrong(number, custom_id, "invalid_url", f"url is {found.url[:80]!r}; give {' or '.join(wanted)}")
+    body = bytes(found.body)
+    try:
+        streams = bool(_asked.decode(body).stream)
+    except (msgspec.DecodeError, RecursionError):
+        return _wrong(number, custom_id, "invalid_body", "body has to be an object")
+    if streams:
+        return _wrong(number, custom_id, "invalid_body", "body.stream is true; a batch has whole answers only")
+    return Request(number, custom_id, found.url, body)
+
+
+def _wrong(number: int, custom_id: str | None, code: str, message: str) -> Request:
+    return Request(number, custom_id, error=LineError(code, f"line {number}: {message}"))

@@ -1,0 +1,76 @@
+"""The file of answers of a run that may be interrupted: whole lines only, and complete or not there at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from fd_core.errors import ConfigError
+from fd_core.server.batches.lines import BatchAnswer, as_line
+
+__all__ = ["AnswerFile"]
+
+_decoder = msgspec.json.Decoder(BatchAnswer)
+
+
+class AnswerFile:
+    """Answers are appended to `PATH.partial`, which becomes `PATH` when the run is over.
+
+    A run that is begun again finds the answers of the one before in `known`; a line that was being written when that
+    one ended is cut off.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises `ConfigError` if there is a file already, or one that is no output of a batch."""
+        self.path = path
+        self.known: dict[str, BatchAnswer] = {}
+        """By id; the answers themselves are left out."""
+        self._partial = path.with_name(f"{path.name}.partial")
+        if path.exists():
+            raise ConfigError(f"{path} exists already", field="--output", hint="name another file, or delete it")
+        try:
+            self._file = self._partial.open("a+b", buffering=0)
+            self._file.seek(0)
+            end = 0
+            for line in self._file:
+                if not line.endswith(b"\n"):
+                    break
+                found = _decoder.decode(line)
+                self.known[found.id] = _without_body(found)
+                end += len(line)
+            self._file.truncate(end)
+        except OSError as error:
+            raise ConfigError(f"cannot write {self._partial}: {error.strerror}", field="--output") from error
+        except msgspec.DecodeError as error:
+            raise ConfigError(
+                f"{self._partial} is not the output of an interrupted run", field="--output", hint="delete it"
+            ) from error
+
+    def __enter__(self) -> AnswerFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def write(self, answer: BatchAnswer) -> None:
+        """Append an answer. Raises `OSError` if it could not be written whole."""
+        line = as_line(answer)
+        if self._file.write(line) != len(line):
+            raise OSError("the disk is full")
+
+    def finish(self) -> None:
+        """Make the file complete: it appears under its own name."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._partial.replace(self.path)
+
+
+def _without_body(answer: BatchAnswer) -> BatchAnswer:
+    if answer.response is not None:
+        answer.response.body = msgspec.Raw(b"null")
+    return answer

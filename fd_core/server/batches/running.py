@@ -1,0 +1,84 @@
+"""Sends the requests of a file, several at a time, and hands on each answer as a whole line."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from typing import Final
+
+import msgspec
+
+from fd_core.server.batches.asgi import AsgiAnswer
+from fd_core.server.batches.lines import BatchAnswer, LineError, Request, answered, failed
+
+__all__ = ["Ask", "Progress", "run_requests"]
+
+Ask = Callable[[str, bytes, str], Awaitable[AsgiAnswer]]
+"""Called with path, body and request id."""
+_ATTEMPTS: Final = 20
+_PAUSE_SECONDS: Final = 5.0
+"""Longest wait before a request is sent again that found no room or no engine."""
+
+
+class Progress(msgspec.Struct):
+    """How far a run is."""
+
+    total: int
+    completed: int = 0
+    failed: int = 0
+
+    @property
+    def done(self) -> int:
+        """Lines that are over."""
+        return self.completed + self.failed
+
+
+async def run_requests(
+    requests: Iterator[Request],
+    ask: Ask,
+    take: Callable[[BatchAnswer], None],
+    *,
+    at_once: int,
+    known: Collection[str] = frozenset(),
+    going_on: Callable[[], bool] = lambda: True,
+) -> None:
+    """Send requests, at most `at_once` at a time, and give each answer to `take` as it comes.
+
+    Lines whose ids are `known` are passed over. No further request begins once `going_on` says no. Whoever cancels this
+    gets no answer of the requests that were on their way.
+    """
+    free = asyncio.Semaphore(at_once)
+
+    async def one(request: Request) -> None:
+        try:
+            take(await _answer(request, ask))
+        finally:
+            free.release()
+
+    async with asyncio.TaskGroup() as group:
+        for request in requests:
+            if request.id in known:
+                continue
+            await free.acquire()
+            if not going_on():
+                free.release()
+                return
+            if request.error is not None:
+                take(failed(request, request.error))
+                free.release()
+                await asyncio.sleep(0)  # a file of wrong lines must not hold up everybody else
+            else:
+                group.create_task(one(request))
+
+
+async def _answer(request: Request, ask: Ask) -> BatchAnswer:
+    """Return the line for a request; one that found no room, or an engine about to restart, is sent again."""
+    for attempt in range(_ATTEMPTS):
+        try:
+            answer = await ask(request.url, request.body, f"{request.id}-{attempt}" if attempt else request.id)
+        except ConnectionError as error:
+            return failed(request, LineError("no_answer", str(error) or "the answer broke off"))
+        if answer.status not in (429, 503) or attempt == _ATTEMPTS - 1:
+            break
+        await asyncio.sleep(min(_PAUSE_SECONDS, 0.1 * 2**attempt))
+    return answered(request, answer.status, answer.headers.get("x-request-id", request.id), answer.body)

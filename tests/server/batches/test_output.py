@@ -1,0 +1,56 @@
+"""The file of answers: whole lines, complete or not there, and a run that goes on where another stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fd_core.errors import ConfigError
+from fd_core.server.batches.lines import LineError, Request, answered, failed
+from fd_core.server.batches.output import AnswerFile
+
+ONE = answered(Request(1, "a"), 200, "r", b"{}")
+TWO = failed(Request(2, "b"), LineError("x", "line 2: no"))
+
+
+def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    with AnswerFile(path) as file:
+        file.write(ONE)
+        assert not path.exists()
+        file.write(TWO)
+        file.finish()
+    assert len(path.read_bytes().splitlines()) == 2
+    assert [each.name for each in tmp_path.iterdir()] == ["out"]
+    with pytest.raises(ConfigError, match="exists already"):
+        AnswerFile(path)
+
+
+@pytest.mark.parametrize(
+    "torn", [b"", b'{"id"', b'{"id":"batch_req_00000002","custom_id":"b","response":null,"error":null}']
+)
+def test_a_run_goes_on_behind_the_last_whole_line(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "out"
+    with AnswerFile(path) as file:
+        file.write(ONE)
+    partial = tmp_path / "out.partial"
+    partial.write_bytes(partial.read_bytes() + torn)
+    with AnswerFile(path) as file:
+        assert list(file.known) == ["batch_req_00000001"]
+        assert file.known["batch_req_00000001"].ok
+        file.write(TWO)
+        file.finish()
+    assert [line[:27] for line in path.read_bytes().splitlines()] == [
+        b'{"id":"batch_req_00000001",',
+        b'{"id":"batch_req_00000002",',
+    ]
+
+
+def test_another_file_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "out.partial").write_text("a shopping list\n")
+    with pytest.raises(ConfigError, match="not the output"):
+        AnswerFile(tmp_path / "out")
+    assert (tmp_path / "out.partial").read_text() == "a shopping list\n"
+    with pytest.raises(ConfigError, match="cannot write"):
+        AnswerFile(tmp_path / "nowhere" / "out")
