@@ -121,6 +121,14 @@ def kit(session: nox.Session) -> None:
 
 
 @nox.session
+def guides(session: nox.Session) -> None:
+    """Follows the guides for backends, schedulers and postprocessors word for word; the default run takes the rest."""
+    session.install("-e", ".[cpu]")
+    session.install("-e", ".[cpu,test]", *(word for plugin in PLUGINS for word in ("-e", f"{plugin}[test]")))
+    session.run("pytest", "tests/testing", "-m", "guide", *session.posargs)
+
+
+@nox.session
 def mutants(session: nox.Session) -> None:
     """Puts faults into the core, one at a time: the fast tests must notice each. Arguments after `--` name mutants."""
     session.install("-e", ".[test]")

@@ -9,7 +9,7 @@ from tests.testing.documents import ROOT, follow, run_line
 
 DOCUMENT = (ROOT / "docs" / "write-a-backend.md").read_text()
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")]
+pytestmark = [pytest.mark.guide, pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")]
 
 
 @pytest.fixture(scope="module")

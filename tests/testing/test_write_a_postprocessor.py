@@ -7,7 +7,7 @@ import pytest
 from fd_core.runner.observing import SampledRequest, SampledStep
 from tests.testing.documents import ROOT, follow, passed, run_line, serves
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.guide
 
 
 @pytest.mark.timeout(400)

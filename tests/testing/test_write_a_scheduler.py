@@ -4,7 +4,7 @@ import pytest
 
 from tests.testing.documents import follow, run_line, serves
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.guide
 
 
 @pytest.mark.timeout(400)
