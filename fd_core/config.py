@@ -124,6 +124,10 @@ class ServerConfig(CheckedStruct, frozen=True, kw_only=True):
     """Jinja source that replaces the model's own template."""
     trust_request_chat_template: bool = False
     """Whether requests may bring a template of their own; templates run in a sandbox with bounds."""
+    tool_call_parser: str = "auto"
+    """What finds tool calls in answers; `auto` takes what fits the model, `none` finds none."""
+    reasoning_parser: str = "auto"
+    """What tells reasoning from the answer; `auto` takes what fits the model, `none` leaves it in the text."""
     engine: Annotated[str, OneOf("process", "inproc")] = "process"
     """Whether the engine runs in a process of its own or in the server's."""
     drain_seconds: Annotated[float, Range(0, _DAY)] = 30.0

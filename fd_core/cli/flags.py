@@ -238,6 +238,18 @@ SERVER_FLAGS: Final = (
     ),
     Flag("chat_template", "Jinja file that replaces the model's chat template.", "FILE", values.jinja),
     Flag("trust_request_chat_template", "Run chat templates that requests bring, within the bounds of a sandbox."),
+    Flag(
+        "tool_call_parser",
+        "How the model writes tool calls: hermes, llama3_json, pythonic, mistral, ernie45, deepseek, glm45, gpt_oss, a "
+        "plugin's parser, auto for what fits its chat template, or none.",
+        "NAME",
+    ),
+    Flag(
+        "reasoning_parser",
+        "How the model writes reasoning: qwen3, deepseek_r1, ernie45, mistral, gpt_oss, a plugin's parser, auto for "
+        "what fits its chat template, or none.",
+        "NAME",
+    ),
     Flag("engine", "Where the engine runs: in a process of its own, or inside the server's process.", "WHERE"),
     Flag("drain_seconds", "Time that running requests may take to finish after Ctrl-C, in seconds.", "SECONDS"),
     Flag("max_queued_requests", "Requests that may wait for a slot; further requests are answered with 503.", "N"),

@@ -71,7 +71,7 @@ def serve(
 
 async def _serve(settings: Settings, listener: socket.socket, console: Console) -> None:
     """Load, say what was loaded, serve until told to stop, drain."""
-    from fd_core.cli.startup import find_model, running_engine, startup_bars
+    from fd_core.cli.startup import choose_parsers, find_model, running_engine, startup_bars
     from fd_core.cli.summary import show_summary, summary
     from fd_core.server.serve import serve_http
 
@@ -79,14 +79,23 @@ async def _serve(settings: Settings, listener: socket.socket, console: Console) 
         with startup_bars(console) as bars:
             model = await asyncio.to_thread(find_model, settings.engine, settings.server.chat_template, bars)
             client = await stack.enter_async_context(running_engine(model, settings.server.engine, bars))
+        chosen = choose_parsers(
+            settings.server.tool_call_parser,
+            settings.server.reasoning_parser,
+            model.template,
+            client.info.architecture,
+        )
         await serve_http(
             settings.server,
             client,
             model.tokenizer,
             model.template,
             ticket_key=_ticket_key(settings.engine),
+            parsers=chosen.parsers,
             sock=listener,
-            on_ready=lambda url: show_summary(console, summary(client.info, settings.server, url)),
+            on_ready=lambda url: show_summary(
+                console, summary(client.info, settings.server, url, tools=chosen.tools, reasoning=chosen.reasoning)
+            ),
         )
 
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from rich.console import Console
@@ -16,12 +16,22 @@ from fd_core.config import EngineConfig
 from fd_core.engine.assets import find_assets
 from fd_core.models.fetching.progress import ProgressSink
 from fd_core.text.chat_template import ChatTemplate
+from fd_core.text.parsing.answer import Parsers
+from fd_core.text.parsing.choosing import parsers_for
 from fd_core.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from fd_core.engine.client import EngineClient
 
-__all__ = ["LocalModel", "StartupBars", "find_model", "running_engine", "startup_bars"]
+__all__ = [
+    "ChosenParsers",
+    "LocalModel",
+    "StartupBars",
+    "choose_parsers",
+    "find_model",
+    "running_engine",
+    "startup_bars",
+]
 
 _PHASES: Final = {"load": "Loading weights", "warmup": "Warming up"}
 _BYTES_PHASE: Final = "load"
@@ -95,6 +105,35 @@ def startup_bars(console: Console) -> Iterator[StartupBars]:
     )
     with bars:
         yield StartupBars(bars)
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenParsers:
+    """The parsers of a model's answers, and what the summary says of each."""
+
+    parsers: Parsers
+    tools: str
+    reasoning: str
+
+
+def choose_parsers(tools: str, reasoning: str, template: ChatTemplate | None, architecture: str) -> ChosenParsers:
+    """Return the parsers of those names; `auto` takes what fits the chat template, `none` takes none.
+
+    Raises `PluginError` for a name that nobody offers.
+    """
+    from fd_core.plugins import REASONING_PARSER, TOOL_PARSER, installed_plugins
+
+    source = None if template is None else template.source
+    fits = parsers_for(source, template is not None and template.knows_tools, architecture)
+    loaded: list[Any] = []
+    said = []
+    for kind, asked, fitting in ((TOOL_PARSER, tools, fits.tools), (REASONING_PARSER, reasoning, fits.reasoning)):
+        name = {"auto": fitting, "none": None}.get(asked, asked)
+        loaded.append(None if name is None else installed_plugins().load(kind, name))
+        said.append((name or "none") + (" (fits the chat template)" if asked == "auto" and name else ""))
+        if asked == "auto" and name is None:
+            said[-1] = f"none: no {kind.word} is known for this chat template; {kind.flag} names one"
+    return ChosenParsers(Parsers(*loaded), *said)
 
 
 def find_model(config: EngineConfig, chat_template: str | None, bars: StartupBars) -> LocalModel:

@@ -17,8 +17,13 @@ _LOUD: Final = "WARNING: "
 """Begins a value that people should not overlook."""
 
 
-def summary(info: EngineInfo, server: ServerConfig, url: str) -> list[tuple[str, str]]:
-    """Return what an engine runs and within which limits, as labels and values."""
+def summary(
+    info: EngineInfo, server: ServerConfig, url: str, *, tools: str = "none", reasoning: str = "none"
+) -> list[tuple[str, str]]:
+    """Return what an engine runs and within which limits, as labels and values.
+
+    `tools` and `reasoning` name the parsers of answers.
+    """
     tokens = info.num_kv_blocks * info.block_size
     names = ", ".join(server.served_model_names or (info.model,))
     return [
@@ -41,6 +46,8 @@ def summary(info: EngineInfo, server: ServerConfig, url: str) -> list[tuple[str,
         ("max_num_seqs", f"{info.max_num_seqs:,}"),
         ("max_num_batched_tokens", f"{info.max_num_batched_tokens:,}"),
         ("max_model_len", f"{info.max_model_len:,}"),
+        ("Tool calls", tools),
+        ("Reasoning", reasoning),
         ("Clients", _clients(server)),
         *([("Registers with", server.router)] if server.router else []),
     ]

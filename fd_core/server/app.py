@@ -14,6 +14,7 @@ from fd_core.server.gate import Gate
 from fd_core.server.metrics import ServerMetrics
 from fd_core.server.state import ServerState
 from fd_core.text.chat_template import ChatTemplate
+from fd_core.text.parsing.answer import Parsers
 from fd_core.text.prompt_reader import PromptReader
 from fd_core.text.tokenizer import Tokenizer
 
@@ -26,10 +27,12 @@ def create_app(
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
     ticket_key: bytes | None = None,
+    parsers: Parsers | None = None,
 ) -> FastAPI:
     """Return the ASGI application over one engine; its shared state is `app.state.fd`, a `ServerState`.
 
-    `ticket_key` is for decode workers, see `fd_core.disagg.ticket`.
+    `ticket_key` is for decode workers, see `fd_core.disagg.ticket`. `parsers` read tool calls and reasoning; without
+    them answers are plain text.
 
     The interactive pages of FastAPI are left out: they load scripts from elsewhere.
     """
@@ -37,7 +40,7 @@ def create_app(
     names = config.served_model_names or (client.info.model,)
     metrics = ServerMetrics(client, names[0] if config.metrics_names == "vllm" else None)
     reader = PromptReader(tokenizer, template, vocab_size=client.info.vocab_size)
-    app.state.fd = ServerState(config, client, tokenizer, reader, metrics, ticket_key=ticket_key)
+    app.state.fd = ServerState(config, client, tokenizer, reader, metrics, parsers or Parsers(), ticket_key=ticket_key)
     for family in (chat, completions, models, tokenize, admin, health, kv_events):
         app.include_router(family.router)
     install_handlers(app)

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from fd_core.server.body import BodyFormat
+from fd_core.server.chat_deltas import deltas, message_of
 from fd_core.server.errors import invalid
 from fd_core.server.generation import ChoiceStream, TextChunk
 from fd_core.server.jobs import build_job
@@ -19,6 +20,7 @@ from fd_core.server.response_format import CollectedText, ResponseFormat
 from fd_core.server.response_schemas import ChatAnswer, ChatChoice, ChatLogprobs, ChatMessage
 from fd_core.server.state import state_of
 from fd_core.server.streaming import GenerationResponse
+from fd_core.server.tools import answer_reading, offered_tools
 from fd_core.server.unsupported import CHAT
 
 __all__ = ["router"]
@@ -35,8 +37,14 @@ async def create_chat_completion(request: Request) -> Response:
     state.model_name(body.model)
     state.admit(1)
     logprobs = _logprobs(body)
+    reading = answer_reading(
+        state,
+        offered_tools(body),
+        parallel=body.parallel_tool_calls is not False,
+        show_reasoning=body.include_reasoning is not False,
+    )
     prompt = await chat_prompt(state, body)
-    job = build_job(state, body, request, [prompt], logprobs)
+    job = build_job(state, body, request, [prompt], logprobs, reading)
     return GenerationResponse(state, ChatFormat(job, state.tokenizer), bool(body.stream), headers)
 
 
@@ -69,4 +77,30 @@ class ChatFormat(ResponseFormat):
 
     def choice(self, collected: CollectedText) -> ChatChoice:
         """Return one generated message."""
-        return ChatChoice(message=ChatMessage(content=collected.text), **self.ending(collected))
+        ending = self.ending(collected)
+        if self.job.reading is None:
+            return ChatChoice(message=ChatMessage(content=collected.text), **ending)
+        ending["finish_reason"] = _reason(collected.finish_reason, collected.choice)
+        return ChatChoice(message=message_of(collected.events, self._bare_ids), **ending)
+
+    def event(self, choice: ChoiceStream, chunk: TextChunk) -> bytes:
+        """Return the events for a chunk: one, or one for each thing that was found in it."""
+        if self.job.reading is None:
+            return super().event(choice, chunk)
+        begun = self.head + b'{"index":%d,"delta":' % choice.index
+        said = deltas(chunk.events, self._bare_ids)
+        last = said.pop() if said and chunk.finish_reason is None else b"{}"
+        events = [b'%b%b,"logprobs":null,"finish_reason":null}%b' % (begun, each, self.end_of_event()) for each in said]
+        if chunk.finish_reason is not None:
+            chunk = chunk._replace(finish_reason=_reason(chunk.finish_reason, choice))
+        return b"".join([*events, self.last_of_chunk(choice, chunk, begun + last)])
+
+    @property
+    def _bare_ids(self) -> bool:
+        reading = self.job.reading
+        return reading is not None and reading.tools is not None and reading.tools.bare_ids
+
+
+def _reason(reason: str, choice: ChoiceStream) -> str:
+    """Return why an answer ended; one with calls ended for them unless it was cut off."""
+    return "tool_calls" if reason == "stop" and choice.called else reason

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -23,9 +23,16 @@ from fd_core.server.response_schemas import PromptTokensDetails, Usage
 from fd_core.server.sampling import choice_seed
 from fd_core.server.state import ServerState
 from fd_core.text.detokenizer import IncrementalDetokenizer
+from fd_core.text.parsing.answer import AnswerReading
+from fd_core.text.parsing.contract import OutputParser
+from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Event, Thought
 from fd_core.types import Delta, FinishReason, PrefillOutcome, RequestSpec, SamplingParams, TokenLogprobs
 
 __all__ = ["ChoiceStream", "Generation", "Job", "TextChunk"]
+
+_TAIL_TOKENS: Final = 64
+"""Tokens at the end of a prompt that may open or close reasoning."""
+_CALL_EVENTS: Final = (CallBegun, ArgumentsDelta, CallEnded)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +67,8 @@ class Job:
     priority: int
     tenant: str
     cache_salt: str
+    reading: AnswerReading | None = None
+    """How answers are read; None for plain text."""
     prefill_at: str
     """`host:port` of the prefill worker that computes the prompts; empty computes them here."""
 
@@ -72,14 +81,17 @@ class TextChunk(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...]
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    events: Sequence[Event] = ()
+    """What the text means, where answers are read."""
 
 
 class ChoiceStream:
     """One text that is being generated."""
 
     __slots__ = (
-        *("_arrived", "_deltas", "_eos", "_every_token", "_first", "_include_stop", "_last", "_metrics", "_spec"),
-        *("_stop_ids", "_text", "cached_tokens", "finished", "index", "prefill", "prompt_index", "tokens"),
+        *("_arrived", "_deltas", "_eos", "_every_token", "_first", "_include_stop", "_last", "_metrics", "_parser"),
+        *("_reading", "_spec", "_stop_ids", "_text", "cached_tokens", "called", "finished", "index", "prefill"),
+        *("prompt_index", "reasoning_tokens", "tokens"),
     )
 
     def __init__(self, state: ServerState, job: Job, spec: RequestSpec, deltas: DeltaStream, index: int) -> None:
@@ -97,9 +109,21 @@ class ChoiceStream:
         self._include_stop = job.include_stop
         self._stop_ids = spec.params.stop_token_ids
         self._eos = () if spec.params.ignore_eos else spec.eos_token_ids
+        reading = self._reading = job.reading
         self._text = IncrementalDetokenizer(
-            state.tokenizer, skip_special=job.skip_special, stop=job.stop, include_stop=job.include_stop
+            state.tokenizer,
+            skip_special=job.skip_special,
+            stop=job.stop,
+            include_stop=job.include_stop,
+            keep=() if reading is None else reading.markers,
         )
+        self.called = False
+        """Whether the model has called a tool."""
+        self.reasoning_tokens = 0
+        self._parser: OutputParser | None = None
+        if reading is not None:
+            tail = spec.prompt[-_TAIL_TOKENS:]
+            self._parser = reading.parser(state.tokenizer.decode(tail, skip_special=False))
         self._metrics = state.metrics
         self._arrived = self._first = self._last = job.arrived
         self._spec = spec
@@ -115,11 +139,13 @@ class ChoiceStream:
             except StopAsyncIteration:
                 raise EngineDead("the engine ended a request without saying why") from None
             chunk = self._read(delta)
+            if self._parser is not None:
+                chunk = self._understood(chunk, self._parser)
             if chunk.finish_reason is not None:
                 self._end(FinishReason.ABORT if delta.finish_reason is FinishReason.ABORT else chunk.finish_reason)
                 await self._deltas.aclose()
                 return chunk
-            if chunk.text or (self._every_token and chunk.token_ids):
+            if (chunk.text if self._parser is None else chunk.events) or (self._every_token and chunk.token_ids):
                 return chunk
         return None
 
@@ -149,6 +175,23 @@ class ChoiceStream:
             return TextChunk(text, ids, logprobs, FinishReason.LENGTH, FinishReason.ABORT)
         stop_id = ids[-1] if reason is FinishReason.STOP and ids and ids[-1] in self._stop_ids else None
         return TextChunk(text, ids, logprobs, reason.value, stop_id)
+
+    def _understood(self, chunk: TextChunk, parser: OutputParser) -> TextChunk:
+        """Return the chunk with what its text means."""
+        events = parser.push(chunk.text)
+        if chunk.finish_reason is not None:
+            events = [*events, *parser.flush()]
+        reading = self._reading
+        for event in events:
+            if isinstance(event, CallBegun):
+                self.called = True
+            elif isinstance(event, Thought) and event is events[-1]:
+                self.reasoning_tokens += len(chunk.token_ids)
+        if reading is not None and not reading.parallel:
+            events = [event for event in events if not isinstance(event, _CALL_EVENTS) or event.index == 0]
+        if reading is not None and not reading.show_reasoning:
+            events = [event for event in events if not isinstance(event, Thought)]
+        return chunk._replace(events=events)
 
     def _ends_silently(self, ids: tuple[int, ...]) -> bool:
         """Whether the last token ended the text and is not to be seen in it."""

@@ -10,12 +10,18 @@ from fd_core.server.generation import Job
 from fd_core.server.request_schemas import GenerationRequest
 from fd_core.server.sampling import bad_word_ids, choices_per_prompt, sampling_params, stop_strings
 from fd_core.server.state import ServerState
+from fd_core.text.parsing.answer import AnswerReading
 
 __all__ = ["build_job"]
 
 
 def build_job(
-    state: ServerState, body: GenerationRequest, request: Request, prompts: list[tuple[int, ...]], logprobs: int | None
+    state: ServerState,
+    body: GenerationRequest,
+    request: Request,
+    prompts: list[tuple[int, ...]],
+    logprobs: int | None,
+    reading: AnswerReading | None = None,
 ) -> Job:
     """Return what the request wants generated; `ApiError` (400, 403) for what does not fit the model or this worker."""
     if body.stream_options is not None and not body.stream:
@@ -40,6 +46,7 @@ def build_job(
         priority=body.priority or 0,
         tenant=body.user or "",
         cache_salt=body.cache_salt or "",
+        reading=reading,
         prefill_at=_prefill_peer(state, request),
     )
 

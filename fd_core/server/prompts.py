@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -18,11 +18,12 @@ from fd_core.server.request_schemas import (
 )
 from fd_core.server.sampling import asked_tokens
 from fd_core.server.state import ServerState
-from fd_core.text.prompt_reader import PromptText
+from fd_core.server.tools import offered_tools
+from fd_core.text.prompt_reader import PromptText, template_kwargs
 
 __all__ = ["chat_ids", "chat_prompt", "completion_prompts"]
 
-_ROLES: Final = ("system", "developer", "user", "assistant")
+_ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _TURN_CHARS: Final = 64
 """What a template writes around a message, about."""
 
@@ -84,19 +85,22 @@ async def chat_ids(state: ServerState, body: ChatRequest | TokenizeRequest) -> t
             "chat_template",
             "unsupported_parameter",
         )
-    turns = [msgspec.to_builtins(message) for message in body.messages]
+    turns = [_turn(message) for message in body.messages]
+    offered = offered_tools(body)
     reader = state.prompt_reader
     size = sum(len(str(turn["content"])) + _TURN_CHARS for turn in turns)
+    size += 0 if offered is None else len(msgspec.json.encode(offered.shown))
     return await reader.run(
         size if template is None else math.inf,
         lambda: reader.chat(
             turns,
             body.add_generation_prompt is not False and not goes_on,
-            body.chat_template_kwargs,
+            template_kwargs(body.chat_template_kwargs, body.enable_thinking),
             continue_final_message=goes_on,
             documents=body.documents,
             template=template,
             add_special=bool(body.add_special_tokens),
+            tools=None if offered is None else offered.shown,
         ),
     )
 
@@ -124,14 +128,21 @@ def _only_text(messages: list[Message]) -> str:
     return messages[0].content
 
 
+def _turn(message: Message) -> dict[str, Any]:
+    turn: dict[str, Any] = msgspec.to_builtins(message)
+    turn["reasoning_content"] = message.reasoning_content or message.reasoning
+    return turn
+
+
 def _check(place: str, message: Message) -> None:
     if message.role not in _ROLES:
         raise invalid(
             f"{place}.role is {message.role[:40]!r}; served are {', '.join(_ROLES)}", f"{place}.role", "invalid_value"
         )
-    for field in ("tool_calls", "function_call"):
-        if getattr(message, field):
-            raise invalid(f"{place}.{field}: tools are not served", f"{place}.{field}", "unsupported_parameter")
+    if message.function_call:
+        raise invalid(f"{place}.function_call: use tool_calls", f"{place}.function_call", "unsupported_parameter")
+    if message.tool_calls and message.role != "assistant":
+        raise invalid(f"{place}.tool_calls: only an assistant calls tools", f"{place}.tool_calls", "invalid_value")
     if message.content is None and message.role != "assistant":
         raise _required(f"{place}.content")
 

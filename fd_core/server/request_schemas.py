@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from fd_core.server.tool_fields import MAX_TOOLS, ToolChoice, Tools
 from fd_core.types import Count, LogitBias, MinP, NumLogprobs, Penalty, RepetitionPenalty, Temperature, TokenCount, TopP
 
 __all__ = [
@@ -138,10 +139,16 @@ class ContentPart(msgspec.Struct, kw_only=True):
 class Message(msgspec.Struct, kw_only=True):
     """One turn of a conversation."""
 
-    role: Annotated[str, Meta(extra_json_schema={"enum": ["system", "developer", "user", "assistant"]})]
+    role: Annotated[str, Meta(extra_json_schema={"enum": ["system", "developer", "user", "assistant", "tool"]})]
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: str | None = None
+    """Of a tool's message: the call that it answers."""
+    reasoning_content: str | None = None
+    """What the assistant thought before it said `content`, for templates that show it."""
+    reasoning: str | None = None
+    """Another name of `reasoning_content`."""
     function_call: dict[str, Any] | None = None
 
 
@@ -168,6 +175,14 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Documents | None = None
     """What the answer may draw on, for templates that have a place for it."""
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    """False keeps an answer to one call."""
+    enable_thinking: bool | None = None
+    """Another way to set `enable_thinking` of `chat_template_kwargs`."""
+    include_reasoning: bool | None = None
+    """False leaves reasoning out of the answer."""
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -183,6 +198,9 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     chat_template: ChatTemplateSource | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Documents | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    enable_thinking: bool | None = None
     return_token_strs: bool | None = None
 
 

@@ -13,10 +13,11 @@ import msgspec
 
 from fd_core.server.generation import ChoiceStream, Job, TextChunk
 from fd_core.server.response_schemas import Usage
+from fd_core.text.parsing.events import Event
 from fd_core.text.tokenizer import Tokenizer
 from fd_core.types import TokenLogprobs
 
-__all__ = ["CollectedText", "ResponseFormat"]
+__all__ = ["CollectedText", "ResponseFormat", "json_text"]
 
 _encode = msgspec.json.encode
 _LINE_BREAKS: Final = re.compile("[\u0085\u2028\u2029]")
@@ -26,11 +27,12 @@ _LINE_BREAKS: Final = re.compile("[\u0085\u2028\u2029]")
 class CollectedText:
     """All chunks of one choice."""
 
-    __slots__ = ("choice", "finish_reason", "logprobs", "stop_reason", "texts", "token_ids")
+    __slots__ = ("choice", "events", "finish_reason", "logprobs", "stop_reason", "texts", "token_ids")
 
     def __init__(self, choice: ChoiceStream) -> None:
         self.choice = choice
         self.texts: list[str] = []
+        self.events: list[Event] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.finish_reason = ""
@@ -39,6 +41,7 @@ class CollectedText:
     def add(self, chunk: TextChunk) -> None:
         """Take the next chunk."""
         self.texts.append(chunk.text)
+        self.events += chunk.events
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs
         if chunk.finish_reason is not None:
@@ -74,9 +77,9 @@ class ResponseFormat(abc.ABC):
             "model": job.model,
         }
         self._facts["system_fingerprint"] = job.fingerprint
-        self._head = b"data: " + _encode({"object": self.chunk_object, **self._facts})[:-1] + b',"choices":['
+        self.head = b"data: " + _encode({"object": self.chunk_object, **self._facts})[:-1] + b',"choices":['
         self._end = b'],"usage":null}\n\n' if job.usage_in_stream else b"]}\n\n"
-        self._plain = self.closing + b',"logprobs":null,"finish_reason":null}' + self._end
+        self.plain = self.closing + b',"logprobs":null,"finish_reason":null}' + self._end
         self._heads: dict[int, bytes] = {}
         self.usage_so_far: Callable[[], Usage] | None = None
         """Set for a stream each of whose events tells the usage."""
@@ -101,26 +104,31 @@ class ResponseFormat(abc.ABC):
         """Return the event for a chunk."""
         head = self._heads.get(choice.index)
         if head is None:
-            head = self._heads[choice.index] = self._head + b'{"index":%d' % choice.index + self.opening
+            head = self._heads[choice.index] = self.head + b'{"index":%d' % choice.index + self.opening
         job = self.job
         if chunk.finish_reason is None and job.logprobs is None and not job.token_ids and self.usage_so_far is None:
-            return b"%b%b%b" % (head, _text(chunk.text), self._plain)
+            return b"%b%b%b" % (head, json_text(chunk.text), self.plain)
+        return self.last_of_chunk(choice, chunk, b"%b%b%b" % (head, json_text(chunk.text), self.closing))
+
+    def last_of_chunk(self, choice: ChoiceStream, chunk: TextChunk, begun: bytes) -> bytes:
+        """Return the event that ends what a chunk adds; `begun` is its JSON up to the end of the text."""
+        job = self.job
         scores = b"null" if job.logprobs is None else _encode(self.logprobs(choice, chunk))
-        parts = [head, _text(chunk.text), self.closing, b',"logprobs":', scores, b',"finish_reason":']
+        parts = [begun, b',"logprobs":', scores, b',"finish_reason":']
         parts.append(_encode(chunk.finish_reason))
         if chunk.finish_reason is not None:
             parts += b',"stop_reason":', _encode(chunk.stop_reason)
         if job.token_ids:
             parts += b',"token_ids":', _encode(chunk.token_ids)
-        return b"".join([*parts, b"}", self._ending()])
+        return b"".join([*parts, b"}", self.end_of_event()])
 
     def lead(self, choice: ChoiceStream, content: bytes) -> bytes:
         """Return an event that comes before the first chunk; `content` is JSON such as `,"text":""`."""
         ids = b',"prompt_token_ids":' + _encode(self.job.prompts[choice.prompt_index]) if self.job.token_ids else b""
         end = b',"logprobs":null,"finish_reason":null'
-        return self._head + b'{"index":%d' % choice.index + content + end + ids + b"}" + self._ending()
+        return self.head + b'{"index":%d' % choice.index + content + end + ids + b"}" + self.end_of_event()
 
-    def _ending(self) -> bytes:
+    def end_of_event(self) -> bytes:
         """Return JSON behind the choices of an event."""
         if self.usage_so_far is None:
             return self._end
@@ -128,7 +136,7 @@ class ResponseFormat(abc.ABC):
 
     def usage_event(self, usage: Usage) -> bytes:
         """Return the event that tells the usage, after the last chunk of the last choice."""
-        return self._head + b'],"usage":' + _encode(usage) + b"}\n\n"
+        return self.head + b'],"usage":' + _encode(usage) + b"}\n\n"
 
     def ending(self, collected: CollectedText) -> dict[str, Any]:
         """Return the fields that choices of both APIs share."""
@@ -145,7 +153,8 @@ class ResponseFormat(abc.ABC):
         return fields
 
 
-def _text(text: str) -> bytes:
+def json_text(text: str) -> bytes:
+    """Return a text as JSON without characters at which some clients break lines."""
     if not text.isascii() and _LINE_BREAKS.search(text):
         return json.dumps(text).encode()
     return _encode(text)

@@ -13,13 +13,14 @@ __all__ = [
         "DetokenizeAnswer",
         "ErrorAnswer",
         "ErrorDetail",
+        "FunctionCall",
         "HealthAnswer",
         "LoadAnswer",
         "ModelCard",
         "ModelInfoAnswer",
         "ModelList",
     ),
-    *("PromptTokensDetails", "TokenLogprob", "TokenizeAnswer", "TopLogprob", "Usage", "VersionAnswer"),
+    *("PromptTokensDetails", "TokenLogprob", "ToolCall", "TokenizeAnswer", "TopLogprob", "Usage", "VersionAnswer"),
 ]
 
 
@@ -121,12 +122,32 @@ class CompletionAnswer(msgspec.Struct, kw_only=True):
     usage: Usage
 
 
+class FunctionCall(msgspec.Struct):
+    """A function and what it is called with."""
+
+    name: str
+    arguments: str
+    """JSON, as the model wrote it; half of it where `max_tokens` cut it off."""
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """One call that the model asks for."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class ChatMessage(msgspec.Struct, kw_only=True):
     """What the assistant says."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    """The same as `reasoning_content`, under its newer name."""
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(_Ending, kw_only=True):

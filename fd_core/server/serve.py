@@ -19,6 +19,7 @@ from fd_core.server.bounded_http import BoundedHttp
 from fd_core.server.registration import Registration, registration_of
 from fd_core.server.state import ServerState
 from fd_core.text.chat_template import ChatTemplate
+from fd_core.text.parsing.answer import Parsers
 from fd_core.text.tokenizer import Tokenizer
 
 __all__ = ["serve_http"]
@@ -36,6 +37,7 @@ async def serve_http(
     template: ChatTemplate | None,
     *,
     ticket_key: bytes | None = None,
+    parsers: Parsers | None = None,
     sock: socket.socket | None = None,
     on_ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
@@ -46,12 +48,12 @@ async def serve_http(
     the rest is aborted and its clients get what there is. A second signal aborts at once. `sock` comes from
     `bind_socket`; without it the socket is bound here. `on_ready` is called with the URL once requests are taken.
     With `config.router` the server registers itself there once it is ready, and deregisters before it refuses.
-    `ticket_key` is for decode workers, see `create_app`.
+    `ticket_key` is for decode workers and `parsers` read answers, see `create_app`.
     Raises `ConfigError` if the port is in use, or a registration that cannot work is asked for.
     """
     sock = sock or listening.bind_socket(config.host, config.port)
     listening.warn_if_open(config.host, keys=bool(config.api_keys))
-    app = create_app(config, client, tokenizer, template, ticket_key)
+    app = create_app(config, client, tokenizer, template, ticket_key, parsers)
     state: ServerState = app.state.fd
     url = listening.url_of(config.host, sock)
     registration = registration_of(config, url, lambda: state.incarnation, client.info.role)

@@ -15,6 +15,7 @@ from fd_core.config import ServerConfig
 from fd_core.engine.client import EngineClient
 from fd_core.server.errors import ApiError, unavailable
 from fd_core.server.metrics import ServerMetrics
+from fd_core.text.parsing.answer import Parsers
 from fd_core.text.prompt_reader import PromptReader
 from fd_core.text.tokenizer import Tokenizer
 
@@ -73,6 +74,8 @@ class ServerState:
     tokenizer: Tokenizer
     prompt_reader: PromptReader
     metrics: ServerMetrics
+    parsers: Parsers = field(default_factory=Parsers)
+    """How answers of this model are read."""
     active: ActiveRequests = field(default_factory=ActiveRequests)
     created: int = field(default_factory=lambda: int(time.time()))
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)

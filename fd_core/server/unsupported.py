@@ -22,7 +22,7 @@ class Refusal(NamedTuple):
 
 HARMLESS: Final = frozenset(
     (
-        *("metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+        *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
         *("service_tier", "stream_options.include_obfuscation", "messages[].refusal", "messages[].annotations"),
         *("collect_metrics", "trace_context", "max_streaming_response_tokens", "return_cached_tokens_details"),
     )
@@ -32,8 +32,6 @@ _CONSTRAINED: Final = (
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "structural_tag"),
     *("regex", "ebnf", "json_schema", "grammar"),
 )
-_TOOLS: Final = Refusal("tools are not served", ([],))
-_TOOL_CHOICE: Final = Refusal("tools are not served", ("none", "auto"))
 _REASONING: Final = Refusal("the length of reasoning cannot be limited; max_completion_tokens limits the whole answer")
 _PLACEMENT: Final = Refusal("a router and its workers decide who computes what; see --role")
 _PROCESSORS: Final = Refusal("code from requests is never run", ([], {}, ""))
@@ -63,12 +61,9 @@ _BOTH: Mapping[str, Refusal] = {
         _CONSTRAINED, Refusal("constrained output is not served; leave the field out and check the text", ("",))
     ),
     "structured_outputs": Refusal("constrained output is not served; leave the field out and check the text", ({},)),
-    "tools": _TOOLS,
-    "tool_choice": _TOOL_CHOICE,
-    "functions": _TOOLS,
-    "function_call": Refusal("functions are not served", ("none", "auto")),
+    "functions": Refusal("use tools", ([],)),
+    "function_call": Refusal("use tool_choice", ("none", "auto")),
     "reasoning_effort": Refusal("the effort of reasoning cannot be chosen", ("none",)),
-    "enable_thinking": Refusal("give it in chat_template_kwargs, where the model's template knows it"),
     "thinking_token_budget": _REASONING,
     "reasoning_max_tokens": _REASONING,
     "response_max_tokens": _REASONING,
@@ -104,13 +99,16 @@ _BOTH: Mapping[str, Refusal] = {
     "spaces_between_special_tokens": Refusal("only the default true is served", (True,)),
 }
 
-_CONVERSATION: Final = Refusal("conversations are served at /v1/chat/completions", ([], {}, "", False))
+_CONVERSATION: Final = Refusal(
+    "conversations are served at /v1/chat/completions", ([], {}, "", True, False, "none", "auto")
+)
 
 COMPLETIONS: Mapping[str, Refusal] = {
     **_BOTH,
     "suffix": Refusal("text before a suffix is not served", ("", {})),
     "top_logprobs": Refusal("logprobs is the number of likely tokens here", (0,)),
     **dict.fromkeys(("messages", "documents", "continue_final_message", "chat_template_kwargs"), _CONVERSATION),
+    **dict.fromkeys(("tools", "tool_choice", "enable_thinking", "parallel_tool_calls"), _CONVERSATION),
     **dict.fromkeys(("chat_template", "disable_chat_template", "add_generation_prompt"), _CONVERSATION),
 }
 
@@ -131,5 +129,5 @@ CHAT: Mapping[str, Refusal] = {
     "messages[].audio": Refusal("only text is served"),
     "messages[].prefix": _NEXT_MESSAGE,
     "messages[].partial": _NEXT_MESSAGE,
-    "messages[].tools": _TOOLS,
+    "messages[].tools": Refusal("give tools beside the messages", ([],)),
 }

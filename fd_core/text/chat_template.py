@@ -13,10 +13,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import jinja2
+import jinja2.meta
 from jinja2.exceptions import SecurityError
 
 from fd_core.errors import BadRequest, ModelError
 from fd_core.text.sandbox import BUDGET, Sandbox, TemplateBudget, TooMuch, joined
+from fd_core.text.tool_prompt import with_tools
 
 if TYPE_CHECKING:
     from fd_core.text.tokenizer import Tokenizer
@@ -76,11 +78,14 @@ class ChatTemplate:
 
         `messages` are OpenAI's: `role`, `content` (text, None or parts of type text), `tool_calls` and so on.
         `template_kwargs` are variables of the template's own, such as `enable_thinking`. With `continue_final_message`
-        the prompt ends with the content of the last message. `documents` are for templates that have a place for them.
+        the prompt ends with the content of the last message. `documents` are for templates that have a place for them;
+        a template that knows no tools gets them as texts, see `fd_core.text.tool_prompt`.
         Raises `BadRequest`, naming the field, for messages that are malformed or that the template refuses, and
         `ModelError` for a template that does not compile or goes beyond the limits.
         """
         turns = flatten_messages(messages)
+        if not self.knows_tools:
+            turns = with_tools(turns, tools, calls="tool_calls" not in self.source)
         if continue_final_message:
             turns[-1]["content"] += _END
         if documents and "documents" not in self.source:
@@ -110,6 +115,12 @@ class ChatTemplate:
             raise ModelError(f"the chat template was stopped: {error}", field="chat_template") from error
         except _MISUSE as error:
             raise BadRequest(f"the chat template cannot render these messages: {error}", field="messages") from error
+
+    @cached_property
+    def knows_tools(self) -> bool:
+        """Whether the template has a place for tools. Raises `ModelError` if it does not compile."""
+        _ = self._compiled
+        return "tools" in jinja2.meta.find_undeclared_variables(Sandbox().parse(self.source))
 
     @cached_property
     def _compiled(self) -> jinja2.Template:

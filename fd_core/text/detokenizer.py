@@ -37,8 +37,9 @@ class IncrementalDetokenizer:
     """Turns the tokens of one generation into text as they come.
 
     Of several stop strings the one that is complete first wins; of those complete at the same character, the
-    longest. `include_stop` lets the text end with the stop string. The tokens continue a prompt: unlike in
-    `Tokenizer.decode`, a space before the first word stays. Raises `BadRequest` for an empty stop string.
+    longest. `include_stop` lets the text end with the stop string. `keep` names control tokens that are text all the
+    same. The tokens continue a prompt: unlike in `Tokenizer.decode`, a space before the first word stays. Raises
+    `BadRequest` for an empty stop string.
     """
 
     __slots__ = ("_first", "_held", "_include_stop", "_pending", "_stops", "_table", "stopped_by")
@@ -50,10 +51,11 @@ class IncrementalDetokenizer:
         skip_special: bool = True,
         stop: Sequence[str] = (),
         include_stop: bool = False,
+        keep: tuple[str, ...] = (),
     ) -> None:
         if not all(stop):
             raise BadRequest("a stop string must not be empty", field="stop")
-        self._table = tokenizer.spoken_table if skip_special else tokenizer.byte_table
+        self._table = tokenizer.table_with(keep) if skip_special else tokenizer.byte_table
         self._stops = tuple(dict.fromkeys(stop))
         self._first = {each[0]: tuple(s for s in self._stops if s[0] == each[0]) for each in self._stops}
         self._include_stop = include_stop

@@ -21,12 +21,12 @@ from fd_core.errors import BadRequest, FdError, ModelError
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.tokenizer import Tokenizer
 
-__all__ = ["PromptReader", "PromptText", "split_prompts"]
+__all__ = ["PromptReader", "PromptText", "split_prompts", "template_kwargs"]
 
 _INLINE_CHARS: Final = 8192
 """Longer texts are read on a thread: the event loop feeds every stream."""
 _ROLE_ALIASES: Final = {"developer": "system"}
-_TURN_FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id")
+_TURN_FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 """What a template sees of a message; clients send more."""
 _MAX_TEMPLATES: Final = 16
 _MAX_TOKEN_ID: Final = 2**31 - 1
@@ -123,12 +123,14 @@ class PromptReader:
         documents: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
         add_special: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> tuple[int, ...]:
         """Return the ids of a conversation, rendered by the model's template, or by `template` if it is given.
 
         Control tokens come from the template; `add_special` adds what the model wants around a text as well.
-        `continue_final_message` and `documents` are those of `ChatTemplate.render`. Raises `BadRequest` for what the
-        template refuses or cannot render, for a template of the caller's that is wrong, and where there is none.
+        `continue_final_message`, `documents` and `tools` are those of `ChatTemplate.render`. Raises `BadRequest` for
+        what the template refuses or cannot render, for a template of the caller's that is wrong, and where there is
+        none.
         """
         turns = [_turn(message) for message in messages]
         rendering = self._template if template is None else self._template_of(template)
@@ -140,7 +142,7 @@ class PromptReader:
         try:
             text = rendering.render(
                 turns,
-                None,
+                tools,
                 add_generation_prompt,
                 template_kwargs,
                 continue_final_message=continue_final_message,
@@ -174,6 +176,13 @@ class PromptReader:
                     field=field,
                 )
         return tuple(ids)
+
+
+def template_kwargs(kwargs: Mapping[str, Any] | None, enable_thinking: object) -> Mapping[str, Any] | None:
+    """Return the variables of a template that a request sets: in `chat_template_kwargs`, or by a name of their own."""
+    if not isinstance(enable_thinking, bool):
+        return kwargs
+    return {"enable_thinking": enable_thinking, **(kwargs or {})}
 
 
 def split_prompts(prompt: object, field: str = "prompt") -> list[str] | list[list[int]]:

@@ -99,6 +99,22 @@ class Tokenizer:
             table[token_id] = b""
         return table
 
+    def table_with(self, kept: tuple[str, ...]) -> list[bytes]:
+        """Return `spoken_table` with the bytes of the control tokens named `kept`. Read it, never change it."""
+        found = [token_id for token_id in map(self.backend.token_to_id, kept) if token_id in self.special_ids]
+        if not found:
+            return self.spoken_table
+        if kept not in self._tables:
+            table = list(self.spoken_table)
+            for token_id in found:
+                table[token_id] = self.byte_table[token_id]
+            self._tables[kept] = table
+        return self._tables[kept]
+
+    @cached_property
+    def _tables(self) -> dict[tuple[str, ...], list[bytes]]:
+        return {}
+
     @cached_property
     def _tokens(self) -> list[str]:
         vocabulary: dict[str, int] = self.backend.get_vocab(with_added_tokens=True)

@@ -27,6 +27,7 @@ from fd_core.scheduling.slots import SlotStats
 from fd_core.server.listening import bind_socket
 from fd_core.server.serve import serve_http
 from fd_core.text.chat_template import ChatTemplate
+from fd_core.text.parsing.answer import Parsers
 from fd_core.text.token_bytes import Decoding, byte_level
 from fd_core.text.tokenizer import Tokenizer
 from fd_core.types import Delta, FinishReason, PrefillOutcome, RequestSpec, TokenLogprobs
@@ -200,7 +201,9 @@ class LiveServer:
         client: Callable[[], Coroutine[Any, Any, EngineClient]],
         config: ServerConfig,
         ticket_key: bytes | None = None,
+        parsers: Parsers | None = None,
     ) -> None:
+        self._parsers = parsers
         self._make_client = client
         self._config = config
         self._ticket_key = ticket_key
@@ -226,6 +229,7 @@ class LiveServer:
                     byte_tokenizer(),
                     chat_template(),
                     ticket_key=self._ticket_key,
+                    parsers=self._parsers,
                     sock=sock,
                     on_ready=lambda _: self._ready.set(),
                     stop=self._stop,
@@ -299,6 +303,7 @@ def samples(server: LiveServer) -> dict[str, float]:
 def live(
     make: Callable[[], EngineClient] | Callable[[], Coroutine[Any, Any, EngineClient]] = FakeClient,
     ticket_key: bytes | None = None,
+    parsers: Parsers | None = None,
     **settings: Any,
 ) -> Iterator[LiveServer]:
     """Run a server over what `make` returns, or awaits, until the block ends."""
@@ -307,7 +312,7 @@ def live(
         made = make()
         return made if isinstance(made, EngineClient) else await made
 
-    server = LiveServer(client, ServerConfig(**({"drain_seconds": 2.0} | settings)), ticket_key)
+    server = LiveServer(client, ServerConfig(**({"drain_seconds": 2.0} | settings)), ticket_key, parsers)
     server.start()
     try:
         yield server

@@ -11,7 +11,8 @@ import numpy as np
 from fd_core.errors import FdError
 from fd_core.router.gateway.model_text import ModelText
 from fd_core.router.selection import RouteRequest
-from fd_core.text.prompt_reader import PromptReader, split_prompts
+from fd_core.text.prompt_reader import PromptReader, split_prompts, template_kwargs
+from fd_core.text.tool_prompt import shown_tool
 from fd_core.types import IntArray
 
 __all__ = ["BYTES_PER_TOKEN", "RouteRequestReader"]
@@ -31,6 +32,9 @@ class _Body(msgspec.Struct):
     chat_template_kwargs: Any = None
     continue_final_message: Any = None
     documents: Any = None
+    tools: Any = None
+    tool_choice: Any = None
+    enable_thinking: Any = None
     prompt_token_ids: Any = None
     session_id: Any = None
     user: Any = None
@@ -41,6 +45,13 @@ class _Body(msgspec.Struct):
     def text(self) -> Any:
         """The prompt of a completion, or the input of an embedding."""
         return next((each for each in (self.prompt_token_ids, self.prompt) if each is not None), self.input)
+
+    @property
+    def offered(self) -> list[Any] | None:
+        """The tools as workers show them to a model."""
+        if not isinstance(self.tools, list) or self.tool_choice == "none":
+            return None
+        return [shown_tool(tool) for tool in self.tools]
 
 
 _decoder: Final = msgspec.json.Decoder(_Body)
@@ -110,10 +121,11 @@ class RouteRequestReader:
             ids = self._prompts.chat(
                 asked.messages,
                 asked.add_generation_prompt is not False and not goes_on,
-                kwargs,
+                template_kwargs(kwargs, asked.enable_thinking),
                 continue_final_message=goes_on,
                 documents=asked.documents if isinstance(asked.documents, list) else None,
                 add_special=asked.add_special_tokens is True,
+                tools=asked.offered,
             )
             return ids, len(ids)
         prompts = self._prompts.completion(asked.text, asked.add_special_tokens is not False)

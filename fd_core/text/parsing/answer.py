@@ -3,15 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from fd_core.text.parsing.contract import OutputParser, ReasoningParser, ToolParser
+from fd_core.text.parsing.contract import OutputParser, ReasoningParser, ToolParser, ToolSchemas
 from fd_core.text.parsing.events import Content, Event
 
-__all__ = ["AnswerParser"]
+__all__ = ["AnswerParser", "AnswerReading", "Parsers"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parsers:
+    """The parsers of a server's model; None where the model has none."""
+
+    tools: type[ToolParser] | None = None
+    reasoning: type[ReasoningParser] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerReading:
+    """How the answers to one request are read."""
+
+    reasoning: type[ReasoningParser] | None
+    tools: type[ToolParser] | None
+    schemas: ToolSchemas
+    parallel: bool = True
+    """Whether an answer may have more than one call; others are left out."""
+    show_reasoning: bool = True
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Control tokens that the parsers have to see."""
+        return tuple(marker for each in (self.reasoning, self.tools) if each is not None for marker in each.markers)
+
+    def parser(self, prompt_tail: str) -> AnswerParser:
+        """Return the parser of one answer to a prompt that ends with `prompt_tail`."""
+        reasoning = None if self.reasoning is None else self.reasoning(prompt_tail)
+        return AnswerParser(reasoning, None if self.tools is None else self.tools(self.schemas))
 
 
 class AnswerParser(OutputParser):
-    """Puts a tool parser behind a reasoning parser; at least one of the two is there."""
+    """Puts a tool parser behind a reasoning parser."""
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
         if tools is not None and tools.reads_reasoning:
@@ -21,12 +52,14 @@ class AnswerParser(OutputParser):
 
     def push(self, text: str) -> Sequence[Event]:
         """Take more text and return what it adds."""
-        events = self._first.push(text) if self._first else [Content(text)]
+        if self._first is None:
+            return (Content(text),) if text else ()
+        events = self._first.push(text)
         return events if self._second is None else self._read(events, self._second)
 
     def flush(self) -> Sequence[Event]:
         """Return what was held back."""
-        events = self._first.flush() if self._first else ()
+        events = () if self._first is None else self._first.flush()
         return events if self._second is None else [*self._read(events, self._second), *self._second.flush()]
 
     @staticmethod

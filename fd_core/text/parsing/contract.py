@@ -41,6 +41,8 @@ class ToolParser(OutputParser):
 
     reads_reasoning: ClassVar[bool] = False
     """Whether it finds reasoning as well; then no reasoning parser stands before it."""
+    bare_ids: ClassVar[bool] = False
+    """Whether the templates of such models demand ids of nine letters and digits."""
 
     def __init__(self, tools: ToolSchemas) -> None:
         self.tools = tools

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-__all__ = ["ArgumentsDelta", "CallBegun", "CallEnded", "Content", "Event", "Reasoning", "joined"]
+__all__ = ["ArgumentsDelta", "CallBegun", "CallEnded", "Content", "Event", "Thought", "joined"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Content:
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
+class Thought:
     """Text that the model wrote for itself before the answer; never empty."""
 
     text: str
@@ -47,8 +47,8 @@ class CallEnded:
     index: int
 
 
-_TEXTS = Content | Reasoning | ArgumentsDelta
-Event = Content | Reasoning | CallBegun | ArgumentsDelta | CallEnded
+_TEXTS = Content | Thought | ArgumentsDelta
+Event = Content | Thought | CallBegun | ArgumentsDelta | CallEnded
 
 
 def joined(events: Iterable[Event]) -> list[Event]:

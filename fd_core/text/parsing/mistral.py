@@ -20,6 +20,7 @@ class MistralTools(JsonCallReader):
     """Mistral's models, older tokenizers and newer ones."""
 
     markers = (_CALLS, _ARGS, _ID)
+    bare_ids = True
 
     def run(self) -> Steps[None]:
         """Read content and calls in turn."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from functools import cache
 from typing import Final, TypeVar
 
-from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, Reasoning, joined
+from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, Thought, joined
 
 __all__ = ["SPACE", "Steps", "TextReader"]
 
@@ -73,7 +73,7 @@ class TextReader(abc.ABC):
     def say_reasoning(self, text: str) -> None:
         """Yield reasoning."""
         if text:
-            self._events.append(Reasoning(text))
+            self._events.append(Thought(text))
 
     def begin_call(self, name: str) -> None:
         """Yield the beginning of a call."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from fd_core.text.parsing.answer import AnswerParser
 from fd_core.text.parsing.contract import OutputParser
 from fd_core.text.parsing.deepseek import DeepSeekTools
-from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, Reasoning, joined
+from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, Thought, joined
 from fd_core.text.parsing.glm import GlmTools
 from fd_core.text.parsing.harmony import HarmonyReasoning, HarmonyTools
 from fd_core.text.parsing.hermes import ErnieTools, HermesTools
@@ -71,7 +71,7 @@ def said(events: list[Event]) -> Said:
             texts[event.index] += event.text
     return Said(
         "".join(event.text for event in events if isinstance(event, Content)),
-        "".join(event.text for event in events if isinstance(event, Reasoning)),
+        "".join(event.text for event in events if isinstance(event, Thought)),
         [(names[index], texts[index] + ("" if index in ended else "…")) for index in sorted(names)],
     )
 

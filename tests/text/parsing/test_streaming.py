@@ -7,7 +7,7 @@ import time
 import pytest
 from recorded import RECORDED, TOOL_PARSERS, TOOLS, parser
 
-from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Reasoning
+from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Thought
 from fd_core.text.parsing.hermes import HermesTools
 from fd_core.text.parsing.thinking import QwenReasoning
 
@@ -32,7 +32,7 @@ def test_a_call_begins_with_its_name_and_arguments_follow_as_they_come() -> None
 
 def test_reasoning_goes_out_as_it_comes_and_content_behind_it_is_not_touched() -> None:
     reading = QwenReasoning("<think>\n")
-    assert list(reading.push("Hm <")) == [Reasoning("Hm")]
+    assert list(reading.push("Hm <")) == [Thought("Hm")]
     assert list(reading.push("/think")) == []
     assert list(reading.push(">\n\nYes")) == [Content("Yes")]
     assert list(reading.push(" <think> \n")) == [Content(" <think> \n")]

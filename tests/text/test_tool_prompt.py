@@ -1,0 +1,57 @@
+"""Tools in conversations whose template knows nothing of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from fd_core.errors import BadRequest
+from fd_core.text.chat_template import ChatTemplate
+from fd_core.text.parsing.events import CallBegun
+from fd_core.text.parsing.hermes import HermesTools
+from fd_core.text.tool_prompt import shown_tool
+
+PLAIN = ChatTemplate("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
+TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "é"}'}}
+
+
+def test_a_template_that_knows_tools_gets_them_as_they_are() -> None:
+    template = ChatTemplate("{{ tools[0].function.name }}{{ messages | length }}")
+    assert template.knows_tools
+    assert template.render([{"role": "user", "content": "x"}], [TOOL]) == "now1"
+
+
+def test_another_one_gets_them_in_the_system_message() -> None:
+    assert not PLAIN.knows_tools
+    text = PLAIN.render([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "x"}], [TOOL])
+    assert text.startswith("[system]Be brief.\n\n# Tools")
+    assert '\n{"type": "function", "function": {"name": "now"' in text
+    assert text.endswith("</tool_call>[user]x")
+    assert PLAIN.render([{"role": "user", "content": "x"}], [TOOL]).startswith("[system]# Tools")
+    assert PLAIN.render([{"role": "user", "content": "x"}], []) == "[user]x"
+
+
+def test_calls_are_written_as_the_hermes_parser_reads_them() -> None:
+    turns = [{"role": "assistant", "content": "I look.", "tool_calls": [CALL]}]
+    text = PLAIN.render(turns)
+    assert text == '[assistant]I look.\n<tool_call>\n{"name": "now", "arguments": {"zone": "é"}}\n</tool_call>'
+    assert CallBegun(0, "now") in HermesTools({}).push(text)
+
+
+def test_what_several_tools_answered_is_one_message_of_the_user() -> None:
+    turns = [{"role": "tool", "tool_call_id": each, "content": each} for each in ("1", "2")]
+    assert PLAIN.render(turns) == ("[user]<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>")
+
+
+def test_a_call_without_a_name_is_refused() -> None:
+    with pytest.raises(BadRequest, match="needs a name"):
+        PLAIN.render([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}])
+
+
+def test_templates_see_of_a_tool_what_describes_it() -> None:
+    assert shown_tool({"function": {"name": "a", "strict": True, "description": None}, "x": 1}) == {
+        "type": "function",
+        "function": {"name": "a"},
+    }
+    with pytest.raises(TypeError):
+        shown_tool("tool")
