@@ -20,6 +20,7 @@ from fd_core.server.response_format import CollectedText, ResponseFormat
 from fd_core.server.response_schemas import ChatAnswer, ChatChoice, ChatLogprobs, ChatMessage
 from fd_core.server.state import state_of
 from fd_core.server.streaming import GenerationResponse
+from fd_core.server.tool_grammars import constrained
 from fd_core.server.tools import answer_reading, offered_tools
 from fd_core.server.unsupported import CHAT
 
@@ -37,14 +38,16 @@ async def create_chat_completion(request: Request) -> Response:
     state.model_name(body.model)
     state.admit(1)
     logprobs = _logprobs(body)
+    tools = offered_tools(body)
     reading = answer_reading(
         state,
-        offered_tools(body),
+        tools,
         parallel=body.parallel_tool_calls is not False,
         show_reasoning=body.include_reasoning is not False,
     )
     prompt = await chat_prompt(state, body)
     job = build_job(state, body, request, [prompt], logprobs, reading)
+    job = constrained(state, job, tools, _reasoning_budget(body))
     return GenerationResponse(state, ChatFormat(job, state.tokenizer), bool(body.stream), headers)
 
 
@@ -55,6 +58,13 @@ def _logprobs(body: ChatRequest) -> int | None:
     if body.top_logprobs:
         raise invalid(f"top_logprobs is {body.top_logprobs}, which needs logprobs to be true", "top_logprobs")
     return None
+
+
+def _reasoning_budget(body: ChatRequest) -> int | None:
+    given = (body.reasoning_max_tokens, body.thinking_token_budget)
+    if None not in given and given[0] != given[1]:
+        raise invalid("reasoning_max_tokens and thinking_token_budget differ; give one", "thinking_token_budget")
+    return given[0] if given[1] is None else given[1]
 
 
 class ChatFormat(ResponseFormat):

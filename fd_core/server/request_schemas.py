@@ -181,6 +181,10 @@ class ChatRequest(GenerationRequest, kw_only=True):
     """False keeps an answer to one call."""
     enable_thinking: bool | None = None
     """Another way to set `enable_thinking` of `chat_template_kwargs`."""
+    reasoning_max_tokens: Count | None = None
+    """Tokens of reasoning after which it is ended."""
+    thinking_token_budget: Count | None = None
+    """Another name of `reasoning_max_tokens`."""
     include_reasoning: bool | None = None
     """False leaves reasoning out of the answer."""
 

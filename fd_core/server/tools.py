@@ -35,6 +35,8 @@ class OfferedTools(NamedTuple):
     """JSON schemas of the arguments, by name."""
     forced: Sequence[str]
     """Names of which one has to be called; empty if the model may choose."""
+    strict: frozenset[str]
+    """Names of tools whose arguments keep their schema in any case."""
 
 
 def offered_tools(body: _Asks) -> OfferedTools | None:
@@ -53,18 +55,13 @@ def offered_tools(body: _Asks) -> OfferedTools | None:
             )
         if name in schemas:
             raise invalid(f"{place}.function.name is {name!r}, as that of another tool", f"{place}.function.name")
-        if tool.function.strict:
-            raise invalid(
-                f"{place}.function.strict is not supported: it needs structured output, which is not served yet",
-                f"{place}.function.strict",
-                "unsupported_parameter",
-            )
         schemas[name] = tool.function.parameters or {"type": "object", "properties": {}}
     forced = _forced(choice, schemas)
     if choice == "none" or not schemas:
         return None
     shown = [shown_tool(msgspec.to_builtins(tool)) for tool in body.tools or ()]
-    return OfferedTools(shown, schemas, forced)
+    strict = frozenset(tool.function.name for tool in body.tools or () if tool.function.strict)
+    return OfferedTools(shown, schemas, forced, strict)
 
 
 def answer_reading(
@@ -84,12 +81,6 @@ def answer_reading(
             "tools cannot be called: it is not known how this model writes calls; start the server with "
             "--tool-call-parser, or leave tools out",
             "tools",
-            "unsupported_parameter",
-        )
-    if tools.forced:
-        raise invalid(
-            "tool_choice that forces a call is not supported: it needs structured output, which is not served yet",
-            "tool_choice",
             "unsupported_parameter",
         )
     return AnswerReading(parsers.reasoning, parsers.tools, tools.schemas, parallel, show_reasoning)

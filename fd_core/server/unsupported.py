@@ -32,7 +32,7 @@ _CONSTRAINED: Final = (
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "structural_tag"),
     *("regex", "ebnf", "json_schema", "grammar"),
 )
-_REASONING: Final = Refusal("the length of reasoning cannot be limited; max_completion_tokens limits the whole answer")
+_REASONING: Final = Refusal("use max_completion_tokens for the whole answer and reasoning_max_tokens for its reasoning")
 _PLACEMENT: Final = Refusal("a router and its workers decide who computes what; see --role")
 _PROCESSORS: Final = Refusal("code from requests is never run", ([], {}, ""))
 _NOT_SHOWN: Final = Refusal("the answer cannot show it", (False, 0))
@@ -64,8 +64,6 @@ _BOTH: Mapping[str, Refusal] = {
     "functions": Refusal("use tools", ([],)),
     "function_call": Refusal("use tool_choice", ("none", "auto")),
     "reasoning_effort": Refusal("the effort of reasoning cannot be chosen", ("none",)),
-    "thinking_token_budget": _REASONING,
-    "reasoning_max_tokens": _REASONING,
     "response_max_tokens": _REASONING,
     "max_new_tokens": Refusal("use max_completion_tokens"),
     "n_predict": Refusal("use max_completion_tokens"),
@@ -109,6 +107,7 @@ COMPLETIONS: Mapping[str, Refusal] = {
     "top_logprobs": Refusal("logprobs is the number of likely tokens here", (0,)),
     **dict.fromkeys(("messages", "documents", "continue_final_message", "chat_template_kwargs"), _CONVERSATION),
     **dict.fromkeys(("tools", "tool_choice", "enable_thinking", "parallel_tool_calls"), _CONVERSATION),
+    **dict.fromkeys(("reasoning_max_tokens", "thinking_token_budget"), _CONVERSATION),
     **dict.fromkeys(("chat_template", "disable_chat_template", "add_generation_prompt"), _CONVERSATION),
 }
 

@@ -89,6 +89,11 @@ class PromptReader:
             return read()
         return await asyncio.get_running_loop().run_in_executor(self._worker, read)
 
+    @property
+    def switches_reasoning(self) -> bool:
+        """Whether the chat template can switch reasoning on and off."""
+        return self._template is not None and "enable_thinking" in self._template.source
+
     def close(self) -> None:
         """End the thread."""
         self._worker.shutdown(wait=False, cancel_futures=True)

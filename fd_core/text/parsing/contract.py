@@ -11,14 +11,25 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from fd_core.text.parsing.events import Event
 
-__all__ = ["OutputParser", "ReasoningParser", "ToolParser", "ToolSchemas"]
+__all__ = ["CallForm", "OutputParser", "ReasoningParser", "ToolParser", "ToolSchemas"]
 
 ToolSchemas = Mapping[str, Mapping[str, Any]]
 """Names of the tools of a request, with the JSON schemas of their arguments."""
+
+
+class CallForm(NamedTuple):
+    """A call, written around the JSON of its arguments."""
+
+    trigger: str
+    """What no text but a call begins with; `begin` begins with it."""
+    begin: str
+    end: str
+    between: str
+    """Stands between two calls."""
 
 
 class OutputParser(abc.ABC):
@@ -48,11 +59,10 @@ class ToolParser(OutputParser):
         self.tools = tools
 
     @classmethod
-    def grammar(cls, tools: ToolSchemas, *, parallel: bool) -> str | None:
-        """Return a Lark grammar of llguidance for an answer that is nothing but calls of `tools`.
+    def form(cls, name: str) -> CallForm | None:
+        """Return how a call of the tool `name` is written, for grammars that hold the model to it.
 
-        One call, or one and more if `parallel`. None if the format cannot be held by a grammar; then requests that
-        need one are refused.
+        None if the format does not write arguments as one JSON object; then requests that need a grammar are refused.
         """
         return None
 
@@ -67,6 +77,9 @@ class ReasoningParser(OutputParser):
         """`prompt_tail` is how the prompt ends: templates may open reasoning, or close it, themselves."""
 
     @classmethod
-    def begins_reasoning(cls, prompt_tail: str) -> bool:
-        """Whether an answer to such a prompt is expected to begin with reasoning."""
+    def begins_reasoning(cls, prompt_tail: str, switched: bool) -> bool:
+        """Whether an answer to such a prompt begins with reasoning, so that a grammar has to wait for its end.
+
+        `switched` says whether the chat template can switch reasoning off.
+        """
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from fd_core.text.parsing.contract import CallForm
 from fd_core.text.parsing.json_calls import JsonCallReader
 from fd_core.text.parsing.reader import Steps
 
@@ -21,6 +22,12 @@ class DeepSeekTools(JsonCallReader):
     """DeepSeek V3, R1 and V3.1."""
 
     markers = (_CALLS, _CALLS_END, _CALL, _CALL_END, _SEP)
+
+    @classmethod
+    def form(cls, name: str) -> CallForm:
+        """Return the form of V3 and R1, without the markers around all calls, which say nothing."""
+        begin = f"{_CALL}function{_SEP}{name}\n{_FENCE}json\n"
+        return CallForm(_CALL, begin, f"\n{_FENCE}{_CALL_END}", "\n")
 
     def run(self) -> Steps[None]:
         """Read content and calls in turn."""

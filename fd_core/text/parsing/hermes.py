@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import ClassVar, Final
 
+from fd_core.text.parsing.contract import CallForm
 from fd_core.text.parsing.json_calls import JsonCallReader
 from fd_core.text.parsing.reader import Steps
 
@@ -19,6 +21,11 @@ class HermesTools(JsonCallReader):
     markers: ClassVar[tuple[str, ...]] = (_BEGIN, _END)
     around: ClassVar[tuple[str, ...]] = ()
     """Markers around content."""
+
+    @classmethod
+    def form(cls, name: str) -> CallForm:
+        """Return the form that Qwen's template writes."""
+        return CallForm(_BEGIN, f'{_BEGIN}\n{{"name": {json.dumps(name)}, "arguments": ', f"}}\n{_END}", "\n")
 
     def run(self) -> Steps[None]:
         """Read content and calls in turn."""

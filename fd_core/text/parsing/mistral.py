@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from fd_core.text.parsing.contract import CallForm
 from fd_core.text.parsing.json_calls import JsonCallReader
 from fd_core.text.parsing.reader import Steps
 
@@ -21,6 +22,11 @@ class MistralTools(JsonCallReader):
 
     markers = (_CALLS, _ARGS, _ID)
     bare_ids = True
+
+    @classmethod
+    def form(cls, name: str) -> CallForm:
+        """Return the form of the newer tokenizers; older ones write lists, which are read as well."""
+        return CallForm(_CALLS, f"{_CALLS}{name}{_ARGS}", "", "")
 
     def run(self) -> Steps[None]:
         """Read content and calls in turn."""

@@ -28,9 +28,9 @@ class _Between(TextReader, ReasoningParser):
         TextReader.__init__(self)
 
     @classmethod
-    def begins_reasoning(cls, prompt_tail: str) -> bool:
-        """Whether the prompt did not close the reasoning itself."""
-        return prompt_tail.rfind(cls.end) <= prompt_tail.rfind(cls.begin)
+    def begins_reasoning(cls, prompt_tail: str, switched: bool) -> bool:
+        """Whether the prompt opened reasoning, or left it to the model."""
+        return cls._opened_by(prompt_tail) or (switched and cls.end not in prompt_tail)
 
     @classmethod
     def _opened_by(cls, prompt_tail: str) -> bool:

@@ -1,0 +1,165 @@
+"""Calls that have to be made, arguments that have to keep a schema, and reasoning before them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from fd_core.text.parsing.answer import Parsers
+from fd_core.text.parsing.deepseek import DeepSeekTools
+from fd_core.text.parsing.events import CallBegun, CallEnded, Event
+from fd_core.text.parsing.glm import GlmTools
+from fd_core.text.parsing.hermes import HermesTools
+from fd_core.text.parsing.llama import LlamaJsonTools
+from fd_core.text.parsing.mistral import MistralTools
+from fd_core.text.parsing.thinking import DeepSeekR1Reasoning, QwenReasoning
+from fd_core.types import SamplingParams
+from tests.server.fakes import FakeClient, LiveServer, live
+from tests.structured.bytewise import END_ID, bytes_compiler, ids
+
+PATH = "/v1/chat/completions"
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+CITY["additionalProperties"] = False
+
+
+def tool(name: str, parameters: Any = None, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **more}}
+
+
+ASK = {"messages": [{"role": "user", "content": "hi"}], "tools": [tool("weather", CITY), tool("now")]}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+@pytest.fixture(scope="module")
+def hermes() -> Iterator[LiveServer]:
+    with live(lambda: FakeClient(max_model_len=4000), parsers=Parsers(HermesTools)) as server:
+        yield server
+
+
+def asked(server: LiveServer, **changes: Any) -> SamplingParams:
+    answer = server.post(PATH, {"max_tokens": 2} | ASK | changes)
+    assert answer.status == 200, answer.body
+    return server.client.specs[-1].params
+
+
+def complete(grammar: str, text: str) -> bool:
+    """Whether the grammar takes all of a text, which may end there."""
+    matcher = bytes_compiler().matcher(grammar)
+    tokens = [*ids(text), END_ID]
+    return matcher.validate_tokens(tokens) == len(tokens)
+
+
+def calls(parser: type[Any], text: str) -> list[Event]:
+    reading = parser({"weather": {}, "now": {}})
+    return [each for each in [*reading.push(text), *reading.flush()] if isinstance(each, CallBegun | CallEnded)]
+
+
+def test_a_free_choice_has_no_grammar(hermes: LiveServer) -> None:
+    assert asked(hermes).grammar is None
+    assert asked(hermes, tool_choice="none").grammar is None
+
+
+def test_required_allows_calls_of_the_tools_and_nothing_else(hermes: LiveServer) -> None:
+    grammar = asked(hermes, tool_choice="required").grammar
+    rome = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    now = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    assert complete(grammar, rome)
+    assert complete(grammar, f"{now}\n{rome}")
+    assert not complete(grammar, "Hello")
+    assert not complete(grammar, "")
+    assert not complete(grammar, rome.replace("Rome", "Bern"))
+    assert not complete(grammar, rome.replace("weather", "other"))
+    one = asked(hermes, tool_choice="required", parallel_tool_calls=False).grammar
+    assert complete(one, now) and not complete(one, f"{now}\n{rome}")
+
+
+def test_a_named_tool_is_called_once(hermes: LiveServer) -> None:
+    grammar = asked(hermes, tool_choice=NAMED).grammar
+    rome = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    assert complete(grammar, rome)
+    assert not complete(grammar, f"{rome}\n{rome}")
+    assert not complete(grammar, '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
+
+
+def test_strict_holds_a_call_that_the_model_chooses_to_make(hermes: LiveServer) -> None:
+    grammar = asked(hermes, tools=[tool("weather", CITY, strict=True), tool("now")]).grammar
+    assert complete(grammar, "Just text.")
+    assert complete(grammar, 'So: <tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>')
+    assert not complete(grammar, '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>')
+    assert complete(grammar, '<tool_call>\n{"name": "now", "arguments": {"any": 1}}\n</tool_call>')
+
+
+@pytest.mark.parametrize("parser", [HermesTools, LlamaJsonTools, MistralTools, DeepSeekTools])
+def test_the_form_of_a_format_is_what_its_parser_reads(parser: type[Any]) -> None:
+    first, second = parser.form("weather"), parser.form("now")
+    text = f'{first.begin}{{"city": "Rome"}}{first.end}{first.between}{second.begin}{{}}{second.end}'
+    assert first.begin.startswith(first.trigger)
+    assert calls(parser, text) == [CallBegun(0, "weather"), CallEnded(0), CallBegun(1, "now"), CallEnded(1)]
+
+
+def test_a_format_that_no_grammar_holds_refuses_to_be_forced() -> None:
+    with live(lambda: FakeClient(max_model_len=4000), parsers=Parsers(GlmTools)) as server:
+        for changes, field in (
+            ({"tool_choice": "required"}, "tool_choice"),
+            ({"tool_choice": NAMED}, "tool_choice"),
+            ({"tools": [tool("now", {}, strict=True)]}, "tools[].function.strict"),
+        ):
+            error = server.post(PATH, ASK | changes).error
+            assert (error["param"], error["code"]) == (field, "unsupported_parameter")
+        assert server.post(PATH, ASK).status == 200
+
+
+def test_schemas_of_tools_have_bounds(hermes: LiveServer) -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(200):
+        deep = {"type": "object", "properties": {"a": deep}}
+    huge = {"type": "object", "properties": {f"p{index}": {"type": "string"} for index in range(20_000)}}
+    for schema in (deep, huge):
+        answer = hermes.post(PATH, ASK | {"tools": [tool("weather", schema)], "tool_choice": "required"})
+        assert (answer.status, answer.error["param"]) in (
+            (400, "tools[0].function.parameters"),
+            (400, "messages"),  # so long that the context does not hold it
+        )
+
+
+@pytest.fixture(scope="module")
+def thinking() -> Iterator[LiveServer]:
+    with live(lambda: FakeClient(max_model_len=4000), parsers=Parsers(HermesTools, DeepSeekR1Reasoning)) as server:
+        yield server
+
+
+def test_a_grammar_begins_behind_reasoning(thinking: LiveServer) -> None:
+    params = asked(thinking, tool_choice=NAMED)
+    assert params.reasoning.end == tuple(b"</think>")
+    assert params.reasoning.max_tokens is None
+    assert complete(params.grammar, '\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>')
+
+
+def test_reasoning_has_a_budget_by_either_name(thinking: LiveServer) -> None:
+    assert asked(thinking, reasoning_max_tokens=7).reasoning.max_tokens == 7
+    assert asked(thinking, thinking_token_budget=0).reasoning.max_tokens == 0
+    assert asked(thinking).reasoning is None
+    error = thinking.post(PATH, ASK | {"reasoning_max_tokens": 1, "thinking_token_budget": 2}).error
+    assert error["param"] == "thinking_token_budget"
+
+
+def test_a_model_without_reasoning_refuses_a_budget(hermes: LiveServer) -> None:
+    error = hermes.post(PATH, ASK | {"reasoning_max_tokens": 7}).error
+    assert (error["param"], error["code"]) == ("reasoning_max_tokens", "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("tail", "switched", "begins"),
+    [
+        ("<think>\n", False, True),
+        ("<think>\n\n</think>\n\n", True, False),
+        ("user: hi", True, True),
+        ("hi", False, False),
+    ],
+)
+def test_reasoning_is_expected_where_the_prompt_or_the_template_leads_to_it(
+    tail: str, switched: bool, begins: bool
+) -> None:
+    assert QwenReasoning.begins_reasoning(tail, switched) is begins
