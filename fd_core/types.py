@@ -23,6 +23,7 @@ __all__ = [
     "LogprobRows",
     "PrefillJob",
     "PrefillOutcome",
+    "PromptLogprobRows",
     "RawTensor",
     "Reasoning",
     "RequestSpec",
@@ -92,6 +93,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Sequences of tokens that the text never contains, each not empty; what the prompt ends with does not count."""
     logprobs: NumLogprobs | None = None
     """Number of most likely tokens reported beside the chosen one; 0 reports the chosen one only, None nothing."""
+    prompt_logprobs: NumLogprobs | None = None
+    """The same for the tokens of the prompt, from the second on; they come with the first token of the text."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: str | None = None
@@ -256,6 +259,22 @@ class LogprobRows:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobRows:
+    """Log-probabilities of prompt tokens that a step computed for requests that asked for them."""
+
+    slots: IntArray
+    """int32[r]"""
+    positions: IntArray
+    """int32[r], position of the token in its prompt, at least 1."""
+    chosen: npt.NDArray[np.float32]
+    """float32[r]"""
+    top_ids: IntArray
+    """int32[r, m], what was most likely there, most likely first; a request reads as many as it asked for."""
+    top: npt.NDArray[np.float32]
+    """float32[r, m]"""
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """The one answer to one plan."""
 
@@ -270,6 +289,7 @@ class StepOutput:
     logprobs: LogprobRows | None = None
     errors: tuple[tuple[int, str], ...] = ()
     """(slot, message) for rows that failed; the other rows are valid."""
+    prompt_logprobs: PromptLogprobRows | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -298,6 +318,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc
     """Set with finish reason `error`."""
     prefill: PrefillOutcome | None = None
     """What became of a prefill that another worker was to compute; set in the first delta."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """One for each token of the prompt but the first, if the request asked for them; set in the first delta."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,15 @@ class Model(Protocol):
     def forward(self, step: StepInput, cache: KVCache) -> Array:
         """Compute float32 logits [R, V] of the rows asked for and write the step's KV."""
 
+    def states(self, step: StepInput, cache: KVCache) -> Array:
+        """Do what `forward` does up to its output projection, for all tokens: return what that takes, [T, H].
+
+        For steps that need more of a prompt than what comes next: log-probabilities of its tokens, or their states.
+        """
+
+    def head(self, states: Array) -> Array:
+        """Project states of some tokens, [R, H], to float32 logits [R, V]."""
+
 
 class Backend(abc.ABC):
     """A device and a framework pack. Constructed once in the engine's process."""

@@ -67,6 +67,10 @@ class NullModel:
 
     def forward(self, step: StepInput, cache: KVCache) -> Any:
         """Extend the hashes by the step's tokens and derive logits from them."""
+        return self.head(self.states(step, cache)[step.logits_rows])
+
+    def states(self, step: StepInput, cache: KVCache) -> Any:
+        """Extend the hashes by the step's tokens and return them, uint64[T, 1]."""
         hashes: npt.NDArray[np.uint64] = cache.layer(0)
         flat, size = hashes.reshape(-1), cache.shape.block_size
         result = np.empty(len(step.token_ids), np.uint64)
@@ -80,10 +84,11 @@ class NullModel:
                 before = flat[step.block_tables[row, last // size] * size + last % size]
             result[begin:end] = _chain(before, step.token_ids[begin:end])
         flat[step.kv_slots] = result
-        return self._logits(result[step.logits_rows])
+        return result[:, None]
 
-    def _logits(self, states: npt.NDArray[np.uint64]) -> Any:
-        mixed = states[:, None] ^ self._ids[None, :]
+    def head(self, states: npt.NDArray[np.uint64]) -> Any:
+        """Derive logits from hashes."""
+        mixed = states ^ self._ids
         mixed = (mixed ^ (mixed >> np.uint64(31))) * _MULTIPLIER
         logits = ((mixed >> np.uint64(40)).astype(np.float32) / np.float32(2**24)) * np.float32(8.0)
         logits[:, self.eos_token_ids[0]] += self._eos_bias

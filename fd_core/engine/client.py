@@ -252,4 +252,5 @@ def _merged(deltas: list[Delta]) -> Delta:
         next((delta.cached_tokens for delta in deltas if delta.cached_tokens is not None), None),
         last.error,
         next((delta.prefill for delta in deltas if delta.prefill is not None), None),
+        next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs is not None), None),
     )

@@ -31,6 +31,8 @@ class Completion:
     text: str = ""
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One for each token of the prompt if `SamplingParams.prompt_logprobs` asked for them; None for the first."""
     cached_tokens: int = 0
     """Prompt tokens served from the prefix cache."""
     token_times: list[float] = field(default_factory=list)
@@ -110,6 +112,8 @@ class LLM:
                 result.cached_tokens += delta.cached_tokens or 0
                 if delta.logprobs is not None:
                     result.logprobs = (result.logprobs or []) + list(delta.logprobs)
+                if delta.prompt_logprobs is not None:
+                    result.prompt_logprobs = [None, *delta.prompt_logprobs]
                 if on_delta is not None:
                     on_delta(index, delta)
 

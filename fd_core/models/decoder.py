@@ -83,6 +83,18 @@ class DecoderModel:
 
     def forward(self, step: StepInput, cache: KVCache) -> Array:
         """Compute float32 logits [R, V] of the rows asked for and write the step's keys and values."""
+        x, decoder = self._layers(step, cache), self.decoder
+        return self.ops.logits(x, decoder.final_norm, decoder.head, step.logits_rows, decoder.softcap)
+
+    def states(self, step: StepInput, cache: KVCache) -> Array:
+        """Compute the normalized hidden states [T, H] of all tokens and write the step's keys and values."""
+        return self.ops.rms_norm(self._layers(step, cache), self.decoder.final_norm)
+
+    def head(self, states: Array) -> Array:
+        """Project states [R, H] to float32 logits [R, V]."""
+        return self.ops.logits_of(states, self.decoder.head, self.decoder.softcap)
+
+    def _layers(self, step: StepInput, cache: KVCache) -> Array:
         ops, decoder = self.ops, self.decoder
         x = ops.embedding(decoder.embedding, step.token_ids, decoder.embedding_scale)
         for index, layer in enumerate(decoder.layers):
@@ -91,7 +103,7 @@ class DecoderModel:
             a = ops.attention(q, attention.heads, kv, step)
             x = ops.project_residual(a, attention.output, x, attention.post_norm)
             x = self._feed_forward(x, layer.feed_forward)
-        return ops.logits(x, decoder.final_norm, decoder.head, step.logits_rows, decoder.softcap)
+        return x
 
     def _feed_forward(self, x: Array, block: Mlp | Moe) -> Array:
         if isinstance(block, Moe):

@@ -482,3 +482,7 @@ class Ops(abc.ABC):
     def compile(self, forward: Forward) -> Forward:
         """Return a faster equivalent of a model's forward, such as a captured graph; by default itself."""
         return forward
+
+    def compile_states(self, states: Forward) -> Forward:
+        """Do the same for what returns the states of all tokens; it computes chunks of prompts, which need it less."""
+        return states

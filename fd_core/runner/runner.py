@@ -17,6 +17,7 @@ from fd_core.runner.batch import PersistentBatch
 from fd_core.runner.drafting import Drafter, SlotError
 from fd_core.runner.inputs import Rows, build_inputs, resolve_rows
 from fd_core.runner.postprocess.contract import Postprocess
+from fd_core.runner.prompt_scores import PromptScorer, PromptScores
 from fd_core.runner.sampling import Sampled, Sampler
 from fd_core.runner.slot_grammars import MaskStats, SlotGrammars
 from fd_core.structured.compiler import GrammarCompiler, GrammarError
@@ -25,6 +26,7 @@ from fd_core.types import (
     BlockGrant,
     IntArray,
     LogprobRows,
+    PromptLogprobRows,
     SamplingParams,
     StepOutput,
     StepPlan,
@@ -59,9 +61,12 @@ class Runner:
         if drafter is not None:
             drafter.allocate(limits)
         self._forward = ops.compile(model.forward)
+        self._states = ops.compile_states(model.states)
+        self._head = model.head
         self.batch = PersistentBatch(limits)
         self._sampler = Sampler(ops, limits.max_num_seqs, model.vocab_size)
         self._grammars = SlotGrammars(grammars, model.vocab_size)
+        self._scorer = PromptScorer(ops, model.vocab_size)
         self._postprocess = postprocess(ops, limits)
         self._failed: dict[int, str] = {}
         """Why the request in a slot failed."""
@@ -75,15 +80,15 @@ class Runner:
         """
         self._apply(plan)
         rows = resolve_rows(plan, self.batch, self.limits, self.ops.padded_rows)
-        sampled = self._sample(rows)
+        sampled, scores = self._sample(rows)
         grid = self._grid(rows, sampled)
         accepted = self._verify(rows, grid)
-        tokens, kept, peaks, logprobs = self._to_host(plan, rows, grid, accepted, sampled)
+        tokens, kept, peaks, logprobs, prompts = self._to_host(plan, rows, grid, accepted, sampled, scores)
         self._look_for_failures(rows, kept, peaks)
         self._remember(rows, tokens, kept)
         ready = self.batch.num_drafts.copy() if self.drafter is not None or self._grammars else None
         errors = tuple((slot, self._failed[slot]) for slot in plan.slots.tolist() if slot in self._failed)
-        return StepOutput(plan.epoch, plan.step, tokens, self.batch.gen.copy(), ready, logprobs, errors)
+        return StepOutput(plan.epoch, plan.step, tokens, self.batch.gen.copy(), ready, logprobs, errors, prompts)
 
     def mask_stats(self) -> MaskStats:
         """Return what grammars cost and spared so far."""
@@ -121,6 +126,7 @@ class Runner:
         for admission in plan.admissions:
             self._failed.pop(admission.slot, None)
             self.batch.admit(admission)
+            self._scorer.admit(admission)
             try:
                 self._sampler.admit(admission)
             except Exception as error:  # noqa: BLE001 - whatever it is, it concerns this request alone
@@ -129,18 +135,26 @@ class Runner:
             self._admit_to_drafter(admission.slot, admission.token_ids)
         self.batch.grant(plan)
 
-    def _sample(self, rows: Rows) -> Sampled:
-        """Run the model and choose a token from each of its rows of logits."""
+    def _sample(self, rows: Rows) -> tuple[Sampled, PromptScores | None]:
+        """Run the model and choose a token from each of its rows of logits; score the prompts that want it."""
         ops, batch = self.ops, self.batch
         masks = self._grammars.begin(rows, batch.tokens)
+        scores = None
         if len(rows.slots):
             size, spare = self.limits.block_size, self.cache.spare_block
             inputs = build_inputs(rows, batch.tokens, batch.tables, size, ops, spare)
-            logits = self._forward(inputs, self.cache)
+            scored = self._scorer.rows(rows)
+            if len(scored[0]):
+                states = self._states(inputs, self.cache)
+                scores = self._scorer.score(states, self._head, scored, batch.tokens)
+                logits = self._head(ops.gather_rows(states, inputs.logits_rows)) if len(rows.sampling) else None
+            else:
+                logits = self._forward(inputs, self.cache)
         if not len(rows.sampling):
-            return Sampled(ops.from_host(np.empty(0, np.int32)), ops.from_host(np.empty(0, np.float32)))
+            return Sampled(ops.from_host(np.empty(0, np.int32)), ops.from_host(np.empty(0, np.float32))), scores
         allowed = None if masks is None else masks()
-        return self._sampler.sample(logits, rows.logits_slots, rows.positions, rows.columns, batch.tokens, allowed)
+        sampler = self._sampler
+        return sampler.sample(logits, rows.logits_slots, rows.positions, rows.columns, batch.tokens, allowed), scores
 
     def _grid(self, rows: Rows, sampled: Sampled) -> Array:
         """Return the tokens int32[N, 1 + k] of the N rows that sample; unused cells mean nothing."""
@@ -163,22 +177,27 @@ class Runner:
         return ops.verify(sampled, ops.from_host(drafts), ops.from_host(rows.drafts))
 
     def _to_host(
-        self, plan: StepPlan, rows: Rows, grid: Array, accepted: Array, sampled: Sampled
-    ) -> tuple[IntArray, IntArray, npt.NDArray[np.float32], LogprobRows | None]:
+        self, plan: StepPlan, rows: Rows, grid: Array, accepted: Array, sampled: Sampled, scores: PromptScores | None
+    ) -> tuple[IntArray, IntArray, npt.NDArray[np.float32], LogprobRows | None, PromptLogprobRows | None]:
         """Build the token matrix int32[max_num_seqs, 1 + k] on the device and bring everything over.
 
         The one place of a step that waits for the device. Returns the matrix, the drafts kept int32[N], the peaks
-        float32[R], and log-probabilities.
+        float32[R], log-probabilities, and those of prompts.
         """
         ops = self.ops
         slots = ops.from_host(rows.slots[rows.sampling])
         revoked = ops.from_host(np.array([revocation.slot for revocation in plan.revocations], np.int32))
         matrix = self._postprocess.token_matrix(grid, accepted, slots, revoked)
-        tokens, kept, peaks, *scores = ops.fetch([matrix, accepted, sampled.peaks, *sampled.scores])
-        if not scores:
-            return tokens, kept, peaks, None
-        scored = sampled.scored
-        return tokens, kept, peaks, LogprobRows(rows.logits_slots[scored], rows.columns[scored], *scores)
+        of_prompts = () if scores is None else scores.parts
+        tokens, kept, peaks, *more = ops.fetch([matrix, accepted, sampled.peaks, *sampled.scores, *of_prompts])
+        of_tokens, scored = more[: len(sampled.scores)], sampled.scored
+        return (
+            tokens,
+            kept,
+            peaks,
+            LogprobRows(rows.logits_slots[scored], rows.columns[scored], *of_tokens) if of_tokens else None,
+            None if scores is None else scores.on_host(more[len(of_tokens) :]),
+        )
 
     def _look_for_failures(self, rows: Rows, accepted: IntArray, peaks: npt.NDArray[np.float32]) -> None:
         """Fail the requests of which a delivered token was chosen from logits that are not finite."""

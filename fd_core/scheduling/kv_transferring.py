@@ -69,7 +69,9 @@ class KVTransferring:
 
     def wants(self, request: Request) -> bool:
         """Whether another worker is to compute a prompt, which is tried once and before the first token."""
-        return self.paired and bool(request.spec.prefill_at) and request.prefill is None and not request.num_generated
+        if not self.paired or not request.spec.prefill_at or request.needs_every_position:
+            return False
+        return request.prefill is None and not request.num_generated
 
     def worth_fetching(self, request: Request, first: int) -> bool:
         """Whether at least a block is left to fetch behind the `first` blocks that the device has.

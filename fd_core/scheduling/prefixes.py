@@ -49,8 +49,11 @@ class Prefixes:
             self.hasher.extend(request.chain, request.root, request.tokens.view(), request.num_tokens)
 
     def keys(self, request: Request) -> Sequence[bytes]:
-        """Return the keys of the leading full blocks behind which a token is left to compute: it yields the next."""
-        if self.hasher is None:
+        """Return the keys of the leading full blocks behind which a token is left to compute: it yields the next.
+
+        There are none for a request that needs every position computed: nothing known can stand for them.
+        """
+        if self.hasher is None or request.needs_every_position:
             return ()
         return request.chain[: (request.num_tokens - 1) // self.hasher.block_size]
 

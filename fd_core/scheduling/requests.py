@@ -16,6 +16,7 @@ from dataclasses import InitVar, dataclass, field
 from typing import Final
 
 from fd_core.errors import BadRequest
+from fd_core.scheduling.prompt_logprobs import PromptLogprobs
 from fd_core.scheduling.tokens import TokenBuffer
 from fd_core.types import FinishReason, PrefillOutcome, RequestSpec
 
@@ -129,6 +130,8 @@ class Request:
     """Operation that has another worker compute the prompt while the request is LOADING."""
     prefill: PrefillOutcome | None = None
     """What became of the prefill on another worker, if the request asked for one."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Log-probabilities of the prompt that were computed; None if they are not wanted, or were delivered."""
     sent: int = field(init=False)
     """Leading blocks of a prefill job that were sent to the decode worker, or that the decode worker holds."""
     sent_all: bool = False
@@ -140,12 +143,20 @@ class Request:
         self.tokens = TokenBuffer(spec.prompt, self.limit)
         if spec.delivered:
             self.tokens.append(spec.delivered)
+        top_n = spec.params.prompt_logprobs
+        if top_n is not None and not spec.delivered:
+            self.prompt_logprobs = PromptLogprobs(self.prompt_len, top_n)
         self.sent = 0 if spec.prefill_job is None else spec.prefill_job.held_blocks
 
     @property
     def num_tokens(self) -> int:
         """Prompt and delivered tokens."""
         return self.tokens.count
+
+    @property
+    def needs_every_position(self) -> bool:
+        """Whether each position of the prompt has to be computed here, be its KV known or not."""
+        return self.prompt_logprobs is not None
 
     @property
     def num_generated(self) -> int:

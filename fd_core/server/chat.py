@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
@@ -17,7 +18,7 @@ from fd_core.server.openapi import endpoint
 from fd_core.server.prompts import chat_prompt
 from fd_core.server.request_schemas import ChatRequest
 from fd_core.server.response_format import CollectedText, ResponseFormat
-from fd_core.server.response_schemas import ChatAnswer, ChatChoice, ChatLogprobs, ChatMessage
+from fd_core.server.response_schemas import ChatAnswer, ChatChoice, ChatLogprobs, ChatMessage, Usage
 from fd_core.server.state import state_of
 from fd_core.server.streaming import GenerationResponse
 from fd_core.server.tool_grammars import constrained
@@ -84,6 +85,11 @@ class ChatFormat(ResponseFormat):
         """Return log-probabilities with the bytes of each token."""
         job = self.job
         return chat_logprobs(self.tokenizer, chunk.token_ids, chunk.logprobs, job.logprobs or 0, job.tokens_as_ids)
+
+    def whole(self, collected: list[CollectedText], usage: Usage) -> msgspec.Struct:
+        """Return the answer, with what was asked of the prompt beside the choices."""
+        answer = super().whole(collected, usage)
+        return msgspec.structs.replace(answer, prompt_logprobs=self.prompt_scores(collected[0].choice))
 
     def choice(self, collected: CollectedText) -> ChatChoice:
         """Return one generated message."""

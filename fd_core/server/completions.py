@@ -50,12 +50,8 @@ def _check(body: CompletionRequest) -> None:
             "best_of",
             "unsupported_parameter",
         )
-    if body.echo and body.logprobs is not None:
-        raise invalid(
-            "logprobs together with echo is not supported: log-probabilities of the prompt are not served",
-            "logprobs",
-            "unsupported_parameter",
-        )
+    if body.max_tokens == 0 and not body.echo:
+        raise invalid("max_tokens is 0, which needs echo to be true: the answer would be empty", "max_tokens")
 
 
 class CompletionFormat(ResponseFormat):
@@ -77,10 +73,11 @@ class CompletionFormat(ResponseFormat):
         self._builders: dict[int, CompletionLogprobsBuilder] = {}
 
     def first(self, choice: ChoiceStream) -> bytes:
-        """Return the echo of the prompt, if asked for."""
+        """Return the echo of the prompt with its log-probabilities, if asked for."""
         if self._echoes is None and not self.job.token_ids:
             return b""
-        return self.lead(choice, b',"text":' + msgspec.json.encode(self._echo(choice)))
+        scores = msgspec.json.encode(self._prompt_logprobs(choice))
+        return self.lead(choice, b',"text":' + msgspec.json.encode(self._echo(choice)), scores)
 
     def logprobs(self, choice: ChoiceStream, chunk: TextChunk | CollectedText) -> CompletionLogprobs:
         """Return log-probabilities; offsets go on from the chunk before."""
@@ -97,7 +94,25 @@ class CompletionFormat(ResponseFormat):
 
     def choice(self, collected: CollectedText) -> CompletionChoice:
         """Return one generated text."""
-        return CompletionChoice(text=self._echo(collected.choice) + collected.text, **self.ending(collected))
+        choice, ending = collected.choice, self.ending(collected)
+        if (echoed := self._prompt_logprobs(choice)) is not None:
+            ending["logprobs"] = _joined(echoed, ending["logprobs"])
+        text = self._echo(choice) + collected.text
+        return CompletionChoice(text=text, prompt_logprobs=self.prompt_scores(choice), **ending)
+
+    def _prompt_logprobs(self, choice: ChoiceStream) -> CompletionLogprobs | None:
+        """Return the shape for an echoed prompt; None if there is no echo, or no log-probabilities are wanted."""
+        job, rows = self.job, choice.prompt_logprobs
+        if self._echoes is None or job.logprobs is None or rows is None:
+            return None
+        builder = CompletionLogprobsBuilder(self.tokenizer, job.logprobs, 0, job.skip_special, job.tokens_as_ids)
+        return builder.build(job.prompts[choice.prompt_index], [None, *rows])
 
     def _echo(self, choice: ChoiceStream) -> str:
         return "" if self._echoes is None else self._echoes[choice.prompt_index]
+
+
+def _joined(first: CompletionLogprobs, then: CompletionLogprobs) -> CompletionLogprobs:
+    return CompletionLogprobs(
+        *([*getattr(first, name), *getattr(then, name)] for name in CompletionLogprobs.__struct_fields__)
+    )

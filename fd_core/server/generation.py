@@ -69,6 +69,10 @@ class Job:
     cache_salt: str
     reading: AnswerReading | None = None
     """How answers are read; None for plain text."""
+    prompt_logprobs: int | None = None
+    """Most likely tokens shown beside each token of the prompt; None shows none."""
+    prompt_only: bool = False
+    """Whether the answer shows nothing of the text: one token is computed and dropped."""
     prefill_at: str
     """`host:port` of the prefill worker that computes the prompts; empty computes them here."""
 
@@ -90,8 +94,8 @@ class ChoiceStream:
 
     __slots__ = (
         *("_arrived", "_deltas", "_eos", "_every_token", "_first", "_include_stop", "_last", "_metrics", "_parser"),
-        *("_reading", "_spec", "_stop_ids", "_text", "cached_tokens", "called", "finished", "index", "prefill"),
-        *("prompt_index", "reasoning_tokens", "tokens"),
+        *("_prompt_only", "_reading", "_spec", "_stop_ids", "_text", "cached_tokens", "called", "finished", "index"),
+        *("prefill", "prompt_index", "prompt_logprobs", "reasoning_tokens", "tokens"),
     )
 
     def __init__(self, state: ServerState, job: Job, spec: RequestSpec, deltas: DeltaStream, index: int) -> None:
@@ -102,10 +106,13 @@ class ChoiceStream:
         self.cached_tokens = 0
         self.prefill: PrefillOutcome | None = None
         """What became of a prompt that another worker was to compute; known with the first token."""
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+        """Of the prompt's tokens but the first, if they are wanted; known with the first token."""
         self.finished: str | None = None
         self._deltas = deltas
         # Tokens that add no text get a chunk if their log-probabilities or ids are shown.
         self._every_token = job.logprobs is not None or job.token_ids
+        self._prompt_only = job.prompt_only
         self._include_stop = job.include_stop
         self._stop_ids = spec.params.stop_token_ids
         self._eos = () if spec.params.ignore_eos else spec.eos_token_ids
@@ -154,6 +161,8 @@ class ChoiceStream:
             self.cached_tokens = delta.cached_tokens
         if delta.prefill is not None:
             self.prefill = delta.prefill
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
         ids, reason, logprobs = delta.token_ids, delta.finish_reason, delta.logprobs or ()
         if ids:
             self._observe(len(ids))
@@ -161,6 +170,8 @@ class ChoiceStream:
             raise ApiError(
                 500, f"the generation failed: {delta.error or 'the engine gave no reason'}", kind="server_error"
             )
+        if self._prompt_only and reason is not FinishReason.ABORT:
+            return TextChunk("", (), (), None if reason is None else FinishReason.LENGTH.value)
         silent = reason is FinishReason.STOP and self._ends_silently(ids)
         text, stopped_by, consumed = self._text.push(ids[:-1] if silent else ids)
         if stopped_by is not None:

@@ -6,6 +6,7 @@ from fastapi import Request
 
 from fd_core.disagg.ticket import TICKET_HEADER, read_ticket
 from fd_core.server.errors import ApiError, invalid
+from fd_core.server.evaluation_fields import check_prompt_logprobs
 from fd_core.server.generation import Job
 from fd_core.server.request_schemas import GenerationRequest
 from fd_core.server.sampling import bad_word_ids, choices_per_prompt, sampling_params, stop_strings
@@ -26,14 +27,18 @@ def build_job(
     """Return what the request wants generated; `ApiError` (400, 403) for what does not fit the model or this worker."""
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options is given, but stream is not true", "stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("prompt_logprobs is not told in a stream; leave stream out, or use echo", "prompt_logprobs")
     bad_words = bad_word_ids(body, state.client.info, state.tokenizer)
+    params = sampling_params(body, state.client.info, prompts, logprobs, bad_words)
+    check_prompt_logprobs(params[0].prompt_logprobs, sum(map(len, prompts)) * (body.n or 1))
     return Job(
         request_id=request.state.request_id,
         model=state.model_name(body.model),
         fingerprint=state.fingerprint,
         arrived=request.state.arrived,
         prompts=prompts,
-        params=sampling_params(body, state.client.info, prompts, logprobs, bad_words),
+        params=params,
         n=choices_per_prompt(body, len(prompts)),
         stop=stop_strings(body),
         include_stop=bool(body.include_stop_str_in_output),
@@ -47,6 +52,8 @@ def build_job(
         tenant=body.user or "",
         cache_salt=body.cache_salt or "",
         reading=reading,
+        prompt_logprobs=body.prompt_logprobs,
+        prompt_only=body.max_tokens == 0,
         prefill_at=_prefill_peer(state, request),
     )
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from fd_core.server.response_schemas import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from fd_core.server.response_schemas import ChatLogprobs, CompletionLogprobs, PromptLogprob, TokenLogprob, TopLogprob
 from fd_core.text.detokenizer import IncrementalDetokenizer
 from fd_core.text.tokenizer import Tokenizer
 from fd_core.types import TokenLogprobs
 
-__all__ = ["CompletionLogprobsBuilder", "chat_logprobs"]
+__all__ = ["CompletionLogprobsBuilder", "chat_logprobs", "prompt_logprobs"]
 
 _FLOOR: Final = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
@@ -31,6 +31,26 @@ def chat_logprobs(
     return ChatLogprobs(content)
 
 
+def prompt_logprobs(
+    tokenizer: Tokenizer, ids: Sequence[int], rows: Sequence[TokenLogprobs], top: int
+) -> list[dict[int, PromptLogprob] | None]:
+    """Return what is told of a prompt: for each token itself and the `top` most likely there, null for the first.
+
+    A rank counts from 1, the most likely; it is null for a token that is not among those reported.
+    """
+    answer: list[dict[int, PromptLogprob] | None] = [None]
+    for token_id, row in zip(ids[1:], rows, strict=True):
+        ranks = dict(zip(row.top_ids, range(1, len(row.top_ids) + 1), strict=True))
+        likely = dict(zip(row.top_ids[:top], row.top[:top], strict=True)) | {token_id: row.logprob}
+        answer.append(
+            {
+                each: PromptLogprob(_finite(value), ranks.get(each), tokenizer.token_text(each))
+                for each, value in likely.items()
+            }
+        )
+    return answer
+
+
 class CompletionLogprobsBuilder:
     """Makes the completions shape for one choice, chunk by chunk; it knows where in the text each token begins."""
 
@@ -41,21 +61,21 @@ class CompletionLogprobsBuilder:
         self._offset = offset
         self._text = IncrementalDetokenizer(tokenizer, skip_special=skip_special)
 
-    def build(self, ids: Sequence[int], rows: Sequence[TokenLogprobs]) -> CompletionLogprobs:
-        """Return the shape for the next tokens."""
+    def build(self, ids: Sequence[int], rows: Sequence[TokenLogprobs | None]) -> CompletionLogprobs:
+        """Return the shape for the next tokens; a token without log-probabilities, as a text's first, has null."""
         answer = CompletionLogprobs([], [], [], [])
         for token_id, row in zip(ids, rows, strict=True):
             name = self._name(token_id)
-            likely = {
-                self._name(other): _finite(value)
-                for other, value in zip(row.top_ids[: self._top], row.top[: self._top], strict=True)
-            }
             answer.text_offset.append(self._offset)
             answer.tokens.append(name)
-            answer.token_logprobs.append(_finite(row.logprob))
-            answer.top_logprobs.append({**likely, name: _finite(row.logprob)})
+            answer.token_logprobs.append(None if row is None else _finite(row.logprob))
+            answer.top_logprobs.append(None if row is None else self._likely(row) | {name: _finite(row.logprob)})
             self._offset += len(self._text.push((token_id,)).text)
         return answer
+
+    def _likely(self, row: TokenLogprobs) -> dict[str, float]:
+        pairs = zip(row.top_ids[: self._top], row.top[: self._top], strict=True)
+        return {self._name(token_id): _finite(value) for token_id, value in pairs}
 
     def _name(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_ids else _name(self._tokenizer, token_id)

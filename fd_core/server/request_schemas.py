@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from fd_core.server.evaluation_fields import EvaluationFields
 from fd_core.server.tool_fields import MAX_TOOLS, ToolChoice, Tools
 from fd_core.types import Count, LogitBias, MinP, NumLogprobs, Penalty, RepetitionPenalty, Temperature, TokenCount, TopP
 
@@ -68,7 +69,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     """Every event tells the usage so far."""
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True):
+class GenerationRequest(EvaluationFields, kw_only=True):
     """Fields that completions and chat share; null means the default."""
 
     model: str | None = None
@@ -124,6 +125,8 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: Prompt | None = None
     prompt_token_ids: list[TokenId | list[TokenId]] | None = None
     """Read instead of `prompt`."""
+    max_tokens: Count | None = None
+    """0 only together with `echo`: the prompt alone is answered."""
     echo: bool | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     logprobs: NumLogprobs | None = None

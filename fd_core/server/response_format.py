@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Final
 import msgspec
 
 from fd_core.server.generation import ChoiceStream, Job, TextChunk
-from fd_core.server.response_schemas import Usage
+from fd_core.server.logprobs import prompt_logprobs
+from fd_core.server.response_schemas import PromptLogprob, Usage
 from fd_core.text.parsing.events import Event
 from fd_core.text.tokenizer import Tokenizer
 from fd_core.types import TokenLogprobs
@@ -122,10 +123,10 @@ class ResponseFormat(abc.ABC):
             parts += b',"token_ids":', _encode(chunk.token_ids)
         return b"".join([*parts, b"}", self.end_of_event()])
 
-    def lead(self, choice: ChoiceStream, content: bytes) -> bytes:
+    def lead(self, choice: ChoiceStream, content: bytes, scores: bytes = b"null") -> bytes:
         """Return an event that comes before the first chunk; `content` is JSON such as `,"text":""`."""
         ids = b',"prompt_token_ids":' + _encode(self.job.prompts[choice.prompt_index]) if self.job.token_ids else b""
-        end = b',"logprobs":null,"finish_reason":null'
+        end = b',"logprobs":' + scores + b',"finish_reason":null'
         return self.head + b'{"index":%d' % choice.index + content + end + ids + b"}" + self.end_of_event()
 
     def end_of_event(self) -> bytes:
@@ -137,6 +138,13 @@ class ResponseFormat(abc.ABC):
     def usage_event(self, usage: Usage) -> bytes:
         """Return the event that tells the usage, after the last chunk of the last choice."""
         return self.head + b'],"usage":' + _encode(usage) + b"}\n\n"
+
+    def prompt_scores(self, choice: ChoiceStream) -> list[dict[int, PromptLogprob] | None] | msgspec.UnsetType:
+        """Return log-probabilities of a choice's prompt in vLLM's shape, unset unless they were asked for."""
+        rows, top = choice.prompt_logprobs, self.job.prompt_logprobs
+        if top is None or rows is None:
+            return msgspec.UNSET
+        return prompt_logprobs(self.tokenizer, self.job.prompts[choice.prompt_index], rows, top)
 
     def ending(self, collected: CollectedText) -> dict[str, Any]:
         """Return the fields that choices of both APIs share."""

@@ -20,7 +20,8 @@ __all__ = [
         "ModelInfoAnswer",
         "ModelList",
     ),
-    *("PromptTokensDetails", "TokenLogprob", "ToolCall", "TokenizeAnswer", "TopLogprob", "Usage", "VersionAnswer"),
+    *("PromptLogprob", "PromptTokensDetails", "TokenLogprob", "ToolCall", "TokenizeAnswer", "TopLogprob", "Usage"),
+    "VersionAnswer",
 ]
 
 
@@ -59,10 +60,20 @@ class CompletionLogprobs(msgspec.Struct):
 
     text_offset: list[int]
     """Where in the choice's text each token begins, in characters."""
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
+    """Null for the first token of an echoed prompt."""
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
     """The most likely tokens and the chosen one, by text."""
+
+
+class PromptLogprob(msgspec.Struct):
+    """One token of a prompt, or one that was likely in its place."""
+
+    logprob: float
+    rank: int | None
+    """1 for the most likely; null for one that is not among those reported."""
+    decoded_token: str
 
 
 class TopLogprob(msgspec.Struct):
@@ -106,6 +117,8 @@ class CompletionChoice(_Ending, kw_only=True):
 
     text: str
     logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | msgspec.UnsetType = msgspec.UNSET
+    """For each token of the prompt by id, null for the first; there only if the request asked for them."""
 
 
 class CompletionAnswer(msgspec.Struct, kw_only=True):
@@ -169,6 +182,8 @@ class ChatAnswer(msgspec.Struct, kw_only=True):
     """Names what computes: equal where equal requests with a seed get equal texts."""
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | msgspec.UnsetType = msgspec.UNSET
+    """For each token of the rendered prompt by id, null for the first; there only if the request asked for them."""
 
 
 class ModelCard(msgspec.Struct, kw_only=True):

@@ -14,6 +14,7 @@ from fd_core.server.request_schemas import (
     MAX_STOP,
     MAX_STOP_CHARS,
     ChatRequest,
+    CompletionRequest,
     GenerationRequest,
 )
 from fd_core.text.tokenizer import Tokenizer
@@ -28,7 +29,7 @@ _COMPLETION_DEFAULT: Final = 16
 _READ: Final = frozenset(
     (
         *("max_tokens", "min_tokens", "temperature", "top_k", "seed", "logit_bias", "logprobs", "stop_token_ids"),
-        *("allowed_token_ids", "bad_words_token_ids", "grammar", "reasoning"),
+        *("allowed_token_ids", "bad_words_token_ids", "grammar", "prompt_logprobs", "reasoning"),
     )
 )
 """Sampling parameters that are not simply copied from the request's field of the same name."""
@@ -109,6 +110,7 @@ def sampling_params(
                 allowed_token_ids=allowed_ids,
                 bad_words_token_ids=bad_words,
                 logprobs=logprobs,
+                prompt_logprobs=_prompt_logprobs(request, logprobs),
                 stop_token_ids=stop_ids,
                 **copied,
             )
@@ -126,7 +128,16 @@ def asked_tokens(request: GenerationRequest) -> tuple[int | None, str]:
         )
     if newer is not None:
         return newer, "max_completion_tokens"
-    return (older if isinstance(request, ChatRequest) else older or _COMPLETION_DEFAULT), "max_tokens"
+    if older is None and not isinstance(request, ChatRequest):
+        older = _COMPLETION_DEFAULT
+    # A prompt alone still takes the place of one token, which is computed and not shown.
+    return older if older is None else max(older, 1), "max_tokens"
+
+
+def _prompt_logprobs(request: GenerationRequest, logprobs: int | None) -> int | None:
+    """Return how many likely tokens are wanted beside each token of the prompt, by itself or with its echo."""
+    echoed = logprobs if isinstance(request, CompletionRequest) and request.echo else None
+    return max((wanted for wanted in (request.prompt_logprobs, echoed) if wanted is not None), default=None)
 
 
 def _min_tokens(request: GenerationRequest) -> int:

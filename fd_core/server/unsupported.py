@@ -69,7 +69,6 @@ _BOTH: Mapping[str, Refusal] = {
     "n_predict": Refusal("use max_completion_tokens"),
     "stop_regex": Refusal("texts stop at strings, given as stop, and at tokens", ("", [])),
     "no_stop_trim": Refusal("use include_stop_str_in_output", (False,)),
-    "prompt_logprobs": Refusal("log-probabilities of the prompt are not served", (0, False)),
     "logprob_token_ids": Refusal("log-probabilities are those of the most likely tokens; use top_logprobs", ([],)),
     "include_draft_logprobs": _NOT_SHOWN,
     "include_logprobs_decode_token": Refusal("only the default true is served", (True,)),

@@ -17,6 +17,7 @@ class Texts:
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, FinishReason] = {}
         self.scores: dict[str, list[TokenLogprobs]] = {}
+        self.prompt_scores: dict[str, tuple[TokenLogprobs, ...]] = {}
 
     def take(self, deltas: Iterable[Delta]) -> None:
         """Append deltas; none may follow an end, and no negative id may be in any."""
@@ -29,6 +30,9 @@ class Texts:
             )
             self.tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
             self.scores.setdefault(delta.request_id, []).extend(delta.logprobs or ())
+            if delta.prompt_logprobs is not None:
+                assert delta.request_id not in self.prompt_scores, "log-probabilities of a prompt came twice"
+                self.prompt_scores[delta.request_id] = delta.prompt_logprobs
             if delta.finish_reason is not None:
                 self.ends[delta.request_id] = delta.finish_reason
 

@@ -87,6 +87,6 @@ def greedy(text: Sequence[int], count: int) -> list[int]:
     model, state = NullModel(), _chain(np.uint64(0), ids(text))[-1]
     said: list[int] = []
     for _ in range(count):
-        said.append(int(np.argmax(model._logits(np.array([state]))[0])))
+        said.append(int(np.argmax(model.head(np.array([[state]]))[0])))
         state = _chain(state, ids(said[-1:]))[-1]
     return said

@@ -19,7 +19,6 @@ from fd_core.server.request_schemas import CompletionRequest
 from tests.server.fakes import LiveServer
 
 OUT_OF_RANGE: list[tuple[str, Any]] = [
-    ("max_tokens", 0),
     ("min_tokens", -1),
     ("temperature", 2.5),
     ("temperature", -0.1),
@@ -29,10 +28,11 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
     ("frequency_penalty", -3.0),
     ("repetition_penalty", 0.0),
     ("logprobs", 21),
+    ("prompt_logprobs", 21),
 ]
 FROM_OTHER_FIELDS = {"grammar", "reasoning"}
 """Parameters that the server makes of fields with other names."""
-OTHERWISE = {"top_k", "seed", "stop_token_ids", "allowed_token_ids", "bad_words_token_ids"}
+OTHERWISE = {"max_tokens", "top_k", "seed", "stop_token_ids", "allowed_token_ids", "bad_words_token_ids"}
 """Parameters that requests spell in more ways than the engine; `logit_bias` has a test of its own."""
 
 

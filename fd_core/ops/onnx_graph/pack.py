@@ -157,6 +157,10 @@ class OnnxOps(NumpyOps):
         """Return a forward that is traced on its first call and run as one session."""
         return SessionForward(self, forward)
 
+    def compile_states(self, states: Forward) -> Forward:
+        """Trace it as a session, too: operation by operation each of them would be one."""
+        return SessionForward(self, states)
+
     def _call(self, emit: Callable[..., Any], *arrays: Array) -> Any:
         """Emit into the graph of the symbols, or run a graph of these operators on arrays."""
         traced = next((array.graph for array in arrays if isinstance(array, GraphSymbol)), None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from fd_core.testing.requirements import thorough_but
 from fd_core.testing.stepping import parts_of
 from fd_core.testing.target import Target
 from fd_core.testing.texts import greedy, run
-from fd_core.types import RequestSpec, SamplingParams
+from fd_core.types import RequestSpec, SamplingParams, TokenLogprobs
 
 ROOM: dict[str, Any] = {"num_kv_blocks": 200, "max_num_batched_tokens": 256, "max_num_seqs": 8}
 
@@ -140,3 +141,57 @@ def test_log_probabilities_are_those_of_a_run_alone(target: Target, golden: Gold
             assert [score.top_ids for score in mine] == [score.top_ids for score in theirs]
             for ours, right in zip(mine, theirs, strict=True):
                 assert (ours.logprob, *ours.top) == pytest.approx((right.logprob, *right.top), abs=1e-4)
+
+
+def scored(name: str, prompt: Sequence[int], top_n: int = 3, **params: Any) -> RequestSpec:
+    """A request for the log-probabilities of a prompt."""
+    return greedy(name, prompt, params.pop("max_tokens", 4), prompt_logprobs=top_n, **params)
+
+
+def assert_scores(
+    target: Target, found: Mapping[str, Sequence[TokenLogprobs]], right: Mapping[str, Sequence[TokenLogprobs]]
+) -> None:
+    exact = target.ops.dtype == "float32"
+    for name, theirs in right.items():
+        mine = found[name]
+        assert len(mine) == len(theirs)
+        for place, (ours, best) in enumerate(zip(mine, theirs, strict=True), 1):
+            assert ours.logprob == pytest.approx(best.logprob, abs=1e-4 if exact else 0.5), f"token {place} of {name}"
+            assert ours.top == pytest.approx(best.top, abs=1e-4 if exact else 0.5), f"token {place} of {name}"
+            assert not exact or ours.top_ids == best.top_ids
+
+
+@pytest.mark.parametrize("budget", thorough_but([1, 7, 256], 7))
+@pytest.mark.law("4")
+def test_log_probabilities_of_prompts_are_the_oracles(target: Target, budget: int) -> None:
+    """In chunks and in one step, beside requests that want none, and again when the prefix is known."""
+    prompts = [
+        [(11 * index + 3 * place) % 90 for place in range(length)] for index, length in enumerate((1, 2, 13, 31))
+    ]
+    specs = [scored(f"p{index}", prompt) for index, prompt in enumerate(prompts)]
+    with target.oracle.engine(**ROOM | {"max_num_seqs": 1, "enable_prefix_caching": False}) as engine:
+        alone = run(engine, specs)
+    others = [greedy("plain", [5, 6, 7], 20), scored("least", prompts[3], 0)]
+    with target.engine(**ROOM | {"max_num_batched_tokens": budget}) as engine:
+        texts = run(engine, [*specs, *others])
+        again = run(engine, specs)
+        assert again.tokens.keys() == alone.tokens.keys()
+    assert [len(alone.prompt_scores[spec.request_id]) for spec in specs] == [0, 1, 12, 30]
+    assert_scores(target, texts.prompt_scores, alone.prompt_scores)
+    assert_scores(target, again.prompt_scores, alone.prompt_scores)
+    assert "plain" not in texts.prompt_scores
+    assert {score.top for score in texts.prompt_scores["least"]} == {()}
+
+
+@pytest.mark.law("4")
+def test_log_probabilities_of_prompts_survive_preemption(target: Target) -> None:
+    specs = [
+        scored(f"p{index}", [(7 * index + 3 * place) % 90 for place in range(20)], max_tokens=38) for index in range(6)
+    ]
+    with target.oracle.engine(**ROOM | {"max_num_seqs": 1, "enable_prefix_caching": False}) as engine:
+        alone = run(engine, specs)
+    with target.engine(pipeline_depth=2) as engine:
+        parts_of(engine).control.growth = lambda *_: 0  # type: ignore[method-assign]  # admits all requests at once
+        texts = run(engine, specs)
+        assert engine.stats().scheduler.counters.preemptions > 0
+    assert_scores(target, texts.prompt_scores, alone.prompt_scores)

@@ -135,6 +135,7 @@ class ReleasesInEveryColumn:
     spreads_to=(
         "budget:test_the_smallest_legal_budget_brings_everybody_to_the_end*",
         "golden:test_preemption_changes_no_text*",
+        "golden:test_log_probabilities_of_prompts*",
         "kv:test_texts_survive_a_preemption_whose_kv_is_restored*",
         "signals:test_preempted_again_and_again_nothing_is_lost*",
         "signals:test_a_text_that_ends_while_it_drains_is_not_requeued",
@@ -226,6 +227,7 @@ class AcceptsDraftsBehindAWrongOne:
 @wrong(
     "null",
     "signals:test_no_negative_id_reaches_log_probabilities*",
+    spreads_to=("golden:test_log_probabilities_of_prompts_survive_preemption",),
 )
 class ShowsReleasesInLogprobs:
     """Its buffer of ids is the one of the matrix."""

@@ -1,0 +1,34 @@
+"""Log-probabilities of a prompt, collected while its chunks are computed and delivered with the first token.
+
+They are kept by position: what is computed a second time after a preemption is written over what was there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fd_core.types import IntArray, PromptLogprobRows, TokenLogprobs
+
+__all__ = ["PromptLogprobs"]
+
+
+class PromptLogprobs:
+    """Of one request; there is none for the first token of a prompt."""
+
+    def __init__(self, prompt_len: int, top_n: int) -> None:
+        """`top_n` most likely tokens are kept for each position."""
+        self._chosen = np.full(prompt_len - 1, np.nan, np.float32)
+        self._top_ids = np.zeros((prompt_len - 1, top_n), np.int32)
+        self._top = np.zeros((prompt_len - 1, top_n), np.float32)
+
+    def take(self, rows: PromptLogprobRows, mine: IntArray) -> None:
+        """Keep rows `mine` int[n] of what a step computed."""
+        places, top_n = rows.positions[mine] - 1, self._top.shape[1]
+        self._chosen[places] = rows.chosen[mine]
+        self._top_ids[places] = rows.top_ids[mine, :top_n]
+        self._top[places] = rows.top[mine, :top_n]
+
+    def delivered(self) -> tuple[TokenLogprobs, ...]:
+        """Return them in the order of the prompt."""
+        columns = self._chosen.tolist(), self._top_ids.tolist(), self._top.tolist()
+        return tuple(TokenLogprobs(chosen, tuple(ids), tuple(top)) for chosen, ids, top in zip(*columns, strict=True))

@@ -1,0 +1,32 @@
+"""Fields that evaluation harnesses send: log-probabilities of the prompt."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from fd_core.server.errors import invalid
+from fd_core.types import NumLogprobs
+
+__all__ = ["MAX_PROMPT_LOGPROBS", "EvaluationFields", "check_prompt_logprobs"]
+
+MAX_PROMPT_LOGPROBS: Final = 2**20
+"""Log-probabilities of prompts that one answer may hold."""
+
+
+class EvaluationFields(msgspec.Struct, kw_only=True):
+    """Of completions and chat; null means the default."""
+
+    prompt_logprobs: NumLogprobs | None = None
+    """Most likely tokens told beside each token of the prompt; 0 tells the prompt's own only."""
+
+
+def check_prompt_logprobs(top: int | None, tokens: int) -> None:
+    """Refuse what one answer cannot hold: `top` likely tokens, and its own, for each of `tokens` of the prompts."""
+    if top is not None and tokens * (1 + top) > MAX_PROMPT_LOGPROBS:
+        raise invalid(
+            f"the prompts have {tokens} tokens, choices included, and {1 + top} log-probabilities of each would be "
+            f"{tokens * (1 + top)}; one answer holds {MAX_PROMPT_LOGPROBS}: ask for fewer, or send several requests",
+            "prompt_logprobs",
+        )

@@ -1,0 +1,123 @@
+"""Log-probabilities of prompts: those of the model, whatever is cached, cut into chunks or preempted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import pytest
+
+from fd_core.backends.null import NullCache, NullModel
+from fd_core.engine.client import _merged
+from fd_core.ops.contract import StepInput
+from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.runner import prompt_scores
+from fd_core.testing.arrays import step_input
+from fd_core.testing.stepping import parts_of
+from fd_core.testing.texts import Texts
+from fd_core.types import Delta, RequestSpec, SamplingParams
+from tests.engine.helpers import null_engine, run
+
+RNG = np.random.default_rng(4)
+PROMPTS = [tuple(RNG.integers(0, 256, length).tolist()) for length in (1, 2, 16, 17, 90, 200)]
+
+
+def specs(prompts: Sequence[tuple[int, ...]] = PROMPTS, top_n: int = 3, **params: object) -> list[RequestSpec]:
+    given = SamplingParams(**{"temperature": 0.0, "max_tokens": 5, "ignore_eos": True, **params}, prompt_logprobs=top_n)  # type: ignore[arg-type]
+    return [RequestSpec(request_id=f"r{index}", prompt=prompt, params=given) for index, prompt in enumerate(prompts)]
+
+
+def right(prompt: tuple[int, ...]) -> np.ndarray:
+    """Log-probabilities [len(prompt), V] straight from the model's logits, without an engine."""
+    model = NullModel()
+    blocks = -(-len(prompt) // 16)
+    step = step_input([(len(prompt), len(prompt))], 16, np.arange(blocks, dtype=np.int32)[None])
+    given = {"token_ids": np.array(prompt, np.int32), "logits_rows": np.arange(len(prompt), dtype=np.int32)}
+    values = {name: getattr(step, name) for name in StepInput.__slots__} | given
+    logits = model.forward(StepInput(**values), NullCache(model.kv_shape(16), blocks)).astype(np.float64)
+    return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+
+
+def check(texts: Texts, wanted: Sequence[RequestSpec]) -> None:
+    for spec in wanted:
+        exact, found = right(spec.prompt), texts.prompt_scores[spec.request_id]
+        assert len(found) == len(spec.prompt) - 1
+        for place, score in enumerate(found):
+            assert score.logprob == pytest.approx(exact[place, spec.prompt[place + 1]], abs=1e-4)
+            best = np.argsort(-exact[place], kind="stable")[: spec.params.prompt_logprobs]
+            assert score.top_ids == tuple(best.tolist())
+            assert score.top == pytest.approx(exact[place, best], abs=1e-4)
+
+
+@pytest.mark.parametrize("budget", [1, 7, 64])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.law("4")
+def test_they_are_the_models_in_whatever_chunks(budget: int, depth: int) -> None:
+    engine = null_engine(max_num_batched_tokens=budget, pipeline_depth=depth, num_kv_blocks=60)
+    check(run(engine, specs()), specs())
+    engine.close()
+
+
+def test_what_is_cached_is_computed_again_for_those_who_ask() -> None:
+    engine = null_engine(num_kv_blocks=100)
+    plain = [RequestSpec(request_id="plain", prompt=PROMPTS[-1], params=SamplingParams(max_tokens=2))]
+    run(engine, plain)
+    hits = engine.stats().scheduler.counters.prefix_hits
+    check(run(engine, specs()), specs())
+    assert engine.stats().scheduler.counters.prefix_hits == hits
+    run(engine, plain)
+    assert engine.stats().scheduler.counters.prefix_hits == hits + 192, "what they computed is cached for others"
+    engine.close()
+
+
+@pytest.mark.law("4")
+@pytest.mark.parametrize("keep", [True, False])
+def test_they_survive_preemption(keep: bool) -> None:
+    wanted = specs([PROMPTS[-1][: 100 - index] for index in range(8)], max_tokens=80)
+    engine = null_engine(num_kv_blocks=30, pipeline_depth=2, max_num_batched_tokens=40, save_preempted_kv=keep)
+    parts_of(engine).control.growth = lambda *_: 0  # type: ignore[method-assign]  # admits all requests at once
+    texts = run(engine, wanted)
+    check(texts, wanted)
+    assert engine.stats().scheduler.counters.preemptions > 0
+    assert all(len(text) == 80 for text in texts.tokens.values())
+    engine.close()
+
+
+def test_they_are_told_once_with_the_first_token() -> None:
+    engine, deltas = null_engine(), []
+    engine.submit(specs([PROMPTS[-1]])[0])
+    while engine.has_work:
+        deltas += engine.step()
+    told = [delta.prompt_logprobs is not None for delta in deltas if delta.token_ids]
+    assert told == [True, *[False] * 4]
+    engine.close()
+
+
+def test_a_request_that_was_told_goes_on_without_them() -> None:
+    """As a restart resumes it: with tokens that an earlier engine delivered."""
+    engine = null_engine()
+    (spec,) = specs([PROMPTS[4]])
+    text = run(engine, [spec]).tokens["r0"]
+    texts = run(engine, [msgspec.structs.replace(spec, delivered=tuple(text[:2]))])
+    assert texts.tokens["r0"] == text[2:]
+    assert texts.prompt_scores == {}
+    assert engine.stats().scheduler.counters.prefix_hits > 0
+    engine.close()
+
+
+def test_no_more_logits_exist_at_a_time_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_scores, "SCORED_CELLS", 20 * 257)
+    seen: list[int] = []
+    logprobs = NumpyOps.logprobs
+    monkeypatch.setattr(NumpyOps, "logprobs", lambda ops, x, *rest: (seen.append(len(x)), logprobs(ops, x, *rest))[1])
+    engine = null_engine(max_num_batched_tokens=400)
+    check(run(engine, specs()), specs())
+    assert max(seen) == 20
+    assert sum(seen) == sum(len(prompt) - 1 for prompt in PROMPTS)
+    engine.close()
+
+
+def test_merged_deltas_keep_them() -> None:
+    first, then = Delta("a", (1,), prompt_logprobs=()), Delta("a", (2,))
+    assert _merged([first, then]).prompt_logprobs == ()
