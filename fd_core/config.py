@@ -135,6 +135,12 @@ class ServerConfig(CheckedStruct, frozen=True, kw_only=True):
     max_queued_requests: Annotated[int, Range(0)] = 1024
     """Requests waiting beyond this are answered with 503."""
     max_body_bytes: Annotated[int, ByteSize()] = 16 * 1024 * 1024
+    batch_api: bool = True
+    """Whether files and batches are kept, see /v1/files and /v1/batches."""
+    batch_store: str | None = None
+    """Folder of files and batches; None takes one in the cache folder."""
+    batch_store_limit: Annotated[int, ByteSize()] = 2**30
+    """Bytes of all files that are kept."""
     metrics_names: Annotated[str, OneOf("fdcore", "vllm")] = "fdcore"
     """`vllm` adds vLLM's names to those of /metrics, for dashboards and routers that look for them."""
     log_level: Annotated[str, LOG_LEVELS] = "info"

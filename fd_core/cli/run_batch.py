@@ -18,13 +18,16 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fd_core.cli.settings import Settings
-    from fd_core.server.batches.lines import Request
+    from fd_core.server.batches.lines import BatchLine
     from fd_core.server.batches.output import AnswerFile
-    from fd_core.server.batches.running import Progress
+    from fd_core.server.batches.running import BatchProgress
 
 __all__ = ["run_batch"]
 
-_SERVER: Final = ("served_model_names", "chat_template", "trust_request_chat_template", "engine", "log_level")
+_SERVER: Final = (
+    *("served_model_names", "chat_template", "trust_request_chat_template", "tool_call_parser", "reasoning_parser"),
+    *("engine", "log_level"),
+)
 """Settings of the server that matter where nobody connects."""
 
 
@@ -71,31 +74,35 @@ def run_batch(
         raise typer.Exit(1)
 
 
-async def _run(settings: Settings, source: Path, answers: AnswerFile, console: Console) -> Progress:
+async def _run(settings: Settings, source: Path, answers: AnswerFile, console: Console) -> BatchProgress:
     """Load the model, send what has no answer yet, and show how far it is."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 
-    from fd_core.cli.startup import find_model, running_engine, startup_bars
+    from fd_core.cli.startup import choose_parsers, find_model, running_engine, startup_bars
     from fd_core.server.app import create_app
     from fd_core.server.batches.asgi import AsgiAnswer, ask
-    from fd_core.server.batches.lines import BatchAnswer, Request, read_requests
-    from fd_core.server.batches.running import Progress, run_requests
+    from fd_core.server.batches.lines import BatchAnswer, BatchLine, read_requests
+    from fd_core.server.batches.running import BatchProgress, run_requests
 
     longest = settings.server.max_body_bytes
     try:
         with source.open("rb") as file:
-            requests = [Request(each.number, each.custom_id) for each in read_requests(file, longest)]
+            requests = [BatchLine(each.number, each.custom_id) for each in read_requests(file, longest)]
     except OSError as error:
         raise ConfigError(f"cannot read {source}: {error.strerror}", field="--input") from error
     _check_resumable(requests, answers)
     done = list(answers.known.values())
-    progress = Progress(len(requests), sum(each.ok for each in done), sum(not each.ok for each in done))
+    progress = BatchProgress(len(requests), sum(each.ok for each in done), sum(not each.ok for each in done))
     async with contextlib.AsyncExitStack() as stack:
         with startup_bars(console) as bars:
             model = await asyncio.to_thread(find_model, settings.engine, settings.server.chat_template, bars)
             client = await stack.enter_async_context(running_engine(model, settings.server.engine, bars))
-        app = create_app(settings.server, client, model.tokenizer, model.template)
+        server = settings.server
+        chosen = choose_parsers(
+            server.tool_call_parser, server.reasoning_parser, model.template, client.info.architecture
+        )
+        app = create_app(server, client, model.tokenizer, model.template, parsers=chosen.parsers)
         stack.callback(app.state.fd.prompt_reader.close)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         shown = Bars(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
@@ -129,7 +136,7 @@ async def _run(settings: Settings, source: Path, answers: AnswerFile, console: C
     return progress
 
 
-def _check_resumable(requests: list[Request], answers: AnswerFile) -> None:
+def _check_resumable(requests: list[BatchLine], answers: AnswerFile) -> None:
     """Raise `ConfigError` if the answers that are there belong to other requests."""
     ids = {request.id: request.custom_id for request in requests}
     for known in answers.known.values():

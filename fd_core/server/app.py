@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from fastapi import FastAPI
 
 import fd_core
+from fd_core.cache_dir import find_cache_dir
 from fd_core.config import ServerConfig
 from fd_core.engine.client import EngineClient
 from fd_core.server import admin, chat, completions, health, kv_events, models, openapi, tokenize
 from fd_core.server.auth import KeyRing
+from fd_core.server.batches import routes
+from fd_core.server.batches.service import BatchService
 from fd_core.server.errors import install_handlers
 from fd_core.server.gate import Gate
 from fd_core.server.metrics import ServerMetrics
@@ -43,6 +48,16 @@ def create_app(
     app.state.fd = ServerState(config, client, tokenizer, reader, metrics, parsers or Parsers(), ticket_key=ticket_key)
     for family in (chat, completions, models, tokenize, admin, health, kv_events):
         app.include_router(family.router)
+    if config.batch_api:
+        app.include_router(routes.router)
+        folder = find_cache_dir() / "batches" if config.batch_store is None else Path(config.batch_store)
+        app.state.fd.batches = BatchService(
+            app,
+            folder.expanduser(),
+            config.batch_store_limit,
+            longest=config.max_body_bytes,
+            at_once=max(1, client.info.max_num_seqs // 2),  # the other slots are for those who wait for their answer
+        )
     install_handlers(app)
     app.add_middleware(Gate, keys=KeyRing(config.api_keys), metrics=metrics)
     openapi.install(app, keys_required=bool(config.api_keys))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -14,7 +14,7 @@ from fd_core.server.errors import ApiError, invalid
 from fd_core.server.known_fields import KnownFields, UnknownField
 from fd_core.server.unsupported import HARMLESS, Refusal
 
-__all__ = ["BodyFormat", "read_bytes"]
+__all__ = ["BodyFormat", "read_bounded", "read_bytes"]
 
 log = logging.getLogger(__name__)
 
@@ -102,16 +102,21 @@ async def read_bytes(request: Request, limit: int) -> bytes:
         # a browser sends any other type across origins without asking first, so this also keeps foreign pages out
         message = f"the body must be sent as content-type application/json, not {_named(kind)}"
         raise ApiError(415, message, code="unsupported_media_type")
+    parts = [part async for part in read_bounded(request, limit)]
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def read_bounded(request: Request, limit: int) -> AsyncIterator[bytes]:
+    """Yield the body of a request as it arrives; `ApiError` (413) beyond `limit` bytes."""
     announced = request.headers.get("content-length")
     if announced is not None and announced.isdecimal() and int(announced) > limit:
         raise _too_large(limit)
-    parts, size = [], 0
+    size = 0
     async for part in request.stream():
         size += len(part)
         if size > limit:
             raise _too_large(limit)
-        parts.append(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+        yield part
 
 
 def _too_large(limit: int) -> ApiError:

@@ -61,6 +61,8 @@ async def serve_http(
     def started() -> None:
         if registration is not None:
             registration.start()
+        if state.batches is not None:
+            state.batches.resume()
         if on_ready is not None:
             on_ready(url)
 
@@ -94,6 +96,8 @@ async def serve_http(
                 drain.cancel()
                 if registration is not None:
                     await registration.leave()
+                if state.batches is not None:
+                    await state.batches.close()
                 if client.kv_log is not None:
                     client.kv_log.close()
                 server.should_exit = True
@@ -128,6 +132,8 @@ async def _drain(
 ) -> None:
     """Wait for `stop`, then until nothing runs, `seconds` have passed or `hurry` is set; abort what is left."""
     await stop.wait()
+    if state.batches is not None:
+        await state.batches.close()
     if registration is not None:
         await registration.leave()
     state.draining = True

@@ -13,6 +13,7 @@ from fastapi import Request
 import fd_core
 from fd_core.config import ServerConfig
 from fd_core.engine.client import EngineClient
+from fd_core.server.batches.service import BatchService
 from fd_core.server.errors import ApiError, unavailable
 from fd_core.server.metrics import ServerMetrics
 from fd_core.text.parsing.answer import Parsers
@@ -83,6 +84,8 @@ class ServerState:
     ticket_key: bytes | None = None
     """Authenticates the tickets with which a router assigns prompts to prefill workers; None unless this is a decode
     worker."""
+    batches: BatchService | None = None
+    """Keeps files and runs batches; None if that is turned off."""
     draining: bool = False
 
     @property

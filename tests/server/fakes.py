@@ -312,7 +312,8 @@ def live(
         made = make()
         return made if isinstance(made, EngineClient) else await made
 
-    server = LiveServer(client, ServerConfig(**({"drain_seconds": 2.0} | settings)), ticket_key, parsers)
+    config = ServerConfig(**({"drain_seconds": 2.0, "batch_api": False} | settings))
+    server = LiveServer(client, config, ticket_key, parsers)
     server.start()
     try:
         yield server

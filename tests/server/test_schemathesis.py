@@ -18,7 +18,7 @@ from fd_core.config import ServerConfig
 from fd_core.server.app import create_app
 from tests.server.fakes import FakeClient, LiveServer, byte_tokenizer, chat_template, live
 
-DOCUMENT = create_app(ServerConfig(), FakeClient(), byte_tokenizer(), chat_template()).openapi()
+DOCUMENT = create_app(ServerConfig(batch_api=False), FakeClient(), byte_tokenizer(), chat_template()).openapi()
 SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
 OPERATIONS = [found.ok() for found in SCHEMA.get_all_operations()]
 CHECKS = (

@@ -10,9 +10,9 @@ import msgspec
 __all__ = [
     "ENDPOINTS",
     "BatchAnswer",
+    "BatchLine",
     "BatchResponse",
     "LineError",
-    "Request",
     "answered",
     "as_line",
     "failed",
@@ -65,7 +65,7 @@ class _Asked(msgspec.Struct):
     stream: Any = None
 
 
-class Request(NamedTuple):
+class BatchLine(NamedTuple):
     """One line of the input; either `error` is set, or it can be sent."""
 
     number: int
@@ -85,7 +85,7 @@ _line: Final = msgspec.json.Decoder(_Line)
 _asked: Final = msgspec.json.Decoder(_Asked)
 
 
-def read_requests(file: IO[bytes], longest: int, endpoint: str | None = None) -> Iterator[Request]:
+def read_requests(file: IO[bytes], longest: int, endpoint: str | None = None) -> Iterator[BatchLine]:
     """Yield the requests of a file; lines that are blank count, but are no requests.
 
     A line beyond `longest` bytes is not kept in memory. With `endpoint`, all requests have to go there. A line that
@@ -107,14 +107,14 @@ def read_requests(file: IO[bytes], longest: int, endpoint: str | None = None) ->
             yield request
 
 
-def answered(request: Request, status: int, request_id: str, body: bytes) -> BatchAnswer:
+def answered(request: BatchLine, status: int, request_id: str, body: bytes) -> BatchAnswer:
     """Return the line for what a server answered."""
     return BatchAnswer(
         id=request.id, custom_id=request.custom_id, response=BatchResponse(status, request_id, msgspec.Raw(body))
     )
 
 
-def failed(request: Request, error: LineError) -> BatchAnswer:
+def failed(request: BatchLine, error: LineError) -> BatchAnswer:
     """Return the line for a request that was not sent, or got no answer."""
     return BatchAnswer(id=request.id, custom_id=request.custom_id, error=error)
 
@@ -127,7 +127,7 @@ def as_line(answer: BatchAnswer) -> bytes:
     return text + b"\n"
 
 
-def _read(number: int, line: bytes, endpoint: str | None) -> Request:
+def _read(number: int, line: bytes, endpoint: str | None) -> BatchLine:
     try:
         found = _line.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -148,8 +148,8 @@ def _read(number: int, line: bytes, endpoint: str | None) -> Request:
         return _wrong(number, custom_id, "invalid_body", "body has to be an object")
     if streams:
         return _wrong(number, custom_id, "invalid_body", "body.stream is true; a batch has whole answers only")
-    return Request(number, custom_id, found.url, body)
+    return BatchLine(number, custom_id, found.url, body)
 
 
-def _wrong(number: int, custom_id: str | None, code: str, message: str) -> Request:
-    return Request(number, custom_id, error=LineError(code, f"line {number}: {message}"))
+def _wrong(number: int, custom_id: str | None, code: str, message: str) -> BatchLine:
+    return BatchLine(number, custom_id, error=LineError(code, f"line {number}: {message}"))

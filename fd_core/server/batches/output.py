@@ -42,6 +42,8 @@ class AnswerFile:
                 self.known[found.id] = _without_body(found)
                 end += len(line)
             self._file.truncate(end)
+            self.size = end
+            """Bytes of the answers that are there."""
         except OSError as error:
             raise ConfigError(f"cannot write {self._partial}: {error.strerror}", field="--output") from error
         except msgspec.DecodeError as error:
@@ -62,12 +64,18 @@ class AnswerFile:
         line = as_line(answer)
         if self._file.write(line) != len(line):
             raise OSError("the disk is full")
+        self.size += len(line)
 
     def finish(self) -> None:
         """Make the file complete: it appears under its own name."""
         os.fsync(self._file.fileno())
         self._file.close()
         self._partial.replace(self.path)
+
+    def discard(self) -> None:
+        """Leave no file behind."""
+        self._file.close()
+        self._partial.unlink(missing_ok=True)
 
 
 def _without_body(answer: BatchAnswer) -> BatchAnswer:

@@ -9,9 +9,9 @@ from typing import Final
 import msgspec
 
 from fd_core.server.batches.asgi import AsgiAnswer
-from fd_core.server.batches.lines import BatchAnswer, LineError, Request, answered, failed
+from fd_core.server.batches.lines import BatchAnswer, BatchLine, LineError, answered, failed
 
-__all__ = ["Ask", "Progress", "run_requests"]
+__all__ = ["Ask", "BatchProgress", "run_requests"]
 
 Ask = Callable[[str, bytes, str], Awaitable[AsgiAnswer]]
 """Called with path, body and request id."""
@@ -20,7 +20,7 @@ _PAUSE_SECONDS: Final = 5.0
 """Longest wait before a request is sent again that found no room or no engine."""
 
 
-class Progress(msgspec.Struct):
+class BatchProgress(msgspec.Struct):
     """How far a run is."""
 
     total: int
@@ -34,7 +34,7 @@ class Progress(msgspec.Struct):
 
 
 async def run_requests(
-    requests: Iterator[Request],
+    requests: Iterator[BatchLine],
     ask: Ask,
     take: Callable[[BatchAnswer], None],
     *,
@@ -49,7 +49,7 @@ async def run_requests(
     """
     free = asyncio.Semaphore(at_once)
 
-    async def one(request: Request) -> None:
+    async def one(request: BatchLine) -> None:
         try:
             take(await _answer(request, ask))
         finally:
@@ -71,7 +71,7 @@ async def run_requests(
                 group.create_task(one(request))
 
 
-async def _answer(request: Request, ask: Ask) -> BatchAnswer:
+async def _answer(request: BatchLine, ask: Ask) -> BatchAnswer:
     """Return the line for a request; one that found no room, or an engine about to restart, is sent again."""
     for attempt in range(_ATTEMPTS):
         try:

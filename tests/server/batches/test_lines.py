@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fd_core.server.batches.lines import BatchAnswer, Request, answered, as_line, failed, read_requests
+from fd_core.server.batches.lines import BatchAnswer, BatchLine, answered, as_line, failed, read_requests
 
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -90,6 +90,6 @@ def test_an_answer_is_one_line_in_openais_shape() -> None:
 
 def test_no_reader_splits_a_line_at_what_it_says() -> None:
     said = "a\u2028b\u2029c\x85d\u0085\x0be\x0cf\x1cé"
-    line = as_line(answered(Request(1, "a"), 200, "r", json.dumps(said, ensure_ascii=False).encode()))
+    line = as_line(answered(BatchLine(1, "a"), 200, "r", json.dumps(said, ensure_ascii=False).encode()))
     assert len(line.decode().splitlines()) == 1
     assert json.loads(line)["response"]["body"] == said

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from fd_core.errors import ConfigError
-from fd_core.server.batches.lines import LineError, Request, answered, failed
+from fd_core.server.batches.lines import BatchLine, LineError, answered, failed
 from fd_core.server.batches.output import AnswerFile
 
-ONE = answered(Request(1, "a"), 200, "r", b"{}")
-TWO = failed(Request(2, "b"), LineError("x", "line 2: no"))
+ONE = answered(BatchLine(1, "a"), 200, "r", b"{}")
+TWO = failed(BatchLine(2, "b"), LineError("x", "line 2: no"))
 
 
 def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from fd_core.server.batches import running
 from fd_core.server.batches.asgi import AsgiAnswer
-from fd_core.server.batches.lines import BatchAnswer, LineError, Request
+from fd_core.server.batches.lines import BatchAnswer, BatchLine, LineError
 
 
 class Server:
@@ -27,14 +27,14 @@ class Server:
         return AsgiAnswer(next(self.statuses, 200), {"x-request-id": request_id}, b"{}")
 
 
-def run(server: Server, requests: list[Request], **options: object) -> list[BatchAnswer]:
+def run(server: Server, requests: list[BatchLine], **options: object) -> list[BatchAnswer]:
     taken: list[BatchAnswer] = []
     asyncio.run(running.run_requests(iter(requests), server.ask, taken.append, **({"at_once": 3} | options)))
     return taken
 
 
-def requests(count: int) -> list[Request]:
-    return [Request(number, f"c{number}", "/v1/completions", b"{}") for number in range(1, count + 1)]
+def requests(count: int) -> list[BatchLine]:
+    return [BatchLine(number, f"c{number}", "/v1/completions", b"{}") for number in range(1, count + 1)]
 
 
 def test_every_request_has_one_answer_and_few_are_on_their_way() -> None:
@@ -52,7 +52,7 @@ def test_known_answers_are_not_asked_for_again() -> None:
 
 def test_a_line_that_is_wrong_is_answered_without_being_sent() -> None:
     server = Server()
-    (answer,) = run(server, [Request(1, None, error=LineError("x", "line 1: no"))])
+    (answer,) = run(server, [BatchLine(1, None, error=LineError("x", "line 1: no"))])
     assert not answer.ok and not server.asked
 
 
