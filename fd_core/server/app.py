@@ -10,7 +10,7 @@ import fd_core
 from fd_core.cache_dir import find_cache_dir
 from fd_core.config import ServerConfig
 from fd_core.engine.client import EngineClient
-from fd_core.server import admin, chat, completions, health, kv_events, models, openapi, tokenize
+from fd_core.server import admin, chat, completions, health, kv_events, messages, models, openapi, tokenize
 from fd_core.server.auth import KeyRing
 from fd_core.server.batches import routes
 from fd_core.server.batches.service import BatchService
@@ -46,7 +46,7 @@ def create_app(
     metrics = ServerMetrics(client, names[0] if config.metrics_names == "vllm" else None)
     reader = PromptReader(tokenizer, template, vocab_size=client.info.vocab_size)
     app.state.fd = ServerState(config, client, tokenizer, reader, metrics, parsers or Parsers(), ticket_key=ticket_key)
-    for family in (chat, completions, models, tokenize, admin, health, kv_events):
+    for family in (chat, messages, completions, models, tokenize, admin, health, kv_events):
         app.include_router(family.router)
     if config.batch_api:
         app.include_router(routes.router)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -11,7 +12,7 @@ from fastapi.responses import Response
 from fd_core.server.body import BodyFormat
 from fd_core.server.chat_deltas import deltas, message_of
 from fd_core.server.errors import invalid
-from fd_core.server.generation import ChoiceStream, TextChunk
+from fd_core.server.generation import ChoiceStream, Job, TextChunk
 from fd_core.server.jobs import build_job
 from fd_core.server.logprobs import chat_logprobs
 from fd_core.server.openapi import endpoint
@@ -19,13 +20,14 @@ from fd_core.server.prompts import chat_prompt
 from fd_core.server.request_schemas import ChatRequest
 from fd_core.server.response_format import CollectedText, ResponseFormat
 from fd_core.server.response_schemas import ChatAnswer, ChatChoice, ChatLogprobs, ChatMessage, Usage
-from fd_core.server.state import state_of
+from fd_core.server.state import ServerState, state_of
 from fd_core.server.streaming import GenerationResponse
 from fd_core.server.tool_grammars import constrained
 from fd_core.server.tools import answer_reading, offered_tools
 from fd_core.server.unsupported import CHAT
+from fd_core.text.parsing.answer import AnswerReading
 
-__all__ = ["router"]
+__all__ = ["conversation_job", "router"]
 
 router = APIRouter()
 _BODY: Final = BodyFormat(ChatRequest, CHAT)
@@ -36,6 +38,18 @@ async def create_chat_completion(request: Request) -> Response:
     """Generate the assistant's next message."""
     state = state_of(request)
     body, headers = await _BODY.read(request, state.config.max_body_bytes)
+    job = await conversation_job(state, body, request)
+    return GenerationResponse(state, ChatFormat(job, state.tokenizer), bool(body.stream), headers)
+
+
+async def conversation_job(
+    state: ServerState, body: ChatRequest, request: Request, grammar: str | None = None, *, events: bool = False
+) -> Job:
+    """Return what a conversation wants generated, with all checks; `grammar` is what its answer has to match.
+
+    The other families say what they want as such a request, and get their answers as `events` in any case. Raises
+    `ApiError` and `BadRequest`.
+    """
     state.model_name(body.model)
     state.admit(1)
     logprobs = _logprobs(body)
@@ -46,10 +60,13 @@ async def create_chat_completion(request: Request) -> Response:
         parallel=body.parallel_tool_calls is not False,
         show_reasoning=body.include_reasoning is not False,
     )
+    if reading is None and events:
+        reading = AnswerReading(None, None, {})
     prompt = await chat_prompt(state, body)
     job = build_job(state, body, request, [prompt], logprobs, reading)
-    job = constrained(state, job, tools, _reasoning_budget(body))
-    return GenerationResponse(state, ChatFormat(job, state.tokenizer), bool(body.stream), headers)
+    if grammar is not None:
+        job = replace(job, params=[msgspec.structs.replace(each, grammar=grammar) for each in job.params])
+    return constrained(state, job, tools, _reasoning_budget(body))
 
 
 def _logprobs(body: ChatRequest) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Mapping
+from typing import Final
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -14,11 +15,23 @@ from starlette.exceptions import HTTPException
 from fd_core.errors import BadRequest, EngineDead, FdError
 from fd_core.server.response_schemas import ErrorAnswer, ErrorDetail
 
-__all__ = ["ApiError", "error_response", "install_handlers", "invalid", "to_api_error", "unavailable"]
+__all__ = ["MESSAGES_PATH", "ApiError", "error_response", "install_handlers", "invalid", "to_api_error", "unavailable"]
 
 log = logging.getLogger(__name__)
 
 _STATUS_TEXT = {404: "nothing is served at this path", 405: "this path does not take this method"}
+
+
+MESSAGES_PATH: Final = "/v1/messages"
+"""Below it, errors have Anthropic's shape."""
+_MESSAGES_KINDS: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class ApiError(Exception):
@@ -46,6 +59,11 @@ class ApiError(Exception):
         """Return the JSON that OpenAI's clients parse."""
         detail = ErrorDetail(message=self.message, type=self.kind, param=self.param, code=self.code)
         return msgspec.json.encode(ErrorAnswer(error=detail))
+
+    def messages_body(self) -> bytes:
+        """Return the JSON that Anthropic's clients parse."""
+        kind = _MESSAGES_KINDS.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": self.message}})
 
 
 def invalid(message: str, param: str | None, code: str | None = None) -> ApiError:
@@ -79,13 +97,14 @@ def to_api_error(error: Exception) -> ApiError:
     return ApiError(500, "internal server error; the server's log says where", kind="server_error")
 
 
-def error_response(error: ApiError) -> Response:
-    """Return the HTTP answer for an error."""
-    return Response(error.body(), error.status, error.headers, media_type="application/json")
+def error_response(error: ApiError, path: str = "") -> Response:
+    """Return the HTTP answer for an error, in the shape of the API that is served at `path`."""
+    body = error.messages_body() if path.startswith(MESSAGES_PATH) else error.body()
+    return Response(body, error.status, error.headers, media_type="application/json")
 
 
-async def _handle(_: Request, error: Exception) -> Response:
-    return error_response(to_api_error(error))
+async def _handle(request: Request, error: Exception) -> Response:
+    return error_response(to_api_error(error), request.url.path)
 
 
 def install_handlers(app: FastAPI) -> None:

@@ -68,7 +68,7 @@ class Gate:
             answer = to_api_error(error)
             if started:
                 raise ConnectionAbortedError("an answer broke off after it had begun") from None
-            await error_response(answer)(scope, receive, numbered)
+            await error_response(answer, scope["path"])(scope, receive, numbered)
 
 
 def _allowed(message: Message) -> Message:

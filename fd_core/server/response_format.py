@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Final
 
 import msgspec
 
+from fd_core.server.errors import ApiError
 from fd_core.server.generation import ChoiceStream, Job, TextChunk
 from fd_core.server.logprobs import prompt_logprobs
 from fd_core.server.response_schemas import PromptLogprob, Usage
@@ -18,8 +19,9 @@ from fd_core.text.parsing.events import Event
 from fd_core.text.tokenizer import Tokenizer
 from fd_core.types import TokenLogprobs
 
-__all__ = ["CollectedText", "ResponseFormat", "json_text"]
+__all__ = ["AnswerFormat", "CollectedText", "ResponseFormat", "json_text"]
 
+_DONE: Final = b"data: [DONE]\n\n"
 _encode = msgspec.json.encode
 _LINE_BREAKS: Final = re.compile("[\u0085\u2028\u2029]")
 """Legal inside JSON, but some clients split the lines of a stream at them."""
@@ -54,8 +56,36 @@ class CollectedText:
         return "".join(self.texts)
 
 
-class ResponseFormat(abc.ABC):
-    """Spells the response to one request.
+class AnswerFormat(abc.ABC):
+    """Spells the response to one request, whole or as a stream."""
+
+    job: Job
+    usage_so_far: Callable[[], Usage] | None = None
+    """Set for a stream each of whose events tells the usage."""
+
+    @abc.abstractmethod
+    def first(self, choice: ChoiceStream) -> bytes:
+        """Return the events that go before a choice's first chunk, if there are any."""
+
+    @abc.abstractmethod
+    def event(self, choice: ChoiceStream, chunk: TextChunk) -> bytes:
+        """Return the events for a chunk."""
+
+    @abc.abstractmethod
+    def last(self, usage: Usage) -> bytes:
+        """Return the events that end a stream."""
+
+    @abc.abstractmethod
+    def whole(self, collected: list[CollectedText], usage: Usage) -> Any:
+        """Return the answer to a request that did not ask for a stream, as a value that encodes to JSON."""
+
+    def broken(self, error: ApiError) -> bytes:
+        """Return the event that ends a stream which cannot go on."""
+        return b"event: error\ndata: " + error.body() + b"\n\n"
+
+
+class ResponseFormat(AnswerFormat):
+    """Spells the response to one request in the shapes of completions and chats.
 
     A stream's event is glued from bytes prepared once and the encoded text: nothing is built for each token.
     """
@@ -82,12 +112,6 @@ class ResponseFormat(abc.ABC):
         self._end = b'],"usage":null}\n\n' if job.usage_in_stream else b"]}\n\n"
         self.plain = self.closing + b',"logprobs":null,"finish_reason":null}' + self._end
         self._heads: dict[int, bytes] = {}
-        self.usage_so_far: Callable[[], Usage] | None = None
-        """Set for a stream each of whose events tells the usage."""
-
-    @abc.abstractmethod
-    def first(self, choice: ChoiceStream) -> bytes:
-        """Return the events that go before a choice's first chunk, if there are any."""
 
     @abc.abstractmethod
     def logprobs(self, choice: ChoiceStream, chunk: TextChunk | CollectedText) -> Any:
@@ -135,9 +159,10 @@ class ResponseFormat(abc.ABC):
             return self._end
         return b'],"usage":' + _encode(self.usage_so_far()) + b"}\n\n"
 
-    def usage_event(self, usage: Usage) -> bytes:
-        """Return the event that tells the usage, after the last chunk of the last choice."""
-        return self.head + b'],"usage":' + _encode(usage) + b"}\n\n"
+    def last(self, usage: Usage) -> bytes:
+        """Return the usage, if it is asked for, and the end."""
+        told = self.head + b'],"usage":' + _encode(usage) + b"}\n\n" if self.job.usage_in_stream else b""
+        return told + _DONE
 
     def prompt_scores(self, choice: ChoiceStream) -> list[dict[int, PromptLogprob] | None] | msgspec.UnsetType:
         """Return log-probabilities of a choice's prompt in vLLM's shape, unset unless they were asked for."""

@@ -14,7 +14,7 @@ from fd_core.disagg.ticket import OUTCOME_HEADER
 from fd_core.server.disconnect import UntilDisconnect
 from fd_core.server.errors import to_api_error
 from fd_core.server.generation import ChoiceStream, Generation
-from fd_core.server.response_format import CollectedText, ResponseFormat
+from fd_core.server.response_format import AnswerFormat, CollectedText
 from fd_core.server.state import ServerState
 
 __all__ = ["GenerationResponse"]
@@ -24,7 +24,6 @@ _STREAM_HEADERS: Final = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
-_DONE: Final = b"data: [DONE]\n\n"
 
 
 class GenerationResponse(Response):
@@ -35,7 +34,7 @@ class GenerationResponse(Response):
     """
 
     def __init__(
-        self, state: ServerState, response_format: ResponseFormat, stream: bool, headers: Mapping[str, str]
+        self, state: ServerState, response_format: AnswerFormat, stream: bool, headers: Mapping[str, str]
     ) -> None:
         super().__init__(headers=headers)
         self._state = state
@@ -85,12 +84,11 @@ class GenerationResponse(Response):
         except Exception as error:  # the stream's outer edge: whatever happened, the client is told
             if not events.started:
                 raise
-            await events.send(b"event: error\ndata: " + to_api_error(error).body() + b"\n\n", last=True)
+            await events.send(response_format.broken(to_api_error(error)), last=True)
             return
         if client.gone:
             return
-        usage = response_format.usage_event(generation.usage()) if response_format.job.usage_in_stream else b""
-        await events.send(usage + _DONE, last=True)
+        await events.send(response_format.last(generation.usage()), last=True)
 
 
 def _prefill_header(choice: ChoiceStream) -> dict[str, str]:

@@ -24,9 +24,14 @@ from fd_core.server.gate import request_id_of
 
 __all__ = ["RouterGate"]
 
-_PLACED: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize"})
+_PLACED: Final = frozenset(
+    {
+        *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/messages", "/v1/messages/count_tokens"),
+        *("/v1/responses", "/tokenize", "/detokenize"),
+    }
+)
 """Paths that have their own value of the label `path` in the metrics; clients cannot make up others."""
-_COMPUTES_NOTHING: Final = frozenset({"/tokenize", "/detokenize"})
+_COMPUTES_NOTHING: Final = frozenset({"/v1/messages/count_tokens", "/tokenize", "/detokenize"})
 """Paths whose text leaves nothing in a worker's cache, and so is no prompt to the router."""
 
 

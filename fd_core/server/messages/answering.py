@@ -1,0 +1,134 @@
+"""From the blocks of an answer to a message of Anthropic's, whole or as events."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import Any, Final
+
+import msgspec
+
+from fd_core.server.blocks import Added, AnswerBlock, BlockStep, BlockWriter, Opened, blocks_of
+from fd_core.server.errors import ApiError
+from fd_core.server.generation import ChoiceStream, Job, TextChunk
+from fd_core.server.messages.schemas import MessagesAnswer, MessagesUsage
+from fd_core.server.response_format import AnswerFormat, CollectedText, json_text
+from fd_core.server.response_schemas import Usage
+
+__all__ = ["MessagesFormat"]
+
+_TYPES: Final = {"content": "text", "reasoning": "thinking", "call": "tool_use"}
+_DELTAS: Final = {
+    "content": (b"text_delta", b"text"),
+    "reasoning": (b"thinking_delta", b"thinking"),
+    "call": (b"input_json_delta", b"partial_json"),
+}
+
+
+class MessagesFormat(AnswerFormat):
+    """Spells one answer of the Messages API."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._writer = BlockWriter()
+        self._id = f"msg_{job.request_id}"
+        self._ended = b""
+
+    def whole(self, collected: list[CollectedText], usage: Usage) -> MessagesAnswer:
+        """Return the answer."""
+        [one] = collected
+        reason, sequence = _stop(one.choice, one.finish_reason, one.stop_reason)
+        content = [_shown(block, whole=True) for block in blocks_of(one.events)]
+        return MessagesAnswer(
+            id=self._id,
+            model=self.job.model,
+            content=content,
+            stop_reason=reason,
+            stop_sequence=sequence,
+            usage=_usage(usage),
+        )
+
+    def first(self, choice: ChoiceStream) -> bytes:
+        """Return the event that begins the message."""
+        prompt, cached = len(self.job.prompts[0]), choice.cached_tokens
+        usage = MessagesUsage(input_tokens=prompt - cached, output_tokens=1, cache_read_input_tokens=cached)
+        message = MessagesAnswer(id=self._id, model=self.job.model, content=[], stop_reason=None, usage=usage)
+        return _event("message_start", {"message": message})
+
+    def event(self, choice: ChoiceStream, chunk: TextChunk) -> bytes:
+        """Return the events for a chunk."""
+        said = b"".join(_spelled(step) for step in self._writer.write(chunk.events))
+        if chunk.finish_reason is None:
+            return said
+        reason, sequence = _stop(choice, chunk.finish_reason, chunk.stop_reason)
+        self._ended = _json({"stop_reason": reason, "stop_sequence": sequence})
+        return said + b"".join(_spelled(step) for step in self._writer.close())
+
+    def last(self, usage: Usage) -> bytes:
+        """Return why the message ended, its usage, and its end."""
+        delta = b'event: message_delta\ndata: {"type":"message_delta","delta":%b,"usage":%b}\n\n'
+        return delta % (self._ended, _json(_usage(usage))) + _event("message_stop", {})
+
+    def broken(self, error: ApiError) -> bytes:
+        """Return the event that ends a stream which cannot go on."""
+        return b"event: error\ndata: " + error.messages_body() + b"\n\n"
+
+
+def _spelled(step: BlockStep) -> bytes:
+    block = step.block
+    if isinstance(step, Opened):
+        return _event("content_block_start", {"index": block.index, "content_block": _shown(block, whole=False)})
+    if isinstance(step, Added):
+        kind, field = _DELTAS[block.kind]
+        text = b'{"type":"content_block_delta","index":%d,"delta":{"type":"%b","%b":%b}}'
+        return b"event: content_block_delta\ndata: " + text % (block.index, kind, field, json_text(step.text)) + b"\n\n"
+    stop = _event("content_block_stop", {"index": block.index})
+    if block.kind == "reasoning":
+        signed = {"index": block.index, "delta": {"type": "signature_delta", "signature": ""}}
+        return _event("content_block_delta", signed) + stop
+    return stop
+
+
+def _shown(block: AnswerBlock, *, whole: bool) -> dict[str, Any]:
+    """Return a block as it is shown: with all that it holds, or as it begins."""
+    kind = _TYPES[block.kind]
+    if block.kind == "call":
+        arguments = _object(block.text) if whole else {}
+        return {"type": kind, "id": f"toolu_{secrets.token_hex(12)}", "name": block.name, "input": arguments}
+    if block.kind == "reasoning":
+        return {"type": kind, "thinking": block.text if whole else "", "signature": ""}
+    return {"type": kind, "text": block.text if whole else ""}
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """Return the arguments of a call; none where they are half an object or something else."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _stop(choice: ChoiceStream, finish_reason: str, stop_reason: str | int | None) -> tuple[str, str | None]:
+    if finish_reason == "length":
+        return "max_tokens", None
+    if isinstance(stop_reason, str):
+        return "stop_sequence", stop_reason
+    return ("tool_use" if choice.called else "end_turn"), None
+
+
+def _usage(usage: Usage) -> MessagesUsage:
+    cached = usage.prompt_tokens_details.cached_tokens
+    return MessagesUsage(
+        input_tokens=usage.prompt_tokens - cached,
+        output_tokens=usage.completion_tokens,
+        cache_read_input_tokens=cached,
+    )
+
+
+def _json(value: Any) -> bytes:
+    return msgspec.json.encode(value)
+
+
+def _event(kind: str, fields: dict[str, Any]) -> bytes:
+    return f"event: {kind}\ndata: ".encode() + _json({"type": kind, **fields}) + b"\n\n"

@@ -1,0 +1,139 @@
+"""From a request of the Messages API to a chat request."""
+
+from __future__ import annotations
+
+import json
+from typing import Final
+
+from fd_core.server.errors import invalid
+from fd_core.server.messages.schemas import CountRequest, InputBlock, MessagesRequest, TextBlock, Turn
+from fd_core.server.request_schemas import ChatRequest, Message
+from fd_core.server.state import ServerState
+from fd_core.server.tool_fields import ChosenFunction, NamedChoice, Tool, ToolChoice, ToolFunction
+from fd_core.structured import grammar
+
+__all__ = ["as_chat", "demanded_grammar"]
+
+_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
+_EFFORTS: Final = (None, "medium", "high")
+
+
+def as_chat(state: ServerState, body: CountRequest) -> ChatRequest:
+    """Return the chat that a request asks for. Raises `ApiError` (400) for what this server does not read."""
+    if body.output_config is not None and body.output_config.effort not in _EFFORTS:
+        raise invalid(
+            "output_config.effort is not supported: the effort of reasoning cannot be chosen",
+            "output_config.effort",
+            "unsupported_parameter",
+        )
+    messages = [Message(role="system", content=_text(body.system, "system"))] if body.system else []
+    for index, turn in enumerate(body.messages):
+        messages += _messages(turn, f"messages[{index}]")
+    goes_on = messages[-1].role == "assistant"
+    chat = ChatRequest(
+        model=body.model,
+        messages=messages,
+        continue_final_message=goes_on,
+        tools=_tools(body),
+        tool_choice=_choice(body),
+        parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
+    )
+    if state.prompt_reader.switches_reasoning:
+        chat.enable_thinking = body.thinking is not None and body.thinking.type != "disabled"
+    if isinstance(body, MessagesRequest):
+        chat.max_tokens = body.max_tokens
+        chat.stream = body.stream
+        chat.stop = body.stop_sequences
+        chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
+        chat.user = body.metadata.user_id[:256] if body.metadata and body.metadata.user_id else None
+        reasoning = state.parsers.reasoning
+        if body.thinking is not None and reasoning is not None and reasoning.end:
+            chat.reasoning_max_tokens = body.thinking.budget_tokens
+    return chat
+
+
+def demanded_grammar(body: CountRequest) -> str | None:
+    """Return the grammar of the schema that the answer has to fit, if one is given."""
+    wanted = body.output_format if body.output_config is None else body.output_config.format
+    return None if wanted is None else grammar.json_schema(wanted.schema, field="output_config.format.schema")
+
+
+def _messages(turn: Turn, place: str) -> list[Message]:
+    """Return the chat's messages for one turn: what tools answered comes before what the user says beside it."""
+    if isinstance(turn.content, str):
+        return [Message(role=turn.role, content=turn.content)]
+    texts, thoughts, calls, answers = [], [], [], []
+    for index, block in enumerate(turn.content):
+        where = f"{place}.content[{index}]"
+        if block.type == "text":
+            texts.append(_required(block.text, f"{where}.text"))
+        elif block.type == "tool_use" and turn.role == "assistant":
+            calls.append(_call(block, where))
+        elif block.type == "tool_result" and turn.role == "user":
+            content = _text(block.content or "", f"{where}.content")
+            answered = _required(block.tool_use_id, f"{where}.tool_use_id")
+            answers.append(Message(role="tool", tool_call_id=answered, content=content))
+        elif block.type == "thinking" and turn.role == "assistant":
+            thoughts.append(block.thinking or "")
+        elif block.type != "redacted_thinking":
+            raise _unread(block, where, turn.role)
+    if turn.role == "assistant":
+        thought = "\n".join(thoughts) or None
+        text = "\n".join(texts)
+        return [Message(role="assistant", content=text, tool_calls=calls or None, reasoning_content=thought)]
+    return [*answers, *([Message(role=turn.role, content="\n".join(texts))] if texts or not answers else [])]
+
+
+def _call(block: InputBlock, where: str) -> dict[str, object]:
+    name = _required(block.name, f"{where}.name")
+    function = {"name": name, "arguments": json.dumps(block.input or {}, ensure_ascii=False)}
+    return {"id": _required(block.id, f"{where}.id"), "type": "function", "function": function}
+
+
+def _text(content: str | list[TextBlock] | None, place: str) -> str:
+    if isinstance(content, str):
+        return content
+    for index, block in enumerate(content or ()):
+        if block.type != "text" or block.text is None:
+            raise _unread(block, f"{place}[{index}]", "text")
+    return "\n".join(block.text or "" for block in content or ())
+
+
+def _tools(body: CountRequest) -> list[Tool] | None:
+    tools = []
+    for index, tool in enumerate(body.tools or ()):
+        if tool.type not in (None, "custom"):
+            raise invalid(
+                f"tools[{index}].type is {tool.type[:40]!r}; served are tools of the client, of type 'custom'",
+                f"tools[{index}].type",
+                "unsupported_parameter",
+            )
+        function = ToolFunction(
+            name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
+        )
+        tools.append(Tool(function=function))
+    return tools or None
+
+
+def _choice(body: CountRequest) -> ToolChoice | None:
+    choice = body.tool_choice
+    if choice is None:
+        return None
+    if choice.type == "tool":
+        return NamedChoice(function=ChosenFunction(name=_required(choice.name, "tool_choice.name")))
+    return _CHOICES[choice.type]
+
+
+def _required(value: str | None, field: str) -> str:
+    if value is None:
+        raise invalid(f"{field} is required", field, "missing_required_parameter")
+    return value
+
+
+def _unread(block: InputBlock | TextBlock, where: str, role: str) -> Exception:
+    return invalid(
+        f"{where}.type is {block.type[:40]!r}, which is not read here ({role}); served are text, thinking, tool_use "
+        "and tool_result",
+        f"{where}.type",
+        "unsupported_parameter",
+    )

@@ -1,0 +1,45 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from fd_core.server.body import BodyFormat
+from fd_core.server.chat import conversation_job
+from fd_core.server.messages.answering import MessagesFormat
+from fd_core.server.messages.asking import as_chat, demanded_grammar
+from fd_core.server.messages.schemas import REFUSED, CountRequest, MessagesAnswer, MessagesRequest, TokenCountAnswer
+from fd_core.server.openapi import endpoint
+from fd_core.server.prompts import chat_prompt
+from fd_core.server.state import state_of
+from fd_core.server.streaming import GenerationResponse
+
+__all__ = ["router"]
+
+router = APIRouter()
+_BODY: Final = BodyFormat(MessagesRequest, REFUSED)
+_COUNT: Final = BodyFormat(CountRequest, REFUSED)
+
+
+@router.post("/v1/messages", **endpoint("Answer with blocks", MessagesRequest, MessagesAnswer, stream=True))
+async def create_message(request: Request) -> Response:
+    """Generate the assistant's next message, in Anthropic's shape."""
+    state = state_of(request)
+    body, headers = await _BODY.read(request, state.config.max_body_bytes)
+    job = await conversation_job(state, as_chat(state, body), request, demanded_grammar(body), events=True)
+    return GenerationResponse(state, MessagesFormat(job), bool(body.stream), headers)
+
+
+@router.post("/v1/messages/count_tokens", **endpoint("Tokens of a prompt", CountRequest, TokenCountAnswer))
+async def count_tokens(request: Request) -> Response:
+    """Return how many tokens a request's prompt has."""
+    state = state_of(request)
+    body, headers = await _COUNT.read(request, state.config.max_body_bytes)
+    state.model_name(body.model)
+    ids = await chat_prompt(state, as_chat(state, body))
+    answer = msgspec.json.encode(TokenCountAnswer(len(ids)))
+    return Response(answer, headers=headers, media_type="application/json")

@@ -1,0 +1,161 @@
+"""What the Messages API accepts and answers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from fd_core.server.request_schemas import MAX_STOP, StopString
+from fd_core.server.tool_fields import MAX_TOOLS
+from fd_core.server.unsupported import Refusal
+from fd_core.types import TokenCount, TopP
+
+__all__ = [
+    *("REFUSED", "CountRequest", "InputBlock", "MessagesAnswer", "MessagesRequest", "MessagesUsage", "TextBlock"),
+    *("TokenCountAnswer", "Turn"),
+]
+
+
+class TextBlock(msgspec.Struct, kw_only=True):
+    """A block of text; blocks of other types are refused."""
+
+    type: str
+    text: str | None = None
+    cache_control: dict[str, Any] | None = None
+    citations: list[Any] | None = None
+
+
+class InputBlock(msgspec.Struct, kw_only=True):
+    """A block of a message; which fields matter depends on its type."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[TextBlock] | None = None
+    is_error: bool | None = None
+    cache_control: dict[str, Any] | None = None
+    citations: list[Any] | None = None
+
+
+class Turn(msgspec.Struct, kw_only=True):
+    """One message."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[InputBlock]
+
+
+class OfferedTool(msgspec.Struct, kw_only=True):
+    """A tool that the model may call."""
+
+    name: str
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    cache_control: dict[str, Any] | None = None
+
+
+class CallChoice(msgspec.Struct, kw_only=True):
+    """Whether a tool has to be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, kw_only=True):
+    """Whether the model thinks before it answers."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: TokenCount | None = None
+    display: str | None = None
+
+
+class OutputFormat(msgspec.Struct, kw_only=True):
+    """The JSON schema of the answer."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    """What the answer has to look like."""
+
+    format: OutputFormat | None = None
+    effort: str | None = None
+
+
+class Metadata(msgspec.Struct, kw_only=True):
+    """Who asks."""
+
+    user_id: str | None = None
+
+
+class CountRequest(msgspec.Struct, kw_only=True):
+    """The body of /v1/messages/count_tokens: what makes up a prompt."""
+
+    model: str
+    messages: Annotated[list[Turn], Meta(min_length=1, max_length=4096)]
+    system: str | list[TextBlock] | None = None
+    tools: Annotated[list[OfferedTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: CallChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """Older name of `output_config.format`."""
+
+
+class MessagesRequest(CountRequest, kw_only=True):
+    """The body of /v1/messages."""
+
+    max_tokens: TokenCount
+    stream: bool | None = None
+    stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOP)] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    metadata: Metadata | None = None
+
+
+REFUSED = {
+    "mcp_servers": Refusal("tools are called by the client", ([],)),
+    "container": Refusal("code is never run here"),
+    "context_management": Refusal("the client says in messages what the model sees", ({}, {"edits": []})),
+    "inference_geo": Refusal("this server is where it is"),
+    "speed": Refusal("there is one speed", ("standard",)),
+}
+
+
+class MessagesUsage(msgspec.Struct, kw_only=True):
+    """Tokens read, without cached ones, and written."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+
+
+class MessagesAnswer(msgspec.Struct, kw_only=True):
+    """The answer of /v1/messages."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None
+    stop_sequence: str | None = None
+    usage: MessagesUsage
+
+
+class TokenCountAnswer(msgspec.Struct):
+    """The answer of /v1/messages/count_tokens."""
+
+    input_tokens: int
