@@ -124,6 +124,8 @@ class ServerConfig(CheckedStruct, frozen=True, kw_only=True):
     """Jinja source that replaces the model's own template."""
     trust_request_chat_template: bool = False
     """Whether requests may bring a template of their own; templates run in a sandbox with bounds."""
+    enable_tokenizer_info_endpoint: bool = False
+    """Whether /tokenizer_info tells control tokens and the chat template."""
     tool_call_parser: str = "auto"
     """What finds tool calls in answers; `auto` takes what fits the model, `none` finds none."""
     reasoning_parser: str = "auto"

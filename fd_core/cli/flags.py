@@ -238,6 +238,7 @@ SERVER_FLAGS: Final = (
     ),
     Flag("chat_template", "Jinja file that replaces the model's chat template.", "FILE", values.jinja),
     Flag("trust_request_chat_template", "Run chat templates that requests bring, within the bounds of a sandbox."),
+    Flag("enable_tokenizer_info_endpoint", "Tell control tokens and the chat template at /tokenizer_info."),
     Flag(
         "tool_call_parser",
         "How the model writes tool calls: hermes, llama3_json, pythonic, mistral, ernie45, deepseek, glm45, gpt_oss, a "

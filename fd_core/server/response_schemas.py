@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 __all__ = [
+    *("AddedTokenInfo", "TokenizerInfoAnswer"),
     *("AbortAnswer", "ChatAnswer", "ChatChoice", "ChatLogprobs", "ChatMessage", "CompletionAnswer", "CompletionChoice"),
     *(
         "CompletionLogprobs",
@@ -213,6 +214,32 @@ class TokenizeAnswer(msgspec.Struct, kw_only=True):
     count: int
     max_model_len: int
     token_strs: list[str] | None = None
+
+
+class AddedTokenInfo(msgspec.Struct):
+    """A token that was added to the vocabulary, in the words of tokenizer_config.json."""
+
+    content: str
+    lstrip: bool
+    normalized: bool
+    rstrip: bool
+    single_word: bool
+    special: bool
+
+
+class TokenizerInfoAnswer(msgspec.Struct, kw_only=True):
+    """What a client needs to know of the tokenizer; `/tokenize` does the rest."""
+
+    tokenizer_class: str = "PreTrainedTokenizerFast"
+    """The class of transformers that reads such a tokenizer."""
+    bos_token: str | None
+    eos_token: str | None
+    vocab_size: int
+    model_max_length: int
+    """Longest prompt plus output, tokens."""
+    added_tokens_decoder: dict[int, AddedTokenInfo]
+    """By id."""
+    chat_template: str | None
 
 
 class DetokenizeAnswer(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from fd_core.server.body import BodyFormat
-from fd_core.server.errors import invalid
+from fd_core.server.errors import ApiError, invalid
 from fd_core.server.openapi import endpoint
 from fd_core.server.prompts import chat_ids
 from fd_core.server.request_schemas import DetokenizeRequest, TokenizeRequest
-from fd_core.server.response_schemas import DetokenizeAnswer, TokenizeAnswer
+from fd_core.server.response_schemas import AddedTokenInfo, DetokenizeAnswer, TokenizeAnswer, TokenizerInfoAnswer
 from fd_core.server.state import state_of
 
 __all__ = ["router"]
@@ -56,3 +56,32 @@ async def detokenize(request: Request) -> Response:
         raise invalid(f"tokens holds the id {max(body.tokens)}, but the vocabulary has {size} ids, from 0 on", "tokens")
     text = state.tokenizer.decode(body.tokens, skip_special=bool(body.skip_special_tokens))
     return Response(msgspec.json.encode(DetokenizeAnswer(text)), headers=headers, media_type="application/json")
+
+
+@router.get("/tokenizer_info", **endpoint("What the tokenizer is", None, TokenizerInfoAnswer, errors=(401, 404)))
+async def tokenizer_info(request: Request) -> Response:
+    """Tell control tokens and the chat template, as vLLM does, if the operator allows it."""
+    state = state_of(request)
+    if not state.config.enable_tokenizer_info_endpoint:
+        raise ApiError(
+            404,
+            "/tokenizer_info is served only where the server was started with --enable-tokenizer-info-endpoint: "
+            "it shows the chat template",
+            code="not_enabled",
+        )
+    tokenizer = state.tokenizer
+    added = tokenizer.backend.get_added_tokens_decoder()
+    answer = TokenizerInfoAnswer(
+        bos_token=tokenizer.bos_token,
+        eos_token=tokenizer.eos_token,
+        vocab_size=tokenizer.vocab_size,
+        model_max_length=state.client.info.max_model_len,
+        added_tokens_decoder={
+            token_id: AddedTokenInfo(
+                token.content, token.lstrip, token.normalized, token.rstrip, token.single_word, token.special
+            )
+            for token_id, token in sorted(added.items())
+        },
+        chat_template=state.prompt_reader.template_source,
+    )
+    return Response(msgspec.json.encode(answer), media_type="application/json")

@@ -80,6 +80,11 @@ class PromptReader:
             ids.append(self._tokenizer.encode(text, add_special=False))
         return hashlib.blake2b(msgspec.json.encode(ids), digest_size=16).hexdigest()
 
+    @property
+    def template_source(self) -> str | None:
+        """What renders conversations, in Jinja; None where nothing does."""
+        return None if self._template is None else self._template.source
+
     async def run(self, size: float, read: Callable[[], T]) -> T:
         """Return `read()` of a prompt of `size` characters: at once, or from a thread where it would block for long.
 

@@ -133,6 +133,7 @@ def test_the_document_describes_every_endpoint_with_limits(server: LiveServer) -
         "/v1/abort_requests",
         "/tokenize",
         "/detokenize",
+        "/tokenizer_info",
         "/health",
         "/ready",
         "/load",
@@ -181,3 +182,20 @@ def test_options_names_the_methods_of_a_path(server: LiveServer, path: str, meth
 @pytest.mark.parametrize("path", ["/health", "/ready"])
 def test_health_is_json(server: LiveServer, path: str) -> None:
     assert server.get(path).json == {"status": "ok", "reason": None}
+
+
+def test_what_the_tokenizer_is_is_told_where_the_operator_allows_it(server: LiveServer) -> None:
+    refused = server.get("/tokenizer_info")
+    assert (refused.status, refused.json["error"]["code"]) == (404, "not_enabled")
+    assert "--enable-tokenizer-info-endpoint" in refused.json["error"]["message"]
+    with live(enable_tokenizer_info_endpoint=True) as telling:
+        told = telling.get("/tokenizer_info").json
+    assert told["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert (told["bos_token"], told["eos_token"]) == (None, "<|end|>")
+    assert (told["vocab_size"], told["model_max_length"]) == (257, 400)
+    assert told["added_tokens_decoder"]["256"] == {
+        **dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized"), False),
+        "content": "<|end|>",
+        "special": True,
+    }
+    assert "messages" in told["chat_template"]
