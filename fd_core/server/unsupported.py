@@ -105,7 +105,8 @@ COMPLETIONS: Mapping[str, Refusal] = {
     "suffix": Refusal("text before a suffix is not served", ("", {})),
     "top_logprobs": Refusal("logprobs is the number of likely tokens here", (0,)),
     **dict.fromkeys(("messages", "documents", "continue_final_message", "chat_template_kwargs"), _CONVERSATION),
-    **dict.fromkeys(("tools", "tool_choice", "enable_thinking", "parallel_tool_calls"), _CONVERSATION),
+    **dict.fromkeys(("tools", "tool_choice", "parallel_tool_calls"), _CONVERSATION),
+    "enable_thinking": Refusal(_CONVERSATION.reason, (False,)),
     **dict.fromkeys(("reasoning_max_tokens", "thinking_token_budget"), _CONVERSATION),
     **dict.fromkeys(("chat_template", "disable_chat_template", "add_generation_prompt"), _CONVERSATION),
 }

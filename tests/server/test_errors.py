@@ -71,7 +71,7 @@ HI = [{"role": "user", "content": "hi"}]
         (TEXT, {"prompt": "a", "truncation_side": "middle"}, "truncation_side", "middle"),
         (TEXT, {"prompt_token_ids": []}, "prompt_token_ids", "empty"),
         (TEXT, {"prompt_token_ids": [300]}, "prompt_token_ids", "257 ids"),
-        (TEXT, {"prompt": "a", "tools": [{"type": "function"}]}, "tools", "not served"),
+        (TEXT, {"prompt": "a", "tools": [{"type": "function"}]}, "tools", "/v1/chat/completions"),
         (TEXT, {"prompt": "a", "lora_path": "x"}, "lora_path", "adapters"),
         (TEXT, {"prompt": "a", "top_logprobs": 2}, "top_logprobs", "logprobs is"),
         (TEXT, {"prompt": "a", "stop": ["a"] * 17}, "stop", "at most 16"),
@@ -100,7 +100,7 @@ HI = [{"role": "user", "content": "hi"}]
         (CHAT, {"messages": "hi"}, "messages", "array"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", "required"),
         (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role", "required"),
-        (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "served are"),
+        (CHAT, {"messages": [{"role": "critic", "content": "x"}]}, "messages[0].role", "served are"),
         (
             CHAT,
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
@@ -110,16 +110,16 @@ HI = [{"role": "user", "content": "hi"}]
         (
             CHAT,
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}]},
-            "messages[0].tool_calls",
-            "not served",
+            "messages[0].tool_calls[0].function",
+            "object",
         ),
-        (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "tools", "not served"),
-        (CHAT, {"messages": HI, "tool_choice": "required"}, "tool_choice", "not served"),
+        (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "tools[0].function", "required"),
+        (CHAT, {"messages": HI, "tool_choice": "required"}, "tool_choice", "no tools"),
         (CHAT, {"messages": HI, "response_format": {"type": "json_object"}}, "response_format", "'text'"),
         (CHAT, {"messages": HI, "guided_json": {}}, "guided_json", "constrained"),
         (CHAT, {"messages": HI, "audio": {"voice": "x"}}, "audio", "text"),
         (CHAT, {"messages": HI, "modalities": ["text", "audio"]}, "modalities", "text"),
-        (CHAT, {"messages": HI, "functions": [{}]}, "functions", "not served"),
+        (CHAT, {"messages": HI, "functions": [{}]}, "functions", "use tools"),
         (CHAT, {"messages": HI, "store": True}, "store", "not stored"),
         (CHAT, {"messages": HI, "logprobs": 3}, "logprobs", "bool"),
         (CHAT, {"messages": HI, "top_logprobs": 3}, "top_logprobs", "needs logprobs"),
@@ -327,8 +327,8 @@ def test_a_submission_that_fails_half_way_leaves_nothing(server: LiveServer) -> 
 
 CHANGES_THE_ANSWER = {
     **dict.fromkeys(("regex", "ebnf", "json_schema", "structural_tag", "stop_regex", "lora_path", "extra_key"), "x"),
-    **dict.fromkeys(("enable_thinking", "no_stop_trim", "return_hidden_states", "use_beam_search"), True),
-    **dict.fromkeys(("reasoning_max_tokens", "thinking_token_budget", "max_new_tokens", "response_max_tokens"), 7),
+    **dict.fromkeys(("no_stop_trim", "return_hidden_states", "use_beam_search"), True),
+    **dict.fromkeys(("reasoning_max_tokens", "max_new_tokens", "response_max_tokens"), 7),
     **{key: {"x": 1} for key in ("repetition_detection", "kv_transfer_params", "vllm_xargs", "custom_params")},
     **{key: [1] for key in ("logprob_token_ids", "completion_token_ids")},
     **dict.fromkeys(("temp_scaled_logprobs", "top_p_normalized_logprobs"), True),
@@ -344,6 +344,13 @@ def test_what_would_change_an_answer_is_never_ignored(
     answer = server.post(path, {**body, field: CHANGES_THE_ANSWER[field]})
     assert (answer.status, answer.error["param"], answer.error["code"]) == (400, field, "unsupported_parameter")
     assert server.post(path, {**body, field: None}).status == 200
+
+
+@pytest.mark.parametrize("field", ["tools", "tool_choice", "enable_thinking", "thinking_token_budget", "documents"])
+def test_what_belongs_to_conversations_is_not_ignored_for_texts(server: LiveServer, field: str) -> None:
+    value = {"tools": [{}], "tool_choice": "required", "enable_thinking": True, "documents": [{}]}.get(field, 7)
+    answer = server.post(TEXT, {"prompt": "a", field: value})
+    assert (answer.status, answer.error["param"]) == (400, field)
 
 
 @pytest.mark.parametrize(
