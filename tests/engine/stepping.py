@@ -43,7 +43,7 @@ def scripted(spec: RequestSpec) -> list[int]:
     state = _chain(np.uint64(0), np.array(spec.prompt, np.int32))[-1]
     text: list[int] = []
     while len(text) < spec.params.max_tokens and not (text and text[-1] in ends):
-        text.append(int(np.argmax(model._logits(np.array([state]))[0])))
+        text.append(int(np.argmax(model.head(np.array([[state]]))[0])))
         state = _chain(state, np.array(text[-1:], np.int32))[-1]
     return text
 
