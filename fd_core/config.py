@@ -130,6 +130,8 @@ class ServerConfig(CheckedStruct, frozen=True, kw_only=True):
     """What finds tool calls in answers; `auto` takes what fits the model, `none` finds none."""
     reasoning_parser: str = "auto"
     """What tells reasoning from the answer; `auto` takes what fits the model, `none` leaves it in the text."""
+    response_store: Annotated[int, Range(0, 1_000_000)] = 0
+    """Answers of /v1/responses that are kept for later requests; 0 keeps none."""
     engine: Annotated[str, OneOf("process", "inproc")] = "process"
     """Whether the engine runs in a process of its own or in the server's."""
     drain_seconds: Annotated[float, Range(0, _DAY)] = 30.0

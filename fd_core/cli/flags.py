@@ -251,6 +251,11 @@ SERVER_FLAGS: Final = (
         "what fits its chat template, or none.",
         "NAME",
     ),
+    Flag(
+        "response_store",
+        "Answers of /v1/responses kept in memory, so that later requests can go on from them (0: none).",
+        "N",
+    ),
     Flag("engine", "Where the engine runs: in a process of its own, or inside the server's process.", "WHERE"),
     Flag("drain_seconds", "Time that running requests may take to finish after Ctrl-C, in seconds.", "SECONDS"),
     Flag("max_queued_requests", "Requests that may wait for a slot; further requests are answered with 503.", "N"),

@@ -10,13 +10,16 @@ import fd_core
 from fd_core.cache_dir import find_cache_dir
 from fd_core.config import ServerConfig
 from fd_core.engine.client import EngineClient
-from fd_core.server import admin, chat, completions, health, kv_events, messages, models, openapi, tokenize
+from fd_core.server import admin, chat, completions, health, kv_events, models, openapi, tokenize
 from fd_core.server.auth import KeyRing
 from fd_core.server.batches import routes
 from fd_core.server.batches.service import BatchService
 from fd_core.server.errors import install_handlers
 from fd_core.server.gate import Gate
+from fd_core.server.messages import routes as messages
 from fd_core.server.metrics import ServerMetrics
+from fd_core.server.responses import routes as responses
+from fd_core.server.responses.store import ResponseStore
 from fd_core.server.state import ServerState
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.parsing.answer import Parsers
@@ -46,7 +49,8 @@ def create_app(
     metrics = ServerMetrics(client, names[0] if config.metrics_names == "vllm" else None)
     reader = PromptReader(tokenizer, template, vocab_size=client.info.vocab_size)
     app.state.fd = ServerState(config, client, tokenizer, reader, metrics, parsers or Parsers(), ticket_key=ticket_key)
-    for family in (chat, messages, completions, models, tokenize, admin, health, kv_events):
+    app.state.fd.responses = ResponseStore(config.response_store)
+    for family in (chat, messages, responses, completions, models, tokenize, admin, health, kv_events):
         app.include_router(family.router)
     if config.batch_api:
         app.include_router(routes.router)

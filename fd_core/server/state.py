@@ -16,6 +16,7 @@ from fd_core.engine.client import EngineClient
 from fd_core.server.batches.service import BatchService
 from fd_core.server.errors import ApiError, unavailable
 from fd_core.server.metrics import ServerMetrics
+from fd_core.server.responses.store import ResponseStore
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.prompt_reader import PromptReader
 from fd_core.text.tokenizer import Tokenizer
@@ -77,6 +78,8 @@ class ServerState:
     metrics: ServerMetrics
     parsers: Parsers = field(default_factory=Parsers)
     """How answers of this model are read."""
+    responses: ResponseStore = field(default_factory=lambda: ResponseStore(0))
+    """Answers of the Responses API that are kept."""
     active: ActiveRequests = field(default_factory=ActiveRequests)
     created: int = field(default_factory=lambda: int(time.time()))
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)

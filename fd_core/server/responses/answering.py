@@ -1,0 +1,187 @@
+"""From the blocks of an answer to the items of a response, whole or as numbered events."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from fd_core.server.blocks import Added, AnswerBlock, BlockStep, BlockWriter, Opened, blocks_of
+from fd_core.server.chat_deltas import new_call_id
+from fd_core.server.errors import ApiError
+from fd_core.server.generation import ChoiceStream, Job, TextChunk
+from fd_core.server.response_format import AnswerFormat, CollectedText, json_text
+from fd_core.server.response_schemas import Usage
+from fd_core.server.responses.schemas import ResponseAnswer, ResponsesRequest
+
+__all__ = ["ResponsesFormat"]
+
+_PREFIX = {"content": "msg", "reasoning": "rs", "call": "fc"}
+
+_DELTAS = {
+    "content": (b"response.output_text.delta", b',"content_index":0,"logprobs":[]'),
+    "reasoning": (b"response.reasoning_text.delta", b',"content_index":0'),
+    "call": (b"response.function_call_arguments.delta", b""),
+}
+
+
+class ResponsesFormat(AnswerFormat):
+    """Spells one answer of the Responses API; `keep`, if there is one, gets the answer when it is complete."""
+
+    def __init__(self, job: Job, body: ResponsesRequest, keep: Callable[[ResponseAnswer], None] | None) -> None:
+        self.job = job
+        self._body = body
+        self._keep = keep
+        self._id = f"resp_{job.request_id}"
+        self._created = int(time.time())
+        self._writer = BlockWriter()
+        self._items: dict[int, tuple[str, str]] = {}
+        self._number = 0
+        self._reasoning_tokens = 0
+        self._finish_reason = "stop"
+
+    def whole(self, collected: list[CollectedText], usage: Usage) -> ResponseAnswer:
+        """Return the answer."""
+        [one] = collected
+        self._reasoning_tokens = one.choice.reasoning_tokens
+        self._writer.blocks = blocks_of(one.events)
+        self._finish_reason = one.finish_reason
+        return self._complete(usage)
+
+    def first(self, choice: ChoiceStream) -> bytes:
+        """Return the events that begin the response."""
+        answer = self._answer("in_progress", [])
+        return self._event("response.created", response=answer) + self._event("response.in_progress", response=answer)
+
+    def event(self, choice: ChoiceStream, chunk: TextChunk) -> bytes:
+        """Return the events for a chunk."""
+        said = b"".join(self._spelled(step) for step in self._writer.write(chunk.events))
+        if chunk.finish_reason is None:
+            return said
+        self._finish_reason = chunk.finish_reason
+        self._reasoning_tokens = choice.reasoning_tokens
+        return said + b"".join(self._spelled(step) for step in self._writer.close())
+
+    def last(self, usage: Usage) -> bytes:
+        """Return the whole response, in the event that ends the stream."""
+        answer = self._complete(usage)
+        return self._event(f"response.{answer.status}", response=answer)
+
+    def broken(self, error: ApiError) -> bytes:
+        """Return the event that says why a response failed."""
+        failed = self._answer("failed", [])
+        failed.error = {"code": "server_error", "message": error.message}
+        return self._event("response.failed", response=failed)
+
+    def _complete(self, usage: Usage) -> ResponseAnswer:
+        cut = self._finish_reason == "length"
+        items = [self._item(block) for block in self._writer.blocks]
+        if cut and items:
+            items[-1]["status"] = "incomplete"
+        answer = self._answer("incomplete" if cut else "completed", items)
+        if cut:
+            answer.incomplete_details = {"reason": "max_output_tokens"}
+        answer.usage = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
+            "total_tokens": usage.total_tokens,
+        }
+        if self._keep is not None:
+            self._keep(answer)
+        return answer
+
+    def _answer(self, status: str, output: list[dict[str, Any]]) -> ResponseAnswer:
+        body = self._body
+        plain = msgspec.to_builtins
+        return ResponseAnswer(
+            id=self._id,
+            created_at=self._created,
+            status=status,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            model=self.job.model,
+            output=output,
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=body.previous_response_id,
+            reasoning=plain(body.reasoning) if body.reasoning else {"effort": None, "summary": None},
+            store=self._keep is not None,
+            temperature=1.0 if body.temperature is None else body.temperature,
+            text=_given(body.text) if body.text and body.text.format else {"format": {"type": "text"}},
+            tool_choice=plain(body.tool_choice) or "auto",
+            tools=[_given(tool) | {"strict": tool.strict, "parameters": tool.parameters} for tool in body.tools or ()],
+            top_p=1.0 if body.top_p is None else body.top_p,
+            user=body.user,
+            metadata=body.metadata or {},
+        )
+
+    def _item(self, block: AnswerBlock, status: str = "completed", begun: bool = False) -> dict[str, Any]:
+        """Return a block as an item: with all that it holds, or as it begins."""
+        if block.index not in self._items:
+            reading = self.job.reading
+            bare = reading is not None and reading.tools is not None and reading.tools.bare_ids
+            self._items[block.index] = (f"{_PREFIX[block.kind]}_{secrets.token_hex(12)}", new_call_id(bare))
+        item_id, call_id = self._items[block.index]
+        text = "" if begun else block.text
+        if block.kind == "call":
+            called = {"call_id": call_id, "name": block.name, "arguments": text}
+            return {"type": "function_call", "id": item_id, "status": status, **called}
+        if block.kind == "reasoning":
+            thought = [] if begun else [{"type": "reasoning_text", "text": text}]
+            return {"type": "reasoning", "id": item_id, "summary": [], "content": thought, "status": status}
+        content = [] if begun else [_part(text)]
+        return {"type": "message", "id": item_id, "status": status, "role": "assistant", "content": content}
+
+    def _spelled(self, step: BlockStep) -> bytes:
+        block = step.block
+        if isinstance(step, Opened):
+            item = self._item(block, "in_progress", begun=True)
+            added = self._event("response.output_item.added", output_index=block.index, item=item)
+            if block.kind != "content":
+                return added
+            return added + self._in_item("response.content_part.added", block, content_index=0, part=_part(""))
+        if isinstance(step, Added):
+            return self._delta(block, step.text)
+        if block.kind == "call":
+            told = self._in_item("response.function_call_arguments.done", block, name=block.name, arguments=block.text)
+        elif block.kind == "reasoning":
+            told = self._in_item("response.reasoning_text.done", block, content_index=0, text=block.text)
+        else:
+            done = {"content_index": 0, "text": block.text, "logprobs": []}
+            told = self._in_item("response.output_text.done", block, **done)
+            told += self._in_item("response.content_part.done", block, content_index=0, part=_part(block.text))
+        return told + self._event("response.output_item.done", output_index=block.index, item=self._item(block))
+
+    def _delta(self, block: AnswerBlock, text: str) -> bytes:
+        kind, fields = _DELTAS[block.kind]
+        number, self._number = self._number, self._number + 1
+        event = b'event: %b\ndata: {"type":"%b","sequence_number":%d,"item_id":"%b","output_index":%d%b,"delta":%b}\n\n'
+        item_id = self._items[block.index][0].encode()
+        return event % (kind, kind, number, item_id, block.index, fields, json_text(text))
+
+    def _in_item(self, kind: str, block: AnswerBlock, **fields: Any) -> bytes:
+        """Return an event about a part of an item."""
+        return self._event(kind, item_id=self._items[block.index][0], output_index=block.index, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        number, self._number = self._number, self._number + 1
+        data = msgspec.json.encode({"type": kind, "sequence_number": number, **fields})
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _given(value: msgspec.Struct) -> dict[str, Any]:
+    """Return what was given of a struct and of the structs within it."""
+    fields = ((name, getattr(value, name)) for name in value.__struct_fields__)
+    return {
+        name: _given(field) if isinstance(field, msgspec.Struct) else field
+        for name, field in fields
+        if field is not None
+    }

@@ -1,0 +1,171 @@
+"""From a request of the Responses API to a chat request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from fd_core.server.errors import ApiError, invalid
+from fd_core.server.request_schemas import ChatRequest, Message
+from fd_core.server.responses.schemas import InputItem, InputPart, ResponsesRequest
+from fd_core.server.responses.store import ResponseStore
+from fd_core.server.tool_fields import ChosenFunction, NamedChoice, Tool, ToolChoice, ToolFunction
+from fd_core.structured import grammar
+
+__all__ = ["as_chat", "demanded_grammar", "earlier_messages"]
+
+_HARMLESS_INCLUDES: Final = frozenset({"reasoning.encrypted_content"})
+_TEXTS: Final = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
+
+
+def earlier_messages(body: ResponsesRequest, store: ResponseStore) -> tuple[Message, ...]:
+    """Return the conversation that a request goes on from. Raises `ApiError` (400, 404)."""
+    if not store.capacity:
+        for field, given in (("store", body.store), ("previous_response_id", body.previous_response_id)):
+            if given:
+                raise invalid(
+                    f"{field} is not supported: this server keeps no answers; send the whole conversation as input, or "
+                    "start the server with --response-store",
+                    field,
+                    "unsupported_parameter",
+                )
+    if not body.previous_response_id:
+        return ()
+    found = store.get(body.previous_response_id)
+    if found is None:
+        raise ApiError(
+            404,
+            f"previous_response_id names {body.previous_response_id[:80]!r}, which is not kept (any more)",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    return found.messages
+
+
+def as_chat(body: ResponsesRequest, earlier: Sequence[Message]) -> ChatRequest:
+    """Return the chat that a request asks for. Raises `ApiError` (400) for what this server does not read."""
+    _check(body)
+    messages = [*earlier, *_messages(body.input)]
+    instructions = [Message(role="system", content=body.instructions)] if body.instructions else []
+    return ChatRequest(
+        model=body.model,
+        messages=[*instructions, *messages],
+        stream=body.stream,
+        max_completion_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        tools=_tools(body),
+        tool_choice=_choice(body),
+        parallel_tool_calls=body.parallel_tool_calls,
+        user=body.user,
+    )
+
+
+def demanded_grammar(body: ResponsesRequest) -> str | None:
+    """Return the grammar of the format that the answer has to have, None for any text."""
+    form = None if body.text is None else body.text.format
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return grammar.json_object()
+    if form.schema is None:
+        raise invalid("text.format.schema is required", "text.format.schema", "missing_required_parameter")
+    return grammar.json_schema(form.schema, field="text.format.schema")
+
+
+def _check(body: ResponsesRequest) -> None:
+    if body.truncation not in (None, "disabled"):
+        raise _unsupported("truncation", "conversations are never cut; shorten the input")
+    if body.text is not None and body.text.verbosity not in (None, "medium"):
+        raise _unsupported("text.verbosity", "verbosity cannot be chosen")
+    if body.reasoning is not None and body.reasoning.effort not in (None, "none", "medium"):
+        raise _unsupported("reasoning.effort", "the effort of reasoning cannot be chosen")
+    for wanted in body.include or ():
+        if wanted not in _HARMLESS_INCLUDES:
+            raise _unsupported("include", f"{wanted[:80]!r} cannot be included")
+
+
+def _messages(given: str | list[InputItem]) -> list[Message]:
+    """Return the chat's messages. Calls, and the reasoning before an answer, belong to one message of the assistant."""
+    if isinstance(given, str):
+        return [Message(role="user", content=given)]
+    messages: list[Message] = []
+    thought: str | None = None
+    for index, item in enumerate(given):
+        place = f"input[{index}]"
+        if item.type in (None, "message"):
+            role = _required(item.role, f"{place}.role")
+            messages.append(Message(role=role, content=_text(item.content, f"{place}.content")))
+            if role == "assistant" and thought is not None:
+                messages[-1].reasoning_content, thought = thought, None
+        elif item.type == "reasoning":
+            thought = _text(item.content, f"{place}.content") or _text(item.summary, f"{place}.summary") or None
+        elif item.type == "function_call":
+            if not messages or messages[-1].role != "assistant":
+                messages.append(Message(role="assistant", content="", reasoning_content=thought))
+                thought = None
+            messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), _call(item, place)]
+        elif item.type == "function_call_output":
+            answered = _required(item.call_id, f"{place}.call_id")
+            messages.append(Message(role="tool", tool_call_id=answered, content=_text(item.output, f"{place}.output")))
+        else:
+            raise invalid(
+                f"{place}.type is {item.type[:40]!r}; served are message, reasoning, function_call and "
+                "function_call_output",
+                f"{place}.type",
+                "unsupported_parameter",
+            )
+    return messages
+
+
+def _call(item: InputItem, place: str) -> dict[str, Any]:
+    name, arguments = _required(item.name, f"{place}.name"), _required(item.arguments, f"{place}.arguments")
+    called = _required(item.call_id, f"{place}.call_id")
+    return {"id": called, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _text(content: str | list[InputPart] | None, place: str) -> str:
+    if isinstance(content, str):
+        return content
+    for index, part in enumerate(content or ()):
+        if part.type not in _TEXTS or part.text is None:
+            raise invalid(
+                f"{place}[{index}].type is {part.type[:40]!r}; only text is read here",
+                f"{place}[{index}].type",
+                "unsupported_parameter",
+            )
+    return "\n".join(part.text or "" for part in content or ())
+
+
+def _tools(body: ResponsesRequest) -> list[Tool] | None:
+    tools = []
+    for index, tool in enumerate(body.tools or ()):
+        if tool.type != "function":
+            raise invalid(
+                f"tools[{index}].type is {tool.type[:40]!r}; served are functions, which the client calls",
+                f"tools[{index}].type",
+                "unsupported_parameter",
+            )
+        name = _required(tool.name, f"tools[{index}].name")
+        function = ToolFunction(name=name, description=tool.description, parameters=tool.parameters, strict=tool.strict)
+        tools.append(Tool(function=function))
+    return tools or None
+
+
+def _choice(body: ResponsesRequest) -> ToolChoice | None:
+    choice = body.tool_choice
+    if choice is None or isinstance(choice, str):
+        return choice
+    if choice.type != "function":
+        raise _unsupported("tool_choice.type", "served are none, auto, required and a function")
+    return NamedChoice(function=ChosenFunction(name=_required(choice.name, "tool_choice.name")))
+
+
+def _required(value: str | None, field: str) -> str:
+    if value is None:
+        raise invalid(f"{field} is required", field, "missing_required_parameter")
+    return value
+
+
+def _unsupported(field: str, reason: str) -> ApiError:
+    return invalid(f"{field} is not supported: {reason}", field, "unsupported_parameter")

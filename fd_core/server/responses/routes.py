@@ -1,0 +1,79 @@
+"""POST /v1/responses, and GET and DELETE of answers that are kept."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from fd_core.server.body import BodyFormat
+from fd_core.server.chat import conversation_job
+from fd_core.server.errors import ApiError
+from fd_core.server.openapi import endpoint
+from fd_core.server.request_schemas import Message
+from fd_core.server.responses.answering import ResponsesFormat
+from fd_core.server.responses.asking import as_chat, demanded_grammar, earlier_messages
+from fd_core.server.responses.schemas import REFUSED, DeletedResponse, ResponseAnswer, ResponsesRequest
+from fd_core.server.responses.store import StoredResponse
+from fd_core.server.state import state_of
+from fd_core.server.streaming import GenerationResponse
+
+__all__ = ["router"]
+
+router = APIRouter()
+_BODY: Final = BodyFormat(ResponsesRequest, REFUSED)
+_PATH: Final = "/v1/responses/{response_id}"
+
+
+@router.post("/v1/responses", **endpoint("Answer with items", ResponsesRequest, ResponseAnswer, stream=True))
+async def create_response(request: Request) -> Response:
+    """Generate an answer to a conversation, in the shape of the Responses API."""
+    state = state_of(request)
+    body, headers = await _BODY.read(request, state.config.max_body_bytes)
+    chat = as_chat(body, earlier_messages(body, state.responses))
+    job = await conversation_job(state, chat, request, demanded_grammar(body), events=True)
+    asked = (chat.messages or [])[1 if body.instructions else 0 :]
+
+    def keep(answer: ResponseAnswer) -> None:
+        state.responses.put(StoredResponse(answer, (*asked, _said(answer))))
+
+    keeps = bool(state.responses.capacity) and body.store is not False
+    return GenerationResponse(state, ResponsesFormat(job, body, keep if keeps else None), bool(body.stream), headers)
+
+
+@router.get(_PATH, **endpoint("An answer that is kept", None, ResponseAnswer, errors=(401, 404)))
+async def get_response(request: Request, response_id: str) -> Response:
+    """Return an answer that was kept."""
+    found = state_of(request).responses.get(response_id)
+    if found is None:
+        raise _not_kept(response_id)
+    return Response(msgspec.json.encode(found.answer), media_type="application/json")
+
+
+@router.delete(_PATH, **endpoint("Forget an answer", None, DeletedResponse, errors=(401, 404)))
+async def delete_response(request: Request, response_id: str) -> Response:
+    """Forget an answer that was kept."""
+    if not state_of(request).responses.delete(response_id):
+        raise _not_kept(response_id)
+    return Response(msgspec.json.encode(DeletedResponse(id=response_id)), media_type="application/json")
+
+
+def _said(answer: ResponseAnswer) -> Message:
+    """Return what an answer adds to its conversation: one message of the assistant."""
+    said = Message(role="assistant", content="")
+    for item in answer.output:
+        if item["type"] == "message":
+            said.content = "".join(part["text"] for part in item["content"])
+        elif item["type"] == "reasoning":
+            said.reasoning_content = "".join(part["text"] for part in item["content"])
+        else:
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            said.tool_calls = [*(said.tool_calls or ()), call]
+    return said
+
+
+def _not_kept(response_id: str) -> ApiError:
+    return ApiError(404, f"the response {response_id[:80]!r} is not kept here (any more)", code="not_found")

@@ -1,0 +1,157 @@
+"""What the Responses API accepts; its answers are made of plain objects, for they repeat what was asked."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from fd_core.server.tool_fields import MAX_TOOLS
+from fd_core.server.unsupported import Refusal
+from fd_core.types import TokenCount, TopP
+
+__all__ = ["REFUSED", "DeletedResponse", "InputItem", "ResponseAnswer", "ResponsesRequest"]
+
+_MAX_ITEMS: Final = 4096
+
+
+class InputPart(msgspec.Struct, kw_only=True):
+    """A piece of an item; only text is understood."""
+
+    type: str
+    text: str | None = None
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class InputItem(msgspec.Struct, kw_only=True):
+    """One item of a conversation; which fields matter depends on its type, `message` if it has none."""
+
+    type: str | None = None
+    id: str | None = None
+    status: str | None = None
+    role: str | None = None
+    content: str | list[InputPart] | None = None
+    summary: list[InputPart] | None = None
+    encrypted_content: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[InputPart] | None = None
+    phase: str | None = None
+
+
+class FlatTool(msgspec.Struct, kw_only=True):
+    """A function that the model may call."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FlatChoice(msgspec.Struct, kw_only=True):
+    """The tool that has to be called."""
+
+    type: str
+    name: str | None = None
+
+
+class TextFormat(msgspec.Struct, kw_only=True):
+    """What the text of an answer has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextConfig(msgspec.Struct, kw_only=True):
+    """How the answer is written."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ReasoningConfig(msgspec.Struct, kw_only=True):
+    """How the model thinks."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True):
+    """The body of /v1/responses."""
+
+    model: str | None = None
+    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=_MAX_ITEMS)]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    max_output_tokens: TokenCount | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: TopP | None = None
+    tools: Annotated[list[FlatTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | FlatChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    truncation: str | None = None
+    user: Annotated[str, Meta(max_length=256)] | None = None
+    metadata: dict[str, Any] | None = None
+    include: list[str] | None = None
+
+
+REFUSED = {
+    "background": Refusal("answers are waited for; see /v1/batches", (False,)),
+    "conversation": Refusal("use previous_response_id, or send the whole input"),
+    "prompt": Refusal("there are no stored prompts; send the input"),
+    "max_tool_calls": Refusal("tools are called by the client"),
+    "top_logprobs": Refusal("log-probabilities are told at /v1/chat/completions", (0,)),
+    "context_management": Refusal("the client says in input what the model sees", ([],)),
+    "moderation": Refusal("answers are not moderated"),
+}
+
+
+class ResponseAnswer(msgspec.Struct, kw_only=True):
+    """The answer of /v1/responses."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    """Unix time, seconds."""
+    status: str
+    error: dict[str, Any] | None = None
+    incomplete_details: dict[str, str] | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    model: str
+    output: list[dict[str, Any]]
+    parallel_tool_calls: bool
+    previous_response_id: str | None = None
+    reasoning: dict[str, Any]
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[Any]
+    top_p: float
+    truncation: str = "disabled"
+    usage: dict[str, Any] | None = None
+    user: str | None = None
+    metadata: dict[str, Any]
+    background: bool = False
+    service_tier: str = "default"
+
+
+class DeletedResponse(msgspec.Struct, kw_only=True):
+    """The answer to a DELETE."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
