@@ -12,7 +12,7 @@ import msgspec
 from fd_core.errors import BadRequest
 from fd_core.types import SamplingParams
 
-__all__ = ["check_sampling", "check_tokens"]
+__all__ = ["check_sampling", "check_structure", "check_tokens"]
 
 _PATH: Final = re.compile(r" - at `\$\.(?P<path>[^`]*)`")
 
@@ -33,7 +33,7 @@ def check_sampling(params: SamplingParams, vocab_size: int | None = None) -> Non
         field = "params" if place is None else place["path"]
         words = text if place is None else text[: place.start()]
         raise BadRequest(f"{field}: {words[:1].lower()}{words[1:]}", field=field) from None
-    _check_structure(params)
+    check_structure(params)
     check_tokens(params, vocab_size)
 
 
@@ -56,8 +56,8 @@ def check_tokens(params: SamplingParams, vocab_size: int | None = None) -> None:
         raise BadRequest("allowed_token_ids: every token of it is banned, or it is empty", field="allowed_token_ids")
 
 
-def _check_structure(params: SamplingParams) -> None:
-    """Refuse what contradicts a grammar, which alone says where the text may end."""
+def check_structure(params: SamplingParams) -> None:
+    """Raise `BadRequest` for what contradicts a grammar, which alone says where the text may end."""
     if params.reasoning is not None and not params.reasoning.end:
         raise BadRequest("reasoning.end: it must hold at least one token id", field="reasoning.end")
     if params.grammar is None:

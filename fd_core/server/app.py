@@ -16,6 +16,7 @@ from fd_core.server.batches import routes
 from fd_core.server.batches.service import BatchService
 from fd_core.server.errors import install_handlers
 from fd_core.server.gate import Gate
+from fd_core.server.grammars import GrammarChecker
 from fd_core.server.messages import routes as messages
 from fd_core.server.metrics import ServerMetrics
 from fd_core.server.responses import routes as responses
@@ -48,7 +49,10 @@ def create_app(
     names = config.served_model_names or (client.info.model,)
     metrics = ServerMetrics(client, names[0] if config.metrics_names == "vllm" else None)
     reader = PromptReader(tokenizer, template, vocab_size=client.info.vocab_size)
-    app.state.fd = ServerState(config, client, tokenizer, reader, metrics, parsers or Parsers(), ticket_key=ticket_key)
+    grammars = GrammarChecker(tokenizer, client.info)
+    app.state.fd = ServerState(
+        config, client, tokenizer, reader, metrics, grammars, parsers or Parsers(), ticket_key=ticket_key
+    )
     app.state.fd.responses = ResponseStore(config.response_store)
     for family in (chat, messages, responses, completions, models, tokenize, admin, health, kv_events):
         app.include_router(family.router)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -13,7 +12,7 @@ from fd_core.server.body import BodyFormat
 from fd_core.server.chat_deltas import deltas, message_of
 from fd_core.server.errors import invalid
 from fd_core.server.generation import ChoiceStream, Job, TextChunk
-from fd_core.server.jobs import build_job
+from fd_core.server.jobs import build_job, with_grammar
 from fd_core.server.logprobs import chat_logprobs
 from fd_core.server.openapi import endpoint
 from fd_core.server.prompts import chat_prompt
@@ -53,6 +52,7 @@ async def conversation_job(
     state.model_name(body.model)
     state.admit(1)
     logprobs = _logprobs(body)
+    grammar = grammar or await state.grammars.grammar(body)
     tools = offered_tools(body)
     reading = answer_reading(
         state,
@@ -64,9 +64,9 @@ async def conversation_job(
         reading = AnswerReading(None, None, {})
     prompt = await chat_prompt(state, body)
     job = build_job(state, body, request, [prompt], logprobs, reading)
-    if grammar is not None:
-        job = replace(job, params=[msgspec.structs.replace(each, grammar=grammar) for each in job.params])
-    return constrained(state, job, tools, _reasoning_budget(body))
+    job = constrained(state, with_grammar(job, grammar), tools, _reasoning_budget(body))
+    await state.grammars.require(job.params[0], "tools" if grammar is None else "grammar")
+    return job
 
 
 def _logprobs(body: ChatRequest) -> int | None:

@@ -8,10 +8,11 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from fd_core.sampling_checks import check_structure
 from fd_core.server.body import BodyFormat
 from fd_core.server.errors import invalid
 from fd_core.server.generation import ChoiceStream, Job, TextChunk
-from fd_core.server.jobs import build_job
+from fd_core.server.jobs import build_job, with_grammar
 from fd_core.server.logprobs import CompletionLogprobsBuilder
 from fd_core.server.openapi import endpoint
 from fd_core.server.prompts import completion_prompts
@@ -38,8 +39,10 @@ async def create_completion(request: Request) -> Response:
     state.model_name(body.model)
     state.admit(1)
     _check(body)
+    grammar = await state.grammars.grammar(body)
     prompts = await completion_prompts(state, body)
-    job = build_job(state, body, request, [each.ids for each in prompts], body.logprobs)
+    job = with_grammar(build_job(state, body, request, [each.ids for each in prompts], body.logprobs), grammar)
+    check_structure(job.params[0])
     return GenerationResponse(state, CompletionFormat(job, state.tokenizer, body, prompts), bool(body.stream), headers)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 from fastapi import Request
 
 from fd_core.disagg.ticket import TICKET_HEADER, read_ticket
@@ -13,7 +16,7 @@ from fd_core.server.sampling import bad_word_ids, choices_per_prompt, sampling_p
 from fd_core.server.state import ServerState
 from fd_core.text.parsing.answer import AnswerReading
 
-__all__ = ["build_job"]
+__all__ = ["build_job", "with_grammar"]
 
 
 def build_job(
@@ -56,6 +59,13 @@ def build_job(
         prompt_only=body.max_tokens == 0,
         prefill_at=_prefill_peer(state, request),
     )
+
+
+def with_grammar(job: Job, grammar: str | None) -> Job:
+    """Return the job with texts that have to match `grammar`; the job itself if that is None."""
+    if grammar is None:
+        return job
+    return replace(job, params=[msgspec.structs.replace(each, grammar=grammar) for each in job.params])
 
 
 def _prefill_peer(state: ServerState, request: Request) -> str:

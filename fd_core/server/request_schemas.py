@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from fd_core.server.evaluation_fields import EvaluationFields
+from fd_core.server.structured_fields import StructuredFields
 from fd_core.server.tool_fields import MAX_TOOLS, ToolChoice, Tools
 from fd_core.types import Count, LogitBias, MinP, NumLogprobs, Penalty, RepetitionPenalty, Temperature, TokenCount, TopP
 
@@ -69,7 +69,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     """Every event tells the usage so far."""
 
 
-class GenerationRequest(EvaluationFields, kw_only=True):
+class GenerationRequest(StructuredFields, kw_only=True):
     """Fields that completions and chat share; null means the default."""
 
     model: str | None = None

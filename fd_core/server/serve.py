@@ -59,6 +59,7 @@ async def serve_http(
     registration = registration_of(config, url, lambda: state.incarnation, client.info.role)
 
     def started() -> None:
+        state.grammars.warm_up()
         if registration is not None:
             registration.start()
         if state.batches is not None:
@@ -107,6 +108,7 @@ async def serve_http(
     finally:
         sock.close()
         state.prompt_reader.close()
+        state.grammars.close()
 
 
 class _Server(uvicorn.Server):

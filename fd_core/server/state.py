@@ -15,6 +15,7 @@ from fd_core.config import ServerConfig
 from fd_core.engine.client import EngineClient
 from fd_core.server.batches.service import BatchService
 from fd_core.server.errors import ApiError, unavailable
+from fd_core.server.grammars import GrammarChecker
 from fd_core.server.metrics import ServerMetrics
 from fd_core.server.responses.store import ResponseStore
 from fd_core.text.parsing.answer import Parsers
@@ -76,6 +77,7 @@ class ServerState:
     tokenizer: Tokenizer
     prompt_reader: PromptReader
     metrics: ServerMetrics
+    grammars: GrammarChecker
     parsers: Parsers = field(default_factory=Parsers)
     """How answers of this model are read."""
     responses: ResponseStore = field(default_factory=lambda: ResponseStore(0))

@@ -28,10 +28,6 @@ HARMLESS: Final = frozenset(
     )
 )
 
-_CONSTRAINED: Final = (
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "structural_tag"),
-    *("regex", "ebnf", "json_schema", "grammar"),
-)
 _REASONING: Final = Refusal("use max_completion_tokens for the whole answer and reasoning_max_tokens for its reasoning")
 _PLACEMENT: Final = Refusal("a router and its workers decide who computes what; see --role")
 _PROCESSORS: Final = Refusal("code from requests is never run", ([], {}, ""))
@@ -56,11 +52,8 @@ _OTHER_SAMPLERS: Mapping[str, Refusal] = {
 
 _BOTH: Mapping[str, Refusal] = {
     **_OTHER_SAMPLERS,
-    "response_format": Refusal("only the format 'text' is served", ({"type": "text"},)),
-    **dict.fromkeys(
-        _CONSTRAINED, Refusal("constrained output is not served; leave the field out and check the text", ("",))
-    ),
-    "structured_outputs": Refusal("constrained output is not served; leave the field out and check the text", ({},)),
+    "guided_decoding_backend": Refusal("there is one backend, llguidance", ("", "auto", "guidance")),
+    "structured_outputs.disable_additional_properties": Refusal("say it in the schema", (False,)),
     "functions": Refusal("use tools", ([],)),
     "function_call": Refusal("use tool_choice", ("none", "auto")),
     "reasoning_effort": Refusal("the effort of reasoning cannot be chosen", ("none",)),

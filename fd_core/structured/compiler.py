@@ -23,13 +23,13 @@ __all__ = ["CompilerStats", "GrammarCompiler", "GrammarError", "for_people"]
 _LIMITS: Final = LLParserLimits(
     max_items_in_row=2000,
     initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=200_000,
-    step_max_items=50_000,
+    step_lexer_fuel=100_000,
+    step_max_items=20_000,
     max_lexer_states=50_000,
     max_grammar_size=200_000,
     verbose_errors=False,
 )
-"""About 20 ms for the regexes of a grammar, 17 ms for the worst mask, and 100 MB for the worst lexer."""
+"""About 20 ms for the regexes of a grammar, 10 ms for the worst mask, and 100 MB for the worst lexer."""
 _MAX_CACHED: Final = 512
 _MAX_CACHED_BYTES: Final = 16 * 2**20
 """Of the texts of cached grammars; what is compiled of them grows with their size."""
@@ -86,6 +86,11 @@ class GrammarCompiler:
         if isinstance(compiled, GrammarError):
             raise GrammarError(str(compiled))
         return compiled.deep_copy()
+
+    def refusal(self, grammar: str) -> str | None:
+        """Say why a grammar cannot be compiled, None if it can; nothing is kept or counted."""
+        matcher = LLMatcher(self._ready_vocabulary(), grammar, log_level=0, limits=_LIMITS)
+        return for_people(matcher.get_error()) if matcher.is_error() else None
 
     def stats(self) -> CompilerStats:
         """Return counters and gauges."""

@@ -6,8 +6,10 @@ Nothing is compiled here: `fd_core.structured.compiler` says whether a grammar m
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
 from typing import Any, Final
 
 from llguidance import LLMatcher, StructTag
@@ -26,6 +28,8 @@ MAX_DEPTH: Final = 64
 """Levels of nested objects and lists in a schema, or of parentheses in a grammar."""
 MAX_CHOICES: Final = 4096
 MAX_TAGS: Final = 256
+MAX_MULTIPLE: Final = 100_000
+"""Least common multiple of all `multipleOf` in a schema, without decimal points: it takes as many states."""
 
 _JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as most programs print it on one line. With one way to write white space, most of what a schema demands is
@@ -53,6 +57,7 @@ def json_schema(
     except (TypeError, ValueError) as error:
         raise BadRequest(f"{field}: the schema is not JSON: {error}", field=field) from None
     _require_small(text, "the schema", field)
+    _require_small_multiples(schema, field)
     style: Any = _JSON_STYLE if whitespace_pattern is None else {"whitespace_pattern": whitespace_pattern}
     try:
         return LLMatcher.grammar_from_json_schema(text, defaults=style)
@@ -190,6 +195,29 @@ def _require_shallow(value: Any, field: str) -> None:
             elif isinstance(each, list | tuple):
                 inner += each
         level, depth = inner, depth + 1
+
+
+def _require_small_multiples(schema: Any, field: str) -> None:
+    common = 1
+    for place, value in _multiples(schema, field):
+        common = math.lcm(common, int("".join(map(str, Decimal(repr(value)).as_tuple().digits))) or 1)
+        if common > MAX_MULTIPLE:
+            raise BadRequest(
+                f"{place}: multiples of {value} take too many states; the least common multiple of all `multipleOf` "
+                f"may be {MAX_MULTIPLE:,}",
+                field=place,
+            )
+
+
+def _multiples(value: Any, place: str) -> Iterator[tuple[str, int | float]]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            if name == "multipleOf" and isinstance(inner, int | float) and math.isfinite(inner):
+                yield f"{place}.multipleOf", inner
+            yield from _multiples(inner, f"{place}.{name}")
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from _multiples(inner, f"{place}[{index}]")
 
 
 def _nesting(text: str) -> int:

@@ -78,6 +78,8 @@ class TokenMatcher:
         """The text went on with `tokens`. Raises `GrammarError` if it may not."""
         for token in tokens:
             if not self._push(token):
+                if self._grammar is not None and self._grammar.is_error():
+                    raise GrammarError(for_people(self._grammar.get_error()))
                 raise GrammarError(f"token {token} was chosen, but the grammar does not allow it")
 
     def allowed(self, drafts: Sequence[int]) -> int:

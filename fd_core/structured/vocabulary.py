@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from llguidance import LLTokenizer
 
@@ -11,13 +11,18 @@ from fd_core.text.tokenizer import Tokenizer
 
 __all__ = ["grammar_vocabulary"]
 
+_MAX_IDS: Final = 2**22
+"""Far beyond any model's; memory for as many is taken."""
+
 
 def grammar_vocabulary(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> LLTokenizer:
     """Return the vocabulary of a model with `vocab_size` ids, which may be more or fewer than the tokenizer has.
 
     `ends` are the ids that end a text, at least one. Ids without text, control tokens among them, match nothing.
-    Raises `ValueError` if no id can end a text.
+    Raises `ValueError` if no id can end a text, or if there are too many ids.
     """
+    if vocab_size > _MAX_IDS:
+        raise ValueError(f"the model has {vocab_size:,} token ids; texts of a given form take at most {_MAX_IDS:,}")
     if not ends:
         raise ValueError("the model has no end-of-sequence token, so no text of a given form could end")
     vocabulary: Any = _Vocabulary(tokenizer, vocab_size, ends)  # all that is read of a `TokenizerWrapper`

@@ -202,7 +202,9 @@ class LiveServer:
         config: ServerConfig,
         ticket_key: bytes | None = None,
         parsers: Parsers | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
+        self._tokenizer = tokenizer or byte_tokenizer()
         self._parsers = parsers
         self._make_client = client
         self._config = config
@@ -226,7 +228,7 @@ class LiveServer:
                 await serve_http(
                     self._config,
                     self.client,
-                    byte_tokenizer(),
+                    self._tokenizer,
                     chat_template(),
                     ticket_key=self._ticket_key,
                     parsers=self._parsers,
@@ -304,16 +306,17 @@ def live(
     make: Callable[[], EngineClient] | Callable[[], Coroutine[Any, Any, EngineClient]] = FakeClient,
     ticket_key: bytes | None = None,
     parsers: Parsers | None = None,
+    tokenizer: Tokenizer | None = None,
     **settings: Any,
 ) -> Iterator[LiveServer]:
-    """Run a server over what `make` returns, or awaits, until the block ends."""
+    """Run a server over what `make` returns, or awaits, until the block ends; its tokens are bytes by default."""
 
     async def client() -> EngineClient:
         made = make()
         return made if isinstance(made, EngineClient) else await made
 
     config = ServerConfig(**({"drain_seconds": 2.0, "batch_api": False} | settings))
-    server = LiveServer(client, config, ticket_key, parsers)
+    server = LiveServer(client, config, ticket_key, parsers, tokenizer)
     server.start()
     try:
         yield server

@@ -100,6 +100,11 @@ def tag_of(structure: Any) -> dict[str, Any]:
         (lambda: grammar.json_schema(nested(90_000)), "json_schema", "nested deeper than 64"),
         (lambda: grammar.json_schema({"const": float("nan")}), "json_schema", "not JSON"),
         (lambda: grammar.json_schema([]), "json_schema", "JSON object, not list"),  # type: ignore[arg-type]
+        (
+            lambda: grammar.json_schema({"anyOf": [{"multipleOf": 991}, {"multipleOf": 9.97}]}),
+            "json_schema.anyOf[1].multipleOf",
+            "too many states",
+        ),
         (lambda: grammar.regex("x" * 200_000), "regex", "at most"),
         (lambda: grammar.regex(""), "regex", "is empty"),
         (lambda: grammar.choice([]), "choice", "0 choices"),
