@@ -131,6 +131,7 @@ def _requirement(name: str) -> str:
 
 def _show() -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from fd_core.plugins import KINDS, installed_plugins
@@ -140,7 +141,7 @@ def _show() -> None:
     table = Table("Kind", "Name", "From", "About")
     for kind in KINDS:
         for offer in plugins.offered(kind).values():
-            table.add_row(kind.word, offer.name, str(offer.origin), offer.entry.summary)
+            table.add_row(kind.word, offer.name, escape(str(offer.origin)), escape(offer.entry.summary))
     console.print(table)
     for problem in plugins.problems:
         console.print(f"not usable: {problem}", style="red", markup=False, highlight=False)

@@ -239,6 +239,9 @@ def test_a_settings_file_can_hold_every_setting(file, tmp_path):
         "kv-cache-memory": 1 << 20,
         "enable-prefix-caching": False,
         "chat-template": "{{ x }}",
+        "trust-request-chat-template": True,
+        "tool-call-parser": "hermes",
+        "reasoning-parser": "qwen3",
         "drain-seconds": 1,
     }
     values |= {
@@ -264,8 +267,10 @@ def test_a_settings_file_can_hold_every_setting(file, tmp_path):
         "transfer-host": "127.0.0.1",
         "transfer-secret-file": "secret",
     }
-    whole = [flag.key for flag in (*ENGINE_FLAGS, *SERVER_FLAGS) if flag.key not in values]
-    values |= {key: 16 for key in whole if key not in ("num-kv-blocks", "gpu-memory-utilization")}
+    flags = {flag.key: flag for flag in (*ENGINE_FLAGS, *SERVER_FLAGS) if flag.key not in values}
+    for key in flags.keys() - {"num-kv-blocks", "gpu-memory-utilization"}:
+        words = getattr(flags[key].rule.constraint, "words", ("name",))
+        values[key] = {bool: True, str: words[-1]}.get(flags[key].rule.kind, 16)
     text = "\n".join(f"{key} = {_toml(value)}" for key, value in values.items())
     settings = merge("smollm2", {"config": file(text)}, {})
     assert settings.engine.pipeline_depth == 16
