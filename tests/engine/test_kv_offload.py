@@ -14,6 +14,7 @@ import pytest
 from fd_core.config import EngineConfig
 from fd_core.engine import kv_offload
 from fd_core.engine.core import Engine
+from fd_core.kv.port import JoinedEffectPort
 from fd_core.kv.stores.contract import StoreError, Trouble
 from fd_core.kv.stores.memory import MemoryStore
 from fd_core.plugins import installed_plugins
@@ -39,6 +40,18 @@ def longest_step(engine: Engine) -> float:
         engine.step()
         longest = max(longest, time.monotonic() - began)
     return longest
+
+
+@pytest.mark.law("5.1")
+def test_a_turn_of_the_loop_that_can_compute_waits_for_nothing_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    def waited(_port: JoinedEffectPort, seconds: float) -> None:
+        pytest.fail(f"a step could be computed, and the loop waits up to {seconds} s")
+
+    monkeypatch.setattr(JoinedEffectPort, "wait", waited)
+    engine = null_engine()
+    assert not engine.submit(PROMPTS[0])
+    longest_step(engine)
+    engine.close()
 
 
 @pytest.mark.parametrize("stalled", ["longest_prefix", "get", "put"])
