@@ -13,7 +13,7 @@ from fd_core.testing.requirements import thorough_but
 from fd_core.testing.stepping import parts_of
 from fd_core.testing.target import Target
 from fd_core.testing.texts import greedy, run
-from fd_core.types import RequestSpec, SamplingParams, TokenLogprobs
+from fd_core.types import Reasoning, RequestSpec, SamplingParams, TokenLogprobs
 
 ROOM: dict[str, Any] = {"num_kv_blocks": 200, "max_num_batched_tokens": 256, "max_num_seqs": 8}
 
@@ -118,6 +118,36 @@ def test_what_a_request_bans_never_comes(target: Target, golden: Golden, k: int)
         text, params = texts[spec.request_id], spec.params
         assert not {*itertools.pairwise(text)} & {*params.bad_words_token_ids}
         assert params.allowed_token_ids is None or {*text} <= {*params.allowed_token_ids}
+
+
+@pytest.mark.parametrize("k", thorough_but([0, 3], 0))
+@pytest.mark.law("4")
+def test_forced_tokens_come_where_they_have_to_and_change_no_other(target: Target, golden: Golden, k: int) -> None:
+    """Masks beside filters, penalties and log-probabilities, also in rows behind drafts: reasoning ends by force."""
+    exact, end = target.ops.dtype == "float32", (11, 12, 11, 13)
+    specs = [
+        greedy(
+            f"r{index}",
+            [(7 * index + 3 * place) % 90 for place in range(3 + 5 * index)],
+            18,
+            temperature=float(exact and index % 2),
+            seed=index,
+            top_k=20 * (index % 2),
+            presence_penalty=0.5 * (index % 3 == 2),
+            logprobs=2 if index % 3 == 0 else None,
+            reasoning=Reasoning(end=end, max_tokens=index),
+        )
+        for index in range(6)
+    ]
+    with target.engine(k, golden.whole(specs), 0.3, **ROOM) as engine:
+        texts = run(engine, specs).tokens
+        masks = engine.stats().masks
+    assert masks is not None and 0 < masks.forced_accepted == masks.forced_drafted
+    for index, spec in enumerate(specs):
+        text = texts[spec.request_id]
+        assert any(tuple(text[place : place + len(end)]) == end for place in range(index + 1)), text
+    if exact:
+        golden.check(specs, texts)
 
 
 @pytest.mark.parametrize("k", thorough_but([0, 3], 3))
