@@ -135,6 +135,26 @@ def mutants(session: nox.Session) -> None:
     session.run("python", "-m", "tests.mutants", *session.posargs)
 
 
+CLIENTS = {
+    "openai": "openai>=2",
+    "openai_agents": "openai-agents>=0.6",
+    "anthropic": "anthropic>=0.75",
+    "instructor": "instructor>=1.13",
+    "pydantic_ai": "pydantic-ai-slim[openai,anthropic]>=1.20",
+    "langchain_openai": "langchain-openai>=1.0",
+}
+"""Files of tests/clients and what their environments have beside the server."""
+
+
+@nox.session
+@nox.parametrize("client", list(CLIENTS), ids=list(CLIENTS))
+def clients(session: nox.Session, client: str) -> None:
+    """Real clients against a server, each in its environment. Not part of the default run."""
+    session.install("-e", ".[cpu]")
+    session.install("-e", ".[cpu,conformance]", CLIENTS[client])
+    session.run("pytest", "tests/clients", *session.posargs, env={"FD_CLIENT": client})
+
+
 @nox.session
 def soak(session: nox.Session) -> None:
     """The real model under memory pressure, drafts and aborts, for minutes; FD_SOAK_SEED chooses another run."""

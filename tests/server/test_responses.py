@@ -85,6 +85,7 @@ def test_an_answer_has_openais_shape(server: LiveServer) -> None:
         {"type": "function_call", "status": "completed", "name": "weather", "arguments": "{}"},
     ]
     assert body["usage"]["input_tokens"] == len(server.client.specs[-1].prompt)
+    assert body["usage"]["input_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 0}
     assert body["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
     assert (body["metadata"], body["tools"], body["store"]) == ({"a": "b"}, [TOOL], False)
 

@@ -84,9 +84,10 @@ class ResponsesFormat(AnswerFormat):
         answer = self._answer("incomplete" if cut else "completed", items)
         if cut:
             answer.incomplete_details = {"reason": "max_output_tokens"}
+        cached = usage.prompt_tokens_details.cached_tokens
         answer.usage = {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens},
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": usage.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
             "total_tokens": usage.total_tokens,
