@@ -6,6 +6,7 @@ Compiling releases the interpreter's lock; whoever must not wait has a thread do
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -35,6 +36,8 @@ _MAX_CACHED_BYTES: Final = 16 * 2**20
 """Of the texts of cached grammars; what is compiled of them grows with their size."""
 _MAX_WORDS: Final = 400
 """Characters of a reason that is shown to people."""
+_LISTING: Final = re.compile(r"\s*(\d+ *\|.*|\^)\s*$")
+"""Lines of the grammar that the library shows with an error, and the mark below them: the place is named before."""
 _IN_WORDS: Final = {
     "NoExtensionBias": "no token continues a text of the form asked for",
     "ParserTooComplex": "the grammar is too ambiguous here to find what it allows",
@@ -90,7 +93,7 @@ class GrammarCompiler:
     def refusal(self, grammar: str) -> str | None:
         """Say why a grammar cannot be compiled, None if it can; nothing is kept or counted."""
         matcher = LLMatcher(self._ready_vocabulary(), grammar, log_level=0, limits=_LIMITS)
-        return for_people(matcher.get_error()) if matcher.is_error() else None
+        return _fault(matcher)
 
     def stats(self) -> CompilerStats:
         """Return counters and gauges."""
@@ -117,12 +120,13 @@ class GrammarCompiler:
         vocabulary = self._ready_vocabulary()
         began = time.perf_counter()
         matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
+        fault = _fault(matcher)
         self._tally.add("compile_seconds", time.perf_counter() - began)
         self._tally.add("compiled")
-        if not matcher.is_error():
+        if fault is None:
             return matcher
         self._tally.add("refused")
-        return GrammarError(for_people(matcher.get_error()))
+        return GrammarError(fault)
 
     def _ready_vocabulary(self) -> LLTokenizer:
         with self._making:
@@ -134,8 +138,25 @@ class GrammarCompiler:
             return self._vocabulary
 
 
+def _fault(matcher: LLMatcher) -> str | None:
+    """Say why no text can begin as a new matcher's grammar wants, None if one can.
+
+    The first mask and the text forced at the beginning are computed for it: a grammar that goes round in circles
+    compiles, and shows its fault there.
+    """
+    if matcher.is_error():
+        return for_people(matcher.get_error())
+    if not any(matcher.compute_bitmask()) and not matcher.is_error():
+        return _IN_WORDS["NoExtensionBias"]
+    if not matcher.is_error() and (forced := matcher.compute_ff_tokens()):
+        matcher = matcher.deep_copy()
+        matcher.consume_tokens(forced[:1])
+    return for_people(matcher.get_error()) if matcher.is_error() else None
+
+
 def for_people(error: str) -> str:
     """Return the reason without the state of the library, which may hold what was generated."""
-    reason = " ".join(error.partition("\n<state>")[0].replace("<non-verbose/>", "").split())
+    said = error.partition("\n<state>")[0].replace("<non-verbose/>", "").splitlines()
+    reason = " ".join(" ".join(line for line in said if not _LISTING.match(line)).split())
     reason = _IN_WORDS.get(reason, reason)
     return reason if len(reason) <= _MAX_WORDS else reason[:_MAX_WORDS] + " ..."

@@ -150,7 +150,7 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_with_the_reason(dept
 
 def test_a_grammar_without_a_way_on_ends_its_request_with_the_reason() -> None:
     engine = null_engine()
-    reason, error = outcome(engine, asking(grammar=grammar.regex(r"[^\x00-\U0010FFFF]")))
+    reason, error = outcome(engine, asking(grammar=grammar.context_free("start: /a/ nothing\nnothing: nothing")))
     assert (reason, error) == (
         FinishReason.ERROR,
         "no token can be chosen: no token continues a text of the form asked for",
