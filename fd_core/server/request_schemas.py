@@ -26,6 +26,7 @@ MAX_LISTED: Final = 1024
 """Words, or sequences of tokens, that one request may ban."""
 _MAX_IDS: Final = 256
 _MAX_WORD: Final = 64
+_MAX_ALLOWED: Final = 2**20
 _MAX_TEMPLATE_CHARS: Final = 65_536
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -91,7 +92,7 @@ class GenerationRequest(StructuredFields, kw_only=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
     logit_bias: dict[int, LogitBias] | None = None
-    allowed_token_ids: list[TokenId] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(max_length=_MAX_ALLOWED)] | None = None
     """Only these may be generated; an empty list allows all."""
     bad_words: Annotated[list[BadWord], Meta(max_length=MAX_LISTED)] | None = None
     """Never generated, at the beginning of a word or within one, as the tokenizer spells them."""

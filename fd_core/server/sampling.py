@@ -26,6 +26,8 @@ _MASK: Final = 2**64 - 1
 _GREEDY_BELOW: Final = 1e-5
 """Smaller temperatures would overflow float32 where logits are divided; they are taken as 0."""
 _COMPLETION_DEFAULT: Final = 16
+_MAX_BAD_CHARS: Final = 8192
+"""Of all banned words together: they are made tokens while others wait."""
 _READ: Final = frozenset(
     (
         *("max_tokens", "min_tokens", "temperature", "top_k", "seed", "logit_bias", "logprobs", "stop_token_ids"),
@@ -192,6 +194,9 @@ def _logit_bias(request: GenerationRequest, info: EngineInfo) -> dict[int, float
 
 def bad_word_ids(request: GenerationRequest, info: EngineInfo, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Return the token sequences that the request bans, its words spelled with and without a space before them."""
+    size = sum(map(len, request.bad_words or ()))
+    if size > _MAX_BAD_CHARS:
+        raise invalid(f"bad_words has {size:,} characters; at most {_MAX_BAD_CHARS:,} are allowed", "bad_words")
     spelled = [
         tuple(tokenizer.encode(space + word.lstrip(), add_special=False) or tokenizer.encode(word, add_special=False))
         for word in request.bad_words or ()

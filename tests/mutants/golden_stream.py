@@ -11,6 +11,7 @@ BATCH = "runner/batch.py"
 RUNNER = "runner/runner.py"
 SAMPLING = "runner/sampling.py"
 PENALTIES = "runner/penalties.py"
+BANS = "runner/bans.py"
 SLOT_GRAMMARS = "runner/slot_grammars.py"
 MATCHER = "structured/matcher.py"
 
@@ -128,6 +129,21 @@ MUTANTS = (
         "a-new-residency-keeps-stale-penalties",
         "4: a row's result depends on its own request only",
         (PENALTIES, "            self._row_of[slot] = -1\n", ""),
+    ),
+    mutant(
+        "banned-sequences-begin-in-the-prompt",
+        "4: a text depends on what it may not contain, not on how its prompt ends",
+        (BANS, "self._begin = begin", "self._begin = 0"),
+    ),
+    mutant(
+        "banned-sequences-look-one-token-back",
+        "4: a banned sequence never comes, whatever its length",
+        (BANS, "tokens[position - len(before) : position].tolist() == before", "tokens[position - 1] == before[-1]"),
+    ),
+    mutant(
+        "a-new-residency-keeps-allowed-tokens",
+        "4: a row's result depends on its own request only",
+        (SAMPLING, "        self._allowed.pop(slot, None)\n", ""),
     ),
     mutant(
         "logprobs-of-rejected-drafts-are-delivered",

@@ -114,14 +114,18 @@ MUTANTS = (
         _ONCE,
         (
             TRANSFERRING,
-            "bool(request.spec.prefill_at) and request.prefill is None and",
-            "bool(request.spec.prefill_at) and",
+            "return request.prefill is None and not request.num_generated",
+            "return not request.num_generated",
         ),
     ),
     mutant(
         "who-has-a-text-fetches-again",
         _ONCE,
-        (TRANSFERRING, " and request.prefill is None and not request.num_generated", " and request.prefill is None"),
+        (
+            TRANSFERRING,
+            "return request.prefill is None and not request.num_generated",
+            "return request.prefill is None",
+        ),
     ),
     mutant(
         "a-request-that-failed-commits",

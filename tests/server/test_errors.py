@@ -66,6 +66,7 @@ HI = [{"role": "user", "content": "hi"}]
         (TEXT, {"prompt": "a", "bad_words_token_ids": [[]]}, "bad_words_token_ids[0]", "length >= 1"),
         (TEXT, {"prompt": "a", "bad_words": [""]}, "bad_words[0]", "length >= 1"),
         (TEXT, {"prompt": "a", "bad_words": ["a"] * 1025}, "bad_words", "length <= 1024"),
+        (TEXT, {"prompt": "a", "bad_words": ["a" * 200] * 41}, "bad_words", "8,192"),
         (TEXT, {"prompt": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1"),
         (TEXT, {"prompt": "a", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens", ">= -1"),
         (TEXT, {"prompt": "a", "truncation_side": "middle"}, "truncation_side", "middle"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.engine.messages import EngineStats, LeaseStats
 from fd_core.metrics import declared_metrics
@@ -175,6 +178,13 @@ def test_both_names_have_the_same_figures() -> None:
     assert found["vllm:request_prompt_tokens_sum[0][first]"] == 9
     assert found["vllm:request_generation_tokens_sum[0][first]"] == 15
     assert found["vllm:cache_config_info[16][none][0][40]"] == 1
+
+
+def test_the_page_of_metrics_pairs_the_names() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    named = {found.removesuffix("_total") for found in re.findall(r"`((?:vllm:|fdcore_)\w+)", page)}
+    assert {name for name in named if name.startswith("vllm:")} == VLLM.keys()
+    assert {name for name in named if not name.startswith("vllm:")} <= PROMISED.keys()
 
 
 def test_every_help_is_a_sentence_and_the_same_wherever_the_name_is_declared() -> None:

@@ -31,6 +31,7 @@ _PLACED: Final = frozenset(
     }
 )
 """Paths that have their own value of the label `path` in the metrics; clients cannot make up others."""
+_KEPT_BY_WORKERS: Final = ("/v1/files", "/v1/batches")
 _COMPUTES_NOTHING: Final = frozenset({"/v1/messages/count_tokens", "/tokenize", "/detokenize"})
 """Paths whose text leaves nothing in a worker's cache, and so is no prompt to the router."""
 
@@ -63,6 +64,8 @@ class RouterGate:
 
     async def _answer(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         path = request.path
+        if request.method == "OPTIONS":
+            return _methods_of(path)
         shown = PAGES.get(path)
         if shown is not None:
             if request.method not in ("GET", "HEAD"):
@@ -70,11 +73,13 @@ class RouterGate:
             return shown(self._state)
         self._ring.check(path, _header(request, "Authorization"), _header(request, "X-Api-Key"))
         if path == "/v1/models" or path.startswith("/v1/models/"):
-            if request.method != "GET":
+            if request.method not in ("GET", "HEAD"):
                 raise _wrong_method("GET")
             return await self._list(path, to_worker(self._state, request.headers, request_id))
-        if not (path.startswith("/v1/") or path in _PLACED) or ".." in path:
+        if not _forwarded(path):
             raise ApiError(404, "nothing is served at this path")
+        if path.startswith(_KEPT_BY_WORKERS):
+            raise ApiError(404, "each worker keeps files and batches of its own; send these requests to a worker")
         if request.method != "POST":
             raise _wrong_method("POST")
         if path == ABORT_PATH:
@@ -113,6 +118,19 @@ class RouterGate:
             if model.get("id") == name:
                 return json_response(model)
         raise ApiError(404, f"the model {name[:128]!r} does not exist", param="model", code="model_not_found")
+
+
+def _forwarded(path: str) -> bool:
+    return (path.startswith("/v1/") or path in _PLACED) and ".." not in path
+
+
+def _methods_of(path: str) -> web.Response:
+    """Say which methods a path takes; whoever asks needs no key."""
+    if path in PAGES or path == "/v1/models" or path.startswith("/v1/models/"):
+        return web.Response(status=204, headers={"Allow": "GET, HEAD, OPTIONS"})
+    if _forwarded(path):
+        return web.Response(status=204, headers={"Allow": "OPTIONS, POST"})
+    raise ApiError(404, "nothing is served at this path")
 
 
 def _header(request: web.BaseRequest, name: str) -> bytes | None:

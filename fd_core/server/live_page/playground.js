@@ -104,11 +104,12 @@ async function ask() {
         call.turn = call.turn || showTurn("call", "");
         call.turn.textContent = `${call.function.name}(${call.function.arguments})`;
       }
-      if (choice.finish_reason) finish = choice.finish_reason;
+      if (choice.finish_reason) finish = choice.stop_reason === "abort" ? "aborted" : choice.finish_reason;
     }
     if (calls.length) answer.tool_calls = calls.map(({ turn, ...call }) => call);
     messages.push(answer);
     if (finish === "length") showTurn("error", "The answer was cut at max_tokens.");
+    else if (finish === "aborted") showTurn("error", "The answer was aborted.");
     else if (tab === "schema") checkJson(text, answer.content);
     if (calls.length) askForResults(calls);
   } catch (error) {

@@ -29,6 +29,37 @@ async def test_keys_of_clients_end_at_the_router() -> None:
         assert "Authorization" not in worker.seen[1][1]
 
 
+@in_loop
+async def test_a_key_has_a_header_of_its_own_too_and_ends_at_the_router() -> None:
+    async with FakeWorker(usual="json") as worker, routed(worker, api_keys=("client-key",)) as live:
+        assert (await live.post(X_Api_Key="wrong"))[0] == 401
+        assert (await live.post(X_Api_Key="client-key"))[0] == 200
+    assert "X-Api-Key" not in worker.seen[0][1]
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [("/", "GET, HEAD, OPTIONS"), ("/v1/models", "GET, HEAD, OPTIONS"), (CHAT, "OPTIONS, POST"), ("/other", None)],
+)
+@in_loop
+async def test_options_names_the_methods_of_a_path(path: str, allowed: str | None) -> None:
+    async with (
+        FakeWorker() as worker,
+        routed(worker, api_keys=("k",)) as live,
+        live.client.options(live.url + path) as answer,
+    ):
+        assert (answer.status, answer.headers.get("Allow")) == (404 if allowed is None else 204, allowed)
+
+
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/files/file-1", "/v1/batches"])
+@in_loop
+async def test_files_are_not_scattered_over_workers(path: str) -> None:
+    async with FakeWorker(usual="json") as worker, routed(worker) as live:
+        status, _, body = await live.post(path, {})
+        assert status == 404 and "worker" in json.loads(body)["error"]["message"]
+        assert worker.seen == []
+
+
 @pytest.mark.parametrize("announced", [True, False])
 @in_loop
 async def test_bodies_have_a_limit_that_holds_before_they_are_kept(announced: bool) -> None:
