@@ -237,8 +237,13 @@ MUTANTS = (
     mutant(
         "incarnations-share-their-counters",
         _BACK,
-        (WORKERS, "    incarnation: int\n", "    incarnation: int = dataclasses.field(compare=False)\n"),
-        (WORKERS, "import enum\n", "import dataclasses\nimport enum\n"),
+        (
+            WORKERS,
+            "    incarnation: int\n",
+            "    incarnation: int\n\n"
+            "    def __eq__(self, other):\n        return self.url == other.url\n\n"
+            "    def __hash__(self):\n        return hash(self.url)\n\n",
+        ),
     ),
     mutant(
         "a-stale-check-counts",
