@@ -21,7 +21,8 @@ from fd_core.server.response_format import CollectedText, ResponseFormat
 from fd_core.server.response_schemas import ChatAnswer, ChatChoice, ChatLogprobs, ChatMessage, Usage
 from fd_core.server.state import ServerState, state_of
 from fd_core.server.streaming import GenerationResponse
-from fd_core.server.tool_grammars import constrained
+from fd_core.server.structured_fields import FormAsked
+from fd_core.server.tool_grammars import constrained, demanded_schemas
 from fd_core.server.tools import answer_reading, offered_tools
 from fd_core.server.unsupported import CHAT
 from fd_core.text.parsing.answer import AnswerReading
@@ -42,9 +43,9 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 async def conversation_job(
-    state: ServerState, body: ChatRequest, request: Request, grammar: str | None = None, *, events: bool = False
+    state: ServerState, body: ChatRequest, request: Request, form: FormAsked | None = None, *, events: bool = False
 ) -> Job:
-    """Return what a conversation wants generated, with all checks; `grammar` is what its answer has to match.
+    """Return what a conversation wants generated, with all checks; `form` is what its answer has to match.
 
     The other families say what they want as such a request, and get their answers as `events` in any case. Raises
     `ApiError` and `BadRequest`.
@@ -52,7 +53,7 @@ async def conversation_job(
     state.model_name(body.model)
     state.admit(1)
     logprobs = _logprobs(body)
-    grammar = grammar or await state.grammars.grammar(body)
+    grammar = await (state.grammars.grammar(body) if form is None else state.grammars.checked(form))
     tools = offered_tools(body)
     reading = answer_reading(
         state,
@@ -62,6 +63,8 @@ async def conversation_job(
     )
     if reading is None and events:
         reading = AnswerReading(None, None, {})
+    for schema in () if tools is None else demanded_schemas(tools):
+        await state.grammars.checked(schema)
     prompt = await chat_prompt(state, body)
     job = build_job(state, body, request, [prompt], logprobs, reading)
     job = constrained(state, with_grammar(job, grammar), tools, _reasoning_budget(body))

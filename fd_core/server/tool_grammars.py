@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -12,6 +14,7 @@ import msgspec
 from fd_core.server.errors import invalid
 from fd_core.server.generation import Job
 from fd_core.server.state import ServerState
+from fd_core.server.structured_fields import FormAsked
 from fd_core.server.tools import OfferedTools
 from fd_core.structured import grammar
 from fd_core.text.parsing.answer import AnswerReading
@@ -19,7 +22,7 @@ from fd_core.text.parsing.contract import CallForm, ReasoningParser, ToolParser
 from fd_core.text.tokenizer import Tokenizer
 from fd_core.types import Reasoning
 
-__all__ = ["constrained"]
+__all__ = ["constrained", "demanded_schemas"]
 
 _STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _TAIL_TOKENS: Final = 64
@@ -45,6 +48,14 @@ def constrained(state: ServerState, job: Job, tools: OfferedTools | None, budget
     return replace(job, params=params)
 
 
+def demanded_schemas(tools: OfferedTools) -> Iterator[FormAsked]:
+    """Yield the schemas that arguments have to keep, with their places in the request."""
+    for index, (name, schema) in enumerate(tools.schemas.items()):
+        if name in tools.strict or name in tools.forced:
+            place = f"tools[{index}].function.parameters"
+            yield FormAsked(place, partial(grammar.json_schema, schema, field=place), dict(schema))
+
+
 def _reasoning(state: ServerState, job: Job, tail: str, budget: int | None) -> Reasoning | None:
     parser: type[ReasoningParser] | None = None if job.reading is None else job.reading.reasoning
     if parser is None or not parser.end:
@@ -65,8 +76,6 @@ def _demanded(tools: OfferedTools, reading: AnswerReading, tokenizer: Tokenizer)
     parser = reading.tools
     if parser is None or not (tools.forced or tools.strict):
         return None
-    for index, schema in enumerate(tools.schemas.values()):
-        grammar.json_schema(schema, field=f"tools[{index}].function.parameters")
     if tools.forced:
         return _forced(parser, tools, reading, tokenizer)
     field = "tools[].function.strict"

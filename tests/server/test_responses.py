@@ -170,6 +170,7 @@ def test_a_call_can_be_demanded(server: LiveServer) -> None:
         ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": 1}}}}, "text.format.schema"),
         ({"max_output_tokens": 10_000}, "max_completion_tokens"),
     ],
 )

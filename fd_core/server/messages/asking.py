@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Final
 
 from fd_core.server.errors import invalid
 from fd_core.server.messages.schemas import CountRequest, InputBlock, MessagesRequest, TextBlock, Turn
 from fd_core.server.request_schemas import ChatRequest, Message
 from fd_core.server.state import ServerState
+from fd_core.server.structured_fields import FormAsked
 from fd_core.server.tool_fields import ChosenFunction, NamedChoice, Tool, ToolChoice, ToolFunction
 from fd_core.structured import grammar
 
-__all__ = ["as_chat", "demanded_grammar"]
+__all__ = ["as_chat", "demanded_form"]
 
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 _EFFORTS: Final = (None, "medium", "high")
@@ -52,10 +54,13 @@ def as_chat(state: ServerState, body: CountRequest) -> ChatRequest:
     return chat
 
 
-def demanded_grammar(body: CountRequest) -> str | None:
-    """Return the grammar of the schema that the answer has to fit, if one is given."""
+def demanded_form(body: CountRequest) -> FormAsked | None:
+    """Return the schema that the answer has to fit, if one is given."""
     wanted = body.output_format if body.output_config is None else body.output_config.format
-    return None if wanted is None else grammar.json_schema(wanted.schema, field="output_config.format.schema")
+    if wanted is None:
+        return None
+    place = "output_config.format.schema"
+    return FormAsked(place, partial(grammar.json_schema, wanted.schema, field=place), wanted.schema)
 
 
 def _messages(turn: Turn, place: str) -> list[Message]:

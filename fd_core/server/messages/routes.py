@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from fd_core.server.body import BodyFormat
 from fd_core.server.chat import conversation_job
 from fd_core.server.messages.answering import MessagesFormat
-from fd_core.server.messages.asking import as_chat, demanded_grammar
+from fd_core.server.messages.asking import as_chat, demanded_form
 from fd_core.server.messages.schemas import REFUSED, CountRequest, MessagesAnswer, MessagesRequest, TokenCountAnswer
 from fd_core.server.openapi import endpoint
 from fd_core.server.prompts import chat_prompt
@@ -30,7 +30,7 @@ async def create_message(request: Request) -> Response:
     """Generate the assistant's next message, in Anthropic's shape."""
     state = state_of(request)
     body, headers = await _BODY.read(request, state.config.max_body_bytes)
-    job = await conversation_job(state, as_chat(state, body), request, demanded_grammar(body), events=True)
+    job = await conversation_job(state, as_chat(state, body), request, demanded_form(body), events=True)
     return GenerationResponse(state, MessagesFormat(job), bool(body.stream), headers)
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 from fd_core.server.errors import ApiError, invalid
 from fd_core.server.request_schemas import ChatRequest, Message
 from fd_core.server.responses.schemas import InputItem, InputPart, ResponsesRequest
 from fd_core.server.responses.store import ResponseStore
+from fd_core.server.structured_fields import FormAsked
 from fd_core.server.tool_fields import ChosenFunction, NamedChoice, Tool, ToolChoice, ToolFunction
 from fd_core.structured import grammar
 
-__all__ = ["as_chat", "demanded_grammar", "earlier_messages"]
+__all__ = ["as_chat", "demanded_form", "earlier_messages"]
 
 _HARMLESS_INCLUDES: Final = frozenset({"reasoning.encrypted_content"})
 _TEXTS: Final = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
@@ -61,16 +63,17 @@ def as_chat(body: ResponsesRequest, earlier: Sequence[Message]) -> ChatRequest:
     )
 
 
-def demanded_grammar(body: ResponsesRequest) -> str | None:
-    """Return the grammar of the format that the answer has to have, None for any text."""
+def demanded_form(body: ResponsesRequest) -> FormAsked | None:
+    """Return the form that the answer has to have, None for any text."""
     form = None if body.text is None else body.text.format
     if form is None or form.type == "text":
         return None
     if form.type == "json_object":
-        return grammar.json_object()
+        return FormAsked("text.format", grammar.json_object)
     if form.schema is None:
         raise invalid("text.format.schema is required", "text.format.schema", "missing_required_parameter")
-    return grammar.json_schema(form.schema, field="text.format.schema")
+    place = "text.format.schema"
+    return FormAsked(place, partial(grammar.json_schema, form.schema, field=place), form.schema)
 
 
 def _check(body: ResponsesRequest) -> None:

@@ -14,7 +14,7 @@ from fd_core.server.errors import ApiError
 from fd_core.server.openapi import endpoint
 from fd_core.server.request_schemas import Message
 from fd_core.server.responses.answering import ResponsesFormat
-from fd_core.server.responses.asking import as_chat, demanded_grammar, earlier_messages
+from fd_core.server.responses.asking import as_chat, demanded_form, earlier_messages
 from fd_core.server.responses.schemas import REFUSED, DeletedResponse, ResponseAnswer, ResponsesRequest
 from fd_core.server.responses.store import StoredResponse
 from fd_core.server.state import state_of
@@ -33,7 +33,7 @@ async def create_response(request: Request) -> Response:
     state = state_of(request)
     body, headers = await _BODY.read(request, state.config.max_body_bytes)
     chat = as_chat(body, earlier_messages(body, state.responses))
-    job = await conversation_job(state, chat, request, demanded_grammar(body), events=True)
+    job = await conversation_job(state, chat, request, demanded_form(body), events=True)
     asked = (chat.messages or [])[1 if body.instructions else 0 :]
 
     def keep(answer: ResponseAnswer) -> None:
