@@ -10,7 +10,9 @@ import msgspec
 __all__ = ["KnownFields", "UnknownField"]
 
 _object: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_objects: Final = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _array: Final = msgspec.json.Decoder(list[msgspec.Raw])
+_BRACE, _BRACKET = b"{["
 
 
 class UnknownField(NamedTuple):
@@ -32,24 +34,30 @@ class KnownFields:
             if (found := _struct_in(hint)) is not None
         }
 
-    def unknown(self, body: bytes | msgspec.Raw, path: str = "") -> Iterator[UnknownField]:
+    def unknown(self, body: bytes) -> Iterator[UnknownField]:
         """Yield what an object has beside the fields that are read. Raises what msgspec's decoders raise."""
-        for name, value in _object.decode(body).items():
-            inner = self.inner.get(name)
-            if inner is not None:
-                yield from inner._within(value, f"{path}{name}")
-            elif name not in self.names:
-                yield UnknownField(path + name, value)
+        yield from self._of(_object.decode(body), "")
+
+    def _of(self, fields: dict[str, msgspec.Raw], path: str) -> Iterator[UnknownField]:
+        for name in fields.keys() - self.names:
+            yield UnknownField(path + name, fields[name])
+        for name, inner in self.inner.items():
+            value = fields.get(name)
+            if value is not None:
+                yield from inner._within(value, path + name)
 
     def _within(self, value: msgspec.Raw, path: str) -> Iterator[UnknownField]:
         """Look into an object, or into each object of an array; another value is left to the schema's own decoder."""
-        begin = bytes(value[:1]) if isinstance(value, bytes) else bytes(memoryview(value)[:1])
-        if begin == b"{":
-            yield from self.unknown(value, f"{path}.")
-        elif begin == b"[":
-            for each in _array.decode(value):
-                if bytes(memoryview(each)[:1]) == b"{":
-                    yield from self.unknown(each, f"{path}[].")
+        begin = memoryview(value)[0]
+        if begin == _BRACE:
+            yield from self._of(_object.decode(value), f"{path}.")
+        elif begin == _BRACKET:
+            try:
+                objects = _objects.decode(value)
+            except msgspec.ValidationError:  # something else is among them
+                objects = [_object.decode(each) for each in _array.decode(value) if memoryview(each)[0] == _BRACE]
+            for each in objects:
+                yield from self._of(each, f"{path}[].")
 
 
 def _struct_in(hint: Any) -> type[msgspec.Struct] | None:
