@@ -63,6 +63,9 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     victim_policy: str = "cheapest"
     postprocess: str | None = None
     """What writes the token matrix of a step; None takes the one for the backend's framework."""
+    pooling: Annotated[str, OneOf("auto", "last", "mean")] = "auto"
+    """What of a text becomes its vector: the state of its last token, or the mean of all; `auto` asks the
+    checkpoint."""
     observer: str | None = None
     """A plugin that is told what each step sampled; None tells nobody."""
     pipeline_depth: Annotated[int, Range(1, 16)] | None = None

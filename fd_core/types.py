@@ -21,6 +21,8 @@ __all__ = [
     "FinishReason",
     "IntArray",
     "LogprobRows",
+    "PooledRows",
+    "Pooling",
     "PrefillJob",
     "PrefillOutcome",
     "PromptLogprobRows",
@@ -114,6 +116,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
+class Pooling(msgspec.Struct, frozen=True):
+    """What a request wants of its prompt instead of a text: one vector."""
+
+    kind: Literal["last", "mean", "tokens"]
+    """`last` and `mean`: the final hidden state of the last token, or the mean of all, normalized as the output
+    projection takes them. `tokens`: the log-probabilities of `token_ids` behind the prompt."""
+    token_ids: tuple[int, ...] = ()
+
+
 class PrefillJob(msgspec.Struct, frozen=True):
     """A prompt that a prefill worker computes for a decode worker: one value from one scheduler to the other."""
 
@@ -162,6 +173,8 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     and random numbers count from the prompt, as if the engine had never died."""
     prefill_at: str = ""
     """`host:port` of the prefill worker that computes the prompt; empty computes it here."""
+    pooling: Pooling | None = None
+    """Set for a request that ends with its prefill; the one token that it samples is dropped."""
     prefill_job: PrefillJob | None = None
     """Set for a request that only computes a prompt for a decode worker; the one token that it samples is dropped."""
 
@@ -191,6 +204,7 @@ class Admission:
     """Tokens at the front whose KV is already in the granted blocks."""
     request_id: str = ""
     """Whose stay it is, for traces; the runner has no use for it."""
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +289,20 @@ class PromptLogprobRows:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledRows:
+    """What a step has of the vectors of requests that want one."""
+
+    slots: IntArray
+    """int32[n]"""
+    starts: IntArray
+    """int32[n], position of the first token that was computed."""
+    counts: IntArray
+    """int32[n], tokens that went into the vector."""
+    values: tuple[npt.NDArray[np.float32], ...]
+    """n vectors; for a mean the sum of this step's tokens."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """The one answer to one plan."""
 
@@ -290,6 +318,7 @@ class StepOutput:
     errors: tuple[tuple[int, str], ...] = ()
     """(slot, message) for rows that failed; the other rows are valid."""
     prompt_logprobs: PromptLogprobRows | None = None
+    pooled: PooledRows | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -320,6 +349,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc
     """What became of a prefill that another worker was to compute; set in the first delta."""
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     """One for each token of the prompt but the first, if the request asked for them; set in the first delta."""
+    pooled: bytes | None = None
+    """The vector of a request that asked for one, float32, little-endian."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,14 @@ class Model(Protocol):
     def num_parameters(self) -> int:
         """Number of weights."""
 
+    @property
+    def state_size(self) -> int:
+        """Width of `states`."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether it has an output projection; false for a model that only makes vectors."""
+
     def kv_shape(self, block_size: int) -> KVShape:
         """Return the size of the KV cache that `forward` needs."""
 

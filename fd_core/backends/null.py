@@ -53,6 +53,8 @@ class NullModel:
 
     architecture = "null"
     num_parameters = 0
+    state_size = 1
+    generates = True
 
     def __init__(self, vocab_size: int = 257, max_positions: int = 8192, eos_bias: float = 0.0) -> None:
         self.vocab_size = vocab_size

@@ -147,6 +147,9 @@ ENGINE_FLAGS: Final = (
         "framework.",
         "NAME",
     ),
+    Flag(
+        "pooling", "What of a text becomes its vector: last (token), mean, or auto for what the checkpoint says.", "HOW"
+    ),
     Flag("observer", "Plugin that is told the tokens sampled by each step.", "NAME"),
     Flag("pipeline_depth", "Steps in flight at the same time; by default the backend's own choice.", "N"),
     Flag(

@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from fd_core.backends.contract import Backend, Model
 from fd_core.config import EngineConfig, Limits, resolve_limits
 from fd_core.disagg.prefill.sender import Sender
@@ -20,6 +22,7 @@ from fd_core.engine.messages import EngineInfo
 from fd_core.errors import ConfigError, ModelError, PluginError
 from fd_core.kv.port import CompletionQueue, JoinedEffectPort, LockedKVCache
 from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.loading.pooling import VectorSettings, read_vector_settings
 from fd_core.plugins import (
     CONNECTOR,
     DRAFTER,
@@ -163,6 +166,14 @@ class _EngineBuilder:
     def _storage(self) -> KVStorage:
         return open_kv_storage(self._config, self._plugins, self._identity)
 
+    @cached_property
+    def _vectors(self) -> VectorSettings:
+        """How texts become vectors: as the settings say, or the checkpoint."""
+        found = read_vector_settings(self._path)
+        if self._config.pooling == "auto":
+            return found
+        return msgspec.structs.replace(found, pooling="mean" if self._config.pooling == "mean" else "last")
+
     # Planning -----------------------------------------------------------------------------------------------
 
     @cached_property
@@ -250,6 +261,9 @@ class _EngineBuilder:
             dtype=self._ops.dtype,
             dtype_reason=self._backend.dtype_reason if config.dtype == "auto" else "asked for",
             vocab_size=limits.vocab_size,
+            state_size=model.state_size,
+            vectors=self._vectors,
+            generates=model.generates,
             eos_token_ids=model.eos_token_ids,
             max_model_len=limits.max_model_len,
             max_num_seqs=limits.max_num_seqs,

@@ -8,15 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from fd_core.config import EngineConfig
 from fd_core.constraints import make_settings
 from fd_core.engine.assets import find_assets
 from fd_core.engine.builder import load_engine
 from fd_core.engine.core import Engine
 from fd_core.engine.messages import EngineInfo, EngineStats
+from fd_core.engine.vectors import check_dimensions, pooling_request, vector_of
 from fd_core.errors import BadRequest
 from fd_core.sampling_checks import check_sampling
-from fd_core.types import Delta, FinishReason, RequestSpec, SamplingParams, TokenLogprobs
+from fd_core.types import Delta, FinishReason, Pooling, RequestSpec, SamplingParams, TokenLogprobs
 
 __all__ = ["LLM", "Completion"]
 
@@ -84,6 +88,8 @@ class LLM:
         prompt that can never run and for a sampling parameter out of range. A step that fails raises: there is no
         second engine here that could go on.
         """
+        if not self.info.generates:
+            raise BadRequest(f"{self.info.model} has no output projection; it makes vectors, with embed", field="model")
         items = _as_list(prompts)
         given = [params or SamplingParams()] * len(items) if not isinstance(params, Sequence) else list(params)
         if len(given) != len(items):
@@ -132,6 +138,40 @@ class LLM:
         for result in results:
             result.text = self.tokenizer.decode(result.token_ids)
         return results
+
+    def embed(self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None) -> npt.NDArray[np.float32]:
+        """Make a vector of each prompt, text or token ids: float32[n, H], or [n, dimensions] of their first elements.
+
+        Pooling and length are those of the checkpoint, see `EngineInfo.vectors`, and of the setting `pooling`. Raises
+        `BadRequest` for a prompt that can never run and for `dimensions` out of range.
+        """
+        check_dimensions(dimensions, self.info.state_size)
+        vectors = [vector_of(pooled, self.info.vectors, dimensions) for pooled in self._pooled(prompts)]
+        return np.array(vectors, np.float32).reshape(len(vectors), dimensions or self.info.state_size)
+
+    def _pooled(self, prompts: Prompt | Sequence[Prompt]) -> list[bytes]:
+        items = _as_list(prompts)
+        pooling, prefix = Pooling(self.info.vectors.pooling), secrets.token_hex(4)
+        found: dict[str, bytes] = {}
+
+        def take(deltas: list[Delta]) -> None:
+            for delta in deltas:
+                if delta.error is not None:
+                    self._engine.abort_all()
+                    raise BadRequest(f"prompt {delta.request_id.rpartition('-')[2]}: {delta.error}", field="prompts")
+                if delta.pooled is not None:
+                    found[delta.request_id] = delta.pooled
+
+        for index, item in enumerate(items):
+            ids = self.tokenizer.encode(item) if isinstance(item, str) else item
+            take(self._engine.submit(pooling_request(f"{prefix}-{index}", tuple(ids), pooling)))
+        try:
+            while self._engine.has_work:
+                take(self._engine.step())
+        except BaseException:
+            self._engine.abort_all()
+            raise
+        return [found[f"{prefix}-{index}"] for index in range(len(items))]
 
     def close(self) -> None:
         """Stop the engine's threads."""

@@ -10,6 +10,7 @@ from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.kv.events import KVEvent
 from fd_core.kv.tiers.stats import TierStats
 from fd_core.metrics import gauge
+from fd_core.models.loading.pooling import VectorSettings
 from fd_core.runner.observing import ObserverStats
 from fd_core.runner.slot_grammars import MaskStats
 from fd_core.scheduling.contract import SchedulerStats
@@ -72,6 +73,12 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The backend computes on another device than the one it is for, and results say nothing about that one."""
     kv_events: bool = False
     """Whether it tells which prefixes its device holds."""
+    state_size: int = 0
+    """Elements of the vector that a text becomes."""
+    vectors: VectorSettings = VectorSettings()
+    """How texts become vectors."""
+    generates: bool = True
+    """Whether it makes texts; false for a checkpoint without an output projection."""
     structured_output: bool = True
     """Whether it takes grammars."""
     epoch: int = 1

@@ -75,6 +75,8 @@ class DecoderModel:
     max_positions: int
     eos_token_ids: tuple[int, ...]
     num_parameters: int
+    state_size: int = 0
+    generates: bool = True
 
     def kv_shape(self, block_size: int) -> KVShape:
         """Return the size of the KV cache that `forward` needs, for blocks of `block_size` tokens."""

@@ -61,6 +61,8 @@ def load_model(
         max_positions=max_positions,
         eos_token_ids=tuple(dict.fromkeys(ends)),
         num_parameters=num_parameters,
+        state_size=spec.embedding.shape[1],
+        generates=not spec.architecture.endswith("Model"),
     )
 
 
@@ -72,7 +74,13 @@ def spec_of(checkpoint: Checkpoint) -> DecoderSpec:
     config = ModelConfig(checkpoint.config)
     names = checkpoint.config.get("architectures")
     name = names[0] if isinstance(names, list | tuple) and names else None
-    traits = ARCHITECTURES.get(name) if isinstance(name, str) else None
+    traits = None
+    if isinstance(name, str):
+        whole = f"{name.removesuffix('Model')}ForCausalLM"
+        if name not in ARCHITECTURES and whole in ARCHITECTURES:
+            # The same without its output projection: it makes vectors, and its texts would mean nothing.
+            config = ModelConfig({**checkpoint.config, "tie_word_embeddings": True})
+        traits = ARCHITECTURES.get(name) or ARCHITECTURES.get(whole)
     if traits is None or not isinstance(name, str):
         found = "the config names no architecture" if name is None else f"architecture {str(name)[:80]!r} is not known"
         if "auto_map" in checkpoint.config:

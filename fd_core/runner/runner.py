@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from fd_core.ops.contract import Array, KVCache, Ops, StepInput
 from fd_core.runner.batch import PersistentBatch
 from fd_core.runner.drafting import Drafter, SlotError
 from fd_core.runner.inputs import Rows, build_inputs, resolve_rows
+from fd_core.runner.pooling import PooledParts, Pooler
 from fd_core.runner.postprocess.contract import Postprocess
 from fd_core.runner.prompt_scores import PromptScorer, PromptScores
 from fd_core.runner.sampling import Sampled, Sampler
@@ -26,6 +28,7 @@ from fd_core.types import (
     BlockGrant,
     IntArray,
     LogprobRows,
+    PooledRows,
     PromptLogprobRows,
     SamplingParams,
     StepOutput,
@@ -33,6 +36,9 @@ from fd_core.types import (
 )
 
 __all__ = ["Runner"]
+
+_Readings = tuple[PromptScores | None, PooledParts | None]
+"""What a step read from prompts, on the device."""
 
 
 class Runner:
@@ -67,6 +73,7 @@ class Runner:
         self._sampler = Sampler(ops, limits.max_num_seqs, model.vocab_size)
         self._grammars = SlotGrammars(grammars, model.vocab_size)
         self._scorer = PromptScorer(ops, model.vocab_size)
+        self._pooler = Pooler(ops)
         self._postprocess = postprocess(ops, limits)
         self._failed: dict[int, str] = {}
         """Why the request in a slot failed."""
@@ -80,15 +87,15 @@ class Runner:
         """
         self._apply(plan)
         rows = resolve_rows(plan, self.batch, self.limits, self.ops.padded_rows)
-        sampled, scores = self._sample(rows)
+        sampled, read = self._sample(rows)
         grid = self._grid(rows, sampled)
         accepted = self._verify(rows, grid)
-        tokens, kept, peaks, logprobs, prompts = self._to_host(plan, rows, grid, accepted, sampled, scores)
+        tokens, kept, peaks, logprobs, of_prompts = self._to_host(plan, rows, grid, accepted, sampled, read)
         self._look_for_failures(rows, kept, peaks)
         self._remember(rows, tokens, kept)
         ready = self.batch.num_drafts.copy() if self.drafter is not None or self._grammars else None
         errors = tuple((slot, self._failed[slot]) for slot in plan.slots.tolist() if slot in self._failed)
-        return StepOutput(plan.epoch, plan.step, tokens, self.batch.gen.copy(), ready, logprobs, errors, prompts)
+        return StepOutput(plan.epoch, plan.step, tokens, self.batch.gen.copy(), ready, logprobs, errors, *of_prompts)
 
     def mask_stats(self) -> MaskStats:
         """Return what grammars cost and spared so far."""
@@ -127,6 +134,7 @@ class Runner:
             self._failed.pop(admission.slot, None)
             self.batch.admit(admission)
             self._scorer.admit(admission)
+            self._pooler.admit(admission)
             try:
                 self._sampler.admit(admission)
             except Exception as error:  # noqa: BLE001 - whatever it is, it concerns this request alone
@@ -135,26 +143,29 @@ class Runner:
             self._admit_to_drafter(admission.slot, admission.token_ids)
         self.batch.grant(plan)
 
-    def _sample(self, rows: Rows) -> tuple[Sampled, PromptScores | None]:
-        """Run the model and choose a token from each of its rows of logits; score the prompts that want it."""
+    def _sample(self, rows: Rows) -> tuple[Sampled, _Readings]:
+        """Run the model, choose a token from each of its rows of logits, and read what is wanted of prompts."""
         ops, batch = self.ops, self.batch
         masks = self._grammars.begin(rows, batch.tokens)
-        scores = None
+        read: _Readings = (None, None)
         if len(rows.slots):
             size, spare = self.limits.block_size, self.cache.spare_block
             inputs = build_inputs(rows, batch.tokens, batch.tables, size, ops, spare)
-            scored = self._scorer.rows(rows)
-            if len(scored[0]):
-                states = self._states(inputs, self.cache)
-                scores = self._scorer.score(states, self._head, scored, batch.tokens)
-                logits = self._head(ops.gather_rows(states, inputs.logits_rows)) if len(rows.sampling) else None
+            scored, pooled = self._scorer.rows(rows), self._pooler.parts(rows)
+            if len(scored[0]) or pooled:
+                states, head = self._states(inputs, self.cache), self._head
+                read = (
+                    self._scorer.score(states, head, scored, batch.tokens) if len(scored[0]) else None,
+                    self._pooler.pool(states, head, pooled) if pooled else None,
+                )
+                logits = head(ops.gather_rows(states, inputs.logits_rows)) if len(rows.sampling) else None
             else:
                 logits = self._forward(inputs, self.cache)
         if not len(rows.sampling):
-            return Sampled(ops.from_host(np.empty(0, np.int32)), ops.from_host(np.empty(0, np.float32))), scores
+            return Sampled(ops.from_host(np.empty(0, np.int32)), ops.from_host(np.empty(0, np.float32))), read
         allowed = None if masks is None else masks()
         sampler = self._sampler
-        return sampler.sample(logits, rows.logits_slots, rows.positions, rows.columns, batch.tokens, allowed), scores
+        return sampler.sample(logits, rows.logits_slots, rows.positions, rows.columns, batch.tokens, allowed), read
 
     def _grid(self, rows: Rows, sampled: Sampled) -> Array:
         """Return the tokens int32[N, 1 + k] of the N rows that sample; unused cells mean nothing."""
@@ -177,26 +188,38 @@ class Runner:
         return ops.verify(sampled, ops.from_host(drafts), ops.from_host(rows.drafts))
 
     def _to_host(
-        self, plan: StepPlan, rows: Rows, grid: Array, accepted: Array, sampled: Sampled, scores: PromptScores | None
-    ) -> tuple[IntArray, IntArray, npt.NDArray[np.float32], LogprobRows | None, PromptLogprobRows | None]:
+        self, plan: StepPlan, rows: Rows, grid: Array, accepted: Array, sampled: Sampled, read: _Readings
+    ) -> tuple[
+        IntArray,
+        IntArray,
+        npt.NDArray[np.float32],
+        LogprobRows | None,
+        tuple[PromptLogprobRows | None, PooledRows | None],
+    ]:
         """Build the token matrix int32[max_num_seqs, 1 + k] on the device and bring everything over.
 
         The one place of a step that waits for the device. Returns the matrix, the drafts kept int32[N], the peaks
-        float32[R], log-probabilities, and those of prompts.
+        float32[R], log-probabilities, and what was read from prompts.
         """
         ops = self.ops
         slots = ops.from_host(rows.slots[rows.sampling])
         revoked = ops.from_host(np.array([revocation.slot for revocation in plan.revocations], np.int32))
         matrix = self._postprocess.token_matrix(grid, accepted, slots, revoked)
-        of_prompts = () if scores is None else scores.parts
-        tokens, kept, peaks, *more = ops.fetch([matrix, accepted, sampled.peaks, *sampled.scores, *of_prompts])
-        of_tokens, scored = more[: len(sampled.scores)], sampled.scored
+        scores, pooled = read
+        groups = (sampled.scores, () if scores is None else scores.parts, () if pooled is None else pooled.arrays)
+        tokens, kept, peaks, *more = ops.fetch([matrix, accepted, sampled.peaks, *(each for g in groups for each in g)])
+        found = iter(more)
+        of_tokens, of_prompts, of_vectors = ([*islice(found, len(group))] for group in groups)
+        scored = sampled.scored
         return (
             tokens,
             kept,
             peaks,
             LogprobRows(rows.logits_slots[scored], rows.columns[scored], *of_tokens) if of_tokens else None,
-            None if scores is None else scores.on_host(more[len(of_tokens) :]),
+            (
+                None if scores is None else scores.on_host(of_prompts),
+                None if pooled is None else pooled.on_host(of_vectors),
+            ),
         )
 
     def _look_for_failures(self, rows: Rows, accepted: IntArray, peaks: npt.NDArray[np.float32]) -> None:

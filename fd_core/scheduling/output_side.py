@@ -28,7 +28,6 @@ from fd_core.types import (
     FinishReason,
     IntArray,
     LogprobRows,
-    PromptLogprobRows,
     StepOutput,
     StepPlan,
     TokenLogprobs,
@@ -119,8 +118,7 @@ class OutputSide:
         unasked = (counts > 0) & ~plan.samples[rows]
         if unasked.any():
             raise signals.MalformedOutput(f"slot {rows_of[unasked][0]} carries tokens that no row of the step samples")
-        if output.prompt_logprobs is not None:
-            self._collect(output.prompt_logprobs, rows_of)
+        self._collect(output, rows_of)
         told, ended = self._append(rows_of[with_tokens], counts[with_tokens], outcomes.tokens, output.logprobs)
         # What is settled comes before who is done: the blocks that a last step completes are named like any others.
         self._settle(plan, rows, rows_of, counts)
@@ -162,12 +160,19 @@ class OutputSide:
             deltas.append(self._delta(request, token_ids, reason, given[:count] if given else None))
         return deltas, ended
 
-    def _collect(self, scores: PromptLogprobRows, rows: npt.NDArray[np.intp]) -> None:
-        """Keep log-probabilities of the prompts in slots `rows` until their first token is delivered."""
-        for slot in set(scores.slots.tolist()).intersection(rows.tolist()):
-            collected = self._slots.request_in(slot).prompt_logprobs
-            if collected is not None:
-                collected.take(scores, np.flatnonzero(scores.slots == slot).astype(np.int32))
+    def _collect(self, output: StepOutput, rows: npt.NDArray[np.intp]) -> None:
+        """Keep what was read from the prompts in slots `rows` until their first token is delivered."""
+        if (scores := output.prompt_logprobs) is not None:
+            for slot in set(scores.slots.tolist()).intersection(rows.tolist()):
+                collected = self._slots.request_in(slot).prompt_logprobs
+                if collected is not None:
+                    collected.take(scores, np.flatnonzero(scores.slots == slot).astype(np.int32))
+        if (pooled := output.pooled) is not None:
+            columns = pooled.slots.tolist(), pooled.starts.tolist(), pooled.counts.tolist()
+            for slot, start, count, value in zip(*columns, pooled.values, strict=True):
+                state = self._slots.request_in(slot).pooled if slot in rows else None
+                if state is not None:
+                    state.take(start, count, value)
 
     def _settle(
         self, plan: StepPlan, rows: npt.NDArray[np.intp], rows_of: npt.NDArray[np.intp], counts: IntArray
@@ -225,16 +230,20 @@ class OutputSide:
         logprobs: tuple[TokenLogprobs, ...] | None,
     ) -> Delta:
         request_id = request.spec.request_id
-        cached = prefill = scores = None
+        cached = prefill = scores = pooled = None
         if token_ids and request_id not in self._told_first:
             self._told_first.add(request_id)
             cached, prefill = request.cached_tokens, request.prefill
         if token_ids and request.prompt_logprobs is not None:
             scores, request.prompt_logprobs = request.prompt_logprobs.delivered(), None
+        if token_ids and request.pooled is not None:
+            pooled = request.pooled.delivered()
         if reason is not None:
             self._told_first.discard(request_id)
             self.counters.finished[reason] += 1
-        return Delta(request_id, token_ids, reason, logprobs, cached, prefill=prefill, prompt_logprobs=scores)
+        return Delta(
+            request_id, token_ids, reason, logprobs, cached, prefill=prefill, prompt_logprobs=scores, pooled=pooled
+        )
 
 
 def _logprobs_by_slot(rows: LogprobRows | None, requests: list[Request | None]) -> dict[int, tuple[TokenLogprobs, ...]]:

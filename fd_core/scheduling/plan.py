@@ -56,6 +56,7 @@ class PlanBuilder:
             eos_token_ids=request.spec.eos_token_ids,
             computed=int(table.num_computed[slot]),
             request_id=request.spec.request_id,
+            pooling=request.spec.pooling,
         )
         self._admissions.append(admission)
         self.grant(slot, 0, frozen(table.blocks(slot)))

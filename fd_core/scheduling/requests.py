@@ -16,6 +16,7 @@ from dataclasses import InitVar, dataclass, field
 from typing import Final
 
 from fd_core.errors import BadRequest
+from fd_core.scheduling.pooled_state import PooledState
 from fd_core.scheduling.prompt_logprobs import PromptLogprobs
 from fd_core.scheduling.tokens import TokenBuffer
 from fd_core.types import FinishReason, PrefillOutcome, RequestSpec
@@ -132,6 +133,8 @@ class Request:
     """What became of the prefill on another worker, if the request asked for one."""
     prompt_logprobs: PromptLogprobs | None = None
     """Log-probabilities of the prompt that were computed; None if they are not wanted, or were delivered."""
+    pooled: PooledState | None = None
+    """The vector that the request wants of its prompt, as far as it was computed; None if it wants none."""
     sent: int = field(init=False)
     """Leading blocks of a prefill job that were sent to the decode worker, or that the decode worker holds."""
     sent_all: bool = False
@@ -146,6 +149,8 @@ class Request:
         top_n = spec.params.prompt_logprobs
         if top_n is not None and not spec.delivered:
             self.prompt_logprobs = PromptLogprobs(self.prompt_len, top_n)
+        if spec.pooling is not None:
+            self.pooled = PooledState(mean=spec.pooling.kind == "mean")
         self.sent = 0 if spec.prefill_job is None else spec.prefill_job.held_blocks
 
     @property
@@ -156,7 +161,7 @@ class Request:
     @property
     def needs_every_position(self) -> bool:
         """Whether each position of the prompt has to be computed here, be its KV known or not."""
-        return self.prompt_logprobs is not None
+        return self.prompt_logprobs is not None or (self.pooled is not None and self.pooled.mean)
 
     @property
     def num_generated(self) -> int:

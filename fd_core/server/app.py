@@ -10,7 +10,7 @@ import fd_core
 from fd_core.cache_dir import find_cache_dir
 from fd_core.config import ServerConfig
 from fd_core.engine.client import EngineClient
-from fd_core.server import admin, chat, completions, health, kv_events, models, openapi, tokenize
+from fd_core.server import admin, chat, completions, embeddings, health, kv_events, models, openapi, tokenize
 from fd_core.server.auth import KeyRing
 from fd_core.server.batches import routes
 from fd_core.server.batches.service import BatchService
@@ -54,7 +54,8 @@ def create_app(
         config, client, tokenizer, reader, metrics, grammars, parsers or Parsers(), ticket_key=ticket_key
     )
     app.state.fd.responses = ResponseStore(config.response_store)
-    for family in (chat, messages, responses, completions, models, tokenize, admin, health, kv_events):
+    generating = (chat, messages, responses, completions, embeddings)
+    for family in (*generating, models, tokenize, admin, health, kv_events):
         app.include_router(family.router)
     if config.batch_api:
         app.include_router(routes.router)

@@ -30,6 +30,8 @@ def build_job(
     """Return what the request wants generated; `ApiError` (400, 403) for what does not fit the model or this worker."""
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options is given, but stream is not true", "stream_options")
+    if not state.client.info.generates:
+        raise invalid("this checkpoint has no output projection; it serves /v1/embeddings", "model", "no_texts")
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("prompt_logprobs is not told in a stream; leave stream out, or use echo", "prompt_logprobs")
     bad_words = bad_word_ids(body, state.client.info, state.tokenizer)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
-__all__ = ["CHAT", "COMPLETIONS", "HARMLESS", "Refusal"]
+__all__ = ["CHAT", "COMPLETIONS", "HARMLESS", "POOLED", "Refusal"]
 
 
 class Refusal(NamedTuple):
@@ -122,4 +122,23 @@ CHAT: Mapping[str, Refusal] = {
     "messages[].prefix": _NEXT_MESSAGE,
     "messages[].partial": _NEXT_MESSAGE,
     "messages[].tools": Refusal("give tools beside the messages", ([],)),
+}
+
+POOLED: Mapping[str, Refusal] = {
+    "stream": Refusal("vectors and scores come whole", (False,)),
+    "messages": Refusal("conversations are served at /v1/chat/completions", ([],)),
+    "truncate_prompt_tokens": Refusal("texts are read whole; shorten them", ()),
+    "truncate": Refusal("texts are read whole; shorten them", (False, "none", "NONE")),
+    "max_tokens_per_doc": Refusal("texts are read whole; shorten them"),
+    "rank_fields": Refusal("documents are texts; give those"),
+    "input_type": Refusal("write the instruction before the text, as the model wants it"),
+    "task": Refusal("write the instruction before the text, as the model wants it"),
+    "prompt_name": Refusal("write the instruction before the text, as the model wants it"),
+    "pooling_type": Refusal("the server was started with --pooling"),
+    "embed_dtype": Refusal("vectors are float32", ("float32",)),
+    "embedding_types": Refusal("use encoding_format", (["float"],)),
+    "output_dtype": Refusal("vectors are float32", ("float",)),
+    "normalize": Refusal("the checkpoint says whether vectors have length 1"),
+    "activation": Refusal("scores are what the model says"),
+    "use_activation": Refusal("scores are what the model says", (True,)),
 }

@@ -17,6 +17,7 @@ class Texts:
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, FinishReason] = {}
         self.scores: dict[str, list[TokenLogprobs]] = {}
+        self.vectors: dict[str, bytes] = {}
         self.prompt_scores: dict[str, tuple[TokenLogprobs, ...]] = {}
 
     def take(self, deltas: Iterable[Delta]) -> None:
@@ -30,6 +31,8 @@ class Texts:
             )
             self.tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
             self.scores.setdefault(delta.request_id, []).extend(delta.logprobs or ())
+            if delta.pooled is not None:
+                self.vectors[delta.request_id] = delta.pooled
             if delta.prompt_logprobs is not None:
                 assert delta.request_id not in self.prompt_scores, "log-probabilities of a prompt came twice"
                 self.prompt_scores[delta.request_id] = delta.prompt_logprobs

@@ -128,6 +128,8 @@ def test_the_document_describes_every_endpoint_with_limits(server: LiveServer) -
     assert set(document["paths"]) == {
         "/v1/completions",
         "/v1/chat/completions",
+        *("/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/responses/{response_id}"),
+        *("/v1/embeddings", "/v1/score", "/v1/rerank"),
         "/v1/models",
         "/v1/models/{model}",
         "/v1/abort_requests",

@@ -35,7 +35,9 @@ class SafetensorsCheckpoint(Checkpoint):
     def __init__(self, folder: Path) -> None:
         config = _read_config(folder)
         tensors = _open_shards(folder)
-        views = {name: TensorView(tensor.shape, tensor) for name, tensor in tensors.items()}
+        # A model that was saved without its output projection has no `model.` before its names.
+        bare = "embed_tokens.weight" in tensors
+        views = {f"model.{name}" if bare else name: TensorView(each.shape, each) for name, each in tensors.items()}
         super().__init__(folder, config, views, tensors.values())
 
     @cached_property

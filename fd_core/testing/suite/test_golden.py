@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fd_core.testing.golden import Golden
@@ -13,8 +14,9 @@ from fd_core.testing.requirements import thorough_but
 from fd_core.testing.stepping import parts_of
 from fd_core.testing.target import Target
 from fd_core.testing.texts import greedy, run
-from fd_core.types import Reasoning, RequestSpec, SamplingParams, TokenLogprobs
+from fd_core.types import Pooling, Reasoning, RequestSpec, SamplingParams, TokenLogprobs
 
+ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 ROOM: dict[str, Any] = {"num_kv_blocks": 200, "max_num_batched_tokens": 256, "max_num_seqs": 8}
 
 
@@ -225,3 +227,29 @@ def test_log_probabilities_of_prompts_survive_preemption(target: Target) -> None
         texts = run(engine, specs)
         assert engine.stats().scheduler.counters.preemptions > 0
     assert_scores(target, texts.prompt_scores, alone.prompt_scores)
+
+
+@pytest.mark.parametrize("budget", thorough_but([1, 7, 256], 7))
+@pytest.mark.law("4")
+def test_vectors_of_prompts_are_the_oracles(target: Target, budget: int) -> None:
+    """In chunks and in one step, beside texts, and again when the prefix is known."""
+    prompts = [
+        [(11 * index + 3 * place) % 90 for place in range(length)] for index, length in enumerate((1, 2, 13, 31))
+    ]
+    wanted = (Pooling("last"), Pooling("mean"), Pooling("tokens", (5, 88)))
+    specs = [
+        RequestSpec(request_id=f"{pooling.kind}{index}", prompt=tuple(prompt), params=ONE_TOKEN, pooling=pooling)
+        for pooling in wanted
+        for index, prompt in enumerate(prompts)
+    ]
+    with target.oracle.engine(**ROOM | {"max_num_seqs": 1, "enable_prefix_caching": False}) as engine:
+        alone = run(engine, specs).vectors
+    with target.engine(**ROOM | {"max_num_batched_tokens": budget}) as engine:
+        texts = run(engine, [greedy("plain", [5, 6, 7], 20), *specs]).vectors
+        again = run(engine, specs).vectors
+    for spec in specs:
+        right = np.frombuffer(alone[spec.request_id], "<f4")
+        margin = (1e-4 if target.ops.dtype == "float32" else 0.1) * max(float(np.abs(right).max()), 1.0)
+        for found in (texts, again):
+            vector = np.frombuffer(found[spec.request_id], "<f4")
+            assert vector == pytest.approx(right, abs=margin), spec.request_id

@@ -243,6 +243,7 @@ class KnowsOneKindOfWeight:
     "null",
     "golden:test_log_probabilities_of_prompts_are_the_oracles*",
     "golden:test_log_probabilities_of_prompts_survive_preemption",
+    "golden:test_vectors_of_prompts_are_the_oracles*",
 )
 class GivesStatesOfTheTokenBefore:
     """The states of all tokens are a place off; those of the rows that are sampled from are right."""

@@ -136,6 +136,7 @@ class ReleasesInEveryColumn:
         "budget:test_the_smallest_legal_budget_brings_everybody_to_the_end*",
         "golden:test_preemption_changes_no_text*",
         "golden:test_log_probabilities_of_prompts*",
+        "golden:test_vectors_of_prompts_are_the_oracles*",
         "kv:test_texts_survive_a_preemption_whose_kv_is_restored*",
         "signals:test_preempted_again_and_again_nothing_is_lost*",
         "signals:test_a_text_that_ends_while_it_drains_is_not_requeued",

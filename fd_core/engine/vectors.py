@@ -1,0 +1,50 @@
+"""Vectors of texts: the request that makes one, and its way to the length and size that are asked for."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.errors import BadRequest
+from fd_core.models.loading.pooling import VectorSettings
+from fd_core.types import Pooling, RequestSpec, SamplingParams
+
+__all__ = ["check_dimensions", "pooling_request", "vector_of"]
+
+_ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+"""A request ends with the token that its prefill yields, and that is dropped."""
+
+
+def pooling_request(
+    request_id: str, prompt: tuple[int, ...], pooling: Pooling, *, priority: int = 0, tenant: str = "", salt: str = ""
+) -> RequestSpec:
+    """Return the request for a vector of a prompt."""
+    return RequestSpec(
+        request_id=request_id,
+        prompt=prompt,
+        params=_ONE_TOKEN,
+        pooling=pooling,
+        priority=priority,
+        tenant=tenant,
+        cache_salt=salt,
+    )
+
+
+def check_dimensions(dimensions: int | None, size: int) -> None:
+    """Raise `BadRequest` unless vectors of `size` elements can be cut to `dimensions`; None keeps all."""
+    if dimensions is not None and not 1 <= dimensions <= size:
+        raise BadRequest(
+            f"dimensions is {dimensions}, but the model makes vectors of {size} elements", field="dimensions"
+        )
+
+
+def vector_of(pooled: bytes, settings: VectorSettings, dimensions: int | None = None) -> npt.NDArray[np.float32]:
+    """Return what an engine delivered as float32[dimensions], the leading elements.
+
+    Its length is 1 if the settings say so, and always if it was cut.
+    """
+    whole = np.frombuffer(pooled, "<f4").astype(np.float64)
+    vector = whole[:dimensions]
+    if settings.normalize or len(vector) < len(whole):
+        vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
+    return vector.astype(np.float32)

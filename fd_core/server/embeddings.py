@@ -1,0 +1,138 @@
+"""POST /v1/embeddings, /v1/score and /v1/rerank."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from fd_core.server.body import BodyFormat
+from fd_core.server.errors import invalid
+from fd_core.server.openapi import endpoint
+from fd_core.server.pooled import MAX_TEXTS, PooledTexts, read_texts
+from fd_core.server.pooling_schemas import (
+    Embedding,
+    EmbeddingAnswer,
+    EmbeddingRequest,
+    PooledRequest,
+    PooledUsage,
+    RankedDocument,
+    RerankAnswer,
+    RerankRequest,
+    RerankResult,
+    Score,
+    ScoreAnswer,
+    ScoreRequest,
+)
+from fd_core.server.state import ServerState, state_of
+from fd_core.server.unsupported import POOLED
+
+__all__ = ["router"]
+
+router = APIRouter()
+_EMBEDDINGS: Final = BodyFormat(EmbeddingRequest, POOLED)
+_SCORE: Final = BodyFormat(ScoreRequest, POOLED)
+_RERANK: Final = BodyFormat(RerankRequest, POOLED)
+
+
+@router.post("/v1/embeddings", **endpoint("Make vectors of texts", EmbeddingRequest, EmbeddingAnswer))
+async def create_embeddings(request: Request) -> Response:
+    """Return a vector of each text, in the order given."""
+    state = state_of(request)
+    body, headers = await _EMBEDDINGS.read(request, state.config.max_body_bytes)
+    model = _admitted(state, body)
+    prompts = await read_texts(state, body.input, "input", body.add_special_tokens is not False)
+    texts = PooledTexts(state, request, body)
+    vectors = await texts.vectors(prompts, "input", body.dimensions)
+    packed = body.encoding_format == "base64"
+    data = [
+        Embedding(
+            index=index,
+            embedding=base64.b64encode(vector.astype("<f4").tobytes()).decode() if packed else vector.tolist(),
+        )
+        for index, vector in enumerate(vectors)
+    ]
+    return _json(EmbeddingAnswer(data=data, model=model, usage=_usage(texts)), headers)
+
+
+@router.post("/v1/score", **endpoint("Tell how well texts fit", ScoreRequest, ScoreAnswer))
+@router.post("/score", include_in_schema=False)
+async def create_score(request: Request) -> Response:
+    """Return a score for each pair of texts."""
+    state = state_of(request)
+    body, headers = await _SCORE.read(request, state.config.max_body_bytes)
+    model = _admitted(state, body)
+    texts = PooledTexts(state, request, body)
+    scores = await texts.scores(_pairs(body), "text_2", body.instruction)
+    answer = ScoreAnswer(
+        id=f"score-{request.state.request_id}",
+        created=int(time.time()),
+        data=[Score(index=index, score=score) for index, score in enumerate(scores)],
+        model=model,
+        usage=_usage(texts),
+    )
+    return _json(answer, headers)
+
+
+@router.post("/v1/rerank", **endpoint("Order documents by a query", RerankRequest, RerankAnswer))
+@router.post("/rerank", include_in_schema=False)
+@router.post("/v2/rerank", include_in_schema=False)
+async def create_rerank(request: Request) -> Response:
+    """Return the documents that answer a query best, the best first."""
+    state = state_of(request)
+    body, headers = await _RERANK.read(request, state.config.max_body_bytes)
+    model = _admitted(state, body)
+    documents = [each if isinstance(each, str) else each.text for each in body.documents]
+    texts = PooledTexts(state, request, body)
+    scores = await texts.scores([(body.query, document) for document in documents], "documents", body.instruction)
+    order = sorted(range(len(documents)), key=lambda index: (-scores[index], index))
+    results = [
+        RerankResult(
+            index=index,
+            relevance_score=scores[index],
+            document=msgspec.UNSET if body.return_documents is False else RankedDocument(documents[index]),
+        )
+        for index in order[: body.top_n or None]
+    ]
+    answer = RerankAnswer(id=f"rerank-{request.state.request_id}", model=model, results=results, usage=_usage(texts))
+    return _json(answer, headers)
+
+
+def _admitted(state: ServerState, body: PooledRequest) -> str:
+    model = state.model_name(body.model)
+    state.admit(1)
+    return model
+
+
+def _pairs(body: ScoreRequest) -> list[tuple[str, str]]:
+    """Return each text of one side with its partner: the only one of the other side, or that of the same place."""
+    sides: list[list[str]] = []
+    for name, other in (("text_1", "queries"), ("text_2", "documents")):
+        first, second = getattr(body, name), getattr(body, other)
+        given = second if first is None else first
+        if given is None or (first is not None and second is not None):
+            raise invalid(f"give either {name} or {other}", name)
+        sides.append([given] if isinstance(given, str) else given)
+        if not 1 <= len(sides[-1]) <= MAX_TEXTS:
+            raise invalid(f"{name} holds {len(sides[-1])} texts; allowed are 1 to {MAX_TEXTS}", name)
+    ones, others = sides
+    if len(ones) == 1:
+        ones = ones * len(others)
+    if len(ones) != len(others):
+        raise invalid(
+            f"text_1 holds {len(ones)} texts and text_2 {len(others)}; give one for all, or one for each", "text_2"
+        )
+    return list(zip(ones, others, strict=True))
+
+
+def _usage(texts: PooledTexts) -> PooledUsage:
+    return PooledUsage(texts.tokens, texts.tokens)
+
+
+def _json(answer: msgspec.Struct, headers: Mapping[str, str]) -> Response:
+    return Response(msgspec.json.encode(answer), headers=dict(headers), media_type="application/json")
