@@ -18,7 +18,7 @@ from msgspec import Meta
 from fd_core.server.batches.form import boundary_of, read_form
 from fd_core.server.batches.lines import ENDPOINTS
 from fd_core.server.batches.service import BatchService
-from fd_core.server.batches.store import BatchStore, StoredBatch, StoredFile
+from fd_core.server.batches.store import BatchStore, StoredBatch, StoredFile, cannot_keep
 from fd_core.server.body import BodyFormat, read_bounded
 from fd_core.server.errors import ApiError, invalid
 from fd_core.server.openapi import endpoint
@@ -90,6 +90,8 @@ async def upload(request: Request) -> Response:
             async for part in read_bounded(request, store.limit - store.used + _FORM_BYTES):
                 file.write(part)
         found = await asyncio.to_thread(_keep, store, path, boundary)
+    except OSError as error:
+        raise cannot_keep(error) from error
     finally:
         path.unlink(missing_ok=True)
     return _json(found)

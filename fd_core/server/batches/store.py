@@ -16,7 +16,7 @@ import msgspec
 
 from fd_core.server.errors import ApiError, invalid, unavailable
 
-__all__ = ["BatchCounts", "BatchError", "BatchErrors", "BatchStore", "StoredBatch", "StoredFile"]
+__all__ = ["BatchCounts", "BatchError", "BatchErrors", "BatchStore", "StoredBatch", "StoredFile", "cannot_keep"]
 
 T = TypeVar("T")
 
@@ -98,11 +98,17 @@ class BatchStore:
     """Owner of one folder. Every method blocks for as long as the disk does; reading descriptions needs no disk."""
 
     def __init__(self, folder: Path, limit: int) -> None:
-        """`limit` bounds the bytes of all files. Raises `ApiError` (503) if another server has the folder."""
+        """`limit` bounds the bytes of all files.
+
+        Raises `ApiError` (503) if another server has the folder, or if nothing can be written there.
+        """
         self.folder = folder
         self.limit = limit
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock = (folder / "lock").open("ab")
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = (folder / "lock").open("ab")
+        except OSError as error:
+            raise cannot_keep(error) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -117,6 +123,9 @@ class BatchStore:
         self.files: dict[str, StoredFile] = {
             each.id: each for each in self._read(StoredFile, "file-*.json") if self.content(each.id).exists()
         }
+        for left in folder.glob("file-*.data"):  # of a server that died before it had described them
+            if left.stem not in self.files:
+                left.unlink()
         self.batches: dict[str, StoredBatch] = {each.id: each for each in self._read(StoredBatch, "batch_*.json")}
 
     def close(self) -> None:
@@ -159,8 +168,12 @@ class BatchStore:
         self.require_room(size)
         file_id = f"file-{secrets.token_hex(12)}"
         source.seek(begin)
-        with self.content(file_id).open("xb") as target:
-            _copy(source, target, size)
+        try:
+            with self.content(file_id).open("xb") as target:
+                _copy(source, target, size)
+        except OSError:
+            self.content(file_id).unlink(missing_ok=True)
+            raise
         return self._keep(file_id, filename, purpose)
 
     def adopt(self, path: Path, filename: str) -> StoredFile:
@@ -214,6 +227,12 @@ class BatchStore:
             if each.id == path.stem and _ID.fullmatch(each.id):
                 found.append(each)
         return sorted(found, key=lambda each: (each.created_at, each.id))
+
+
+def cannot_keep(error: OSError) -> ApiError:
+    """Return what a client is told where the disk fails."""
+    reason = (error.strerror or str(error)).lower()
+    return unavailable(f"the server cannot keep files: {reason}; see --batch-store", "batch_store_failed", 60)
 
 
 def _known(found: dict[str, T], name: str, kind: str) -> T:

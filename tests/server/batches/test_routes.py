@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 
+from fd_core.server.batches import store
 from tests.server.fakes import FakeClient, LiveServer, live
 
 FORM = "multipart/form-data; boundary=xyz"
@@ -216,6 +217,40 @@ def test_a_folder_has_one_server(server: LiveServer, tmp_path: Path) -> None:
         answer = other.get("/v1/files")
         assert (answer.status, answer.error["code"]) == (503, "batch_store_in_use")
         assert other.post(END, {"prompt": "a"}).status == 200
+
+
+def test_a_folder_that_cannot_be_written_stops_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with live(batch_api=True, batch_store=str(tmp_path / "file" / "store")) as server:
+        answer = server.get("/v1/files")
+        assert (answer.status, answer.error["code"]) == (503, "batch_store_failed")
+        assert "--batch-store" in answer.error["message"]
+        assert server.post(END, {"prompt": "a"}).status == 200
+
+
+def test_a_disk_that_fails_is_told_and_nothing_is_left(
+    server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "_copy", full)
+    body = form(("purpose", None, b"batch"), ("file", "a", b"x"))
+    answer = server.request("POST", "/v1/files", body, content_type=FORM)
+    assert (answer.status, answer.error["code"]) == (503, "batch_store_failed")
+    assert "no space left" in answer.error["message"]
+    assert server.get("/v1/files").json["data"] == []
+    assert {each.name for each in (tmp_path / "store").iterdir()} == {"lock"}
+
+
+def test_what_a_server_left_half_done_is_cleared_away(tmp_path: Path) -> None:
+    half = tmp_path / f"file-{'0' * 24}.data"
+    half.write_bytes(b"x")
+    (tmp_path / "abc.upload").write_bytes(b"x")
+    (tmp_path / f"batch_{'0' * 24}.json").write_bytes(b"{")
+    with live(batch_api=True, batch_store=str(tmp_path)) as server:
+        assert server.get("/v1/files").json["data"] == server.get("/v1/batches").json["data"] == []
+        assert not half.exists() and not (tmp_path / "abc.upload").exists()
 
 
 def test_keys_guard_files_and_batches_run_without(tmp_path: Path) -> None:
