@@ -46,6 +46,13 @@ def test_every_line_gets_an_answer_and_wrong_ones_say_why(tmp_path: Path) -> Non
     assert "line 3" in found[None]["error"]["message"]
 
 
+def test_vectors_are_made_of_lines_too(tmp_path: Path) -> None:
+    asked = {"custom_id": "v", "method": "POST", "url": "/v1/embeddings", "body": {"input": ["a", "b"]}}
+    (tmp_path / "in").write_text(json.dumps(asked))
+    assert run(tmp_path).exit_code == 0
+    assert len(answers(tmp_path)["v"]["response"]["body"]["data"]) == 2
+
+
 def test_keys_and_queues_of_the_servers_settings_stand_in_nobodys_way(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("FD_API_KEY", "secret")
     (tmp_path / "in").write_text("\n".join(line(number) for number in range(30)))
