@@ -26,6 +26,7 @@ from fd_core.server.tool_grammars import constrained, demanded_schemas
 from fd_core.server.tools import answer_reading, offered_tools
 from fd_core.server.unsupported import CHAT
 from fd_core.text.parsing.answer import AnswerReading
+from fd_core.text.parsing.events import Content
 
 __all__ = ["conversation_job", "router"]
 
@@ -119,10 +120,14 @@ class ChatFormat(ResponseFormat):
         ending["finish_reason"] = _reason(collected.finish_reason, collected.choice)
         return ChatChoice(message=message_of(collected.events, self._bare_ids), **ending)
 
-    def event(self, choice: ChoiceStream, chunk: TextChunk) -> bytes:
+    def full_event(self, choice: ChoiceStream, chunk: TextChunk) -> bytes:
         """Return the events for a chunk: one, or one for each thing that was found in it."""
         if self.job.reading is None:
-            return super().event(choice, chunk)
+            return super().full_event(choice, chunk)
+        if len(chunk.events) == 1 and chunk.finish_reason is None and not self.scored and self.usage_so_far is None:
+            [event] = chunk.events
+            if isinstance(event, Content):
+                return self.quick_event(choice.index, event.text)
         begun = self.head + b'{"index":%d,"delta":' % choice.index
         said = deltas(chunk.events, self._bare_ids)
         last = said.pop() if said and chunk.finish_reason is None else b"{}"

@@ -112,6 +112,8 @@ class ResponseFormat(AnswerFormat):
         self._end = b'],"usage":null}\n\n' if job.usage_in_stream else b"]}\n\n"
         self.plain = self.closing + b',"logprobs":null,"finish_reason":null}' + self._end
         self._heads: dict[int, bytes] = {}
+        self.scored = job.logprobs is not None or job.token_ids
+        self._quick = job.reading is None and not self.scored
 
     @abc.abstractmethod
     def logprobs(self, choice: ChoiceStream, chunk: TextChunk | CollectedText) -> Any:
@@ -127,13 +129,21 @@ class ResponseFormat(AnswerFormat):
 
     def event(self, choice: ChoiceStream, chunk: TextChunk) -> bytes:
         """Return the event for a chunk."""
-        head = self._heads.get(choice.index)
+        if self._quick and chunk.finish_reason is None and self.usage_so_far is None:
+            return self.quick_event(choice.index, chunk.text)
+        return self.full_event(choice, chunk)
+
+    def quick_event(self, index: int, text: str) -> bytes:
+        """Return the event for text of a choice that has nothing else to tell."""
+        head = self._heads.get(index)
         if head is None:
-            head = self._heads[choice.index] = self.head + b'{"index":%d' % choice.index + self.opening
-        job = self.job
-        if chunk.finish_reason is None and job.logprobs is None and not job.token_ids and self.usage_so_far is None:
-            return b"%b%b%b" % (head, json_text(chunk.text), self.plain)
-        return self.last_of_chunk(choice, chunk, b"%b%b%b" % (head, json_text(chunk.text), self.closing))
+            head = self._heads[index] = self.head + b'{"index":%d' % index + self.opening
+        return b"%b%b%b" % (head, json_text(text), self.plain)
+
+    def full_event(self, choice: ChoiceStream, chunk: TextChunk) -> bytes:
+        """Return the events for a chunk with all that it tells."""
+        begun = self.head + b'{"index":%d' % choice.index + self.opening
+        return self.last_of_chunk(choice, chunk, b"%b%b%b" % (begun, json_text(chunk.text), self.closing))
 
     def last_of_chunk(self, choice: ChoiceStream, chunk: TextChunk, begun: bytes) -> bytes:
         """Return the event that ends what a chunk adds; `begun` is its JSON up to the end of the text."""

@@ -146,6 +146,16 @@ def test_a_grammar_begins_behind_reasoning(thinking: LiveServer) -> None:
     assert complete(params.grammar, '\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>')
 
 
+def test_a_format_of_the_answer_begins_behind_reasoning_too(thinking: LiveServer) -> None:
+    params = asked(thinking, tools=None, response_format={"type": "json_object"})
+    assert params.reasoning.end == tuple(b"</think>") and params.grammar is not None
+
+
+def test_tools_that_must_be_called_leave_no_place_for_a_format(hermes: LiveServer) -> None:
+    body = ASK | {"tool_choice": "required", "response_format": {"type": "json_object"}}
+    assert hermes.post(PATH, body).error["param"] == "response_format"
+
+
 def test_reasoning_has_a_budget_by_either_name(thinking: LiveServer) -> None:
     assert asked(thinking, reasoning_max_tokens=7).reasoning.max_tokens == 7
     assert asked(thinking, thinking_token_budget=0).reasoning.max_tokens == 0

@@ -1,0 +1,40 @@
+"""Which parsers `fdcore serve` takes, and what it says of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from fd_core.cli.startup import choose_parsers
+from fd_core.errors import PluginError
+from fd_core.text.chat_template import ChatTemplate
+from fd_core.text.parsing.hermes import HermesTools
+from fd_core.text.parsing.llama import LlamaJsonTools
+from fd_core.text.parsing.thinking import QwenReasoning
+
+QWEN = ChatTemplate("{{ tools }}<tool_call></tool_call><think></think>")
+PLAIN = ChatTemplate("{{ messages }}")
+
+
+def test_auto_takes_what_fits_the_chat_template_and_says_so() -> None:
+    chosen = choose_parsers("auto", "auto", QWEN, "Qwen3ForCausalLM")
+    assert (chosen.parsers.tools, chosen.parsers.reasoning) == (HermesTools, QwenReasoning)
+    assert (chosen.tools, chosen.reasoning) == ("hermes (fits the chat template)", "qwen3 (fits the chat template)")
+
+
+def test_none_is_said_with_the_flag_that_names_one() -> None:
+    chosen = choose_parsers("auto", "auto", PLAIN, "")
+    assert chosen.parsers.tools is HermesTools and chosen.parsers.reasoning is None
+    assert chosen.reasoning == "none: no reasoning parser is known for this chat template; --reasoning-parser names one"
+    assert choose_parsers("auto", "auto", None, "").parsers.tools is None
+
+
+def test_a_flag_names_a_parser_or_none() -> None:
+    chosen = choose_parsers("llama3_json", "none", QWEN, "")
+    assert (chosen.parsers.tools, chosen.parsers.reasoning) == (LlamaJsonTools, None)
+    assert (chosen.tools, chosen.reasoning) == ("llama3_json", "none")
+
+
+def test_a_name_that_nobody_offers_is_refused_with_those_there_are() -> None:
+    with pytest.raises(PluginError, match="no tool parser called 'best'") as caught:
+        choose_parsers("best", "auto", QWEN, "")
+    assert caught.value.field == "--tool-call-parser" and "hermes" in caught.value.hint
