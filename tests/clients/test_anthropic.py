@@ -78,7 +78,7 @@ def test_a_real_model_answers(smollm2: str) -> None:
         answer = client.messages.create(
             model="smollm2",
             max_tokens=30,
-            temperature=0,
+            extra_body={"temperature": 0},
             messages=[{"role": "user", "content": "What is the capital of France?"}],
         )
     assert "Paris" in answer.content[0].text
