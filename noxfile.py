@@ -76,6 +76,14 @@ def plugins(session: nox.Session) -> None:
 
 
 @nox.session
+def embeddings(session: nox.Session) -> None:
+    """Vectors beside those of sentence-transformers."""
+    session.install("-e", ".[cpu]")
+    session.install("-e", ".[cpu,test]", "sentence-transformers>=6.0")
+    session.run("pytest", "tests/models/test_sentence_transformers.py", *session.posargs)
+
+
+@nox.session
 def paddle(session: nox.Session) -> None:
     """The Paddle pack and the backends on it, with Paddle and the plugins of its vendors."""
     session.install("-e", ".[cpu]")

@@ -73,6 +73,8 @@ class TorchSampling:
         """Return log-probabilities of the chosen tokens, and the most likely tokens with theirs."""
         normalizer = logits.logsumexp(dim=1, keepdim=True)
         chosen = (logits.gather(1, tokens.long()[:, None]) - normalizer)[:, 0]
+        if not top_n:  # the keys that sort a vocabulary take several times its logits
+            return chosen, tokens.new_empty((len(logits), 0), dtype=torch.int32), logits[:, :0]
         top_ids = _sort_keys(logits).topk(top_n, dim=1).values.neg().bitwise_and(0xFFFFFFFF)
         return chosen, top_ids.int(), logits.gather(1, top_ids) - normalizer
 

@@ -11,6 +11,7 @@ from fd_core.backends.contract import Availability, Backend, LoadProgress, Model
 from fd_core.config import EngineConfig
 from fd_core.errors import PluginError
 from fd_core.ops.contract import Ops
+from fd_core.runner.prompt_scores import SCORED_CELLS
 
 from fd_gpu_cuda.probe import cuda_of_torch, device_problem, missing
 
@@ -123,7 +124,8 @@ def largest_step(config: EngineConfig, model: Model) -> int:
     table: Any = getattr(getattr(model, "decoder", None), "embedding", None)
     return step_bytes(
         tokens=config.max_num_batched_tokens,
-        rows=min(config.max_num_seqs * width, config.max_num_batched_tokens),
+        # Beside those that are sampled from, the logits of prompts whose log-probabilities are wanted.
+        rows=min(config.max_num_seqs * width, config.max_num_batched_tokens) + max(SCORED_CELLS // model.vocab_size, 1),
         hidden=model.vocab_size // 8 if table is None else int(table.shape[1]),
         vocabulary=model.vocab_size,
     )
