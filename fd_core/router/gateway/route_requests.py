@@ -26,6 +26,7 @@ class _Body(msgspec.Struct):
 
     prompt: Any = None
     messages: Any = None
+    system: Any = None
     input: Any = None
     add_special_tokens: Any = None
     add_generation_prompt: Any = None
@@ -45,6 +46,11 @@ class _Body(msgspec.Struct):
     def text(self) -> Any:
         """The prompt of a completion, or the input of an embedding."""
         return next((each for each in (self.prompt_token_ids, self.prompt) if each is not None), self.input)
+
+    @property
+    def conversation(self) -> list[Any]:
+        """The messages, behind the system's, which the Messages API sends beside them."""
+        return [{"role": "system", "content": self.system}, *self.messages] if self.system else self.messages
 
     @property
     def offered(self) -> list[Any] | None:
@@ -119,7 +125,7 @@ class RouteRequestReader:
             kwargs = asked.chat_template_kwargs if isinstance(asked.chat_template_kwargs, dict) else None
             goes_on = asked.continue_final_message is True
             ids = self._prompts.chat(
-                asked.messages,
+                asked.conversation,
                 asked.add_generation_prompt is not False and not goes_on,
                 template_kwargs(kwargs, asked.enable_thinking),
                 continue_final_message=goes_on,
@@ -135,7 +141,7 @@ class RouteRequestReader:
 def _bytes_of(asked: _Body) -> bytes:
     """Return bytes that begin alike where prompts begin alike, whatever other fields say."""
     if isinstance(asked.messages, list):
-        return b"".join(msgspec.json.encode(message, order="sorted") + b"\n" for message in asked.messages)
+        return b"".join(msgspec.json.encode(message, order="sorted") + b"\n" for message in asked.conversation)
     prompt = asked.text
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str):
         prompt = prompt[0]

@@ -12,6 +12,8 @@ import pytest
 from fd_core.router.gateway.model_text import find_text
 from fd_core.router.gateway.route_requests import RouteRequestReader
 from fd_core.router.selection import RouteRequest
+from fd_core.text.prompt_reader import PromptReader
+from fd_core.text.tool_prompt import shown_tool
 from tests.router.gateway.fakes import COMPLETIONS, FakeWorker, eventually, in_loop, routed
 
 TEXT = find_text("bytes", offline=True)
@@ -41,6 +43,26 @@ def test_texts_and_conversations_are_read_as_the_server_reads_them() -> None:
     assert TEXT.tokenizer.decode(goes_on.tokens.tolist()) == "system: be\nuser: hi\nassistant: I"
     long = "word " * 5000
     assert len(read({"prompt": long}).tokens) == len(long)
+
+
+def test_tools_count_as_the_server_counts_them() -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    tool = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}, "strict": True}}
+    reader = PromptReader(TEXT.tokenizer, TEXT.template)
+    expected = reader.chat(messages, tools=[shown_tool(tool)])
+    reader.close()
+    assert read({"messages": messages, "tools": [tool]}).tokens.tolist() == list(expected)
+    plain = read({"messages": messages}).tokens.tolist()
+    assert read({"messages": messages, "tools": [tool], "tool_choice": "none"}).tokens.tolist() == plain
+    assert not read({"messages": messages, "tools": ["x"]}).tokenized
+
+
+def test_the_system_of_the_messages_api_comes_first() -> None:
+    asked = {"system": [{"type": "text", "text": "be"}], "messages": [{"role": "user", "content": "hi"}]}
+    assert TEXT.tokenizer.decode(read(asked).tokens.tolist()) == "system: be\nuser: hi\nassistant: "
+    assert (
+        read(asked, tokenizer=False).tokens.tolist() != read({**asked, "system": "x"}, tokenizer=False).tokens.tolist()
+    )
 
 
 @pytest.mark.parametrize("tokenizer", [True, False])
