@@ -39,7 +39,7 @@ class PersistentBatch:
     def append(self, slots: IntArray, sampled: IntArray, accepted: IntArray) -> None:
         """Remember delivered tokens: sampled int32[N, 1 + k], of which row i keeps the first 1 + accepted[i]."""
         limit = self.tokens.shape[1]
-        for column in range(sampled.shape[1]):
+        for column in range(int(accepted.max(initial=-1)) + 1):
             live = (column <= accepted) & (self.length[slots] < limit)
             self.tokens[slots[live], self.length[slots[live]]] = sampled[live, column]
             self.length[slots[live]] += 1

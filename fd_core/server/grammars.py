@@ -15,6 +15,7 @@ from fd_core.sampling_checks import check_structure
 from fd_core.server.errors import ApiError, invalid
 from fd_core.server.structured_fields import FormAsked, StructuredFields, form_asked
 from fd_core.structured import grammar
+from fd_core.structured.background import yield_to_others
 from fd_core.structured.compiler import GrammarCompiler, GrammarError
 from fd_core.structured.faults import faulty_place
 from fd_core.structured.vocabulary import grammar_vocabulary
@@ -38,7 +39,7 @@ class GrammarChecker:
         """`info` is that of the engine whose requests are checked."""
         self._served = info.structured_output
         self._compiler = GrammarCompiler(lambda: grammar_vocabulary(tokenizer, info.vocab_size, info.eos_token_ids))
-        self._threads = ThreadPoolExecutor(_THREADS, "fdcore-grammars")
+        self._threads = ThreadPoolExecutor(_THREADS, "fdcore-grammars", yield_to_others)
         self._seconds = seconds
 
     def warm_up(self) -> None:

@@ -11,6 +11,7 @@ from fd_core.kv.effects import Cancel, CompileGrammar, Completion, Effect, Gramm
 from fd_core.kv.pending import PendingOperations
 from fd_core.kv.port import CompletionQueue, EffectPort
 from fd_core.kv.thread_loop import ThreadLoop
+from fd_core.structured.background import yield_to_others
 from fd_core.structured.compiler import CompilerStats, GrammarCompiler, GrammarError
 
 __all__ = ["GrammarPort"]
@@ -81,6 +82,7 @@ class GrammarPort(EffectPort[CompilerStats]):
     # The thread -------------------------------------------------------------------------------------------
 
     def _warm_up(self) -> None:
+        yield_to_others()
         try:
             self._compiler.warm_up()
         except GrammarError as error:

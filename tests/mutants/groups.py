@@ -29,6 +29,7 @@ _FOLDERS: dict[str, tuple[str, ...]] = {
     "kv": ("tests/kv", "tests/kv/stores", "tests/kv/tiers"),
     "scheduling": ("tests/scheduling",),
     "runner": ("tests/runner",),
+    "structured": ("tests/structured",),
     "router": ("tests/router", "tests/router/gateway"),
     "disagg": ("tests/disagg", "tests/disagg/decode", "tests/disagg/prefill"),
     "engine": ("tests/engine",),
