@@ -55,3 +55,15 @@ def test_templates_see_of_a_tool_what_describes_it() -> None:
     }
     with pytest.raises(TypeError):
         shown_tool("tool")
+
+
+def test_a_template_that_fails_on_a_tools_message_is_the_requests_fault() -> None:
+    picky = ChatTemplate(
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no ' ~ tools) }}{% endif %}{% endfor %}"
+    )
+    with pytest.raises(BadRequest, match="refused the messages: no None"):
+        picky.render([{"role": "tool", "content": "x"}])
+    broken = ChatTemplate("{{ tools }}{{ messages[0].tool_calls[0].function.arguments.city.name.x }}")
+    call = {"function": {"name": "now", "arguments": "[1]"}}
+    with pytest.raises(BadRequest, match="cannot render"):
+        broken.render([{"role": "assistant", "tool_calls": [call]}])
