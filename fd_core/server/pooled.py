@@ -13,7 +13,7 @@ from fastapi import Request
 
 from fd_core.engine.vectors import check_dimensions, pooling_request, vector_of
 from fd_core.server.disconnect import UntilDisconnect
-from fd_core.server.errors import ApiError, invalid
+from fd_core.server.errors import ApiError, invalid, unavailable
 from fd_core.server.pooling_schemas import PooledRequest
 from fd_core.server.state import ServerState
 from fd_core.text.prompt_reader import PromptText
@@ -150,5 +150,5 @@ class PooledTexts:
                     raise ApiError(500, f"a text could not be read: {delta.error}", kind="server_error")
                 vector = delta.pooled if delta.pooled is not None else vector
         if vector is None:
-            raise ApiError(409, "the request was aborted", code="aborted")
+            raise unavailable("the request was aborted", "aborted", retry_after=1)
         return vector

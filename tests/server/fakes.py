@@ -6,6 +6,7 @@ import asyncio
 import functools
 import http.client
 import json
+import struct
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
@@ -76,6 +77,7 @@ def engine_info(**changes: Any) -> EngineInfo:
         "num_kv_blocks": 40,
         "kv_cache_bytes": 0,
         "pipeline_depth": 1,
+        "state_size": 4,
     }
     return EngineInfo(**(values | changes))
 
@@ -157,7 +159,8 @@ class FakeClient(EngineClient):
                 TokenLogprobs(-0.5, tuple(range(65, 65 + count)), (float("-inf"),) * count) for _ in range(len(ids))
             )
         cached, prefill = (self.cached_tokens, self.prefill) if done == 0 else (None, None)
-        return Delta(spec.request_id, ids, reason, scores, cached, error, prefill)
+        pooled = None if spec.pooling is None else struct.pack("<4f", *spec.pooling.token_ids or (1, 2, 3, 4))
+        return Delta(spec.request_id, ids, reason, scores, cached, error, prefill, pooled=pooled)
 
     def _statistics(self) -> EngineStats:
         return EngineStats(
