@@ -169,7 +169,7 @@ def test_what_is_wrong_is_explained_in_one_paragraph(report, point, cause, remed
     assert cause in explained
     assert remedy in advice
     assert len(paragraph.splitlines()) == 1
-    assert len(paragraph) < 500
+    assert len(paragraph) < 600
 
 
 def test_a_name_offered_twice_is_explained_for_both(report):

@@ -79,6 +79,7 @@ def test_an_aborted_text_is_counted_as_aborted_and_a_stop_string_of_that_name_is
     server.client.reply = lambda _: b"we abort here"
     choice = server.post(PATH, {"prompt": "a", "stop": "abort"}).json["choices"][0]
     assert ended(choice) == ("stop", "abort")
+    waiting(server, 0)
     server.client.held = True
     running = Background(server, "one")
     waiting(server, 1)
