@@ -87,7 +87,7 @@ class Pressed:
         started = Stopwatch()
         self.engine = null_engine(**(values | settings))
         assert started.fair_seconds < _START_SECONDS, "the engine waited for its store to start"
-        offload = self.engine._kv._offload  # type: ignore[attr-defined]  # a back door into both ports
+        offload = self.engine._outside._offload  # type: ignore[attr-defined]  # a back door into both ports
         assert isinstance(offload, KVOffload)
         self._probe, self._offload = self.engine.probe().scheduler.probe(), offload
         # Back doors: whoever fits is admitted, so that blocks run out; and what computing costs is not learnt, so that
