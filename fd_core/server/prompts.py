@@ -19,9 +19,9 @@ from fd_core.server.request_schemas import (
 from fd_core.server.sampling import asked_tokens
 from fd_core.server.state import ServerState
 from fd_core.server.tools import offered_tools
-from fd_core.text.prompt_reader import PromptText, template_kwargs
+from fd_core.text.prompt_reader import PromptReader, PromptText, template_kwargs
 
-__all__ = ["chat_ids", "chat_prompt", "completion_prompts"]
+__all__ = ["chat_ids", "chat_prompt", "completion_prompts", "require_effort"]
 
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _TURN_CHARS: Final = 64
@@ -85,9 +85,11 @@ async def chat_ids(state: ServerState, body: ChatRequest | TokenizeRequest) -> t
             "chat_template",
             "unsupported_parameter",
         )
+    reader = state.prompt_reader
+    if template is None:
+        require_effort(reader, body.reasoning_effort, "reasoning_effort")
     turns = [_turn(message) for message in body.messages]
     offered = offered_tools(body)
-    reader = state.prompt_reader
     size = sum(len(str(turn["content"])) + _TURN_CHARS for turn in turns)
     size += 0 if offered is None else len(msgspec.json.encode(offered.shown))
     return await reader.run(
@@ -95,7 +97,7 @@ async def chat_ids(state: ServerState, body: ChatRequest | TokenizeRequest) -> t
         lambda: reader.chat(
             turns,
             body.add_generation_prompt is not False and not goes_on,
-            template_kwargs(body.chat_template_kwargs, body.enable_thinking),
+            template_kwargs(body.chat_template_kwargs, body.enable_thinking, body.reasoning_effort),
             continue_final_message=goes_on,
             documents=body.documents,
             template=template,
@@ -103,6 +105,19 @@ async def chat_ids(state: ServerState, body: ChatRequest | TokenizeRequest) -> t
             tools=None if offered is None else offered.shown,
         ),
     )
+
+
+def require_effort(reader: PromptReader, effort: str | None, field: str) -> None:
+    """Raise `ApiError` (400) that names `field` for an effort of reasoning that the model cannot be told.
+
+    `none` and `medium` ask for what such a model does anyway.
+    """
+    if effort not in (None, "none", "medium") and not reader.takes_effort:
+        raise invalid(
+            f"{field} is not supported: the chat template of this model has no place for an effort of reasoning",
+            field,
+            "unsupported_parameter",
+        )
 
 
 def _shortened(state: ServerState, body: GenerationRequest, prompt: PromptText) -> PromptText:

@@ -29,6 +29,7 @@ _MAX_WORD: Final = 64
 _MAX_ALLOWED: Final = 2**20
 _MAX_TEMPLATE_CHARS: Final = 65_536
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Meta(extra_json_schema={"minimum": -(2**63), "maximum": 2**64 - 1})]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -185,6 +186,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
     """False keeps an answer to one call."""
     enable_thinking: bool | None = None
     """Another way to set `enable_thinking` of `chat_template_kwargs`."""
+    reasoning_effort: Effort | None = None
+    """How much to reason, for templates that can be told; without such a template only `none` and `medium`."""
     reasoning_max_tokens: Count | None = None
     """Tokens of reasoning after which it is ended."""
     thinking_token_budget: Count | None = None
@@ -209,6 +212,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     enable_thinking: bool | None = None
+    reasoning_effort: Effort | None = None
     return_token_strs: bool | None = None
 
 

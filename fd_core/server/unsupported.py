@@ -56,7 +56,6 @@ _BOTH: Mapping[str, Refusal] = {
     "structured_outputs.disable_additional_properties": Refusal("say it in the schema", (False,)),
     "functions": Refusal("use tools", ([],)),
     "function_call": Refusal("use tool_choice", ("none", "auto")),
-    "reasoning_effort": Refusal("the effort of reasoning cannot be chosen", ("none",)),
     "response_max_tokens": _REASONING,
     "max_new_tokens": Refusal("use max_completion_tokens"),
     "n_predict": Refusal("use max_completion_tokens"),

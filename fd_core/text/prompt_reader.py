@@ -99,6 +99,11 @@ class PromptReader:
         """Whether the chat template can switch reasoning on and off."""
         return self._template is not None and "enable_thinking" in self._template.source
 
+    @property
+    def takes_effort(self) -> bool:
+        """Whether the chat template can be told how much to reason."""
+        return self._template is not None and "reasoning_effort" in self._template.source
+
     def close(self) -> None:
         """End the thread."""
         self._worker.shutdown(wait=False, cancel_futures=True)
@@ -188,11 +193,21 @@ class PromptReader:
         return tuple(ids)
 
 
-def template_kwargs(kwargs: Mapping[str, Any] | None, enable_thinking: object) -> Mapping[str, Any] | None:
-    """Return the variables of a template that a request sets: in `chat_template_kwargs`, or by a name of their own."""
-    if not isinstance(enable_thinking, bool):
-        return kwargs
-    return {"enable_thinking": enable_thinking, **(kwargs or {})}
+def template_kwargs(
+    kwargs: Mapping[str, Any] | None, enable_thinking: object, reasoning_effort: object
+) -> Mapping[str, Any] | None:
+    """Return the variables of a template that a request sets: in `chat_template_kwargs`, or by a name of their own.
+
+    An effort of `none` switches reasoning off, unless the request says otherwise.
+    """
+    named: dict[str, Any] = {}
+    if isinstance(reasoning_effort, str):
+        named["reasoning_effort"] = reasoning_effort
+        if reasoning_effort == "none":
+            named["enable_thinking"] = False
+    if isinstance(enable_thinking, bool):
+        named["enable_thinking"] = enable_thinking
+    return {**named, **(kwargs or {})} if named else kwargs
 
 
 def split_prompts(prompt: object, field: str = "prompt") -> list[str] | list[list[int]]:

@@ -129,3 +129,16 @@ def test_log_probabilities_may_name_ids(server: LiveServer) -> None:
     content = server.post(CHAT, {"messages": HI, **body}).json["choices"][0]["logprobs"]["content"]
     assert content[0]["token"] == "token_id:72"
     assert content[0]["top_logprobs"][0]["token"] == "token_id:65"
+
+
+def test_an_effort_of_reasoning_goes_to_templates_that_take_one(server: LiveServer, trusting: LiveServer) -> None:
+    for effort in (None, "none", "medium"):
+        assert read(server, CHAT, {"messages": HI, "reasoning_effort": effort}) == b"user: hi\nassistant: "
+    refused = server.post(CHAT, {"messages": HI, "reasoning_effort": "low"})
+    assert (refused.status, refused.error["param"]) == (400, "reasoning_effort")
+    unknown = server.post(CHAT, {"messages": HI, "reasoning_effort": "heroic"})
+    assert (unknown.status, unknown.error["param"]) == (400, "reasoning_effort")
+    template = "{{ reasoning_effort }} {{ enable_thinking }}"
+    asked = {"messages": HI, "chat_template": template}
+    assert read(trusting, CHAT, {**asked, "reasoning_effort": "low"}).split() == [b"low"]
+    assert read(trusting, CHAT, {**asked, "reasoning_effort": "none"}) == b"none False"

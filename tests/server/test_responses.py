@@ -237,6 +237,10 @@ def test_the_store_is_bounded() -> None:
     store.put(stored("larger", 6000))
     assert store.get("larger") is None and store.get("large") is not None
     assert store.delete("large") and not store.delete("large")
+    for _ in range(9):
+        store.put(stored("again", 3000))
+    store.put(stored("b", 10))
+    assert (len(store), store.get("again") is not None) == (2, True), "what was replaced is not counted"
 
 
 def test_the_official_client_reads_answers_and_streams(server: LiveServer) -> None:

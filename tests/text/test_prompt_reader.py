@@ -14,7 +14,7 @@ import pytest
 from fd_core.errors import BadRequest
 from fd_core.text.byte_tokenizer import byte_tokenizer
 from fd_core.text.chat_template import ChatTemplate
-from fd_core.text.prompt_reader import PromptReader, PromptText, split_prompts
+from fd_core.text.prompt_reader import PromptReader, PromptText, split_prompts, template_kwargs
 
 BYTES = byte_tokenizer()
 TEMPLATE = ChatTemplate.of(BYTES)
@@ -115,3 +115,20 @@ def test_a_template_of_the_caller_replaces_the_models(reader: PromptReader) -> N
     with pytest.raises(BadRequest) as caught:
         reader.chat(turns, template="{% for %}")
     assert caught.value.field == "chat_template"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "thinking", "effort", "variables"),
+    [
+        (None, None, None, None),
+        ({"a": 1}, None, None, {"a": 1}),
+        (None, True, None, {"enable_thinking": True}),
+        (None, None, "low", {"reasoning_effort": "low"}),
+        (None, None, "none", {"reasoning_effort": "none", "enable_thinking": False}),
+        (None, True, "none", {"reasoning_effort": "none", "enable_thinking": True}),
+        ({"reasoning_effort": "high"}, None, "low", {"reasoning_effort": "high"}),
+        (None, "yes", 3, None),
+    ],
+)
+def test_what_a_request_says_of_reasoning_becomes_variables_of_the_template(kwargs, thinking, effort, variables):
+    assert template_kwargs(kwargs, thinking, effort) == variables

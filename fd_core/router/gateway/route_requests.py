@@ -36,6 +36,7 @@ class _Body(msgspec.Struct):
     tools: Any = None
     tool_choice: Any = None
     enable_thinking: Any = None
+    reasoning_effort: Any = None
     prompt_token_ids: Any = None
     session_id: Any = None
     user: Any = None
@@ -127,7 +128,7 @@ class RouteRequestReader:
             ids = self._prompts.chat(
                 asked.conversation,
                 asked.add_generation_prompt is not False and not goes_on,
-                template_kwargs(kwargs, asked.enable_thinking),
+                template_kwargs(kwargs, asked.enable_thinking, asked.reasoning_effort),
                 continue_final_message=goes_on,
                 documents=asked.documents if isinstance(asked.documents, list) else None,
                 add_special=asked.add_special_tokens is True,

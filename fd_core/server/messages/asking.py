@@ -8,6 +8,7 @@ from typing import Final
 
 from fd_core.server.errors import invalid
 from fd_core.server.messages.schemas import CountRequest, InputBlock, MessagesRequest, TextBlock, Turn
+from fd_core.server.prompts import require_effort
 from fd_core.server.request_schemas import ChatRequest, Message
 from fd_core.server.state import ServerState
 from fd_core.server.structured_fields import FormAsked
@@ -17,17 +18,16 @@ from fd_core.structured import grammar
 __all__ = ["as_chat", "demanded_form"]
 
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
-_EFFORTS: Final = (None, "medium", "high")
+_USUAL_EFFORT: Final = "high"
+"""What requests that name no effort ask for."""
 
 
 def as_chat(state: ServerState, body: CountRequest) -> ChatRequest:
     """Return the chat that a request asks for. Raises `ApiError` (400) for what this server does not read."""
-    if body.output_config is not None and body.output_config.effort not in _EFFORTS:
-        raise invalid(
-            "output_config.effort is not supported: the effort of reasoning cannot be chosen",
-            "output_config.effort",
-            "unsupported_parameter",
-        )
+    effort = None if body.output_config is None else body.output_config.effort
+    if effort == _USUAL_EFFORT and not state.prompt_reader.takes_effort:
+        effort = None
+    require_effort(state.prompt_reader, effort, "output_config.effort")
     messages = [Message(role="system", content=_text(body.system, "system"))] if body.system else []
     for index, turn in enumerate(body.messages):
         messages += _messages(turn, f"messages[{index}]")
@@ -40,6 +40,7 @@ def as_chat(state: ServerState, body: CountRequest) -> ChatRequest:
         tool_choice=_choice(body),
         parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
     )
+    chat.reasoning_effort = effort
     if state.prompt_reader.switches_reasoning:
         chat.enable_thinking = body.thinking is not None and body.thinking.type != "disabled"
     if isinstance(body, MessagesRequest):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from fd_core.server.request_schemas import MAX_STOP, StopString
+from fd_core.server.request_schemas import MAX_STOP, Effort, StopString
 from fd_core.server.tool_fields import MAX_TOOLS
 from fd_core.server.unsupported import Refusal
 from fd_core.types import TokenCount, TopP
@@ -89,7 +89,7 @@ class OutputConfig(msgspec.Struct, kw_only=True):
     """What the answer has to look like."""
 
     format: OutputFormat | None = None
-    effort: str | None = None
+    effort: Effort | None = None
 
 
 class Metadata(msgspec.Struct, kw_only=True):

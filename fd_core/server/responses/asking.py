@@ -59,6 +59,7 @@ def as_chat(body: ResponsesRequest, earlier: Sequence[Message]) -> ChatRequest:
         tools=_tools(body),
         tool_choice=_choice(body),
         parallel_tool_calls=body.parallel_tool_calls,
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         user=body.user,
     )
 
@@ -81,8 +82,6 @@ def _check(body: ResponsesRequest) -> None:
         raise _unsupported("truncation", "conversations are never cut; shorten the input")
     if body.text is not None and body.text.verbosity not in (None, "medium"):
         raise _unsupported("text.verbosity", "verbosity cannot be chosen")
-    if body.reasoning is not None and body.reasoning.effort not in (None, "none", "medium"):
-        raise _unsupported("reasoning.effort", "the effort of reasoning cannot be chosen")
     for wanted in body.include or ():
         if wanted not in _HARMLESS_INCLUDES:
             raise _unsupported("include", f"{wanted[:80]!r} cannot be included")

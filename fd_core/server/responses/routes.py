@@ -12,6 +12,7 @@ from fd_core.server.body import BodyFormat
 from fd_core.server.chat import conversation_job
 from fd_core.server.errors import ApiError
 from fd_core.server.openapi import endpoint
+from fd_core.server.prompts import require_effort
 from fd_core.server.request_schemas import Message
 from fd_core.server.responses.answering import ResponsesFormat
 from fd_core.server.responses.asking import as_chat, demanded_form, earlier_messages
@@ -33,6 +34,7 @@ async def create_response(request: Request) -> Response:
     state = state_of(request)
     body, headers = await _BODY.read(request, state.config.max_body_bytes)
     chat = as_chat(body, earlier_messages(body, state.responses))
+    require_effort(state.prompt_reader, chat.reasoning_effort, "reasoning.effort")
     job = await conversation_job(state, chat, request, demanded_form(body), events=True)
     asked = (chat.messages or [])[1 if body.instructions else 0 :]
 

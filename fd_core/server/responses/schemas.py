@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from fd_core.server.request_schemas import Effort
 from fd_core.server.tool_fields import MAX_TOOLS
 from fd_core.server.unsupported import Refusal
 from fd_core.types import TokenCount, TopP
@@ -79,7 +80,7 @@ class TextConfig(msgspec.Struct, kw_only=True):
 class ReasoningConfig(msgspec.Struct, kw_only=True):
     """How the model thinks."""
 
-    effort: str | None = None
+    effort: Effort | None = None
     summary: str | None = None
     generate_summary: str | None = None
 

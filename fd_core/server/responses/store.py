@@ -42,6 +42,7 @@ class ResponseStore:
         size = len(msgspec.json.encode((stored.answer, stored.messages)))
         if size > self._max_bytes or not self.capacity:
             return
+        self.delete(stored.answer.id)  # clients choose request ids, and may use one again
         self._kept[stored.answer.id] = (stored, size)
         self._bytes += size
         while len(self._kept) > self.capacity or self._bytes > self._max_bytes:
