@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Final
@@ -39,7 +41,7 @@ from fd_core.runner.postprocess.contract import require_fit
 from fd_core.runner.runner import Runner
 from fd_core.scheduling.contract import Scheduler, SchedulerSetup
 from fd_core.scheduling.drafts import DraftControl
-from fd_core.structured.compiler import GrammarCompiler
+from fd_core.structured.compiler import GrammarCompiler, GrammarError
 from fd_core.structured.port import GrammarPort
 from fd_core.structured.vocabulary import grammar_vocabulary
 from fd_core.text.byte_tokenizer import byte_tokenizer
@@ -51,6 +53,8 @@ __all__ = ["load_engine"]
 
 _CHEAP_TOKENS: Final = 64
 """Tokens below which a step is bound by reading weights, where no setting says it."""
+_log = logging.getLogger(__name__)
+
 _ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -99,7 +103,10 @@ class _EngineBuilder:
     def build(self, wake: Callable[[], None], admitted: AdmissionSink) -> Engine:
         """Make the parts that start threads last, and join them."""
         scheduler, runner = self._scheduler(), self._runner
-        prefill_token = runner.warm_up(lambda done, total: self._progress("warmup", done, total))
+        with ThreadPoolExecutor(1, "fdcore-vocabulary") as beside:
+            if self._compiler is not None:
+                beside.submit(_make_vocabulary, self._compiler)
+            prefill_token = runner.warm_up(lambda done, total: self._progress("warmup", done, total))
         trace = self._trace()
         cache, queue = LockedKVCache(runner.cache), CompletionQueue(wake)
         transfer = open_kv_transfer(
@@ -294,6 +301,14 @@ def _tokenizer(path: Path | None) -> Tokenizer:
             return load_tokenizer(checkpoint)
     except ModelError as error:
         raise ValueError(f"the model's tokenizer cannot be read: {error}") from error
+
+
+def _make_vocabulary(compiler: GrammarCompiler) -> None:
+    """Have the vocabulary made before the first grammar needs it; a model without one serves everything else."""
+    try:
+        compiler.warm_up()
+    except GrammarError as error:
+        _log.warning("structured output cannot be served: %s", error)
 
 
 def _fitting(scheduler: type[Scheduler], config: EngineConfig) -> type[Scheduler]:

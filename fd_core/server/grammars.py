@@ -27,7 +27,7 @@ __all__ = ["GrammarChecker"]
 log = logging.getLogger(__name__)
 
 _THREADS: Final = 2
-_SECONDS: Final = 10.0
+_SECONDS: Final = 30.0
 """For one grammar to be made and compiled, with the wait for a thread."""
 _CODE: Final = "invalid_grammar"
 

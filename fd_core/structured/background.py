@@ -9,7 +9,7 @@ from typing import Final
 
 __all__ = ["yield_to_others"]
 
-_NICENESS: Final = 10
+_NICENESS: Final = 5
 
 
 def yield_to_others() -> None:

@@ -31,19 +31,18 @@ class GrammarPort(EffectPort[CompilerStats]):
         queue: CompletionQueue,
         compiler: GrammarCompiler,
         *,
-        compile_seconds: float = 10.0,
+        compile_seconds: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the thread, which makes the vocabulary first; a request waits `compile_seconds` at most."""
+        """A request waits `compile_seconds` at most; the thread starts with the first grammar."""
         super().__init__(queue)
         self._compiler = compiler
         self._compile_seconds = compile_seconds
         self._clock = clock
         self._pending: PendingOperations[GrammarReady] = PendingOperations(queue.put)
         self._loop = ThreadLoop("fdcore-grammars")
-        self._loop.post(self._warm_up)
-        self._loop.start()
-        self._closed = False
+        self._loop.post(yield_to_others)
+        self._started = self._closed = False
 
     def perform(self, effects: Iterable[Effect]) -> None:
         """Begin to compile, or forget that somebody waits."""
@@ -56,6 +55,9 @@ class GrammarPort(EffectPort[CompilerStats]):
                     self._pending.begin(GrammarReady(operation, late), self._clock() + self._compile_seconds)
                     if not self._loop.post(lambda effect=effect: self._compile(effect)):  # type: ignore[misc]
                         self._pending.end(operation)
+                    elif not self._started:
+                        self._started = True
+                        self._loop.start()
                 case Cancel(operation):
                     self._pending.end(operation)
 
@@ -80,13 +82,6 @@ class GrammarPort(EffectPort[CompilerStats]):
             _log.warning("a grammar takes too long to compile; its thread is left behind")
 
     # The thread -------------------------------------------------------------------------------------------
-
-    def _warm_up(self) -> None:
-        yield_to_others()
-        try:
-            self._compiler.warm_up()
-        except GrammarError as error:
-            _log.warning("structured output cannot be served: %s", error)
 
     def _compile(self, effect: CompileGrammar) -> None:
         if effect.operation in self._pending:
