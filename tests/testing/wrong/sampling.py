@@ -49,6 +49,7 @@ class TiesGoToTheHigherId:
     spreads_to=(
         "golden:test_batching_changes_no_text*",
         "golden:test_chunking_changes_no_text*",
+        "golden:test_forced_tokens_come_where_they_have_to_and_change_no_other*",
         "golden:test_speculation_changes_no_text*",
         "golden:test_the_size_of_blocks_changes_no_text*",
     ),
@@ -73,6 +74,7 @@ class IgnoresSeeds:
     spreads_to=(
         "golden:test_batching_changes_no_text*",
         "golden:test_chunking_changes_no_text*",
+        "golden:test_forced_tokens_come_where_they_have_to_and_change_no_other*",
         "golden:test_speculation_changes_no_text*",
         "golden:test_the_size_of_blocks_changes_no_text*",
     ),
@@ -103,6 +105,7 @@ class ForgetsMinP:
         "signals:test_a_request_whose_logits_are_not_finite_fails_alone*",
         "golden:test_batching_changes_no_text*",
         "golden:test_chunking_changes_no_text*",
+        "golden:test_forced_tokens_come_where_they_have_to_and_change_no_other*",
         "golden:test_speculation_changes_no_text*",
         "golden:test_the_size_of_blocks_changes_no_text*",
     ),
@@ -179,7 +182,7 @@ MASKED = "sampling:test_masked_tokens_become_impossible_and_no_others"
 ONE_LEFT = "sampling:test_the_mask_of_a_single_token_leaves_that_token"
 
 
-@wrong("null", f"{MASKED}[9]", f"{MASKED}[33]", f"{MASKED}[1003]", ONE_LEFT)
+@wrong("null", f"{MASKED}[9]", f"{MASKED}[33]", f"{MASKED}[1003]", ONE_LEFT, spreads_to=("golden:*",))
 class IgnoresTheLastPartialWord:
     """Whole words alone are looked at: tokens behind them stay as they are."""
 
@@ -191,7 +194,7 @@ class IgnoresTheLastPartialWord:
         )
 
 
-@wrong("null", f"{MASKED}*", ONE_LEFT)
+@wrong("null", f"{MASKED}*", ONE_LEFT, spreads_to=("golden:*",))
 class ShiftsMasksByOne:
     """Bit 0 is taken for token 1."""
 
@@ -199,7 +202,7 @@ class ShiftsMasksByOne:
         return np.roll(super().mask_logits(np.roll(logits, -1, axis=1), rows, bits), 1, axis=1)
 
 
-@wrong("null", f"{MASKED}*", ONE_LEFT)
+@wrong("null", f"{MASKED}*", ONE_LEFT, spreads_to=("golden:*",))
 class ReadsMasksFromTheHighestBit:
     def mask_logits(self, logits, rows, bits):
         reversed_bits = np.unpackbits(bits[:, :, None].view(np.uint8), axis=2, bitorder="little")[:, :, ::-1]
@@ -207,7 +210,7 @@ class ReadsMasksFromTheHighestBit:
         return super().mask_logits(logits, rows, words)
 
 
-@wrong("null", f"{MASKED}*")
+@wrong("null", f"{MASKED}*", spreads_to=("golden:*",))
 class MasksRowsInOrder:
     """The first mask goes to the first row, whatever row it names."""
 
@@ -215,7 +218,7 @@ class MasksRowsInOrder:
         return super().mask_logits(logits, np.arange(len(rows)), bits)
 
 
-@wrong("null", f"{MASKED}*")
+@wrong("null", f"{MASKED}*", spreads_to=("golden:*",))
 class MasksRowsThatAreNotNamed:
     """A row without a mask is forbidden everything."""
 
@@ -226,7 +229,7 @@ class MasksRowsThatAreNotNamed:
         return masked
 
 
-@wrong("null", f"{MASKED}*", ONE_LEFT)
+@wrong("null", f"{MASKED}*", ONE_LEFT, spreads_to=("golden:*",))
 class LosesTheSignBitOfMasks:
     """A word is read as a signed number: its highest bit is never set."""
 
@@ -234,7 +237,7 @@ class LosesTheSignBitOfMasks:
         return super().mask_logits(logits, rows, bits & 0x7FFFFFFF)
 
 
-@wrong("null", f"{MASKED}*")
+@wrong("null", f"{MASKED}*", spreads_to=("golden:*",))
 class AddsMasksToLogits:
     """-inf is added: a logit that is NaN stays NaN."""
 
