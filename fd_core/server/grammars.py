@@ -15,7 +15,7 @@ from fd_core.sampling_checks import check_structure
 from fd_core.server.errors import ApiError, invalid
 from fd_core.server.structured_fields import FormAsked, StructuredFields, form_asked
 from fd_core.structured import grammar
-from fd_core.structured.background import yield_to_others
+from fd_core.structured.background import LARGE_GRAMMAR, yield_to_all_others, yield_to_others
 from fd_core.structured.compiler import GrammarCompiler, GrammarError
 from fd_core.structured.faults import faulty_place
 from fd_core.structured.vocabulary import grammar_vocabulary
@@ -40,6 +40,7 @@ class GrammarChecker:
         self._served = info.structured_output
         self._compiler = GrammarCompiler(lambda: grammar_vocabulary(tokenizer, info.vocab_size, info.eos_token_ids))
         self._threads = ThreadPoolExecutor(_THREADS, "fdcore-grammars", yield_to_others)
+        self._large = ThreadPoolExecutor(1, "fdcore-large-grammars", yield_to_all_others)
         self._seconds = seconds
 
     def warm_up(self) -> None:
@@ -65,9 +66,8 @@ class GrammarChecker:
         """Return the grammar of a form, compiled once to see that it can be; see `grammar`."""
         if not self._served:
             raise invalid(f"{form.field}: structured output is switched off here", form.field, "unsupported_parameter")
-        work = asyncio.get_running_loop().run_in_executor(self._threads, self._make, form)
         try:
-            return await asyncio.wait_for(work, self._seconds)
+            return await asyncio.wait_for(self._compiled(form), self._seconds)
         except TimeoutError:
             raise invalid(
                 f"{form.field}: it could not be compiled within {self._seconds:g} s; make it smaller", form.field, _CODE
@@ -75,7 +75,15 @@ class GrammarChecker:
 
     def close(self) -> None:
         """End the threads; what they do is not waited for."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._large):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _compiled(self, form: FormAsked) -> str:
+        loop = asyncio.get_running_loop()
+        made = await loop.run_in_executor(self._threads, form.make)
+        threads = self._large if len(made) > LARGE_GRAMMAR else self._threads
+        await loop.run_in_executor(threads, self._require, form, made)
+        return made
 
     # On a thread ------------------------------------------------------------------------------------------
 
@@ -85,13 +93,11 @@ class GrammarChecker:
         except GrammarError as error:
             log.warning("structured output cannot be served: %s", error)
 
-    def _make(self, form: FormAsked) -> str:
-        made = form.make()
+    def _require(self, form: FormAsked, made: str) -> None:
         try:
             self._compiler.matcher(made)
         except GrammarError as error:
             raise self._explain(form, str(error)) from None
-        return made
 
     def _explain(self, form: FormAsked, reason: str) -> ApiError:
         place = form.field

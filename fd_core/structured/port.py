@@ -1,4 +1,4 @@
-"""The port that compiles grammars: on a thread of its own, so that neither a step nor another request waits."""
+"""The port that compiles grammars on threads of its own, so that neither a step nor another request waits for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fd_core.kv.effects import Cancel, CompileGrammar, Completion, Effect, Gramm
 from fd_core.kv.pending import PendingOperations
 from fd_core.kv.port import CompletionQueue, EffectPort
 from fd_core.kv.thread_loop import ThreadLoop
-from fd_core.structured.background import yield_to_others
+from fd_core.structured.background import LARGE_GRAMMAR, yield_to_all_others, yield_to_others
 from fd_core.structured.compiler import CompilerStats, GrammarCompiler, GrammarError
 
 __all__ = ["GrammarPort"]
@@ -34,15 +34,18 @@ class GrammarPort(EffectPort[CompilerStats]):
         compile_seconds: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """A request waits `compile_seconds` at most; the thread starts with the first grammar."""
+        """A request waits `compile_seconds` at most; a thread starts with the first grammar of its size."""
         super().__init__(queue)
         self._compiler = compiler
         self._compile_seconds = compile_seconds
         self._clock = clock
         self._pending: PendingOperations[GrammarReady] = PendingOperations(queue.put)
-        self._loop = ThreadLoop("fdcore-grammars")
-        self._loop.post(yield_to_others)
-        self._started = self._closed = False
+        self._small = ThreadLoop("fdcore-grammars")
+        self._small.post(yield_to_others)
+        self._large = ThreadLoop("fdcore-large-grammars")
+        self._large.post(yield_to_all_others)
+        self._started: set[ThreadLoop] = set()
+        self._closed = False
 
     def perform(self, effects: Iterable[Effect]) -> None:
         """Begin to compile, or forget that somebody waits."""
@@ -50,14 +53,15 @@ class GrammarPort(EffectPort[CompilerStats]):
             match effect:
                 case CompileGrammar(operation, grammar) if self._compiler.is_cached(grammar):
                     self._queue.put(GrammarReady(operation, self._try(grammar)))
-                case CompileGrammar(operation):
+                case CompileGrammar(operation, grammar):
+                    loop = self._large if len(grammar) > LARGE_GRAMMAR else self._small
                     late = f"it was not compiled within {self._compile_seconds:g} s"
                     self._pending.begin(GrammarReady(operation, late), self._clock() + self._compile_seconds)
-                    if not self._loop.post(lambda effect=effect: self._compile(effect)):  # type: ignore[misc]
+                    if not loop.post(lambda effect=effect: self._compile(effect)):  # type: ignore[misc]
                         self._pending.end(operation)
-                    elif not self._started:
-                        self._started = True
-                        self._loop.start()
+                    elif loop not in self._started:
+                        self._started.add(loop)
+                        loop.start()
                 case Cancel(operation):
                     self._pending.end(operation)
 
@@ -77,8 +81,9 @@ class GrammarPort(EffectPort[CompilerStats]):
         self._closed = True
         for operation in self._pending.numbers():
             self._pending.end(operation)
-        self._loop.stop()
-        if not self._loop.join(_CLOSE_SECONDS):
+        for loop in (self._small, self._large):
+            loop.stop()
+        if [loop for loop in (self._small, self._large) if not loop.join(_CLOSE_SECONDS)]:
             _log.warning("a grammar takes too long to compile; its thread is left behind")
 
     # The thread -------------------------------------------------------------------------------------------

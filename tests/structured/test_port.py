@@ -1,0 +1,85 @@
+"""The port that compiles: nobody waits behind a large grammar, and an engine that never meets one has no thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from fd_core.kv.effects import Cancel, CompileGrammar, Completion, GrammarReady
+from fd_core.kv.port import CompletionQueue
+from fd_core.structured.background import LARGE_GRAMMAR
+from fd_core.structured.compiler import CompilerStats, GrammarError
+from fd_core.structured.port import GrammarPort
+
+LARGE = "x" * (LARGE_GRAMMAR + 1)
+
+
+class SlowCompiler:
+    """Compiles large grammars once it is told to; refuses `bad`."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+        self.compiled: list[str] = []
+
+    def is_cached(self, grammar: str) -> bool:
+        return grammar in self.compiled
+
+    def matcher(self, grammar: str) -> None:
+        if grammar == "bad":
+            raise GrammarError("it is bad")
+        if len(grammar) > LARGE_GRAMMAR:
+            assert self.released.wait(20)
+        self.compiled.append(grammar)
+
+    def stats(self) -> CompilerStats:
+        return CompilerStats(compiled=len(self.compiled))
+
+
+def port(compiler: SlowCompiler) -> GrammarPort:
+    return GrammarPort(CompletionQueue(lambda: None), compiler)  # type: ignore[arg-type]  # all that the port asks of it
+
+
+def answers(of: GrammarPort, count: int) -> list[Completion]:
+    found: list[Completion] = []
+    ends = time.monotonic() + 20
+    while len(found) < count and time.monotonic() < ends:
+        found += of.completions()
+        time.sleep(0.005)
+    return found
+
+
+def grammar_threads() -> int:
+    return sum("grammars" in thread.name for thread in threading.enumerate())
+
+
+def test_a_small_grammar_does_not_wait_for_a_large_one() -> None:
+    compiler = SlowCompiler()
+    compiling = port(compiler)
+    compiling.perform([CompileGrammar(1, LARGE), CompileGrammar(2, "small"), CompileGrammar(3, "bad")])
+    assert answers(compiling, 2) == [GrammarReady(2, None), GrammarReady(3, "it is bad")]
+    compiler.released.set()
+    assert answers(compiling, 1) == [GrammarReady(1, None)]
+    compiling.perform([CompileGrammar(4, LARGE)])
+    assert compiling.completions() == [GrammarReady(4, None)], "it was compiled before"
+    compiling.close()
+
+
+def test_threads_start_with_the_first_grammar_of_their_size_and_end_with_the_port() -> None:
+    before = grammar_threads()
+    compiling = port(SlowCompiler())
+    assert grammar_threads() == before
+    compiling.perform([CompileGrammar(1, "small")])
+    assert len(answers(compiling, 1)) == 1
+    assert grammar_threads() == before + 1
+    compiling.close()
+    assert grammar_threads() == before
+
+
+def test_what_nobody_waits_for_any_more_is_answered_once() -> None:
+    compiler = SlowCompiler()
+    compiling = port(compiler)
+    compiling.perform([CompileGrammar(1, LARGE), Cancel(1)])
+    assert answers(compiling, 1)[0].operation == 1
+    compiler.released.set()
+    compiling.close()
+    assert compiling.completions() == []
