@@ -30,6 +30,7 @@ _ALONE: Final[Mapping[str, Any]] = {
     "num_kv_blocks": 200,
     "max_num_batched_tokens": 1024,
     "max_model_len": 400,
+    "structured_output": True,
 }
 _KNOWN: dict[tuple[str, bytes], list[int]] = {}
 

@@ -132,9 +132,11 @@ class Target:
     ) -> Iterator[Engine]:
         """Load a small engine on the checkpoint of a case and close it in the end.
 
-        With `k` > 0 up to k drafts are guessed from the `whole` texts, wrong in that share of the tokens.
+        With `k` > 0 up to k drafts are guessed from the `whole` texts, wrong in that share of the tokens. With `k` = 0
+        a step computes one token a row at most: grammars, whose forced tokens are drafts, are served only if asked for.
         """
-        engine = self.load(case, **{"speculative": speculation(k), "pipeline_depth": 1, **settings})
+        speculative = {"speculative": speculation(k), "structured_output": k > 0, "pipeline_depth": 1}
+        engine = self.load(case, **speculative | settings)
         if k:
             engine.probe().runner.drafter = KnowingDrafter(engine.info.max_num_seqs, whole, wrong, 0)
         try:

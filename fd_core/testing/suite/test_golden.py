@@ -141,7 +141,7 @@ def test_forced_tokens_come_where_they_have_to_and_change_no_other(target: Targe
         )
         for index in range(6)
     ]
-    with target.engine(k, golden.whole(specs), 0.3, **ROOM) as engine:
+    with target.engine(k, golden.whole(specs), 0.3, structured_output=True, **ROOM) as engine:
         texts = run(engine, specs).tokens
         masks = engine.stats().masks
     assert masks is not None and 0 < masks.forced_accepted == masks.forced_drafted

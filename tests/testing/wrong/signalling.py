@@ -18,8 +18,6 @@ from tests.testing.wrong.fault import wrong
     "signals:test_preempted_again_and_again_nothing_is_lost[3-2-memory]",
     "signals:test_preempted_again_and_again_nothing_is_lost[3-2-zmq]",
     "signals:test_no_negative_id_reaches_log_probabilities[3]",
-    # Forced tokens have room in every step, so that no engine of the kit computes one token a row at most.
-    spreads_to=("golden:*", "kv:*", "signals:*"),
 )
 class ForgetsReleasesWhenSpeculating:
     def token_matrix(self, sampled, accepted, slots, revoked):
@@ -121,8 +119,6 @@ class DropsRowsBehindARelease:
     "signals:test_preempted_again_and_again_nothing_is_lost[3-2-memory]",
     "signals:test_preempted_again_and_again_nothing_is_lost[3-2-zmq]",
     "signals:test_no_negative_id_reaches_log_probabilities[3]",
-    # Forced tokens have room in every step, so that no engine of the kit computes one token a row at most.
-    spreads_to=("golden:*", "kv:*", "signals:*"),
 )
 class ReleasesInEveryColumn:
     def token_matrix(self, sampled, accepted, slots, revoked):
