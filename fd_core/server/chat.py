@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -11,6 +12,7 @@ from fastapi.responses import Response
 from fd_core.server.body import BodyFormat
 from fd_core.server.chat_deltas import deltas, message_of
 from fd_core.server.errors import invalid
+from fd_core.server.field_names import named_as_sent, other_names
 from fd_core.server.generation import ChoiceStream, Job, TextChunk
 from fd_core.server.jobs import build_job, with_grammar
 from fd_core.server.logprobs import chat_logprobs
@@ -21,7 +23,7 @@ from fd_core.server.response_format import CollectedText, ResponseFormat
 from fd_core.server.response_schemas import ChatAnswer, ChatChoice, ChatLogprobs, ChatMessage, Usage
 from fd_core.server.state import ServerState, state_of
 from fd_core.server.streaming import GenerationResponse
-from fd_core.server.structured_fields import FormAsked
+from fd_core.server.structured_fields import FormAsked, form_asked
 from fd_core.server.tool_grammars import constrained, demanded_schemas
 from fd_core.server.tools import answer_reading, offered_tools
 from fd_core.server.unsupported import CHAT
@@ -44,17 +46,26 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 async def conversation_job(
-    state: ServerState, body: ChatRequest, request: Request, form: FormAsked | None = None, *, events: bool = False
+    state: ServerState,
+    body: ChatRequest,
+    request: Request,
+    form: FormAsked | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> Job:
     """Return what a conversation wants generated, with all checks; `form` is what its answer has to match.
 
-    The other families say what they want as such a request, and get their answers as `events` in any case. Raises
-    `ApiError` and `BadRequest`.
+    The other families say what they want as such a request, with the `names` of their fields, and get their answers as
+    events in any case. Raises `ApiError`.
     """
+    with named_as_sent(other_names(body) if names is None else names):
+        return await _job(state, body, request, form or form_asked(body), events=names is not None)
+
+
+async def _job(state: ServerState, body: ChatRequest, request: Request, form: FormAsked | None, *, events: bool) -> Job:
     state.model_name(body.model)
     state.admit(1)
     logprobs = _logprobs(body)
-    grammar = await (state.grammars.grammar(body) if form is None else state.grammars.checked(form))
+    grammar = None if form is None else await state.grammars.checked(form)
     tools = offered_tools(body)
     reading = answer_reading(
         state,
@@ -68,8 +79,8 @@ async def conversation_job(
         await state.grammars.checked(schema)
     prompt = await chat_prompt(state, body)
     job = build_job(state, body, request, [prompt], logprobs, reading)
-    job = constrained(state, with_grammar(job, grammar), tools, _reasoning_budget(body))
-    await state.grammars.require(job.params[0], "tools" if grammar is None else "grammar")
+    job = constrained(state, with_grammar(job, grammar), tools, _reasoning_budget(body), form)
+    await state.grammars.require(job.params[0], "tools" if form is None else form.field)
     return job
 
 

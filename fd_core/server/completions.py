@@ -11,6 +11,7 @@ from fastapi.responses import Response
 from fd_core.sampling_checks import check_structure
 from fd_core.server.body import BodyFormat
 from fd_core.server.errors import invalid
+from fd_core.server.field_names import named_as_sent, other_names
 from fd_core.server.generation import ChoiceStream, Job, TextChunk
 from fd_core.server.jobs import build_job, with_grammar
 from fd_core.server.logprobs import CompletionLogprobsBuilder
@@ -39,10 +40,11 @@ async def create_completion(request: Request) -> Response:
     state.model_name(body.model)
     state.admit(1)
     _check(body)
-    grammar = await state.grammars.grammar(body)
-    prompts = await completion_prompts(state, body)
-    job = with_grammar(build_job(state, body, request, [each.ids for each in prompts], body.logprobs), grammar)
-    check_structure(job.params[0])
+    with named_as_sent(other_names(body)):
+        grammar = await state.grammars.grammar(body)
+        prompts = await completion_prompts(state, body)
+        job = with_grammar(build_job(state, body, request, [each.ids for each in prompts], body.logprobs), grammar)
+        check_structure(job.params[0])
     return GenerationResponse(state, CompletionFormat(job, state.tokenizer, body, prompts), bool(body.stream), headers)
 
 

@@ -68,7 +68,8 @@ async def create_score(request: Request) -> Response:
     body, headers = await _SCORE.read(request, state.config.max_body_bytes)
     model = _admitted(state, body)
     texts = PooledTexts(state, request, body)
-    scores = await texts.scores(_pairs(body), "text_2", body.instruction)
+    pairs, field = _pairs(body)
+    scores = await texts.scores(pairs, field, body.instruction)
     answer = ScoreAnswer(
         id=f"score-{request.state.request_id}",
         created=int(time.time()),
@@ -109,25 +110,31 @@ def _admitted(state: ServerState, body: PooledRequest) -> str:
     return model
 
 
-def _pairs(body: ScoreRequest) -> list[tuple[str, str]]:
-    """Return each text of one side with its partner: the only one of the other side, or that of the same place."""
+def _pairs(body: ScoreRequest) -> tuple[list[tuple[str, str]], str]:
+    """Return each text of one side with its partner: the only one of the other side, or that of the same place.
+
+    The second value is the field in which the client sent the second side.
+    """
     sides: list[list[str]] = []
+    names: list[str] = []
     for name, other in (("text_1", "queries"), ("text_2", "documents")):
         first, second = getattr(body, name), getattr(body, other)
         given = second if first is None else first
         if given is None or (first is not None and second is not None):
             raise invalid(f"give either {name} or {other}", name)
         sides.append([given] if isinstance(given, str) else given)
+        names.append(other if first is None else name)
         if not 1 <= len(sides[-1]) <= MAX_TEXTS:
-            raise invalid(f"{name} holds {len(sides[-1])} texts; allowed are 1 to {MAX_TEXTS}", name)
+            raise invalid(f"{names[-1]} holds {len(sides[-1])} texts; allowed are 1 to {MAX_TEXTS}", names[-1])
     ones, others = sides
     if len(ones) == 1:
         ones = ones * len(others)
     if len(ones) != len(others):
         raise invalid(
-            f"text_1 holds {len(ones)} texts and text_2 {len(others)}; give one for all, or one for each", "text_2"
+            f"{names[0]} holds {len(ones)} texts and {names[1]} {len(others)}; give one for all, or one for each",
+            names[1],
         )
-    return list(zip(ones, others, strict=True))
+    return list(zip(ones, others, strict=True)), names[1]
 
 
 def _usage(texts: PooledTexts) -> PooledUsage:

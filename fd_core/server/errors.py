@@ -30,6 +30,7 @@ _MESSAGES_KINDS: Final = {
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
+    499: "api_error",
     503: "overloaded_error",
 }
 
@@ -59,6 +60,10 @@ class ApiError(Exception):
         """Return the JSON that OpenAI's clients parse."""
         detail = ErrorDetail(message=self.message, type=self.kind, param=self.param, code=self.code)
         return msgspec.json.encode(ErrorAnswer(error=detail))
+
+    def body_at(self, path: str) -> bytes:
+        """Return the JSON that clients of the API at `path` parse."""
+        return self.messages_body() if path.startswith(MESSAGES_PATH) else self.body()
 
     def messages_body(self) -> bytes:
         """Return the JSON that Anthropic's clients parse."""
@@ -99,8 +104,7 @@ def to_api_error(error: Exception) -> ApiError:
 
 def error_response(error: ApiError, path: str = "") -> Response:
     """Return the HTTP answer for an error, in the shape of the API that is served at `path`."""
-    body = error.messages_body() if path.startswith(MESSAGES_PATH) else error.body()
-    return Response(body, error.status, error.headers, media_type="application/json")
+    return Response(error.body_at(path), error.status, error.headers, media_type="application/json")
 
 
 async def _handle(request: Request, error: Exception) -> Response:

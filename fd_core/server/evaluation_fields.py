@@ -22,11 +22,15 @@ class EvaluationFields(msgspec.Struct, kw_only=True):
     """Most likely tokens told beside each token of the prompt; 0 tells the prompt's own only."""
 
 
-def check_prompt_logprobs(top: int | None, tokens: int) -> None:
-    """Refuse what one answer cannot hold: `top` likely tokens, and its own, for each of `tokens` of the prompts."""
+def check_prompt_logprobs(top: int | None, tokens: int, field: str) -> None:
+    """Refuse what one answer cannot hold: `top` likely tokens, and its own, for each of `tokens` of the prompts.
+
+    `field` asked for them.
+    """
     if top is not None and tokens * (1 + top) > MAX_PROMPT_LOGPROBS:
         raise invalid(
-            f"the prompts have {tokens} tokens, choices included, and {1 + top} log-probabilities of each would be "
-            f"{tokens * (1 + top)}; one answer holds {MAX_PROMPT_LOGPROBS}: ask for fewer, or send several requests",
-            "prompt_logprobs",
+            f"{field}: the prompts have {tokens} tokens, choices included, and {1 + top} log-probabilities of each "
+            f"would be {tokens * (1 + top)}; one answer holds {MAX_PROMPT_LOGPROBS}: ask for fewer, or "
+            "send several requests",
+            field,
         )

@@ -103,7 +103,10 @@ class GrammarChecker:
         place = form.field
         if form.schema is not None:
             with contextlib.suppress(BadRequest):
-                place += faulty_place(form.schema, reason, self._refusal)
+                if form.spaces and self._refusal(form.schema) is None:
+                    place = form.spaces
+                else:
+                    place += faulty_place(form.schema, reason, self._refusal)
         return invalid(f"{place}: {reason}", place, _CODE)
 
     def _refusal(self, schema: Any) -> str | None:

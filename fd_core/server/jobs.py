@@ -34,9 +34,10 @@ def build_job(
         raise invalid("this checkpoint has no output projection; it serves /v1/embeddings", "model", "no_texts")
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("prompt_logprobs is not told in a stream; leave stream out, or use echo", "prompt_logprobs")
+    field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
     bad_words = bad_word_ids(body, state.client.info, state.tokenizer)
     params = sampling_params(body, state.client.info, prompts, logprobs, bad_words)
-    check_prompt_logprobs(params[0].prompt_logprobs, sum(map(len, prompts)) * (body.n or 1))
+    check_prompt_logprobs(params[0].prompt_logprobs, sum(map(len, prompts)) * (body.n or 1), field)
     return Job(
         request_id=request.state.request_id,
         model=state.model_name(body.model),

@@ -103,7 +103,7 @@ class PooledTexts:
         longest, most = max(map(len, prompts), default=0), state.client.info.max_model_len - 1
         if longest > most:
             raise invalid(
-                f"a text has {longest} tokens, but at most {most} can be read; shorten it",
+                f"{field}: a text has {longest} tokens, but at most {most} can be read; shorten it",
                 field,
                 "context_length_exceeded",
             )

@@ -21,7 +21,7 @@ from fd_core.server.state import ServerState
 from fd_core.server.tools import offered_tools
 from fd_core.text.prompt_reader import PromptReader, PromptText, template_kwargs
 
-__all__ = ["chat_ids", "chat_prompt", "completion_prompts", "require_effort"]
+__all__ = ["chat_ids", "chat_prompt", "completion_prompts", "require_effort", "require_role"]
 
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 _TURN_CHARS: Final = 64
@@ -55,7 +55,7 @@ async def chat_prompt(state: ServerState, body: ChatRequest) -> tuple[int, ...]:
         ids = reader.given(body.prompt_token_ids, "prompt_token_ids")
     elif body.disable_chat_template:
         text = _only_text(body.messages or [])
-        ids = await reader.run(len(text), lambda: reader.text(text, body.add_special_tokens is not False))
+        ids = await reader.run(len(text), lambda: reader.text(text, body.add_special_tokens is not False, "messages"))
     else:
         ids = await chat_ids(state, body)
     return _shortened(state, body, PromptText(ids, None)).ids
@@ -107,6 +107,12 @@ async def chat_ids(state: ServerState, body: ChatRequest | TokenizeRequest) -> t
     )
 
 
+def require_role(role: str, field: str) -> None:
+    """Raise `ApiError` (400) that names `field` for a role that is not served."""
+    if role not in _ROLES:
+        raise invalid(f"{field} is {role[:40]!r}; served are {', '.join(_ROLES)}", field, "invalid_value")
+
+
 def require_effort(reader: PromptReader, effort: str | None, field: str) -> None:
     """Raise `ApiError` (400) that names `field` for an effort of reasoning that the model cannot be told.
 
@@ -150,10 +156,7 @@ def _turn(message: Message) -> dict[str, Any]:
 
 
 def _check(place: str, message: Message) -> None:
-    if message.role not in _ROLES:
-        raise invalid(
-            f"{place}.role is {message.role[:40]!r}; served are {', '.join(_ROLES)}", f"{place}.role", "invalid_value"
-        )
+    require_role(message.role, f"{place}.role")
     if message.function_call:
         raise invalid(f"{place}.function_call: use tool_calls", f"{place}.function_call", "unsupported_parameter")
     if message.tool_calls and message.role != "assistant":

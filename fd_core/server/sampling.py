@@ -215,7 +215,7 @@ def _allowed_ids(request: GenerationRequest, info: EngineInfo, stop_ids: tuple[i
     _require_in_vocabulary(max(allowed), "allowed_token_ids", info)
     if _min_tokens(request) and allowed <= {*stop_ids, *info.eos_token_ids}:
         raise invalid(
-            "allowed_token_ids has only tokens that end the text, and min_tokens asks for others before",
+            "allowed_token_ids has only tokens that end the text, but others are asked for before its end",
             "allowed_token_ids",
         )
     return tuple(sorted(allowed))

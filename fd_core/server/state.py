@@ -24,7 +24,7 @@ from fd_core.text.tokenizer import Tokenizer
 
 __all__ = ["ActiveRequests", "ServerState", "state_of"]
 
-_PREFIXES = ("chatcmpl-", "cmpl-")
+_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 
 
 class ActiveRequests:

@@ -101,6 +101,8 @@ class FormAsked:
     """Returns the grammar; raises `BadRequest` or `ApiError`, and takes some time."""
     schema: Schema | None = None
     """Set where the form is a JSON schema."""
+    spaces: str = ""
+    """Where a pattern of white space stands, if there is one."""
 
 
 def form_asked(fields: StructuredFields) -> FormAsked | None:
@@ -167,7 +169,11 @@ def _json(schema: Schema | str | None, field: str, whitespace: str | None) -> Fo
     read = _decoded(schema, field) if isinstance(schema, str) else schema
     if not isinstance(read, dict | bool):
         raise invalid(f"{field}: a schema is a JSON object, not {type(read).__name__}", field, "invalid_value")
-    return FormAsked(field, partial(grammar.json_schema, read, whitespace_pattern=whitespace, field=field), read)
+    own = f"{field.rpartition('.')[0]}.whitespace_pattern" if "." in field else "guided_whitespace_pattern"
+    spaces = own if whitespace else ""
+    return FormAsked(
+        field, partial(grammar.json_schema, read, whitespace_pattern=whitespace, field=field), read, spaces
+    )
 
 
 def _any_object(wanted: bool | None, field: str) -> FormAsked | None:

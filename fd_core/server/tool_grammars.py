@@ -28,19 +28,21 @@ _STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_sepa
 _TAIL_TOKENS: Final = 64
 
 
-def constrained(state: ServerState, job: Job, tools: OfferedTools | None, budget: int | None) -> Job:
+def constrained(
+    state: ServerState, job: Job, tools: OfferedTools | None, budget: int | None, form: FormAsked | None
+) -> Job:
     """Return the job with the grammar that `tools` demand, and with reasoning before any grammar and within `budget`.
 
-    Raises `ApiError` (400), naming the field, where the model's format cannot be held by a grammar, where there are two
-    grammars, and for a budget of a model whose reasoning has no known end.
+    Raises `ApiError` (400), naming the field, where the model's format cannot be held by a grammar, where there is
+    a `form` as well, and for a budget of a model whose reasoning has no known end.
     """
     demanded = None if tools is None or job.reading is None else _demanded(tools, job.reading, state.tokenizer)
     params = []
     for prompt, given in zip(job.prompts, job.params, strict=True):
         text = given.grammar
         if demanded is not None:
-            if text is not None:
-                raise invalid("tools that have to be called leave no place for another grammar", "response_format")
+            if form is not None:
+                raise invalid(f"{form.field}: tools that have to be called leave no place for another form", form.field)
             text = demanded
         tail = state.tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special=False)
         reasoning = _reasoning(state, job, tail, budget) if text is not None or budget is not None else None
@@ -62,7 +64,8 @@ def _reasoning(state: ServerState, job: Job, tail: str, budget: int | None) -> R
         if budget is None:
             return None
         raise invalid(
-            "the length of reasoning cannot be limited: it is not known how this model ends it; see --reasoning-parser",
+            "reasoning_max_tokens cannot be kept: it is not known how this model ends its reasoning; see "
+            "--reasoning-parser",
             "reasoning_max_tokens",
             "unsupported_parameter",
         )

@@ -91,7 +91,7 @@ def _forced(choice: ToolChoice | None, schemas: Mapping[str, Any]) -> Sequence[s
         if choice not in (None, "none", "auto", "required"):
             raise invalid(f"tool_choice is {choice[:40]!r}; served are none, auto, required and a tool", "tool_choice")
         if choice == "required" and not schemas:
-            raise invalid("tool_choice is 'required', but there are no tools", "tool_choice")
+            raise invalid("tool_choice demands a call, but there are no tools", "tool_choice")
         return list(schemas) if choice == "required" else ()
     name = choice.function.name
     if choice.type != "function" or name not in schemas:

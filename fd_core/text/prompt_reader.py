@@ -108,12 +108,12 @@ class PromptReader:
         """End the thread."""
         self._worker.shutdown(wait=False, cancel_futures=True)
 
-    def text(self, text: str, add_special: bool = True) -> tuple[int, ...]:
-        """Return the ids of one text; `add_special` adds what the model wants around it, such as BOS.
+    def text(self, text: str, add_special: bool = True, field: str = "prompt") -> tuple[int, ...]:
+        """Return the ids of one text, given in `field`; `add_special` adds what the model wants around it, such as BOS.
 
         Raises `BadRequest` for a text that is empty or not valid Unicode.
         """
-        return _not_empty("prompt", self._tokenizer.encode(text, add_special=add_special) if text else ())
+        return _not_empty(field, self._tokenizer.encode(text, add_special=add_special) if text else ())
 
     def completion(self, prompt: object, add_special: bool = True, field: str = "prompt") -> list[PromptText]:
         """Return the prompts of a completions request, given in `field`: a text, texts, ids, or lists of ids.
@@ -122,7 +122,7 @@ class PromptReader:
         """
         given = split_prompts(prompt, field)
         return [
-            PromptText(self.text(each, add_special), each)
+            PromptText(self.text(each, add_special, field), each)
             if isinstance(each, str)
             else PromptText(self._checked_ids(each, field), None)
             for each in given

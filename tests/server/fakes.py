@@ -92,6 +92,8 @@ class FakeClient(EngineClient):
         self.per_step = 1
         self.held = False
         """While true, nothing is generated."""
+        self.pause_after: int | None = None
+        """Tokens behind which a request gets no more."""
         self.fail_after: int | None = None
         """Tokens after which a request fails with an error."""
         self.cached_tokens = 0
@@ -131,7 +133,8 @@ class FakeClient(EngineClient):
         while self.live:
             await asyncio.sleep(0.001 if self.held else self.step_seconds)
             if not self.held:
-                deltas = [self._step(*entry) for entry in list(self.live.values())]
+                going_on = [entry for entry in self.live.values() if entry[1] != self.pause_after]
+                deltas = [self._step(*entry) for entry in going_on]
                 self._dispatch(StepEvents(deltas, self._statistics()))
 
     def _step(self, spec: RequestSpec, done: int) -> Delta:

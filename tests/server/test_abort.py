@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import openai
 import pytest
 
 from tests.server.fakes import Answer, LiveServer, samples
@@ -15,13 +16,14 @@ PATH = "/v1/completions"
 class Background(threading.Thread):
     """A request that runs while the test goes on."""
 
-    def __init__(self, server: LiveServer, request_id: str, **fields: object) -> None:
+    def __init__(self, server: LiveServer, request_id: str, path: str = PATH, **fields: object) -> None:
         super().__init__(daemon=True)
-        self._server, self._id, self._fields = server, request_id, fields
+        self._server, self._id, self._path = server, request_id, path
+        self._fields = {"prompt": "a", **fields} if path == PATH else {"model": "fake", **fields}
         self.start()
 
     def run(self) -> None:
-        self._answer = self._server.post(PATH, {"prompt": "a", **self._fields}, X_Request_Id=self._id)
+        self._answer = self._server.post(self._path, self._fields, X_Request_Id=self._id)
 
     @property
     def answer(self) -> Answer:
@@ -89,3 +91,48 @@ def test_an_aborted_text_is_counted_as_aborted_and_a_stop_string_of_that_name_is
     for outcome, more in (("stop", 1), ("abort", 1), ("length", 0)):
         name = f"fdcore_generations_total[{outcome}]"
         assert after[name] - before[name] == more
+
+
+MESSAGE = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 300}
+
+
+def abort_midway(server: LiveServer, name: str, path: str, **fields: object) -> Answer:
+    """Return the answer to a request that is aborted after half of its text, by the name of its answer."""
+    server.client.reply = lambda _: b"Hello"
+    server.client.per_step, server.client.step_seconds = 5, 0.0
+    server.client.pause_after = 5
+    running = Background(server, "one", path, **fields)
+    eventually(lambda: any(done == 5 for _, done in server.client.live.values()), 5)
+    assert server.post("/v1/abort_requests", {"req_ids": [name]}).json["aborted"] == [name]
+    return running.answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_aborted_response_is_cancelled(server: LiveServer, stream: bool) -> None:
+    answer = abort_midway(server, "resp_one", "/v1/responses", input="hi", stream=stream)
+    assert answer.status == 200
+    response = answer.events[-1]["response"] if stream else answer.json
+    assert (response["status"], response["incomplete_details"], response["error"]) == ("cancelled", None, None)
+    [item] = response["output"]
+    assert (item["status"], item["content"][0]["text"]) == ("incomplete", "Hello")
+    openai.types.responses.Response.model_validate(response, strict=True)
+    if stream:
+        assert [each["type"] for each in answer.events[-2:]] == ["response.output_item.done", "response.incomplete"]
+        assert answer.events[-2]["item"] == item
+        openai.types.responses.ResponseIncompleteEvent.model_validate(answer.events[-1], strict=True)
+
+
+def test_an_aborted_message_ends_with_an_error(server: LiveServer) -> None:
+    answer = abort_midway(server, "msg_one", "/v1/messages", stream=True, **MESSAGE)
+    assert (answer.status, answer.events[-1]["type"]) == (200, "error")
+    assert answer.events[-1]["error"] == {
+        "type": "api_error",
+        "message": "the request was aborted; its text is not whole",
+    }
+    assert not [each for each in answer.events if each["type"] in ("message_delta", "message_stop")]
+    assert "".join(each["delta"]["text"] for each in answer.events if "delta" in each) == "Hello"
+
+
+def test_an_aborted_message_without_a_stream_is_an_error_that_nobody_repeats(server: LiveServer) -> None:
+    answer = abort_midway(server, "msg_one", "/v1/messages", **MESSAGE)
+    assert (answer.status, answer.json["error"]["type"]) == (499, "api_error")

@@ -138,7 +138,7 @@ def test_chat_tells_them_beside_the_choices(null: LiveServer) -> None:
         ({"prompt_logprobs": 21}, "prompt_logprobs", "20"),
         ({"prompt_logprobs": -1}, "prompt_logprobs", "0"),
         ({"prompt": [[1] * 399] * 126, "prompt_logprobs": 20}, "prompt_logprobs", "1048576"),
-        ({"prompt": [[1] * 399] * 126, "echo": True, "logprobs": 20}, "prompt_logprobs", "1048576"),
+        ({"prompt": [[1] * 399] * 126, "echo": True, "logprobs": 20}, "logprobs", "1048576"),
     ],
 )
 def test_what_cannot_be_told_is_refused_by_name(null: LiveServer, fields: dict, param: str, words: str) -> None:

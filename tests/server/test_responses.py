@@ -162,7 +162,7 @@ def test_a_call_can_be_demanded(server: LiveServer) -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].name"),
         ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
@@ -171,7 +171,7 @@ def test_a_call_can_be_demanded(server: LiveServer) -> None:
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_schema", "schema": {"type": 1}}}}, "text.format.schema"),
-        ({"max_output_tokens": 10_000}, "max_completion_tokens"),
+        ({"max_output_tokens": 10_000}, "max_output_tokens"),
     ],
 )
 def test_what_is_not_served_is_named(server: LiveServer, changes: dict[str, Any], field: str) -> None:

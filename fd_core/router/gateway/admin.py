@@ -54,7 +54,7 @@ class Admin:
         try:
             return await self._answer(request)
         except (ApiError, FdError) as error:
-            return error_response(to_api_error(error))
+            return error_response(to_api_error(error), request.path)
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
         try:

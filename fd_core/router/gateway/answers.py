@@ -19,14 +19,15 @@ def json_response(value: Any, status: int = 200) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
-def error_response(error: ApiError) -> web.Response:
-    """Return an error as OpenAI's clients expect it."""
-    return web.Response(body=error.body(), status=error.status, headers=error.headers, content_type="application/json")
+def error_response(error: ApiError, path: str) -> web.Response:
+    """Return an error as clients of the API at `path` expect it."""
+    body = error.body_at(path)
+    return web.Response(body=body, status=error.status, headers=error.headers, content_type="application/json")
 
 
-def error_event(error: ApiError) -> bytes:
-    """Return an error as the last event of a stream, which no `[DONE]` follows."""
-    return b"event: error\ndata: " + error.body() + b"\n\n"
+def error_event(error: ApiError, path: str) -> bytes:
+    """Return an error as the last event of a stream from `path`, which no `[DONE]` follows."""
+    return b"event: error\ndata: " + error.body_at(path) + b"\n\n"
 
 
 def refusal(answer: NoWorker) -> ApiError:

@@ -25,6 +25,8 @@ __all__ = ["Exchange"]
 
 _BUSY: Final = frozenset({429, 503})
 """Statuses of a worker that has no room: it is not at fault, and another worker may have room."""
+_NO_MODEL: Final = (b'"model_not_found"', b'"not_found_error"')
+"""How workers say that they do not serve a model: as OpenAI's, and as Anthropic's clients read it."""
 _BROKEN: Final = frozenset({500, 502, 504})
 _ELSEWHERE_BYTES: Final = 64 * 1024
 """Bytes of a refusal that are kept, in case no other worker answers better."""
@@ -70,7 +72,7 @@ class Exchange:
         except (asyncio.CancelledError, ConnectionError):
             self.state.metrics.counts.disconnects += 1
             raise
-        return kept if kept is not None else error_response(refusal(chosen))
+        return kept if kept is not None else error_response(refusal(chosen), self.request.path)
 
     async def _attempt(self, selection: Selection) -> web.StreamResponse:
         """Return the answer of one worker; `_TryElsewhere` if there is none."""
@@ -123,7 +125,7 @@ class Exchange:
         body = await read_up_to(response.content, _ELSEWHERE_BYTES)
         headers = to_client(response.headers, self.request_id)
         kept = web.Response(body=body, status=status, headers=headers)
-        if status == 404 and b'"model_not_found"' not in body:
+        if status == 404 and not any(name in body for name in _NO_MODEL):
             selection.first_token()
             return kept
         if status in _BUSY:
@@ -163,7 +165,7 @@ class Exchange:
                 request.protocol.force_close()
                 return out
             if not answer.told_error:
-                await out.write(error_event(lost()))
+                await out.write(error_event(lost(), request.path))
         else:
             self._ended_well(selection, response.status)
         await out.write_eof()

@@ -53,7 +53,7 @@ class RouterGate:
             request.protocol.force_close()
             return web.Response()
         except Exception as error:  # noqa: BLE001  # the outermost edge: whatever happened, the client gets an answer
-            answer = error_response(to_api_error(error))
+            answer = error_response(to_api_error(error), request.path)
             if request.writer.output_size > 0:
                 request.protocol.force_close()
         if not answer.prepared:

@@ -14,6 +14,7 @@ from fd_core.server.generation import ChoiceStream, Job, TextChunk
 from fd_core.server.messages.schemas import MessagesAnswer, MessagesUsage
 from fd_core.server.response_format import AnswerFormat, CollectedText, json_text
 from fd_core.server.response_schemas import Usage
+from fd_core.types import FinishReason
 
 __all__ = ["MessagesFormat"]
 
@@ -110,6 +111,9 @@ def _object(arguments: str) -> dict[str, Any]:
 
 
 def _stop(choice: ChoiceStream, finish_reason: str, stop_reason: str | int | None) -> tuple[str, str | None]:
+    """Return why a message ended. Raises `ApiError` for one that was aborted: no reason of the API's says so."""
+    if stop_reason is FinishReason.ABORT:
+        raise ApiError(499, "the request was aborted; its text is not whole", kind="api_error", code="aborted")
     if finish_reason == "length":
         return "max_tokens", None
     if isinstance(stop_reason, str):

@@ -57,10 +57,12 @@ def as_chat(state: ServerState, body: CountRequest) -> ChatRequest:
 
 def demanded_form(body: CountRequest) -> FormAsked | None:
     """Return the schema that the answer has to fit, if one is given."""
-    wanted = body.output_format if body.output_config is None else body.output_config.format
+    newer = None if body.output_config is None else body.output_config.format
+    wanted, place = (
+        (body.output_format, "output_format.schema") if newer is None else (newer, "output_config.format.schema")
+    )
     if wanted is None:
         return None
-    place = "output_config.format.schema"
     return FormAsked(place, partial(grammar.json_schema, wanted.schema, field=place), wanted.schema)
 
 

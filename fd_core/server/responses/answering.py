@@ -16,6 +16,7 @@ from fd_core.server.generation import ChoiceStream, Job, TextChunk
 from fd_core.server.response_format import AnswerFormat, CollectedText, json_text
 from fd_core.server.response_schemas import Usage
 from fd_core.server.responses.schemas import ResponseAnswer, ResponsesRequest
+from fd_core.types import FinishReason
 
 __all__ = ["ResponsesFormat"]
 
@@ -41,14 +42,14 @@ class ResponsesFormat(AnswerFormat):
         self._items: dict[int, tuple[str, str]] = {}
         self._number = 0
         self._reasoning_tokens = 0
-        self._finish_reason = "stop"
+        self._status = "completed"
 
     def whole(self, collected: list[CollectedText], usage: Usage) -> ResponseAnswer:
         """Return the answer."""
         [one] = collected
         self._reasoning_tokens = one.choice.reasoning_tokens
         self._writer.blocks = blocks_of(one.events)
-        self._finish_reason = one.finish_reason
+        self._status = _status(one.finish_reason, one.stop_reason)
         return self._complete(usage)
 
     def first(self, choice: ChoiceStream) -> bytes:
@@ -61,14 +62,16 @@ class ResponsesFormat(AnswerFormat):
         said = b"".join(self._spelled(step) for step in self._writer.write(chunk.events))
         if chunk.finish_reason is None:
             return said
-        self._finish_reason = chunk.finish_reason
+        self._status = _status(chunk.finish_reason, chunk.stop_reason)
         self._reasoning_tokens = choice.reasoning_tokens
         return said + b"".join(self._spelled(step) for step in self._writer.close())
 
     def last(self, usage: Usage) -> bytes:
         """Return the whole response, in the event that ends the stream."""
         answer = self._complete(usage)
-        return self._event(f"response.{answer.status}", response=answer)
+        # There is no event of its own for a response that was cancelled.
+        kind = "completed" if answer.status == "completed" else "incomplete"
+        return self._event(f"response.{kind}", response=answer)
 
     def broken(self, error: ApiError) -> bytes:
         """Return the event that says why a response failed."""
@@ -77,12 +80,11 @@ class ResponsesFormat(AnswerFormat):
         return self._event("response.failed", response=failed)
 
     def _complete(self, usage: Usage) -> ResponseAnswer:
-        cut = self._finish_reason == "length"
         items = [self._item(block) for block in self._writer.blocks]
-        if cut and items:
+        if self._status != "completed" and items:
             items[-1]["status"] = "incomplete"
-        answer = self._answer("incomplete" if cut else "completed", items)
-        if cut:
+        answer = self._answer(self._status, items)
+        if self._status == "incomplete":
             answer.incomplete_details = {"reason": "max_output_tokens"}
         cached = usage.prompt_tokens_details.cached_tokens
         answer.usage = {
@@ -155,7 +157,9 @@ class ResponsesFormat(AnswerFormat):
             done = {"content_index": 0, "text": block.text, "logprobs": []}
             told = self._in_item("response.output_text.done", block, **done)
             told += self._in_item("response.content_part.done", block, content_index=0, part=_part(block.text))
-        return told + self._event("response.output_item.done", output_index=block.index, item=self._item(block))
+        status = "completed" if self._status == "completed" else "incomplete"
+        item = self._item(block, status)
+        return told + self._event("response.output_item.done", output_index=block.index, item=item)
 
     def _delta(self, block: AnswerBlock, text: str) -> bytes:
         kind, fields = _DELTAS[block.kind]
@@ -172,6 +176,12 @@ class ResponsesFormat(AnswerFormat):
         number, self._number = self._number, self._number + 1
         data = msgspec.json.encode({"type": kind, "sequence_number": number, **fields})
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+
+def _status(finish_reason: str, stop_reason: str | int | None) -> str:
+    if stop_reason is FinishReason.ABORT:
+        return "cancelled"
+    return "incomplete" if finish_reason == "length" else "completed"
 
 
 def _part(text: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, Final
 
 from fd_core.server.errors import ApiError, invalid
+from fd_core.server.prompts import require_role
 from fd_core.server.request_schemas import ChatRequest, Message
 from fd_core.server.responses.schemas import InputItem, InputPart, ResponsesRequest
 from fd_core.server.responses.store import ResponseStore
@@ -97,6 +98,7 @@ def _messages(given: str | list[InputItem]) -> list[Message]:
         place = f"input[{index}]"
         if item.type in (None, "message"):
             role = _required(item.role, f"{place}.role")
+            require_role(role, f"{place}.role")
             messages.append(Message(role=role, content=_text(item.content, f"{place}.content")))
             if role == "assistant" and thought is not None:
                 messages[-1].reasoning_content, thought = thought, None

@@ -11,6 +11,7 @@ from fastapi.responses import Response
 from fd_core.server.body import BodyFormat
 from fd_core.server.chat import conversation_job
 from fd_core.server.errors import ApiError
+from fd_core.server.field_names import RESPONSES_NAMES
 from fd_core.server.openapi import endpoint
 from fd_core.server.prompts import require_effort
 from fd_core.server.request_schemas import Message
@@ -35,7 +36,7 @@ async def create_response(request: Request) -> Response:
     body, headers = await _BODY.read(request, state.config.max_body_bytes)
     chat = as_chat(body, earlier_messages(body, state.responses))
     require_effort(state.prompt_reader, chat.reasoning_effort, "reasoning.effort")
-    job = await conversation_job(state, chat, request, demanded_form(body), events=True)
+    job = await conversation_job(state, chat, request, demanded_form(body), RESPONSES_NAMES)
     asked = (chat.messages or [])[1 if body.instructions else 0 :]
 
     def keep(answer: ResponseAnswer) -> None:

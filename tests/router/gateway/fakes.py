@@ -147,6 +147,9 @@ class FakeWorker:
         if word.isdecimal():
             code = {"404": "model_not_found", "400": "invalid_value"}.get(word)
             return web.json_response({"error": {"message": word, "code": code}}, status=int(word), headers=told)
+        if word == "no_model":
+            error = {"type": "not_found_error", "message": "the model 'm' does not exist"}
+            return web.json_response({"type": "error", "error": error}, status=404)
         if word == "abort":
             return self._abort(json.loads(self.seen[-1][2]))
         if word == "json":

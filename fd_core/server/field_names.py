@@ -1,0 +1,47 @@
+"""Fields under the names that clients sent: other APIs, and other names of a field, are read as fields of a chat."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final
+
+from fd_core.errors import BadRequest
+from fd_core.server.errors import ApiError, to_api_error
+from fd_core.server.request_schemas import GenerationRequest
+
+__all__ = ["MESSAGES_NAMES", "RESPONSES_NAMES", "named_as_sent", "other_names"]
+
+_ALIASES: Final = {
+    "min_new_tokens": "min_tokens",
+    "thinking_token_budget": "reasoning_max_tokens",
+    "prompt_token_ids": "(prompt|messages)",
+}
+_OF_TOOLS: Final = {r"(tools\[\d*\]|tool_choice)\.function": r"\1"}
+
+RESPONSES_NAMES: Final = {"max_completion_tokens": "max_output_tokens", "messages": "input", **_OF_TOOLS}
+"""What the Responses API calls fields of a chat, by patterns that match their beginnings."""
+MESSAGES_NAMES: Final = {r"(tools\[\d*\])\.function\.parameters": r"\1.input_schema", **_OF_TOOLS}
+"""The same for the Messages API."""
+
+
+def other_names(body: GenerationRequest) -> Mapping[str, str]:
+    """Return the names that a request uses instead of the usual ones, by patterns of those."""
+    return {usual: name for name, usual in _ALIASES.items() if getattr(body, name, None) is not None}
+
+
+@contextmanager
+def named_as_sent(names: Mapping[str, str]) -> Iterator[None]:
+    """Have errors that are raised within name their field as the client did."""
+    try:
+        yield
+    except (ApiError, BadRequest) as error:
+        told = to_api_error(error)
+        given = told.param or ""
+        for usual, name in names.items():
+            sent, found = re.subn(rf"^{usual}\b", name, given)
+            if found:
+                told.param, told.message = sent, told.message.replace(given, sent)
+                break
+        raise told from None
