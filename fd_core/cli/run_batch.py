@@ -111,7 +111,7 @@ async def _run(settings: Settings, source: Path, answers: AnswerFile, console: C
         file = stack.enter_context(source.open("rb"))
 
         async def sent(path: str, body: bytes, request_id: str) -> AsgiAnswer:
-            answer = await ask(app, path, body, request_id)
+            answer = await ask(app, path, body, request_id, owner="")
             if answer.status == 503 and not client.alive and not client.restarts:
                 raise EngineDead("the engine is gone; run the command again to go on where it stopped")
             return answer

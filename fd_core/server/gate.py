@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fd_core.server import kv_events
 from fd_core.server.auth import KeyRing
-from fd_core.server.batches.asgi import TRUSTED
+from fd_core.server.batches.asgi import OWNER
 from fd_core.server.errors import error_response, to_api_error
 from fd_core.server.metrics import ServerMetrics
 
@@ -28,7 +28,8 @@ def request_id_of(given: bytes) -> bytes:
 class Gate:
     """ASGI middleware. Sets `request.state.request_id`: the client's X-Request-Id if it is usable, else a fresh one.
 
-    The id goes back in the response's header. `request.state.arrived` is when the request's head was read, in seconds
+    The id goes back in the response's header. `request.state.owner` says whose key was sent, see `KeyRing.owner`.
+    `request.state.arrived` is when the request's head was read, in seconds
     of `time.perf_counter`. Nothing of a request but its path is ever logged here.
     """
 
@@ -61,8 +62,9 @@ class Gate:
 
         try:
             # KV events have a secret of their own.
-            if not options and scope["path"] != kv_events.PATH and TRUSTED not in scope:
-                self._keys.check(scope["path"], headers.get(b"authorization"), headers.get(b"x-api-key"))
+            if not options and scope["path"] != kv_events.PATH:
+                sent = headers.get(b"authorization"), headers.get(b"x-api-key")
+                scope["state"]["owner"] = scope[OWNER] if OWNER in scope else self._keys.check(scope["path"], *sent)
             await self._app(scope, receive, numbered)
         except Exception as error:  # noqa: BLE001  # the outermost edge: whatever happened, the client gets an answer
             answer = to_api_error(error)

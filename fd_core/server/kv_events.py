@@ -42,7 +42,7 @@ async def kv_events(request: Request) -> Response:
         raise ApiError(
             404, "this server reports no cached prefixes; --kv-events and --router-secret-file turn the reports on"
         )
-    if not KeyRing([state.config.router_secret]).accepts(request.headers.get("authorization", "").encode()):
+    if KeyRing([state.config.router_secret]).owner(request.headers.get("authorization", "").encode()) is None:
         raise ApiError(
             403,
             "the router's secret is required: send the header 'Authorization: Bearer SECRET'",

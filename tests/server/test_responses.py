@@ -230,17 +230,17 @@ def test_the_store_is_bounded() -> None:
 
     store = ResponseStore(2, max_bytes=5000)
     for name in "abc":
-        store.put(stored(name, 10))
-    assert (len(store), store.get("a")) == (2, None)
-    store.put(stored("large", 4500))
-    assert (len(store), store.get("c")) == (1, None)
-    store.put(stored("larger", 6000))
-    assert store.get("larger") is None and store.get("large") is not None
-    assert store.delete("large") and not store.delete("large")
+        store.put("", stored(name, 10))
+    assert (len(store), store.get("", "a")) == (2, None)
+    store.put("", stored("large", 4500))
+    assert (len(store), store.get("", "c")) == (1, None)
+    store.put("", stored("larger", 6000))
+    assert store.get("", "larger") is None and store.get("", "large") is not None
+    assert store.delete("", "large") and not store.delete("", "large")
     for _ in range(9):
-        store.put(stored("again", 3000))
-    store.put(stored("b", 10))
-    assert (len(store), store.get("again") is not None) == (2, True), "what was replaced is not counted"
+        store.put("", stored("again", 3000))
+    store.put("", stored("b", 10))
+    assert (len(store), store.get("", "again") is not None) == (2, True), "what was replaced is not counted"
 
 
 def test_the_official_client_reads_answers_and_streams(server: LiveServer) -> None:

@@ -7,10 +7,10 @@ from typing import Final, NamedTuple
 
 from starlette.types import ASGIApp, Message, Scope
 
-__all__ = ["TRUSTED", "AsgiAnswer", "ask"]
+__all__ = ["OWNER", "AsgiAnswer", "ask"]
 
-TRUSTED: Final = "fd_core.trusted"
-"""Key of a scope whose request the server makes itself and that needs no API key; no client can set one."""
+OWNER: Final = "fd_core.owner"
+"""Key of a scope whose request the server makes itself, for the owner it names; no client can set one."""
 
 
 class AsgiAnswer(NamedTuple):
@@ -21,8 +21,8 @@ class AsgiAnswer(NamedTuple):
     body: bytes
 
 
-async def ask(app: ASGIApp, path: str, body: bytes, request_id: str) -> AsgiAnswer:
-    """Return the answer to a POST with a JSON body."""
+async def ask(app: ASGIApp, path: str, body: bytes, request_id: str, owner: str) -> AsgiAnswer:
+    """Return the answer to a POST with a JSON body, which counts as sent by `owner`."""
     scope: Scope = {
         "type": "http",
         "asgi": {"version": "3.0"},
@@ -36,7 +36,7 @@ async def ask(app: ASGIApp, path: str, body: bytes, request_id: str) -> AsgiAnsw
         "headers": [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())],
         "client": None,
         "server": None,
-        TRUSTED: True,
+        OWNER: owner,
     }
     parts: list[bytes] = []
     started: Message = {}

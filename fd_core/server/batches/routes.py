@@ -1,4 +1,4 @@
-"""/v1/files and /v1/batches, as OpenAI's. Whoever has one of the server's keys sees all files and batches."""
+"""/v1/files and /v1/batches, as OpenAI's. Each key sees the files and batches that were made with it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def upload(request: Request) -> Response:
         with path.open("xb") as file:
             async for part in read_bounded(request, store.limit - store.used + _FORM_BYTES):
                 file.write(part)
-        found = await asyncio.to_thread(_keep, store, path, boundary)
+        found = await asyncio.to_thread(_keep, store, path, boundary, request.state.owner)
     except OSError as error:
         raise cannot_keep(error) from error
     finally:
@@ -102,7 +102,7 @@ async def list_files(
     request: Request, purpose: str | None = None, limit: str | None = None, after: str | None = None
 ) -> Response:
     """List files, the newest first."""
-    files = _service(request).store.files.values()
+    files = _service(request).store.files_of(request.state.owner)
     shown = [each for each in files if purpose in (None, each.purpose)]
     page, more = _page(shown, limit, after)
     return _json(FileList(data=page, has_more=more, first_id=_id(page, 0), last_id=_id(page, -1)))
@@ -111,21 +111,21 @@ async def list_files(
 @router.get("/v1/files/{file_id}", **endpoint("Describe a file", None, StoredFile, errors=(401, 404)))
 async def get_file(request: Request, file_id: str) -> Response:
     """Describe a file."""
-    return _json(_service(request).store.file(file_id))
+    return _json(_service(request).store.file(file_id, request.state.owner))
 
 
 @router.get("/v1/files/{file_id}/content", include_in_schema=False)
 async def get_content(request: Request, file_id: str) -> Response:
     """Return what a file holds."""
     store = _service(request).store
-    store.file(file_id)
+    store.file(file_id, request.state.owner)
     return FileResponse(store.content(file_id), media_type="application/octet-stream")
 
 
 @router.delete("/v1/files/{file_id}", **endpoint("Delete a file", None, DeletedFile, errors=(400, 401, 404)))
 async def delete_file(request: Request, file_id: str) -> Response:
     """Delete a file that no batch needs."""
-    _service(request).store.delete(file_id)
+    _service(request).store.delete(file_id, request.state.owner)
     return _json(DeletedFile(file_id))
 
 
@@ -138,7 +138,7 @@ async def create_batch(request: Request) -> Response:
         raise invalid(f"endpoint is {body.endpoint[:80]!r}; give {', '.join(ENDPOINTS)}", "endpoint", "invalid_value")
     if len(msgspec.json.encode(body.metadata)) > _FORM_BYTES:
         raise invalid(f"metadata has more than {_FORM_BYTES:,} bytes", "metadata")
-    if body.input_file_id not in service.store.files:
+    if not service.store.has(body.input_file_id, request.state.owner):
         message = f"there is no file {body.input_file_id[:64]!r}; upload it to /v1/files"
         raise invalid(message, "input_file_id", "file_not_found")
     now = int(time.time())
@@ -151,28 +151,28 @@ async def create_batch(request: Request) -> Response:
         expires_at=now + _WINDOW_SECONDS,
         metadata=body.metadata,
     )
-    service.begin(batch)
+    service.begin(batch, request.state.owner)
     return Response(msgspec.json.encode(batch), headers=headers, media_type="application/json")
 
 
 @router.get("/v1/batches", **endpoint("List batches", None, BatchList, errors=(400, 401)))
 async def list_batches(request: Request, limit: str | None = None, after: str | None = None) -> Response:
     """List batches, the newest first."""
-    page, more = _page(list(_service(request).store.batches.values()), limit, after)
+    page, more = _page(_service(request).store.batches_of(request.state.owner), limit, after)
     return _json(BatchList(data=page, has_more=more, first_id=_id(page, 0), last_id=_id(page, -1)))
 
 
 @router.get("/v1/batches/{batch_id}", **endpoint("Describe a batch", None, StoredBatch, errors=(401, 404)))
 async def get_batch(request: Request, batch_id: str) -> Response:
     """Describe a batch."""
-    return _json(_service(request).store.batch(batch_id))
+    return _json(_service(request).store.batch(batch_id, request.state.owner))
 
 
 @router.post("/v1/batches/{batch_id}/cancel", **endpoint("Cancel a batch", None, StoredBatch, errors=(401, 404)))
 async def cancel_batch(request: Request, batch_id: str) -> Response:
     """Let no further request of a batch begin; what was answered becomes its files."""
     _refuse_foreign_pages(request)
-    return _json(_service(request).cancel(batch_id))
+    return _json(_service(request).cancel(batch_id, request.state.owner))
 
 
 def _service(request: Request) -> BatchService:
@@ -182,7 +182,7 @@ def _service(request: Request) -> BatchService:
     return service
 
 
-def _keep(store: BatchStore, path: Any, boundary: bytes) -> StoredFile:
+def _keep(store: BatchStore, path: Any, boundary: bytes, owner: str) -> StoredFile:
     """Take the file out of a form that lies on disk."""
     if not path.stat().st_size:
         raise invalid("the form is empty", "file", "invalid_form")
@@ -199,7 +199,7 @@ def _keep(store: BatchStore, path: Any, boundary: bytes) -> StoredFile:
         content = fields.get("file")
         if content is None or content.filename is None:
             raise invalid("file is required, with a name", "file", "missing_required_parameter")
-        return store.add(file, content.begin, content.end - content.begin, content.filename, said)
+        return store.add(file, content.begin, content.end - content.begin, content.filename, said, owner)
 
 
 def _refuse_foreign_pages(request: Request) -> None:

@@ -62,14 +62,15 @@ class BatchService:
             except ApiError as error:
                 log.warning("files and batches are not served: %s", error.message)
 
-    def begin(self, batch: StoredBatch) -> None:
-        """Take a new batch."""
+    def begin(self, batch: StoredBatch, owner: str) -> None:
+        """Take a new batch of an owner's."""
+        self.store.own(batch.id, owner)
         self.store.save(batch)
         self._news.set()
 
-    def cancel(self, batch_id: str) -> StoredBatch:
-        """Ask for the end of a batch: requests on their way are answered, no others begin."""
-        batch = self.store.batch(batch_id)
+    def cancel(self, batch_id: str, owner: str) -> StoredBatch:
+        """Ask for the end of a batch of an owner's: requests on their way are answered, no others begin."""
+        batch = self.store.batch(batch_id, owner)
         if not batch.ended and batch.status != "cancelling":
             batch.status, batch.cancelling_at = "cancelling", int(time.time())
             self.store.save(batch)
@@ -138,7 +139,7 @@ class BatchService:
                 store.save(batch)
 
         async def sent(path: str, body: bytes, request_id: str) -> AsgiAnswer:
-            return await ask(self._app, path, body, f"{batch.id}.{request_id}")
+            return await ask(self._app, path, body, f"{batch.id}.{request_id}", store.owner(batch.id))
 
         with source.open("rb") as file:
             try:
@@ -161,7 +162,7 @@ class BatchService:
         for answers, field in ((good, "output_file_id"), (bad, "error_file_id")):
             if answers.size:
                 answers.finish()
-                setattr(batch, field, store.adopt(answers.path, answers.path.name).id)
+                setattr(batch, field, store.adopt(answers.path, answers.path.name, store.owner(batch.id)).id)
             else:
                 answers.discard()
         if batch.status == "cancelling":

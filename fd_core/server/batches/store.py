@@ -1,6 +1,7 @@
 """Files and batches on disk, in one folder that one server owns; small facts are kept in memory as well.
 
-`ID.json` describes a file or a batch, `ID.data` is the content of a file. A description is written whole or not at all.
+`ID.json` describes a file or a batch and says whose it is, `ID.data` is the content of a file. A description is written
+whole or not at all.
 """
 
 from __future__ import annotations
@@ -94,6 +95,12 @@ class StoredBatch(msgspec.Struct, kw_only=True):
         return self.status in _ENDED
 
 
+class _Owned(msgspec.Struct):
+    """Whose a file or a batch is; of nobody's key where there were no keys."""
+
+    owner: str = ""
+
+
 class BatchStore:
     """Owner of one folder. Every method blocks for as long as the disk does; reading descriptions needs no disk."""
 
@@ -120,6 +127,8 @@ class BatchStore:
             ) from None
         for left in folder.glob("*.upload"):
             left.unlink()
+        self._owners: dict[str, str] = {}
+        """Of files and batches; whoever asks for one that is not theirs is told that there is none."""
         self.files: dict[str, StoredFile] = {
             each.id: each for each in self._read(StoredFile, "file-*.json") if self.content(each.id).exists()
         }
@@ -137,13 +146,33 @@ class BatchStore:
         """Bytes of all files."""
         return sum(each.bytes for each in self.files.values())
 
-    def file(self, file_id: str) -> StoredFile:
-        """Return a file's description; `ApiError` (404) if there is no such file."""
-        return _known(self.files, file_id, "file")
+    def owner(self, name: str) -> str:
+        """Return whose a file or a batch is, as `KeyRing.owner` says it."""
+        return self._owners[name]
 
-    def batch(self, batch_id: str) -> StoredBatch:
-        """Return a batch; `ApiError` (404) if there is none of that id."""
-        return _known(self.batches, batch_id, "batch")
+    def own(self, name: str, owner: str) -> None:
+        """Say whose a file or a batch is that is about to be kept."""
+        self._owners[name] = owner
+
+    def has(self, name: str, owner: str) -> bool:
+        """Whether an owner has a file or a batch of this id."""
+        return self._owners.get(name) == owner
+
+    def files_of(self, owner: str) -> list[StoredFile]:
+        """Return an owner's files, oldest first."""
+        return [each for each in self.files.values() if self.has(each.id, owner)]
+
+    def batches_of(self, owner: str) -> list[StoredBatch]:
+        """Return an owner's batches, oldest first."""
+        return [each for each in self.batches.values() if self.has(each.id, owner)]
+
+    def file(self, file_id: str, owner: str) -> StoredFile:
+        """Return the description of an owner's file; `ApiError` (404) if there is no such file."""
+        return self._known(self.files, file_id, owner, "file")
+
+    def batch(self, batch_id: str, owner: str) -> StoredBatch:
+        """Return an owner's batch; `ApiError` (404) if there is none of that id."""
+        return self._known(self.batches, batch_id, owner, "batch")
 
     def content(self, file_id: str) -> Path:
         """Return where the content of a file is."""
@@ -163,8 +192,8 @@ class BatchStore:
                 "store_full",
             )
 
-    def add(self, source: BinaryIO, begin: int, size: int, filename: str, purpose: str) -> StoredFile:
-        """Keep `size` bytes of `source` from `begin` on as a new file; see `require_room`."""
+    def add(self, source: BinaryIO, begin: int, size: int, filename: str, purpose: str, owner: str) -> StoredFile:
+        """Keep `size` bytes of `source` from `begin` on as a new file of an owner's; see `require_room`."""
         self.require_room(size)
         file_id = f"file-{secrets.token_hex(12)}"
         source.seek(begin)
@@ -174,23 +203,23 @@ class BatchStore:
         except OSError:
             self.content(file_id).unlink(missing_ok=True)
             raise
-        return self._keep(file_id, filename, purpose)
+        return self._keep(file_id, filename, purpose, owner)
 
-    def adopt(self, path: Path, filename: str) -> StoredFile:
-        """Keep a file that lies in the folder already, the output of a batch."""
+    def adopt(self, path: Path, filename: str, owner: str) -> StoredFile:
+        """Keep a file that lies in the folder already, the output of a batch of an owner's."""
         file_id = f"file-{secrets.token_hex(12)}"
         path.replace(self.content(file_id))
-        return self._keep(file_id, filename, "batch_output")
+        return self._keep(file_id, filename, "batch_output", owner)
 
-    def delete(self, file_id: str) -> None:
-        """Forget a file. Raises `ApiError`: 404 if there is none, 400 if a batch needs it."""
-        self.file(file_id)
+    def delete(self, file_id: str, owner: str) -> None:
+        """Forget an owner's file. Raises `ApiError`: 404 if there is none, 400 if a batch needs it."""
+        self.file(file_id, owner)
         for batch in self.batches.values():
             if batch.input_file_id == file_id and not batch.ended:
                 raise invalid(f"the batch {batch.id} needs this file; cancel it first", "file_id", "file_in_use")
         (self.folder / f"{file_id}.json").unlink(missing_ok=True)
         self.content(file_id).unlink(missing_ok=True)
-        del self.files[file_id]
+        del self.files[file_id], self._owners[file_id]
 
     def save(self, batch: StoredBatch) -> None:
         """Keep a batch as it is now, and forget the oldest that ended if there are too many."""
@@ -199,21 +228,27 @@ class BatchStore:
         over = [each for each in self.batches.values() if each.ended][: max(0, len(self.batches) - _MOST_BATCHES)]
         for old in over:
             (self.folder / f"{old.id}.json").unlink(missing_ok=True)
-            del self.batches[old.id]
+            del self.batches[old.id], self._owners[old.id]
 
-    def _keep(self, file_id: str, filename: str, purpose: str) -> StoredFile:
+    def _keep(self, file_id: str, filename: str, purpose: str, owner: str) -> StoredFile:
         size = self.content(file_id).stat().st_size
         found = StoredFile(
             id=file_id, bytes=size, created_at=int(time.time()), filename=filename[:255], purpose=purpose
         )
+        self.own(file_id, owner)
         self._write(file_id, found)
         self.files[file_id] = found
         return found
 
+    def _known(self, found: dict[str, T], name: str, owner: str, kind: str) -> T:
+        if name not in found or not self.has(name, owner):
+            raise ApiError(404, f"there is no {kind} {name[:64]!r}", param=f"{kind}_id", code=f"{kind}_not_found")
+        return found[name]
+
     def _write(self, name: str, value: StoredFile | StoredBatch) -> None:
         path = self.folder / f"{name}.json"
         new = path.with_suffix(".new")
-        new.write_bytes(msgspec.json.encode(value))
+        new.write_bytes(msgspec.json.encode(msgspec.to_builtins(value) | {"owner": self._owners[name]}))
         new.replace(path)
 
     def _read(self, kind: type[Any], pattern: str) -> list[Any]:
@@ -221,11 +256,14 @@ class BatchStore:
         found = []
         for path in self.folder.glob(pattern):
             try:
-                each = msgspec.json.decode(path.read_bytes(), type=kind)
+                written = path.read_bytes()
+                each = msgspec.json.decode(written, type=kind)
+                owner = msgspec.json.decode(written, type=_Owned).owner
             except (OSError, msgspec.MsgspecError):
                 continue
             if each.id == path.stem and _ID.fullmatch(each.id):
                 found.append(each)
+                self.own(each.id, owner)
         return sorted(found, key=lambda each: (each.created_at, each.id))
 
 
@@ -233,12 +271,6 @@ def cannot_keep(error: OSError) -> ApiError:
     """Return what a client is told where the disk fails."""
     reason = (error.strerror or str(error)).lower()
     return unavailable(f"the server cannot keep files: {reason}; see --batch-store", "batch_store_failed", 60)
-
-
-def _known(found: dict[str, T], name: str, kind: str) -> T:
-    if name not in found:
-        raise ApiError(404, f"there is no {kind} {name[:64]!r}", param=f"{kind}_id", code=f"{kind}_not_found")
-    return found[name]
 
 
 def _copy(source: BinaryIO, target: BinaryIO, size: int) -> None:

@@ -21,7 +21,7 @@ _HARMLESS_INCLUDES: Final = frozenset({"reasoning.encrypted_content"})
 _TEXTS: Final = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
 
 
-def earlier_messages(body: ResponsesRequest, store: ResponseStore) -> tuple[Message, ...]:
+def earlier_messages(body: ResponsesRequest, store: ResponseStore, owner: str) -> tuple[Message, ...]:
     """Return the conversation that a request goes on from. Raises `ApiError` (400, 404)."""
     if not store.capacity:
         for field, given in (("store", body.store), ("previous_response_id", body.previous_response_id)):
@@ -34,7 +34,7 @@ def earlier_messages(body: ResponsesRequest, store: ResponseStore) -> tuple[Mess
                 )
     if not body.previous_response_id:
         return ()
-    found = store.get(body.previous_response_id)
+    found = store.get(owner, body.previous_response_id)
     if found is None:
         raise ApiError(
             404,

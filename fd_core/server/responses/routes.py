@@ -34,13 +34,13 @@ async def create_response(request: Request) -> Response:
     """Generate an answer to a conversation, in the shape of the Responses API."""
     state = state_of(request)
     body, headers = await _BODY.read(request, state.config.max_body_bytes)
-    chat = as_chat(body, earlier_messages(body, state.responses))
+    chat = as_chat(body, earlier_messages(body, state.responses, request.state.owner))
     require_effort(state.prompt_reader, chat.reasoning_effort, "reasoning.effort")
     job = await conversation_job(state, chat, request, demanded_form(body), RESPONSES_NAMES)
     asked = (chat.messages or [])[1 if body.instructions else 0 :]
 
     def keep(answer: ResponseAnswer) -> None:
-        state.responses.put(StoredResponse(answer, (*asked, _said(answer))))
+        state.responses.put(request.state.owner, StoredResponse(answer, (*asked, _said(answer))))
 
     keeps = bool(state.responses.capacity) and body.store is not False
     return GenerationResponse(state, ResponsesFormat(job, body, keep if keeps else None), bool(body.stream), headers)
@@ -49,7 +49,7 @@ async def create_response(request: Request) -> Response:
 @router.get(_PATH, **endpoint("An answer that is kept", None, ResponseAnswer, errors=(401, 404)))
 async def get_response(request: Request, response_id: str) -> Response:
     """Return an answer that was kept."""
-    found = state_of(request).responses.get(response_id)
+    found = state_of(request).responses.get(request.state.owner, response_id)
     if found is None:
         raise _not_kept(response_id)
     return Response(msgspec.json.encode(found.answer), media_type="application/json")
@@ -58,7 +58,7 @@ async def get_response(request: Request, response_id: str) -> Response:
 @router.delete(_PATH, **endpoint("Forget an answer", None, DeletedResponse, errors=(401, 404)))
 async def delete_response(request: Request, response_id: str) -> Response:
     """Forget an answer that was kept."""
-    if not state_of(request).responses.delete(response_id):
+    if not state_of(request).responses.delete(request.state.owner, response_id):
         raise _not_kept(response_id)
     return Response(msgspec.json.encode(DeletedResponse(id=response_id)), media_type="application/json")
 

@@ -1,0 +1,115 @@
+"""Files, batches and kept responses belong to the key that they were made with."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.fakes import Answer, FakeClient, LiveServer, live
+
+KEYS = ("one", "two")
+FORM = "multipart/form-data; boundary=xyz"
+RESPONSES = "/v1/responses"
+
+
+def settings(folder: Path, **changes: Any) -> dict[str, Any]:
+    return {"batch_api": True, "batch_store": str(folder), "api_keys": KEYS, "response_store": 4} | changes
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[LiveServer]:
+    with live(**settings(tmp_path)) as running:
+        yield running
+
+
+def upload(server: LiveServer, key: str, url: str = "/v1/completions", **body: Any) -> str:
+    line = {"custom_id": "c", "method": "POST", "url": url, "body": body or {"prompt": "a"}}
+    fields = [b'name="purpose"\r\n\r\nbatch', b'name="file"; filename="in"\r\n\r\n' + json.dumps(line).encode()]
+    form = b"".join(b"--xyz\r\ncontent-disposition: form-data; " + each + b"\r\n" for each in fields) + b"--xyz--\r\n"
+    answer = server.request("POST", "/v1/files", form, content_type=FORM, x_api_key=key)
+    assert answer.status == 200, answer.body
+    assert "owner" not in answer.json
+    return answer.json["id"]
+
+
+def begin(server: LiveServer, key: str, file_id: str, endpoint: str = "/v1/completions") -> Answer:
+    body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": "24h"}
+    return server.post("/v1/batches", body, x_api_key=key)
+
+
+def ended(server: LiveServer, key: str, batch_id: str) -> dict[str, Any]:
+    until = time.monotonic() + 20
+    while (batch := server.get(f"/v1/batches/{batch_id}", x_api_key=key).json)["status"] != "completed":
+        assert time.monotonic() < until, batch
+        time.sleep(0.01)
+    assert "owner" not in batch
+    return batch
+
+
+def listed(server: LiveServer, key: str, what: str) -> list[str]:
+    return [each["id"] for each in server.get(f"/v1/{what}", x_api_key=key).json["data"]]
+
+
+def test_files_and_batches_are_seen_by_their_key_only_also_after_a_restart(server: LiveServer, tmp_path: Path) -> None:
+    mine = upload(server, "one")
+    batch_id = begin(server, "one", mine).json["id"]
+    output = ended(server, "one", batch_id)["output_file_id"]
+
+    def check(running: LiveServer) -> None:
+        assert (set(listed(running, "one", "files")), listed(running, "one", "batches")) == ({mine, output}, [batch_id])
+        assert listed(running, "two", "files") == listed(running, "two", "batches") == []
+        for path in (f"files/{mine}", f"files/{output}", f"files/{output}/content", f"batches/{batch_id}"):
+            assert running.get(f"/v1/{path}", x_api_key="one").status == 200
+            refused = running.get(f"/v1/{path}", x_api_key="two")
+            unknown = running.get(
+                "/v1/" + path.replace(mine, "file-0").replace(output, "file-0").replace(batch_id, "batch_0"),
+                x_api_key="two",
+            )
+            assert refused.status == unknown.status == 404
+            assert refused.error["code"] == unknown.error["code"]
+        assert running.request("DELETE", f"/v1/files/{mine}", x_api_key="two").status == 404
+        assert running.post(f"/v1/batches/{batch_id}/cancel", {}, x_api_key="two").status == 404
+        assert begin(running, "two", mine).error["code"] == "file_not_found"
+        assert running.get(f"/v1/files?after={mine}", x_api_key="two").status == 400
+
+    check(server)
+    server.stop()
+    server.join()
+    with live(**settings(tmp_path, api_keys=("two", "one"))) as again:
+        check(again)
+        assert again.request("DELETE", f"/v1/files/{mine}", x_api_key="one").status == 200
+    stored = "".join(each.read_text() for each in tmp_path.glob("*.json"))
+    assert '"owner":"' in stored and '"one"' not in stored, "a key stands on the disk"
+
+
+def test_kept_responses_are_seen_by_their_key_only(server: LiveServer) -> None:
+    ask = {"model": "fake", "input": "hi"}
+    ids = {key: server.post(RESPONSES, ask, x_api_key=key, x_request_id="same").json["id"] for key in KEYS}
+    assert len(set(ids.values())) == 1, "clients choose ids, and the same one is no way to another's answer"
+    assert server.request("DELETE", f"{RESPONSES}/{ids['two']}", x_api_key="two").status == 200
+    for key, status in (("one", 200), ("two", 404)):
+        assert server.get(f"{RESPONSES}/{ids['one']}", x_api_key=key).status == status
+        goes_on = server.post(RESPONSES, ask | {"previous_response_id": ids["one"]}, x_api_key=key)
+        assert goes_on.status == status
+    assert server.request("DELETE", f"{RESPONSES}/{ids['one']}", x_api_key="two").status == 404
+
+
+def test_answers_of_a_batch_belong_to_its_owner(server: LiveServer) -> None:
+    asked = upload(server, "one", RESPONSES, model="fake", input="hi", store=True)
+    batch = ended(server, "one", begin(server, "one", asked, RESPONSES).json["id"])
+    content = server.get(f"/v1/files/{batch['output_file_id']}/content", x_api_key="one")
+    kept = json.loads(content.body)["response"]["body"]["id"]
+    assert [server.get(f"{RESPONSES}/{kept}", x_api_key=key).status for key in KEYS] == [200, 404]
+
+
+def test_without_keys_there_is_one_owner_and_keys_that_come_later_do_not_see_its_files(tmp_path: Path) -> None:
+    with live(**settings(tmp_path, api_keys=())) as server:
+        mine = upload(server, "one")
+        assert listed(server, "two", "files") == [mine]
+    with live(lambda: FakeClient(), **settings(tmp_path)) as server:
+        assert listed(server, "one", "files") == []
