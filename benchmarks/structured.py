@@ -26,31 +26,11 @@ from fd_core import LLM, SamplingParams
 from fd_core.structured import grammar
 from fd_core.types import RequestSpec
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from harness.forms import FREE_TOKENS, SCHEMA
+
 RESULTS = Path(__file__).parent / "results"
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "identifier": {"type": "integer", "minimum": 1, "maximum": 99999},
-        "first_name": {"type": "string", "maxLength": 16},
-        "last_name": {"type": "string", "maxLength": 16},
-        "category": {"enum": ["customer", "supplier", "employee"]},
-        "address": {
-            "type": "object",
-            "properties": {
-                "street": {"type": "string", "maxLength": 24},
-                "postal_code": {"type": "string", "pattern": "^[0-9]{5}$"},
-                "country": {"enum": ["Germany", "France", "Japan", "Brazil"]},
-            },
-            "required": ["street", "postal_code", "country"],
-            "additionalProperties": False,
-        },
-        "newsletter": {"type": "boolean"},
-    },
-    "required": ["identifier", "first_name", "last_name", "category", "address", "newsletter"],
-    "additionalProperties": False,
-}
-FREE_TOKENS = 72
-"""About what the schema takes."""
 SETTINGS: dict[str, Any] = {"max_num_seqs": 32, "max_model_len": 320, "num_kv_blocks": 400}
 _serial = count()
 

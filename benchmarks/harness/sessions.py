@@ -9,6 +9,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +17,7 @@ import aiohttp
 
 from .checkpoint import Checkpoint
 from .engines import Engine, Limits, Server, environment_variables
-from .openai_stream import send_all
+from .openai_stream import Dialect, send_all
 from .processes import ANSWER_SECONDS, EngineFailedError, Worker, end
 from .stats import RequestResult, Run
 from .workloads import Workload
@@ -121,13 +122,17 @@ class ServerSession:
         raise EngineFailedError(f"its server was not healthy within {ANSWER_SECONDS} s; see {self._log}")
 
     def run(self, workload: Workload, round_number: int) -> Run:
+        wall_s, results = self.send(self._server.dialect, workload.prompts, workload.max_tokens)
+        return Run(self.engine.name, workload.name, round_number, wall_s, tuple(results))
+
+    def send(
+        self, dialect: Dialect, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int]
+    ) -> tuple[float, list[RequestResult]]:
+        """Send every prompt at once; return the wall seconds and the results. Raises EngineFailedError."""
         try:
-            wall_s, results = asyncio.run(
-                send_all(self._url, self._model, self._server.dialect, workload.prompts, workload.max_tokens)
-            )
+            return asyncio.run(send_all(self._url, self._model, dialect, prompts, max_tokens))
         except (aiohttp.ClientError, OSError, RuntimeError, ValueError) as error:
             raise EngineFailedError(f"{type(error).__name__}: {error}; see {self._log}") from error
-        return Run(self.engine.name, workload.name, round_number, wall_s, tuple(results))
 
     def close(self) -> None:
         end(self._process)
