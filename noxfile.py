@@ -150,6 +150,7 @@ CLIENTS = {
     "instructor": "instructor>=1.13",
     "pydantic_ai": "pydantic-ai-slim[openai,anthropic]>=1.20",
     "langchain_openai": "langchain-openai>=1.0",
+    "lm_eval": "lm-eval[api,hf]>=0.4.9",
 }
 """Files of tests/clients and what their environments have beside the server."""
 
