@@ -286,6 +286,8 @@ class PromptLogprobRows:
     """int32[r, m], what was most likely there, most likely first; a request reads as many as it asked for."""
     top: npt.NDArray[np.float32]
     """float32[r, m]"""
+    ranks: IntArray
+    """int32[r], 1 for a token that is the most likely one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +329,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
     top_ids: tuple[int, ...] = ()
     top: tuple[float, ...] = ()
+    rank: int | None = None
+    """Place of the token among all, 1 for the most likely; told of prompts only."""
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):

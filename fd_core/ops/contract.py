@@ -418,6 +418,13 @@ class Ops(abc.ABC):
         """
 
     @abc.abstractmethod
+    def ranks(self, logits: Array, tokens: Array) -> Array:
+        """Return the places of tokens among all, 1 for the most likely: float32[R, V], int32[R] -> int32[R].
+
+        On a tie the lower id comes first. Leaves `logits` as they are.
+        """
+
+    @abc.abstractmethod
     def verify(self, sampled: Array, drafts: Array, num_drafts: Array) -> Array:
         """Count the accepted drafts: the longest prefix that equals what was sampled in its place.
 

@@ -84,6 +84,13 @@ class NumpySampling:
         chosen = np.take_along_axis(logarithms, tokens[:, None].astype(np.int64), axis=1)[:, 0]
         return chosen, top_ids.astype(np.int32), np.take_along_axis(logarithms, top_ids, axis=1)
 
+    def ranks(self, logits: Floats, tokens: IntArray) -> IntArray:
+        """Count the tokens that are more likely, and as likely with a lower id."""
+        own = np.take_along_axis(logits, tokens[:, None].astype(np.int64), axis=1)
+        before = (logits == own) & (np.arange(logits.shape[1]) < tokens[:, None])
+        ranks: IntArray = (1 + ((logits > own) | before).sum(axis=1)).astype(np.int32)
+        return ranks
+
     def verify(self, sampled: IntArray, drafts: IntArray, num_drafts: IntArray) -> IntArray:
         """Count the drafts that equal what was sampled in their place, up to the first that does not."""
         k = drafts.shape[1]

@@ -108,6 +108,13 @@ class PaddleSampling:
         top_ids = _likeliest(logits, top_n, self.longest_sort)
         return chosen, top_ids.astype("int32"), paddle.take_along_axis(logarithms, top_ids, axis=1)
 
+    def ranks(self, logits: Array, tokens: Array) -> Array:
+        """Count the tokens that are more likely, and as likely with a lower id."""
+        own = paddle.take_along_axis(logits, tokens.astype("int64").unsqueeze(1), axis=1)
+        ids = paddle.arange(logits.shape[1], dtype="int32", device=logits.place)
+        before = paddle.logical_and(logits == own, ids < tokens.unsqueeze(1))
+        return paddle.logical_or(logits > own, before).astype("int32").sum(axis=1).astype("int32") + 1
+
     def verify(self, sampled: Array, drafts: Array, num_drafts: Array) -> Array:
         """Count the drafts that equal what was sampled in their place, up to the first that does not."""
         k = drafts.shape[1]

@@ -78,6 +78,12 @@ class TorchSampling:
         top_ids = _sort_keys(logits).topk(top_n, dim=1).values.neg().bitwise_and(0xFFFFFFFF)
         return chosen, top_ids.int(), logits.gather(1, top_ids) - normalizer
 
+    def ranks(self, logits: Array, tokens: Array) -> Array:
+        """Count the tokens that are more likely, and as likely with a lower id."""
+        own = logits.gather(1, tokens.long()[:, None])
+        before = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device) < tokens[:, None]
+        return (before.logical_and_(logits == own).logical_or_(logits > own).sum(dim=1) + 1).int()
+
     def verify(self, sampled: Array, drafts: Array, num_drafts: Array) -> Array:
         """Count the drafts that equal what was sampled in their place, up to the first that does not."""
         k = drafts.shape[1]

@@ -25,13 +25,18 @@ class PromptScores:
     slots: IntArray
     positions: IntArray
     parts: tuple[Array, ...]
-    """What `Ops.logprobs` returned, three arrays for each part of the rows, in order."""
+    """Four arrays for each part of the rows, in order: what `Ops.logprobs` and `Ops.ranks` returned."""
 
     def on_host(self, parts: list[npt.NDArray[np.generic]]) -> PromptLogprobRows:
         """Return the rows, given the arrays of `parts` from the device."""
-        chosen, top_ids, top = (np.concatenate(parts[kind::3]) for kind in range(3))
+        chosen, top_ids, top, ranks = (np.concatenate(parts[kind::4]) for kind in range(4))
         return PromptLogprobRows(
-            self.slots, self.positions, chosen.astype(np.float32), top_ids.astype(np.int32), top.astype(np.float32)
+            self.slots,
+            self.positions,
+            chosen.astype(np.float32),
+            top_ids.astype(np.int32),
+            top.astype(np.float32),
+            ranks.astype(np.int32),
         )
 
 
@@ -88,5 +93,6 @@ class PromptScorer:
         for begin in range(0, len(places), self._rows_at_a_time):
             part = slice(begin, begin + self._rows_at_a_time)
             logits = head(self._ops.gather_rows(states, host(places[part])))
-            parts += self._ops.logprobs(logits, host(ids[part]), top_n)
+            chosen = host(ids[part])
+            parts += (*self._ops.logprobs(logits, chosen, top_n), self._ops.ranks(logits, chosen))
         return PromptScores(slots, positions, tuple(parts))

@@ -20,6 +20,7 @@ class PromptLogprobs:
         self._chosen = np.full(prompt_len - 1, np.nan, np.float32)
         self._top_ids = np.zeros((prompt_len - 1, top_n), np.int32)
         self._top = np.zeros((prompt_len - 1, top_n), np.float32)
+        self._ranks = np.zeros(prompt_len - 1, np.int32)
 
     def take(self, rows: PromptLogprobRows, mine: IntArray) -> None:
         """Keep rows `mine` int[n] of what a step computed."""
@@ -27,8 +28,11 @@ class PromptLogprobs:
         self._chosen[places] = rows.chosen[mine]
         self._top_ids[places] = rows.top_ids[mine, :top_n]
         self._top[places] = rows.top[mine, :top_n]
+        self._ranks[places] = rows.ranks[mine]
 
     def delivered(self) -> tuple[TokenLogprobs, ...]:
         """Return them in the order of the prompt."""
-        columns = self._chosen.tolist(), self._top_ids.tolist(), self._top.tolist()
-        return tuple(TokenLogprobs(chosen, tuple(ids), tuple(top)) for chosen, ids, top in zip(*columns, strict=True))
+        columns = self._chosen.tolist(), self._top_ids.tolist(), self._top.tolist(), self._ranks.tolist()
+        return tuple(
+            TokenLogprobs(chosen, tuple(ids), tuple(top), rank) for chosen, ids, top, rank in zip(*columns, strict=True)
+        )

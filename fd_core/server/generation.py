@@ -94,11 +94,21 @@ class ChoiceStream:
 
     __slots__ = (
         *("_arrived", "_deltas", "_eos", "_every_token", "_first", "_include_stop", "_last", "_metrics", "_parser"),
-        *("_prompt_only", "_reading", "_spec", "_stop_ids", "_text", "cached_tokens", "called", "finished", "index"),
-        *("prefill", "prompt_index", "prompt_logprobs", "reasoning_tokens", "tokens"),
+        *("_prompt_only", "_reading", "_scored", "_scorer", "_scores", "_spec", "_stop_ids", "_text"),
+        *("cached_tokens", "called", "finished", "index"),
+        *("prefill", "prompt_index", "reasoning_tokens", "tokens"),
     )
 
-    def __init__(self, state: ServerState, job: Job, spec: RequestSpec, deltas: DeltaStream, index: int) -> None:
+    def __init__(
+        self,
+        state: ServerState,
+        job: Job,
+        spec: RequestSpec,
+        deltas: DeltaStream,
+        index: int,
+        first: ChoiceStream | None = None,
+    ) -> None:
+        """`first` is the first choice of the same prompt, None for that itself."""
         self.index = index
         self.prompt_index = index // job.n
         self.tokens = 0
@@ -106,8 +116,12 @@ class ChoiceStream:
         self.cached_tokens = 0
         self.prefill: PrefillOutcome | None = None
         """What became of a prompt that another worker was to compute; known with the first token."""
-        self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-        """Of the prompt's tokens but the first, if they are wanted; known with the first token."""
+        self._scorer = first or self
+        self._scores: tuple[TokenLogprobs, ...] | None = None
+        self._scored = asyncio.Event()
+        """Set once nothing more is to come of the prompt's log-probabilities."""
+        if spec.params.prompt_logprobs is None:
+            self._scored.set()
         self.finished: str | None = None
         self._deltas = deltas
         # Tokens that add no text get a chunk if their log-probabilities or ids are shown.
@@ -140,6 +154,8 @@ class ChoiceStream:
 
         Raises `EngineDead` if the engine went away, `ApiError` if it could not go on with this request.
         """
+        if not self._scorer._scored.is_set() and self._scorer is not self:
+            await self._scorer._scored.wait()
         while self.finished is None:
             try:
                 delta = await self._deltas.__anext__()
@@ -156,13 +172,19 @@ class ChoiceStream:
                 return chunk
         return None
 
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """Of the prompt's tokens but the first, if they are wanted; known with the first chunk of each choice."""
+        return self._scorer._scores
+
     def _read(self, delta: Delta) -> TextChunk:
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
         if delta.prefill is not None:
             self.prefill = delta.prefill
         if delta.prompt_logprobs is not None:
-            self.prompt_logprobs = delta.prompt_logprobs
+            self._scores = delta.prompt_logprobs
+            self._scored.set()
         ids, reason, logprobs = delta.token_ids, delta.finish_reason, delta.logprobs or ()
         if ids:
             self._observe(len(ids))
@@ -219,6 +241,7 @@ class ChoiceStream:
 
     def _end(self, outcome: str) -> None:
         self.finished = outcome
+        self._scored.set()
         self._metrics.outcomes[outcome] += 1
         moment, metrics, deltas = time.perf_counter(), self._metrics, self._deltas
         metrics.end_to_end.observe(moment - self._arrived)
@@ -296,8 +319,9 @@ class Generation:
         job, client = self._job, self._state.client
         which, number = divmod(index, job.n)
         params = job.params[which]
-        if number:
-            params = msgspec.structs.replace(params, seed=choice_seed(params.seed, number))
+        if number:  # the first choice has the prompt's log-probabilities computed, for all of them
+            seed = choice_seed(params.seed, number)
+            params = msgspec.structs.replace(params, seed=seed, prompt_logprobs=None)
         spec = RequestSpec(
             request_id=engine_id,
             prompt=job.prompts[which],
@@ -310,7 +334,8 @@ class Generation:
         )
         deltas = client.submit(spec)
         await self._open.enter_async_context(aclosing(deltas))
-        self.choices.append(ChoiceStream(self._state, job, spec, deltas, index))
+        first = self.choices[which * job.n] if number else None
+        self.choices.append(ChoiceStream(self._state, job, spec, deltas, index, first))
 
     async def _close(self, outcome: str) -> None:
         """Close every engine request; those that still ran are aborted."""

@@ -34,17 +34,14 @@ def chat_logprobs(
 def prompt_logprobs(
     tokenizer: Tokenizer, ids: Sequence[int], rows: Sequence[TokenLogprobs], top: int
 ) -> list[dict[int, PromptLogprob] | None]:
-    """Return what is told of a prompt: for each token itself and the `top` most likely there, null for the first.
-
-    A rank counts from 1, the most likely; it is null for a token that is not among those reported.
-    """
+    """Return what is told of a prompt: for each token itself and the `top` most likely there, null for the first."""
     answer: list[dict[int, PromptLogprob] | None] = [None]
     for token_id, row in zip(ids[1:], rows, strict=True):
-        ranks = dict(zip(row.top_ids, range(1, len(row.top_ids) + 1), strict=True))
+        ranks = dict(zip(row.top_ids[:top], range(1, top + 1), strict=False)) | {token_id: row.rank}
         likely = dict(zip(row.top_ids[:top], row.top[:top], strict=True)) | {token_id: row.logprob}
         answer.append(
             {
-                each: PromptLogprob(_finite(value), ranks.get(each), tokenizer.token_text(each))
+                each: PromptLogprob(_finite(value), ranks[each], tokenizer.token_text(each))
                 for each, value in likely.items()
             }
         )

@@ -73,7 +73,7 @@ class PromptLogprob(msgspec.Struct):
 
     logprob: float
     rank: int | None
-    """1 for the most likely; null for one that is not among those reported."""
+    """Its place among all tokens, 1 for the most likely."""
     decoded_token: str
 
 

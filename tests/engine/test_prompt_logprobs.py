@@ -48,6 +48,8 @@ def check(texts: Texts, wanted: Sequence[RequestSpec]) -> None:
             best = np.argsort(-exact[place], kind="stable")[: spec.params.prompt_logprobs]
             assert score.top_ids == tuple(best.tolist())
             assert score.top == pytest.approx(exact[place, best], abs=1e-4)
+            order = np.argsort(-exact[place], kind="stable").tolist()
+            assert score.rank == order.index(spec.prompt[place + 1]) + 1
 
 
 @pytest.mark.parametrize("budget", [1, 7, 64])

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from fd_core.runner.prompt_scores import PromptScorer
 from tests.engine.test_prompt_logprobs import right
 from tests.server.fakes import LiveServer, live
+from tests.server.test_abort import Background
+from tests.server.test_disconnect import eventually
 from tests.server.test_null_engine import null_client
 
 PATH = "/v1/completions"
@@ -114,7 +117,9 @@ def test_vllms_shape_of_completions(null: LiveServer) -> None:
         own = PROMPT[place + 1]
         assert set(told) == {str(each) for each in {*order[:2], own}}
         assert told[str(order[0])]["rank"] == 1
-        assert told[str(own)]["rank"] == (order.index(own) + 1 if own in order[:2] else None)
+        assert {each: score["rank"] for each, score in told.items()} == {
+            each: order.index(int(each)) + 1 for each in told
+        }
         for token_id, score in told.items():
             assert score["logprob"] == pytest.approx(table[place, int(token_id)], abs=1e-4)
     assert others[1]["97"]["decoded_token"] == "a"
@@ -145,3 +150,33 @@ def test_what_cannot_be_told_is_refused_by_name(null: LiveServer, fields: dict, 
     answer = null.post(PATH, {"prompt": "a", "max_tokens": 1, **fields})
     assert (answer.status, answer.json["error"]["param"]) == (400, param)
     assert words in answer.json["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_choices_of_a_prompt_share_what_is_computed_once(
+    null: LiveServer, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[int] = []
+    score = PromptScorer.score
+    monkeypatch.setattr(PromptScorer, "score", lambda *given: (computed.append(len(given[3][0])), score(*given))[1])
+    body = {"prompt": [PROMPT, CONTEXT], "n": 3, "echo": True, "logprobs": 2, "max_tokens": 3, "ignore_eos": True}
+    answer = null.post(PATH, {**body, "seed": 5, "stream": stream})
+    assert answer.status == 200
+    assert sum(computed) == len(PROMPT) + len(CONTEXT) - 2
+    found: dict[int, list[float | None]] = {index: [] for index in range(6)}
+    for event in answer.events[:-1] if stream else [answer.json]:
+        for choice in event["choices"]:
+            found[choice["index"]] += choice["logprobs"]["token_logprobs"]
+    for index, told in found.items():
+        given = PROMPT if index < 3 else CONTEXT
+        assert len(told) == len(given) + 3
+        assert told[1 : len(given)] == pytest.approx(exact(given), abs=1e-4)
+
+
+def test_an_aborted_prompt_keeps_no_choice_waiting(null: LiveServer) -> None:
+    slow = {"prompt": [[1] * 300], "n": 4, "echo": True, "logprobs": 0, "max_tokens": 90, "stream": True}
+    running = Background(null, "slow", **slow)
+    eventually(lambda: bool(null.call(lambda: null.client.active_requests)), 5)
+    null.post("/v1/abort_requests", {"req_ids": ["slow"]})
+    assert running.answer.status == 200
+    eventually(lambda: not null.call(lambda: null.client.active_requests), 5)

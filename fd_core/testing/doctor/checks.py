@@ -301,6 +301,12 @@ def _logprobs(ops: Ops, size: Size, top_n: int) -> Prepared:
     return Prepared(lambda: ops.logprobs(device, tokens, top_n), logits.nbytes, lambda found: found)
 
 
+def _ranks(ops: Ops, size: Size) -> Prepared:
+    logits = _logits(size)
+    device, tokens = ops.from_host(logits), ops.from_host(np.arange(len(logits), dtype=np.int32))
+    return Prepared(lambda: ops.ranks(device, tokens), logits.nbytes, lambda found: [found])
+
+
 def _add_at(ops: Ops, size: Size, dtype: type[np.generic]) -> Prepared:
     logits = _logits(size).round().astype(dtype)
     x, rng = ops.from_host(logits), np.random.default_rng(6)
@@ -389,6 +395,7 @@ def _checks() -> Iterator[OpCheck]:
     yield OpCheck("penalize", _penalize, exact=True)
     yield OpCheck("mask_logits", _mask_logits, exact=True)
     yield OpCheck("logprobs", partial(_logprobs, top_n=20))
+    yield OpCheck("ranks", _ranks, exact=True)
     yield OpCheck("verify", _verify, exact=True)
     for method in ("attention_inputs", "project_residual", "mlp_inputs", "logits"):
         yield OpCheck(method, partial(_fusion, method=method))

@@ -326,6 +326,17 @@ def test_logprobs_are_sorted_and_ties_go_to_the_lower_id(ops: Ops, rows: list[li
     )
 
 
+@settings(max_examples=20, **SHARED)
+@given(st.lists(LOGITS, min_size=1, max_size=3), st.integers(0, 8))
+def test_ranks_count_from_one_and_ties_go_to_the_lower_id(ops: Ops, rows: list[list[float]], token: int) -> None:
+    logits = np.array(rows, np.float32)
+    tokens = (np.arange(len(rows), dtype=np.int32) + np.int32(token)) % 9
+    found = ops.to_host(ops.ranks(ops.from_host(logits.copy()), ops.from_host(tokens)))
+    orders = [sorted(range(9), key=lambda token: (-row[token], token)) for row in logits.tolist()]
+    assert found.tolist() == [order.index(token) + 1 for order, token in zip(orders, tokens.tolist(), strict=True)]
+    assert found.dtype == np.int32
+
+
 # Verification -------------------------------------------------------------------------------------------------
 
 

@@ -178,6 +178,17 @@ class SortsLogprobsBackwards:
         return chosen, top_ids[:, ::-1], top[:, ::-1]
 
 
+@wrong(
+    "null",
+    "golden:test_log_probabilities_of_prompts_are_the_oracles*",
+    "golden:test_log_probabilities_of_prompts_survive_preemption",
+    "sampling:test_ranks_count_from_one_and_ties_go_to_the_lower_id",
+)
+class CountsRanksFromZero:
+    def ranks(self, logits, tokens):
+        return super().ranks(logits, tokens) - 1
+
+
 MASKED = "sampling:test_masked_tokens_become_impossible_and_no_others"
 ONE_LEFT = "sampling:test_the_mask_of_a_single_token_leaves_that_token"
 

@@ -156,6 +156,8 @@ def test_log_probabilities_over_a_large_vocabulary(ops: Ops, vocabulary: int, to
     assert top_ids.tolist() == right_ids.tolist()
     np.testing.assert_allclose(chosen, right_chosen, atol=2e-4)
     np.testing.assert_allclose(top, right_top, atol=2e-4)
+    ranks = ops.to_host(ops.ranks(given, ops.from_host(tokens)))
+    assert ranks.tolist() == ORACLE.ranks(logits, tokens).tolist()
     np.testing.assert_array_equal(ops.to_host(given), logits, "the logits were changed")
 
 
