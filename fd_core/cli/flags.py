@@ -244,8 +244,8 @@ SERVER_FLAGS: Final = (
     Flag("enable_tokenizer_info_endpoint", "Tell control tokens and the chat template at /tokenizer_info."),
     Flag(
         "tool_call_parser",
-        "How the model writes tool calls: hermes, llama3_json, pythonic, mistral, ernie45, deepseek, glm45, gpt_oss, a "
-        "plugin's parser, auto for what fits its chat template, or none.",
+        "How the model writes tool calls: hermes, qwen3_coder, llama3_json, pythonic, mistral, ernie45, deepseek, "
+        "deepseek_v31, glm45, gpt_oss, a plugin's parser, auto for what fits its chat template, or none.",
         "NAME",
     ),
     Flag(

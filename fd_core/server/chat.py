@@ -24,7 +24,7 @@ from fd_core.server.response_schemas import ChatAnswer, ChatChoice, ChatLogprobs
 from fd_core.server.state import ServerState, state_of
 from fd_core.server.streaming import GenerationResponse
 from fd_core.server.structured_fields import FormAsked, form_asked
-from fd_core.server.tool_grammars import constrained, demanded_schemas
+from fd_core.server.tool_grammars import constrained, demanded_form
 from fd_core.server.tools import answer_reading, offered_tools
 from fd_core.server.unsupported import CHAT
 from fd_core.text.parsing.answer import AnswerReading
@@ -75,11 +75,14 @@ async def _job(state: ServerState, body: ChatRequest, request: Request, form: Fo
     )
     if reading is None and events:
         reading = AnswerReading(None, None, {})
-    for schema in () if tools is None else demanded_schemas(tools):
-        await state.grammars.checked(schema)
+    calls = demanded_form(state, tools, reading)
+    if calls is not None:
+        if form is not None:
+            raise invalid(f"{form.field}: tools that have to be called leave no place for another form", form.field)
+        grammar = await state.grammars.checked(calls)
     prompt = await chat_prompt(state, body)
-    job = build_job(state, body, request, [prompt], logprobs, reading)
-    job = constrained(state, with_grammar(job, grammar), tools, _reasoning_budget(body), form)
+    job = with_grammar(build_job(state, body, request, [prompt], logprobs, reading), grammar)
+    job = constrained(state, job, _reasoning_budget(body), called=calls is not None)
     await state.grammars.require(job.params[0], "tools" if form is None else form.field)
     return job
 

@@ -100,13 +100,18 @@ class GrammarChecker:
             raise self._explain(form, str(error)) from None
 
     def _explain(self, form: FormAsked, reason: str) -> ApiError:
-        place = form.field
-        if form.schema is not None:
+        place, schema = form.field, form.schema
+        for each, part in form.parts:
             with contextlib.suppress(BadRequest):
-                if form.spaces and self._refusal(form.schema) is None:
+                if refused := self._refusal(part):
+                    place, schema, reason = each, dict(part), refused
+                    break
+        if schema is not None:
+            with contextlib.suppress(BadRequest):
+                if form.spaces and self._refusal(schema) is None:
                     place = form.spaces
                 else:
-                    place += faulty_place(form.schema, reason, self._refusal)
+                    place += faulty_place(schema, reason, self._refusal)
         return invalid(f"{place}: {reason}", place, _CODE)
 
     def _refusal(self, schema: Any) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
@@ -14,7 +14,7 @@ from msgspec import Meta
 from fd_core.server.errors import invalid
 from fd_core.server.evaluation_fields import EvaluationFields
 from fd_core.structured import grammar
-from fd_core.structured.grammar import MAX_CHOICES
+from fd_core.structured.bounds import MAX_CHOICES
 
 __all__ = [
     "FormAsked",
@@ -103,6 +103,8 @@ class FormAsked:
     """Set where the form is a JSON schema."""
     spaces: str = ""
     """Where a pattern of white space stands, if there is one."""
+    parts: Sequence[tuple[str, Mapping[str, Any]]] = ()
+    """Schemas that the form consists of, with their places."""
 
 
 def form_asked(fields: StructuredFields) -> FormAsked | None:

@@ -41,6 +41,12 @@ class Tokenizer:
         added = self.backend.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
+    @cached_property
+    def control_tokens(self) -> dict[str, int]:
+        """Control tokens with text, and their ids. Read it, never change it."""
+        texts = {self.backend.id_to_token(token_id): token_id for token_id in self.special_ids}
+        return {text: token_id for text, token_id in texts.items() if text}
+
     @property
     def bos_token(self) -> str | None:
         """The text of the beginning-of-sequence token."""

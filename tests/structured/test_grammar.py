@@ -123,7 +123,6 @@ def tag_of(structure: Any) -> dict[str, Any]:
             "structural_tag.structures[0].begin",
             "none of the triggers",
         ),
-        (lambda: grammar.structural_tag({"format": {"type": "sequence"}}), "structural_tag.format", "'triggered_tags'"),
     ],
 )
 def test_errors_name_the_place(make: Any, field: str, words: str) -> None:

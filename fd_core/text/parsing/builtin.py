@@ -15,12 +15,24 @@ def fd_register_tool_parsers() -> list[Entry]:
     return [
         Entry("hermes", f"{_HERE}.hermes:HermesTools", "JSON between <tool_call> markers: Qwen, SmolLM, Hermes"),
         Entry("ernie45", f"{_HERE}.hermes:ErnieTools", "ERNIE-4.5: as hermes, with <response> around content"),
+        Entry("qwen3_coder", f"{_HERE}.qwen_coder:QwenCoderTools", "Qwen3-Coder: parameters between tags with names"),
         Entry("llama3_json", f"{_HERE}.llama:LlamaJsonTools", "Llama 3: a bare JSON object"),
         Entry("pythonic", f"{_HERE}.pythonic:PythonicTools", "Llama 4: a Python list of calls"),
         Entry("mistral", f"{_HERE}.mistral:MistralTools", "Mistral: behind [TOOL_CALLS]"),
-        Entry("deepseek", f"{_HERE}.deepseek:DeepSeekTools", "DeepSeek V3, R1 and V3.1"),
+        Entry("deepseek", f"{_HERE}.deepseek:DeepSeekTools", "DeepSeek V3 and R1: JSON in a block of code"),
+        Entry("deepseek_v31", f"{_HERE}.deepseek:DeepSeekV31Tools", "DeepSeek V3.1: JSON between control tokens"),
         Entry("glm45", f"{_HERE}.glm:GlmTools", "GLM-4.5: keys and values between markers"),
         Entry("gpt_oss", f"{_HERE}.harmony:HarmonyTools", "gpt-oss: harmony messages to functions"),
+        *(
+            Entry(alias, target, f"another name of {name}")
+            for alias, name, target in (
+                ("deepseek_v3", "deepseek", f"{_HERE}.deepseek:DeepSeekTools"),
+                ("glm47", "glm45", f"{_HERE}.glm:GlmTools"),
+                ("llama4_pythonic", "pythonic", f"{_HERE}.pythonic:PythonicTools"),
+                ("openai", "gpt_oss", f"{_HERE}.harmony:HarmonyTools"),
+                ("qwen3_xml", "qwen3_coder", f"{_HERE}.qwen_coder:QwenCoderTools"),
+            )
+        ),
     ]
 
 
@@ -33,4 +45,6 @@ def fd_register_reasoning_parsers() -> list[Entry]:
         Entry("ernie45", f"{_HERE}.thinking:ErnieReasoning", "ERNIE-4.5: up to </think>, then <response>"),
         Entry("mistral", f"{_HERE}.thinking:MistralReasoning", "between [THINK] and [/THINK]"),
         Entry("gpt_oss", f"{_HERE}.harmony:HarmonyReasoning", "the analysis channel of harmony"),
+        Entry("glm45", f"{_HERE}.thinking:QwenReasoning", "another name of qwen3"),
+        Entry("openai_gptoss", f"{_HERE}.harmony:HarmonyReasoning", "another name of gpt_oss"),
     ]

@@ -19,7 +19,7 @@ _TOOLS: Final = (
     ("<｜tool▁calls▁begin｜>", "deepseek"),
     ("[TOOL_CALLS]", "mistral"),
     ("<arg_key>", "glm45"),
-    ("<function=", None),  # XML between the markers of hermes: another format
+    ("<function=", "qwen3_coder"),
     ("<|python_start|>", "pythonic"),
     ("Environment: ipython", "llama3_json"),
     ("<tool_call>", "hermes"),
@@ -42,6 +42,8 @@ def parsers_for(template: str | None, knows_tools: bool, architecture: str = "")
     if template is None:
         return ParserNames(None, None)
     tools = next((name for mark, name in _TOOLS if mark in template), None)
+    if tools == "deepseek" and "```json" not in template:
+        tools = "deepseek_v31"
     reasoning = next((name for mark, name in _REASONING if mark in template), None)
     if reasoning == "deepseek_r1" and "</think>" not in template:
         reasoning = None

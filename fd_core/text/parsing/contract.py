@@ -11,25 +11,53 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from fd_core.text.parsing.events import Event
 
-__all__ = ["CallForm", "OutputParser", "ReasoningParser", "ToolParser", "ToolSchemas"]
+__all__ = ["CallForm", "FreePart", "OutputParser", "ReasoningParser", "TaggedArguments", "ToolParser", "ToolSchemas"]
 
 ToolSchemas = Mapping[str, Mapping[str, Any]]
 """Names of the tools of a request, with the JSON schemas of their arguments."""
 
 
+class TaggedArguments(NamedTuple):
+    """Arguments one by one between markers: strings as they are, other values as JSON."""
+
+    before_key: str
+    before_value: str
+    after_value: str
+    ends: tuple[str, ...]
+    """What ends a value wherever it stands, so that no string can hold it; `after_value` begins with one of them."""
+
+
 class CallForm(NamedTuple):
-    """A call, written around the JSON of its arguments."""
+    """A call, written around its arguments."""
 
     trigger: str
-    """What no text but a call begins with; `begin` begins with it."""
+    """What no text but a call begins with; `begin` begins with it, or `opening` does if there is one."""
     begin: str
     end: str
-    between: str
-    """Stands between two calls."""
+    between: str | None
+    """Stands between two calls; None if an answer has one at most."""
+    opening: str = ""
+    """Stands before the first call."""
+    closing: str = ""
+    """Stands behind the last one."""
+    arguments: TaggedArguments | Literal["json", "python"] = "json"
+    """How arguments are written: as one JSON object, or as those of a function of Python's, `a=1, b='x'`."""
+    anywhere: bool = True
+    """Whether calls may stand behind text; otherwise an answer is calls from its first character on, or has none."""
+
+
+class FreePart(NamedTuple):
+    """A part of an answer whose text is free."""
+
+    begin: str
+    end: str
+    """Ends the text."""
+    behind: str
+    """Stands between `end` and what comes next."""
 
 
 class OutputParser(abc.ABC):
@@ -54,6 +82,10 @@ class ToolParser(OutputParser):
     """Whether it finds reasoning as well; then no reasoning parser stands before it."""
     bare_ids: ClassVar[bool] = False
     """Whether the templates of such models demand ids of nine letters and digits."""
+    before_calls: ClassVar[tuple[FreePart, ...]] = ()
+    """For formats that write everything as messages: those that may come before calls, such as reasoning."""
+    answer_begin: ClassVar[str] = ""
+    """For such formats: what the message begins with that is the answer in place of calls."""
 
     def __init__(self, tools: ToolSchemas) -> None:
         self.tools = tools
@@ -62,7 +94,7 @@ class ToolParser(OutputParser):
     def form(cls, name: str) -> CallForm | None:
         """Return how a call of the tool `name` is written, for grammars that hold the model to it.
 
-        None if the format does not write arguments as one JSON object; then requests that need a grammar are refused.
+        None if no grammar can hold it; then requests that need one are refused.
         """
         return None
 

@@ -8,7 +8,7 @@ from fd_core.text.parsing.contract import CallForm
 from fd_core.text.parsing.json_calls import JsonCallReader
 from fd_core.text.parsing.reader import Steps
 
-__all__ = ["DeepSeekTools"]
+__all__ = ["DeepSeekTools", "DeepSeekV31Tools"]
 
 _CALLS: Final = "<｜tool▁calls▁begin｜>"
 _CALLS_END: Final = "<｜tool▁calls▁end｜>"
@@ -19,15 +19,15 @@ _FENCE: Final = "```"
 
 
 class DeepSeekTools(JsonCallReader):
-    """DeepSeek V3, R1 and V3.1."""
+    """DeepSeek V3, R1 and V3.1; reads both forms."""
 
     markers = (_CALLS, _CALLS_END, _CALL, _CALL_END, _SEP)
 
     @classmethod
     def form(cls, name: str) -> CallForm:
-        """Return the form of V3 and R1, without the markers around all calls, which say nothing."""
+        """Return the form of V3 and R1."""
         begin = f"{_CALL}function{_SEP}{name}\n{_FENCE}json\n"
-        return CallForm(_CALL, begin, f"\n{_FENCE}{_CALL_END}", "\n")
+        return CallForm(_CALLS, begin, f"\n{_FENCE}{_CALL_END}", "\n", opening=_CALLS, closing=_CALLS_END)
 
     def run(self) -> Steps[None]:
         """Read content and calls in turn."""
@@ -57,3 +57,12 @@ class DeepSeekTools(JsonCallReader):
         yield from self.literal(_FENCE)
         yield from self.space()
         yield from self.literal(_CALL_END)
+
+
+class DeepSeekV31Tools(DeepSeekTools):
+    """DeepSeek V3.1; reads both forms."""
+
+    @classmethod
+    def form(cls, name: str) -> CallForm:
+        """Return the form of V3.1."""
+        return CallForm(_CALLS, f"{_CALL}{name}{_SEP}", _CALL_END, "", opening=_CALLS, closing=_CALLS_END)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
-from fd_core.text.parsing.contract import ToolParser, ToolSchemas
-from fd_core.text.parsing.reader import Steps, TextReader
+from fd_core.text.parsing.contract import CallForm, TaggedArguments
+from fd_core.text.parsing.reader import Steps
+from fd_core.text.parsing.tagged import TaggedCallReader
 
 __all__ = ["GlmTools"]
 
@@ -17,17 +16,18 @@ _END: Final = "</tool_call>"
 _KEY: Final = ("<arg_key>", "</arg_key>")
 _VALUE: Final = ("<arg_value>", "</arg_value>")
 _NAME: Final = re.compile(r"[\w.-]+")
-_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
 
 
-class GlmTools(TextReader, ToolParser):
-    """GLM-4.5 and later. Values of parameters that are strings go out as they come, others when they are complete."""
+class GlmTools(TaggedCallReader):
+    """GLM-4.5 and later."""
 
     markers = (_BEGIN, _END, *_KEY, *_VALUE)
+    tagged = TaggedArguments(_KEY[0], f"{_KEY[1]}\n{_VALUE[0]}", f"{_VALUE[1]}\n", (_VALUE[1],))
 
-    def __init__(self, tools: ToolSchemas) -> None:
-        ToolParser.__init__(self, tools)
-        TextReader.__init__(self)
+    @classmethod
+    def form(cls, name: str) -> CallForm:
+        """Return the form that GLM's template writes."""
+        return CallForm(_BEGIN, f"{_BEGIN}{name}\n", _END, "\n", arguments=cls.tagged)
 
     def run(self) -> Steps[None]:
         """Read content and calls in turn."""
@@ -57,42 +57,6 @@ class GlmTools(TextReader, ToolParser):
             marker = ""
             if not (yield from self.literal(_VALUE[0])):
                 continue
-            self.say_arguments(f"{said}{json.dumps(key, ensure_ascii=False)}: ")
-            said = ", "
-            if _only_text(self._schema(name, key)):
-                self.say_arguments('"')
-                if not (yield from self.until(_VALUE[1], say=lambda text: self.say_arguments(_escaped(text)))):
-                    return
-                self.say_arguments('"')
-                continue
-            value, closed = yield from self.text_until(_VALUE[1])
-            if not closed:  # half a value of another type may be anything
+            if not (yield from self.argument(name, key, said)):
                 return
-            self.say_arguments(_json(value))
-
-    def _schema(self, name: str, key: str) -> Any:
-        properties = self.tools.get(name, {}).get("properties")
-        return properties.get(key) if isinstance(properties, Mapping) else None
-
-
-def _only_text(schema: Any) -> bool:
-    """Whether a value of this schema can be nothing but a string."""
-    if not isinstance(schema, Mapping):
-        return False
-    kind, choices = schema.get("type"), schema.get("enum")
-    if kind is None and isinstance(choices, list):
-        return bool(choices) and all(isinstance(choice, str) for choice in choices)
-    return kind in ("string", ["string"])
-
-
-def _escaped(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _json(value: str) -> str:
-    text = _WORDS.get(value.strip(), value.strip())
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return json.dumps(value, ensure_ascii=False)
-    return text
+            said = ", "

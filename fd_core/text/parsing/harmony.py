@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import ClassVar, Final
 
-from fd_core.text.parsing.contract import ReasoningParser, ToolSchemas
+from fd_core.text.parsing.contract import CallForm, FreePart, ReasoningParser, ToolSchemas
 from fd_core.text.parsing.json_calls import JsonCallReader
 from fd_core.text.parsing.reader import Steps
 
@@ -27,8 +27,19 @@ class HarmonyTools(JsonCallReader):
 
     markers = (_START, _CHANNEL, "<|constrain|>", _MESSAGE, *_ENDS)
     reads_reasoning = True
+    before_calls = tuple(
+        FreePart(f"{_CHANNEL}{channel}{_MESSAGE}", _ENDS[0], f"{_START}assistant")
+        for channel in ("analysis", "commentary")
+    )
+    answer_begin = f"{_CHANNEL}final{_MESSAGE}"
     calls: ClassVar[bool] = True
     """Whether messages to functions are calls; otherwise they are content."""
+
+    @classmethod
+    def form(cls, name: str) -> CallForm:
+        """Return the form of one message to a function, which ends the answer."""
+        begin = f"{_CHANNEL}commentary{_TO}{_FUNCTION}{name} <|constrain|>json{_MESSAGE}"
+        return CallForm(_CHANNEL, begin, "", None)
 
     def run(self) -> Steps[None]:
         """Read messages; text that begins without a header is content."""

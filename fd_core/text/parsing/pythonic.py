@@ -6,7 +6,7 @@ import json
 import re
 from typing import Final
 
-from fd_core.text.parsing.contract import ToolParser, ToolSchemas
+from fd_core.text.parsing.contract import CallForm, ToolParser, ToolSchemas
 from fd_core.text.parsing.reader import Steps, TextReader
 
 __all__ = ["PythonicTools"]
@@ -29,6 +29,11 @@ class PythonicTools(TextReader, ToolParser):
     """Llama 4, Llama 3.2 and others. An answer is a list of calls from its first character on, or it has none."""
 
     markers = (_START, _STOP)
+
+    @classmethod
+    def form(cls, name: str) -> CallForm:
+        """Return the form of a list of calls."""
+        return CallForm("[", f"{name}(", ")", ", ", opening="[", closing="]", arguments="python", anywhere=False)
 
     def __init__(self, tools: ToolSchemas) -> None:
         ToolParser.__init__(self, tools)

@@ -14,6 +14,7 @@ from fd_core.text.parsing.hermes import ErnieTools, HermesTools
 from fd_core.text.parsing.llama import LlamaJsonTools
 from fd_core.text.parsing.mistral import MistralTools
 from fd_core.text.parsing.pythonic import PythonicTools
+from fd_core.text.parsing.qwen_coder import QwenCoderTools
 from fd_core.text.parsing.thinking import DeepSeekR1Reasoning, ErnieReasoning, MistralReasoning, QwenReasoning
 
 TOOLS: dict[str, dict[str, Any]] = {
@@ -31,6 +32,7 @@ TOOL_PARSERS = {
     "mistral": MistralTools,
     "deepseek": DeepSeekTools,
     "glm45": GlmTools,
+    "qwen3_coder": QwenCoderTools,
     "gpt_oss": HarmonyTools,
 }
 REASONING_PARSERS = {
@@ -250,6 +252,44 @@ RECORDED = {
         "glm45",
         "<tool_call>weather<arg_key>days</arg_key><arg_value>3</arg_value><arg_key>city</arg_key><arg_value>Ro",
         Said("", "", [("weather", '{"days": 3, "city": "Ro…')]),
+    ),
+    "glm45, a marker in a string": Recorded(
+        None,
+        "glm45",
+        '<tool_call>weather\n<arg_key>where</arg_key>\n<arg_value>["\\"</arg_value>", 1]</arg_value>\n</tool_call>',
+        Said("", "", [("weather", '{"where": ["\\"</arg_value>", 1]}')]),
+    ),
+    "qwen3_coder": Recorded(
+        "qwen3",
+        "qwen3_coder",
+        "Hm.\n</think>\n\nI look.\n<tool_call>\n<function=weather>\n<parameter=city>\n  4 <b>\n\n</parameter>\n"
+        '<parameter=days>\n3\n</parameter>\n<parameter=where>\n{"</parameter>": [null]}\n</parameter>\n</function>\n'
+        "</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        Said(
+            "I look.",
+            "Hm.",
+            [("weather", '{"city": "  4 <b>\\n", "days": 3, "where": {"</parameter>": [null]}}'), NOW],
+        ),
+        "<think>\n",
+    ),
+    "qwen3_coder without markers around calls": Recorded(
+        None,
+        "qwen3_coder",
+        "<function=weather><parameter=city>Rome</parameter><parameter=where>here</parameter></function> <function=now>"
+        "</function>\n</tool_call> ok",
+        Said(" ok", "", [("weather", '{"city": "Rome", "where": "here"}'), NOW]),
+    ),
+    "qwen3_coder, cut": Recorded(
+        None,
+        "qwen3_coder",
+        "<tool_call>\n<function=weather>\n<parameter=days>\n3\n</parameter>\n<parameter=city>\nRo",
+        Said("", "", [("weather", '{"days": 3, "city": "Ro…')]),
+    ),
+    "qwen3_coder, no call": Recorded(
+        None,
+        "qwen3_coder",
+        "A <tool_call>not one</tool_call>, <function=a b>",
+        Said("A <tool_call>not one</tool_call>, <function=a b>", "", []),
     ),
     "gpt_oss": Recorded(
         "gpt_oss",

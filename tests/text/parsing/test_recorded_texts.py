@@ -46,7 +46,7 @@ def alike(one: str, other: str) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-UNFINISHED = (*MARKERS, ")]", "```<｜tool▁call▁end｜>")
+UNFINISHED = (*MARKERS, "\\n</parameter>", ")]", "```<｜tool▁call▁end｜>")
 """What may stand at the end of half a call: it is text until its last character tells otherwise."""
 
 

@@ -1,0 +1,389 @@
+"""Grammars of arguments that are not written as one JSON object, by the schema of a tool.
+
+What such a format cannot say, or what cannot be held to a schema, is refused with its place. Properties come in the
+order of the schema; an object has no others unless `additionalProperties` says so or it names none.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from fd_core.errors import BadRequest
+from fd_core.structured.lark import ANY_TEXT, LarkText, literal, slashed
+from fd_core.text.parsing.argument_types import KINDS, json_of, kind_of, kinds_of, referred
+from fd_core.text.parsing.contract import TaggedArguments
+
+__all__ = ["KeywordGrammar", "TaggedGrammar"]
+
+_NOTES: Final = frozenset({"$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated"})
+_DEFINITIONS: Final = ("$defs", "definitions")
+_OBJECT: Final = frozenset({"type", "properties", "required", "additionalProperties", "strict", *_DEFINITIONS}) | _NOTES
+_OF_STRINGS: Final = ("pattern", "format", "minLength", "maxLength")
+_ARRAY: Final = frozenset({"type", "items", *_DEFINITIONS}) | _NOTES
+_REFERENCE: Final = frozenset({"$ref"}) | _NOTES
+_LIST_OF_ONE: Final = frozenset({"allOf"}) | _NOTES
+_UNION: Final = frozenset({"anyOf", "oneOf", *_DEFINITIONS}) | _NOTES
+_MAX_PARTS: Final = 20_000
+"""Parts of a schema, those that are referred to counted each time."""
+_MAX_LEVELS: Final = 64
+_DATE: Final = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
+_TIME: Final = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_HEX: Final = "[0-9a-fA-F]"
+_BYTE: Final = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_FORMATS: Final = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "uuid": f"{_HEX}{{8}}(-{_HEX}{{4}}){{3}}-{_HEX}{{12}}",
+    "email": r"[A-Za-z0-9_+-]{1,64}(\.[A-Za-z0-9_+-]{1,64}){0,3}@([A-Za-z0-9]{1,63}\.){1,4}[A-Za-z]{2,63}",
+    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
+    "uri": r"[a-z][a-z0-9+.-]{1,20}:[A-Za-z0-9._~:\/?#@!$&'()*+,;=%-]{1,2000}",
+}
+"""Some texts of each format; no day of a month that some months lack."""
+_LIKE: Final = {
+    "null": r"/\s*(null|None)\s*/",
+    "boolean": r"/\s*([tT]rue|[fF]alse)\s*/",
+    "number": r"/\s*(-?[0-9][0-9.eE+-]*|-?Infinity|NaN)\s*/",
+    "array": r"/\s*\[(?s:.*)/",
+    "object": r"/\s*\{(?s:.*)/",
+}
+"""Texts that are read as JSON of a type, or may be."""
+_NUMBER: Final = r"-?(0|[1-9][0-9]*)"
+_SCALARS: Final = {
+    "null": '"null"',
+    "boolean": '"true" | "false"',
+    "integer": f"/{_NUMBER}/",
+    "number": rf"/{_NUMBER}(\.[0-9]+)?([eE][+-]?[0-9]+)?/",
+}
+_BOUNDS: Final = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
+_QUOTED: Final = r"""/"([^"\\\x00-\x1f\x7f]|\\["'\\ntr])*"|'([^'\\\x00-\x1f\x7f]|\\["'\\ntr])*'/"""
+_JSON_STRING: Final = ("type", *_OF_STRINGS)
+_PYTHON_WORDS: Final = {"boolean": '"True" | "False"', "null": '"None"'}
+_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PLAIN_PATTERN: Final = re.compile(r"(?:[^\\^$]|\\.|\[\^?(?:[^\\\]]|\\.)+\])*", re.DOTALL)
+
+
+class _Fields(NamedTuple):
+    """What an object may have."""
+
+    known: Mapping[str, Any]
+    required: frozenset[str]
+    more: Any
+    """Schema of others; None if there are none."""
+
+
+class _Values:
+    """Reads the schema of one tool. Methods raise `BadRequest` that names a place."""
+
+    def __init__(self, lark: LarkText, schema: Mapping[str, Any], place: str) -> None:
+        self.lark = lark
+        self.root = schema
+        self.place = place
+        self._parts = 0
+
+    def fields(self, schema: Any, place: str) -> _Fields | None:
+        """Return what an object may have; None if its schema says more than that."""
+        if not isinstance(schema, Mapping) or not _OBJECT.issuperset(_told(schema)):
+            return None
+        known, more = schema.get("properties"), schema.get("additionalProperties")
+        if more is None:
+            more = known is None
+        known = dict(known) if isinstance(known, Mapping) else {}
+        required = schema.get("required") or ()
+        if not isinstance(required, list | tuple) or not all(isinstance(each, str) for each in required):
+            raise self.refusal(f"{place}.required", "it has to be a list of names")
+        for name in required:
+            if name not in known:
+                known[name] = more
+        return _Fields(known, frozenset(required), None if more is False else more)
+
+    def arguments(self) -> _Fields:
+        """Return what the arguments of the tool may be."""
+        schema = referred(self.root, self.root)
+        found = self.fields(schema, self.place) if schema.get("type", "object") == "object" else None
+        if found is None:
+            other = next((word for word in _told(schema) if word not in _OBJECT), "type")
+            raise self.refusal(f"{self.place}.{other}", "it cannot be held in the way in which this model writes calls")
+        return found
+
+    def follow(self, schema: Any, place: str) -> Any:
+        """Return the schema that is meant by a reference, or by a list of one."""
+        self._parts += 1
+        if self._parts > _MAX_PARTS:
+            raise self.refusal(self.place, f"the schema has more than {_MAX_PARTS:,} parts")
+        if not isinstance(schema, Mapping | bool):
+            raise self.refusal(place, "a schema is a JSON object")
+        found = referred(schema, self.root)
+        if found is False or (found == {} and schema not in ({}, True)):
+            raise self.refusal(place, "no value fits it, or its $ref leads nowhere")
+        if isinstance(schema, Mapping) and found is not schema and not _REFERENCE.issuperset(_told(schema)):
+            raise self.refusal(place, "a $ref has to stand alone, as this model writes calls")
+        found = {} if found is True else found
+        inner = found.get("allOf")
+        if isinstance(inner, list) and len(inner) == 1 and _LIST_OF_ONE.issuperset(_told(found)):
+            return self.follow(inner[0], f"{place}.allOf[0]")
+        return found
+
+    def split(self, schema: Any, place: str, level: int = 0) -> tuple[list[Mapping[str, Any]], list[Any]]:
+        """Return the schemas of the strings that a schema allows, and those of its other values."""
+        schema = self.follow(schema, place)
+        if level > _MAX_LEVELS:
+            raise self.refusal(place, "the schema refers to itself without end")
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        union = next((word for word in ("anyOf", "oneOf") if isinstance(schema.get(word), list)), None)
+        if isinstance(values, list):
+            kinds = kinds_of({"type": schema["type"]}, None) if "type" in schema else KINDS
+            texts = [each for each in values if isinstance(each, str) and "string" in kinds]
+            rest = [each for each in values if not isinstance(each, str) and kind_of(each) in kinds]
+            return [{**schema, "enum": texts}] * bool(texts), [{**schema, "enum": rest}] * bool(rest)
+        if union is not None:
+            if not _UNION.issuperset(_told(schema)):
+                return self._whole(schema, place)
+            strings: list[Mapping[str, Any]] = []
+            others: list[Any] = []
+            for index, part in enumerate(schema[union]):
+                more = self.split(part, f"{place}.{union}[{index}]", level + 1)
+                strings += more[0]
+                others += more[1]
+            return strings, others
+        if "allOf" in schema or "not" in schema or "if" in schema:
+            return self._whole(schema, place)
+        named = schema.get("type")
+        names = [named] if isinstance(named, str) else named
+        if not isinstance(names, list):
+            names = ["string", *sorted(KINDS - {"string"})]
+        rest = [name for name in names if name != "string"]
+        only = {word: value for word, value in schema.items() if word not in _OF_STRINGS}
+        return (
+            [{**schema, "type": "string"}] if "string" in names else [],
+            [{**only, "type": rest[0] if len(rest) == 1 else rest}] if rest else [],
+        )
+
+    def _whole(self, schema: Mapping[str, Any], place: str) -> tuple[list[Mapping[str, Any]], list[Any]]:
+        named = schema.get("type")
+        names = [named] if isinstance(named, str) else named
+        if not isinstance(names, list) or "string" in names:
+            raise self.refusal(place, "it says of strings what this model's way to write calls cannot be held to")
+        return [], [schema]
+
+    def texts(self, schema: Mapping[str, Any]) -> list[str] | None:
+        """Return the strings of a schema, if it lists them."""
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        return values if isinstance(values, list) else None
+
+    def terminals(self, schema: Mapping[str, Any], place: str) -> list[str]:
+        """Return the terminals that a string has to match, all of them."""
+        found = []
+        shortest, longest = schema.get("minLength", 0), schema.get("maxLength", "")
+        if shortest or longest != "":
+            found.append(f"/(?s:.{{{int(shortest)},{longest if longest == '' else int(longest)}}})/")
+        if isinstance(pattern := schema.get("pattern"), str):
+            found.append(self._pattern(pattern, f"{place}.pattern"))
+        if (kind := schema.get("format")) is not None:
+            if kind not in _FORMATS:
+                raise self.refusal(f"{place}.format", f"{str(kind)[:40]!r} cannot be held as this model writes calls")
+            found.append(f"/{_FORMATS[kind]}/")
+        return found
+
+    def json(self, schema: Any) -> str:
+        """Return the rule for the JSON of a schema, with the definitions that it may refer to."""
+        shared = {word: self.root[word] for word in _DEFINITIONS if word in self.root}
+        return self.lark.json({**shared, **schema} if isinstance(schema, Mapping) else schema)
+
+    def refusal(self, place: str, words: str) -> BadRequest:
+        """Return the error for a part of the schema."""
+        return BadRequest(f"{place}: {words}", field=place)
+
+    def _pattern(self, pattern: str, place: str) -> str:
+        """Return the terminal for what a pattern of JSON Schema, which may match anywhere, is found in."""
+        begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
+        inner = pattern[begins : len(pattern) - ends]
+        if not _PLAIN_PATTERN.fullmatch(inner) or ((begins or ends) and "|" in inner):
+            raise self.refusal(place, "'^' and '$' can stand at its beginning and end, around all of it")
+        return f"/{'' if begins else '(?s:.*)'}({slashed(inner)}){'' if ends else '(?s:.*)'}/"
+
+
+def _told(schema: Mapping[str, Any]) -> set[str]:
+    return {word for word in schema if not word.startswith("x-")}
+
+
+class TaggedGrammar:
+    """Arguments one by one between markers."""
+
+    def __init__(self, lark: LarkText, form: TaggedArguments) -> None:
+        self._lark = lark
+        self._form = form
+
+    def arguments(self, schema: Mapping[str, Any], place: str) -> str:
+        """Return the expression for all arguments. Raises `BadRequest`."""
+        values, lark, form = _Values(self._lark, schema, place), self._lark, self._form
+        known, required, more = values.arguments()
+        parts = []
+        for name, inner in known.items():
+            where = f"{place}.properties.{name}"
+            if not name or any(mark in name for mark in (form.before_value[0], form.before_value, *form.ends)):
+                raise values.refusal(where, "this model cannot write arguments of such a name")
+            key = f"{lark.spelled(form.before_key)} {literal(name)} {lark.spelled(form.before_value)}"
+            argument = lark.rule(f"{key} {self._value(values, inner, where)}")
+            parts.append(argument if name in required else f"{argument}?")
+        if more is not None:
+            others = "".join(f" & ~{literal(name)}" for name in known)
+            key = f"{lark.spelled(form.before_key)} {lark.terminal(f'/[A-Za-z0-9_-]+/{others}')}"
+            value = self._value(values, more, f"{place}.additionalProperties")
+            parts.append(f"{lark.rule(f'{key} {lark.spelled(form.before_value)} {value}')}*")
+        return " ".join(parts)
+
+    def _value(self, values: _Values, schema: Any, place: str) -> str:
+        """Return the rule for a value and what stands behind it."""
+        strings, others = values.split(schema, place)
+        kinds = kinds_of(schema, values.root) - {"string"}
+        options: list[str] = []
+        if strings:
+            # A lexeme goes on as far as any can. So where text may be a string or something else, each is one lexeme
+            # with what stands behind it, or they differ in their first character.
+            unlike = dict(_LIKE)
+            for other in others:
+                options += self._beside_strings(values, other, unlike)
+            apart = "".join(f" & ~{unlike[kind]}" for kind in sorted(kinds)) + r' & ~/\s*"(?s:.*)/' * bool(kinds)
+            for string in strings:
+                options += self._strings(values, string, apart, kinds, place)
+        elif others:
+            merged = others[0] if len(others) == 1 else {"anyOf": others}
+            options.append(f"{values.json(merged)} {self._lark.spelled(self._form.after_value)}")
+        if not options:
+            raise values.refusal(place, "no value fits it")
+        return self._lark.either(options)
+
+    def _beside_strings(self, values: _Values, schema: Mapping[str, Any], unlike: dict[str, str]) -> Iterator[str]:
+        """Yield expressions for what is no string, and tell how strings have to differ from it."""
+        end, kind, listed = self._form.after_value, schema.get("type"), values.texts(schema)
+        if listed is None and isinstance(kind, list):
+            for each in kind:
+                yield from self._beside_strings(values, {**schema, "type": each}, unlike)
+        elif listed is not None and not any(isinstance(each, list | dict) for each in listed):
+            yield from (self._lark.text_before(end, literal(json.dumps(each))) for each in listed)
+        elif listed is None and kind in _SCALARS and not _BOUNDS.intersection(schema):
+            yield self._lark.text_before(end, _SCALARS[kind])
+        else:
+            if kind in ("integer", "number"):
+                unlike["number"] = r"/\s*[-0-9](?s:.*)/"
+            yield f"{values.json(schema)} {self._lark.spelled(end)}"
+
+    def _strings(
+        self, values: _Values, schema: Mapping[str, Any], apart: str, kinds: frozenset[str], place: str
+    ) -> Iterator[str]:
+        lark, form = self._lark, self._form
+        texts = values.texts(schema)
+        if texts is None:
+            free = lark.free_text(form.ends, " & ".join([*values.terminals(schema, place), ANY_TEXT]))
+            yield lark.text_before(form.after_value, free + apart)
+            return
+        for text in texts:
+            if any(end in text for end in form.ends):
+                raise values.refusal(place, f"this model cannot write the value {text[:40]!r} within a call")
+            if not kinds or json_of(text, kinds | {"string"}) == json.dumps(text, ensure_ascii=False):
+                yield lark.text_before(form.after_value, literal(text))
+
+
+class KeywordGrammar:
+    """Arguments as those of a function of Python's. Inside of what only JSON Schema can say, values are JSON."""
+
+    def __init__(self, lark: LarkText) -> None:
+        self._lark = lark
+
+    def arguments(self, schema: Mapping[str, Any], place: str) -> str:
+        """Return the expression for all arguments. Raises `BadRequest`."""
+        values, lark = _Values(self._lark, schema, place), self._lark
+        known, required, more = values.arguments()
+        writer = _PythonValues(lark, values)
+        parts = []
+        for name, inner in known.items():
+            where = f"{place}.properties.{name}"
+            if not _NAME.fullmatch(name):
+                raise values.refusal(where, "this model cannot write arguments of such a name")
+            parts.append((lark.rule(f'{literal(name)} "=" {writer.value(inner, where)}'), name in required))
+        another = None
+        if more is not None:
+            others = "".join(f" & ~{literal(name)}" for name in known)
+            value = writer.value(more, f"{place}.additionalProperties")
+            another = lark.rule(f'{lark.terminal(f"/{_NAME.pattern}/{others}")} "=" {value}')
+        return _with_commas(lark, parts, another)
+
+
+class _PythonValues:
+    """Values of one tool's arguments."""
+
+    def __init__(self, lark: LarkText, values: _Values) -> None:
+        self._lark = lark
+        self._values = values
+        self._referred: dict[str, str] = {}
+        """Rules of what is referred to, so that a schema may contain itself."""
+
+    def value(self, schema: Any, place: str, level: int = 0) -> str:
+        """Return the rule of a value."""
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str):
+            return self._value(schema, place, level)
+        if reference not in self._referred:
+            name = self._referred[reference] = self._lark.later()
+            self._lark.tell(name, self._value(schema, place, level + 1))
+        return self._referred[reference]
+
+    def _value(self, schema: Any, place: str, level: int) -> str:
+        strings, others = self._values.split(schema, place)
+        options: list[str] = []
+        for string in strings:
+            texts = self._values.texts(string)
+            if texts is not None:
+                options += [literal(json.dumps(text, ensure_ascii=False)) for text in texts]
+            elif any(word in string for word in _OF_STRINGS):
+                options.append(self._values.json({word: string[word] for word in _JSON_STRING if word in string}))
+            else:
+                options.append(self._lark.terminal(_QUOTED))
+        for other in others:
+            options += self._other(other, place, level)
+        if not options:
+            raise self._values.refusal(place, "no value fits it")
+        return self._lark.either(options)
+
+    def _other(self, schema: Mapping[str, Any], place: str, level: int) -> Iterator[str]:
+        """Yield expressions for what is no string."""
+        values, listed, kind = self._values, self._values.texts(schema), schema.get("type")
+        if listed is not None and not any(isinstance(each, list | dict) for each in listed):
+            yield from (literal(repr(each)) for each in listed)
+        elif listed is None and isinstance(kind, list):
+            for each in kind:
+                yield from self._other({**schema, "type": each}, place, level)
+        elif listed is None and kind in _PYTHON_WORDS:
+            yield _PYTHON_WORDS[kind]
+        elif kind == "array" and _ARRAY.issuperset(_told(schema)) and level < _MAX_LEVELS and "items" in schema:
+            item = self.value(schema["items"], f"{place}.items", level + 1)
+            yield f'"[" ({item} (", " {item})*)? "]"'
+        elif kind == "object" and level < _MAX_LEVELS and (fields := values.fields(schema, place)) and not fields.more:
+            parts = [
+                (self._lark.rule(f"{literal(json.dumps(name, ensure_ascii=False) + ': ')} {value}"), needed)
+                for name, inner in fields.known.items()
+                for value in [self.value(inner, f"{place}.properties.{name}", level + 1)]
+                for needed in [name in fields.required]
+            ]
+            yield f'"{{" {_with_commas(self._lark, parts, None)} "}}"'
+        else:
+            yield values.json(schema)
+
+
+def _with_commas(lark: LarkText, parts: Sequence[tuple[str, bool]], another: str | None) -> str:
+    """Return the expression of `parts` in their order, where needed ones cannot be left out, then of any number more.
+
+    A comma stands between two of them.
+    """
+    behind = f'(", " {another})*' if another else ""
+    first = f"({another} {behind})?" if another else ""  # where nothing stands before
+    for rule, needed in reversed(parts):
+        after = lark.rule(behind) if behind else ""
+        alone = f"{rule} {after}"
+        first = alone if needed else lark.rule(f"{alone} | {first}" if first else f"({alone})?")
+        behind = f'", " {rule} {after}' if needed else f'(", " {rule})? {after}'
+    return first

@@ -1,0 +1,161 @@
+"""Writes a grammar in Lark's syntax, as llguidance reads it, out of parts that know nothing of each other."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
+
+from fd_core.errors import BadRequest
+from fd_core.structured.bounds import MAX_DEPTH
+
+__all__ = ["ANY_TEXT", "JSON_STYLE", "LarkText", "as_lark", "containing", "in_regex", "literal", "slashed"]
+
+JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON as most programs print it on one line. With one way to write white space, most of what a schema demands is
+forced; and no model can fill an answer with blanks."""
+ANY_TEXT: Final = "/(?s:.*)/"
+"""A terminal: any text without control tokens."""
+
+
+def literal(text: str) -> str:
+    """Return a literal that is not empty, which escapes as JSON does."""
+    return re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", json.dumps(text, ensure_ascii=False))
+
+
+class LarkText:
+    """A grammar that grows by rules and terminals; equal ones get one name."""
+
+    def __init__(self, control_tokens: Mapping[str, int] | None = None) -> None:
+        """`control_tokens` are written by their ids where `spelled` finds them."""
+        self._control = control_tokens or {}
+        longest_first = sorted(self._control, key=len, reverse=True)
+        self._find = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._names: dict[str, str] = {}
+        self._lines: list[str] = []
+        self._inner: list[dict[str, str]] = []
+
+    def rule(self, body: str, options: str = "") -> str:
+        """Return the name of a rule."""
+        return self._named("r", options, body)
+
+    def terminal(self, body: str) -> str:
+        """Return the name of a terminal: a regular expression, of which `&` and `~` may be parts."""
+        return self._named("T", "", body)
+
+    def later(self) -> str:
+        """Return a name for a rule that is told by `tell`: for rules that contain themselves."""
+        name = f"r{len(self._lines)}"
+        self._lines.append("")
+        return name
+
+    def tell(self, name: str, body: str) -> None:
+        """Say what a rule of `later` is."""
+        self._lines[int(name[1:])] = f"{name}: {body}"
+
+    def either(self, options: Iterable[str]) -> str:
+        """Return the name of a rule that is one of `options`."""
+        return self.rule(" | ".join(dict.fromkeys(options)))
+
+    def json(self, schema: Mapping[str, Any] | bool) -> str:
+        """Return the name of a rule for the JSON values of a schema, on one line."""
+        if isinstance(schema, bool):
+            schema = {} if schema else {"not": {}}
+        return self.rule(f"%json {json.dumps({'x-guidance': JSON_STYLE, **schema})}")
+
+    def grammar(self, text: str) -> str:
+        """Return a grammar of its own, in Lark's syntax, as a part of this one."""
+        name = f"inner_{len(self._inner)}"
+        self._inner.append({"name": name, "lark_grammar": text})
+        return f"@{name}"
+
+    def spelled(self, text: str) -> str:
+        """Return a text, control tokens by their ids; nothing for an empty one."""
+        parts, place = [], 0
+        for found in self._find.finditer(text):
+            parts += [text[place : found.start()], found[0]]
+            place = found.end()
+        parts.append(text[place:])
+        ids = self._control
+        return " ".join(f"<[{ids[part]}]>" if part in ids else literal(part) for part in parts if part)
+
+    def text_up_to(self, *ends: str, without: Sequence[str] = (), free: str = ANY_TEXT) -> str:
+        """Return the name of a rule: text of `free` up to the first of `ends`, which it takes.
+
+        The text holds none of `without`. `ends` are not empty. Control tokens can only begin an end.
+        """
+        texts = [end for end in ends if not self._find.match(end)]
+        free = self.free_text(without, free)
+        options = [f"{self.terminal(free)} {self.spelled(end)}" for end in ends if end not in texts]
+        if texts:
+            options.append(self.rule(f"({free}) ({' | '.join(map(literal, texts))})", "[lazy]"))
+        return self.either(options)
+
+    def free_text(self, without: Sequence[str] = (), free: str = ANY_TEXT) -> str:
+        """Return the terminal of texts of `free` without any of `without`."""
+        return f"{free} & ~{containing(*without)}" if without else free
+
+    def text_before(self, end: str, free: str) -> str:
+        """Return the expression of a text of `free`, which must not hold what makes out `end`, and of `end`."""
+        control = self._find.search(end)
+        if control is None:
+            return self.terminal(f"({free}) {literal(end)}")
+        plain = literal(end[: control.start()]) if control.start() else ""
+        return f"{self.terminal(f'({free}) {plain}')} {self.spelled(end[control.start() :])}"
+
+    def begins_with_control(self, text: str) -> bool:
+        """Whether the first thing in a text is a control token."""
+        return bool(self._find.match(text))
+
+    def text(self, start: str) -> str:
+        """Return the grammar whose first rule is `start`, as `SamplingParams.grammar`."""
+        lark = "\n".join([f"start: {start}", *self._lines])
+        if not self._inner:
+            return LLMatcher.grammar_from_lark(lark)
+        return json.dumps({"grammars": [{"name": "whole", "lark_grammar": lark}, *self._inner]})
+
+    def _named(self, kind: str, options: str, body: str) -> str:
+        key = f"{kind}{options}: {body}"
+        if key not in self._names:
+            name = self._names[key] = f"{kind}{len(self._lines)}"
+            self._lines.append(f"{name}{options}: {body}")
+        return self._names[key]
+
+
+def as_lark(text: str, field: str) -> str:
+    """Return a grammar in Lark's syntax, or in GBNF, as Lark. Raises `BadRequest` that names `field`."""
+    if "::=" not in text:
+        return text
+    if _nesting(text) > MAX_DEPTH:
+        raise BadRequest(f"{field}: parentheses are nested deeper than {MAX_DEPTH} levels", field=field)
+    try:
+        return str(any_to_lark(text))
+    except Exception as error:  # noqa: BLE001 - the library raises whatever its parser runs into
+        raise BadRequest(f"{field}: the GBNF cannot be read: {error or type(error).__name__}", field=field) from None
+
+
+def containing(*texts: str) -> str:
+    """Return the terminal of all texts that contain one of `texts`."""
+    return f"/(?s:.*)({'|'.join(map(in_regex, texts))})(?s:.*)/"
+
+
+def in_regex(text: str) -> str:
+    """Return a regular expression that matches a text as it is, within slashes too."""
+    return re.sub(r"[^\w ]", lambda found: f"\\x{{{ord(found[0]):x}}}", text)
+
+
+def slashed(pattern: str) -> str:
+    """Return a regular expression as it stands between slashes."""
+    return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern).replace("\n", r"\n")
+
+
+def _nesting(text: str) -> int:
+    depth = deepest = 0
+    for character in text:
+        depth += (character == "(") - (character == ")")
+        deepest = max(deepest, depth)
+    return deepest

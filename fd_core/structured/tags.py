@@ -1,0 +1,310 @@
+"""Structural tags, as vLLM and XGrammar spell them: trees of formats, of which each is a part of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from fd_core.errors import BadRequest
+from fd_core.structured.arguments import TaggedGrammar
+from fd_core.structured.bounds import MAX_TAGS, require_schema, require_shallow, require_small
+from fd_core.structured.lark import ANY_TEXT, LarkText, as_lark, slashed
+from fd_core.text.parsing.contract import TaggedArguments
+
+__all__ = ["structural_tag"]
+
+_STYLES: Final = {
+    "json": None,
+    "qwen_xml": TaggedArguments("<parameter=", ">", "</parameter>", ("</parameter>",)),
+    "glm_xml": TaggedArguments("<arg_key>", "</arg_key><arg_value>", "</arg_value>", ("</arg_value>",)),
+}
+
+
+def structural_tag(tag: Mapping[str, Any], *, field: str = "structural_tag") -> str:
+    """Return the grammar of a text that consists of formats.
+
+    `tag` is `{"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}`, or `{"format": ...}` with one of
+    XGrammar's formats, which may hold others; those of tokens are not served. Raises `BadRequest` that names the place.
+    """
+    require_shallow(tag, field)
+    lark = LarkText()
+    tags = _Formats(lark)
+    if "format" in tag:
+        start = tags.part(tag["format"], f"{field}.format", (), True)
+    else:
+        structures = _sequence(tag.get("structures"), f"{field}.structures")
+        found = [tags.structure(each, f"{field}.structures[{index}]") for index, each in enumerate(structures)]
+        start = tags.triggered(found, tag, field, (), True)
+    text = lark.text(start)
+    require_small(text, "the tags together", field)
+    return text
+
+
+class _Tag(NamedTuple):
+    begin: str
+    behind: str
+    """The expression of what stands behind `begin`."""
+    place: str
+
+
+class _Formats:
+    """Makes expressions of formats.
+
+    A format whose text is free ends with the first of `ends`, which are the marks of the tag around it; without any, it
+    has to be `last`, since nothing would say where it ends.
+    """
+
+    def __init__(self, lark: LarkText) -> None:
+        self._lark = lark
+        self._makers: dict[str, tuple[str, Callable[..., str]]] = {
+            "const_string": ("value", self._const),
+            "json_schema": ("json_schema style any_order", self._json),
+            "qwen_xml_parameter": ("json_schema", self._qwen),
+            "any_text": ("excludes max_chars max_tokens", self._any_text),
+            "grammar": ("grammar", self._grammar),
+            "regex": ("pattern excludes", self._regex),
+            "sequence": ("elements", self._row),
+            "or": ("elements", self._or),
+            "optional": ("content", self._repeated),
+            "plus": ("content", self._repeated),
+            "star": ("content", self._repeated),
+            "repeat": ("content min max", self._repeated),
+            "tag": ("begin content end", self._one_tag),
+            "triggered_tags": ("triggers tags at_least_one stop_after_first excludes", self._triggered),
+            "tags_with_separator": ("tags separator at_least_one stop_after_first", self._separated),
+            "dispatch": ("rules loop excludes", self._dispatch),
+        }
+        """The fields of each format, and what makes its expression."""
+
+    def part(self, given: Any, place: str, ends: Sequence[str], last: bool) -> str:
+        """Return the expression of a format and one of `ends` behind it."""
+        given = _mapping(given, place)
+        kind = given.get("type")
+        if not isinstance(kind, str) or kind not in self._makers:
+            known = ", ".join(self._makers)
+            raise BadRequest(f"{place}.type is {str(kind)[:40]!r}; served are {known}", field=f"{place}.type")
+        fields, make = self._makers[kind]
+        for name in given:
+            if name not in ("type", *fields.split()):
+                raise BadRequest(f"{place}.{name} is not served", field=f"{place}.{name}")
+        return make(given, place, ends, last)
+
+    def structure(self, given: Any, place: str) -> _Tag:
+        """Return one of the older form, which has a schema as its content."""
+        given = _mapping(given, place)
+        schema = given.get("schema", True)
+        end = given.get("end", "")
+        if not isinstance(end, str):
+            raise BadRequest(f"{place}.end must be a text", field=f"{place}.end")
+        require_schema(schema, f"{place}.schema")
+        behind = f"{self._lark.json(schema)} {self._lark.spelled(end)}"
+        return _Tag(_text(given.get("begin"), f"{place}.begin"), behind, place)
+
+    def triggered(
+        self, tags: Sequence[_Tag], given: Mapping[str, Any], place: str, ends: Sequence[str], last: bool
+    ) -> str:
+        """Return the expression of free text in which triggers begin tags, and of one of `ends` behind it."""
+        triggers = _texts(given.get("triggers"), f"{place}.triggers")
+        begun: dict[str, list[str]] = {trigger: [] for trigger in triggers}
+        for tag in tags:
+            trigger = max((each for each in triggers if tag.begin.startswith(each)), key=len, default=None)
+            if trigger is None:
+                raise BadRequest(f"{tag.place}.begin begins with none of the triggers", field=f"{tag.place}.begin")
+            begun[trigger].append(f"{self._lark.spelled(tag.begin.removeprefix(trigger))} {tag.behind}")
+        excludes = _texts(given.get("excludes"), f"{place}.excludes", optional=True)
+        first = [f"{self._lark.spelled(tag.begin)} {tag.behind}" for tag in tags]
+        needed, once = (_flag(given, name, place) for name in ("at_least_one", "stop_after_first"))
+        return self._amid_text(begun, excludes, first if needed else [], once, place, ends, last)
+
+    # The formats ------------------------------------------------------------------------------------------
+
+    def _const(self, given: Mapping[str, Any], place: str, ends: Sequence[str], last: bool) -> str:
+        return f"{self._lark.spelled(_text(given.get('value'), f'{place}.value'))} {self._end(ends)}"
+
+    def _json(self, given: Mapping[str, Any], place: str, ends: Sequence[str], last: bool) -> str:
+        where = f"{place}.json_schema"
+        schema: Any = given.get("json_schema")
+        style = given.get("style", "json")
+        if style not in _STYLES:
+            served = ", ".join(_STYLES)
+            raise BadRequest(f"{place}.style is {str(style)[:40]!r}; served are {served}", field=f"{place}.style")
+        if given.get("any_order"):
+            raise BadRequest(f"{place}.any_order is not served: properties come in order", field=f"{place}.any_order")
+        require_schema(schema, where)
+        form = _STYLES[style]
+        if form is None or not isinstance(schema, Mapping):
+            return f"{self._lark.json(schema)} {self._end(ends)}"
+        return f"{TaggedGrammar(self._lark, form).arguments(schema, where)} {self._end(ends)}"
+
+    def _qwen(self, given: Mapping[str, Any], place: str, ends: Sequence[str], last: bool) -> str:
+        return self._json({**given, "style": "qwen_xml"}, place, ends, last)
+
+    def _any_text(self, given: Mapping[str, Any], place: str, ends: Sequence[str], last: bool) -> str:
+        if given.get("max_tokens") is not None:
+            raise BadRequest(f"{place}.max_tokens is not served; max_chars is", field=f"{place}.max_tokens")
+        most = given.get("max_chars")
+        if most is not None and (not isinstance(most, int) or isinstance(most, bool) or not 0 <= most <= 100_000):
+            raise BadRequest(f"{place}.max_chars must be 0 to 100000", field=f"{place}.max_chars")
+        free = ANY_TEXT if most is None else f"/(?s:.{{0,{most}}})/"
+        excludes = _texts(given.get("excludes"), f"{place}.excludes", optional=True)
+        return self._free(excludes, place, ends, last or most is not None, free)
+
+    def _grammar(self, given: Mapping[str, Any], place: str, ends: Sequence[str], last: bool) -> str:
+        text = _text(given.get("grammar"), f"{place}.grammar")
+        require_small(text, "the grammar", f"{place}.grammar")
+        return f"{self._lark.grammar(as_lark(text, f'{place}.grammar'))} {self._end(ends)}"
+
+    def _regex(self, given: Mapping[str, Any], place: str, ends: Sequence[str], last: bool) -> str:
+        pattern = _text(given.get("pattern"), f"{place}.pattern")
+        require_small(pattern, "the regular expression", f"{place}.pattern")
+        excludes = _texts(given.get("excludes"), f"{place}.excludes", optional=True)
+        text = self._lark.terminal(self._lark.free_text(excludes, f"/{slashed(pattern)}/"))
+        return f"{text} {self._end(ends)}"
+
+    def _row(self, given: Mapping[str, Any], place: str, ends: Sequence[str], last: bool) -> str:
+        *before, final = _sequence(given.get("elements"), f"{place}.elements")
+        parts = [self.part(each, f"{place}.elements[{index}]", (), False) for index, each in enumerate(before)]
+        return " ".join([*parts, self.part(final, f"{place}.elements[{len(before)}]", ends, last)])
+
+    def _or(self, given: Mapping[str, Any], place: str, ends: Sequence[str], last: bool) -> str:
+        elements = enumerate(_sequence(given.get("elements"), f"{place}.elements"))
+        return self._lark.either(self.part(each, f"{place}.elements[{index}]", ends, last) for index, each in elements)
+
+    def _repeated(self, given: Mapping[str, Any], place: str, ends: Sequence[str], last: bool) -> str:
+        inner = self._lark.rule(self.part(given.get("content"), f"{place}.content", (), False))
+        if given["type"] == "repeat":
+            least, most = (self._count(given, name, place) for name in ("min", "max"))
+            if least < 0 or (most < least and most != -1):
+                raise BadRequest(f"{place}.max must not be below min; -1 sets no limit", field=f"{place}.max")
+            times = f"{{{least},{'' if most == -1 else most}}}"
+        else:
+            times = {"optional": "?", "plus": "+", "star": "*"}[given["type"]]
+        return f"{inner}{times} {self._end(ends)}"
+
+    def _one_tag(self, given: Mapping[str, Any], place: str, ends: Sequence[str], last: bool) -> str:
+        tag = self._tag(given, place, last and not ends)
+        return f"{self._lark.spelled(tag.begin)} {tag.behind} {self._end(ends)}"
+
+    def _triggered(self, given: Mapping[str, Any], place: str, ends: Sequence[str], last: bool) -> str:
+        return self.triggered(self._tags(given, place), given, place, ends, last)
+
+    def _separated(self, given: Mapping[str, Any], place: str, ends: Sequence[str], last: bool) -> str:
+        separator = given.get("separator")
+        if not isinstance(separator, str):
+            raise BadRequest(f"{place}.separator must be a text", field=f"{place}.separator")
+        needed, once = (_flag(given, name, place) for name in ("at_least_one", "stop_after_first"))
+        tag = self._lark.either(f"{self._lark.spelled(tag.begin)} {tag.behind}" for tag in self._tags(given, place))
+        tags = tag if once else f"{tag} ({self._lark.spelled(separator)} {tag})*"
+        return f"{tags if needed else f'({tags})?'} {self._end(ends)}"
+
+    def _dispatch(self, given: Mapping[str, Any], place: str, ends: Sequence[str], last: bool) -> str:
+        begun: dict[str, list[str]] = {}
+        for index, rule in enumerate(_sequence(given.get("rules"), f"{place}.rules")):
+            where = f"{place}.rules[{index}]"
+            if not isinstance(rule, list | tuple) or len(rule) != 2:
+                raise BadRequest(f"{where} must be a list of a text and a format", field=where)
+            begun.setdefault(_text(rule[0], f"{where}[0]"), []).append(self.part(rule[1], f"{where}[1]", (), False))
+        excludes = _texts(given.get("excludes"), f"{place}.excludes", optional=True)
+        once = given.get("loop", True) is False
+        return self._amid_text(begun, excludes, [], once, place, ends, last)
+
+    # Their parts ------------------------------------------------------------------------------------------
+
+    def _tags(self, given: Mapping[str, Any], place: str) -> list[_Tag]:
+        tags = []
+        for index, each in enumerate(_sequence(given.get("tags"), f"{place}.tags")):
+            where = f"{place}.tags[{index}]"
+            each = _mapping(each, where)
+            if each.get("type", "tag") != "tag":
+                raise BadRequest(f"{where}.type must be 'tag'", field=f"{where}.type")
+            tags.append(self._tag(each, where, False))
+        return tags
+
+    def _tag(self, given: Mapping[str, Any], place: str, last: bool) -> _Tag:
+        begin, end = given.get("begin"), given.get("end", "")
+        if not isinstance(begin, str):
+            raise BadRequest(f"{place}.begin must be a text; tokens are not served", field=f"{place}.begin")
+        ends = [end] if isinstance(end, str) else end
+        if not isinstance(ends, list) or not ends or not all(isinstance(each, str) for each in ends):
+            raise BadRequest(f"{place}.end must be a text or texts; tokens are not served", field=f"{place}.end")
+        if "" in ends and len(ends) > 1:
+            raise BadRequest(f"{place}.end: no text of several may be empty", field=f"{place}.end")
+        found = [each for each in ends if each]
+        return _Tag(begin, self.part(given.get("content"), f"{place}.content", found, last and not found), place)
+
+    def _amid_text(
+        self,
+        begun: Mapping[str, Sequence[str]],
+        excludes: Sequence[str],
+        first: Sequence[str],
+        once: bool,
+        place: str,
+        ends: Sequence[str],
+        last: bool,
+    ) -> str:
+        """Return the expression of free text in which each key of `begun` is followed by one of its expressions.
+
+        If there is any `first`, one of those comes before all text.
+        """
+        lark = self._lark
+        if once and first:
+            return f"{lark.either(first)} {self._end(ends)}"
+        one = lark.either(
+            f"{lark.text_up_to(trigger, without=excludes)} {lark.either(behind)}"
+            for trigger, behind in begun.items()
+            if behind
+        )
+        rest = self._free(excludes, place, ends, last)
+        if once:
+            return lark.either([f"{one} {self._end(ends)}", rest])
+        return f"{lark.either(first) if first else ''} {one}* {rest}"
+
+    def _free(self, excludes: Sequence[str], place: str, ends: Sequence[str], last: bool, free: str = ANY_TEXT) -> str:
+        if ends:
+            return self._lark.text_up_to(*ends, without=excludes, free=free)
+        if not last:
+            raise BadRequest(
+                f"{place}: nothing says where its text ends; put it last, or into a tag with an end", field=place
+            )
+        return self._lark.terminal(self._lark.free_text(excludes, free))
+
+    def _end(self, ends: Sequence[str]) -> str:
+        return self._lark.either(map(self._lark.spelled, ends)) if ends else ""
+
+    @staticmethod
+    def _count(given: Mapping[str, Any], name: str, place: str) -> int:
+        value = given.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or not -1 <= value <= 10_000:
+            raise BadRequest(f"{place}.{name} must be a whole number up to 10000", field=f"{place}.{name}")
+        return value
+
+
+def _mapping(value: Any, place: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise BadRequest(f"{place} must be a JSON object", field=place)
+    return value
+
+
+def _sequence(value: Any, place: str) -> Sequence[Any]:
+    if not isinstance(value, list | tuple) or not 1 <= len(value) <= MAX_TAGS:
+        raise BadRequest(f"{place} must be a list of 1 to {MAX_TAGS} entries", field=place)
+    return value
+
+
+def _text(value: Any, place: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise BadRequest(f"{place} must be a text that is not empty", field=place)
+    return value
+
+
+def _texts(value: Any, place: str, optional: bool = False) -> list[str]:
+    if optional and not value:
+        return []
+    return [_text(each, place) for each in _sequence(value, place)]
+
+
+def _flag(given: Mapping[str, Any], name: str, place: str) -> bool:
+    value = given.get(name, False)
+    if not isinstance(value, bool):
+        raise BadRequest(f"{place}.{name} must be true or false", field=f"{place}.{name}")
+    return value

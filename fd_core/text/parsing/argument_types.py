@@ -1,0 +1,92 @@
+"""Arguments that are written as bare text: what JSON they are, by the schema of the tool."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+__all__ = ["KINDS", "json_of", "kind_of", "kinds_of", "parameter_schema", "referred"]
+
+KINDS: Final = frozenset({"string", "number", "boolean", "null", "array", "object"})
+"""Types of JSON; integers are numbers."""
+_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
+_MAX_PARTS: Final = 256
+"""Parts of a schema that are looked at for a type; beyond them a value may be anything."""
+
+
+def parameter_schema(schema: Mapping[str, Any], name: str) -> Any:
+    """Return the schema of one argument within that of all; {} if none is told."""
+    schema = referred(schema, schema)
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    if isinstance(properties, Mapping) and name in properties:
+        return properties[name]
+    more = schema.get("additionalProperties") if isinstance(schema, Mapping) else None
+    return more if isinstance(more, Mapping) else {}
+
+
+def referred(schema: Any, root: Any) -> Any:
+    """Return the schema that a `$ref` within `root` leads to, `schema` if it has none; {} if it leads nowhere."""
+    for _ in range(_MAX_PARTS):
+        if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
+            return schema
+        path = schema["$ref"].split("/")
+        schema = root if path.pop(0) == "#" else {}
+        for step in path:
+            step = step.replace("~1", "/").replace("~0", "~")
+            schema = schema.get(step, {}) if isinstance(schema, Mapping) else {}
+    return {}
+
+
+def kinds_of(schema: Any, root: Any) -> frozenset[str]:
+    """Return the types of JSON that values of a schema can have; it stands within `root`."""
+    found: set[str] = set()
+    open_parts = [schema]
+    for _ in range(_MAX_PARTS):
+        if not open_parts:
+            return frozenset(found)
+        part = referred(open_parts.pop(), root)
+        if not isinstance(part, Mapping):
+            return KINDS
+        named, values = part.get("type"), [part["const"]] if "const" in part else part.get("enum")
+        inner = [part[word] for word in ("anyOf", "oneOf") if isinstance(part.get(word), list) and part[word]]
+        if named is not None:
+            names = named if isinstance(named, list) else [named]
+            found.update("number" if name == "integer" else str(name) for name in names)
+        elif isinstance(values, list):
+            found.update(map(kind_of, values))
+        elif inner:
+            open_parts += inner[0]
+        elif isinstance(part.get("allOf"), list) and len(part["allOf"]) == 1:
+            open_parts += part["allOf"]
+        else:
+            return KINDS
+    return KINDS
+
+
+def kind_of(value: object) -> str:
+    """Return the type of a value of JSON."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    if isinstance(value, int | float):
+        return "number"
+    if isinstance(value, str):
+        return "string"
+    return "array" if isinstance(value, Sequence) else "object"
+
+
+def json_of(text: str, kinds: frozenset[str]) -> str:
+    """Return the JSON of a value that was written as `text`: what it is as JSON if it may be that, else a string."""
+    plain = text.strip(" \t\r\n")
+    plain = _WORDS.get(plain, plain)
+    try:
+        kind = kind_of(json.loads(plain, parse_int=float, parse_constant=_refuse))
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    if kind in kinds or "string" not in kinds:
+        return plain
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
