@@ -173,6 +173,14 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session
+def hostile(session: nox.Session) -> None:
+    """Hostile inputs at length: minutes, bounded in memory and time, on this machine alone."""
+    session.install("-e", ".[cpu]")
+    session.install("-e", ".[cpu,test]", *(word for plugin in PLUGINS for word in ("-e", f"{plugin}[test]")))
+    session.run("pytest", "tests/hostile", "--timeout=900", *session.posargs, env={"FD_HOSTILE": "1"})
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Speed against other engines; see `benchmarks/`. Not part of the default run."""
     session.install("-e", ".[cpu]")

@@ -24,8 +24,6 @@ from fd_core.text.prompt_reader import PromptReader, PromptText, template_kwargs
 __all__ = ["chat_ids", "chat_prompt", "completion_prompts", "require_effort", "require_role"]
 
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool")
-_TURN_CHARS: Final = 64
-"""What a template writes around a message, about."""
 
 
 async def completion_prompts(state: ServerState, body: CompletionRequest) -> list[PromptText]:
@@ -90,10 +88,9 @@ async def chat_ids(state: ServerState, body: ChatRequest | TokenizeRequest) -> t
         require_effort(reader, body.reasoning_effort, "reasoning_effort")
     turns = [_turn(message) for message in body.messages]
     offered = offered_tools(body)
-    size = sum(len(str(turn["content"])) + _TURN_CHARS for turn in turns)
-    size += 0 if offered is None else len(msgspec.json.encode(offered.shown))
+    # Never on the event loop: a template may take long over a short conversation.
     return await reader.run(
-        size if template is None else math.inf,
+        math.inf,
         lambda: reader.chat(
             turns,
             body.add_generation_prompt is not False and not goes_on,

@@ -1,10 +1,12 @@
 """Chat templates: they turn a conversation into the prompt format that the model was trained on.
 
-A template comes with the checkpoint and is an untrusted program: `fd_core.text.sandbox` limits what it can do.
+A template comes with the checkpoint and is an untrusted program: `fd_core.text.sandbox` limits what it can do, and
+`fd_core.text.template_budget` what it can take.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +19,8 @@ import jinja2.meta
 from jinja2.exceptions import SecurityError
 
 from fd_core.errors import BadRequest, ModelError
-from fd_core.text.sandbox import BUDGET, Sandbox, TemplateBudget, TooMuch, joined
+from fd_core.text.sandbox import Sandbox
+from fd_core.text.template_budget import TooMuch, joined, metered, the_budget
 from fd_core.text.tool_prompt import with_tools
 
 if TYPE_CHECKING:
@@ -27,7 +30,10 @@ __all__ = ["ChatTemplate", "flatten_messages"]
 
 Message = Mapping[str, Any]
 
-_MAX_SOURCE_CHARS = 1 << 20
+_MAX_SOURCE_CHARS = 1 << 18
+_MAX_ERROR_CHARS = 500
+_MAX_PATTERN_CHARS = 200
+_TRIAL = ({"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."})
 _END = "\U000f4a7bend of the final message\U000f4a7b"
 """Stands behind a message that is to be continued; characters for private use, which no text should hold."""
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
@@ -55,13 +61,16 @@ class ChatTemplate:
     def of(cls, tokenizer: Tokenizer, source: str | None = None) -> Self | None:
         """Return the template of `source`, else the one that came with the tokenizer, if any did.
 
-        Raises `ModelError` with the line if it does not compile.
+        Raises `ModelError` with the line if it does not compile, or if already a short conversation goes beyond the
+        limits.
         """
         source = tokenizer.chat_template if source is None else source
         if source is None:
             return None
         template = cls(source, tokenizer.bos_token, tokenizer.eos_token)
-        _ = template._compiled
+        for turns in (_TRIAL[:1], _TRIAL):
+            with contextlib.suppress(BadRequest):  # it may want other turns
+                template.render(turns)
         return template
 
     def render(
@@ -98,7 +107,6 @@ class ChatTemplate:
             "eos_token": self.eos_token or "",
             "raise_exception": _refuse,
             "strftime_now": self._strftime_now,
-            BUDGET: TemplateBudget(),
         } | ({"documents": list(documents)} if documents else {})
         own = dict(template_kwargs or {})
         taken = own.keys() & {*ours, "self"}
@@ -106,15 +114,19 @@ class ChatTemplate:
             raise BadRequest(
                 f"chat_template_kwargs may not set {', '.join(sorted(taken))}", field="chat_template_kwargs"
             )
+        compiled = self._compiled
         try:
-            text = joined(self._compiled.generate(own | ours))
+            with metered():
+                text = joined(compiled.generate(own | ours))
             return _up_to_end(text) if continue_final_message else text
         except _Refused as error:
             raise BadRequest(f"the chat template refused the messages: {error}", field="messages") from error
         except (SecurityError, TooMuch, RecursionError, MemoryError) as error:
-            raise ModelError(f"the chat template was stopped: {error}", field="chat_template") from error
+            raise ModelError(f"the chat template was stopped: {_shown(error)}", field="chat_template") from error
         except _MISUSE as error:
-            raise BadRequest(f"the chat template cannot render these messages: {error}", field="messages") from error
+            raise BadRequest(
+                f"the chat template cannot render these messages: {_shown(error)}", field="messages"
+            ) from error
 
     @cached_property
     def knows_tools(self) -> bool:
@@ -130,20 +142,27 @@ class ChatTemplate:
                 field="chat_template",
             )
         try:
-            return Sandbox().from_string(self.source)
+            with metered():
+                return Sandbox().from_string(self.source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(
-                f"the chat template is not valid, line {error.lineno}: {error.message}", field="chat_template"
+                f"the chat template is not valid, line {error.lineno}: {_shown(error.message)}", field="chat_template"
             ) from error
-        except (RecursionError, SyntaxError, OverflowError) as error:
-            raise ModelError(f"the chat template cannot be compiled: {error}", field="chat_template") from error
+        except (RecursionError, SyntaxError, ValueError, ArithmeticError, MemoryError, TooMuch) as error:
+            raise ModelError(f"the chat template cannot be compiled: {_shown(error)}", field="chat_template") from error
 
     def _strftime_now(self, pattern: str) -> str:
+        if len(pattern) > _MAX_PATTERN_CHARS:
+            raise TooMuch(f"a pattern of dates has more than {_MAX_PATTERN_CHARS} characters")
         return self.now().strftime(pattern)
 
 
+def _shown(error: object) -> str:
+    return str(error)[:_MAX_ERROR_CHARS]
+
+
 def _refuse(message: object = "no reason given") -> NoReturn:
-    raise _Refused(str(message)[:500])
+    raise _Refused(the_budget().text(message)[:_MAX_ERROR_CHARS])
 
 
 def _up_to_end(text: str) -> str:

@@ -1,71 +1,108 @@
-"""The environment in which untrusted templates run: Jinja's sandbox, with limits on steps and on growth.
+"""The environment in which untrusted templates run: Jinja's sandbox, with everything charged to a budget.
 
 Jinja's own sandbox keeps a template away from Python's internals and from changing its input. It does not keep it
-from looping for hours or from filling the memory, so here each loop step and each call spends from a budget, and
-what can build a large value from small ones is checked before it does.
+from looping for hours or from filling the memory. Here filters, tests and methods are those of a list, each charged
+for what it walks and what it makes; operators, loops, calls and output likewise. What could build much from little
+(a factor, a width, a separator) is checked before it is done.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import BuiltinMethodType, FunctionType, MethodType
+from typing import Any, Final
 
 from jinja2 import nodes, pass_context
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import BlockReference, Context, LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import _PassArg
 from jinja2.visitor import NodeTransformer
 
-__all__ = ["MAX_CHARS", "MAX_STEPS", "Sandbox", "TemplateBudget", "TooMuch", "joined"]
+from fd_core.text.template_budget import (
+    MAX_CHARS,
+    MAX_ITEMS,
+    TooMuch,
+    check_integer,
+    check_items,
+    check_size,
+    joined,
+    the_budget,
+)
 
-MAX_CHARS = 16 << 20
-"""Limit for the characters of a rendered prompt, and of any value that a template computes."""
+__all__ = ["Sandbox"]
 
-MAX_STEPS = 2_000_000
-"""Limit for the steps of one rendering: each pass of a loop is one step, each call ten."""
+_CALL_STEPS: Final = 10
+_NODES_A_STEP: Final = 6
+_MAX_WIDTH: Final = 10_000
+_MAX_SLOW_CHARS: Final = 100_000
+"""Limit for what is done character by character, or by a regular expression."""
+_MAX_DIGITS: Final = 100
+_WIDE: Final = re.compile(r"\d{5,}")
 
-BUDGET = "#budget"
-"""Name of the budget in the context of a rendering; no template can spell it."""
-
-_CALL_STEPS = 10
-_MAX_ITEMS = 1_000_000
-_MAX_WIDTH = 10_000
-_MAX_BITS = 4096
-_WIDE = re.compile(r"\d{5,}")
-
-
-class TooMuch(Exception):
-    """The template would take more steps or characters than the limits allow."""
-
-
-class TemplateBudget:
-    """The steps that one rendering may still take."""
-
-    def __init__(self, steps: int = MAX_STEPS) -> None:
-        self._left = steps
-
-    def spend(self, steps: int = 1) -> None:
-        """Take steps. Raises `TooMuch` when none is left."""
-        self._left -= steps
-        if self._left < 0:
-            raise TooMuch(f"it takes more than {MAX_STEPS} steps")
+_TEXT_FILTERS: Final = ("capitalize", "e", "escape", "forceescape", "lower", "safe", "string", "trim", "upper")
+_SLOW_FILTERS: Final = ("striptags", "title", "truncate", "urlencode", "wordcount")
+_ORDERING_FILTERS: Final = ("dictsort", "groupby", "max", "min", "sort", "unique")
+_LAZY_FILTERS: Final = ("map", "reject", "rejectattr", "select", "selectattr")
+_CHEAP_FILTERS: Final = (
+    *("abs", "attr", "count", "d", "default", "filesizeformat", "first", "last", "length", "random"),
+)
+_WALKING_TESTS: Final = (
+    *("!=", "<", "<=", "==", ">", ">=", "eq", "equalto", "ne", "lt", "lessthan", "le", "gt", "greaterthan", "ge"),
+    *("in", "divisibleby", "lower", "upper"),
+)
+_STR_METHODS: Final = frozenset(
+    (
+        *("capitalize", "casefold", "center", "count", "endswith", "expandtabs", "find", "format", "format_map"),
+        *("index", "isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric"),
+        *("isprintable", "isspace", "istitle", "isupper", "join", "ljust", "lower", "lstrip", "partition"),
+        *("removeprefix", "removesuffix", "replace", "rfind", "rindex", "rjust", "rpartition", "rsplit", "rstrip"),
+        *("split", "splitlines", "startswith", "strip", "swapcase", "title", "upper", "zfill"),
+    )
+)
+_METHODS: Final[tuple[tuple[type, frozenset[str]], ...]] = (
+    (str, _STR_METHODS),
+    (dict, frozenset(("copy", "get", "items", "keys", "values"))),
+    (list, frozenset(("copy", "count", "index"))),
+    (tuple, frozenset(("count", "index"))),
+)
+# Names that no template can spell.
+_CONCAT, _COUNTED, _MADE, _OPERAND, _SPEND = "#concat", "#counted", "#made", "#operand", "#spend"
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """An environment for chat templates: Hugging Face's options, filters and tags, and nothing that is unbounded."""
+    """An environment for chat templates: Hugging Face's options, filters and tags, and nothing that is unbounded.
 
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    Compile and render within `template_budget.metered`.
+    """
+
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "**", "%"})
+    concat = staticmethod(joined)
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
-        for name in _UNBOUNDED_FILTERS:
-            self.filters.pop(name, None)
-        self.filters.update(tojson=_tojson, join=_join, replace=_replace, indent=_indent)
-        self.filters[_COUNTED] = _counted
-        self.filters[_CONCAT] = _join
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[loopcontrols, _Generation],
+            optimized=False,
+            finalize=_finalized,
+        )
+        theirs: dict[str, Any] = self.filters
+        self.filters = {name: theirs[name] for name in _CHEAP_FILTERS}
+        self.filters |= {name: _on_text(theirs[name], MAX_CHARS) for name in _TEXT_FILTERS}
+        self.filters |= {name: _on_text(theirs[name], _MAX_SLOW_CHARS) for name in _SLOW_FILTERS}
+        self.filters |= {name: _ordering(theirs[name]) for name in _ORDERING_FILTERS}
+        self.filters |= {name: _lazy(theirs[name]) for name in _LAZY_FILTERS}
+        self.filters |= {name: _walking(theirs[name]) for name in ("float", "int")}
+        self.filters |= {"indent": _indent, "items": _items, "join": _join, "list": _list, "replace": _replace}
+        self.filters |= {"reverse": _reverse, "round": _rounding(theirs["round"]), "tojson": _tojson}
+        self.filters |= {_CONCAT: _join, _COUNTED: _counted, _MADE: _made, _OPERAND: _operand, _SPEND: _spend}
+        tests: dict[str, Any] = self.tests
+        self.tests |= {name: _walking(tests[name]) for name in _WALKING_TESTS}
         self.globals = {name: self.globals[name] for name in ("range", "namespace", "dict")}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -77,43 +114,116 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Compute an operator unless its result would be too large."""
         if operator == "%" and isinstance(left, str | bytes):
             raise TooMuch("formatting with % is not allowed")
-        if operator == "**" and not (_bits(left) * _magnitude(right) <= _MAX_BITS):
+        for value in (left, right):
+            if isinstance(value, int):
+                check_integer(value)
+        if operator == "**" and not (_bits(left) * _magnitude(right) <= 4096):
             raise TooMuch("a power is too large")
         if operator == "*":
             _check_product(left, right)
-        if operator == "+" and isinstance(left, str | bytes | list | tuple):
+        if operator == "+" and isinstance(left, str | list | tuple):
             _check_growth(left, len(left) + _length(right))
-        return super().call_binop(context, operator, left, right)
+        return the_budget().made(super().call_binop(context, operator, left, right))
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Look an item up; a key that is a tuple is walked."""
+        if isinstance(argument, tuple):
+            _check_width(the_budget().weigh(argument))
+        return super().getitem(obj, argument)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - jinja's signature: a template's keyword arguments must not collide
         """Call a function that the sandbox allows, within the budget."""
-        __context.parent[BUDGET].spend(_CALL_STEPS)
+        budget = the_budget()
+        budget.spend(_CALL_STEPS + len(args) + len(kwargs))
+        if isinstance(__obj, Macro | BlockReference):
+            return super().call(__context, __obj, *args, **kwargs)
+        weight = sum(map(budget.weigh, (*args, *kwargs.values())))
         # jinja wraps str.format in a function of its own
         method = getattr(__obj, "__wrapped__", __obj)
-        owner = getattr(method, "__self__", None)
+        owner, name = getattr(method, "__self__", None), str(getattr(method, "__name__", ""))
+        for kind, allowed in _METHODS:
+            if isinstance(owner, kind):
+                if name not in allowed:
+                    raise SecurityError(f"the method {name[:40]!r} is not allowed")
+                break
+        else:
+            if isinstance(method, BuiltinMethodType) or not isinstance(
+                method, FunctionType | MethodType | type | LoopContext | Undefined
+            ):
+                raise SecurityError("it calls something else than a function")
         if isinstance(owner, str):
-            _check_str_call(owner, getattr(method, "__name__", ""), args, kwargs)
-        return super().call(__context, __obj, *args, **kwargs)
-
-
-# Filters that multiply their input's size, or that no chat template has a use for.
-_UNBOUNDED_FILTERS = ("batch", "center", "format", "pprint", "slice", "sum", "urlize", "wordwrap", "xmlattr")
-_COUNTED = "#counted"
-_CONCAT = "#concat"
+            budget.weigh(owner)
+            _check_str_call(owner, name, args, kwargs, weight)
+        elif isinstance(owner, list | tuple):
+            budget.weigh(owner)
+        return budget.made(super().call(__context, __obj, *args, **kwargs))
 
 
 class _Meter(NodeTransformer):
-    """Puts the iterable of every loop and every `~` behind a filter that keeps to the limits."""
+    """Puts what templates do with syntax behind filters that keep to the limits."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802 - the visitor looks methods up by node name
+        cost = _cost(node.body)
         self.generic_visit(node)
-        node.iter = nodes.Filter(node.iter, _COUNTED, [], [], None, None, lineno=node.lineno)
+        node.iter = _filtered(node.iter, _COUNTED, nodes.Const(cost))
+        if node.recursive:
+            # Inner levels get their values past `iter`.
+            node.body.insert(0, _charge(cost, node.lineno))
+            if node.test is not None:
+                node.test = nodes.And(_filtered(nodes.Const(1), _SPEND), node.test, lineno=node.lineno)
         return node
+
+    def _charged(self, node: nodes.Macro | nodes.CallBlock | nodes.Block) -> nodes.Node:
+        cost = _cost(node.body)
+        self.generic_visit(node)
+        node.body.insert(0, _charge(cost, node.lineno))
+        return node
+
+    visit_Macro = visit_CallBlock = visit_Block = _charged  # noqa: N815 - as above
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:  # noqa: N802 - as above
         self.generic_visit(node)
-        parts = nodes.List(node.nodes, lineno=node.lineno)
-        return nodes.Filter(parts, _CONCAT, [], [], None, None, lineno=node.lineno)
+        return _filtered(nodes.List(node.nodes, lineno=node.lineno), _CONCAT)
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:  # noqa: N802 - as above
+        self.generic_visit(node)
+        node.expr = _operand_of(node.expr)
+        for operand in node.ops:
+            operand.expr = _operand_of(operand.expr)
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:  # noqa: N802 - as above
+        self.generic_visit(node)
+        return _filtered(node, _MADE) if isinstance(node.arg, nodes.Slice) else node
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Pair:  # noqa: N802 - as above
+        self.generic_visit(node)
+        node.key = _operand_of(node.key)
+        return node
+
+
+def _filtered(node: nodes.Node, name: str, *arguments: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(node, name, list(arguments), [], None, None, lineno=node.lineno)
+
+
+def _operand_of(node: nodes.Expr) -> nodes.Expr:
+    return node if isinstance(node, nodes.Const) else _filtered(node, _OPERAND)
+
+
+def _charge(cost: int, line: int) -> nodes.ExprStmt:
+    return nodes.ExprStmt(_filtered(nodes.Const(cost, lineno=line), _SPEND), lineno=line)
+
+
+def _cost(body: Iterable[nodes.Node]) -> int:
+    """Return the steps of passing a body once, the bodies of loops in it left out: they are charged by themselves."""
+    count, waiting = 0, list(body)
+    while waiting:
+        node = waiting.pop()
+        count += 1
+        if isinstance(node, nodes.TemplateData):
+            count += len(node.data) // 256
+        waiting.extend([node.iter] if isinstance(node, nodes.For) else node.iter_child_nodes())
+    return 1 + count // _NODES_A_STEP
 
 
 class _Generation(Extension):
@@ -126,26 +236,146 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+# Filters and tests. Each takes the context, so that none is computed while a template is compiled.
+
+
 @pass_context
-def _counted(context: Context, values: Iterable[Any]) -> Iterator[Any]:
-    budget: TemplateBudget = context.parent[BUDGET]
-    for value in values:
-        budget.spend()
-        yield value
+def _finalized(context: Context, value: Any) -> str:
+    return value if type(value) is str else the_budget().text(value)
 
 
-def joined(pieces: Iterable[str]) -> str:
-    """Return the pieces as one text. Raises `TooMuch` as soon as it would be too large."""
-    kept: list[str] = []
-    size = 0
-    for piece in pieces:
-        size += len(piece)
-        _check_size(size)
-        kept.append(piece)
-    return "".join(kept)
+@pass_context
+def _counted(context: Context, values: Iterable[Any], cost: int) -> Iterator[Any]:
+    return the_budget().counted(values, cost)
 
 
+@pass_context
+def _spend(context: Context, cost: int) -> bool:
+    the_budget().spend(cost)
+    return True
+
+
+@pass_context
+def _made(context: Context, value: Any) -> Any:
+    return the_budget().made(value)
+
+
+@pass_context
+def _operand(context: Context, value: Any) -> Any:
+    """Charge for a value that is compared: comparing walks at most all of it."""
+    if isinstance(value, Iterator):
+        value = the_budget().listed(value)
+    the_budget().weigh(value)
+    return value
+
+
+def _passing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter or test of jinja's as a function of the context first, whatever it takes itself."""
+    wants = _PassArg.from_obj(function)
+    if wants is _PassArg.context:
+        return function
+    if wants is _PassArg.eval_context:
+        return lambda context, *args, **kwargs: function(context.eval_ctx, *args, **kwargs)
+    if wants is _PassArg.environment:
+        return lambda context, *args, **kwargs: function(context.environment, *args, **kwargs)
+    return lambda context, *args, **kwargs: function(*args, **kwargs)
+
+
+def _walking(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Charge for all of each argument, and for the result."""
+    inner = _passing(function)
+
+    @pass_context
+    def walking(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+        budget = the_budget()
+        given = [budget.listed(each) if isinstance(each, Iterator) else each for each in (value, *args)]
+        for each in (*given, *kwargs.values()):
+            budget.weigh(each)
+        return budget.made(inner(context, *given, **kwargs))
+
+    return walking
+
+
+def _on_text(function: Callable[..., Any], limit: int) -> Callable[..., Any]:
+    """Charge for a filter of a text, of at most `limit` characters."""
+    inner = _walking(function)
+
+    @pass_context
+    def on_text(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+        text = the_budget().text(value)
+        if len(text) > limit:
+            raise TooMuch(f"a filter gets a text of more than {limit} characters")
+        if limit < MAX_CHARS:
+            the_budget().spend(len(text) // 4)
+        return inner(context, text, *args, **kwargs)
+
+    return on_text
+
+
+def _ordering(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Charge for a filter that compares the items of its input with each other."""
+    inner = _walking(function)
+
+    @pass_context
+    def ordering(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+        budget = the_budget()
+        if isinstance(value, str | Iterator):
+            value = budget.listed(value)
+        budget.spend(budget.weigh(value) // 4 * _length(value).bit_length())
+        result = inner(context, value, *args, **kwargs)
+        return budget.listed(result) if isinstance(result, Iterator) else result
+
+    return ordering
+
+
+def _lazy(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Charge for each item that a filter takes from its input."""
+    inner = _passing(function)
+
+    @pass_context
+    def lazy(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+        budget = the_budget()
+        return inner(context, budget.counted(value, _CALL_STEPS) if value else value, *args, **kwargs)
+
+    return lazy
+
+
+def _rounding(function: Callable[..., Any]) -> Callable[..., Any]:
+    inner = _walking(function)
+
+    @pass_context
+    def rounding(context: Context, value: Any, precision: int = 0, method: str = "common") -> Any:
+        if not -_MAX_DIGITS <= precision <= _MAX_DIGITS:
+            raise TooMuch(f"it rounds to more than {_MAX_DIGITS} digits")
+        return inner(context, value, precision, method)
+
+    return rounding
+
+
+@pass_context
+def _list(context: Context, value: Iterable[Any]) -> list[Any]:
+    return the_budget().listed(value)
+
+
+@pass_context
+def _items(context: Context, value: Any) -> Iterator[Any]:
+    if isinstance(value, Undefined):
+        return iter(())
+    if not isinstance(value, Mapping):
+        raise TypeError("can only get item pairs from a mapping")
+    return the_budget().counted(value.items())
+
+
+@pass_context
+def _reverse(context: Context, value: Any) -> Any:
+    if isinstance(value, str):
+        return the_budget().made(value[::-1])
+    return the_budget().listed(value)[::-1]
+
+
+@pass_context
 def _tojson(
+    context: Context,
     value: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,
@@ -155,13 +385,14 @@ def _tojson(
     """Write JSON as Hugging Face's templates expect it: not escaped for HTML, non-ASCII characters as they are."""
     _check_width(indent)
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    return joined(encoder.iterencode(value))
+    # Each piece passes a generator for each level of the value.
+    return joined(the_budget().counted(encoder.iterencode(value), 3))
 
 
-def _join(value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
-    texts = [str(_attribute(item, attribute)) for item in value]
-    _check_size(sum(map(len, texts)) + len(str(d)) * len(texts))
-    return str(d).join(texts)
+@pass_context
+def _join(context: Context, value: Iterable[Any], d: Any = "", attribute: str | int | None = None) -> str:
+    text = the_budget().text
+    return joined((text(_attribute(item, attribute)) for item in value), text(d))
 
 
 def _attribute(item: Any, attribute: str | int | None) -> Any:
@@ -170,42 +401,71 @@ def _attribute(item: Any, attribute: str | int | None) -> Any:
     return item.get(attribute, "") if isinstance(item, Mapping) else item[attribute]
 
 
-def _replace(s: str, old: str, new: str, count: int = -1) -> str:
-    text = str(s)
-    _check_str_call(text, "replace", (str(old), str(new)), {})
-    return text.replace(str(old), str(new), -1 if count is None else count)
+@pass_context
+def _replace(context: Context, s: Any, old: Any, new: Any, count: int | None = None) -> str:
+    budget = the_budget()
+    text, before, after = budget.text(s), budget.text(old), budget.text(new)
+    budget.weigh(text)
+    _check_str_call(text, "replace", (before, after), {}, 0)
+    return budget.made(text.replace(before, after, -1 if count is None else count))  # type: ignore[no-any-return]
 
 
-def _indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    if isinstance(width, int):
-        _check_width(width)
-    margin = " " * width if isinstance(width, int) else str(width)
-    lines = str(s).splitlines() or [""]
-    _check_size(len(str(s)) + len(margin) * len(lines))
+@pass_context
+def _indent(context: Context, s: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    budget = the_budget()
+    _check_width(width)
+    margin = " " * width if isinstance(width, int) else budget.text(width)
+    text = budget.text(s)
+    budget.weigh(text)
+    _check_str_call(text, "splitlines", (), {}, 0)
+    lines = text.splitlines() or [""]
+    check_size(len(text) + len(margin) * len(lines))
     indented = [margin + line if (blank or line) and (first or index) else line for index, line in enumerate(lines)]
-    return "\n".join(indented)
+    return budget.made("\n".join(indented))  # type: ignore[no-any-return]
 
 
-def _check_str_call(owner: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    if name in ("format", "format_map") and _WIDE.search(owner):
-        raise TooMuch("a format is too wide")
+def _check_str_call(owner: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], weight: int) -> None:
+    """Raise `TooMuch` for a method that would make too much; `weight` is that of its arguments."""
+    budget = the_budget()
+    if name in ("format", "format_map"):
+        if _WIDE.search(owner):
+            raise TooMuch("a format is too wide")
+        fields = owner.count("{")
+        budget.spend(fields)
+        check_size(len(owner) + fields * (weight + _MAX_WIDTH))
     if name in ("center", "ljust", "rjust", "zfill", "expandtabs", "format"):
         for value in (*args, *kwargs.values()):
             _check_width(value)
+    if name == "expandtabs":
+        check_size(len(owner) + owner.count("\t") * _MAX_WIDTH)
     if name == "replace" and len(args) >= 2:
         old, new = args[0], args[1]
         if isinstance(old, str) and isinstance(new, str):
-            _check_size(len(owner) + owner.count(old) * len(new))
-    if name == "join" and args and isinstance(args[0], list | tuple):
-        _check_size(sum(_length(item) + len(owner) for item in args[0]))
+            check_size(len(owner) + owner.count(old) * len(new))
+    if name == "join" and args:
+        if not isinstance(args[0], str | list | tuple | dict):
+            raise TooMuch("a text joins something else than a list")
+        check_size(weight + len(owner) * len(args[0]))
+    if name in ("split", "rsplit"):
+        separator = args[0] if args else kwargs.get("sep")
+        if isinstance(separator, str) and separator:
+            check_items(owner.count(separator))
+        else:
+            _check_pieces(owner)
+    if name == "splitlines":
+        _check_pieces(owner)
+
+
+def _check_pieces(text: str) -> None:
+    """Raise `TooMuch` for a text that may have too many words or lines, each of which is a value of its own."""
+    if len(text) > 2 * MAX_ITEMS:
+        the_budget().make(16 * len(text))
 
 
 def _check_product(left: Any, right: Any) -> None:
     for value, times in ((left, right), (right, left)):
-        if isinstance(value, str | bytes | list | tuple) and isinstance(times, int):
+        if isinstance(value, str | list | tuple) and isinstance(times, int):
             _check_growth(value, len(value) * max(0, times))
-    if _bits(left) + _bits(right) > _MAX_BITS:
-        raise TooMuch("a number is too large")
 
 
 def _check_width(value: Any) -> None:
@@ -213,19 +473,15 @@ def _check_width(value: Any) -> None:
         raise TooMuch(f"a width is beyond {_MAX_WIDTH}")
 
 
-def _check_growth(value: str | bytes | list[Any] | tuple[Any, ...], size: int) -> None:
-    if isinstance(value, list | tuple) and size > _MAX_ITEMS:
-        raise TooMuch(f"a list has more than {_MAX_ITEMS} items")
-    _check_size(size)
-
-
-def _check_size(size: int) -> None:
-    if size > MAX_CHARS:
-        raise TooMuch(f"a value has more than {MAX_CHARS} characters")
+def _check_growth(value: str | list[Any] | tuple[Any, ...], size: int) -> None:
+    if isinstance(value, str):
+        check_size(size)
+    else:
+        check_items(size)
 
 
 def _length(value: Any) -> int:
-    return len(value) if isinstance(value, str | bytes | list | tuple) else 0
+    return len(value) if isinstance(value, str | list | tuple | dict) else 0
 
 
 def _bits(value: Any) -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from fd_core.errors import BadRequest, ModelError
 from fd_core.text.chat_template import ChatTemplate, flatten_messages
-from fd_core.text.sandbox import MAX_CHARS
+from fd_core.text.template_budget import MAX_CHARS
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"

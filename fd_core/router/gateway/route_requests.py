@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -88,7 +89,9 @@ class RouteRequestReader:
         """Return what the router is asked for a body; `session` comes from a header and wins over the body's."""
         if self._prompts is None:
             return self._read(body, session)
-        return await self._prompts.run(len(body), lambda: self._read(body, session))
+        # A template may take long over a short conversation.
+        size = math.inf if b'"messages"' in body else len(body)
+        return await self._prompts.run(size, lambda: self._read(body, session))
 
     @staticmethod
     def model(body: bytes) -> str | None:

@@ -1,0 +1,184 @@
+"""What one rendering of a template may take: steps, which stand for time, and bytes, which stand for memory.
+
+Everything that a template does is charged before it is done, or where its cost is bounded by what was charged, after.
+Values may hold the same value many times, so that a few hundred bytes stand for a tree of billions of nodes: whatever
+walks a value is charged for the whole tree, and the walk that counts it ends where the budget does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
+from typing import Any, Final
+
+from jinja2.utils import Namespace
+
+__all__ = [
+    *("MAX_BYTES", "MAX_CHARS", "MAX_ITEMS", "MAX_STEPS", "TemplateBudget", "TooMuch"),
+    *("check_integer", "check_items", "check_size", "joined", "metered", "the_budget"),
+]
+
+MAX_CHARS: Final = 16 << 20
+"""Limit for the characters of a rendered prompt, and of any value that a template computes."""
+
+MAX_STEPS: Final = 4_000_000
+"""Limit for the steps of one rendering; a step takes about as long as a pass of an empty loop."""
+
+MAX_BYTES: Final = 512 << 20
+"""Limit for the bytes of all values that one rendering makes, those that it drops at once included."""
+
+MAX_ITEMS: Final = 1_000_000
+"""Limit for the items of a list that a template makes."""
+
+_MAX_SHOWN: Final = MAX_CHARS // 8
+"""Limit for lists and objects that are written as text: a character takes up to ten where it is not printable."""
+_MAX_BITS: Final = 4096
+_CHARS_A_STEP: Final = 256
+_BYTES_A_STEP: Final = 1024
+_SIZED: Final[tuple[Any, ...]] = (list, tuple, range, type({}.keys()), type({}.values()), type({}.items()))
+_ATTRIBUTES: Final = "_Namespace__attrs"
+
+
+class TooMuch(Exception):
+    """The template would take more steps or memory than the limits allow."""
+
+
+class TemplateBudget:
+    """What one rendering may still take."""
+
+    def __init__(self, steps: int = MAX_STEPS, size: int = MAX_BYTES) -> None:
+        self._steps = steps
+        self._bytes = size
+
+    def spend(self, steps: int = 1) -> None:
+        """Take steps. Raises `TooMuch` when none is left."""
+        self._steps -= steps
+        if self._steps < 0:
+            raise TooMuch(f"it takes more than {MAX_STEPS} steps")
+
+    def make(self, size: int) -> None:
+        """Take memory, in bytes, and the time that it takes to fill it."""
+        self._bytes -= size
+        if self._bytes < 0:
+            raise TooMuch(f"it makes more than {MAX_BYTES >> 20} MiB of values")
+        self.spend(size // _BYTES_A_STEP)
+
+    def made(self, value: Any) -> Any:
+        """Take the memory of a value that was made, what it refers to left out; return the value."""
+        if isinstance(value, str):
+            check_size(len(value))
+            self.make(sys.getsizeof(value))
+        elif isinstance(value, list | tuple | dict):
+            check_items(len(value))
+            self.make(sys.getsizeof(value))
+        elif isinstance(value, int):
+            check_integer(value)
+        return value
+
+    def weigh(self, value: Any) -> int:
+        """Take the steps of walking all of a value; return its characters, one for each node among them."""
+        if isinstance(value, str):
+            self.spend(len(value) // _CHARS_A_STEP)
+            return len(value)
+        if value is None or isinstance(value, bool | float):
+            return 8
+        weight = 0
+        waiting = [value]
+        while waiting:
+            item = waiting.pop()
+            weight += 1
+            if isinstance(item, str):
+                weight += len(item)
+                if len(item) >= _CHARS_A_STEP:
+                    self.spend(len(item) // _CHARS_A_STEP)
+                continue
+            if isinstance(item, dict):
+                self.spend(len(item))
+                waiting.extend(item)
+                waiting.extend(item.values())
+            elif isinstance(item, _SIZED):
+                self.spend(1 + len(item) // 2)
+                waiting.extend(item)
+            elif isinstance(item, Namespace):
+                self.spend()
+                waiting.append(object.__getattribute__(item, _ATTRIBUTES))
+            elif isinstance(item, int):
+                check_integer(item)
+        return weight
+
+    def text(self, value: Any) -> str:
+        """Return `str(value)`, or the very value if it is a text."""
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, bool | float) and self.weigh(value) > _MAX_SHOWN:
+            raise TooMuch(f"a value has more than {_MAX_SHOWN} characters as text")
+        return self.made(str(value))  # type: ignore[no-any-return]
+
+    def counted(self, values: Iterable[Any], cost: int = 1) -> Iterator[Any]:
+        """Yield the values; each takes `cost` steps."""
+        for value in values:
+            self.spend(cost)
+            yield value
+
+    def listed(self, values: Any) -> list[Any]:
+        """Return the values as a list."""
+        if isinstance(values, (str, dict, _SIZED)):
+            check_items(len(values))
+            self.make(8 * len(values))
+            return [*values]
+        kept = []
+        for value in self.counted(values):
+            self.make(8)
+            kept.append(value)
+            check_items(len(kept))
+        return kept
+
+
+_current: ContextVar[TemplateBudget] = ContextVar("template_budget")
+the_budget = _current.get
+"""Returns the budget of the rendering that runs."""
+
+
+@contextlib.contextmanager
+def metered() -> Iterator[None]:
+    """Charge what runs in the block to a budget of its own."""
+    before = _current.set(TemplateBudget())
+    try:
+        yield
+    finally:
+        _current.reset(before)
+
+
+def joined(pieces: Iterable[str], between: str = "") -> str:
+    """Return the pieces as one text. Raises `TooMuch` as soon as it would be too large."""
+    budget = the_budget()
+    kept: list[str] = []
+    size = 0
+    for piece in pieces:
+        size += len(piece) + len(between)
+        check_size(size)
+        budget.spend()
+        kept.append(piece)
+    text = between.join(kept)
+    budget.made(text)
+    return text
+
+
+def check_size(size: int) -> None:
+    """Raise `TooMuch` for a text of more than `MAX_CHARS` characters."""
+    if size > MAX_CHARS:
+        raise TooMuch(f"a value has more than {MAX_CHARS} characters")
+
+
+def check_items(count: int) -> None:
+    """Raise `TooMuch` for a list of more than `MAX_ITEMS` items."""
+    if count > MAX_ITEMS:
+        raise TooMuch(f"a list has more than {MAX_ITEMS} items")
+
+
+def check_integer(value: int) -> None:
+    """Raise `TooMuch` for an integer that takes long to compute with."""
+    if value.bit_length() > _MAX_BITS:
+        raise TooMuch("a number is too large")
