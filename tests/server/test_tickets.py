@@ -23,6 +23,13 @@ BODIES = {
     "/v1/completions": {"prompt": "a"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
 }
+OTHERS = {
+    "/v1/responses": {"model": "fake", "input": "a"},
+    "/v1/messages": {"model": "fake", "max_tokens": 5, **BODIES["/v1/chat/completions"]},
+    "/v1/embeddings": {"input": "a"},
+    "/v1/score": {"text_1": "a", "text_2": "b"},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
+}
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +87,21 @@ def test_a_worker_of_another_role_has_no_use_for_tickets(server: LiveServer) -> 
     assert "--role decode" in answer.error["message"]
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/score", "/v1/rerank"])
+def test_vectors_are_made_by_a_decode_worker_itself(decode: LiveServer, path: str) -> None:
+    decode.call(decode.client.specs.clear)
+    ticket = sign_ticket(KEY, "one", PEER)
+    assert decode.post(path, OTHERS[path], X_Request_Id="one", X_FD_Prefill=ticket).status == 200
+    assert {spec.prefill_at for spec in decode.client.specs} == {""}
+
+
+@pytest.mark.parametrize("path", BODIES | OTHERS)
 def test_a_prefill_worker_generates_nothing_but_says_where_it_is_reached(path: str) -> None:
     with live(partial(FakeClient, role="prefill", kv_port=7001)) as server:
-        answer = server.post(path, BODIES[path])
-        assert (answer.status, answer.error["code"]) == (400, "prefill_worker")
+        answer = server.post(path, (BODIES | OTHERS)[path])
+        assert answer.status == 400
+        assert "decode worker" in answer.json["error"]["message"]
+        assert path == "/v1/messages" or answer.error["code"] == "prefill_worker"
         health = server.get("/health")
         assert (health.headers["x-fd-role"], health.headers["x-fd-kv-port"]) == ("prefill", "7001")
         assert server.get("/ready").status == 200

@@ -1,0 +1,143 @@
+"""An engine that is killed within a schema, or within a call behind reasoning: the client sees one whole answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from fd_core.config import EngineConfig, SpeculativeConfig
+from fd_core.engine.client import EngineClient
+from fd_core.engine.launch import open_client
+from fd_core.plugins import installed_plugins
+from fd_core.text.byte_tokenizer import byte_tokenizer
+from fd_core.text.parsing.answer import Parsers
+from fd_core.text.parsing.hermes import HermesTools
+from fd_core.text.parsing.thinking import DeepSeekR1Reasoning
+from tests.engine.faults import Faults
+from tests.server.fakes import LiveServer, live, samples
+from tests.server.test_null_engine import rests
+
+pytestmark = pytest.mark.slow
+
+CAT = {"type": "string", "enum": ["a little cat", "a little car", "a large dog"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name_of_the_owner": {"type": "string", "minLength": 12, "maxLength": 20},
+        "animals": {"type": "array", "items": CAT, "minItems": 6, "maxItems": 6},
+        "ages": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 0, "maximum": 99},
+            "minItems": 8,
+            "maxItems": 9,
+        },
+    },
+    "required": ["name_of_the_owner", "animals", "ages"],
+    "additionalProperties": False,
+}
+PARSERS = Parsers(HermesTools, DeepSeekR1Reasoning)
+TURN = {"role": "user", "content": "hi"}
+FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}}
+TOOL = {"type": "function", "function": {"name": "keep_animals", "parameters": SCHEMA, "strict": True}}
+CALL = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+ASK = {"model": "null", "messages": [TURN], "max_tokens": 700, "temperature": 1.0, "seed": 5}
+NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+
+
+@pytest.fixture
+def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    yield Faults(tmp_path, monkeypatch)
+    installed_plugins.cache_clear()
+
+
+async def engine(speculative: SpeculativeConfig | None = None) -> EngineClient:
+    config = EngineConfig(
+        model="null",
+        backend="faulty",
+        max_num_seqs=4,
+        num_kv_blocks=300,
+        block_size=16,
+        max_model_len=4000,
+        max_num_batched_tokens=64,
+        pipeline_depth=2,
+        speculative=speculative,
+    )
+    return await open_client(config, None, where="process")
+
+
+async def answers(url: str, asked: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """What streams say, requested at the same time: content, reasoning and arguments, each joined, and the end."""
+
+    async def one(request: dict[str, Any]) -> dict[str, str]:
+        said = {"content": "", "reasoning": "", "arguments": "", "names": "", "end": "", "usage": "", "prompt": ""}
+        async for chunk in await client.chat.completions.create(**request):
+            if chunk.usage is not None:
+                said["usage"] += str(chunk.usage.completion_tokens)
+                said["prompt"] += str(chunk.usage.prompt_tokens)
+            for choice in chunk.choices:
+                said["content"] += choice.delta.content or ""
+                said["reasoning"] += getattr(choice.delta, "reasoning_content", None) or ""
+                for call in choice.delta.tool_calls or ():
+                    said["names"] += call.function.name or ""
+                    said["arguments"] += call.function.arguments or ""
+                said["end"] += choice.finish_reason or ""
+        return said
+
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
+        return list(await asyncio.gather(*map(one, asked)))
+
+
+def requests(form: dict[str, Any], budget: int) -> list[dict[str, Any]]:
+    more = {"stream": True, "stream_options": {"include_usage": True}, "extra_body": {"reasoning_max_tokens": budget}}
+    return [ASK | form | more | {"seed": seed, "temperature": float(seed % 2)} for seed in range(6)]
+
+
+def said_by(make: Callable[[], Any], asked: list[dict[str, Any]], deaths: int) -> list[dict[str, str]]:
+    with live(make, parsers=PARSERS, tokenizer=byte_tokenizer()) as server:
+        found = asyncio.run(answers(server.url, asked))
+        check_nothing_leaks(server, deaths)
+    return found
+
+
+def check_nothing_leaks(server: LiveServer, deaths: int) -> None:
+    rests(server, 5)
+    counts = samples(server)
+    assert counts["fdcore_engine_epoch"] == 1 + deaths
+    assert (counts["fdcore_requests_requeued_total"] > 0) is bool(deaths)
+
+
+@pytest.mark.parametrize("speculative", [None, NGRAM], ids=["forced", "ngram"])
+@pytest.mark.parametrize(
+    ("form", "budget", "positions"),
+    [(FORM, 8, (60, 60)), (CALL, 40, (20, 100))],
+    ids=["schema", "call behind reasoning"],
+)
+@pytest.mark.law("1.1", "4")
+def test_an_answer_is_whole_though_its_engine_was_killed(
+    faults: Faults,
+    form: dict[str, Any],
+    budget: int,
+    positions: tuple[int, int],
+    speculative: SpeculativeConfig | None,
+) -> None:
+    """Killed twice: in the reasoning and behind it, or twice within the JSON."""
+    asked = requests(form, budget)
+    faults.arm()
+    undisturbed = said_by(engine, asked, deaths=0)
+    for said in undisturbed:
+        text = said["arguments"] if form is CALL else said["content"]
+        jsonschema.validate(json.loads(text), SCHEMA)
+        assert (said["names"], said["end"]) == (("keep_animals", "tool_calls") if form is CALL else ("", "stop"))
+        assert said["reasoning"]
+        assert int(said["usage"]) > 120
+    first, then = positions
+    faults.arm("kill", "kill", position=int(undisturbed[0]["prompt"]) + first, every=then)
+    assert said_by(lambda: engine(speculative), asked, deaths=2) == undisturbed
+    assert faults.count == 2
