@@ -152,7 +152,7 @@ def fd_register_tool_parsers() -> Sequence[Entry]:
     Each target is a subclass of `fd_core.text.parsing.contract.ToolParser`; its name is a `--tool-call-parser`. One is
     made for each answer to a request that offers tools, on the server's event loop: no I/O, no clock, no exceptions for
     a text. It keeps the laws at the top of that module: whatever the cuts, the events of a stream, joined, are those of
-    the whole text.
+    the whole text. `fdcore conformance --tool-parser NAME` proves it.
     """
     raise AssertionError("hook specification")
 
@@ -163,6 +163,6 @@ def fd_register_reasoning_parsers() -> Sequence[Entry]:
 
     Each target is a subclass of `fd_core.text.parsing.contract.ReasoningParser`; its name is a `--reasoning-parser`.
     One is made for each answer of a conversation, with the end of the prompt; it keeps the laws at the top of that
-    module.
+    module, and `fdcore conformance --reasoning-parser NAME` proves it.
     """
     raise AssertionError("hook specification")

@@ -50,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     | {"testing", "text", "tracing"},
     "testing": BASE
     | {"backends", "disagg", "engine", "kv", "models", "ops", "parent_watch", "plugins"}
-    | {"router", "runner", "scheduling", "signals"},
+    | {"router", "runner", "scheduling", "signals", "text"},
 }
 """Part of fd_core to the other parts that it may import, anywhere in its files."""
 

@@ -1,4 +1,4 @@
-"""`fdcore conformance`: the report card of backends, schedulers or postprocessors."""
+"""`fdcore conformance`: the report card of backends, schedulers, postprocessors or parsers."""
 
 from __future__ import annotations
 
@@ -34,6 +34,14 @@ def conformance(
             help="Test a postprocessor instead, such as torch or torch:backend=gpu_cuda; may be repeated.",
         ),
     ] = None,
+    tool_parsers: Annotated[
+        list[str] | None,
+        typer.Option("--tool-parser", metavar="NAME", help="Test a parser of tool calls instead; may be repeated."),
+    ] = None,
+    reasoning_parsers: Annotated[
+        list[str] | None,
+        typer.Option("--reasoning-parser", metavar="NAME", help="Test a parser of reasoning instead; may be repeated."),
+    ] = None,
     json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every result to FILE.")] = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write the support table to FILE, one page.")
@@ -45,32 +53,33 @@ def conformance(
         bool, typer.Option("--quick", help="Leave out production sizes and most random sequences: about a minute.")
     ] = False,
 ) -> None:
-    """Run the conformance kit on backends, schedulers or postprocessors, and print their report cards.
+    """Run the conformance kit on backends, schedulers, postprocessors or parsers, and print their report cards.
 
     Each backend runs in a process of its own, against numpy as the oracle: operations, models, sampling, preempted-
     slot signalling, the step token budget, KV transfer, golden streams, crashes and memory, and then at production
     sizes, which takes minutes. A scheduler plans for scripted tokens, through hostile sequences of calls and
     incidents, beside an auditor that names the rule of the law that is broken. A postprocessor makes token matrices of
-    every combination of rows, on the processor or on the backend that `backend=` names. Each card says what was not
-    looked at. The exit code is 0 if all pass, 1 if one does not, and 4 if the tests could not be run to their end.
+    every combination of rows, on the processor or on the backend that `backend=` names. A parser reads answers that are
+    cut at every place. Each card says what was not looked at. The exit code is 0 if all pass, 1 if one does not, and 4
+    if the tests could not be run to their end.
     """
     from fd_core.testing.requirements import require_packages
 
-    if sum(map(bool, (backends, schedulers, postprocessors))) != 1:
-        kinds = "backends, or schedulers with --scheduler, or postprocessors with --postprocess"
-        raise typer.BadParameter(f"name {kinds}: one of them, not several")
+    asked = (backends, schedulers, postprocessors, tool_parsers, reasoning_parsers)
+    if sum(map(bool, asked)) != 1:
+        kinds = "--scheduler, --postprocess, --tool-parser or --reasoning-parser"
+        raise typer.BadParameter(f"name backends, or others with {kinds}: one of them, not several")
     require_packages()
     import msgspec
     from rich.console import Console
 
     from fd_core.testing.report.page import html_of
-    from fd_core.testing.report.runs import BACKENDS, POSTPROCESSORS, SCHEDULERS, run_suite
+    from fd_core.testing.report.runs import KITS, run_suite
     from fd_core.testing.report.terminal import print_report
 
     for path in (json, html):
         require_writable(path)
-    kit = SCHEDULERS if schedulers else POSTPROCESSORS if postprocessors else BACKENDS
-    targets = backends or schedulers or postprocessors or []
+    kit, targets = next((kit, targets) for kit, targets in zip(KITS, asked, strict=True) if targets)
     flag = kit.option.replace("--fd-", "--")
     named = targets if backends else [word for name in targets for word in (flag, name)]
     words = ["fdcore", "conformance", *named, *(("-k", expression) if expression else ()), *(("--quick",) * quick)]

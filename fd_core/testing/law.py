@@ -80,5 +80,10 @@ RULES: Final[Mapping[str, str]] = {
     "7.4": "A worker that comes back is a new incarnation; health checks never write counters.",
     "8": "What replaces a scheduler, a `postprocess` or a store takes and returns frozen values; it never reaches into "
     "the core's objects.",
+    "8.1": "Whatever the cuts of an answer, what a parser says of the pieces, joined, is what it says of the whole.",
+    "8.2": "A parser holds text back only where it may be the beginning of a marker, or white space before one.",
+    "8.3": "A parser loses and repeats no character. What belongs to the format is no text, each call begins once, and "
+    "what a grammar makes the model write is read as that call.",
+    "8.4": "A text may end anywhere and hold anything: what was said stays, and a call that was cut off has no end.",
 }
 """Rule by number. `1`, `2`, `4`, `6` and `8` without a second number are the sentence that heads the section."""

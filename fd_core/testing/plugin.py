@@ -35,6 +35,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
             metavar="NAME[:FIELD=VALUE,...]",
             help="postprocessor for `--pyargs fd_core.testing.postprocessors.suite`; may be repeated",
         )
+        for kind in ("tool", "reasoning"):
+            group.addoption(
+                f"--fd-{kind}-parser",
+                action="append",
+                default=[],
+                metavar="NAME",
+                help=f"{kind} parser for `--pyargs fd_core.testing.parsers.suite`; may be repeated",
+            )
         group.addoption("--fd-quick", action="store_true", help="drive a scheduler through fewer random sequences")
 
 

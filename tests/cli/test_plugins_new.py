@@ -165,6 +165,8 @@ def test_a_name_that_an_installed_plugin_has_is_refused(projects, monkeypatch, t
         (PluginKind.STORE, "disk", "disk is a KV store of fd_core itself"),
         (PluginKind.CONNECTOR, "tcp", "tcp is a connector of fd_core itself"),
         (PluginKind.ROUTER_POLICY, "session", "session is a router policy of fd_core itself"),
+        (PluginKind.TOOL_PARSER, "hermes", "hermes is a tool parser of fd_core itself"),
+        (PluginKind.REASONING_PARSER, "qwen3", "qwen3 is a reasoning parser of fd_core itself"),
         (PluginKind.ROUTER_POLICY, "my-policy", "cannot be the name of a router policy"),
     ],
 )

@@ -8,6 +8,7 @@ from tests.mutants import (
     budget,
     disagg,
     golden_stream,
+    parsing,
     restarts,
     router,
     salts,
@@ -33,5 +34,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *router.MUTANTS,
     *disagg.MUTANTS,
     *transfers.MUTANTS,
+    *parsing.MUTANTS,
 )
 NOT_APPLICABLE: tuple[NotApplicable, ...] = ()

@@ -30,6 +30,7 @@ _FOLDERS: dict[str, tuple[str, ...]] = {
     "scheduling": ("tests/scheduling",),
     "runner": ("tests/runner",),
     "structured": ("tests/structured",),
+    "parsing": ("tests/text/parsing",),
     "router": ("tests/router", "tests/router/gateway"),
     "disagg": ("tests/disagg", "tests/disagg/decode", "tests/disagg/prefill"),
     "engine": ("tests/engine",),

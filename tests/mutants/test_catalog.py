@@ -40,7 +40,7 @@ def test_a_text_that_does_not_occur_once_is_an_error(source: str, tmp_path: Path
 def test_every_test_file_of_the_core_takes_part_once() -> None:
     files = Counter(file for group in groups() for file in group.files)
     assert set(files.values()) == {1}
-    folders = ("disagg", "engine", "kv", "router", "runner", "scheduling")
+    folders = ("disagg", "engine", "kv", "router", "runner", "scheduling", "text/parsing")
     found = {
         file.relative_to(ROOT).as_posix() for name in folders for file in (ROOT / "tests" / name).rglob("test_*.py")
     }

@@ -165,6 +165,8 @@ def test_a_rule_that_a_case_found_broken_is_not_held_whatever_else_passes():
         (["--scheduler", "nosuch"], 4, "there is no scheduler called"),
         (["null", "--scheduler", "continuous"], 2, "one of them, not several"),
         (["--scheduler", "continuous", "--postprocess", "numpy"], 2, "one of them, not several"),
+        (["--tool-parser", "mistral", "--reasoning-parser", "mistral"], 2, "one of them, not several"),
+        (["--tool-parser", "best"], 4, "no tool parser called 'best'"),
         ([], 2, "one of them, not several"),
     ],
 )

@@ -16,6 +16,8 @@ class PluginKind(StrEnum):
     STORE = "store"
     CONNECTOR = "connector"
     ROUTER_POLICY = "router-policy"
+    TOOL_PARSER = "tool-parser"
+    REASONING_PARSER = "reasoning-parser"
 
 
 class Framework(StrEnum):

@@ -8,7 +8,17 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from fd_core.cli.scaffold import Framework, PluginKind
-from fd_core.plugins import BACKEND, CONNECTOR, POSTPROCESS, ROUTER_POLICY, SCHEDULER, STORE, Kind
+from fd_core.plugins import (
+    BACKEND,
+    CONNECTOR,
+    POSTPROCESS,
+    REASONING_PARSER,
+    ROUTER_POLICY,
+    SCHEDULER,
+    STORE,
+    TOOL_PARSER,
+    Kind,
+)
 
 __all__ = ["RECIPES", "TITLES", "ScaffoldRecipe"]
 
@@ -112,6 +122,28 @@ RECIPES: Final[Mapping[PluginKind, ScaffoldRecipe]] = MappingProxyType(
             summary="the most of the prompt held, among workers with few requests",
             use="fdcore route --policy $name --worker http://127.0.0.1:8001",
             guide="write-a-router-policy.md",
+        ),
+        PluginKind.TOOL_PARSER: ScaffoldRecipe(
+            kind=TOOL_PARSER,
+            what="tool parser",
+            module="parser",
+            suffix="Tools",
+            files={"parser.py": ("tool_parser.py", "the parser: which parts of an answer are calls")},
+            summary="calls on lines that begin with CALL",
+            prove="fdcore conformance --tool-parser $name   # does it keep the law?",
+            use="fdcore serve smollm2 --tool-call-parser $name",
+            guide="write-a-parser.md",
+        ),
+        PluginKind.REASONING_PARSER: ScaffoldRecipe(
+            kind=REASONING_PARSER,
+            what="reasoning parser",
+            module="parser",
+            suffix="Reasoning",
+            files={"parser.py": ("reasoning_parser.py", "the parser: which part of an answer is reasoning")},
+            summary="from THINK: to ANSWER:",
+            prove="fdcore conformance --reasoning-parser $name   # does it keep the law?",
+            use="fdcore serve smollm2 --reasoning-parser $name",
+            guide="write-a-parser.md",
         ),
     }
 )

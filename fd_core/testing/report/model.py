@@ -13,6 +13,7 @@ from fd_core.testing.law import RULES
 
 __all__ = [
     "OF_OTHERS_THAN_SCHEDULERS",
+    "PARSER_SECTIONS",
     "POSTPROCESS_SECTIONS",
     "SCHEDULER_SECTIONS",
     "SCHEMA",
@@ -48,6 +49,8 @@ OF_OTHERS_THAN_SCHEDULERS: Final[Mapping[str, str]] = {
 """Rules that no scheduler can break, with what keeps them."""
 POSTPROCESS_SECTIONS: Final = ("matrix", "flight", "device")
 """Sections of the kit for postprocessors; each is a file of `fd_core.testing.postprocessors.suite`."""
+PARSER_SECTIONS: Final = ("cuts", "waiting", "characters", "ends")
+"""Sections of the kit for parsers, beside one for each kind; each is a file of `fd_core.testing.parsers.suite`."""
 _BLAMED: Final = re.compile(r"law ([\d., ]+): ")
 
 CaseOutcome = Literal["pass", "fail", "limit"]
@@ -105,8 +108,12 @@ class Card(msgspec.Struct, frozen=True, kw_only=True):
         ran (`limit`), by number."""
         broken = {rule for result in self.results for rule in result.blamed}
         held = {rule for result in self.results if result.outcome == "pass" for rule in result.rules} - broken
-        elsewhere = "7" if "pairs" in self.sections else "67"  # connectors and the router have suites without a card
-        left = {rule for rule in RULES if rule[0] not in elsewhere} - broken - held - self.others.keys()
+        if PARSER_SECTIONS[0] in self.sections:
+            concerned = {rule for rule in RULES if rule.startswith("8.")}
+        else:  # connectors and the router have suites without a card
+            elsewhere = ("7", "8.") if "pairs" in self.sections else ("6", "7", "8.")
+            concerned = {rule for rule in RULES if not rule.startswith(elsewhere)}
+        left = concerned - broken - held - self.others.keys()
         found = {"fail": broken, "pass": held, "limit": left}[outcome]
         return [rule for rule in RULES if rule in found]
 

@@ -17,6 +17,7 @@ from fd_core.testing import plugin
 from fd_core.testing.report.model import CaseOutcome, Result
 
 if TYPE_CHECKING:
+    from fd_core.testing.parsers.target import ParserTarget
     from fd_core.testing.postprocessors.target import PostprocessTarget
     from fd_core.testing.schedulers.target import SchedulerTarget
     from fd_core.testing.target import Target
@@ -120,14 +121,20 @@ class _ResultRecorder:
         return report
 
     def _introduce(self, item: pytest.Item, name: str) -> None:
-        target: Target | SchedulerTarget | PostprocessTarget | None = getattr(item, "funcargs", {}).get("target")
+        target: Target | SchedulerTarget | PostprocessTarget | ParserTarget | None
+        target = getattr(item, "funcargs", {}).get("target")
         if target is None or name in self._known:
             return
         self._known.add(name)
         from fd_core.plugins import BACKEND, POSTPROCESS, SCHEDULER, installed_plugins
+        from fd_core.testing.parsers.target import ParserTarget
         from fd_core.testing.postprocessors.target import PostprocessTarget
         from fd_core.testing.schedulers.target import SchedulerTarget
 
+        if isinstance(target, ParserTarget):
+            origin = str(installed_plugins().offered(target.kind)[target.name].origin)
+            self._write(BackendDescribed(name, "", "", origin, emulated=False, limits={}))
+            return
         if isinstance(target, SchedulerTarget):
             origin = str(installed_plugins().offered(SCHEDULER)[target.name].origin)
             self._write(BackendDescribed(name, "", "", origin, emulated=False, limits=dict(target.lacks)))

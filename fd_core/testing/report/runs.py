@@ -17,6 +17,7 @@ from typing import Final
 import fd_core
 from fd_core.testing.report.model import (
     OF_OTHERS_THAN_SCHEDULERS,
+    PARSER_SECTIONS,
     POSTPROCESS_SECTIONS,
     SCHEDULER_SECTIONS,
     SECTIONS,
@@ -26,7 +27,7 @@ from fd_core.testing.report.model import (
 )
 from fd_core.testing.report.recorder import BackendDescribed, CaseEnded, CasesLeftOut, CaseStarted, read_events
 
-__all__ = ["BACKENDS", "POSTPROCESSORS", "SCHEDULERS", "Kit", "run_suite"]
+__all__ = ["BACKENDS", "KITS", "Kit", "run_suite"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,15 @@ SCHEDULERS: Final = Kit(
     OF_OTHERS_THAN_SCHEDULERS,
 )
 POSTPROCESSORS: Final = Kit("fd_core.testing.postprocessors.suite", "--fd-postprocess", (), POSTPROCESS_SECTIONS)
+_PARSERS: Final = "fd_core.testing.parsers.suite"
+KITS: Final = (
+    BACKENDS,
+    SCHEDULERS,
+    POSTPROCESSORS,
+    Kit(_PARSERS, "--fd-tool-parser", (), (*PARSER_SECTIONS, "calls")),
+    Kit(_PARSERS, "--fd-reasoning-parser", (), (*PARSER_SECTIONS, "reasoning")),
+)
+"""In the order in which `fdcore conformance` names them."""
 
 _QUIET_SECONDS: Final = 600.0
 """Seconds without a new result after which the suite counts as hanging."""

@@ -1,6 +1,6 @@
 """What a parser is. A parser reads the text of one answer as it comes and says what it means.
 
-Laws, each a property test of the built-in parsers:
+Laws, 8.1 to 8.4 of docs/law.md; `fdcore conformance --tool-parser NAME` or `--reasoning-parser NAME` proves them:
 1. Whatever the cuts, the events of a stream, joined, are those of the whole text.
 2. Text is held back only where it may be the beginning of a marker, or white space before one.
 3. No character is lost or repeated. What belongs to the format is no text: markers, and white space beside them.
@@ -65,6 +65,12 @@ class OutputParser(abc.ABC):
 
     markers: ClassVar[tuple[str, ...]] = ()
     """What the format writes between parts. Where they are control tokens they are kept for the parser."""
+    sample: ClassVar[str] = ""
+    """An answer as such models write it, for the conformance kit, which puts other words in the places of these.
+
+    A tool parser's says `I look.`, then it calls `weather`, whose `city` is `Rome`, and `now` without arguments. A
+    reasoning parser's thinks `Hm.` and answers `I look.`. A tool parser with a `form` needs none.
+    """
 
     @abc.abstractmethod
     def push(self, text: str) -> Sequence[Event]:

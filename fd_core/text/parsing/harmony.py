@@ -26,6 +26,11 @@ class HarmonyTools(JsonCallReader):
     """`analysis` is reasoning, `final` and `commentary` are content, what goes to a function is a call."""
 
     markers = (_START, _CHANNEL, "<|constrain|>", _MESSAGE, *_ENDS)
+    sample = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+        '{"city": "Rome"}<|call|><|start|>assistant to=functions.now<|channel|>commentary<|message|>{}<|call|>'
+    )
     reads_reasoning = True
     before_calls = tuple(
         FreePart(f"{_CHANNEL}{channel}{_MESSAGE}", _ENDS[0], f"{_START}assistant")
@@ -83,6 +88,7 @@ class HarmonyTools(JsonCallReader):
 class HarmonyReasoning(HarmonyTools, ReasoningParser):
     """gpt-oss for requests without tools."""
 
+    sample = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>I look.<|return|>"
     end = "<|channel|>final<|message|>"
     calls = False
 

@@ -192,11 +192,11 @@ class TextReader(abc.ABC):
         pattern, beginning, longest = _patterns(markers)
         while True:
             found = pattern.search(self._text, self._at)
-            # Where no marker is, one may have begun at the end of the text.
-            begun = found or beginning.search(self._text, max(self._at, len(self._text) - longest))
-            begin = begun.start() if begun else len(self._text)
-            if found is not None and not self._ended and _may_grow(found, markers):
-                found = None
+            begun = None if self._ended else beginning.search(self._text, max(self._at, len(self._text) - longest))
+            if begun is not None and found is not None and begun.start() <= found.start():
+                found = None  # what has begun at the end of the text may become a longer marker
+            first = found or begun
+            begin = first.start() if first else len(self._text)
             held = self._at + len(self._text[self._at : begin].rstrip(SPACE)) if space else begin
             if held > self._at:
                 say(self._text[self._at : held])
@@ -226,15 +226,9 @@ class TextReader(abc.ABC):
             self.say_content(text)
 
 
-def _may_grow(found: re.Match[str], markers: tuple[str, ...]) -> bool:
-    """Whether the marker at the end of the text may be the beginning of a longer one."""
-    marker = found[0]
-    return found.end() == len(found.string) and any(m != marker and m.startswith(marker) for m in markers)
-
-
 @cache
 def _patterns(markers: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str], int]:
     """Return what finds a marker, what finds the beginning of one at the end of a text, and the longest's length."""
-    beginnings = {marker[:size] for marker in markers for size in range(1, len(marker))} or {markers[0]}
+    beginnings = {marker[:size] for marker in markers for size in range(1, len(marker))}
     either, begun = ("|".join(map(re.escape, sorted(each, key=len, reverse=True))) for each in (markers, beginnings))
-    return re.compile(either), re.compile(rf"(?:{begun})\Z"), max(map(len, markers))
+    return re.compile(either), re.compile(rf"(?:{begun or '(?!)'})\Z"), max(map(len, markers))

@@ -18,6 +18,7 @@ class _Between(TextReader, ReasoningParser):
     begin: ClassVar[str] = "<think>"
     end: ClassVar[str] = "</think>"
     markers: ClassVar[tuple[str, ...]] = ("<think>", "</think>")
+    sample = "<think>\nHm.\n</think>\n\nI look."
     unasked: ClassVar[bool] = False
     """Whether an answer begins with reasoning although no marker says so."""
 
@@ -81,6 +82,7 @@ class MistralReasoning(_Between):
     begin = "[THINK]"
     end = "[/THINK]"
     markers = ("[THINK]", "[/THINK]")
+    sample = "[THINK]Hm.[/THINK]I look."
 
 
 class ErnieReasoning(_Between):
@@ -88,6 +90,7 @@ class ErnieReasoning(_Between):
 
     unasked = True
     markers = ("<think>", "</think>", "<response>", "</response>")
+    sample = "Hm.\n</think>\n\n\n<response>\nI look.\n</response>\n"
 
     def read_content(self) -> Steps[None]:
         """Read content without the markers around it."""

@@ -7,8 +7,9 @@ import time
 import pytest
 from recorded import RECORDED, TOOL_PARSERS, TOOLS, parser
 
-from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Thought
+from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, Thought, joined
 from fd_core.text.parsing.hermes import HermesTools
+from fd_core.text.parsing.reader import Steps, TextReader
 from fd_core.text.parsing.thinking import QwenReasoning
 
 
@@ -36,6 +37,36 @@ def test_reasoning_goes_out_as_it_comes_and_content_behind_it_is_not_touched() -
     assert list(reading.push("/think")) == []
     assert list(reading.push(">\n\nYes")) == [Content("Yes")]
     assert list(reading.push(" <think> \n")) == [Content(" <think> \n")]
+
+
+class Dashes(TextReader):
+    """Content between marks, of which one is the beginning of another and stands within a third."""
+
+    def run(self) -> Steps[None]:
+        while marker := (yield from self.content_until("--", "--->", "=--=")):
+            self.say_reasoning(marker)
+
+
+@pytest.mark.parametrize(
+    ("text", "marks"), [("a--b--->c---d--", ["--", "--->", "--", "--"]), ("a=--=b=--c=--=", ["=--=", "--", "=--="])]
+)
+def test_the_first_and_longest_marker_is_found_whatever_the_cuts(text: str, marks: list[str]) -> None:
+    def read(*pieces: str) -> list[Event]:
+        reading = Dashes()
+        return joined([*(event for piece in pieces for event in reading.push(piece)), *reading.flush()])
+
+    assert [event.text for event in read(text) if isinstance(event, Thought)] == marks
+    for cut in range(len(text)):
+        assert read(text[:cut], text[cut:]) == read(*text) == read(text)
+
+
+def test_a_marker_of_one_character_is_found_at_once() -> None:
+    class Bars(TextReader):
+        def run(self) -> Steps[None]:
+            while (yield from self.content_until("|")):
+                self.say_reasoning("|")
+
+    assert list(Bars().push("a|")) == [Content("a"), Thought("|")]
 
 
 @pytest.mark.parametrize("name", TOOL_PARSERS)

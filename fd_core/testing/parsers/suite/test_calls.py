@@ -1,0 +1,67 @@
+"""Calls: names and arguments of every kind, and what a grammar makes the model write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fd_core.testing.parsers.target import ParserTarget, SampleAnswer, Words, meaning_of
+from fd_core.testing.requirements import lacks
+from fd_core.testing.schedulers.breaches import require
+from fd_core.text.parsing.contract import CallForm, TaggedArguments
+
+NAMES = ["w", "now_and_then", "get.weather-2_x", "x" * 64]
+"""Legal names: one is a letter, and one begins as another tool's name does."""
+
+
+def form_of(target: ParserTarget, name: str) -> CallForm:
+    """Return how a call is written; skip the test if the format has no such form."""
+    form = target.form(name)
+    return lacks("its `form` is None: no grammar can hold a model to calls") if form is None else form
+
+
+def arguments_of(target: ParserTarget, form: CallForm) -> list[dict[str, Any]]:
+    """Arguments with whatever a format may hold: markers and quotes in strings, depth, numbers, emptiness."""
+    ends = form.arguments.ends if isinstance(form.arguments, TaggedArguments) else ()
+    possible: list[dict[str, Any]] = [
+        {},
+        {"city": ""},
+        {"city": "c \"}'] \\ \n\t", "where": [[], {}, [{}], "{", "]"]},
+        {"where": [1, -2.5e3, True, None, {"a": {"b": {"c": [0]}}}], "city": "\u2028\x7f東京 🙂"},
+        *({"city": f"so {marker} it is"} for marker in target.markers if not any(end in marker for end in ends)),
+    ]
+    if form.arguments == "json":
+        possible += [{'a "b" \\': "", "": {}, "é🙂": 1}, *({marker: [marker]} for marker in target.markers)]
+    return possible
+
+
+@pytest.mark.law("8.3")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_call_is_read_whatever_its_name(target: ParserTarget, name: str) -> None:
+    for answer in target.answers(Words(tool=name)):
+        answer.require_of(meaning_of(target.read(*answer.text, tools=answer.tools)))
+
+
+@pytest.mark.law("8.3")
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_what_a_grammar_makes_the_model_write_is_read(target: ParserTarget, ascii_only: bool) -> None:
+    for name in ("weather", *NAMES):
+        form = form_of(target, name)
+        begun = form.trigger and (form.opening or form.begin).startswith(form.trigger)
+        require(begun, "8.3", f"a call does not begin with {form.trigger!r}: {form}")
+        for arguments in arguments_of(target, form):
+            calls = ((name, arguments),)
+            answer = SampleAnswer(target.written(form, calls, ascii_only=ascii_only), (name,), "", "", calls)
+            for pieces in ([answer.text], list(answer.text)):
+                answer.require_of(meaning_of(target.read(*pieces, tools=answer.tools)))
+
+
+@pytest.mark.law("8.3")
+def test_calls_follow_one_another(target: ParserTarget) -> None:
+    form = form_of(target, "weather")
+    if form.between is None:
+        lacks("an answer of this format has one call at most")
+    calls = [("weather", {"city": str(number)}) for number in range(12)]
+    answer = SampleAnswer(target.written(form, calls), ("weather",), "", "", tuple(calls))
+    answer.require_of(meaning_of(target.read(*answer.text, tools=answer.tools)))

@@ -1,0 +1,65 @@
+"""Characters: none is lost, none is said twice, and nothing passes from one answer to another."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+import pytest
+
+from fd_core.testing.parsers.suite.test_cuts import WORDS
+from fd_core.testing.parsers.target import ParserTarget, Words, meaning_of
+from fd_core.testing.schedulers.breaches import require
+from fd_core.text.parsing.events import Event, joined
+
+PLAIN = {
+    "a letter": "a",
+    "scripts": "Röm 🙂, 東京\u2028\u200f; e\u0301 and 👩‍👩‍👧\u00a0.",
+    "edges": "0\x00\ufeff\ufffd\U0010ffff",
+    "lines": "two\r\n\tlines \n\n",
+    "spaces": "it ends with space   ",
+    "words": "null, 0 and false",
+}
+
+
+def require_all(target: ParserTarget, text: str) -> None:
+    """Compare everything that is said with the text."""
+    for pieces in ([text], list(text)):
+        meaning = meaning_of(target.read(*pieces))
+        said = meaning.content + meaning.reasoning
+        require(said == text and not meaning.calls, "8.3", f"of {text!r} there is {said!r}, with {meaning.calls}")
+
+
+@pytest.mark.law("8.3")
+@pytest.mark.parametrize("text", PLAIN)
+def test_a_text_without_markers_is_said_as_it_is(target: ParserTarget, text: str) -> None:
+    require_all(target, PLAIN[text])
+
+
+@pytest.mark.law("8.3")
+def test_half_a_marker_is_text(target: ParserTarget) -> None:
+    """In the middle of a text, and at its end."""
+    for marker in target.markers:
+        for size in range(1, len(marker)):
+            if not any(other in marker[:size] for other in target.markers):
+                require_all(target, f"so \n{marker[:size]}~ it is")
+                require_all(target, f"so \n{marker[:size]}")
+
+
+@pytest.mark.law("8.3")
+@pytest.mark.parametrize("words", ["plain", "unicode", "markup"])
+def test_an_answer_means_what_it_says(target: ParserTarget, words: str) -> None:
+    for answer in target.answers(WORDS[words], raw=words != "markup"):
+        answer.require_of(meaning_of(target.read(*answer.text, tools=answer.tools)))
+
+
+@pytest.mark.law("8.3")
+def test_two_answers_at_a_time_do_not_meet(target: ParserTarget) -> None:
+    """Two streams take turns, character by character."""
+    for one, other in zip(target.answers(), target.answers(Words("You look.", "Oh.", "rain", "Oslo")), strict=True):
+        found: tuple[list[Event], list[Event]] = ([], [])
+        turns = [target.listen(*each.text, tools=each.tools) for each in (one, other)]
+        for both in zip_longest(*turns, fillvalue=[]):
+            for said, events in zip(found, both, strict=True):
+                said.extend(events)
+        for answer, said in zip((one, other), found, strict=True):
+            answer.require_of(meaning_of(joined(said)))

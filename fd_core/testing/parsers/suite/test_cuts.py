@@ -1,0 +1,62 @@
+"""Cuts: whatever the pieces in which an answer comes, it says the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fd_core.testing.parsers.target import ParserTarget, Words
+from fd_core.testing.schedulers.breaches import require
+
+WORDS = {
+    "plain": Words(),
+    "unicode": Words("Ich säe 🙂\u2028é…", "Hm\u0301 ≠ 👩‍👩‍👧.", "weather", "Röm \u200f東京 🙂"),
+    "names that nobody offered": Words(tool="rain"),
+    "names with injection": Words(tool='a"}</b>[{\\n'),
+    "markup": Words("1 < 2 [x] {y} `z`", "a <b> {", city="[R] {o} <m>"),
+}
+PIECES = ('{"name": "now"', ', "arguments": ', "```", "now", "weather(", *"{}[]()<>|\"'\\,:;= \n1-aé🙂\u2028")
+"""Beside markers, what the texts are made of that nobody expects."""
+
+
+def require_same(target: ParserTarget, text: str, pieces: list[str], tools: tuple[str, ...]) -> None:
+    """Compare the events of the pieces with those of the whole text."""
+    found, whole = target.read(*pieces, tools=tools), target.read(text, tools=tools)
+    require(found == whole, "8.1", f"the pieces {pieces!r} say {found}; as a whole they say {whole}")
+
+
+@pytest.mark.law("8.1")
+@pytest.mark.parametrize("words", WORDS)
+def test_no_place_of_a_cut_changes_what_is_said(target: ParserTarget, words: str) -> None:
+    for answer in target.answers(WORDS[words]):
+        tools = () if "nobody" in words else answer.tools
+        for cut in range(len(answer.text) + 1):
+            require_same(target, answer.text, [answer.text[:cut], answer.text[cut:]], tools)
+        require_same(target, answer.text, list(answer.text), tools)
+
+
+@pytest.mark.law("8.1")
+def test_many_cuts_change_nothing(target: ParserTarget) -> None:
+    """Pieces of every length, and empty ones among them."""
+    rng = np.random.default_rng(1)
+    for answer in target.answers(WORDS["unicode"]):
+        for _ in range(200):
+            places = sorted(rng.integers(0, len(answer.text) + 1, rng.integers(2, 20)).tolist())
+            ends = [*places, len(answer.text)]
+            require_same(target, answer.text, [answer.text[a:b] for a, b in zip([0, *places], ends, strict=True)], ())
+
+
+@pytest.mark.law("8.1", "8.4")
+def test_texts_that_nobody_expects_break_nothing(target: ParserTarget) -> None:
+    """Markers and pieces of answers in no order."""
+    rng = np.random.default_rng(2)
+    answers = [answer.text for answer in target.answers()]
+    for _ in range(600):
+        parts = [str(rng.choice([*target.markers, *PIECES])) for _ in range(rng.integers(1, 12))]
+        answer = answers[rng.integers(len(answers))]
+        at, to = sorted(rng.integers(0, len(answer) + 1, 2).tolist())
+        parts.insert(int(rng.integers(len(parts) + 1)), answer[at:to])
+        text = "".join(parts)
+        cut = int(rng.integers(len(text) + 1))
+        require_same(target, text, [text[:cut], text[cut:]], Words()[2:3])
+        require_same(target, text, list(text), Words()[2:3])

@@ -1,0 +1,35 @@
+"""Reasoning: where it ends, as grammars that wait for its end are told."""
+
+from __future__ import annotations
+
+import pytest
+
+from fd_core.testing.parsers.target import ParserTarget, Words, meaning_of
+from fd_core.testing.requirements import lacks
+from fd_core.testing.schedulers.breaches import require
+
+
+@pytest.mark.law("8.3")
+def test_the_end_of_reasoning_is_the_one_that_is_named(target: ParserTarget) -> None:
+    end = target.cls.end
+    if not end:
+        lacks("its `end` is empty: no single marker ends reasoning, so that it has no budget")
+    for answer in target.answers():
+        before, marker, after = answer.text.partition(end)
+        require(marker, "8.3", f"{end!r} does not end the reasoning of {answer.text!r}")
+        require(Words().content in after, "8.3", f"the answer does not stand behind {end!r} in {answer.text!r}")
+        meaning = meaning_of(target.read(before))
+        require(meaning.content == "", "8.3", f"content before {end!r}: {meaning.content!r}")
+        require(meaning.reasoning.strip() == Words().reasoning, "8.3", f"reasoning is {meaning.reasoning!r}")
+
+
+@pytest.mark.law("8.3")
+def test_reasoning_that_the_prompt_closed_does_not_begin_again(target: ParserTarget) -> None:
+    """A template that switches reasoning off writes its beginning and its end into the prompt."""
+    for answer in target.answers():
+        tail, end, text = answer.text.partition(target.cls.end or answer.text)
+        if not target.cls.end or target.cls.begins_reasoning(tail + end, switched=True):
+            lacks("such a prompt does not switch its reasoning off")
+        parser = target.cls(tail + end)
+        meaning = meaning_of([*parser.push(text), *parser.flush()])
+        require(meaning.reasoning == "", "8.3", f"reasoning behind a prompt that closed it: {meaning.reasoning!r}")

@@ -1,0 +1,56 @@
+"""Waiting: text is held back only where it may be the beginning of a marker, or white space before one."""
+
+from __future__ import annotations
+
+import pytest
+
+from fd_core.testing.parsers.target import ParserTarget, text_of
+from fd_core.testing.schedulers.breaches import require
+from fd_core.text.parsing.events import CallBegun
+
+
+def require_prompt(target: ParserTarget, text: str) -> None:
+    """Push text that is no format, character by character; nothing waits that can be no marker any more."""
+    said = ""
+    for end, events in enumerate(target.listen(*text), 1):
+        said += text_of(events)
+        held = text[len(said) : end].lstrip()
+        may_begin = any(marker.startswith(held) for marker in target.markers)
+        require(not held or may_begin, "8.2", f"{held!r} is held back, though it begins no marker, in {text[:end]!r}")
+
+
+@pytest.mark.law("8.2")
+def test_text_goes_out_as_it_comes(target: ParserTarget) -> None:
+    require_prompt(
+        target, "the quick brown fox, 1 + 1 > 3,\n\n  jumps over 🙂 and é. Then it rests; it waits for nobody"
+    )
+
+
+@pytest.mark.law("8.2")
+def test_what_became_no_marker_goes_out_at_once(target: ParserTarget) -> None:
+    for marker in target.markers:
+        for size in range(1, len(marker)):
+            if not any(other in marker[:size] for other in target.markers):
+                require_prompt(target, f"so {marker[:size]}~ it is")
+
+
+@pytest.mark.law("8.2")
+def test_no_part_of_an_answer_waits_for_its_end(target: ParserTarget) -> None:
+    """300 characters of content, of reasoning, or of an argument, one by one."""
+    for kind, answer, begin in target.long_answers(300):
+        said = 0
+        for end, events in enumerate(target.listen(*answer.text, tools=answer.tools), 1 - begin):
+            said += text_of(events, kind).count("x")
+            late = min(end, 300) - said
+            require(late <= target.patience, "8.2", f"{late} characters are held back, each a {kind.__name__}")
+
+
+@pytest.mark.law("8.2")
+def test_a_call_begins_before_its_arguments_are_there(target: ParserTarget) -> None:
+    for answer in target.answers():
+        for index, (name, arguments) in enumerate(answer.calls):
+            if arguments:
+                before = answer.text[: answer.text.index(arguments["city"])]
+                events = next(target.listen(before, tools=answer.tools))
+                names = [event.name for event in events if isinstance(event, CallBegun)]
+                require(names[index:] == [name], "8.2", f"{name} has not begun where its first argument is")

@@ -1,0 +1,215 @@
+"""The parser under test, found as a user would find it, and what it makes of answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from fd_core.errors import PluginError
+from fd_core.plugins import TOOL_PARSER, Kind, installed_plugins
+from fd_core.testing.schedulers.breaches import broken, require
+from fd_core.text.parsing.contract import CallForm, OutputParser, TaggedArguments
+from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, Thought, joined
+
+__all__ = ["NOW", "Meaning", "ParserTarget", "SampleAnswer", "Words", "find_parser", "meaning_of", "text_of"]
+
+NOW: Final = "now"
+"""The tool without arguments."""
+
+
+class Words(NamedTuple):
+    """What stands in a sample, or what the kit writes in its place."""
+
+    content: str = "I look."
+    reasoning: str = "Hm."
+    tool: str = "weather"
+    city: str = "Rome"
+
+
+class Meaning(NamedTuple):
+    """What an answer comes to."""
+
+    content: str
+    reasoning: str
+    calls: list[tuple[str, str]]
+    """Name and arguments, as text."""
+    ended: int
+    """How many calls are complete."""
+
+
+class SampleAnswer(NamedTuple):
+    """An answer as a model writes it, and what it means."""
+
+    text: str
+    tools: tuple[str, ...]
+    content: str
+    reasoning: str
+    calls: tuple[tuple[str, Any], ...] = ()
+    """Name and arguments, as values."""
+
+    def require_of(self, meaning: Meaning) -> None:
+        """Fail the running test unless `meaning` is that of the answer."""
+        for what, found, right in (
+            ("content", meaning.content, self.content),
+            ("reasoning", meaning.reasoning, self.reasoning),
+            ("calls", [name for name, _ in meaning.calls], [name for name, _ in self.calls]),
+        ):
+            require(found == right, "8.3", f"{what} of {self.text!r} is {found!r}, not {right!r}")
+        for (name, text), (_, right) in zip(meaning.calls, self.calls, strict=True):
+            try:
+                found = json.loads(text)
+            except ValueError:
+                broken("8.3", f"arguments of {name} are no JSON: {text!r}, in {self.text!r}")
+            require(found == right, "8.3", f"arguments of {name} are {text}, not {right}, in {self.text!r}")
+        require(meaning.ended == len(self.calls), "8.3", f"{meaning.ended} of {len(self.calls)} calls have an end")
+
+
+@dataclass(frozen=True)
+class ParserTarget:
+    """One parser under a name."""
+
+    name: str
+    cls: Any
+    """Derived from `ToolParser` or `ReasoningParser`."""
+    kind: Kind[Any]
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """What the format writes between parts."""
+        return tuple(self.cls.markers)
+
+    @property
+    def patience(self) -> int:
+        """How many characters may be held back where a marker may have begun."""
+        return max((len(marker) for marker in self.markers), default=1)
+
+    def form(self, name: str) -> CallForm | None:
+        """Return how a call of a tool is written, None if the format, or the kind of parser, has no such form."""
+        return self.cls.form(name) if self.kind is TOOL_PARSER else None
+
+    def new(self, tools: tuple[str, ...] = ()) -> OutputParser:
+        """Return a parser for one answer."""
+        if self.kind is not TOOL_PARSER:
+            return self.cls("")
+        city = {"type": "object", "properties": {"city": {"type": "string"}}}
+        none: dict[str, Any] = {"type": "object", "properties": {}}
+        return self.cls({name: none if name == NOW else city for name in tools})
+
+    def answers(self, words: Words = Words(), *, raw: bool = True) -> Iterator[SampleAnswer]:  # noqa: B008 -- frozen
+        """Yield the answers with these words: the one that the parser shows, if `raw`, and those of its form."""
+        calls: tuple[tuple[str, Any], ...] = ((words.tool, {"city": words.city}), (NOW, {}))
+        tools = tuple(name for name, _ in calls)
+        if sample := self.cls.sample if raw else "":
+            shown = dict(zip(Words(), words, strict=True))
+            content, reasoning = (shown[word] if word in sample else "" for word in Words()[:2])
+            for word, other in shown.items():
+                sample = sample.replace(word, other)
+            yield SampleAnswer(sample, tools, content, reasoning, calls if self.kind is TOOL_PARSER else ())
+        if (form := self.form(words.tool)) is not None:
+            content = words.content if form.anywhere else ""
+            told = calls if form.between is not None else calls[:1]
+            yield SampleAnswer(content + self.written(form, told), tools, content, "", told)
+
+    def written(self, form: CallForm, calls: Sequence[tuple[str, Any]], *, ascii_only: bool = False) -> str:
+        """Return calls as a grammar makes the model write them; `form` is that of one of them."""
+        texts = []
+        for name, arguments in calls:
+            own = self.form(name) or form
+            texts.append(own.begin + _arguments(own.arguments, arguments, ascii_only=ascii_only) + own.end)
+        return form.opening + (form.between or "").join(texts) + form.closing
+
+    def long_answers(self, size: int) -> Iterator[tuple[type[Event], SampleAnswer, int]]:
+        """Yield answers with so many `x` for content, reasoning or an argument, with their kind and their place."""
+        long = "x" * size
+        kinds: tuple[tuple[type[Event], Words], ...] = (
+            (Content, Words(content=long)),
+            (Thought, Words(reasoning=long)),
+            (ArgumentsDelta, Words(city=long)),
+        )
+        for kind, words in kinds:
+            for answer in self.answers(words):
+                if long in answer.text:
+                    yield kind, answer, answer.text.index(long)
+
+    def read(self, *pieces: str, tools: tuple[str, ...] = ()) -> list[Event]:
+        """Return the events of an answer that comes in pieces, joined."""
+        return joined(event for events in self.listen(*pieces, tools=tools) for event in events)
+
+    def listen(self, *pieces: str, tools: tuple[str, ...] = ()) -> Iterator[list[Event]]:
+        """Yield what each piece adds, then what the end adds. Breaks rule 8.4 or 8.3 for what nobody may say."""
+        parser, order = self.new(tools), _Order()
+        for piece in (*pieces, None):
+            try:
+                events = list(parser.flush() if piece is None else parser.push(piece))
+            except Exception as error:  # noqa: BLE001 -- whatever it is breaks the rule
+                broken("8.4", f"{type(error).__name__} ({error}) for {''.join(pieces)!r}")
+            order.check(events)
+            yield events
+
+
+def _arguments(form: TaggedArguments | str, arguments: dict[str, Any], *, ascii_only: bool) -> str:
+    if isinstance(form, TaggedArguments):
+        return "".join(
+            f"{form.before_key}{key}{form.before_value}"
+            f"{value if isinstance(value, str) else json.dumps(value, ensure_ascii=ascii_only)}{form.after_value}"
+            for key, value in arguments.items()
+        )
+    if form == "python":
+        return ", ".join(f"{key}={ascii(value) if ascii_only else repr(value)}" for key, value in arguments.items())
+    return json.dumps(arguments, ensure_ascii=ascii_only)
+
+
+class _Order:
+    """Calls count from 0; each begins once, and arguments and ends belong to the one that is open."""
+
+    def __init__(self) -> None:
+        self._next, self._open = 0, False
+
+    def check(self, events: list[Event]) -> None:
+        for event in events:
+            match event:
+                case CallBegun(index, name):
+                    require(index == self._next, "8.3", f"the call {name} has the number {index}, not {self._next}")
+                    self._next, self._open = index + 1, True
+                case ArgumentsDelta(index) | CallEnded(index):
+                    require(self._open and index == self._next - 1, "8.3", f"{event} belongs to no open call")
+                    self._open = isinstance(event, ArgumentsDelta)
+                case Content() | Thought():
+                    pass
+                case _:
+                    broken("8", f"{event!r} is no event")
+            require(getattr(event, "text", "some"), "8.3", f"{event} says nothing")
+
+
+def text_of(events: Iterable[Event], *kinds: type[Event]) -> str:
+    """Return the text of the events of some kinds, by default of content and reasoning."""
+    return "".join(getattr(event, "text", "") for event in events if isinstance(event, kinds or (Content, Thought)))
+
+
+def meaning_of(events: list[Event]) -> Meaning:
+    """Return what the events of an answer come to."""
+    arguments = {event.index: "" for event in events if isinstance(event, CallBegun)}
+    for event in events:
+        if isinstance(event, ArgumentsDelta):
+            arguments[event.index] += event.text
+    return Meaning(
+        text_of(events, Content),
+        text_of(events, Thought),
+        [(event.name, arguments[event.index]) for event in events if isinstance(event, CallBegun)],
+        sum(isinstance(event, CallEnded) for event in events),
+    )
+
+
+def find_parser(name: str, kind: Kind[Any]) -> ParserTarget:
+    """Return the parser called `name`. Raises `PluginError` if there is none, or if it shows no answer to test with."""
+    target = ParserTarget(name, installed_plugins().load(kind, name), kind)
+    words = Words()[:2] if kind is not TOOL_PARSER else (*Words()[2:], NOW)
+    sample = target.cls.sample
+    if missing := [word for word in words if word not in sample] if sample or target.form(NOW) is None else []:
+        raise PluginError(
+            f"the sample of the {kind.word} {name} has no {missing[0]!r}",
+            hint="`sample` of its class shows an answer; fd_core/text/parsing/contract.py says with which words",
+        )
+    return target

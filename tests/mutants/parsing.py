@@ -1,0 +1,147 @@
+"""Faults of the parsers of tool calls and reasoning: laws 8.1 to 8.4."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import mutant
+
+READER = "text/parsing/reader.py"
+JSON = "text/parsing/json_calls.py"
+THINKING = "text/parsing/thinking.py"
+ANSWER = "text/parsing/answer.py"
+HERMES = "text/parsing/hermes.py"
+TAGGED = "text/parsing/tagged.py"
+PYTHONIC = "text/parsing/pythonic.py"
+
+_SAME = "8.1: what is said of the pieces is what is said of the whole"
+_PROMPT = "8.2: text is held back only where it may be the beginning of a marker"
+_ALL = "8.3: no character is lost or repeated, and each call begins once"
+_ENDS = "8.4: a text may end anywhere and hold anything"
+
+MUTANTS = (
+    mutant(
+        "a-marker-that-begins-in-a-piece-is-text",
+        _SAME,
+        (READER, "begun = None if self._ended else beginning.search(", "begun = None and beginning.search("),
+    ),
+    mutant(
+        "a-short-marker-does-not-wait-for-a-longer-one",
+        _SAME,
+        (READER, "begun.start() <= found.start()", "begun.start() < found.start()"),
+    ),
+    mutant(
+        "a-marker-within-another-is-taken-at-once",
+        _SAME,
+        (READER, "begun.start() <= found.start()", "begun.start() == found.start()"),
+    ),
+    mutant(
+        "a-literal-is-compared-with-what-is-here",
+        _SAME,
+        (READER, "if self._ended or not open_ones:", "if True:"),
+    ),
+    mutant(
+        "white-space-before-a-marker-is-said-if-a-cut-follows-it",
+        _SAME,
+        (
+            READER,
+            "held = self._at + len(self._text[self._at : begin].rstrip(SPACE)) if space else begin",
+            "held = self._at + len(self._text[self._at : begin].rstrip(SPACE)) if space and found else begin",
+        ),
+    ),
+    mutant(
+        "a-place-that-is-kept-is-dropped-with-the-piece",
+        _SAME,
+        (READER, "done = self._at if self._kept is None else self._kept", "done = self._at"),
+    ),
+    mutant(
+        "everything-behind-an-angle-bracket-waits",
+        _PROMPT,
+        (
+            READER,
+            "begin = first.start() if first else len(self._text)",
+            'begin = first.start() if first else (self._text + "<").index("<", self._at)',
+        ),
+    ),
+    mutant(
+        "the-name-of-a-call-waits-for-its-arguments",
+        _PROMPT,
+        (
+            JSON,
+            "if name is not None and not begun and (early is not None or not known):",
+            "if name is not None and not begun and early is not None:",
+        ),
+    ),
+    mutant(
+        "arguments-are-said-when-they-are-whole",
+        _PROMPT,
+        (
+            JSON,
+            "value = yield from self._value(self.say_arguments if begun else self.drop, unquote=begun)",
+            "value = yield from self._value(self.drop)\n                self.say_arguments(value.text)",
+        ),
+    ),
+    mutant(
+        "what-was-held-back-is-lost-at-the-end",
+        _ALL,
+        (READER, "                say(self._text[self._at :])\n", ""),
+    ),
+    mutant(
+        "every-call-has-the-number-zero",
+        _ALL,
+        (READER, "        self._calls += 1\n", ""),
+    ),
+    mutant(
+        "a-call-without-arguments-has-none",
+        _ALL,
+        (READER, "        if not self._arguments:\n", "        if False:\n"),
+    ),
+    mutant(
+        "an-escaped-quote-ends-a-string",
+        _ALL,
+        (JSON, '            if character == "\\\\":\n', "            if False:\n"),
+    ),
+    mutant(
+        "what-turned-out-to-be-no-call-is-lost",
+        _ALL,
+        (HERMES, "                self.say_content(opened)\n", ""),
+    ),
+    mutant(
+        "white-space-alone-behind-a-call-is-content",
+        _ALL,
+        (READER, "if not (self._after_call and not text.strip(SPACE)):", "if True:"),
+    ),
+    mutant(
+        "content-behind-reasoning-passes-by-the-tools",
+        _ALL,
+        (ANSWER, "                read += tools.push(event.text)\n", "                read.append(event)\n"),
+    ),
+    mutant(
+        "text-of-a-value-is-not-escaped",
+        _ALL,
+        (TAGGED, "say=lambda text: self.say_arguments(_escaped(text))", "say=self.say_arguments"),
+    ),
+    mutant(
+        "reasoning-that-the-prompt-closed-goes-on",
+        _ALL,
+        (THINKING, "return begun > ended or (begun == ended and cls.unasked)", "return begun > -1 or cls.unasked"),
+    ),
+    mutant(
+        "the-end-of-the-text-ends-a-call",
+        _ENDS,
+        (JSON, "        if end:\n            self.end_call()\n", "        self.end_call()\n"),
+    ),
+    mutant(
+        "half-a-word-is-said-as-a-value",
+        _ENDS,
+        (PYTHONIC, 'self.say_arguments(word if word[:1] in "-0123456789" else "")', "self.say_arguments(word)"),
+    ),
+    mutant(
+        "what-the-tools-held-back-is-lost",
+        _ENDS,
+        (ANSWER, "[*self._read(events, self._second), *self._second.flush()]", "self._read(events, self._second)"),
+    ),
+    mutant(
+        "a-call-that-never-begins-is-ended",
+        _ENDS,
+        (JSON, '        if not self.call_open:\n            return ""\n', ""),
+    ),
+)

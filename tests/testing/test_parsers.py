@@ -1,0 +1,83 @@
+"""The parsers of the core pass the kit, and each wrong one fails the case that names its fault."""
+
+import re
+
+import pytest
+
+from fd_core.errors import PluginError
+from fd_core.plugins import installed_plugins
+from fd_core.testing.law import RULES
+from fd_core.testing.parsers import REASONING_PARSER, TOOL_PARSER, ParserTarget, find_parser, kit_cases, target
+from fd_core.testing.schedulers.breaches import LawBroken
+from fd_core.text.parsing.contract import ReasoningParser, ToolParser
+from fd_core.text.parsing.hermes import HermesTools
+from tests.testing.wrong.parsing import WRONG
+
+KINDS = (TOOL_PARSER, REASONING_PARSER)
+CASES = {kind: {str(case): case for case in kit_cases(kind)} for kind in KINDS}
+OFFERED = [
+    (kind, name)
+    for kind in KINDS
+    for name, offer in installed_plugins().offered(kind).items()
+    if not offer.entry.summary.startswith("another name of")
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), OFFERED, ids=lambda each: getattr(each, "word", each))
+@pytest.mark.timeout(120)
+def test_those_of_the_core_pass(kind, name):
+    found = find_parser(name, kind)
+    for case in CASES[kind].values():
+        try:
+            case.run(target=found)
+        except pytest.skip.Exception as skipped:
+            assert name == "gpt_oss", skipped
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_one_is_caught_by_the_case_that_names_its_fault(name):
+    cls = WRONG[name].cls
+    kind = TOOL_PARSER if issubclass(cls, ToolParser) else REASONING_PARSER
+    with pytest.raises(LawBroken) as caught:
+        CASES[kind][WRONG[name].noticed_by].run(target=ParserTarget(name, cls, kind))
+    assert caught.value.rule == WRONG[name].rule, caught.value
+
+
+def test_there_are_many_wrong_ones_and_every_case_is_needed_by_one():
+    assert len(WRONG) >= 30
+    named = {wrong.noticed_by.partition(":")[2].partition("[")[0] for wrong in WRONG.values()}
+    assert {case.function.__name__ for cases in CASES.values() for case in cases.values()} == named
+
+
+def test_every_rule_of_parsers_is_looked_at():
+    rules = {rule for cases in CASES.values() for case in cases.values() for rule in case.rules}
+    assert {rule for rule in RULES if rule.startswith("8.")} == rules
+
+
+class ShowsNothing(ToolParser):
+    """A parser without a sample and without a form."""
+
+
+class ShowsNoAnswer(ReasoningParser):
+    sample = "<think>Hm.</think>"
+
+
+@pytest.mark.parametrize(
+    ("cls", "kind", "words"),
+    [
+        (ShowsNothing, TOOL_PARSER, "the sample of the tool parser mine has no 'weather'"),
+        (ShowsNoAnswer, REASONING_PARSER, "the sample of the reasoning parser mine has no 'I look.'"),
+        (type("HasAForm", (HermesTools,), {"sample": "CALL weather in Rome"}), TOOL_PARSER, "has no 'now'"),
+    ],
+)
+def test_a_parser_that_shows_no_answer_is_refused(monkeypatch, cls, kind, words):
+    monkeypatch.setattr(target, "installed_plugins", lambda: Offering(cls))
+    with pytest.raises(PluginError, match=re.escape(words)):
+        find_parser("mine", kind)
+
+
+class Offering:
+    """Plugins that offer one class under every name."""
+
+    def __init__(self, cls):
+        self.load = lambda kind, name: cls

@@ -1,0 +1,25 @@
+"""The guide for parsers leads to two that pass the kit, and a fault put into one is caught with its rule."""
+
+import pytest
+
+from tests.testing.documents import follow, passed, run_line
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.timeout(300)
+def test_the_guide_leads_to_parsers_that_pass_the_kit(tmp_path):
+    folder, said = follow("write-a-parser.md", tmp_path)
+    _, checked, card, tests, _, of_reasoning = (words for _, words in said)
+    assert "fd-mycalls 0.1.0: mycalls" in checked
+    for each in (card, of_reasoning):
+        assert "passes" in each
+        assert "rules held: 8.1, 8.2, 8.3, 8.4" in each
+        assert "rules not looked at" not in each
+    assert passed(tests) >= 30
+    parser = folder / "fd_mythoughts" / "parser.py"
+    right = parser.read_text()
+    assert right.count("self.say_content(self.rest())") == 1
+    parser.write_text(right.replace("self.rest()", "self.rest().strip()"))
+    wrong = run_line(folder, "fdcore conformance --reasoning-parser mythoughts -k characters", code=1)
+    assert "law 8.3: of 'it ends with space   ' there is 'it ends with space'" in wrong

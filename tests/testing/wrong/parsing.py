@@ -1,0 +1,393 @@
+"""Parsers that are wrong in one thing: a few lines over a right one, and the case that names the fault."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fd_core.text.parsing.contract import OutputParser, ToolParser
+from fd_core.text.parsing.events import CallEnded, Content
+from fd_core.text.parsing.hermes import HermesTools
+from fd_core.text.parsing.thinking import QwenReasoning
+
+WRONG: dict[str, WrongParser] = {}
+
+
+@dataclass(frozen=True)
+class WrongParser:
+    """A parser, the rule that it breaks, and a case that says so."""
+
+    cls: type[OutputParser]
+    rule: str
+    noticed_by: str
+
+
+def breaks(rule: str, noticed_by: str) -> Callable[[type], type]:
+    def register(cls: type) -> type:
+        WRONG[cls.__name__] = WrongParser(cls, rule, noticed_by)
+        return cls
+
+    return register
+
+
+# Cuts ---------------------------------------------------------------------------------------------------------
+
+
+@breaks("8.1", "cuts:test_no_place_of_a_cut_changes_what_is_said[plain]")
+class ReadsEachPieceAlone(ToolParser):
+    markers, form = HermesTools.markers, HermesTools.form
+
+    def push(self, text):
+        reading = HermesTools(self.tools)
+        return [*reading.push(text), *reading.flush()]
+
+    def flush(self):
+        return ()
+
+
+@breaks("8.1", "cuts:test_many_cuts_change_nothing")
+class TakesAnEmptyPieceForTheEnd(HermesTools):
+    def push(self, text):
+        return super().push(text) if text else super().flush()
+
+
+@breaks("8.4", "cuts:test_texts_that_nobody_expects_break_nothing")
+class RaisesForWhatIsNoJson(HermesTools):
+    seen = ""
+
+    def push(self, text):
+        self.seen += text
+        for call in re.findall("<tool_call>(.*?)</tool_call>", self.seen, re.DOTALL):
+            json.loads(call)
+        return super().push(text)
+
+
+# Waiting ------------------------------------------------------------------------------------------------------
+
+
+@breaks("8.2", "waiting:test_text_goes_out_as_it_comes")
+class WaitsForTheEndOfALine(HermesTools):
+    held = ""
+
+    def push(self, text):
+        line, end, self.held = (self.held + text).rpartition("\n")
+        return super().push(line + end)
+
+    def flush(self):
+        return [*super().push(self.held), *super().flush()]
+
+
+@breaks("8.2", "waiting:test_what_became_no_marker_goes_out_at_once")
+class WaitsForTheEndOfATag(HermesTools):
+    held = ""
+
+    def push(self, text):
+        text, at = self.held + text, (self.held + text).rfind("<")
+        at = len(text) if at < 0 or ">" in text[at:] else at
+        self.held = text[at:]
+        return super().push(text[:at])
+
+    def flush(self):
+        return [*super().push(self.held), *super().flush()]
+
+
+@breaks("8.2", "waiting:test_no_part_of_an_answer_waits_for_its_end")
+class WaitsForTheWholeCall(HermesTools):
+    held = ""
+
+    def say_arguments(self, text):
+        self.held += text
+
+    def end_call(self):
+        super().say_arguments(self.held)
+        self.held = ""
+        super().end_call()
+
+
+@breaks("8.2", "waiting:test_no_part_of_an_answer_waits_for_its_end")
+class WaitsForTheEndOfReasoning(QwenReasoning):
+    held = ""
+
+    def say_reasoning(self, text):
+        self.held += text
+
+    def read_content(self):
+        super().say_reasoning(self.held)
+        return super().read_content()
+
+
+@breaks("8.2", "waiting:test_a_call_begins_before_its_arguments_are_there")
+class BeginsACallWithItsArguments(HermesTools):
+    name, held = None, ""
+
+    def begin_call(self, name):
+        self.name, self._open = name, True
+
+    def say_arguments(self, text):
+        self.held += text
+        if len(self.held) > 12:
+            self.say_all()
+
+    def say_all(self):
+        if self.name is not None:
+            super().begin_call(self.name)
+        super().say_arguments(self.held)
+        self.name, self.held = None, ""
+
+    def end_call(self):
+        self.say_all()
+        super().end_call()
+
+
+# Characters ---------------------------------------------------------------------------------------------------
+
+
+@breaks("8.3", "characters:test_a_text_without_markers_is_said_as_it_is[lines]")
+class StripsWhatItSays(HermesTools):
+    def say_content(self, text):
+        super().say_content(text.strip())
+
+
+@breaks("8.3", "characters:test_a_text_without_markers_is_said_as_it_is[edges]")
+class ReadsUpToAZero(HermesTools):
+    def push(self, text):
+        return super().push(text.partition("\0")[0])
+
+
+@breaks("8.3", "characters:test_an_answer_means_what_it_says[unicode]")
+class SaysAsciiOnly(HermesTools):
+    def say_arguments(self, text):
+        super().say_arguments(text.encode("ascii", "ignore").decode())
+
+
+@breaks("8.3", "characters:test_half_a_marker_is_text")
+class LosesWhatWasHeldBack(HermesTools):
+    def flush(self):
+        return ()
+
+
+@breaks("8.3", "characters:test_half_a_marker_is_text")
+class SaysTwiceWhatWasHeldBack(HermesTools):
+    def flush(self):
+        return [*super().flush()] * 2
+
+
+@breaks("8.3", "characters:test_an_answer_means_what_it_says[plain]")
+class CountsCallsFromOne(HermesTools):
+    def __init__(self, tools):
+        super().__init__(tools)
+        self._calls = 1
+
+
+@breaks("8.3", "characters:test_an_answer_means_what_it_says[plain]")
+class BeginsACallWithEachDelta(HermesTools):
+    def begin_call(self, name):
+        self.name = name
+
+    def say_arguments(self, text):
+        super().begin_call(self.name)
+        super().say_arguments(text)
+
+
+@breaks("8.3", "characters:test_an_answer_means_what_it_says[plain]")
+class RepeatsTheArgumentsBefore(HermesTools):
+    said = ""
+
+    def say_arguments(self, text):
+        self.said += text
+        super().say_arguments(self.said)
+
+
+@breaks("8.3", "characters:test_an_answer_means_what_it_says[plain]")
+class LosesEmptyArguments(HermesTools):
+    held = ""
+
+    def say_arguments(self, text):
+        self.held += text
+        if self.held not in ("{", "{}"):
+            super().say_arguments(self.held)
+            self.held = ""
+
+    def end_call(self):
+        self.held, self._arguments = "", True
+        super().end_call()
+
+
+@breaks("8.3", "characters:test_an_answer_means_what_it_says[plain]")
+class EndsNoCall(HermesTools):
+    def push(self, text):
+        return [event for event in super().push(text) if not isinstance(event, CallEnded)]
+
+
+@breaks("8.3", "characters:test_an_answer_means_what_it_says[plain]")
+class SaysEmptyContent(HermesTools):
+    def push(self, text):
+        return [Content(""), *super().push(text)]
+
+
+@breaks("8.3", "characters:test_an_answer_means_what_it_says[plain]")
+class LosesReasoning(QwenReasoning):
+    def say_reasoning(self, text):
+        pass
+
+
+@breaks("8.3", "characters:test_an_answer_means_what_it_says[unicode]")
+class KeepsTheMarkersOfReasoning(QwenReasoning):
+    def say_reasoning(self, text):
+        super().say_reasoning(text)
+        self.said = True
+
+    def read_content(self):
+        self.say_content(self.end)
+        return super().read_content()
+
+
+@breaks("8.3", "characters:test_two_answers_at_a_time_do_not_meet")
+class SharesTheTextOfAll(HermesTools):
+    shared: ClassVar[list[str]] = [""]
+
+    @property
+    def _text(self):
+        return self.shared[0]
+
+    @_text.setter
+    def _text(self, value):
+        self.shared[0] = value
+
+
+@breaks("8", "characters:test_an_answer_means_what_it_says[plain]")
+class SaysDictionaries(HermesTools):
+    def push(self, text):
+        return [{"content": each.text} if isinstance(each, Content) else each for each in super().push(text)]
+
+
+# Ends ---------------------------------------------------------------------------------------------------------
+
+
+@breaks("8.4", "ends:test_nothing_comes_of_nothing")
+class EndsEveryAnswerWithALine(HermesTools):
+    def flush(self):
+        return [*super().flush(), Content("\n")]
+
+
+@breaks("8.4", "ends:test_a_text_may_end_anywhere")
+class EndsACallThatWasCutOff(HermesTools):
+    def flush(self):
+        events = [*super().flush()]
+        return [*events, CallEnded(self._calls)] if self.call_open else events
+
+
+@breaks("8.4", "ends:test_a_text_may_end_anywhere")
+class CallsHalfAName(HermesTools):
+    seen = ""
+
+    def push(self, text):
+        self.seen += text
+        return super().push(text)
+
+    def flush(self):
+        events, half = [*super().flush()], re.search(r'"name": "(\w+)\Z', self.seen)
+        if half and not events:
+            self.begin_call(half[1])
+        return [*events, *self._events]
+
+
+@breaks("8.4", "ends:test_what_is_cut_off_stays_as_far_as_it_came")
+class LosesTheLastOfTheArguments(HermesTools):
+    held = ""
+
+    def say_arguments(self, text):
+        text = self.held + text
+        self.held = text[-1:]
+        super().say_arguments(text[:-1])
+
+    def end_call(self):
+        super().say_arguments(self.held)
+        self.held = ""
+        super().end_call()
+
+
+@breaks("8.4", "ends:test_what_is_cut_off_stays_as_far_as_it_came")
+class LosesTheLastOfTheReasoning(QwenReasoning):
+    held = ""
+
+    def say_reasoning(self, text):
+        text = self.held + text
+        self.held = text[-1:]
+        super().say_reasoning(text[:-1])
+
+    def read_content(self):
+        super().say_reasoning("" if self.at_end else self.held)
+        return super().read_content()
+
+
+# Calls --------------------------------------------------------------------------------------------------------
+
+
+@breaks("8.3", "calls:test_a_call_is_read_whatever_its_name[now_and_then]")
+class KnowsToolsByTheirBeginning(HermesTools):
+    def begin_call(self, name):
+        super().begin_call(next((tool for tool in sorted(self.tools, key=len) if name.startswith(tool)), name))
+
+
+@breaks("8.3", "calls:test_a_call_is_read_whatever_its_name[get.weather-2_x]")
+class TakesLettersForNames(HermesTools):
+    def begin_call(self, name):
+        super().begin_call(re.sub(r"\W", "", name))
+
+
+@breaks("8.3", "calls:test_what_a_grammar_makes_the_model_write_is_read[True]")
+class LooksForMarkersInStrings(HermesTools):
+    def _read_string(self, tell):
+        tell((yield from self.take()))
+        while True:
+            character = yield from self.peek()
+            if character == "<":
+                return ""
+            self.skip(1)
+            tell(character)
+            if character == "\\":
+                tell((yield from self.take()))
+            elif character in ('"', ""):
+                return character
+
+
+@breaks("8.3", "calls:test_what_a_grammar_makes_the_model_write_is_read[True]")
+class IsTriggeredByWhatDoesNotCome(HermesTools):
+    @classmethod
+    def form(cls, name):
+        return super().form(name)._replace(trigger="<function_call>")
+
+
+@breaks("8.3", "calls:test_what_a_grammar_makes_the_model_write_is_read[False]")
+class LosesBackslashes(HermesTools):
+    def say_arguments(self, text):
+        super().say_arguments(text.replace("\\", ""))
+
+
+@breaks("8.3", "calls:test_calls_follow_one_another")
+class ReadsOneCallAlone(HermesTools):
+    def push(self, text):
+        return [each for each in super().push(text) if getattr(each, "index", 0) == 0]
+
+
+# Reasoning ----------------------------------------------------------------------------------------------------
+
+
+@breaks("8.3", "reasoning:test_the_end_of_reasoning_is_the_one_that_is_named")
+class NamesAnotherEnd(QwenReasoning):
+    end = "</reasoning>"
+
+
+@breaks("8.3", "reasoning:test_reasoning_that_the_prompt_closed_does_not_begin_again")
+class ThinksWhateverThePromptSays(QwenReasoning):
+    @classmethod
+    def _opened_by(cls, prompt_tail):
+        return True
+
+    @classmethod
+    def begins_reasoning(cls, prompt_tail, switched):
+        return "</think>" not in prompt_tail
