@@ -7,6 +7,7 @@ import time
 import uuid
 from typing import Final
 
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fd_core.server import kv_events
@@ -52,6 +53,8 @@ class Gate:
 
         async def numbered(message: Message) -> None:
             nonlocal started
+            if message.get("status") == 405:
+                message = {**message, "headers": [*_without_allow(message), (b"allow", _methods(scope).encode())]}
             if options:
                 message = _allowed(message)
             if message["type"] == "http.response.start":
@@ -80,10 +83,20 @@ def _allowed(message: Message) -> Message:
     allowed = dict(message["headers"]).get(b"allow")
     if allowed is None:
         return {**message, "headers": [(b"content-length", b"0")]}
-    methods = {*allowed.decode().split(", "), "OPTIONS"}
-    if "GET" in methods:
-        methods.add("HEAD")
-    return {**message, "status": 204, "headers": [(b"allow", ", ".join(sorted(methods)).encode())]}
+    return {**message, "status": 204, "headers": [(b"allow", allowed)]}
+
+
+def _without_allow(message: Message) -> list[tuple[bytes, bytes]]:
+    return [header for header in message.get("headers", ()) if header[0] != b"allow"]
+
+
+def _methods(scope: Scope) -> str:
+    """Return the methods that a path takes; each may have a route of its own."""
+    methods = {"OPTIONS"}
+    for method in ("DELETE", "GET", "POST"):
+        if any(route.matches({**scope, "method": method})[0] is Match.FULL for route in scope["app"].routes):
+            methods.add(method)
+    return ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
 
 
 def _path(scope: Scope) -> str:

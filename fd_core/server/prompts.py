@@ -31,8 +31,9 @@ async def completion_prompts(state: ServerState, body: CompletionRequest) -> lis
 
     Raises `ApiError` (400) for too many prompts, `BadRequest` for those that cannot be read.
     """
-    reader, field = state.prompt_reader, "prompt" if body.prompt_token_ids is None else "prompt_token_ids"
-    given = body.prompt if body.prompt_token_ids is None else body.prompt_token_ids
+    by_ids = bool(body.prompt_token_ids) or body.prompt is None  # an empty list asks for nothing
+    reader, field = state.prompt_reader, "prompt_token_ids" if by_ids else "prompt"
+    given = body.prompt_token_ids if by_ids else body.prompt
     if given is None:
         raise _required("prompt")
     texts = [given] if isinstance(given, str) else [each for each in given if not isinstance(each, int)]
@@ -49,7 +50,7 @@ async def chat_prompt(state: ServerState, body: ChatRequest) -> tuple[int, ...]:
     Raises `ApiError` (400) for what is not served, `BadRequest` for what cannot be read.
     """
     reader = state.prompt_reader
-    if body.prompt_token_ids is not None:
+    if body.prompt_token_ids:
         ids = reader.given(body.prompt_token_ids, "prompt_token_ids")
     elif body.disable_chat_template:
         text = _only_text(body.messages or [])

@@ -33,6 +33,8 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Meta(extra_json_schema={"minimum": -(2**63), "maximum": 2**64 - 1})]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
+Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=256)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 BadIds = Annotated[list[TokenId], Meta(min_length=1, max_length=_MAX_WORD)]
 _STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
@@ -114,10 +116,10 @@ class GenerationRequest(StructuredFields, kw_only=True):
     add_special_tokens: bool | None = None
     """Add what the model wants around a text, such as BOS; true for texts if left out, false for conversations, whose
     template does it."""
-    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+    priority: Priority | None = None
     """Lower runs first under the `priority` policy."""
     user: Annotated[str, Meta(max_length=256)] | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    cache_salt: CacheSalt | None = None
     """Requests share cached prefixes only with requests of the same salt."""
 
 

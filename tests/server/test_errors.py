@@ -173,7 +173,7 @@ def test_charset_and_json_suffix_are_taken(server: LiveServer) -> None:
 def test_unknown_paths_methods_and_models(server: LiveServer) -> None:
     assert (server.get("/v1/nothing").status, server.get("/v1/nothing").error["param"]) == (404, None)
     answer = server.get("/v1/completions")
-    assert (answer.status, answer.headers["allow"]) == (405, "POST")
+    assert (answer.status, answer.headers["allow"]) == (405, "OPTIONS, POST")
     assert answer.error["type"] == "invalid_request_error"
     for missing in (
         server.post("/v1/completions", {"prompt": "a", "model": "gpt"}),
@@ -334,6 +334,27 @@ CHANGES_THE_ANSWER = {
     **{key: [1] for key in ("logprob_token_ids", "completion_token_ids")},
     **dict.fromkeys(("temp_scaled_logprobs", "top_p_normalized_logprobs"), True),
     **dict.fromkeys(("typical_p", "repeat_penalty", "mirostat", "bootstrap_room"), 2),
+    **dict.fromkeys(
+        ("watermarking", "json_mode", "return_prompt_token_ids", "return_meta_info", "enable_search"), True
+    ),
+    **dict.fromkeys(("separate_reasoning", "stream_reasoning", "detokenize"), False),
+    **dict.fromkeys(("random_seed", "sampling_seed", "min_length", "max_length", "max_output_tokens", "n_probs"), 7),
+    **dict.fromkeys(("thinking_budget", "num_return_sequences", "dynatemp_range", "penalty_alpha"), 7),
+    **{key: {"x": 1} for key in ("thinking", "reasoning", "extra_body", "sampling_params", "parameters", "options")},
+    **{key: ["x"] for key in ("stop_sequences", "stop_words", "banned_strings", "samplers", "lora", "input_ids")},
+}
+OTHER_APIS = {
+    "/v1/responses": {"input": "a"},
+    "/v1/messages": {"model": "fake", "max_tokens": 9, "messages": HI},
+}
+CHATS_ONLY = {
+    **dict.fromkeys(("seed", "min_tokens", "n", "reasoning_max_tokens", "max_completion_tokens"), 0),
+    **dict.fromkeys(("stop", "guided_regex", "regex", "chat_template"), "x"),
+    **dict.fromkeys(("min_p", "presence_penalty", "repetition_penalty"), 0.5),
+    **dict.fromkeys(("ignore_eos", "logprobs", "continue_final_message", "use_beam_search", "echo"), True),
+    **{key: {"x": 1} for key in ("structured_outputs", "response_format", "logit_bias", "kv_transfer_params")},
+    **{key: [1] for key in ("allowed_token_ids", "stop_token_ids", "bad_words", "documents", "prompt_token_ids")},
+    **dict.fromkeys(("skip_special_tokens", "include_reasoning", "add_generation_prompt"), False),
 }
 
 
@@ -345,6 +366,42 @@ def test_what_would_change_an_answer_is_never_ignored(
     answer = server.post(path, {**body, field: CHANGES_THE_ANSWER[field]})
     assert (answer.status, answer.error["param"], answer.error["code"]) == (400, field, "unsupported_parameter")
     assert server.post(path, {**body, field: None}).status == 200
+
+
+@pytest.mark.parametrize("field", CHATS_ONLY)
+@pytest.mark.parametrize("path", OTHER_APIS)
+def test_what_only_chats_take_is_not_ignored_elsewhere(server: LiveServer, path: str, field: str) -> None:
+    answer = server.post(path, {**OTHER_APIS[path], field: 1 if field == "min_tokens" else CHATS_ONLY[field]})
+    assert answer.status == 400
+    assert f"{field} is not supported: " in answer.json["error"]["message"]
+    assert server.post(path, {**OTHER_APIS[path], field: None}).status == 200
+
+
+@pytest.mark.parametrize("path", OTHER_APIS)
+def test_values_that_ask_for_nothing_are_no_errors_elsewhere(server: LiveServer, path: str) -> None:
+    nothing = {
+        "n": 1,
+        "stop": [],
+        "logit_bias": {},
+        "ignore_eos": False,
+        "repetition_penalty": 1.0,
+        "guided_regex": "",
+        "response_format": {"type": "text"},
+        "skip_special_tokens": True,
+        "include_reasoning": True,
+    }
+    answer = server.post(path, OTHER_APIS[path] | nothing)
+    assert answer.status == 200, answer.body
+    assert "x-ignored-fields" not in answer.headers
+
+
+@pytest.mark.parametrize("path", OTHER_APIS)
+def test_salts_and_variables_of_the_template_are_read_everywhere(server: LiveServer, path: str) -> None:
+    mine = {"cache_salt": "mine", "chat_template_kwargs": {"speaker": "Ada"}, "priority": 3}
+    assert server.post(path, OTHER_APIS[path] | mine).status == 200
+    spec = server.client.specs[-1]
+    assert (spec.cache_salt, spec.priority) == ("mine", 3)
+    assert bytes(spec.prompt).endswith(b"Ada: ")
 
 
 @pytest.mark.parametrize("field", ["tools", "tool_choice", "enable_thinking", "thinking_token_budget", "documents"])
@@ -361,6 +418,8 @@ def test_what_belongs_to_conversations_is_not_ignored_for_texts(server: LiveServ
         (TEXT, {"max_tokens": 5.0, "n": 1.0, "logit_bias": {"65": 1.0}, "seed": 3.0, "tools": [], "mirostat": 0}),
         (TEXT, {"allowed_token_ids": [], "bad_words_token_ids": [], "kv_transfer_params": {}, "lora_path": ""}),
         (CHAT, {"messages": [*HI, {"role": "assistant", "content": None}, *HI], "documents": [], "chat_template": ""}),
+        (TEXT, {"prompt_token_ids": [], "repetition_detection": {}, "reasoning": {}, "separate_reasoning": True}),
+        (CHAT, {"messages": HI, "prompt_token_ids": [], "watermarking": False, "stream_interval": 3}),
         (CHAT, {"messages": [*HI, {"role": "assistant"}, *HI], "top_k": -1.0, "disable_chat_template": False}),
         (CHAT, {"messages": [*HI, {"role": "assistant", "content": [], "audio": None, "annotations": []}, *HI]}),
     ],

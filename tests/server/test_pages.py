@@ -172,11 +172,14 @@ def test_head_is_get_without_a_body(server: LiveServer, path: str) -> None:
         ("/v1/chat/completions", "OPTIONS, POST"),
         ("/v1/models/some/name", "GET, HEAD, OPTIONS"),
         ("/ping", "GET, HEAD, OPTIONS, POST"),
+        ("/v1/responses/resp_1", "DELETE, GET, HEAD, OPTIONS"),
     ],
 )
 def test_options_names_the_methods_of_a_path(server: LiveServer, path: str, methods: str) -> None:
     answer = server.request("OPTIONS", path)
     assert (answer.status, answer.headers["allow"], answer.body) == (204, methods, b"")
+    other = server.request("PATCH", path)
+    assert (other.status, other.headers["allow"]) == (405, methods)
     assert server.request("OPTIONS", "/nothing").status == 404
     assert server.request("HEAD", "/v1/chat/completions").status == 405
 

@@ -39,6 +39,7 @@ def as_chat(state: ServerState, body: CountRequest) -> ChatRequest:
         tools=_tools(body),
         tool_choice=_choice(body),
         parallel_tool_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
+        chat_template_kwargs=body.chat_template_kwargs,
     )
     chat.reasoning_effort = effort
     if state.prompt_reader.switches_reasoning:
@@ -48,6 +49,7 @@ def as_chat(state: ServerState, body: CountRequest) -> ChatRequest:
         chat.stream = body.stream
         chat.stop = body.stop_sequences
         chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
+        chat.cache_salt, chat.priority = body.cache_salt, body.priority
         chat.user = body.metadata.user_id[:256] if body.metadata and body.metadata.user_id else None
         reasoning = state.parsers.reasoning
         if body.thinking is not None and reasoning is not None and reasoning.end:

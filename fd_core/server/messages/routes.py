@@ -13,7 +13,14 @@ from fd_core.server.chat import conversation_job
 from fd_core.server.field_names import MESSAGES_NAMES, named_as_sent
 from fd_core.server.messages.answering import MessagesFormat
 from fd_core.server.messages.asking import as_chat, demanded_form
-from fd_core.server.messages.schemas import REFUSED, CountRequest, MessagesAnswer, MessagesRequest, TokenCountAnswer
+from fd_core.server.messages.schemas import (
+    REFUSED,
+    REFUSED_IN_MESSAGES,
+    CountRequest,
+    MessagesAnswer,
+    MessagesRequest,
+    TokenCountAnswer,
+)
 from fd_core.server.openapi import endpoint
 from fd_core.server.prompts import chat_prompt
 from fd_core.server.state import state_of
@@ -22,7 +29,7 @@ from fd_core.server.streaming import GenerationResponse
 __all__ = ["router"]
 
 router = APIRouter()
-_BODY: Final = BodyFormat(MessagesRequest, REFUSED)
+_BODY: Final = BodyFormat(MessagesRequest, REFUSED_IN_MESSAGES)
 _COUNT: Final = BodyFormat(CountRequest, REFUSED)
 
 

@@ -7,13 +7,22 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from fd_core.server.request_schemas import MAX_STOP, Effort, StopString
+from fd_core.server.request_schemas import MAX_STOP, CacheSalt, Effort, Priority, StopString
 from fd_core.server.tool_fields import MAX_TOOLS
-from fd_core.server.unsupported import Refusal
+from fd_core.server.unsupported import Refusal, beside_chats
 from fd_core.types import TokenCount, TopP
 
 __all__ = [
-    *("REFUSED", "CountRequest", "InputBlock", "MessagesAnswer", "MessagesRequest", "MessagesUsage", "TextBlock"),
+    *(
+        "REFUSED",
+        "REFUSED_IN_MESSAGES",
+        "CountRequest",
+        "InputBlock",
+        "MessagesAnswer",
+        "MessagesRequest",
+        "MessagesUsage",
+        "TextBlock",
+    ),
     *("TokenCountAnswer", "Turn"),
 ]
 
@@ -110,6 +119,8 @@ class CountRequest(msgspec.Struct, kw_only=True):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     """Older name of `output_config.format`."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """As in chats."""
 
 
 class MessagesRequest(CountRequest, kw_only=True):
@@ -122,6 +133,9 @@ class MessagesRequest(CountRequest, kw_only=True):
     top_p: TopP | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     metadata: Metadata | None = None
+    cache_salt: CacheSalt | None = None
+    """As in chats, and so is the next."""
+    priority: Priority | None = None
 
 
 REFUSED = {
@@ -131,6 +145,17 @@ REFUSED = {
     "inference_geo": Refusal("this server is where it is"),
     "speed": Refusal("there is one speed", ("standard",)),
 }
+"""Of all requests."""
+REFUSED_IN_MESSAGES = beside_chats(
+    {
+        **REFUSED,
+        "stop": Refusal("use stop_sequences", ("", [])),
+        "max_completion_tokens": Refusal("use max_tokens"),
+        "response_format": Refusal("use output_config.format", ({"type": "text"},)),
+        "reasoning_effort": Refusal("use output_config.effort"),
+        **dict.fromkeys(("enable_thinking", "reasoning_max_tokens", "thinking_token_budget"), Refusal("use thinking")),
+    }
+)
 
 
 class MessagesUsage(msgspec.Struct, kw_only=True):

@@ -62,6 +62,9 @@ def as_chat(body: ResponsesRequest, earlier: Sequence[Message]) -> ChatRequest:
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         user=body.user,
+        chat_template_kwargs=body.chat_template_kwargs,
+        cache_salt=body.cache_salt,
+        priority=body.priority,
     )
 
 

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from fd_core.server.request_schemas import Effort
+from fd_core.server.request_schemas import CacheSalt, Effort, Priority
 from fd_core.server.tool_fields import MAX_TOOLS
-from fd_core.server.unsupported import Refusal
+from fd_core.server.unsupported import Refusal, beside_chats
 from fd_core.types import TokenCount, TopP
 
 __all__ = ["REFUSED", "DeletedResponse", "InputItem", "ResponseAnswer", "ResponsesRequest"]
@@ -106,17 +106,27 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     user: Annotated[str, Meta(max_length=256)] | None = None
     metadata: dict[str, Any] | None = None
     include: list[str] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """As in chats, and so are the next two."""
+    cache_salt: CacheSalt | None = None
+    priority: Priority | None = None
 
 
-REFUSED = {
-    "background": Refusal("answers are waited for; see /v1/batches", (False,)),
-    "conversation": Refusal("use previous_response_id, or send the whole input"),
-    "prompt": Refusal("there are no stored prompts; send the input"),
-    "max_tool_calls": Refusal("tools are called by the client"),
-    "top_logprobs": Refusal("log-probabilities are told at /v1/chat/completions", (0,)),
-    "context_management": Refusal("the client says in input what the model sees", ([],)),
-    "moderation": Refusal("answers are not moderated"),
-}
+REFUSED = beside_chats(
+    {
+        "background": Refusal("answers are waited for; see /v1/batches", (False,)),
+        "conversation": Refusal("use previous_response_id, or send the whole input"),
+        "prompt": Refusal("there are no stored prompts; send the input"),
+        "max_tool_calls": Refusal("tools are called by the client"),
+        "top_logprobs": Refusal("log-probabilities are told at /v1/chat/completions", (0,)),
+        "context_management": Refusal("the client says in input what the model sees", ([],)),
+        "moderation": Refusal("answers are not moderated"),
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), Refusal("use max_output_tokens")),
+        "messages": Refusal("use input", ([],)),
+        "response_format": Refusal("use text.format", ({"type": "text"},)),
+        "reasoning_effort": Refusal("use reasoning.effort"),
+    }
+)
 
 
 class ResponseAnswer(msgspec.Struct, kw_only=True):
