@@ -14,6 +14,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from copy import copy, deepcopy
+from typing import Final
 
 from fd_core.router.accounting import IDLE, WorkerLoad, WorkerLoads
 from fd_core.router.config import RouterConfig
@@ -26,6 +27,10 @@ from fd_core.router.snapshot import RouterSnapshot, SelectionCounts, WorkerSnaps
 from fd_core.router.workers import ROLES, Member, Registry, Role, RouterWorker
 
 __all__ = ["NoWorker", "RouteRequest", "Router", "Selection"]
+
+
+_FAILURES: Final = 2
+"""Workers that may fail on one request: what a second one fails on as well is the request's fault."""
 
 
 class Router:
@@ -122,7 +127,7 @@ class Router:
 
     def select(self, request: RouteRequest, now: float, rng: float) -> Selection | NoWorker:
         """Choose a worker, or a pair, for a new request, and count it there until the selection is released."""
-        return self._attempt(request, frozenset(), 1, now, rng)
+        return self._attempt(request, frozenset(), now, rng)
 
     def retry(self, selection: Selection, now: float, rng: float) -> Selection | NoWorker:
         """Choose again for a request whose attempt failed and was released, among workers that have not failed on it.
@@ -133,12 +138,14 @@ class Router:
             raise RuntimeError("the failed attempt must be released before the next one is chosen")
         if selection.started:
             return self._refuse(NoWorker("answer_started", "the worker failed while it answered", None))
+        if selection.failures >= _FAILURES:
+            return self._refuse(NoWorker("failed_twice", "two workers failed on this request", None))
         if selection.attempt >= self.config.max_attempts:
             tries = f"{selection.attempt} attempts" if selection.attempt > 1 else "the only attempt"
             return self._refuse(NoWorker("too_many_attempts", f"{tries} failed", None))
         failed = [worker for worker, verdict in selection.verdicts.items() if verdict != "served"]
         tried = selection.tried | {worker.url for worker in failed or selection.workers}
-        following = self._attempt(selection.request, tried, selection.attempt + 1, now, rng)
+        following = self._attempt(selection.request, tried, now, rng, after=selection)
         self._retries += isinstance(following, Selection)
         return following
 
@@ -152,18 +159,29 @@ class Router:
         self._did_well(selection, selection.prefill, now)
 
     def served(self, selection: Selection, now: float) -> None:
-        """Record the prefix for the worker that gave the answer: it ended well."""
-        self._did_well(selection, selection.decode, now)
+        """Record the prefix for the worker that gave the answer: it ended well, so whoever failed on it is to blame."""
+        if self._did_well(selection, selection.decode, now):
+            for suspect in selection.suspects:
+                member = self.member(suspect)
+                if member is not None:
+                    member.circuit.convict(now)
 
     def declined(self, selection: Selection, worker: RouterWorker) -> None:
         """Note that `worker` had no room or serves another model: it is not at fault, but a retry goes elsewhere."""
         self._judge(selection, worker, "declined")
 
     def failed(self, selection: Selection, worker: RouterWorker, now: float, *, severe: bool = False) -> None:
-        """Note that `worker`, one of the selection's, failed; `severe` if it cannot even be reached."""
-        member = self._judge(selection, worker, "failed")
-        if member is not None:
-            member.circuit.failure(now, severe=severe)
+        """Note that `worker`, one of the selection's, failed; `severe` if it cannot even be reached.
+
+        A worker that was reached may have failed because of the request, so its breaker learns of it only if another
+        worker `served` the same request: nothing that fails everywhere makes a worker unselectable.
+        """
+        counts, member = self._judge(selection, worker, "failed")
+        if severe and member is not None:
+            member.circuit.failure(now, severe=True)
+        elif counts and not severe:
+            selection.suspects += (worker,)
+            selection.failures += worker == selection.decode
 
     def snapshot(self) -> RouterSnapshot:
         """Return everything that metrics and the live page show."""
@@ -198,7 +216,7 @@ class Router:
         )
 
     def _attempt(
-        self, request: RouteRequest, tried: frozenset[str], attempt: int, now: float, rng: float
+        self, request: RouteRequest, tried: frozenset[str], now: float, rng: float, after: Selection | None = None
     ) -> Selection | NoWorker:
         self._sweep(now)
         placement = self._placer.place(request, tried, now, rng)
@@ -224,7 +242,9 @@ class Router:
             tried=tried,
             trials=trials,
             kv_port=placement.members[0].kv_port if len(workers) > 1 else None,
-            attempt=attempt,
+            attempt=1 if after is None else after.attempt + 1,
+            suspects=() if after is None else after.suspects,
+            failures=0 if after is None else after.failures,
         )
         self._modes[chosen.mode] += 1
         self._in_flight.begin(first, placement.keys)
@@ -234,16 +254,17 @@ class Router:
         self._refused[answer.reason] += 1
         return answer
 
-    def _did_well(self, selection: Selection, worker: RouterWorker, now: float) -> None:
-        member = self._judge(selection, worker, "served")
-        if member is None:
-            return
-        member.circuit.success()
-        if self._policies[worker.role].uses_prefix:
-            self._index.record(worker, selection.keys, now)
+    def _did_well(self, selection: Selection, worker: RouterWorker, now: float) -> bool:
+        """Return whether the verdict counts."""
+        counts, member = self._judge(selection, worker, "served")
+        if member is not None:
+            member.circuit.success()
+            if self._policies[worker.role].uses_prefix:
+                self._index.record(worker, selection.keys, now)
+        return counts
 
-    def _judge(self, selection: Selection, worker: RouterWorker, verdict: Verdict) -> Member | None:
-        """Count a verdict, and return the worker's entry if it is there.
+    def _judge(self, selection: Selection, worker: RouterWorker, verdict: Verdict) -> tuple[bool, Member | None]:
+        """Count a verdict; return whether it counts, and the worker's entry if it does and the worker is there.
 
         A verdict that comes twice or after the release counts as a fault and nothing else.
         """
@@ -251,10 +272,10 @@ class Router:
             raise ValueError(f"{worker} is not a worker of this selection")
         if selection.released or worker in selection.verdicts:
             self._loads.faults += 1
-            return None
+            return False, None
         selection.verdicts[worker] = verdict
         self._count(worker, verdict)
-        return self._registry.member(worker)
+        return True, self._registry.member(worker)
 
     def _on_release(self, selection: Selection) -> None:
         self._in_flight.end(selection.prefill, selection.keys)
@@ -264,7 +285,7 @@ class Router:
             if verdict is None:
                 self._count(worker, "unused" if ended_well else "left")
             member = self._registry.member(worker)
-            if verdict in (None, "declined") and member is not None and worker in selection.trials:
+            if verdict != "served" and member is not None and worker in selection.trials:
                 member.circuit.withdraw()
 
     def _on_idle(self, worker: RouterWorker) -> None:

@@ -16,7 +16,9 @@ __all__ = ["Mode", "NoWorker", "Reason", "RouteRequest", "Selection", "Verdict"]
 
 Mode = Literal["mixed", "pd"]
 Verdict = Literal["served", "failed", "declined"]
-Reason = Literal["none_registered", "none_healthy", "all_busy", "all_tried", "too_many_attempts", "answer_started"]
+Reason = Literal[
+    "none_registered", "none_healthy", "all_busy", "all_tried", "too_many_attempts", "failed_twice", "answer_started"
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,6 +98,10 @@ class Selection:
     """Port from which the decode worker of a pair takes the KV of the prompt; None for a mixed worker."""
     attempt: int = 1
     """Number of the attempt, from 1 on."""
+    suspects: tuple[RouterWorker, ...] = ()
+    """Workers that failed on the request, now or earlier: they are to blame once another one answers it well."""
+    failures: int = 0
+    """Attempts, this one included, in which the side that answers failed although it could be reached."""
     started: bool = False
     """Whether the answer has begun; then the request may not be retried."""
     released: bool = False

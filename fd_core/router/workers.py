@@ -59,6 +59,11 @@ class Circuit(Breaker):
         if self.state == "half_open":
             self.state = "open"
 
+    def convict(self, now: float) -> None:
+        """Report a failure that was the worker's own, as was learned only after the call had ended."""
+        self.admit(now)  # so that the failure of a trial lengthens the pause
+        self.failure(now, severe=False)
+
 
 @dataclass(slots=True)
 class Member:

@@ -163,10 +163,8 @@ class PromptReader:
                 continue_final_message=continue_final_message,
                 documents=documents,
             )
-        except ModelError as error:
-            if template is None:
-                raise
-            raise BadRequest(str(error), field="chat_template") from error
+        except ModelError as error:  # the model's own was compiled at the start: these messages are too much for it
+            raise BadRequest(str(error), field="messages" if template is None else "chat_template") from error
         return _not_empty("messages", self._tokenizer.encode(text, add_special=add_special))
 
     def given(self, ids: Sequence[int], field: str) -> tuple[int, ...]:

@@ -71,10 +71,10 @@ MUTANTS = (
         _SERVED,
         (
             ROUTER,
-            "        self._did_well(selection, selection.decode, now)\n",
-            "        for worker in selection.workers:\n"
-            "            if worker not in selection.verdicts or worker is selection.decode:\n"
-            "                self._did_well(selection, worker, now)\n",
+            "        if self._did_well(selection, selection.decode, now):\n",
+            "        if selection.prefill not in selection.verdicts and selection.mode == 'pd':\n"
+            "            self._did_well(selection, selection.prefill, now)\n"
+            "        if self._did_well(selection, selection.decode, now):\n",
         ),
     ),
     mutant(
@@ -134,8 +134,8 @@ MUTANTS = (
         _SERVED,
         (
             ROUTER,
-            "            member.circuit.failure(now, severe=severe)\n",
-            "            member.circuit.failure(now, severe=severe)\n"
+            "            selection.suspects += (worker,)\n",
+            "            selection.suspects += (worker,)\n"
             "            self._index.record(worker, selection.keys, now)\n",
         ),
     ),
@@ -267,8 +267,8 @@ MUTANTS = (
         _SERVED,
         (
             ROUTER,
-            "        if member is None:\n            return\n        member.circuit.success()\n",
-            "        if member is not None:\n            member.circuit.success()\n",
+            "            member.circuit.success()\n            if self._policies",
+            "            member.circuit.success()\n        if True:\n            if self._policies",
         ),
     ),
     mutant(
@@ -317,6 +317,25 @@ MUTANTS = (
         "a-trial-that-was-left-locks-the-worker-out",
         "7.4: a worker that failed is tried again",
         (ROUTER, "                member.circuit.withdraw()\n", "                pass\n"),
+    ),
+    mutant(
+        "a-request-that-fails-everywhere-opens-circuits",
+        "7.3: who failed is to blame once another worker served the request",
+        (
+            ROUTER,
+            "            selection.suspects += (worker,)\n",
+            "            if member is not None:\n                member.circuit.failure(now, severe=False)\n",
+        ),
+    ),
+    mutant(
+        "who-fails-where-others-serve-goes-on",
+        "7.3: who failed is to blame once another worker served the request",
+        (ROUTER, "member.circuit.convict(now)", "pass"),
+    ),
+    mutant(
+        "a-third-worker-is-tried",
+        "7.3: a request on which two workers failed is tried on no third",
+        (ROUTER, "selection.failures += worker == selection.decode", "pass"),
     ),
     mutant(
         "who-drains-is-gone-at-once",

@@ -324,7 +324,7 @@ def test_a_retry_goes_to_another_worker_until_none_is_left() -> None:
         router.failed(first, first.decode, 0.0)
     with chosen(router.retry(first, 0.0, 0.0)) as second:
         assert second.decode != first.decode and second.attempt == 2
-        router.failed(second, second.decode, 0.0)
+        router.failed(second, second.decode, 0.0, severe=True)
     answer = refused(router.retry(second, 0.0, 0.0))
     assert (answer.reason, answer.status, answer.retry_after) == ("all_tried", 502, None)
     assert is_idle(router) and router.snapshot().retries == 1
@@ -399,11 +399,10 @@ def test_everybody_is_busy() -> None:
     assert place(router).decode == second.decode
 
 
-def test_who_fails_requests_is_left_alone_and_then_tried_once() -> None:
-    router = router_of(mixed=1, circuit_failure_threshold=2, circuit_open_secs=4)
-    for _ in range(2):
-        with place(router) as selection:
-            router.failed(selection, selection.decode, 0.0)
+def test_who_cannot_be_reached_is_left_alone_and_then_tried_once() -> None:
+    router = router_of(mixed=1, circuit_open_secs=4)
+    with place(router) as selection:
+        router.failed(selection, selection.decode, 0.0, severe=True)
     answer = refused(router.select(request(), 1.0, 0.0))
     assert (answer.reason, answer.retry_after) == ("none_healthy", 3.0)
     trial = place(router, now=4.0)
@@ -415,7 +414,7 @@ def test_who_fails_requests_is_left_alone_and_then_tried_once() -> None:
     place(router, now=4.0), place(router, now=4.0)
 
 
-def test_who_cannot_be_reached_is_left_alone_at_once() -> None:
+def test_who_cannot_be_reached_gets_nothing_more() -> None:
     router = router_of(mixed=1)
     with place(router) as selection:
         router.failed(selection, selection.decode, 0.0, severe=True)

@@ -16,10 +16,11 @@ from yarl import URL
 from fd_core.router.gateway.answers import error_event, error_response, lost, refusal
 from fd_core.router.gateway.headers import AUTO_HEADERS, to_client
 from fd_core.router.gateway.pairs import take_outcome, ticket_headers
-from fd_core.router.gateway.relaying import TROUBLE, UpstreamAnswer, WorkerLost, read_up_to
+from fd_core.router.gateway.relaying import TROUBLE, UpstreamAnswer, WorkerLost, is_own_lack, read_up_to
 from fd_core.router.gateway.state import GatewayState
 from fd_core.router.gateway.timeouts import SilenceTimer
 from fd_core.router.selection import RouteRequest, Selection
+from fd_core.server.errors import unavailable
 
 __all__ = ["Exchange"]
 
@@ -97,6 +98,8 @@ class Exchange:
                     answer = UpstreamAnswer(response, ends_with_done=done)
                     first = await answer.begin()
             except (*TROUBLE, WorkerLost) as error:
+                if is_own_lack(error):
+                    raise unavailable("the router has no connections left", "no_connections", retry_after=1) from error
                 severe = isinstance(error, aiohttp.ClientConnectorError)
                 self.state.router.failed(selection, worker, time.monotonic(), severe=severe)
                 self.state.metrics.counts.attempts_lost += 1

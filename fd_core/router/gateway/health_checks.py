@@ -14,7 +14,7 @@ import aiohttp
 
 from fd_core.disagg.ticket import KV_PORT_HEADER, ROLE_HEADER
 from fd_core.router.gateway.models import names
-from fd_core.router.gateway.relaying import TROUBLE
+from fd_core.router.gateway.relaying import TROUBLE, is_own_lack
 from fd_core.router.gateway.state import GatewayState
 from fd_core.router.workers import ROLES, Member, RouterWorker, WorkerState
 from fd_core.server.kv_events import OFFER_HEADER
@@ -42,6 +42,8 @@ class HealthChecks:
         """When the first of the unanswered checks in a row was sent, by address."""
         self._complaints: dict[str, str] = {}
         """Why a worker cannot have its role, as it was logged, by address."""
+        self._lacks = False
+        """Whether the last check could not be made for want of something here."""
         self._wake = asyncio.Event()
         self._timeout = aiohttp.ClientTimeout(total=state.router.config.health_check_timeout_secs)
 
@@ -81,8 +83,13 @@ class HealthChecks:
                 offers = ok and OFFER_HEADER in answer.headers
                 role = _role(answer.headers.get(ROLE_HEADER))
                 port = _port(answer.headers.get(KV_PORT_HEADER, ""))
-        except (*TROUBLE, ValueError):
-            pass
+        except (*TROUBLE, ValueError) as error:
+            if is_own_lack(error):
+                if not self._lacks:
+                    log.warning("no connection for health checks can be made (%s): the workers stay as they are", error)
+                self._lacks = True
+                return
+        self._lacks = False
         now = time.monotonic()
         after = self._router.health(worker, ok, now, instance=instance, role=role, kv_port=port)
         member = self._router.member(after)

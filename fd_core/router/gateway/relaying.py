@@ -5,6 +5,7 @@ Of server-sent events only whole ones are passed on, so that an error event can 
 
 from __future__ import annotations
 
+import errno
 from collections.abc import AsyncIterator
 from typing import Final
 
@@ -12,16 +13,23 @@ import aiohttp
 
 from fd_core.router.gateway.timeouts import SilenceTimer
 
-__all__ = ["TROUBLE", "EventCutter", "UpstreamAnswer", "WorkerLost", "read_up_to"]
+__all__ = ["TROUBLE", "EventCutter", "UpstreamAnswer", "WorkerLost", "is_own_lack", "read_up_to"]
 
 TROUBLE: Final = (aiohttp.ClientError, TimeoutError, OSError)
 """Exceptions that a request to a worker may raise."""
+_LACKS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+"""Errors of the system for want of descriptors, memory or ports."""
 _HELD_BYTES: Final = 1 << 20
 """A JSON answer up to this size is sent once it is whole, so that until then another worker can give it."""
 _DONE: Final = b"[DONE]"
 _MAX_HELD_BYTES: Final = 1 << 20
 """Larger events are passed on in pieces."""
 _LAST_BYTES: Final = 4096
+
+
+def is_own_lack(error: BaseException) -> bool:
+    """Whether no connection could be made for want of something here, which says nothing about the worker."""
+    return isinstance(error, OSError) and error.errno in _LACKS
 
 
 class WorkerLost(Exception):

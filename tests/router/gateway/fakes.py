@@ -66,6 +66,8 @@ class FakeWorker:
         """What the tickets of requests named, None for one that is not good."""
         self.usual = usual
         self.script: deque[str] = deque()
+        self.upon: dict[bytes, str] = {}
+        """What it does with requests that hold certain bytes, whatever the script says."""
         self.models = models
         self.healthy = True
         self.hangs = False
@@ -109,7 +111,8 @@ class FakeWorker:
         self.running += 1
         try:
             usual = "abort" if request.path == ABORT else self.usual
-            word = self.script.popleft() if self.script else usual
+            told = (word for sign, word in self.upon.items() if sign in self.seen[-1][2])
+            word = next(told, None) or (self.script.popleft() if self.script else usual)
             return await self._act(request, word, self._read_ticket(request))
         except asyncio.CancelledError:
             self.left += 1
