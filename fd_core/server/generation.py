@@ -330,7 +330,8 @@ class Generation:
             priority=job.priority,
             tenant=job.tenant,
             cache_salt=job.cache_salt,
-            prefill_at=job.prefill_at,
+            # A prompt that is scored is computed here in any case.
+            prefill_at=job.prefill_at if job.params[which].prompt_logprobs is None else "",
         )
         deltas = client.submit(spec)
         await self._open.enter_async_context(aclosing(deltas))

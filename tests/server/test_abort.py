@@ -7,7 +7,7 @@ import threading
 import openai
 import pytest
 
-from tests.server.fakes import Answer, LiveServer, samples
+from tests.server.fakes import Answer, LiveServer, live, samples
 from tests.server.test_disconnect import eventually
 
 PATH = "/v1/completions"
@@ -136,3 +136,25 @@ def test_an_aborted_message_ends_with_an_error(server: LiveServer) -> None:
 def test_an_aborted_message_without_a_stream_is_an_error_that_nobody_repeats(server: LiveServer) -> None:
     answer = abort_midway(server, "msg_one", "/v1/messages", **MESSAGE)
     assert (answer.status, answer.json["error"]["type"]) == (499, "api_error")
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_a_stream_whose_engine_is_gone_fails(path: str) -> None:
+    fields = {"input": "hi"} if path == "/v1/responses" else MESSAGE
+    with live() as server:
+        server.client.pause_after = 5
+        running = Background(server, "one", path, stream=True, **fields)
+        eventually(lambda: any(done == 5 for _, done in server.client.live.values()), 5)
+        server.call(server.client.die)
+        last = running.answer.events[-1]
+        refused = server.post(path, {"model": "fake", **fields})
+    if path == "/v1/responses":
+        failed = openai.types.responses.ResponseFailedEvent.model_validate(last, strict=True)
+        assert (failed.type, failed.response.status) == ("response.failed", "failed")
+        assert "engine" in failed.response.error.message
+        assert [item["content"][0]["text"] for item in last["response"]["output"]] == ["Hello"]
+        assert last["response"]["output"][0]["status"] == "incomplete"
+    else:
+        assert (last["type"], last["error"]["type"]) == ("error", "overloaded_error")
+    assert refused.status == 503
+    assert refused.json["error"]["type"] == ("overloaded_error" if path == "/v1/messages" else "server_error")

@@ -136,3 +136,11 @@ def test_the_metrics_of_either_side() -> None:
     assert 'fdcore_kv_leases_ended_total{how="confirmed"} 5.0' in shown
     assert 'fdcore_kv_leases_refused_total{reason="busy"} 1.0' in shown
     assert "fdcore_kv_sent_blocks_total 4.0" in shown
+
+
+def test_a_prompt_that_is_scored_is_computed_here_for_all_its_choices(decode: LiveServer) -> None:
+    decode.call(decode.client.specs.clear)
+    ticket = sign_ticket(KEY, "one", PEER)
+    body = {"prompt": "ab", "n": 3, "prompt_logprobs": 0, "max_tokens": 1}
+    assert decode.post("/v1/completions", body, X_Request_Id="one", X_FD_Prefill=ticket).status == 200
+    assert [spec.prefill_at for spec in decode.client.specs] == [""] * 3

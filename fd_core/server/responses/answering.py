@@ -75,15 +75,13 @@ class ResponsesFormat(AnswerFormat):
 
     def broken(self, error: ApiError) -> bytes:
         """Return the event that says why a response failed."""
-        failed = self._answer("failed", [])
+        self._status = "failed"
+        failed = self._answer(self._status, self._output())
         failed.error = {"code": "server_error", "message": error.message}
         return self._event("response.failed", response=failed)
 
     def _complete(self, usage: Usage) -> ResponseAnswer:
-        items = [self._item(block) for block in self._writer.blocks]
-        if self._status != "completed" and items:
-            items[-1]["status"] = "incomplete"
-        answer = self._answer(self._status, items)
+        answer = self._answer(self._status, self._output())
         if self._status == "incomplete":
             answer.incomplete_details = {"reason": "max_output_tokens"}
         cached = usage.prompt_tokens_details.cached_tokens
@@ -97,6 +95,13 @@ class ResponsesFormat(AnswerFormat):
         if self._keep is not None:
             self._keep(answer)
         return answer
+
+    def _output(self) -> list[dict[str, Any]]:
+        """Return all items, the last of them incomplete if the response is."""
+        items = [self._item(block) for block in self._writer.blocks]
+        if self._status != "completed" and items:
+            items[-1]["status"] = "incomplete"
+        return items
 
     def _answer(self, status: str, output: list[dict[str, Any]]) -> ResponseAnswer:
         body = self._body
