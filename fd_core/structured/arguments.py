@@ -60,6 +60,7 @@ _SCALARS: Final = {
 }
 _BOUNDS: Final = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 _QUOTED: Final = r"""/"([^"\\\x00-\x1f\x7f]|\\["'\\ntr])*"|'([^'\\\x00-\x1f\x7f]|\\["'\\ntr])*'/"""
+_KEY: Final = r'/"[^"\\\x00-\x1f\x7f]*"/'
 _JSON_STRING: Final = ("type", *_OF_STRINGS)
 _PYTHON_WORDS: Final = {"boolean": '"True" | "False"', "null": '"None"'}
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -325,6 +326,8 @@ class _PythonValues:
     def value(self, schema: Any, place: str, level: int = 0) -> str:
         """Return the rule of a value."""
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if schema in ({}, True):
+            reference = ""  # anything at all, which contains itself as well
         if not isinstance(reference, str):
             return self._value(schema, place, level)
         if reference not in self._referred:
@@ -359,19 +362,26 @@ class _PythonValues:
                 yield from self._other({**schema, "type": each}, place, level)
         elif listed is None and kind in _PYTHON_WORDS:
             yield _PYTHON_WORDS[kind]
-        elif kind == "array" and _ARRAY.issuperset(_told(schema)) and level < _MAX_LEVELS and "items" in schema:
-            item = self.value(schema["items"], f"{place}.items", level + 1)
+        elif kind == "array" and _ARRAY.issuperset(_told(schema)) and level < _MAX_LEVELS:
+            item = self.value(schema.get("items", {}), f"{place}.items", level + 1)
             yield f'"[" ({item} (", " {item})*)? "]"'
-        elif kind == "object" and level < _MAX_LEVELS and (fields := values.fields(schema, place)) and not fields.more:
-            parts = [
-                (self._lark.rule(f"{literal(json.dumps(name, ensure_ascii=False) + ': ')} {value}"), needed)
-                for name, inner in fields.known.items()
-                for value in [self.value(inner, f"{place}.properties.{name}", level + 1)]
-                for needed in [name in fields.required]
-            ]
-            yield f'"{{" {_with_commas(self._lark, parts, None)} "}}"'
+        elif kind == "object" and level < _MAX_LEVELS and (fields := values.fields(schema, place)):
+            yield f'"{{" {self._fields(fields, place, level)} "}}"'
         else:
             yield values.json(schema)
+
+    def _fields(self, fields: _Fields, place: str, level: int) -> str:
+        lark = self._lark
+        parts = []
+        for name, inner in fields.known.items():
+            value = self.value(inner, f"{place}.properties.{name}", level + 1)
+            key = literal(json.dumps(name, ensure_ascii=False) + ": ")
+            parts.append((lark.rule(f"{key} {value}"), name in fields.required))
+        if fields.more is None:
+            return _with_commas(lark, parts, None)
+        value = self.value(fields.more, f"{place}.additionalProperties", level + 1)
+        key = " & ".join([_KEY, *(f"~{literal(json.dumps(name, ensure_ascii=False))}" for name in fields.known)])
+        return _with_commas(lark, parts, lark.rule(f'{lark.terminal(key)} ": " {value}'))
 
 
 def _with_commas(lark: LarkText, parts: Sequence[tuple[str, bool]], another: str | None) -> str:

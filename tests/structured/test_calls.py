@@ -60,6 +60,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
             "who": {"$ref": "#/$defs/person"},
             "tags": {"type": "array", "items": {"type": ["string", "boolean"]}},
             "any": {},
+            "map": {"type": "object", "properties": {"a": {"const": 1}}, "additionalProperties": {"type": "boolean"}},
         },
         "required": ["who", "when"],
         "additionalProperties": False,
@@ -197,7 +198,7 @@ def test_calls_that_have_to_be_made_keep_their_schemas(parser: type[ToolParser],
     dice = random.Random(parser.__name__)
     made = grammar(parser, control, SCHEMAS)
     whole = 0
-    for _ in range(60):
+    for _ in range(150):
         text, complete = walk(made, special(parser, control), dice)
         if complete:
             whole += 1
@@ -248,6 +249,7 @@ BOOK = {
     "who": {"name": "a", "old": False, "friends": [{"name": "b"}]},
     "tags": ["x", True],
     "any": {"a": [1.5, None]},
+    "map": {"a": 1, "b": True},
 }
 
 
@@ -295,7 +297,7 @@ def test_a_call_as_templates_write_it_is_allowed_and_read(
     parser: type[ToolParser], control: bool, name: str, arguments: dict[str, Any]
 ) -> None:
     if parser is PythonicTools:
-        arguments = {key.replace("-", "_"): {"a": [1.5]} if key == "any" else value for key, value in arguments.items()}
+        arguments = {key.replace("-", "_"): value for key, value in arguments.items()}
     text = spoken(parser, name, arguments)
     for chosen in (False, True):
         assert complete(parser, control, text, chosen)
