@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import tokenizers
 
@@ -15,6 +15,9 @@ from fd_core.models.loading.json_file import parse_json_object
 from fd_core.text.token_bytes import Decoding, decoding_of
 
 __all__ = ["Tokenizer", "load_tokenizer"]
+
+_SHORT: Final = 512
+"""Characters of a text that is encoded in less than a millisecond."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,11 @@ class Tokenizer:
         Raises `BadRequest` for text that is not valid Unicode (a lone surrogate).
         """
         try:
-            return list(self.backend.encode(text, add_special_tokens=add_special).ids)
+            if len(text) <= _SHORT:
+                return list(self.backend.encode(text, add_special_tokens=add_special).ids)
+            # Only batches release the interpreter's lock, without which a long text would hold every stream.
+            [encoded] = self.backend.encode_batch_fast([text], add_special_tokens=add_special)
+            return list(encoded.ids)
         except (TypeError, UnicodeEncodeError) as error:
             raise BadRequest("text is not valid Unicode: it holds a lone surrogate") from error
 

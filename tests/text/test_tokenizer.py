@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from small_tokenizers import byte_level_metadata, folder, ggml, sentencepiece_metadata
 
 from fd_core.errors import BadRequest, ModelError
+from fd_core.text.byte_tokenizer import byte_tokenizer
 from fd_core.text.tokenizer import Tokenizer, load_tokenizer
 
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "1 2", "12 3", "Ġ 1"]
@@ -197,3 +200,26 @@ def test_digest_follows_the_vocabulary() -> None:
     assert first == again
     others = [byte_level_metadata(MERGES, pre="gpt-2"), sentencepiece_metadata()]
     assert len({first, *(ggml(metadata).tokenizer.digest for metadata in others)}) == 3
+
+
+def test_a_long_text_is_encoded_as_a_short_one_and_meanwhile_others_run() -> None:
+    tokenizer = byte_tokenizer()
+    counted, done = 0, threading.Event()
+
+    def count() -> None:
+        nonlocal counted
+        while not done.is_set():
+            counted += 1
+            time.sleep(0)
+
+    other = threading.Thread(target=count)
+    other.start()
+    before = counted
+    ids = tokenizer.encode("ab" * 200_000, add_special=False)
+    after = counted
+    done.set()
+    other.join()
+    assert ids == tokenizer.encode("ab", add_special=False) * 200_000
+    assert after - before > 100, "the interpreter's lock was held"
+    with pytest.raises(BadRequest):
+        tokenizer.encode("\ud800" * 1000)
