@@ -139,7 +139,7 @@ class ChoiceStream:
             keep=() if reading is None else reading.markers,
         )
         self.called = False
-        """Whether the model has called a tool."""
+        """Whether the model has called a tool, with all arguments."""
         self.reasoning_tokens = 0
         self._parser: OutputParser | None = None
         if reading is not None:
@@ -216,7 +216,7 @@ class ChoiceStream:
             events = [*events, *parser.flush()]
         reading = self._reading
         for event in events:
-            if isinstance(event, CallBegun):
+            if isinstance(event, CallEnded):
                 self.called = True
             elif isinstance(event, Thought) and event is events[-1]:
                 self.reasoning_tokens += len(chunk.token_ids)

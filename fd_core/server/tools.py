@@ -59,7 +59,7 @@ def offered_tools(body: _Asks) -> OfferedTools | None:
     forced = _forced(choice, schemas)
     if choice == "none" or not schemas:
         return None
-    shown = [shown_tool(msgspec.to_builtins(tool)) for tool in body.tools or ()]
+    shown = [shown_tool({"function": msgspec.structs.asdict(tool.function)}) for tool in body.tools or ()]
     strict = frozenset(tool.function.name for tool in body.tools or () if tool.function.strict)
     return OfferedTools(shown, schemas, forced, strict)
 
