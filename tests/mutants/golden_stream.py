@@ -250,4 +250,22 @@ MUTANTS = (
         "4: a mask is a function of the grammar and of the tokens before the position",
         (MATCHER, "if not place.reasoning and self._grammar.is_accepting():", "if not place.reasoning:"),
     ),
+    mutant(
+        "what-is-asked-of-a-prompt-is-read-from-the-cache",
+        "4: what is known of a prompt is computed again where something is asked of it",
+        (
+            "scheduling/prefixes.py",
+            "if self.hasher is None or request.needs_every_position:",
+            "if self.hasher is None:",
+        ),
+    ),
+    mutant(
+        "a-prompt-that-something-is-asked-of-is-computed-elsewhere",
+        "4: what is known of a prompt is computed again where something is asked of it",
+        (
+            "scheduling/kv_transferring.py",
+            "not request.spec.prefill_at or request.needs_every_position",
+            "not request.spec.prefill_at",
+        ),
+    ),
 )

@@ -38,6 +38,7 @@ from fd_core.types import (
     FinishReason,
     LogprobRows,
     PrefillOutcome,
+    PromptLogprobRows,
     RequestSpec,
     StepOutput,
     StepPlan,
@@ -107,6 +108,21 @@ class Followed:
     """Leading blocks of a prefill job that were offered to the worker that decodes, or that it has."""
     is_over: bool = False
     """Whether that worker was told the end of the job, one way or the other."""
+    seen: int = 0
+    """Leading positions that it computed itself."""
+    read: dict[int, tuple[float, tuple[int, ...]]] = field(default_factory=dict)
+    """What the runner said of positions of the prompt: log-probability and alternatives."""
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the log-probabilities of its prompt come with its first token."""
+        return self.spec.params.prompt_logprobs is not None and not self.spec.delivered
+
+    @property
+    def needs_every_position(self) -> bool:
+        """Whether each position of the prompt says something that is still to be told, be its KV known or not."""
+        mean = self.spec.pooling is not None and self.spec.pooling.kind == "mean"
+        return not self.told_first and (self.scores_prompt or mean)
 
     @property
     def name(self) -> str:
@@ -328,6 +344,9 @@ class Auditor:
         require(admission.eos_token_ids == request.spec.eos_token_ids, "4", f"{name} was admitted with other EOS ids")
         computed = admission.computed
         require(0 <= computed < len(told), "3.5", f"{name} was admitted with {computed} of {len(told)} tokens computed")
+        if request.needs_every_position:
+            begins = f"{name} begins with {computed} positions, of which it computed {request.seen}"
+            require(computed <= request.seen, "4", f"{begins}, though every position of its prompt is asked for")
         request.cached = computed if request.cached is None else request.cached
         loaded, request.loading = request.loading, None
         stay = Stay(request, slot, admission.gen, [], len(told), computed, len(told))
@@ -609,6 +628,9 @@ class Auditor:
             if kind == Outcome.ERROR:
                 expected[request.name] = request, (), FinishReason.ERROR, draining
                 continue
+            if row.start <= request.seen:
+                request.seen = max(request.seen, row.start + row.own)
+            self._read(row.stay, output.prompt_logprobs)
             told: tuple[int, ...] = ()
             if row.samples:
                 told, reason = _cut(request, outcomes.tokens[row.stay.slot, :count].tolist())
@@ -633,6 +655,14 @@ class Auditor:
             if delta.logprobs:
                 self._check_scores(delta, slots[delta.request_id], output.logprobs)
         self._began(effects)
+
+    def _read(self, stay: Stay, rows: PromptLogprobRows | None) -> None:
+        """Keep what the runner said of a prompt."""
+        wanted = stay.request.spec.params.prompt_logprobs
+        if rows is not None:
+            for index in (rows.slots == stay.slot).nonzero()[0].tolist():
+                alternatives = tuple(rows.top_ids[index, :wanted].tolist())
+                stay.request.read[int(rows.positions[index])] = float(rows.chosen[index]), alternatives
 
     def _check_scores(self, delta: Delta, slot: int, rows: LogprobRows | None) -> None:
         """The log-probabilities are those of the tokens beside which they stand."""
@@ -707,13 +737,20 @@ class Auditor:
         if tokens and wanted is not None:
             count = None if delta.logprobs is None else len(delta.logprobs)
             require(count == len(tokens), "1.1", f"{request.name} was told {count} log-probabilities")
+        scores = delta.prompt_logprobs
         if tokens and not request.told_first:
             request.told_first = True
+            right = [request.read.get(place) for place in range(1, len(request.spec.prompt))]
+            found = None if scores is None else [(score.logprob, score.top_ids) for score in scores]
+            what = f"of the prompt of {request.name} there is told {found} instead of {right}"
+            require(found == (right if request.scores_prompt else None), "4", what)
             cached = f"{request.name} began with {request.cached} tokens, and was told {delta.cached_tokens}"
             counted = request.fetches and delta.cached_tokens is not None
             require(counted or delta.cached_tokens == request.cached, "2.1", cached)
             known = delta.prefill == request.prefill or (delta.prefill == "held" and not request.fetches)
             require(known, "6.3", f"{request.name} was told {delta.prefill} of a prefill that was {request.prefill}")
+        else:
+            require(scores is None, "4", f"{request.name} is told of its prompt without its first token")
 
     # What is held -------------------------------------------------------------------------------------------
 

@@ -99,7 +99,7 @@ def text_with_zero() -> RequestSpec:
 
 @cache
 def many_specs() -> tuple[RequestSpec, ...]:
-    """Return requests of every kind: random and greedy ones, common prefixes, salts, stops, restarts, token 0."""
+    """Return requests of every kind: random, greedy, common prefixes, scored prompts, salts, stops, restarts, zeros."""
     rng = np.random.default_rng(13)
     specs = [
         RequestSpec(
@@ -113,7 +113,8 @@ def many_specs() -> tuple[RequestSpec, ...]:
         for index in range(10)
     ]
     prefix = tuple(range(100, 112))
-    specs += [greedy(f"shared{index}", (*prefix, index), 40) for index in range(5)]
+    asked = [None, None, 0, None, 2]
+    specs += [greedy(f"shared{at}", (*prefix, at), 40, prompt_logprobs=top_n) for at, top_n in enumerate(asked)]
     specs += [greedy(f"salt{salt}", (*prefix, 0), 40, cache_salt=salt) for salt in ("tenant-1", "tenant-10", "other")]
     for index, spec in enumerate(specs[10:13]):
         stop = whole_text(spec)[6 * index + 5]

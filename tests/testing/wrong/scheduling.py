@@ -439,6 +439,48 @@ class SharesRejectedDrafts(Changed):
         instead(self._residencies, "settle", settle)
 
 
+ASKED = "golden:test_what_is_asked_of_a_prompt_is_computed_though_its_kv_is_known"
+
+
+@breaks("4", f"{ASKED}[1-24]")
+class ReadsEveryPromptFromTheCache(Changed):
+    """A position whose KV is known is not computed again, whatever is asked of it."""
+
+    def change(self):
+        size = self._prefixes.hasher.block_size
+        whole = lambda prefixes, right, request: request.chain[: (request.num_tokens - 1) // size]  # noqa: E731
+        instead(self._prefixes, "keys", whole)
+
+
+@breaks("4", f"{ASKED}[1-5]")
+class TellsOfTheLastChunkOfAPromptAlone(Answers):
+    def commit(self, plan, output):
+        rows = dict(zip(plan.slots.tolist(), plan.num_tokens.tolist(), strict=True))
+        slots = {name: request.slot for name, request in self._requests.items()}
+        deltas, effects = super().commit(plan, output)
+        return [
+            msgspec.structs.replace(delta, prompt_logprobs=delta.prompt_logprobs[-rows[slots[delta.request_id]] :])
+            if delta.prompt_logprobs
+            else delta
+            for delta in deltas
+        ], effects
+
+
+@breaks("4", f"{ASKED}[2-24]")
+class TellsOfAPromptWithEveryToken(Answers):
+    def commit(self, plan, output):
+        deltas, effects = super().commit(plan, output)
+        self.told |= {delta.request_id: delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs}
+        again = [
+            msgspec.structs.replace(delta, prompt_logprobs=self.told.get(delta.request_id, delta.prompt_logprobs))
+            for delta in deltas
+        ]
+        return again, effects
+
+    def change(self):
+        self.told = {}
+
+
 @breaks("5.3", "blocks:test_requests_of_other_salts_share_nothing")
 class LooksAtTheBeginningOfASalt(Changed):
     def change(self):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from fd_core.testing.schedulers.breaches import require
@@ -10,7 +11,7 @@ from fd_core.testing.schedulers.machine import run_hostile_orders
 from fd_core.testing.schedulers.scripts import many_specs, whole_text
 from fd_core.testing.schedulers.target import SchedulerTarget
 from fd_core.testing.texts import greedy
-from fd_core.types import FinishReason
+from fd_core.types import FinishReason, Pooling
 
 
 @pytest.mark.law("4", "1.1")
@@ -47,6 +48,27 @@ def test_a_text_ends_where_it_has_to_whatever_was_drafted_behind_it(
     for name, end in driver.texts.ends.items():
         right = FinishReason.STOP if name in stopped else FinishReason.LENGTH
         require(end is right, "1.1", f"{name} ended with {end} instead of {right}")
+
+
+@pytest.mark.law("4")
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("budget", [5, 24])
+def test_what_is_asked_of_a_prompt_is_computed_though_its_kv_is_known(
+    target: SchedulerTarget, budget: int, depth: int
+) -> None:
+    """Log-probabilities and means of prompts that others had before, in chunks, in turns and with preemption."""
+    prompts = [[*prompt_of(20), *prompt_of(length, 1)] for length in (0, 1, 6, 12)]
+    known = [greedy(f"known{index}", prompt, 30) for index, prompt in enumerate(prompts)]
+    driver = drive(target, *known[:2], depth=depth, max_num_batched_tokens=budget)
+    driver.run(depth)
+    for index, prompt in enumerate(prompts):
+        scored = greedy(f"scored{index}", prompt, 30, prompt_logprobs=index)
+        mean = greedy(f"mean{index}", prompt, 1)
+        driver.submit(known[index], scored) if index > 1 else driver.submit(scored)
+        driver.submit(msgspec.structs.replace(mean, pooling=Pooling("mean")))
+        driver.step(depth)
+    driver.run(depth)
+    driver.check_texts()
 
 
 @pytest.mark.law("1.1", "1.2", "1.3", "1.4", "1.5", "1.7", "2.1", "2.2", "3.1", "3.2", "3.5", "3.6", "4")
