@@ -8,6 +8,9 @@ from __future__ import annotations
 __all__ = ["BadRequest", "ConfigError", "EngineDead", "FdError", "ModelError", "PluginError"]
 
 
+_MAX_MESSAGE = 1500
+
+
 class FdError(Exception):
     """Base of every error whose text is written for the user.
 
@@ -20,6 +23,8 @@ class FdError(Exception):
     def __init__(
         self, message: str, *, field: str | None = None, hint: str | None = None, code: str | None = None
     ) -> None:
+        # What was wrong may be quoted from a file or a request, and be of any length.
+        message = message if len(message) <= _MAX_MESSAGE else f"{message[:_MAX_MESSAGE]}..."
         super().__init__(message)
         self.message = message
         self.field = field

@@ -59,7 +59,9 @@ def _ropes(config: ModelConfig) -> tuple[RopeSpec, RopeSpec]:
             scaled_rope_spec(config, None, head_dim, theta=local_theta),
         )
     if "rope_theta" in parameters.values:
-        raise ModelError("config.json: rope_parameters must name full_attention and sliding_attention", field="model")
+        raise ModelError(
+            f"{config.origin}: rope_parameters must name full_attention and sliding_attention", field="model"
+        )
     return (
         scaled_rope_spec(config, parameters.part("full_attention"), head_dim, theta=_GLOBAL_THETA),
         scaled_rope_spec(config, parameters.part("sliding_attention"), head_dim, theta=_LOCAL_THETA),

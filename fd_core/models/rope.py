@@ -46,20 +46,28 @@ def scaled_rope_spec(
     kind = part.text("rope_type", part.text("type", "default"))
     if kind not in _SUPPORTED:
         raise ModelError(
-            f"config.json: rope type {kind!r} is not supported", field="model", hint=f"one of {', '.join(_SUPPORTED)}"
+            f"{config.origin}: rope type {kind!r} is not supported",
+            field="model",
+            hint=f"one of {', '.join(_SUPPORTED)}",
         )
     theta = part.number("rope_theta", theta)
-    rotary = int(head_dim * part.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)))
+    share = part.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
+    rotary = int(head_dim * min(share, 2.0))
     if rotary % 2 or not 0 < rotary <= head_dim:
-        raise ModelError(f"config.json: rope cannot rotate {rotary} of {head_dim} elements in pairs", field="model")
+        raise ModelError(f"{config.origin}: rope cannot rotate {rotary} of {head_dim} elements in pairs", field="model")
     frequencies = theta ** -(np.arange(0, rotary, 2) / rotary)
     amplitude = 1.0
-    if kind == "linear":
-        frequencies = frequencies / part.number("factor")
-    elif kind == "llama3":
-        frequencies = _llama3(frequencies, part, config)
-    elif kind == "yarn":
-        frequencies, amplitude = _yarn(frequencies, theta, part, config)
+    try:
+        if kind == "linear":
+            frequencies = frequencies / part.number("factor")
+        elif kind == "llama3":
+            frequencies = _llama3(frequencies, part, config)
+        elif kind == "yarn":
+            frequencies, amplitude = _yarn(frequencies, theta, part, config)
+    except (ArithmeticError, ValueError) as error:  # numbers that are too large or too small to compute with
+        raise ModelError(f"{config.origin}: rope of type {kind} cannot be computed: {error}", field="model") from error
+    if not np.isfinite([*frequencies, amplitude]).all():
+        raise ModelError(f"{config.origin}: rope's numbers make no finite frequencies", field="model")
     return RopeSpec(tuple(frequencies.tolist()), amplitude, interleaved)
 
 
@@ -84,7 +92,7 @@ def _llama3(frequencies: Doubles, part: ModelConfig, config: ModelConfig) -> Dou
     original = part.count("original_max_position_embeddings", config.optional_count("max_position_embeddings"))
     low, high = part.number("low_freq_factor"), part.number("high_freq_factor")
     if low >= high:
-        raise ModelError("config.json: rope's low_freq_factor must be below its high_freq_factor", field="model")
+        raise ModelError(f"{config.origin}: rope's low_freq_factor must be below its high_freq_factor", field="model")
     turns = original * frequencies / (2 * math.pi)
     share = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return np.asarray(frequencies * (share + (1.0 - share) / part.number("factor")))

@@ -5,8 +5,10 @@ Each family of models turns a config into `Traits`, what sets it apart; `decoder
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from typing import Final
 
 from fd_core.errors import ModelError
 from fd_core.models.loading.config import ModelConfig
@@ -27,6 +29,8 @@ __all__ = [
     "gate_up_down",
     "head_dim_of",
 ]
+
+_MAX_HEAD_DIM: Final = 65_536
 
 TensorShape = tuple[str, tuple[int, ...]]
 """Name and shape of a tensor in the checkpoint."""
@@ -187,7 +191,10 @@ class Traits:
 
 def head_dim_of(config: ModelConfig) -> int:
     """Return the size of a head: the config's, or the hidden size split evenly."""
-    return config.optional_count("head_dim") or config.count("hidden_size") // config.count("num_attention_heads")
+    found = config.optional_count("head_dim") or config.count("hidden_size") // config.count("num_attention_heads")
+    if found > _MAX_HEAD_DIM:
+        raise ModelError(f"{config.origin}: a head has {found} elements, the limit is {_MAX_HEAD_DIM}", field="model")
+    return found
 
 
 def gate_up_down(prefix: str, hidden: int, intermediate: int, bias: bool = False) -> tuple[LinearSpec, LinearSpec]:
@@ -199,8 +206,13 @@ def gate_up_down(prefix: str, hidden: int, intermediate: int, bias: bool = False
     )
 
 
-def decoder_spec(architecture: str, config: ModelConfig, traits: Traits) -> DecoderSpec:
-    """Spell out a decoder with Hugging Face's tensor names."""
+def decoder_spec(
+    architecture: str, config: ModelConfig, traits: Traits, most_tensors: int | None = None
+) -> DecoderSpec:
+    """Spell out a decoder with Hugging Face's tensor names.
+
+    Raises `ModelError` for a config that asks for more than `most_tensors`, before more of them are described.
+    """
     hidden, vocab = config.count("hidden_size"), config.count("vocab_size")
     num_layers = config.count("num_hidden_layers")
     tied = config.flag("tie_word_embeddings", traits.tied)
@@ -208,7 +220,7 @@ def decoder_spec(architecture: str, config: ModelConfig, traits: Traits) -> Deco
         architecture=architecture,
         embedding=VectorSpec("model.embed_tokens.weight", (vocab, hidden)),
         embedding_scale=traits.embedding_scale,
-        layers=tuple(_layer(config, traits, layer) for layer in range(num_layers)),
+        layers=_layers(config, traits, num_layers, math.inf if most_tensors is None else most_tensors),
         final_norm=VectorSpec("model.norm.weight", (hidden,)),
         head=None if tied else VectorSpec("lm_head.weight", (vocab, hidden)),
         head_bias=VectorSpec("lm_head.bias", (vocab,)) if traits.head_bias else None,
@@ -219,6 +231,18 @@ def decoder_spec(architecture: str, config: ModelConfig, traits: Traits) -> Deco
         max_positions=config.count("max_position_embeddings"),
         ignored=(r"\.rotary_emb\.inv_freq$", *((r"^lm_head\.weight$",) if tied else ()), *traits.ignored),
     )
+
+
+def _layers(config: ModelConfig, traits: Traits, num_layers: int, most: float) -> tuple[LayerSpec, ...]:
+    layers, count = [], 0
+    for index in range(num_layers):
+        layers.append(_layer(config, traits, index))
+        count += sum(1 for _ in layers[-1].tensors())
+        if count > most:
+            raise ModelError(
+                f"{config.origin}: {num_layers} layers need more tensors than there are in the files", field="model"
+            )
+    return tuple(layers)
 
 
 def _layer(config: ModelConfig, traits: Traits, layer: int) -> LayerSpec:
@@ -234,7 +258,8 @@ def _layer(config: ModelConfig, traits: Traits, layer: int) -> LayerSpec:
     if moe is not None:
         if moe.top_k > len(moe.experts):
             raise ModelError(
-                f"config.json: each token passes {moe.top_k} experts, but there are {len(moe.experts)}", field="model"
+                f"{config.origin}: each token passes {moe.top_k} experts, but there are {len(moe.experts)}",
+                field="model",
             )
         return LayerSpec(attention, moe)
     gate_up, down = gate_up_down(f"{prefix}.mlp", hidden, config.count("intermediate_size"), traits.mlp_bias)
@@ -250,7 +275,7 @@ def _attention(
     nkv = config.count("num_key_value_heads", nh)
     if nh % nkv:
         raise ModelError(
-            f"config.json: {nh} query heads cannot share {nkv} key and value heads evenly",
+            f"{config.origin}: {nh} query heads cannot share {nkv} key and value heads evenly",
             field="model",
         )
     block = f"{prefix}.self_attn"

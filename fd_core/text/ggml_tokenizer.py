@@ -7,6 +7,7 @@ The metadata holds vocabulary, merges or scores and token types; how text is spl
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,9 @@ __all__ = ["build"]
 log = logging.getLogger(__name__)
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
+
+_MAX_MERGED_CHARS = 1024
+_MERGES_A_TOKEN = 64
 
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -111,6 +115,8 @@ class _Metadata:
         scores = self._list("scores", float)
         if len(scores) != len(self.tokens):
             raise self.wrong("scores", f"has {len(scores)} entries for {len(self.tokens)} tokens")
+        if not all(map(math.isfinite, scores)):
+            raise self.wrong("scores", "has an entry that is not finite")
         return scores
 
     def flag(self, key: str, default: bool) -> bool:
@@ -157,10 +163,11 @@ def _byte_level(metadata: _Metadata) -> tuple[Tokenizer, Decoding]:
 
 def _pre(metadata: _Metadata) -> _Pre:
     name = metadata.values.get("pre", "default")
-    pre = _PRE.get(name)
+    pre = _PRE.get(name) if isinstance(name, str) else None
     if pre is None:
         raise metadata.wrong(
-            "pre", f"is {name!r}, a way of splitting text that is not known; known are {', '.join(sorted(_PRE))}"
+            "pre",
+            f"is {str(name)[:60]!r}, a way of splitting text that is not known; known are {', '.join(sorted(_PRE))}",
         )
     if name == "default":
         log.warning(
@@ -196,10 +203,17 @@ def _merges_from_scores(metadata: _Metadata) -> list[tuple[str, str]]:
     """Return the merges that SentencePiece's scores imply: the pair whose joined token scores best goes first."""
     scores = metadata.scores()
     ids = metadata.ids
+    longest = max(map(len, metadata.tokens))
+    if longest > _MAX_MERGED_CHARS:
+        raise metadata.wrong(
+            "tokens", f"has an entry of {longest} characters; of what merges make up, the limit is {_MAX_MERGED_CHARS}"
+        )
     normal = {token for token, kind in zip(metadata.tokens, metadata.types, strict=True) if kind == _NORMAL}
-    ranked = []
+    ranked: list[tuple[float, int, int, str, str]] = []
     for token in normal:
         rank = -scores[ids[token]]
+        if len(ranked) > _MERGES_A_TOKEN * len(ids):
+            raise metadata.wrong("scores", f"stand for more than {_MERGES_A_TOKEN} merges for each token")
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
             if left in normal and right in normal:

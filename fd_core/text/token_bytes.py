@@ -55,12 +55,14 @@ def sentencepiece(token: str) -> bytes:
     return token.replace(_SPACE, " ").encode("utf-8", "replace")
 
 
-def decoding_of(decoder: Mapping[str, Any] | None) -> Decoding | None:
+def decoding_of(decoder: Any) -> Decoding | None:
     """Read the family from the `decoder` of a tokenizer.json; None if it is neither."""
-    if decoder is None:
+    if not isinstance(decoder, Mapping):
         return None
-    steps = decoder.get("decoders", []) if decoder.get("type") == "Sequence" else [decoder]
-    kinds = {step.get("type"): step for step in steps if isinstance(step, Mapping)}
+    steps = decoder.get("decoders") if decoder.get("type") == "Sequence" else [decoder]
+    if not isinstance(steps, list):
+        return None
+    kinds = {str(step.get("type")): step for step in steps if isinstance(step, Mapping)}
     if "ByteLevel" in kinds:
         return Decoding(byte_level)
     if "Metaspace" in kinds:

@@ -20,6 +20,11 @@ _SHORT: Final = 512
 """Characters of a text that is encoded in less than a millisecond."""
 
 
+_HOLES = 8
+_FEW_IDS = 1 << 17
+"""Ids may have holes; tables take space for each id up to the highest."""
+
+
 @dataclass(frozen=True)
 class Tokenizer:
     """Encodes and decodes text. Immutable and safe to share between threads.
@@ -64,7 +69,7 @@ class Tokenizer:
         """Return the ids of `text`; `add_special` adds what the model wants around it, such as BOS.
 
         Control tokens written out in the text become their ids: rendered chat templates rely on it.
-        Raises `BadRequest` for text that is not valid Unicode (a lone surrogate).
+        Raises `BadRequest` for text that is not valid Unicode (a lone surrogate), or that the tokenizer gives up on.
         """
         try:
             if len(text) <= _SHORT:
@@ -74,6 +79,10 @@ class Tokenizer:
             return list(encoded.ids)
         except (TypeError, UnicodeEncodeError) as error:
             raise BadRequest("text is not valid Unicode: it holds a lone surrogate") from error
+        except BaseException as error:
+            if not _panicked(error):
+                raise
+            raise BadRequest(f"the model's tokenizer cannot read this text: {error}") from error
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Return the text of `ids`; bytes that are not UTF-8 become U+FFFD.
@@ -137,6 +146,11 @@ class Tokenizer:
         return tokens
 
 
+def _panicked(error: BaseException) -> bool:
+    """Whether the library gave up, such as on a regular expression that takes too long; that is no `Exception`."""
+    return type(error).__name__ == "PanicException"
+
+
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     """Build the tokenizer that a checkpoint carries.
 
@@ -157,8 +171,16 @@ def _from_json(source: JsonTokenizerSource) -> Tokenizer:
         )
     try:
         backend = tokenizers.Tokenizer.from_buffer(source.content)
-    except Exception as error:  # the library has no class of its own for what it cannot read
-        raise ModelError(f"{source.origin} is not a usable tokenizer: {error}", field="tokenizer") from error
+    except BaseException as error:  # the library has no class of its own for what it cannot read
+        if not isinstance(error, Exception) and not _panicked(error):
+            raise
+        raise ModelError(f"{source.origin} is not a usable tokenizer: {str(error)[:300]}", field="tokenizer") from error
+    highest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+    if highest > _HOLES * backend.get_vocab_size() + _FEW_IDS:
+        raise ModelError(
+            f"{source.origin} gives a token the id {highest}, but has {backend.get_vocab_size()} tokens",
+            field="tokenizer",
+        )
     # A request's length is limited by the engine, in the open; a limit that the file brings would cut silently.
     backend.no_truncation()
     backend.no_padding()

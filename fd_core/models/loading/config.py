@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +47,7 @@ class ModelConfig:
     def number(self, field: str, default: float | None = None) -> float:
         """Return a finite, positive number."""
         value = self._get(field, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
             raise self._wrong(field, "a positive number", value)
         return float(value)
 

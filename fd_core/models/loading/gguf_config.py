@@ -78,13 +78,19 @@ def _common(shape: ModelConfig, tensors: Tensors) -> dict[str, Any]:
                 "only equal values are supported",
                 field="model",
             )
+    layers = shape.count("block_count")
+    if layers > len(tensors):
+        raise ModelError(
+            f"{shape.origin}: {shape.prefix}block_count is {layers}, but there are {len(tensors)} tensors",
+            field="model",
+        )
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError(f"{shape.origin} has no usable tensor 'token_embd.weight'", field="model")
     return {
         "hidden_size": hidden,
         "intermediate_size": shape.count("feed_forward_length"),
-        "num_hidden_layers": shape.count("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": shape.count("attention.head_count_kv", heads),
         "head_dim": head_dim,

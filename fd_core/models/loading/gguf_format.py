@@ -27,6 +27,8 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_DIMS = 4
 _MAX_STRING = 64 << 20
+_MAX_KEY = 65_535
+_MAX_NAME = 1024
 _MAX_ARRAY = 1 << 23
 _DEFAULT_ALIGNMENT = 32
 _SMALLEST_INFO = 8 + 4 + 8 + 4 + 8
@@ -70,7 +72,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     pair_count = cursor.u64("the number of metadata entries")
     metadata: dict[str, Any] = {}
     for _ in range(pair_count):
-        key = cursor.string("a metadata key")
+        key = cursor.string("a metadata key", _MAX_KEY)
         if key in metadata:
             raise _bad(path, f"metadata key {key!r} appears twice")
         metadata[key] = cursor.value(cursor.u32(key), key)
@@ -133,10 +135,10 @@ class _Cursor:
     def u64(self, what: str) -> int:
         return int(_U64.unpack(self.take(8, what))[0])
 
-    def string(self, what: str) -> str:
+    def string(self, what: str, limit: int = _MAX_STRING) -> str:
         length = self.u64(what)
-        if length > _MAX_STRING:
-            raise _bad(self.file.path, f"{what} has {length} bytes, the limit is {_MAX_STRING}")
+        if length > limit:
+            raise _bad(self.file.path, f"{what} has {length} bytes, the limit is {limit}")
         try:
             return self.take(length, what).decode()
         except UnicodeDecodeError as error:
@@ -169,7 +171,7 @@ class _Cursor:
         return list(np.frombuffer(content, dtype).tolist())
 
     def tensor_info(self) -> _TensorInfo:
-        name = self.string("a tensor's name")
+        name = self.string("a tensor's name", _MAX_NAME)
         what = f"tensor {name!r}"
         dimensions = self.u32(what)
         if not 1 <= dimensions <= _MAX_DIMS:

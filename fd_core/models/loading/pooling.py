@@ -46,12 +46,12 @@ def read_vector_settings(path: Path | None) -> VectorSettings:
     normalize = False
     try:
         listed = msgspec.json.decode(read_limited(modules), type=list[dict[str, Any]])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ModelError(f"{modules} is not a list of modules: {error}", field="model") from error
     for module in listed:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind == "Pooling":
-            pooling = _pooling(path / str(module.get("path", "")) / "config.json", path)
+            pooling = _pooling(path / str(module.get("path", "")).replace("\0", "?") / "config.json", path)
         elif kind == "Normalize":
             normalize = True
         elif kind != "Transformer":

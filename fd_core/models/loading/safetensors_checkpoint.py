@@ -130,7 +130,7 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     template = source.get("chat_template")
     if isinstance(template, list):
         # several named templates; the plain conversation is called "default"
-        named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
+        named = {str(each.get("name")): each.get("template") for each in template if isinstance(each, dict)}
         template = named.get("default")
     if template is not None and not isinstance(template, str):
         raise ModelError(f"{folder}: chat_template must be a string", field="chat_template")

@@ -22,6 +22,7 @@ from fd_core.models.loading.mapped_file import MappedFile, StoredTensor
 __all__ = ["read_safetensors"]
 
 _MAX_HEADER = 100_000_000
+_MAX_NAME = 1024
 _MAX_DIMS = 8
 _MAX_ELEMENTS = 1 << 48
 _ITEM_BYTES = {
@@ -61,7 +62,9 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def _placed(file: MappedFile, name: str, raw: msgspec.Raw, start: int) -> StoredTensor:
-    path, what = file.path, f"tensor {name!r}"
+    path, what = file.path, f"tensor {name[:_MAX_NAME]!r}"
+    if len(name) > _MAX_NAME:
+        raise _bad(path, f"{what} has a name of {len(name)} characters, the limit is {_MAX_NAME}")
     try:
         entry = msgspec.json.decode(raw, type=_Entry)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
