@@ -48,8 +48,9 @@ def create_app(
     app = FastAPI(title="fd_core", version=fd_core.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     names = config.served_model_names or (client.info.model,)
     metrics = ServerMetrics(client, names[0] if config.metrics_names == "vllm" else None)
-    reader = PromptReader(tokenizer, template, vocab_size=client.info.vocab_size)
-    grammars = GrammarChecker(tokenizer, client.info)
+    info = client.info
+    reader = PromptReader(tokenizer, template, vocab_size=info.vocab_size, max_tokens=info.max_model_len)
+    grammars = GrammarChecker(tokenizer, info)
     app.state.fd = ServerState(
         config, client, tokenizer, reader, metrics, grammars, parsers or Parsers(), ticket_key=ticket_key
     )
@@ -65,7 +66,7 @@ def create_app(
             folder.expanduser(),
             config.batch_store_limit,
             longest=config.max_body_bytes,
-            at_once=max(1, client.info.max_num_seqs // 2),  # the other slots are for those who wait for their answer
+            at_once=max(1, info.max_num_seqs // 2),  # the other slots are for those who wait for their answer
         )
     install_handlers(app)
     app.add_middleware(Gate, keys=KeyRing(config.api_keys), metrics=metrics)

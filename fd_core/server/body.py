@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -11,7 +12,9 @@ import msgspec
 from fastapi import Request
 
 from fd_core.server.errors import ApiError, invalid
+from fd_core.server.json_shape import decodable
 from fd_core.server.known_fields import KnownFields, UnknownField
+from fd_core.server.state import state_of
 from fd_core.server.unsupported import HARMLESS, Refusal
 
 __all__ = ["BodyFormat", "read_bounded", "read_bytes"]
@@ -24,6 +27,11 @@ _PATH = re.compile(r" - at (`key` in )?`\$\.?(?P<path>.*)`$")
 _MISSING = re.compile(r"missing required field `(?P<field>[^`]+)`")
 _PRINTABLE = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}")
 _MAX_NAMED = 16
+_MAX_UNKNOWN = 1000
+_LOG_SECONDS = 10.0
+"""Pause between two lines on unknown fields: clients make up as many names as they like."""
+_IDS_PER_TOKEN = 4
+"""Numbers that a body may hold for each token of the context."""
 
 
 class BodyFormat(Generic[T]):
@@ -35,14 +43,20 @@ class BodyFormat(Generic[T]):
         self._decoder = msgspec.json.Decoder(schema)
         self._known = KnownFields(schema)
         self._warned: set[str] = set()
+        self._quiet_until = 0.0
 
     async def read(self, request: Request, limit: int) -> tuple[T, dict[str, str]]:
         """Return the decoded body and headers that the answer should carry.
 
-        Raises `ApiError`: 415 for another content type, 413 for more than `limit` bytes, 400 for anything malformed,
-        out of range or not served, naming the field.
+        Raises `ApiError`: 415 for another content type, 413 for more than `limit` bytes or for more than is decoded at
+        once, 400 for anything malformed, out of range or not served, naming the field.
         """
-        return self.decode(await read_bytes(request, limit))
+        body = await read_bytes(request, limit)
+        if not await decodable(body, _IDS_PER_TOKEN * state_of(request).client.info.max_model_len):
+            raise ApiError(
+                413, "the body holds more fields, lists or numbers than a request may have", code="body_too_large"
+            )
+        return self.decode(body)
 
     def decode(self, body: bytes) -> tuple[T, dict[str, str]]:
         """Decode a whole body; see `read`."""
@@ -76,12 +90,19 @@ class BodyFormat(Generic[T]):
                 given.setdefault(path, value)
             elif msgspec.json.decode(value) not in refusal.neutral:
                 raise invalid(f"{path} is not supported: {refusal.reason}", path, "unsupported_parameter")
+            if len(given) > _MAX_UNKNOWN:
+                raise invalid(f"the body has more than {_MAX_UNKNOWN:,} fields that are not known", None, "invalid_body")
         ignored = [path for path in sorted(given) if _PRINTABLE.fullmatch(path)][:_MAX_NAMED]
-        for name in ignored:
-            if name not in self._warned and len(self._warned) < 1000:
-                self._warned.add(name)
-                log.warning("the unknown field %s of a request is ignored (logged once)", name)
+        self._warn([name for name in ignored if name not in self._warned])
         return ignored
+
+    def _warn(self, names: list[str]) -> None:
+        """Tell the operator of unknown fields: each once, all of a request in one line, a line every ten seconds."""
+        if not names or len(self._warned) >= _MAX_UNKNOWN or time.monotonic() < self._quiet_until:
+            return
+        self._quiet_until = time.monotonic() + _LOG_SECONDS
+        self._warned.update(names)
+        log.warning("a request has unknown fields, which are ignored (logged once): %s", ", ".join(names))
 
 
 def _with_integers(value: Any) -> Any:

@@ -35,12 +35,12 @@ async def tokenize(request: Request) -> Response:
         ids = list(await chat_ids(state, body))
     else:
         text, special, reader = body.prompt or "", body.add_special_tokens is not False, state.prompt_reader
-        ids = list(await reader.run(len(text), lambda: reader.text(text, special)))
+        ids = list(await reader.run(len(text), lambda: reader.text(text, special, counted=True)))
+    shown = None
+    if body.return_token_strs:
+        shown = await reader.run(len(ids), lambda: [state.tokenizer.token_text(each) for each in ids])
     answer = TokenizeAnswer(
-        tokens=ids,
-        count=len(ids),
-        max_model_len=state.client.info.max_model_len,
-        token_strs=[state.tokenizer.token_text(each) for each in ids] if body.return_token_strs else None,
+        tokens=ids, count=len(ids), max_model_len=state.client.info.max_model_len, token_strs=shown
     )
     return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
 
@@ -54,7 +54,8 @@ async def detokenize(request: Request) -> Response:
     size = state.client.info.vocab_size
     if max(body.tokens, default=0) >= size:
         raise invalid(f"tokens holds the id {max(body.tokens)}, but the vocabulary has {size} ids, from 0 on", "tokens")
-    text = state.tokenizer.decode(body.tokens, skip_special=bool(body.skip_special_tokens))
+    ids, skipping = body.tokens, bool(body.skip_special_tokens)
+    text = await state.prompt_reader.run(len(ids), lambda: state.tokenizer.decode(ids, skip_special=skipping))
     return Response(msgspec.json.encode(DetokenizeAnswer(text)), headers=headers, media_type="application/json")
 
 

@@ -25,6 +25,10 @@ __all__ = ["PromptReader", "PromptText", "split_prompts", "template_kwargs"]
 
 _INLINE_CHARS: Final = 8192
 """Longer texts are read on a thread: the event loop feeds every stream."""
+_LONG_CHARS: Final = 131_072
+"""Longer texts have a thread of their own, so that shorter ones never wait for seconds."""
+_COUNTED_CHARS: Final = 1_000_000
+"""Tools cut long documents to contexts by the tokens that a server counts."""
 _ROLE_ALIASES: Final = {"developer": "system"}
 _TURN_FIELDS: Final = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 """What a template sees of a message; clients send more."""
@@ -55,13 +59,24 @@ class PromptReader:
     """Reads prompts for one tokenizer and chat template. Every method but `run` blocks its thread."""
 
     def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate | None, *, vocab_size: int = _MAX_TOKEN_ID + 1
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        vocab_size: int = _MAX_TOKEN_ID + 1,
+        max_tokens: int | None = None,
     ) -> None:
-        """Ids that clients give have to be below `vocab_size`."""
+        """Ids that clients give have to be below `vocab_size`.
+
+        A text of more characters than `max_tokens` tokens can stand for is refused before it is encoded.
+        """
         self._tokenizer = tokenizer
         self._template = template
         self._vocab_size = vocab_size
+        self._max_tokens = max_tokens
+        self._max_chars = None if max_tokens is None else max_tokens * tokenizer.longest_token
         self._worker = ThreadPoolExecutor(1, "fdcore-text")
+        self._long_worker = ThreadPoolExecutor(1, "fdcore-long-text")
         self._given_templates: dict[str, ChatTemplate] = {}
         """Templates of requests, the one used last at the end; only the thread of `run` reads them."""
 
@@ -88,11 +103,13 @@ class PromptReader:
     async def run(self, size: float, read: Callable[[], T]) -> T:
         """Return `read()` of a prompt of `size` characters: at once, or from a thread where it would block for long.
 
-        There is one thread, so that long texts do not crowd out the engine.
+        Whoever is cancelled before the turn comes is not read. There are two threads, one for the longest texts, so
+        that reading does not crowd out the engine.
         """
         if size <= _INLINE_CHARS:
             return read()
-        return await asyncio.get_running_loop().run_in_executor(self._worker, read)
+        worker = self._worker if size <= _LONG_CHARS else self._long_worker
+        return await asyncio.get_running_loop().run_in_executor(worker, read)
 
     @property
     def switches_reasoning(self) -> bool:
@@ -105,15 +122,18 @@ class PromptReader:
         return self._template is not None and "reasoning_effort" in self._template.source
 
     def close(self) -> None:
-        """End the thread."""
-        self._worker.shutdown(wait=False, cancel_futures=True)
+        """End the threads."""
+        for worker in (self._worker, self._long_worker):
+            worker.shutdown(wait=False, cancel_futures=True)
 
-    def text(self, text: str, add_special: bool = True, field: str = "prompt") -> tuple[int, ...]:
+    def text(
+        self, text: str, add_special: bool = True, field: str = "prompt", *, counted: bool = False
+    ) -> tuple[int, ...]:
         """Return the ids of one text, given in `field`; `add_special` adds what the model wants around it, such as BOS.
 
-        Raises `BadRequest` for a text that is empty or not valid Unicode.
+        A text that is only `counted` may be longer than the context, up to a million characters. Raises `BadRequest` for a text that is empty, too long for the context or not valid Unicode.
         """
-        return _not_empty(field, self._tokenizer.encode(text, add_special=add_special) if text else ())
+        return _not_empty(field, self._encode(text, add_special, field, counted=counted) if text else ())
 
     def completion(self, prompt: object, add_special: bool = True, field: str = "prompt") -> list[PromptText]:
         """Return the prompts of a completions request, given in `field`: a text, texts, ids, or lists of ids.
@@ -165,11 +185,22 @@ class PromptReader:
             )
         except ModelError as error:  # the model's own was compiled at the start: these messages are too much for it
             raise BadRequest(str(error), field="messages" if template is None else "chat_template") from error
-        return _not_empty("messages", self._tokenizer.encode(text, add_special=add_special))
+        return _not_empty("messages", self._encode(text, add_special, "messages"))
 
     def given(self, ids: Sequence[int], field: str) -> tuple[int, ...]:
         """Return ids that a client gave in `field`; raises `BadRequest` if there are none or one is unknown."""
         return self._checked_ids(_not_empty(field, ids), field)
+
+    def _encode(self, text: str, add_special: bool, field: str, *, counted: bool = False) -> list[int]:
+        allowed = _COUNTED_CHARS if counted else 0
+        if self._max_chars is not None and len(text) > max(self._max_chars, allowed):
+            raise BadRequest(
+                f"{field} has {len(text):,} characters; the {self._max_tokens:,} tokens of the context stand for "
+                f"{self._max_chars:,} at most",
+                field=field,
+                code="context_length_exceeded",
+            )
+        return self._tokenizer.encode(text, add_special=add_special)
 
     def _template_of(self, source: str) -> ChatTemplate:
         """Return a template that came with a request, compiled once for those that repeat it."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any
 
 import tokenizers
 
@@ -16,8 +17,8 @@ from fd_core.text.token_bytes import Decoding, decoding_of
 
 __all__ = ["Tokenizer", "load_tokenizer"]
 
-_SHORT: Final = 512
-"""Characters of a text that is encoded in less than a millisecond."""
+# Texts are encoded one by one: the library's own threads would only take the cores of a step.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 _HOLES = 8
@@ -42,6 +43,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """One more than the largest id that has text."""
         return len(self._tokens)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters, at most, that one token stands for."""
+        return max(map(len, self._tokens), default=1)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -72,11 +78,8 @@ class Tokenizer:
         Raises `BadRequest` for text that is not valid Unicode (a lone surrogate), or that the tokenizer gives up on.
         """
         try:
-            if len(text) <= _SHORT:
-                return list(self.backend.encode(text, add_special_tokens=add_special).ids)
-            # Only batches release the interpreter's lock, without which a long text would hold every stream.
-            [encoded] = self.backend.encode_batch_fast([text], add_special_tokens=add_special)
-            return list(encoded.ids)
+            # The call for one text would keep the interpreter to itself until it is done.
+            return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
         except (TypeError, UnicodeEncodeError) as error:
             raise BadRequest("text is not valid Unicode: it holds a lone surrogate") from error
         except BaseException as error:
