@@ -323,7 +323,7 @@ class StepOutput:
     pooled: PooledRows | None = None
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probability of one delivered token and of the most likely alternatives."""
 
     logprob: float

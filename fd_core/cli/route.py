@@ -50,7 +50,7 @@ def route(given: Given) -> None:
         from fd_core.router.gateway.pairs import ticket_key
         from fd_core.router.gateway.serving import serve_gateway
         from fd_core.router.router import Router
-        from fd_core.server.listening import bind_socket
+        from fd_core.server.listening import bind_socket, settle
 
     gateway = settings.gateway
     logging.basicConfig(level=gateway.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -72,6 +72,11 @@ def route(given: Given) -> None:
             admin_sock = bind_socket(
                 gateway.admin_host, gateway.admin_port, flag="--admin-port", host_flag="--admin-host"
             )
+
+        def ready(url: str) -> None:
+            show_summary(console, summary(gateway, settings.router, url, text, uses_prefix), title="fdcore routes")
+            settle()
+
         policies = [plugins.load(ROUTER_POLICY, settings.router.policy_of(role)) for role in gateway.roles]
         uses_prefix = any(policy.uses_prefix for policy in policies)
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
@@ -84,9 +89,7 @@ def route(given: Given) -> None:
                     ticket_key=key,
                     sock=sock,
                     admin_sock=admin_sock,
-                    on_ready=lambda url: show_summary(
-                        console, summary(gateway, settings.router, url, text, uses_prefix), title="fdcore routes"
-                    ),
+                    on_ready=ready,
                 )
             )
 

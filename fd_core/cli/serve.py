@@ -73,6 +73,7 @@ async def _serve(settings: Settings, listener: socket.socket, console: Console) 
     """Load, say what was loaded, serve until told to stop, drain."""
     from fd_core.cli.startup import choose_parsers, find_model, running_engine, startup_bars
     from fd_core.cli.summary import show_summary, summary
+    from fd_core.server.listening import settle
     from fd_core.server.serve import serve_http
 
     async with contextlib.AsyncExitStack() as stack:
@@ -85,6 +86,13 @@ async def _serve(settings: Settings, listener: socket.socket, console: Console) 
             model.template,
             client.info.architecture,
         )
+
+        def ready(url: str) -> None:
+            show_summary(
+                console, summary(client.info, settings.server, url, tools=chosen.tools, reasoning=chosen.reasoning)
+            )
+            settle()
+
         await serve_http(
             settings.server,
             client,
@@ -93,9 +101,7 @@ async def _serve(settings: Settings, listener: socket.socket, console: Console) 
             ticket_key=_ticket_key(settings.engine),
             parsers=chosen.parsers,
             sock=listener,
-            on_ready=lambda url: show_summary(
-                console, summary(client.info, settings.server, url, tools=chosen.tools, reasoning=chosen.reasoning)
-            ),
+            on_ready=ready,
         )
 
 

@@ -91,7 +91,9 @@ class BodyFormat(Generic[T]):
             elif msgspec.json.decode(value) not in refusal.neutral:
                 raise invalid(f"{path} is not supported: {refusal.reason}", path, "unsupported_parameter")
             if len(given) > _MAX_UNKNOWN:
-                raise invalid(f"the body has more than {_MAX_UNKNOWN:,} fields that are not known", None, "invalid_body")
+                raise invalid(
+                    f"the body has more than {_MAX_UNKNOWN:,} fields that are not known", None, "invalid_body"
+                )
         ignored = [path for path in sorted(given) if _PRINTABLE.fullmatch(path)][:_MAX_NAMED]
         self._warn([name for name in ignored if name not in self._warned])
         return ignored

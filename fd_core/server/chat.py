@@ -116,7 +116,7 @@ class ChatFormat(ResponseFormat):
         """Return the event that names the role."""
         return self.lead(choice, b',"delta":{"role":"assistant","content":""}')
 
-    def logprobs(self, choice: ChoiceStream, chunk: TextChunk | CollectedText) -> ChatLogprobs:
+    def logprobs(self, choice: ChoiceStream, chunk: TextChunk) -> ChatLogprobs:
         """Return log-probabilities with the bytes of each token."""
         job = self.job
         return chat_logprobs(self.tokenizer, chunk.token_ids, chunk.logprobs, job.logprobs or 0, job.tokens_as_ids)
@@ -124,7 +124,7 @@ class ChatFormat(ResponseFormat):
     def whole(self, collected: list[CollectedText], usage: Usage) -> msgspec.Struct:
         """Return the answer, with what was asked of the prompt beside the choices."""
         answer = super().whole(collected, usage)
-        return msgspec.structs.replace(answer, prompt_logprobs=self.prompt_scores(collected[0].choice))
+        return msgspec.structs.replace(answer, prompt_logprobs=self.prompt_scores.get(0, msgspec.UNSET))
 
     def choice(self, collected: CollectedText) -> ChatChoice:
         """Return one generated message."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Final
 
 import msgspec
@@ -14,11 +15,11 @@ from fd_core.server.errors import invalid
 from fd_core.server.field_names import named_as_sent, other_names
 from fd_core.server.generation import ChoiceStream, Job, TextChunk
 from fd_core.server.jobs import build_job, with_grammar
-from fd_core.server.logprobs import CompletionLogprobsBuilder
+from fd_core.server.logprobs import CompletionLogprobsBuilder, EncodedLists
 from fd_core.server.openapi import endpoint
 from fd_core.server.prompts import completion_prompts
 from fd_core.server.request_schemas import CompletionRequest
-from fd_core.server.response_format import CollectedText, ResponseFormat
+from fd_core.server.response_format import CollectedText, ResponseFormat, slices
 from fd_core.server.response_schemas import CompletionAnswer, CompletionChoice, CompletionLogprobs
 from fd_core.server.state import state_of
 from fd_core.server.streaming import GenerationResponse
@@ -76,15 +77,18 @@ class CompletionFormat(ResponseFormat):
                 tokenizer.decode(each.ids, job.skip_special) if each.text is None else each.text for each in prompts
             ]
         self._builders: dict[int, CompletionLogprobsBuilder] = {}
+        self._echoed: dict[int, EncodedLists] = {}
+        """Log-probabilities of the prompts that are echoed."""
 
     def first(self, choice: ChoiceStream) -> bytes:
         """Return the echo of the prompt with its log-probabilities, if asked for."""
         if self._echoes is None and not self.job.token_ids:
             return b""
-        scores = msgspec.json.encode(self._prompt_logprobs(choice))
+        echoed = self._echoed.get(choice.prompt_index)
+        scores = b"null" if echoed is None else bytes(echoed.encoded())
         return self.lead(choice, b',"text":' + msgspec.json.encode(self._echo(choice)), scores)
 
-    def logprobs(self, choice: ChoiceStream, chunk: TextChunk | CollectedText) -> CompletionLogprobs:
+    def logprobs(self, choice: ChoiceStream, chunk: TextChunk) -> CompletionLogprobs:
         """Return log-probabilities; offsets go on from the chunk before."""
         builder = self._builders.get(choice.index)
         if builder is None:
@@ -100,24 +104,25 @@ class CompletionFormat(ResponseFormat):
     def choice(self, collected: CollectedText) -> CompletionChoice:
         """Return one generated text."""
         choice, ending = collected.choice, self.ending(collected)
-        if (echoed := self._prompt_logprobs(choice)) is not None:
-            ending["logprobs"] = _joined(echoed, ending["logprobs"])
-        text = self._echo(choice) + collected.text
-        return CompletionChoice(text=text, prompt_logprobs=self.prompt_scores(choice), **ending)
+        scores = self.prompt_scores.get(choice.prompt_index, msgspec.UNSET)
+        return CompletionChoice(text=self._echo(choice) + collected.text, prompt_logprobs=scores, **ending)
 
-    def _prompt_logprobs(self, choice: ChoiceStream) -> CompletionLogprobs | None:
-        """Return the shape for an echoed prompt; None if there is no echo, or no log-probabilities are wanted."""
-        job, rows = self.job, choice.prompt_logprobs
-        if self._echoes is None or job.logprobs is None or rows is None:
-            return None
+    async def prepare(self, choice: ChoiceStream) -> None:
+        """Spell what is told of a prompt beside its echo as well."""
+        await super().prepare(choice)
+        job, rows, prompt = self.job, choice.prompt_logprobs, choice.prompt_index
+        if self._echoes is None or job.logprobs is None or rows is None or prompt in self._echoed:
+            return
         builder = CompletionLogprobsBuilder(self.tokenizer, job.logprobs, 0, job.skip_special, job.tokens_as_ids)
-        return builder.build(job.prompts[choice.prompt_index], [None, *rows])
+        told, ids, lists = [None, *rows], job.prompts[prompt], EncodedLists()
+        for part in slices(len(ids)):
+            lists.add(builder.build(ids[part], told[part]))
+            await asyncio.sleep(0)
+        self._echoed[prompt] = lists
+
+    def begun_scores(self, choice: ChoiceStream) -> EncodedLists:
+        """Return the log-probabilities of the echo."""
+        return EncodedLists(self._echoed.get(choice.prompt_index))
 
     def _echo(self, choice: ChoiceStream) -> str:
         return "" if self._echoes is None else self._echoes[choice.prompt_index]
-
-
-def _joined(first: CompletionLogprobs, then: CompletionLogprobs) -> CompletionLogprobs:
-    return CompletionLogprobs(
-        *([*getattr(first, name), *getattr(then, name)] for name in CompletionLogprobs.__struct_fields__)
-    )

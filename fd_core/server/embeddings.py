@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import time
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -38,6 +39,8 @@ router = APIRouter()
 _EMBEDDINGS: Final = BodyFormat(EmbeddingRequest, POOLED)
 _SCORE: Final = BodyFormat(ScoreRequest, POOLED)
 _RERANK: Final = BodyFormat(RerankRequest, POOLED)
+_AT_ONCE: Final = 16
+"""Vectors that are encoded while everybody else waits."""
 
 
 @router.post("/v1/embeddings", **endpoint("Make vectors of texts", EmbeddingRequest, EmbeddingAnswer))
@@ -50,13 +53,12 @@ async def create_embeddings(request: Request) -> Response:
     texts = PooledTexts(state, request, body)
     vectors = await texts.vectors(prompts, "input", body.dimensions)
     packed = body.encoding_format == "base64"
-    data = [
-        Embedding(
-            index=index,
-            embedding=base64.b64encode(vector.astype("<f4").tobytes()).decode() if packed else vector.tolist(),
-        )
-        for index, vector in enumerate(vectors)
-    ]
+    data: list[Any] = []
+    for index, vector in enumerate(vectors):
+        shown = base64.b64encode(vector.astype("<f4").tobytes()).decode() if packed else vector.tolist()
+        data.append(msgspec.Raw(msgspec.json.encode(Embedding(index=index, embedding=shown))))
+        if index % _AT_ONCE == _AT_ONCE - 1:
+            await asyncio.sleep(0)
     return _json(EmbeddingAnswer(data=data, model=model, usage=_usage(texts)), headers)
 
 

@@ -16,19 +16,22 @@ _MAX_CONTAINERS: Final = 32_768
 """Objects and arrays of one text, each of which takes about half a microsecond."""
 _MAX_NAMES: Final = 65_536
 _MAX_VALUES: Final = 131_072
+_MAX_ESCAPES: Final = 2_000_000
 _SLICE: Final = 1 << 20
 _QUOTE, _BACKSLASH, _COMMA, _COLON = b'"\\,:'
 _OPENING: Final = b"{["
 
 
 class JsonShape(NamedTuple):
-    """Counts of what stands outside the strings of a JSON text."""
+    """Counts of what a JSON text holds, most of it outside its strings."""
 
     containers: int
     """Objects and arrays."""
     names: int
     """Fields of all objects."""
     commas: int
+    escapes: int
+    """Backslashes, anywhere."""
 
 
 async def decodable(body: bytes, ids: int) -> bool:
@@ -39,13 +42,14 @@ async def decodable(body: bytes, ids: int) -> bool:
     if len(body) <= _SMALL_BYTES:
         return True
     shape = await asyncio.to_thread(shape_of, body)
-    return shape.containers <= _MAX_CONTAINERS and shape.names <= _MAX_NAMES and shape.commas <= _MAX_VALUES + ids
+    most = JsonShape(_MAX_CONTAINERS, _MAX_NAMES, _MAX_VALUES + ids, _MAX_ESCAPES)
+    return all(count <= limit for count, limit in zip(shape, most, strict=True))
 
 
 def shape_of(body: bytes) -> JsonShape:
     """Count what stands outside strings; of what is no JSON, any counts may be returned."""
     data = np.frombuffer(body, np.uint8)
-    containers = names = commas = 0
+    containers = names = commas = escapes = 0
     inside = False
     backslashes = 0
     """At the end of the slice before, next to each other."""
@@ -57,10 +61,11 @@ def shape_of(body: bytes) -> JsonShape:
             within = ~within
         inside = bool(within[-1])
         outside = ~within
+        escapes += int(np.count_nonzero(part == _BACKSLASH))
         containers += sum(int(np.count_nonzero((part == sign) & outside)) for sign in _OPENING)
         names += int(np.count_nonzero((part == _COLON) & outside))
         commas += int(np.count_nonzero((part == _COMMA) & outside))
-    return JsonShape(containers, names, commas)
+    return JsonShape(containers, names, commas, escapes)
 
 
 def _quotes(part: npt.NDArray[np.uint8], before: int) -> tuple[npt.NDArray[np.bool_], int]:

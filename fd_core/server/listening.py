@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import ipaddress
 import logging
 import signal
@@ -14,7 +15,16 @@ from typing import Final
 
 from fd_core.errors import ConfigError
 
-__all__ = ["ANY_ADDRESS", "bind_socket", "cannot_listen", "is_loopback", "signals_stop", "url_of", "warn_if_open"]
+__all__ = [
+    "ANY_ADDRESS",
+    "bind_socket",
+    "cannot_listen",
+    "is_loopback",
+    "settle",
+    "signals_stop",
+    "url_of",
+    "warn_if_open",
+]
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +97,12 @@ def url_of(host: str, sock: socket.socket) -> str:
     port = sock.getsockname()[1]
     shown = "localhost" if host in ANY_ADDRESS else host
     return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+
+
+def settle() -> None:
+    """Tell the garbage collector to leave alone what has been loaded: visiting it would stop every stream for 0.1 s."""
+    gc.collect()
+    gc.freeze()
 
 
 def is_loopback(host: str) -> bool:

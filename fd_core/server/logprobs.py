@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import msgspec
+
 from fd_core.server.response_schemas import ChatLogprobs, CompletionLogprobs, PromptLogprob, TokenLogprob, TopLogprob
 from fd_core.text.detokenizer import IncrementalDetokenizer
 from fd_core.text.tokenizer import Tokenizer
 from fd_core.types import TokenLogprobs
 
-__all__ = ["CompletionLogprobsBuilder", "chat_logprobs", "prompt_logprobs"]
+__all__ = ["CompletionLogprobsBuilder", "EncodedLists", "chat_logprobs", "prompt_logprobs"]
 
 _FLOOR: Final = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
@@ -31,12 +33,41 @@ def chat_logprobs(
     return ChatLogprobs(content)
 
 
+class EncodedLists:
+    """An object of lists as JSON, made of parts with the same fields, so that none of them is large."""
+
+    def __init__(self, begun: EncodedLists | None = None) -> None:
+        """Begin with the lists of another."""
+        self._pieces: dict[str, list[bytes]] = {}
+        self._others: dict[str, bytes] = {}
+        """Fields that are no lists."""
+        if begun is not None:
+            self._pieces = {name: list(pieces) for name, pieces in begun._pieces.items()}
+            self._others = dict(begun._others)
+
+    def add(self, part: msgspec.Struct) -> None:
+        """Put the lists of `part` behind those before."""
+        for name in part.__struct_fields__:
+            value = getattr(part, name)
+            if not isinstance(value, list):
+                self._others[name] = msgspec.json.encode(value)
+                continue
+            pieces = self._pieces.setdefault(name, [])
+            if value:
+                pieces.append(msgspec.json.encode(value)[1:-1])
+
+    def encoded(self) -> msgspec.Raw:
+        """Return the object."""
+        fields = {name: b"[%b]" % b",".join(pieces) for name, pieces in self._pieces.items()} | self._others
+        return msgspec.Raw(b"{%b}" % b",".join(b'"%b":%b' % (name.encode(), value) for name, value in fields.items()))
+
+
 def prompt_logprobs(
     tokenizer: Tokenizer, ids: Sequence[int], rows: Sequence[TokenLogprobs], top: int
-) -> list[dict[int, PromptLogprob] | None]:
-    """Return what is told of a prompt: for each token itself and the `top` most likely there, null for the first."""
-    answer: list[dict[int, PromptLogprob] | None] = [None]
-    for token_id, row in zip(ids[1:], rows, strict=True):
+) -> list[dict[int, PromptLogprob]]:
+    """Return what is told of tokens of a prompt: for each of them itself and the `top` most likely there."""
+    answer: list[dict[int, PromptLogprob]] = []
+    for token_id, row in zip(ids, rows, strict=True):
         ranks = dict(zip(row.top_ids[:top], range(1, top + 1), strict=False)) | {token_id: row.rank}
         likely = dict(zip(row.top_ids[:top], row.top[:top], strict=True)) | {token_id: row.logprob}
         answer.append(

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import abc
+import asyncio
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final
 
 import msgspec
 
 from fd_core.server.errors import ApiError
 from fd_core.server.generation import ChoiceStream, Job, TextChunk
-from fd_core.server.logprobs import prompt_logprobs
-from fd_core.server.response_schemas import PromptLogprob, Usage
+from fd_core.server.logprobs import EncodedLists, prompt_logprobs
+from fd_core.server.response_schemas import Usage
 from fd_core.text.parsing.events import Event
 from fd_core.text.tokenizer import Tokenizer
 from fd_core.types import TokenLogprobs
 
-__all__ = ["AnswerFormat", "CollectedText", "ResponseFormat", "json_text"]
+__all__ = ["AnswerFormat", "CollectedText", "ResponseFormat", "json_text", "slices"]
 
 _DONE: Final = b"data: [DONE]\n\n"
 _encode = msgspec.json.encode
+_SLICE: Final = 128
+"""Tokens whose log-probabilities are spelled while everybody else waits."""
 _LINE_BREAKS: Final = re.compile("[\u0085\u2028\u2029]")
 """Legal inside JSON, but some clients split the lines of a stream at them."""
 
@@ -30,7 +33,7 @@ _LINE_BREAKS: Final = re.compile("[\u0085\u2028\u2029]")
 class CollectedText:
     """All chunks of one choice."""
 
-    __slots__ = ("choice", "events", "finish_reason", "logprobs", "stop_reason", "texts", "token_ids")
+    __slots__ = ("choice", "events", "finish_reason", "logprobs", "scores", "stop_reason", "texts", "token_ids")
 
     def __init__(self, choice: ChoiceStream) -> None:
         self.choice = choice
@@ -38,6 +41,8 @@ class CollectedText:
         self.events: list[Event] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
+        self.scores: msgspec.Raw | None = None
+        """The log-probabilities as the API shapes them; None where none are shown."""
         self.finish_reason = ""
         self.stop_reason: str | int | None = None
 
@@ -62,6 +67,12 @@ class AnswerFormat(abc.ABC):
     job: Job
     usage_so_far: Callable[[], Usage] | None = None
     """Set for a stream each of whose events tells the usage."""
+
+    async def prepare(self, choice: ChoiceStream) -> None:  # noqa: B027  # most shapes tell nothing of the kind
+        """Spell what is told of a choice's prompt, in slices: the loop feeds every stream. Comes before `first`."""
+
+    async def score(self, collected: CollectedText) -> None:  # noqa: B027
+        """Spell what is told of a choice's tokens, in slices, before the `whole` answer."""
 
     @abc.abstractmethod
     def first(self, choice: ChoiceStream) -> bytes:
@@ -114,9 +125,11 @@ class ResponseFormat(AnswerFormat):
         self._heads: dict[int, bytes] = {}
         self.scored = job.logprobs is not None or job.token_ids
         self._quick = job.reading is None and not self.scored
+        self.prompt_scores: dict[int, Any] = {}
+        """What is told of each prompt in vLLM's shape, if it was asked for."""
 
     @abc.abstractmethod
-    def logprobs(self, choice: ChoiceStream, chunk: TextChunk | CollectedText) -> Any:
+    def logprobs(self, choice: ChoiceStream, chunk: TextChunk) -> msgspec.Struct:
         """Return the log-probabilities of a chunk as the API shapes them."""
 
     @abc.abstractmethod
@@ -174,12 +187,32 @@ class ResponseFormat(AnswerFormat):
         told = self.head + b'],"usage":' + _encode(usage) + b"}\n\n" if self.job.usage_in_stream else b""
         return told + _DONE
 
-    def prompt_scores(self, choice: ChoiceStream) -> list[dict[int, PromptLogprob] | None] | msgspec.UnsetType:
-        """Return log-probabilities of a choice's prompt in vLLM's shape, unset unless they were asked for."""
-        rows, top = choice.prompt_logprobs, self.job.prompt_logprobs
-        if top is None or rows is None:
-            return msgspec.UNSET
-        return prompt_logprobs(self.tokenizer, self.job.prompts[choice.prompt_index], rows, top)
+    async def prepare(self, choice: ChoiceStream) -> None:
+        """Spell the log-probabilities of a choice's prompt."""
+        rows, top, prompt = choice.prompt_logprobs, self.job.prompt_logprobs, choice.prompt_index
+        if top is None or rows is None or prompt in self.prompt_scores:
+            return
+        pieces = [b"null"]  # for the first token
+        ids = self.job.prompts[prompt][1:]
+        for part in slices(len(rows)):
+            pieces.append(_encode(prompt_logprobs(self.tokenizer, ids[part], rows[part], top))[1:-1])
+            await asyncio.sleep(0)
+        self.prompt_scores[prompt] = msgspec.Raw(b"[%b]" % b",".join(pieces))
+
+    async def score(self, collected: CollectedText) -> None:
+        """Spell the log-probabilities of a choice's tokens."""
+        if self.job.logprobs is None:
+            return
+        lists = self.begun_scores(collected.choice)
+        ids, rows = tuple(collected.token_ids), tuple(collected.logprobs)
+        for part in slices(len(ids)) or [slice(0, 0)]:
+            lists.add(self.logprobs(collected.choice, TextChunk("", ids[part], rows[part])))
+            await asyncio.sleep(0)
+        collected.scores = lists.encoded()
+
+    def begun_scores(self, choice: ChoiceStream) -> EncodedLists:
+        """Return log-probabilities that go before those of a choice's own tokens."""
+        return EncodedLists()
 
     def ending(self, collected: CollectedText) -> dict[str, Any]:
         """Return the fields that choices of both APIs share."""
@@ -188,12 +221,17 @@ class ResponseFormat(AnswerFormat):
             "index": choice.index,
             "finish_reason": collected.finish_reason,
             "stop_reason": collected.stop_reason,
-            "logprobs": None if self.job.logprobs is None else self.logprobs(choice, collected),
+            "logprobs": collected.scores,
         }
         if self.job.token_ids:
             fields["token_ids"] = collected.token_ids
             fields["prompt_token_ids"] = list(self.job.prompts[choice.prompt_index])
         return fields
+
+
+def slices(count: int) -> Sequence[slice]:
+    """Return slices that take `count` tokens one after the other."""
+    return [slice(begin, begin + _SLICE) for begin in range(0, count, _SLICE)]
 
 
 def json_text(text: str) -> bytes:

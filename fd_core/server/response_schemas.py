@@ -68,7 +68,7 @@ class CompletionLogprobs(msgspec.Struct):
     """The most likely tokens and the chosen one, by text."""
 
 
-class PromptLogprob(msgspec.Struct):
+class PromptLogprob(msgspec.Struct, gc=False):
     """One token of a prompt, or one that was likely in its place."""
 
     logprob: float
@@ -77,7 +77,7 @@ class PromptLogprob(msgspec.Struct):
     decoded_token: str
 
 
-class TopLogprob(msgspec.Struct):
+class TopLogprob(msgspec.Struct, gc=False):
     """One likely token."""
 
     token: str
@@ -85,7 +85,7 @@ class TopLogprob(msgspec.Struct):
     bytes: list[int]
 
 
-class TokenLogprob(msgspec.Struct):
+class TokenLogprob(msgspec.Struct, gc=False):
     """One chosen token and the likely ones beside it."""
 
     token: str

@@ -19,6 +19,7 @@ from fd_core.server.state import ServerState
 
 __all__ = ["GenerationResponse"]
 
+_LARGE_BYTES: Final = 1 << 20
 _STREAM_HEADERS: Final = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -60,18 +61,25 @@ class GenerationResponse(Response):
         if client.gone:
             return
         collected.sort(key=lambda each: each.choice.index)
+        for each in collected:
+            await self._format.prepare(each.choice)
+            await self._format.score(each)
         body = msgspec.json.encode(self._format.whole(collected, generation.usage()))
+        if len(body) > _LARGE_BYTES:
+            await asyncio.sleep(0)  # sending copies it once more
         headers = self._extra | _prefill_header(collected[0].choice)
         await Response(body, headers=headers, media_type="application/json")(scope, receive, send)
 
     async def _send_stream(self, receive: Receive, send: Send) -> None:
         response_format = self._format
-        events = _Events(send, self._extra)
+        events, preparing = _Events(send, self._extra), asyncio.Lock()
 
         async def follow(choice: ChoiceStream) -> None:
             chunk = await choice.next()
             events.headers.update(_prefill_header(choice))
             if chunk is not None:
+                async with preparing:  # choices of one prompt share what is told of it
+                    await response_format.prepare(choice)
                 await events.send(response_format.first(choice) + response_format.event(choice, chunk))
             while (chunk := await choice.next()) is not None:
                 await events.send(response_format.event(choice, chunk))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from fd_core.server.body import BodyFormat
+from fd_core.server.encoding import encoded_list
 from fd_core.server.errors import ApiError, invalid
 from fd_core.server.openapi import endpoint
 from fd_core.server.prompts import chat_ids
@@ -36,12 +37,15 @@ async def tokenize(request: Request) -> Response:
     else:
         text, special, reader = body.prompt or "", body.add_special_tokens is not False, state.prompt_reader
         ids = list(await reader.run(len(text), lambda: reader.text(text, special, counted=True)))
-    shown = None
+    answer: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": state.client.info.max_model_len,
+        "tokens": await encoded_list(ids),
+        "token_strs": None,
+    }
     if body.return_token_strs:
-        shown = await reader.run(len(ids), lambda: [state.tokenizer.token_text(each) for each in ids])
-    answer = TokenizeAnswer(
-        tokens=ids, count=len(ids), max_model_len=state.client.info.max_model_len, token_strs=shown
-    )
+        names = await state.prompt_reader.run(len(ids), lambda: [state.tokenizer.token_text(each) for each in ids])
+        answer["token_strs"] = await encoded_list(names)
     return Response(msgspec.json.encode(answer), headers=headers, media_type="application/json")
 
 

@@ -131,7 +131,8 @@ class PromptReader:
     ) -> tuple[int, ...]:
         """Return the ids of one text, given in `field`; `add_special` adds what the model wants around it, such as BOS.
 
-        A text that is only `counted` may be longer than the context, up to a million characters. Raises `BadRequest` for a text that is empty, too long for the context or not valid Unicode.
+        A text that is only `counted` may be longer than the context, up to a million characters. Raises `BadRequest`
+        for a text that is empty, too long for the context or not valid Unicode.
         """
         return _not_empty(field, self._encode(text, add_special, field, counted=counted) if text else ())
 
