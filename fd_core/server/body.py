@@ -48,14 +48,12 @@ class BodyFormat(Generic[T]):
     async def read(self, request: Request, limit: int) -> tuple[T, dict[str, str]]:
         """Return the decoded body and headers that the answer should carry.
 
-        Raises `ApiError`: 415 for another content type, 413 for more than `limit` bytes or for more than is decoded at
-        once, 400 for anything malformed, out of range or not served, naming the field.
+        Raises `ApiError`: 415 for another content type, 413 for more than `limit` bytes, 400 for anything malformed,
+        out of range, not served, naming the field, and for more values than are decoded at once.
         """
         body = await read_bytes(request, limit)
         if not await decodable(body, _IDS_PER_TOKEN * state_of(request).client.info.max_model_len):
-            raise ApiError(
-                413, "the body holds more fields, lists or numbers than a request may have", code="body_too_large"
-            )
+            raise invalid("the body holds more fields, lists or numbers than a request may have", None, "invalid_body")
         return self.decode(body)
 
     def decode(self, body: bytes) -> tuple[T, dict[str, str]]:
