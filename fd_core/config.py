@@ -137,6 +137,8 @@ class ServerConfig(CheckedStruct, frozen=True, kw_only=True):
     """Answers of /v1/responses that are kept for later requests; 0 keeps none."""
     engine: Annotated[str, OneOf("process", "inproc")] = "process"
     """Whether the engine runs in a process of its own or in the server's."""
+    drain_delay: Annotated[float, Range(0, _DAY)] = 0.0
+    """Seconds after Ctrl-C or SIGTERM for which requests are still taken while /ready already answers 503."""
     drain_seconds: Annotated[float, Range(0, _DAY)] = 30.0
     """How long running requests may go on after Ctrl-C."""
     max_queued_requests: Annotated[int, Range(0)] = 1024

@@ -260,6 +260,12 @@ SERVER_FLAGS: Final = (
         "N",
     ),
     Flag("engine", "Where the engine runs: in a process of its own, or inside the server's process.", "WHERE"),
+    Flag(
+        "drain_delay",
+        "Time after Ctrl-C or SIGTERM for which requests are still taken, while /ready already says that the server "
+        "leaves, in seconds.",
+        "SECONDS",
+    ),
     Flag("drain_seconds", "Time that running requests may take to finish after Ctrl-C, in seconds.", "SECONDS"),
     Flag("max_queued_requests", "Requests that may wait for a slot; further requests are answered with 503.", "N"),
     Flag("batch_api", "Keep files and run batches: /v1/files and /v1/batches."),
@@ -295,7 +301,7 @@ ROUTER_FLAGS: Final = (
 )
 """Settings of `RouterConfig` that have a flag; a settings file takes all of them."""
 
-_SHARED: Final = ("host", "port", "api_keys", "drain_seconds", "log_level", "router_secret")
+_SHARED: Final = ("host", "port", "api_keys", "drain_delay", "drain_seconds", "log_level", "router_secret")
 """Fields that the settings of a server and of a gateway have in common."""
 GATEWAY_FLAGS: Final = (
     *(flag for flag in SERVER_FLAGS if flag.field in _SHARED),

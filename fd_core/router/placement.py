@@ -96,6 +96,9 @@ class Placer:
         untried = _where(healthy, lambda one: one.worker.url not in tried)
         if not _sufficient(untried):
             return NoWorker("all_tried", "every healthy worker failed on this request", None)
+        staying = _where(untried, lambda one: not one.leaving)
+        if _sufficient(staying):
+            untried = staying
         if limit := self.config.max_requests_per_worker:
             free = _where(untried, lambda one: self.loads.of(one.worker).requests < limit)
             return free if _sufficient(free) else NoWorker("all_busy", "every worker is busy", _SHORTEST_WAIT)

@@ -103,6 +103,12 @@ class Router:
         self._replaced(worker, after)
         return after
 
+    def leaving(self, worker: RouterWorker) -> None:
+        """Note that `worker` says that it shuts down: it is chosen only where no other one can be, until it is gone."""
+        member = self.member(worker)
+        if member is not None:
+            member.leaving = True
+
     def member(self, worker: RouterWorker) -> Member | None:
         """Return what is known of an incarnation; None if it is gone or was replaced."""
         return self._registry.member(worker)

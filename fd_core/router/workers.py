@@ -83,6 +83,8 @@ class Member:
     """Role that the worker named in its last passed health check; None if it named none."""
     kv_port: int | None = None
     """Port on which a prefill worker listens for decode workers, if its last passed health check named one."""
+    leaving: bool = False
+    """Whether this process said that it shuts down."""
     models: frozenset[str] | None = None
     """Names of the models that the worker serves; None if they are not known."""
 

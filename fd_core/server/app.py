@@ -69,6 +69,6 @@ def create_app(
             at_once=max(1, info.max_num_seqs // 2),  # the other slots are for those who wait for their answer
         )
     install_handlers(app)
-    app.add_middleware(Gate, keys=KeyRing(config.api_keys), metrics=metrics)
+    app.add_middleware(Gate, keys=KeyRing(config.api_keys), metrics=metrics, drain=app.state.fd.drain)
     openapi.install(app, keys_required=bool(config.api_keys))
     return app

@@ -13,12 +13,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fd_core.server import kv_events
 from fd_core.server.auth import KeyRing
 from fd_core.server.batches.asgi import OWNER
-from fd_core.server.errors import error_response, to_api_error
+from fd_core.server.draining import DRAINING_HEADER, Drain
+from fd_core.server.errors import error_response, to_api_error, unavailable
 from fd_core.server.metrics import ServerMetrics
 
 __all__ = ["Gate", "request_id_of"]
 
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:@/+=-]{1,128}")
+
+_ALWAYS: Final = frozenset({"/v1/abort_requests", "/ping"})
+"""Paths that take POST and are served to the end."""
+_LEAVING: Final = ((b"connection", b"close"), (DRAINING_HEADER.lower().encode(), b"1"))
 
 
 def request_id_of(given: bytes) -> bytes:
@@ -34,8 +39,9 @@ class Gate:
     of `time.perf_counter`. Nothing of a request but its path is ever logged here.
     """
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, metrics: ServerMetrics) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing, metrics: ServerMetrics, drain: Drain) -> None:
         self._app = app
+        self._drain = drain
         self._keys = keys
         self._metrics = metrics
 
@@ -60,6 +66,8 @@ class Gate:
             if message["type"] == "http.response.start":
                 started = True
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                if self._drain.leaving:
+                    message["headers"] += _LEAVING
                 self._metrics.answers[_path(scope), message["status"]] += 1
             await send(message)
 
@@ -68,7 +76,13 @@ class Gate:
             if not options and scope["path"] != kv_events.PATH:
                 sent = headers.get(b"authorization"), headers.get(b"x-api-key")
                 scope["state"]["owner"] = scope[OWNER] if OWNER in scope else self._keys.check(scope["path"], *sent)
-            await self._app(scope, receive, numbered)
+            if scope["method"] != "POST" or scope["path"] in _ALWAYS:
+                await self._app(scope, receive, numbered)
+            elif self._drain.refusing:
+                raise unavailable("the server is shutting down", "draining", retry_after=5)
+            else:
+                with self._drain.runs():
+                    await self._app(scope, receive, numbered)
         except Exception as error:  # noqa: BLE001  # the outermost edge: whatever happened, the client gets an answer
             answer = to_api_error(error)
             if started:

@@ -44,8 +44,9 @@ async def serve_http(
 ) -> None:
     """Serve until SIGINT, SIGTERM or `stop`; then drain and return. The client stays open: whoever opened it closes it.
 
-    Drain: new generations are refused with 503 and /ready says so, running ones go on for `config.drain_seconds`,
-    the rest is aborted and its clients get what there is. A second signal aborts at once. `sock` comes from
+    Drain: /ready says at once that the server leaves, after `config.drain_delay` new requests are refused with 503,
+    running ones go on for `config.drain_seconds`, the rest is aborted and its clients get what there is. A second
+    signal aborts at once. `sock` comes from
     `bind_socket`; without it the socket is bound here. `on_ready` is called with the URL once requests are taken.
     With `config.router` the server registers itself there once it is ready, and deregisters before it refuses.
     `ticket_key` is for decode workers and `parsers` read answers, see `create_app`.
@@ -90,7 +91,7 @@ async def serve_http(
         sock.listen()  # here, because an event loop may keep it to itself that somebody else listens already
         with listening.signals_stop(stop, hurry):
             serving = asyncio.create_task(server.serve([sock]))
-            drain = asyncio.create_task(_drain(state, registration, config.drain_seconds, stop, hurry))
+            drain = asyncio.create_task(_drain(state, server, registration, stop, hurry))
             try:
                 await asyncio.wait((serving, drain), return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -111,6 +112,12 @@ async def serve_http(
         state.grammars.close()
 
 
+def _prefills_for_others(state: ServerState) -> bool:
+    """Whether decode workers still take KV from this one."""
+    leases = state.client.stats.leases
+    return state.client.info.role == "prefill" and state.client.alive and leases is not None and leases.open > 0
+
+
 class _Server(uvicorn.Server):
     """uvicorn, with signals left to `serve_http` and a call once it listens."""
 
@@ -128,23 +135,27 @@ class _Server(uvicorn.Server):
         await super().startup(sockets=sockets)
         self._on_started()
 
+    def close_connections_behind_answers(self) -> None:
+        """Let answers that have begun be the last ones of their connections."""
+        for connection in self.server_state.connections:
+            cycle = getattr(connection, "cycle", None)
+            if cycle is not None and not cycle.response_complete:
+                cycle.keep_alive = False
+
 
 async def _drain(
-    state: ServerState, registration: Registration | None, seconds: float, stop: asyncio.Event, hurry: asyncio.Event
+    state: ServerState, server: _Server, registration: Registration | None, stop: asyncio.Event, hurry: asyncio.Event
 ) -> None:
-    """Wait for `stop`, then until nothing runs, `seconds` have passed or `hurry` is set; abort what is left."""
+    """Wait for `stop`, leave, refuse, and wait until nothing runs or the time for it is over; abort what is left."""
     await stop.wait()
+    state.drain.leaving = True
+    server.close_connections_behind_answers()
     if state.batches is not None:
         await state.batches.close()
     if registration is not None:
         await registration.leave()
-    state.draining = True
-    log.info("shutting down: %d requests may go on for %g s", len(state.active), seconds)
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            while len(state.active) and not hurry.is_set():
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(hurry.wait(), 0.05)
+    await state.drain.refuse_after(state.config.drain_delay, hurry)
+    await state.drain.wait(state.config.drain_seconds, hurry, lambda: _prefills_for_others(state))
     if len(state.active):
         log.warning("aborting %d requests that still run", len(state.active))
         with contextlib.suppress(EngineDead):

@@ -14,6 +14,7 @@ import fd_core
 from fd_core.config import ServerConfig
 from fd_core.engine.client import EngineClient
 from fd_core.server.batches.service import BatchService
+from fd_core.server.draining import Drain
 from fd_core.server.errors import ApiError, unavailable
 from fd_core.server.grammars import GrammarChecker
 from fd_core.server.metrics import ServerMetrics
@@ -91,7 +92,7 @@ class ServerState:
     worker."""
     batches: BatchService | None = None
     """Keeps files and runs batches; None if that is turned off."""
-    draining: bool = False
+    drain: Drain = field(default_factory=Drain)
 
     @property
     def incarnation(self) -> str:
@@ -126,7 +127,7 @@ class ServerState:
 
     def not_ready(self) -> str | None:
         """Say why requests are refused, or return None if they are served."""
-        if self.draining:
+        if self.drain.leaving:
             return "the server is shutting down"
         if not self.client.alive:
             return "the engine is not running"
@@ -140,9 +141,8 @@ class ServerState:
                 "this prefill worker only computes prompts; send requests to a decode worker or to the router",
                 code="prefill_worker",
             )
-        reason = self.not_ready()
-        if reason is not None:
-            raise unavailable(reason, "draining" if self.draining else "engine_dead", retry_after=5)
+        if not self.client.alive:
+            raise unavailable("the engine is not running", "engine_dead", retry_after=5)
         queue = self.config.max_queued_requests
         if self.client.active_requests + count > self.client.info.max_num_seqs + queue:
             raise unavailable(

@@ -20,6 +20,8 @@ class GatewayConfig(CheckedStruct, frozen=True, kw_only=True):
     port: Annotated[int, Range(0, 65535)] = 8000
     api_keys: tuple[str, ...] = ()
     """API keys of clients, which are not passed on. Without any, keys that clients send go on to the workers."""
+    drain_delay: Annotated[float, Range(0, _DAY)] = 0.0
+    """Seconds after Ctrl-C or SIGTERM for which requests are still taken while /ready already answers 503."""
     drain_seconds: Annotated[float, Range(0, _DAY)] = 30.0
     """Seconds that running requests get to finish after Ctrl-C."""
     log_level: Annotated[str, LOG_LEVELS] = "info"

@@ -20,6 +20,7 @@ from fd_core.router.gateway.relaying import TROUBLE, UpstreamAnswer, WorkerLost,
 from fd_core.router.gateway.state import GatewayState
 from fd_core.router.gateway.timeouts import SilenceTimer
 from fd_core.router.selection import RouteRequest, Selection
+from fd_core.server.draining import DRAINING_HEADER
 from fd_core.server.errors import unavailable
 
 __all__ = ["Exchange"]
@@ -90,6 +91,8 @@ class Exchange:
                         skip_auto_headers=AUTO_HEADERS,
                         allow_redirects=False,
                     )
+                    if DRAINING_HEADER in response.headers:
+                        self.state.router.leaving(worker)
                     take_outcome(self.state, selection, response.headers)
                     refused = await self._refused(selection, response)
                     if refused is not None:
@@ -152,6 +155,8 @@ class Exchange:
         out = web.StreamResponse(status=response.status, headers=headers)
         if not answer.is_stream:
             out.content_length = response.content_length
+        if self.state.drain.leaving:
+            out.force_close()
         await out.prepare(request)
         await out.write(first)
         silence: SilenceTimer | None = None

@@ -19,6 +19,7 @@ from fd_core.router.gateway.pages import PAGES
 from fd_core.router.gateway.state import GatewayState
 from fd_core.router.selection import RouteRequest
 from fd_core.server.auth import KeyRing
+from fd_core.server.draining import DRAINING_HEADER
 from fd_core.server.errors import ApiError, to_api_error, unavailable
 from fd_core.server.gate import request_id_of
 
@@ -58,6 +59,10 @@ class RouterGate:
                 request.protocol.force_close()
         if not answer.prepared:
             answer.headers["X-Request-Id"] = request_id
+            if self._state.drain.leaving:
+                answer.headers[DRAINING_HEADER] = "1"
+        if self._state.drain.leaving:
+            answer.force_close()
         path = request.path if request.path in _PLACED or request.path in PAGES else "other"
         self._state.metrics.answers[path, answer.status] += 1
         return answer
@@ -85,9 +90,10 @@ class RouterGate:
         if path == ABORT_PATH:
             body = await read_body(request, self._state.config.max_body_bytes)
             return await abort(self._state, body, to_worker(self._state, request.headers, request_id), request_id)
-        if self._state.draining:
+        if self._state.drain.refusing:
             raise unavailable("the router is shutting down", "draining", retry_after=5)
-        return await self._forward(request, request_id)
+        with self._state.drain.runs():
+            return await self._forward(request, request_id)
 
     async def _forward(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
         arrived = time.monotonic()

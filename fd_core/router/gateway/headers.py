@@ -8,6 +8,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from fd_core.disagg.ticket import OUTCOME_HEADER, TICKET_HEADER
 from fd_core.router.gateway.state import GatewayState
+from fd_core.server.draining import DRAINING_HEADER
 
 __all__ = ["AUTO_HEADERS", "to_client", "to_worker"]
 
@@ -21,7 +22,7 @@ _HOP_BY_HOP: Final = frozenset(
 _ROUTERS_OWN: Final = frozenset({TICKET_HEADER.lower(), OUTCOME_HEADER.lower()})
 """Headers that only a router may send: a client could send a worker to an address of its choice."""
 _REQUEST_ONLY: Final = _HOP_BY_HOP | _ROUTERS_OWN | {"host", "content-length", "expect", "x-request-id"}
-_ANSWER_ONLY: Final = _HOP_BY_HOP | {"content-length", "date", "server", "x-request-id"}
+_ANSWER_ONLY: Final = _HOP_BY_HOP | {"content-length", "date", "server", "x-request-id", DRAINING_HEADER.lower()}
 AUTO_HEADERS: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 """Headers that the HTTP client library would add by itself."""
 

@@ -17,6 +17,7 @@ from fd_core.router.gateway.models import names
 from fd_core.router.gateway.relaying import TROUBLE, is_own_lack
 from fd_core.router.gateway.state import GatewayState
 from fd_core.router.workers import ROLES, Member, RouterWorker, WorkerState
+from fd_core.server.draining import DRAINING_HEADER
 from fd_core.server.kv_events import OFFER_HEADER
 
 __all__ = ["HealthChecks"]
@@ -71,7 +72,7 @@ class HealthChecks:
 
     async def _check(self, worker: RouterWorker) -> None:
         ok, reached, begun = False, False, time.monotonic()
-        instance, role, port = None, None, None
+        instance, role, port, leaving = None, None, None, False
         offers = False
         before = _state(self._router.member(worker))
         try:
@@ -80,6 +81,7 @@ class HealthChecks:
             ) as answer:
                 reached, ok = True, answer.status == 200
                 instance = answer.headers.get("X-Instance", "")[:128] or None
+                leaving = DRAINING_HEADER in answer.headers
                 offers = ok and OFFER_HEADER in answer.headers
                 role = _role(answer.headers.get(ROLE_HEADER))
                 port = _port(answer.headers.get(KV_PORT_HEADER, ""))
@@ -94,6 +96,9 @@ class HealthChecks:
         after = self._router.health(worker, ok, now, instance=instance, role=role, kv_port=port)
         member = self._router.member(after)
         state = _state(member)
+        if ok and leaving and member is not None and not member.leaving:
+            self._router.leaving(after)
+            log.info("worker %s is shutting down", after.url)
         if offers:
             self._on_offer(after)
         if state is not before or after != worker:

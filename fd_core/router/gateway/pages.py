@@ -76,7 +76,7 @@ PAGES: Final[Mapping[str, Callable[[GatewayState], web.Response]]] = {
 
 def _not_ready(state: GatewayState) -> str | None:
     """Return the reason for which requests are refused; None if they are served."""
-    if state.draining:
+    if state.drain.leaving:
         return "the router is shutting down"
     if state.router.ready():
         return None

@@ -57,8 +57,8 @@ async def serve_gateway(
 
     `text` is how the workers read text; if it is None and `learns`, a worker is asked which model it serves, and that
     model is looked for on this machine. `ticket_key`, from `pairs.ticket_key`, is needed for pairs. Workers register on
-    `admin_sock` if it is given. Drain: new requests get 503, running ones go on for `config.drain_seconds`; a second
-    signal does not wait.
+    `admin_sock` if it is given. Drain: /ready says at once that the router leaves, after `config.drain_delay` new
+    requests get 503, running ones go on for `config.drain_seconds`; a second signal does not wait.
     Raises `ConfigError` if a port is taken.
     """
     stop, hurry = stop or asyncio.Event(), asyncio.Event()
@@ -95,7 +95,8 @@ async def serve_gateway(
             if on_ready is not None:
                 on_ready(listening.url_of(config.host, sock))
             await stop.wait()
-            await _drain(state, hurry)
+            await state.drain.refuse_after(config.drain_delay, hurry)
+            await state.drain.wait(config.drain_seconds, hurry)
 
 
 async def _listen(
@@ -144,18 +145,6 @@ async def _learn(state: GatewayState) -> None:
     state.reader.close()
     state.reader = RouteRequestReader(text)
     log.info("prompts are compared by the tokens of %s", text.name)
-
-
-async def _drain(state: GatewayState, hurry: asyncio.Event) -> None:
-    """Refuse new requests, and wait until no request runs, the time for it has passed or `hurry` is set."""
-    state.draining = True
-    seconds = state.config.drain_seconds
-    log.info("shutting down: %d requests may go on for %g s", state.router.snapshot().total.requests, seconds)
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            while state.router.snapshot().total.requests and not hurry.is_set():
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(hurry.wait(), 0.05)
 
 
 async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:

@@ -11,6 +11,7 @@ from fd_core.router.gateway.metrics import GatewayMetrics
 from fd_core.router.gateway.route_requests import RouteRequestReader
 from fd_core.router.gateway.timeouts import WorkerTimeouts
 from fd_core.router.router import Router
+from fd_core.server.draining import Drain
 
 __all__ = ["GatewayState"]
 
@@ -29,8 +30,7 @@ class GatewayState:
     """Key of the tickets for pairs. Without one every prompt is computed by the decode worker."""
     metrics: GatewayMetrics
     timeouts: WorkerTimeouts = field(default_factory=WorkerTimeouts)
-    draining: bool = False
-    """Whether new requests are refused, because the gateway is about to end."""
+    drain: Drain = field(default_factory=Drain)
 
     @property
     def own_headers(self) -> dict[str, str]:

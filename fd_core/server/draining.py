@@ -1,0 +1,65 @@
+"""The end of a server that others may still call: it says that it leaves, then refuses, then waits for what runs.
+
+    serving --told to stop--> leaving --after `delay`--> refusing --nothing runs, or after `seconds`--> over
+
+While it leaves, /ready answers 503, every answer carries `DRAINING_HEADER` and closes its connection, and requests are
+served as ever: that is the time in which balancers notice. Server and router share this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+__all__ = ["DRAINING_HEADER", "Drain"]
+
+log = logging.getLogger(__name__)
+
+DRAINING_HEADER: Final = "X-Draining"
+"""On answers of a server that leaves: a router sends it no further requests, and does not count that against it."""
+_LOOK_SECONDS: Final = 0.05
+
+
+class Drain:
+    """Where one server stands between the order to stop and its end."""
+
+    def __init__(self) -> None:
+        self.leaving = False
+        """Whether the server was told to stop."""
+        self.refusing = False
+        """Whether new requests are refused."""
+        self.running = 0
+        """Requests whose answers are being made."""
+
+    @contextlib.contextmanager
+    def runs(self) -> Iterator[None]:
+        """Count a request while it is in the block; the drain waits for it."""
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+
+    async def refuse_after(self, delay: float, hurry: asyncio.Event) -> None:
+        """Leave, and begin to refuse after `delay` seconds, or once `hurry` is set."""
+        self.leaving = True
+        if delay and not hurry.is_set():
+            log.info("leaving: requests are taken for another %g s", delay)
+        await _passed(delay, hurry)
+        self.refusing = True
+
+    async def wait(self, seconds: float, hurry: asyncio.Event, also: Callable[[], bool] = lambda: False) -> None:
+        """Wait until no request runs and `also` is false, `seconds` have passed or `hurry` is set."""
+        log.info("shutting down: %d requests may go on for %g s", self.running, seconds)
+        ends = time.monotonic() + seconds
+        while (self.running or also()) and not hurry.is_set() and (left := ends - time.monotonic()) > 0:
+            await _passed(min(_LOOK_SECONDS, left), hurry)
+
+
+async def _passed(seconds: float, hurry: asyncio.Event) -> None:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(hurry.wait(), seconds)
