@@ -9,6 +9,7 @@ from decimal import Decimal
 from typing import Any, Final
 
 from fd_core.errors import BadRequest
+from fd_core.structured.schemas import compilable
 
 __all__ = [
     "MAX_CHOICES",
@@ -30,8 +31,11 @@ MAX_MULTIPLE: Final = 100_000
 """Least common multiple of all `multipleOf` in a schema, without decimal points: it takes as many states."""
 
 
-def require_schema(schema: Any, field: str) -> str:
-    """Return a schema as JSON. Raises `BadRequest` that names the place, if it is none or goes beyond the bounds."""
+def require_schema(schema: Any, field: str) -> Any:
+    """Return a schema as the compiler reads it.
+
+    Raises `BadRequest` that names the place, if it is none, goes beyond the bounds or cannot be held.
+    """
     if not isinstance(schema, Mapping | bool):
         raise BadRequest(f"{field}: a schema is a JSON object, not {type(schema).__name__}", field=field)
     require_shallow(schema, field)
@@ -41,7 +45,7 @@ def require_schema(schema: Any, field: str) -> str:
         raise BadRequest(f"{field}: the schema is not JSON: {error}", field=field) from None
     require_small(text, "the schema", field)
     _require_small_multiples(schema, field)
-    return text
+    return compilable(schema, field)
 
 
 def require_small(text: str, what: str, field: str) -> None:

@@ -115,9 +115,9 @@ def _amid_text(lark: LarkText, calls: Sequence[CallAsked], markers: Sequence[str
 
 def _behind(lark: LarkText, call: CallAsked) -> str:
     """Return the expression of what stands behind the beginning of a call."""
-    require_schema(call.schema, call.place)
+    schema = require_schema(call.schema, call.place)
     form, end = call.form.arguments, lark.spelled(call.form.end)
     if form == "json":
-        return f"{lark.json({'type': 'object', **call.schema})} {end}"
+        return f"{lark.json({'type': 'object', **schema})} {end}"
     grammar = KeywordGrammar(lark) if form == "python" else TaggedGrammar(lark, form)
-    return f"{grammar.arguments(call.schema, call.place)} {end}"
+    return f"{grammar.arguments(schema, call.place)} {end}"

@@ -5,6 +5,7 @@ Nothing is compiled here: `fd_core.structured.compiler` says whether a grammar m
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ def json_schema(
     JSON is written on one line with one blank behind commas and colons, or with what matches `whitespace_pattern`
     wherever white space is allowed. Raises `BadRequest` that names `field`.
     """
-    text = require_schema(schema, field)
+    text = json.dumps(require_schema(schema, field))
     style: Any = JSON_STYLE if whitespace_pattern is None else {"whitespace_pattern": whitespace_pattern}
     try:
         return LLMatcher.grammar_from_json_schema(text, defaults=style)

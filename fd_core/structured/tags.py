@@ -96,7 +96,7 @@ class _Formats:
         end = given.get("end", "")
         if not isinstance(end, str):
             raise BadRequest(f"{place}.end must be a text", field=f"{place}.end")
-        require_schema(schema, f"{place}.schema")
+        schema = require_schema(schema, f"{place}.schema")
         behind = f"{self._lark.json(schema)} {self._lark.spelled(end)}"
         return _Tag(_text(given.get("begin"), f"{place}.begin"), behind, place)
 
@@ -130,7 +130,7 @@ class _Formats:
             raise BadRequest(f"{place}.style is {str(style)[:40]!r}; served are {served}", field=f"{place}.style")
         if given.get("any_order"):
             raise BadRequest(f"{place}.any_order is not served: properties come in order", field=f"{place}.any_order")
-        require_schema(schema, where)
+        schema = require_schema(schema, where)
         form = _STYLES[style]
         if form is None or not isinstance(schema, Mapping):
             return f"{self._lark.json(schema)} {self._end(ends)}"

@@ -1,0 +1,116 @@
+"""Schemas as they are met: the compiler takes what asks for nothing, and no complete answer breaks its schema."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+
+from fd_core.errors import BadRequest
+from fd_core.structured import grammar
+from tests.structured.bytewise import BYTES, END_ID, allowed, matcher
+from tests.structured.test_grammar import accepts
+
+A = {"type": "object", "properties": {"kind": {"const": "a"}, "x": {"enum": [1, 2]}}, "required": ["kind"]}
+B = {"type": "object", "properties": {"kind": {"enum": ["b", "c"]}}, "required": ["kind"]}
+DISCRIMINATED = {
+    "$defs": {"A": {**A, "additionalProperties": False}, "B": {**B, "additionalProperties": False}},
+    "discriminator": {"propertyName": "kind"},
+    "oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}],
+}
+LARGEST = 2**63 - 1
+
+
+def walk(made: str, dice: random.Random) -> str | None:
+    """A random complete text, None if it became too long."""
+    follow, tokens = matcher(made), []
+    while len(tokens) < 120:
+        (may,) = allowed(follow)
+        assert may, BYTES.decode(tokens)
+        if END_ID in may and (len(may) == 1 or dice.random() < 0.5):
+            return BYTES.decode(tokens)
+        tokens.append(dice.choice(sorted(may - {END_ID})))
+        follow.consume(tokens[-1:])
+    return None
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        DISCRIMINATED,
+        {"oneOf": [{**A, "additionalProperties": False}, {**B, "required": [], "additionalProperties": False}]},
+        {"oneOf": [{"const": 1, "title": "one"}, {"const": 2, "title": "two"}]},
+        {"oneOf": [{"type": "string", "enum": ["a"]}, {"type": "null"}]},
+        {"type": "array", "items": {"type": "boolean"}, "uniqueItems": False, "maxItems": 2.0},
+        {"type": "string", "format": "color", "maxLength": 3},
+        {"type": "object", "propertyNames": {"type": "string"}, "dependencies": {}, "maxProperties": 0},
+        {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 9},
+        {"type": "integer", "minimum": 2**62, "maximum": LARGEST},
+        {"type": "integer", "minimum": -(2**63), "maximum": -(2**62)},
+        {"type": "integer", "minimum": -(2**63), "maximum": LARGEST},
+        {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+    ],
+)
+def test_answers_fit_schemas_as_they_are_met(schema: Any) -> None:
+    made, dice = grammar.json_schema(schema), random.Random(7)
+    texts = {walk(made, dice) for _ in range(40)} - {None}
+    assert texts
+    for text in texts:
+        jsonschema.validate(json.loads(str(text)), schema)
+
+
+def test_a_dialect_that_nobody_knows_is_no_error() -> None:
+    assert accepts("null", grammar.json_schema({"$schema": "http://json-schema.org/schema#", "type": "null"}))
+
+
+def test_options_that_a_reference_keeps_apart_are_alternatives() -> None:
+    made = grammar.json_schema(DISCRIMINATED)
+    assert accepts('{"kind": "a", "x": 2}', made) and accepts('{"kind": "c"}', made)
+    assert not accepts('{"kind": "d"}', made)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [{"const": 1}, {"enum": [2, 1.0]}],
+        [{"type": "integer"}, {"type": "number"}],
+        [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/nowhere"}],
+        [{**A, "required": []}, {**B, "required": []}],
+        [A, {**B, "properties": {"kind": {"type": "string"}}}],
+        [{**A, "type": ["object", "null"]}, {**B, "type": ["object", "null"]}],
+        [{**A, "properties": {"kind": {"$ref": "#"}}}, {**B, "properties": {"kind": {"$ref": "#"}}}],
+    ],
+)
+def test_options_that_may_overlap_are_refused(options: Any) -> None:
+    schema = {"$defs": {"a": {"type": "null"}}, "oneOf": options}
+    with pytest.raises(Exception, match=r"oneOf constraints|does not exist"):
+        matcher(grammar.json_schema(schema)).allowed([])
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"const": [2**53 + 1]}, "const"),
+        ({"properties": {"a": {"enum": [{"b": -(2**60)}]}}}, "properties.a.enum"),
+        ({"type": "object", "minProperties": 2}, "minProperties"),
+        ({"type": "object", "required": ["a", "a"], "minProperties": 3}, "minProperties"),
+        ({"anyOf": [{"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}]}, "anyOf[0].exclusiveMinimum"),
+        ({"type": "number", "exclusiveMaximum": 0, "minimum": -0.5}, "exclusiveMaximum"),
+        ({"type": "integer", "minimum": 2**63}, "minimum"),
+        ({"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}, "maximum"),
+    ],
+)
+def test_what_would_be_written_wrongly_is_refused_by_its_place(schema: Any, place: str) -> None:
+    with pytest.raises(BadRequest) as error:
+        grammar.json_schema(schema, field="s")
+    assert error.value.field == f"s.{place}"
+
+
+def test_values_that_look_like_words_of_a_schema_stay_as_they_are() -> None:
+    schema = {"const": {"format": "color", "uniqueItems": False, "minimum": 3}}
+    assert accepts('{"format": "color", "uniqueItems": false, "minimum": 3}', grammar.json_schema(schema))
+    named = {"type": "object", "properties": {"format": {"const": "x"}}, "required": ["format"]}
+    assert accepts('{"format": "x"}', grammar.json_schema(named))
