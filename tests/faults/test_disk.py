@@ -3,6 +3,8 @@ store that is used again afterwards."""
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import signal
 import subprocess
@@ -29,14 +31,13 @@ Fault = Callable[[Path], AbstractContextManager[object]]
 
 @contextmanager
 def full(folder: Path) -> Iterator[None]:
-    """A small file system with the values of the store, and somebody else's file that takes what is left of it."""
-    with mounted(folder, "size=2m"):
-        with (folder / "of-somebody-else").open("wb", buffering=0) as file:
-            try:
-                while True:
-                    file.write(bytes(4096))
-            except OSError:
-                pass
+    """A disk of which somebody else takes whatever the store leaves: deleting values makes no room."""
+
+    def takes_nothing(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "writev", takes_nothing)
         yield
 
 

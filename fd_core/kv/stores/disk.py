@@ -18,7 +18,7 @@ from typing import Final
 from fd_core.errors import ConfigError
 from fd_core.kv.stores.contract import Bytes, Deadline, KVStore, StoreError, StoreStats, Trouble
 from fd_core.kv.stores.disk_eviction import DiskEviction, DiskReservations
-from fd_core.kv.stores.disk_folder import inside, opened, size_of_value, value_name
+from fd_core.kv.stores.disk_folder import inside, opened, room_in, size_of_value, space_of_value, value_name
 from fd_core.kv.stores.location import StoreLocation
 from fd_core.sizes import format_size
 
@@ -51,8 +51,10 @@ _TROUBLES: Final = {
 class DiskStore(KVStore):
     """`disk:FOLDER` with `max_bytes`; the least recently used values are deleted first.
 
-    Without `max_bytes` the limit is 10 GiB, but at most half of what the disk has free or the store already uses. The
-    folder and the files in it are for their owner only, so engines that share the folder run as one user.
+    The limit is for what the file system takes for the values, in whole blocks; folders, up to 1 MiB, come on top.
+    Where the file system has less, or others fill it, less is used. Without `max_bytes` the limit is 10 GiB, but at
+    most half of what the disk has free or the store already uses. The folder and the files in it are for their owner
+    only, so engines that share the folder run as one user.
     """
 
     name = "disk"
@@ -122,13 +124,14 @@ class DiskStore(KVStore):
         deadline = Deadline(timeout)
         count = freed = 0
         with self._reported(), contextlib.suppress(FileNotFoundError), opened(self.path) as root:
+            block = room_in(root).block
             for key in keys:
                 deadline.check()
                 folder, name = value_name(key)
                 with contextlib.suppress(FileNotFoundError), inside(root, folder) as shard:
-                    size = size_of_value(shard, name) or 0
+                    space = space_of_value(shard, name, block)
                     os.unlink(name, dir_fd=shard)
-                    freed += size
+                    freed += space
                     count += 1
             if freed:
                 with self._eviction.reservations(root, deadline) as reservations:
@@ -192,26 +195,25 @@ def _put(reservations: DiskReservations, key: bytes, parts: list[memoryview]) ->
     reserved = reservations.reserve(size)
     if reserved is None:
         return False
-    partial_name, file = reserved
+    partial_name, file, _ = reserved
     try:
         _write(file, parts)
         with inside(reservations.root, folder, create=True) as shard:
-            replaced = size_of_value(shard, name) or 0
+            replaced = space_of_value(shard, name, room_in(reservations.root).block)
             os.rename(partial_name, name, src_dir_fd=reservations.partial, dst_dir_fd=shard)
     except OSError:
         _abandon(reservations, *reserved)
-        with contextlib.suppress(OSError):
-            reservations.give_back(size)
         raise
     os.close(file)
     reservations.give_back(replaced)
     return True
 
 
-def _abandon(reservations: DiskReservations, name: str, file: int) -> None:
+def _abandon(reservations: DiskReservations, name: str, file: int, space: int) -> None:
     os.close(file)
     with contextlib.suppress(OSError):
         os.unlink(name, dir_fd=reservations.partial)
+        reservations.give_back(space)
 
 
 def _write(file: int, parts: list[memoryview]) -> None:

@@ -1,10 +1,11 @@
 """How a disk store keeps to its limit while several engines write into one folder.
 
-The file `usage` holds the bytes of all values, finished or being written, and its lock is held while that changes.
-Space is reserved before a value is written: the reservation is the file in `partial`, made under the lock with the
-value's final size in its name. So a count of the folder under the lock counts everything, and what a killed engine
+The file `usage` holds the space that all values take, finished or being written, and its lock is held while that
+changes. Space is reserved before a value is written: the reservation is the file in `partial`, made under the lock with
+the value's space in its name. So a count of the folder under the lock counts everything, and what a killed engine
 leaves behind makes the number too large, never too small. When space runs out, everything is counted afresh and the
-least recently used values are deleted, whichever engine wrote them.
+least recently used values are deleted, whichever engine wrote them. Space runs out at the limit, or earlier where the
+file system does.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ from pathlib import Path
 from typing import Final
 
 from fd_core.kv.stores.contract import Deadline, StoreError, StoreStats, Trouble
-from fd_core.kv.stores.disk_folder import PARTIAL, FoundFile, found_partials, found_values, inside
+from fd_core.kv.stores.disk_folder import (
+    PARTIAL,
+    FoundFile,
+    Room,
+    found_partials,
+    found_values,
+    inside,
+    room_in,
+    space_for,
+)
 
 __all__ = ["DEFAULT_BYTES", "SHARE_OF_FREE", "DiskEviction", "DiskReservations"]
 
@@ -32,6 +42,8 @@ SHARE_OF_FREE: Final = 0.5
 _USAGE: Final = "usage"
 _KEPT_SHARE: Final = 7 / 8
 """Share of the limit that eviction leaves in use; the rest is free until everything is counted again."""
+_SPARE_BLOCKS: Final = 2
+"""Blocks that stay free for the folders of values."""
 _STALE_SECONDS: Final = 900.0
 """A reservation as old as this belongs to a writer that died."""
 _NEXT_TRY_SECONDS: Final = 0.001
@@ -59,12 +71,12 @@ class DiskEviction:
     def stats(self, root: int, deadline: Deadline) -> StoreStats:
         """Count all values."""
         values = list(found_values(root, deadline))
-        return StoreStats(len(values), sum(value.size for value in values), self.limit_bytes(root, deadline))
+        return StoreStats(len(values), sum(value.space for value in values), self.limit_bytes(root, deadline))
 
     def limit_bytes(self, root: int, deadline: Deadline) -> int:
         """Return the limit in bytes, derived from the free space if the user gave none."""
         if self._limit is None:
-            free = shutil.disk_usage(root).free + sum(value.size for value in found_values(root, deadline))
+            free = shutil.disk_usage(root).free + sum(value.space for value in found_values(root, deadline))
             self._limit = min(DEFAULT_BYTES, int(free * SHARE_OF_FREE))
         return self._limit
 
@@ -77,38 +89,43 @@ class DiskReservations:
         self.partial = partial
         """Descriptor of the folder that holds the reservations."""
         self.deadline = deadline
+        self.shown = eviction.path
         self._eviction = eviction
         self._usage = usage
 
-    def reserve(self, size: int) -> tuple[str, int] | None:
-        """Make the file in `partial` for a value of `size` bytes; return its name and an open descriptor of it.
+    def reserve(self, size: int) -> tuple[str, int, int] | None:
+        """Make the file in `partial` for a value of `size` bytes; return name, open descriptor and space of it.
 
-        Returns None for a value larger than the limit. Raises `StoreError(Trouble.FULL, ...)` if other engines reserved
-        what the value needs.
+        Returns None for a value larger than the limit. Raises `StoreError(Trouble.FULL, ...)` if other engines, or
+        files that are not ours, take what the value needs.
         """
         with self._locked():
             limit = self._eviction.limit_bytes(self.root, self.deadline)
-            if size > limit:
+            room = room_in(self.root)
+            space = space_for(size, room.block)
+            if space > limit:
                 return None
             used = self._recorded()
-            if used is None or not self._eviction.counted or used + size > limit:
-                used = _evict(self, size, limit)
+            # Writing takes blocks for folders as well.
+            short = room.free < space + _SPARE_BLOCKS * room.block or room.full_of_files
+            if used is None or not self._eviction.counted or used + space > limit or short:
+                used = _evict(self, space, limit, room)
                 self._eviction.counted = True
-            if used + size > limit:
+            if used + space > limit:
                 raise StoreError(Trouble.FULL, f"other engines fill the KV store in {self._eviction.path}")
-            name = f"{size}-{secrets.token_hex(16)}"
+            name = f"{space}-{secrets.token_hex(16)}"
             file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self.partial)
-            self._record(used + size)
-            return name, file
+            self._record(used + space)
+            return name, file, space
 
-    def give_back(self, size: int) -> None:
-        """Record that `size` bytes were deleted, unless the deadline has passed: the next count finds out."""
-        if not size:
+    def give_back(self, space: int) -> None:
+        """Record that so many bytes of space came free, unless the deadline has passed: the next count finds out."""
+        if not space:
             return
         with contextlib.suppress(StoreError), self._locked():
             used = self._recorded()
             if used is not None:
-                self._record(max(0, used - size))
+                self._record(max(0, used - space))
 
     def _recorded(self) -> int | None:
         """Return the bytes in use as recorded last, None if the record is not legible."""
@@ -140,22 +157,31 @@ class DiskReservations:
             fcntl.flock(self._usage, fcntl.LOCK_UN)
 
 
-def _evict(reservations: DiskReservations, size: int, limit: int) -> int:
-    """Delete the least recently used values until `size` more bytes fit; return the bytes in use."""
+def _evict(reservations: DiskReservations, space: int, limit: int, room: Room) -> int:
+    """Delete the least recently used values until `space` more fits; return the space in use.
+
+    Raises `StoreError(Trouble.FULL, ...)`, and deletes nothing, where that would not be enough.
+    """
     root, deadline = reservations.root, reservations.deadline
     # Reservations first: a value that is finished meanwhile is counted twice rather than not at all.
     writing = [found for found in found_partials(root) if not _removed_stale(reservations.partial, found)]
     values = sorted(found_values(root, deadline))
-    used = sum(found.size for found in (*writing, *values))
-    if used + size <= limit:
+    used = sum(found.space for found in (*writing, *values))
+    given = used + room.free - _SPARE_BLOCKS * room.block
+    if room.full_of_files:
+        given = min(given, used)
+    if sum(found.space for found in writing) + space > given:
+        raise StoreError(Trouble.FULL, f"No space left on the disk of the KV store in {reservations.shown}")
+    limit = min(limit, given)
+    if used + space <= limit:
         return used
     for value in values:
-        if used + size <= limit * _KEPT_SHARE or (not deadline.left and used + size <= limit):
+        if used + space <= limit * _KEPT_SHARE or (not deadline.left and used + space <= limit):
             break
         deadline.check()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), inside(root, value.folder) as folder:
             os.unlink(value.name, dir_fd=folder)
-        used -= value.size
+        used -= value.space
     return used
 
 

@@ -1,8 +1,11 @@
 """The folder of a disk store: names of its files, and ways to open them that follow no link.
 
     FOLDER/ab/abcdef....kv      one value, named by its key in hex, in the sub-folder of the key's first byte
-    FOLDER/partial/720960-...   a value that is being written, named by its size in bytes and a random number
-    FOLDER/usage                bytes in all values, finished or not; locked while it changes
+    FOLDER/partial/720960-...   a value that is being written, named by the space that it takes and a random number
+    FOLDER/usage                space that all values take, finished or not; locked while it changes
+
+Space is counted in bytes as the file system gives them, in whole blocks and with what a file takes beside its content:
+a value of 100 bytes takes 4,608.
 
 Every name is opened relative to the folder that holds it, and never if it is a link. Other files in the folder are
 never touched.
@@ -22,9 +25,18 @@ from typing import Final
 
 from fd_core.kv.stores.contract import MAX_KEY_BYTES, Deadline, StoreError, Trouble
 
-__all__ = ["PARTIAL", "FoundFile", "found_partials", "found_values", "inside", "opened", "size_of_value", "value_name"]
+__all__ = [
+    *("PARTIAL", "FoundFile", "Room", "found_partials", "found_values", "inside", "opened", "room_in"),
+    *("size_of_value", "space_for", "space_of_value", "value_name"),
+]
 
 PARTIAL: Final = "partial"
+
+_FILE_BYTES: Final = 512
+"""What the system takes for a file beside its content: an inode and its entry in a folder, about."""
+_MAX_BLOCK: Final = 1 << 16
+"""Servers of files tell how much they like to move at once, which is not what a file takes."""
+_SECTOR: Final = 512
 
 _SHARD: Final = re.compile(r"[0-9a-f]{2}")
 _VALUE: Final = re.compile(r"[0-9a-f]{2,64}\.kv")
@@ -83,13 +95,53 @@ def _open_folder(root: int, name: str) -> int:
     return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=root)
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What the file system of a folder has left."""
+
+    block: int
+    """Bytes of a block: a file takes whole ones."""
+    free: int
+    """Bytes that the user may still take."""
+    full_of_files: bool
+    """Whether no further file can be made, however small."""
+
+
+def room_in(root: int) -> Room:
+    """Ask the file system of the opened folder."""
+    told = os.fstatvfs(root)
+    block = told.f_frsize or told.f_bsize or 4096
+    return Room(min(block, _MAX_BLOCK), told.f_bavail * block, told.f_files > 0 and told.f_favail < 2)
+
+
+def space_for(size: int, block: int) -> int:
+    """Return the bytes that a file of `size` bytes takes."""
+    return -(-size // block) * block + _FILE_BYTES
+
+
 def size_of_value(folder: int, name: str) -> int | None:
     """Return the size of a value in bytes, None if there is none."""
+    found = _value(folder, name)
+    return None if found is None else found.st_size
+
+
+def space_of_value(folder: int, name: str, block: int) -> int:
+    """Return the space that a value takes, 0 if there is none."""
+    found = _value(folder, name)
+    return 0 if found is None else _space(found, block)
+
+
+def _value(folder: int, name: str) -> os.stat_result | None:
     try:
         found = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
         return None
-    return found.st_size if stat.S_ISREG(found.st_mode) else None
+    return found if stat.S_ISREG(found.st_mode) else None
+
+
+def _space(found: os.stat_result, block: int) -> int:
+    """Systems that write later count no blocks at first; those that keep some ready count more."""
+    return max(space_for(found.st_size, block), found.st_blocks * _SECTOR + _FILE_BYTES)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -97,28 +149,29 @@ class FoundFile:
     """A file of the store; files sort by the time of their last use."""
 
     used_ns: int
-    size: int
+    space: int
     folder: str
     name: str
 
 
 def found_partials(root: int) -> Iterator[FoundFile]:
-    """Yield the values being written, those of dead writers included, each with the size that was reserved for it."""
-    for entry in _listed(root, PARTIAL, _PARTIAL_NAME):
-        size, _, _ = entry.name.partition("-")
-        yield FoundFile(entry.used_ns, int(size), PARTIAL, entry.name)
+    """Yield the values being written, those of dead writers included, each with the space that was reserved for it."""
+    for entry in _listed(root, PARTIAL, _PARTIAL_NAME, 1):
+        space, _, _ = entry.name.partition("-")
+        yield FoundFile(entry.used_ns, int(space), PARTIAL, entry.name)
 
 
 def found_values(root: int, deadline: Deadline) -> Iterator[FoundFile]:
     """Yield every value. Raises `StoreError` after a sub-folder if the deadline has passed."""
     with os.scandir(root) as listing:
         shards = [entry.name for entry in listing if _SHARD.fullmatch(entry.name)]
+    block = room_in(root).block
     for shard in shards:
-        yield from _listed(root, shard, _VALUE)
+        yield from _listed(root, shard, _VALUE, block)
         deadline.check()
 
 
-def _listed(root: int, folder: str, names: re.Pattern[str]) -> Iterator[FoundFile]:
+def _listed(root: int, folder: str, names: re.Pattern[str], block: int) -> Iterator[FoundFile]:
     try:
         with inside(root, folder) as descriptor, os.scandir(descriptor) as listing:
             for entry in listing:
@@ -129,6 +182,6 @@ def _listed(root: int, folder: str, names: re.Pattern[str]) -> Iterator[FoundFil
                 except FileNotFoundError:
                     continue  # another engine deleted it
                 if stat.S_ISREG(found.st_mode):
-                    yield FoundFile(found.st_mtime_ns, found.st_size, folder, entry.name)
+                    yield FoundFile(found.st_mtime_ns, _space(found, block), folder, entry.name)
     except (FileNotFoundError, NotADirectoryError):
         return

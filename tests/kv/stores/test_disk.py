@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fd_core.errors import ConfigError
+from fd_core.kv.stores import disk_folder
 from fd_core.kv.stores.contract import StoreError, Trouble
 from fd_core.kv.stores.disk import DiskStore
 from fd_core.kv.stores.location import parse_location
@@ -110,6 +111,14 @@ def store_in(folder: Path, **parameters) -> DiskStore:
     return DiskStore(parse_location(f"disk:{folder}" + (f"?{text}" if text else "")))
 
 
+@pytest.fixture
+def bytes_alone(monkeypatch):
+    """A file system on which a file takes its bytes and nothing else, so that small numbers tell something."""
+    monkeypatch.setattr(disk_folder, "_MAX_BLOCK", 1)
+    monkeypatch.setattr(disk_folder, "_FILE_BYTES", 0)
+    monkeypatch.setattr(disk_folder, "_SECTOR", 0)
+
+
 def files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and path.name != "usage"]
 
@@ -186,6 +195,7 @@ def test_a_pipe_in_place_of_a_value_keeps_nobody_waiting(tmp_path):
         store_in(tmp_path / "kv").get([KEY], 10, 5)
 
 
+@pytest.mark.usefixtures("bytes_alone")
 def test_files_of_others_in_the_folder_are_left_alone(tmp_path):
     folder = tmp_path / "kv"
     for name in ("notes.txt", "ab/notes.txt", "ab/abcd", "objects/ab/abcd.kv", "partial/keep.txt", "AB/ab.kv"):
@@ -198,6 +208,7 @@ def test_files_of_others_in_the_folder_are_left_alone(tmp_path):
     assert store.stats(5).bytes <= 100
 
 
+@pytest.mark.usefixtures("bytes_alone")
 def test_without_a_limit_it_takes_at_most_half_of_what_is_free(tmp_path, monkeypatch):
     free = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
@@ -209,6 +220,7 @@ def test_without_a_limit_it_takes_at_most_half_of_what_is_free(tmp_path, monkeyp
     assert "of at most 10.0 GiB in 1 values" in store_in(tmp_path / "kv").open(5)
 
 
+@pytest.mark.usefixtures("bytes_alone")
 @pytest.mark.parametrize("usage", [b"", b"nonsense", b"99999999999999999999", b"-5", b"00000000000000000000"])
 def test_a_wrong_count_is_put_right(tmp_path, usage):
     first = store_in(tmp_path / "kv", max_bytes=1000)
@@ -230,6 +242,7 @@ def test_what_dead_writers_left_goes_by_age(tmp_path):
     assert [path.name for path in partial.iterdir()] == ["50-" + "b" * 32]
 
 
+@pytest.mark.usefixtures("bytes_alone")
 def test_room_is_kept_for_what_another_engine_is_writing(tmp_path):
     partial = tmp_path / "kv" / "partial"
     partial.mkdir(parents=True)
@@ -241,17 +254,22 @@ def test_room_is_kept_for_what_another_engine_is_writing(tmp_path):
     assert store.put([(KEY, [b"x" * 20])], 5) == 1
 
 
-def test_a_failed_write_leaves_nothing_behind_and_no_wrong_count(tmp_path):
-    store = store_in(tmp_path / "kv", max_bytes=1000)
+def test_a_failed_write_leaves_nothing_behind_and_no_wrong_count(tmp_path, monkeypatch):
+    store = store_in(tmp_path / "kv")
     store.put([(KEY, [b"value"])], 5)
-    with mounted(tmp_path / "kv", "size=512k"):
-        roomy = store_in(tmp_path / "kv", max_bytes=10_000_000)
+    used = int((tmp_path / "kv" / "usage").read_bytes())
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "writev", full)
         for _ in range(3):
             with pytest.raises(StoreError, match="No space left"):
-                roomy.put([(OTHER, [bytes(800_000)])], 5)
-        assert list((tmp_path / "kv" / "partial").iterdir()) == []
-        assert int((tmp_path / "kv" / "usage").read_bytes()) == 5
-        assert roomy.put([(OTHER, [bytes(1000)])], 5) == 1
+                store.put([(OTHER, [bytes(800_000)])], 5)
+    assert list((tmp_path / "kv" / "partial").iterdir()) == []
+    assert int((tmp_path / "kv" / "usage").read_bytes()) == used
+    assert store.put([(OTHER, [bytes(1000)])], 5) == 1
 
 
 def test_an_engine_that_stands_still_with_the_lock_delays_others_no_longer_than_their_deadline(tmp_path):
@@ -268,6 +286,7 @@ def test_an_engine_that_stands_still_with_the_lock_delays_others_no_longer_than_
     assert store.put([(OTHER, [b"value"])], 5) == 1
 
 
+@pytest.mark.usefixtures("bytes_alone")
 def test_a_file_system_without_locks_still_keeps_to_the_limit(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
