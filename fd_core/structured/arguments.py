@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from fd_core.errors import BadRequest
-from fd_core.structured.lark import ANY_TEXT, LarkText, literal, slashed
+from fd_core.structured.lark import LarkText, in_regex, literal, slashed
 from fd_core.text.parsing.argument_types import KINDS, json_of, kind_of, kinds_of, referred
 from fd_core.text.parsing.contract import TaggedArguments
 
@@ -279,7 +279,11 @@ class TaggedGrammar:
         lark, form = self._lark, self._form
         texts = values.texts(schema)
         if texts is None:
-            free = lark.free_text(form.ends, " & ".join([*values.terminals(schema, place), ANY_TEXT]))
+            terminals = values.terminals(schema, place)
+            # What ends a value is excluded as a whole, but a regular expression that does so beside another one takes
+            # more states than a lexer may have: there its first character is excluded.
+            begin = in_regex(form.ends[-1][0])
+            free = " & ".join([*terminals, f"/[^{begin}]*/"]) if terminals else lark.free_text(form.ends)
             yield lark.text_before(form.after_value, free + apart)
             return
         for text in texts:

@@ -385,3 +385,20 @@ def test_a_schema_that_grows_without_end_is_refused_or_held(parser: type[ToolPar
         schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": definitions}
         with pytest.raises(BadRequest):
             grammar(parser, False, {"f": schema})
+
+
+@pytest.mark.parametrize("parser", [GlmTools, QwenCoderTools])
+def test_a_bounded_string_is_no_weight_for_the_lexer(parser: type[ToolParser]) -> None:
+    """Excluding a whole marker beside a bound takes more expressions than a lexer may have."""
+    form = parser.form("f")
+    assert form is not None and not isinstance(form.arguments, str)
+    made = grammar(parser, False, {"f": {"type": "object", "properties": {"a": {"type": "string", "maxLength": 200}}}})
+    begin = form.begin + form.arguments.before_key + "a" + form.arguments.before_value
+    for text in ("", "x", "\n\n3\n", "3\n</param", "12</arg_va"):
+        for end in ("", *form.arguments.ends):
+            matcher = compiler(()).matcher(made)
+            for token in tokenizer(()).encode(begin + text + end[:-1], add_special=False):
+                if not matcher.try_consume_tokens([token]):
+                    break
+                matcher.compute_bitmask()
+                assert not matcher.is_error()
