@@ -13,7 +13,7 @@ import msgspec
 from fd_core.constraints import ByteSize, CheckedStruct, OneOf, Range
 from fd_core.errors import ConfigError
 
-__all__ = ["EngineConfig", "Limits", "ServerConfig", "SpeculativeConfig", "resolve_limits"]
+__all__ = ["EngineConfig", "Limits", "ListenConfig", "ServerConfig", "SpeculativeConfig", "resolve_limits"]
 
 _MAX_DRAFTS: Final = 16
 """More drafts than this never pay."""
@@ -116,12 +116,58 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     """Bytes after which nothing more is written to `trace`."""
 
 
-class ServerConfig(CheckedStruct, frozen=True, kw_only=True):
-    """How the OpenAI-compatible server listens and whom it serves."""
+class ListenConfig(CheckedStruct, frozen=True, kw_only=True):
+    """How a server or a router listens, and for whom."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Range(0, 65535)] = 8000
     api_keys: tuple[str, ...] = ()
+    """API keys of clients; without any everybody is served."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that requests may ask for beside this machine's own; `*` for any. Without any, a server on loopback answers
+    to its own names only, and another one to all."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins whose pages may send requests, such as `https://chat.example.org`; `*` for any."""
+    limit_concurrency: Annotated[int, Range(1)] | None = None
+    """Connections at a time; None takes what the limit of descriptors leaves."""
+    timeout_headers: Annotated[float, Range(0, _DAY, above=True)] = 20.0
+    """Seconds in which the head of a request has to come, and a TLS handshake to end."""
+    timeout_keep_alive: Annotated[float, Range(0, _DAY, above=True)] = 30.0
+    """Seconds for which a connection may wait for its next request."""
+    timeout_body: Annotated[float, Range(0, _DAY, above=True)] = 30.0
+    """Seconds in which a body has to come, and one more for each 64 KiB that came."""
+    timeout_write: Annotated[float, Range(0, _DAY, above=True)] = 60.0
+    """Seconds for which a client may leave its answer in the buffers, and one more for each 64 KiB that it takes."""
+    max_body_bytes: Annotated[int, ByteSize()] = 16 * 1024 * 1024
+    """Largest body of a request, in bytes."""
+    max_body_memory: Annotated[int, ByteSize()] = 256 * 1024 * 1024
+    """Bytes that all bodies being received may hold, beside the first 64 KiB of each."""
+    ssl_certfile: str | None = None
+    """Certificates in PEM format; None serves plain HTTP."""
+    ssl_keyfile: str | None = None
+    """Private key of the certificate; None looks for it in the file of the certificate."""
+    ssl_keyfile_password: str = ""
+    ssl_ca_certs: str | None = None
+    """Authorities of which every client needs a certificate."""
+    drain_delay: Annotated[float, Range(0, _DAY)] = 0.0
+    """Seconds after Ctrl-C or SIGTERM for which requests are still taken while /ready already answers 503."""
+    drain_seconds: Annotated[float, Range(0, _DAY)] = 30.0
+    """How long running requests may go on after Ctrl-C."""
+    log_level: Annotated[str, LOG_LEVELS] = "info"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_body_memory < self.max_body_bytes:
+            raise ConfigError(
+                f"max_body_memory is {self.max_body_memory:,} bytes, less than one body of {self.max_body_bytes:,}",
+                field="--max-body-memory",
+                hint="raise it or lower --max-body-size",
+            )
+
+
+class ServerConfig(ListenConfig, frozen=True, kw_only=True):
+    """How the OpenAI-compatible server listens and whom it serves."""
+
     served_model_names: tuple[str, ...] = ()
     chat_template: str | None = None
     """Jinja source that replaces the model's own template."""
@@ -137,13 +183,8 @@ class ServerConfig(CheckedStruct, frozen=True, kw_only=True):
     """Answers of /v1/responses that are kept for later requests; 0 keeps none."""
     engine: Annotated[str, OneOf("process", "inproc")] = "process"
     """Whether the engine runs in a process of its own or in the server's."""
-    drain_delay: Annotated[float, Range(0, _DAY)] = 0.0
-    """Seconds after Ctrl-C or SIGTERM for which requests are still taken while /ready already answers 503."""
-    drain_seconds: Annotated[float, Range(0, _DAY)] = 30.0
-    """How long running requests may go on after Ctrl-C."""
     max_queued_requests: Annotated[int, Range(0)] = 1024
     """Requests waiting beyond this are answered with 503."""
-    max_body_bytes: Annotated[int, ByteSize()] = 16 * 1024 * 1024
     batch_api: bool = True
     """Whether files and batches are kept, see /v1/files and /v1/batches."""
     batch_store: str | None = None
@@ -152,11 +193,12 @@ class ServerConfig(CheckedStruct, frozen=True, kw_only=True):
     """Bytes of all files that are kept."""
     metrics_names: Annotated[str, OneOf("fdcore", "vllm")] = "fdcore"
     """`vllm` adds vLLM's names to those of /metrics, for dashboards and routers that look for them."""
-    log_level: Annotated[str, LOG_LEVELS] = "info"
     router: str | None = None
     """Admin address of a router to register with; None registers nowhere."""
     router_secret: str = ""
     """What that router asks of whoever registers."""
+    router_ca_certs: str | None = None
+    """Authorities that the router's certificate may come from; None takes those of the system."""
     advertise_url: str | None = None
     """Where the router finds this server; None takes host and port."""
 

@@ -97,7 +97,7 @@ def test_the_speed_in_the_readme_is_what_was_measured():
 
 
 def test_every_setting_has_a_flag_or_a_reason():
-    without = {"model", "max_body_bytes"}
+    without = {"model"}
     fields = {*EngineConfig.__struct_fields__, *ServerConfig.__struct_fields__}
     assert fields - {flag.field for flag in FLAGS} == without
 

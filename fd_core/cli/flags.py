@@ -220,7 +220,7 @@ ENGINE_FLAGS: Final = (
     Flag("trace_limit", "Size at which the trace file stops growing; later steps are not in the file.", "SIZE"),
 )
 
-SERVER_FLAGS: Final = (
+LISTEN_FLAGS: Final = (
     Flag("host", "Address on which the server listens.", "ADDRESS"),
     Flag("port", "Port on which the server listens (0: any free port).", "PORT"),
     Flag(
@@ -232,6 +232,66 @@ SERVER_FLAGS: Final = (
         name="--api-key",
         repeated=True,
     ),
+    Flag(
+        "allowed_hosts",
+        "Host that requests may name beside this machine's own, such as api.example.org, *.example.org or * for any; "
+        "may be repeated. By default any if --host is reached from other machines.",
+        "HOST",
+        repeated=True,
+    ),
+    Flag(
+        "allowed_origins",
+        "Origin whose pages may use the server from browsers, such as https://chat.example.org, or * for any; may be "
+        "repeated.",
+        "ORIGIN",
+        repeated=True,
+    ),
+    Flag(
+        "limit_concurrency",
+        "Connections at a time, others are answered with 503; by default what the limit of open files leaves, at most "
+        "10000.",
+        "N",
+    ),
+    Flag("timeout_headers", "Time in which the head of a request has to arrive, in seconds.", "SECONDS"),
+    Flag("timeout_keep_alive", "Time for which a connection may wait for its next request, in seconds.", "SECONDS"),
+    Flag(
+        "timeout_body",
+        "Time in which a body has to arrive, in seconds; every 64 KiB received add a second.",
+        "SECONDS",
+    ),
+    Flag(
+        "timeout_write",
+        "Time for which a client may leave its answer unread, in seconds; every 64 KiB read add a second.",
+        "SECONDS",
+    ),
+    Flag("max_body_bytes", "Largest body of a request, such as 16M.", "SIZE", name="--max-body-size"),
+    Flag(
+        "max_body_memory",
+        "Memory for bodies that are arriving, beside the first 64 KiB of each; a request beyond it gets 503.",
+        "SIZE",
+    ),
+    Flag("ssl_certfile", "File with the TLS certificate and its chain, for https; read again when it changes.", "FILE"),
+    Flag("ssl_keyfile", "File with the private key of the certificate, if not in the same file.", "FILE"),
+    Flag(
+        "ssl_keyfile_password",
+        "Password of the private key. Other users of the machine can see a command line: FD_SSL_KEYFILE_PASSWORD keeps "
+        "it secret.",
+        "PASSWORD",
+    ),
+    Flag("ssl_ca_certs", "File with the authorities of which every client needs a certificate.", "FILE"),
+    Flag(
+        "drain_delay",
+        "Time after Ctrl-C or SIGTERM for which requests are still taken, while /ready already says that the server "
+        "leaves, in seconds.",
+        "SECONDS",
+    ),
+    Flag("drain_seconds", "Time that running requests may take to finish after Ctrl-C, in seconds.", "SECONDS"),
+    Flag("log_level", "Lowest severity of the log lines written.", "LEVEL"),
+)
+"""Settings of `ListenConfig`, which a server and a router have in common."""
+
+SERVER_FLAGS: Final = (
+    *LISTEN_FLAGS,
     Flag(
         "served_model_names",
         "Name of the model in the API; may be repeated.",
@@ -260,19 +320,11 @@ SERVER_FLAGS: Final = (
         "N",
     ),
     Flag("engine", "Where the engine runs: in a process of its own, or inside the server's process.", "WHERE"),
-    Flag(
-        "drain_delay",
-        "Time after Ctrl-C or SIGTERM for which requests are still taken, while /ready already says that the server "
-        "leaves, in seconds.",
-        "SECONDS",
-    ),
-    Flag("drain_seconds", "Time that running requests may take to finish after Ctrl-C, in seconds.", "SECONDS"),
     Flag("max_queued_requests", "Requests that may wait for a slot; further requests are answered with 503.", "N"),
     Flag("batch_api", "Keep files and run batches: /v1/files and /v1/batches."),
     Flag("batch_store", "Folder of files and batches; by default one in the cache folder.", "FOLDER"),
     Flag("batch_store_limit", "Size of all files that are kept.", "SIZE"),
     Flag("metrics_names", "Names in /metrics: fdcore's own, or vLLM's beside them.", "NAMES"),
-    Flag("log_level", "Lowest severity of the log lines written.", "LEVEL"),
     Flag("router", "Admin address of the router with which this server registers.", "URL"),
     Flag(
         "router_secret",
@@ -280,6 +332,9 @@ SERVER_FLAGS: Final = (
         "FILE",
         values.secret_in_file,
         name="--router-secret-file",
+    ),
+    Flag(
+        "router_ca_certs", "File with the authorities of the router's certificate, if not those of the system.", "FILE"
     ),
     Flag("advertise_url", "URL at which the router reaches this server, if not at --host and --port.", "URL"),
 )
@@ -301,10 +356,9 @@ ROUTER_FLAGS: Final = (
 )
 """Settings of `RouterConfig` that have a flag; a settings file takes all of them."""
 
-_SHARED: Final = ("host", "port", "api_keys", "drain_delay", "drain_seconds", "log_level", "router_secret")
-"""Fields that the settings of a server and of a gateway have in common."""
 GATEWAY_FLAGS: Final = (
-    *(flag for flag in SERVER_FLAGS if flag.field in _SHARED),
+    *LISTEN_FLAGS,
+    *(flag for flag in SERVER_FLAGS if flag.field == "router_secret"),
     Flag("workers", "Address of a mixed worker; may be repeated.", "URL", name="--worker", repeated=True),
     Flag("prefill", "Address of a prefill worker; may be repeated.", "URL", repeated=True),
     Flag("decode", "Address of a decode worker; may be repeated.", "URL", repeated=True),
@@ -320,6 +374,9 @@ GATEWAY_FLAGS: Final = (
         "FILE",
         values.keys_in_file,
         name="--worker-key-file",
+    ),
+    Flag(
+        "worker_ca_certs", "File with the authorities of the workers' certificates, if not those of the system.", "FILE"
     ),
     Flag(
         "read_seconds",

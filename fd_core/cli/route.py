@@ -50,10 +50,12 @@ def route(given: Given) -> None:
         from fd_core.router.gateway.pairs import ticket_key
         from fd_core.router.gateway.serving import serve_gateway
         from fd_core.router.router import Router
+        from fd_core.server.doors.connections import raise_descriptor_limit
         from fd_core.server.listening import bind_socket, settle
 
     gateway = settings.gateway
     logging.basicConfig(level=gateway.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    raise_descriptor_limit()
     plugins = installed_plugins()
     router = Router(settings.router, partial(plugins.load, ROUTER_POLICY))
     for role, urls in gateway.by_role.items():

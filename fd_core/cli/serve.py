@@ -54,6 +54,8 @@ def serve(
 
         from rich.console import Console
 
+        from fd_core.server.doors.connections import raise_descriptor_limit
+        from fd_core.server.doors.tls import ServingTls
         from fd_core.server.listening import bind_socket
 
         importlib.import_module("fd_core.cli.startup")
@@ -64,6 +66,8 @@ def serve(
     )
     if settings.server.log_level != "debug":
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    raise_descriptor_limit()
+    ServingTls.of(settings.server)  # what cannot be used is said before anything is loaded
     listener = bind_socket(settings.server.host, settings.server.port)
     with listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(_serve(settings, listener, Console(stderr=True)))

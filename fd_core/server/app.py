@@ -14,6 +14,7 @@ from fd_core.server import admin, chat, completions, embeddings, health, kv_even
 from fd_core.server.auth import KeyRing
 from fd_core.server.batches import routes
 from fd_core.server.batches.service import BatchService
+from fd_core.server.doors.hosts import HostRules
 from fd_core.server.errors import install_handlers
 from fd_core.server.gate import Gate
 from fd_core.server.grammars import GrammarChecker
@@ -69,6 +70,7 @@ def create_app(
             at_once=max(1, info.max_num_seqs // 2),  # the other slots are for those who wait for their answer
         )
     install_handlers(app)
-    app.add_middleware(Gate, keys=KeyRing(config.api_keys), metrics=metrics, drain=app.state.fd.drain)
+    hosts = HostRules(config.host, config.allowed_hosts, config.allowed_origins)
+    app.add_middleware(Gate, keys=KeyRing(config.api_keys), hosts=hosts, metrics=metrics, drain=app.state.fd.drain)
     openapi.install(app, keys_required=bool(config.api_keys))
     return app

@@ -11,13 +11,14 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from fastapi import Request
 
+from fd_core.server.doors.bodies import BodyShare
 from fd_core.server.errors import ApiError, invalid
 from fd_core.server.json_shape import decodable
 from fd_core.server.known_fields import KnownFields, UnknownField
 from fd_core.server.state import state_of
 from fd_core.server.unsupported import HARMLESS, Refusal
 
-__all__ = ["BodyFormat", "read_bounded", "read_bytes"]
+__all__ = ["BodyFormat", "receive"]
 
 log = logging.getLogger(__name__)
 
@@ -48,13 +49,19 @@ class BodyFormat(Generic[T]):
     async def read(self, request: Request, limit: int) -> tuple[T, dict[str, str]]:
         """Return the decoded body and headers that the answer should carry.
 
-        Raises `ApiError`: 415 for another content type, 413 for more than `limit` bytes, 400 for anything malformed,
-        out of range, not served, naming the field, and for more values than are decoded at once.
+        Raises `ApiError`: 415 for another content type, 413 for more than `limit` bytes, 503 where other bodies hold
+        all memory for them, 400 for anything malformed, out of range, not served, naming the field, and for more values
+        than are decoded at once.
         """
-        body = await read_bytes(request, limit)
-        if not await decodable(body, _IDS_PER_TOKEN * state_of(request).client.info.max_model_len):
-            raise invalid("the body holds more fields, lists or numbers than a request may have", None, "invalid_body")
-        return self.decode(body)
+        _require_json(request)
+        state = state_of(request)
+        with state.bodies.share(request.headers.get("content-length"), limit) as share:
+            parts = [part async for part in receive(request, share)]
+            body = parts[0] if len(parts) == 1 else b"".join(parts)
+            if not await decodable(body, _IDS_PER_TOKEN * state.client.info.max_model_len):
+                message = "the body holds more fields, lists or numbers than a request may have"
+                raise invalid(message, None, "invalid_body")
+            return self.decode(body)
 
     def decode(self, body: bytes) -> tuple[T, dict[str, str]]:
         """Decode a whole body; see `read`."""
@@ -116,32 +123,18 @@ def _with_integers(value: Any) -> Any:
     return value
 
 
-async def read_bytes(request: Request, limit: int) -> bytes:
-    """Return the body of a JSON request; 415 for another content type, 413 beyond `limit` bytes."""
+def _require_json(request: Request) -> None:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
-        # a browser sends any other type across origins without asking first, so this also keeps foreign pages out
         message = f"the body must be sent as content-type application/json, not {_named(kind)}"
         raise ApiError(415, message, code="unsupported_media_type")
-    parts = [part async for part in read_bounded(request, limit)]
-    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-async def read_bounded(request: Request, limit: int) -> AsyncIterator[bytes]:
-    """Yield the body of a request as it arrives; `ApiError` (413) beyond `limit` bytes."""
-    announced = request.headers.get("content-length")
-    if announced is not None and announced.isdecimal() and int(announced) > limit:
-        raise _too_large(limit)
-    size = 0
+async def receive(request: Request, share: BodyShare) -> AsyncIterator[bytes]:
+    """Yield the body of a request as it arrives; `ApiError` where its share does not reach."""
     async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise _too_large(limit)
+        share.received(len(part))
         yield part
-
-
-def _too_large(limit: int) -> ApiError:
-    return ApiError(413, f"the body is larger than the {limit:,} bytes allowed", code="body_too_large")
 
 
 def _named(kind: str) -> str:

@@ -1,11 +1,13 @@
-"""HTTP/1.1 with a limit on the head of a request; the parser itself keeps whatever is sent."""
+"""HTTP/1.1 with a limit on the head of a request, on connections that are watched."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from fd_core.server.doors.connections import Connections, WatchedProtocol
 from fd_core.server.errors import ApiError
 
 __all__ = ["MAX_HEAD_BYTES", "BoundedHttp"]
@@ -14,11 +16,12 @@ MAX_HEAD_BYTES: Final = 64 * 1024
 """Most bytes of request line and headers together; one read of the socket may exceed it."""
 
 
-class BoundedHttp(HttpToolsProtocol):
+class BoundedHttp(WatchedProtocol, HttpToolsProtocol):
     """uvicorn's protocol, which answers 431 and closes when a head does not end."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, connections: Connections, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.watch = connections
         self._in_head = True
         self._head_bytes = 0
 
@@ -44,4 +47,28 @@ class BoundedHttp(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Stop counting: the body has a limit of its own."""
         self._in_head = False
+        if not self.url.startswith(b"/"):
+            self._take_host_of_target()
+        self.head_complete()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """Tell that the request is complete."""
+        super().on_message_complete()
+        self.body_complete()
+
+    def on_response_complete(self) -> None:
+        """Tell that the answer was sent."""
+        super().on_response_complete()
+        self.answer_complete()
+
+    def _take_host_of_target(self) -> None:
+        """A request for a whole URL means the host in it, whatever the header says (RFC 9112, section 3.2.2)."""
+        try:
+            host = httptools.parse_url(self.url).host
+        except httptools.HttpParserInvalidURLError:
+            return
+        if host is not None:
+            host = b"[%b]" % host if b":" in host else host
+            self.headers[:] = [(name, value) for name, value in self.headers if name != b"host"]
+            self.headers.append((b"host", host))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Final
 
 from starlette.routing import Match
@@ -13,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fd_core.server import kv_events
 from fd_core.server.auth import KeyRing
 from fd_core.server.batches.asgi import OWNER
+from fd_core.server.doors.hosts import HostRules, Visit
 from fd_core.server.draining import DRAINING_HEADER, Drain
 from fd_core.server.errors import error_response, to_api_error, unavailable
 from fd_core.server.metrics import ServerMetrics
@@ -39,8 +41,9 @@ class Gate:
     of `time.perf_counter`. Nothing of a request but its path is ever logged here.
     """
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, metrics: ServerMetrics, drain: Drain) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing, hosts: HostRules, metrics: ServerMetrics, drain: Drain) -> None:
         self._app = app
+        self._hosts = hosts
         self._drain = drain
         self._keys = keys
         self._metrics = metrics
@@ -56,6 +59,7 @@ class Gate:
         request_id = request_id_of(headers.get(b"x-request-id", b""))
         scope.setdefault("state", {}).update(request_id=request_id.decode(), arrived=time.perf_counter())
         started, options = False, scope["method"] == "OPTIONS"
+        added = [(b"x-request-id", request_id)]
 
         async def numbered(message: Message) -> None:
             nonlocal started
@@ -65,13 +69,16 @@ class Gate:
                 message = _allowed(message)
             if message["type"] == "http.response.start":
                 started = True
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                message["headers"] = [*message.get("headers", ()), *added]
                 if self._drain.leaving:
                     message["headers"] += _LEAVING
                 self._metrics.answers[_path(scope), message["status"]] += 1
             await send(message)
 
         try:
+            if OWNER not in scope:
+                for name, value in self._hosts.check(_visit(scope, headers)).items():
+                    added.append((name.lower().encode(), value.encode("latin-1")))
             # KV events have a secret of their own.
             if not options and scope["path"] != kv_events.PATH:
                 sent = headers.get(b"authorization"), headers.get(b"x-api-key")
@@ -88,6 +95,15 @@ class Gate:
             if started:
                 raise ConnectionAbortedError("an answer broke off after it had begun") from None
             await error_response(answer, scope["path"])(scope, receive, numbered)
+
+
+def _visit(scope: Scope, headers: Mapping[bytes, bytes]) -> Visit:
+    def header(name: str) -> str | None:
+        value = headers.get(name.lower().encode())
+        return None if value is None else value.decode("latin-1")
+
+    hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+    return Visit.of(scope["method"], hosts, scope["server"][0] if scope["server"] else None, header)
 
 
 def _allowed(message: Message) -> Message:

@@ -72,6 +72,17 @@ def cannot_listen(host: str, port: int, error: OSError, *, flag: str = "--port")
 
 
 @contextlib.contextmanager
+def port_errors(host: str, sock: socket.socket, flag: str = "--port") -> Iterator[None]:
+    """Listen on a bound socket within the block; whoever was quicker becomes a `ConfigError` that names the flag."""
+    try:
+        # Connections inherit this, so that those which linger do not keep a restarted server from its port.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        yield
+    except OSError as error:
+        raise cannot_listen(host, sock.getsockname()[1], error, flag=flag) from error
+
+
+@contextlib.contextmanager
 def signals_stop(stop: asyncio.Event, hurry: asyncio.Event) -> Iterator[None]:
     """Set `stop` on the first SIGINT or SIGTERM and `hurry` on the next."""
 
@@ -92,11 +103,12 @@ def signals_stop(stop: asyncio.Event, hurry: asyncio.Event) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def url_of(host: str, sock: socket.socket) -> str:
+def url_of(host: str, sock: socket.socket, *, secure: bool = False) -> str:
     """Return the address under which a bound socket is reached from this machine."""
     port = sock.getsockname()[1]
     shown = "localhost" if host in ANY_ADDRESS else host
-    return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+    scheme = "https" if secure else "http"
+    return f"{scheme}://[{shown}]:{port}" if ":" in shown else f"{scheme}://{shown}:{port}"
 
 
 def settle() -> None:

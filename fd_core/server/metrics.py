@@ -20,6 +20,8 @@ from prometheus_client.registry import Collector
 import fd_core
 from fd_core.engine.client import EngineClient
 from fd_core.metrics import MetricSpec, read_metrics
+from fd_core.server.doors.bodies import BodyStats
+from fd_core.server.doors.connections import ConnectionStats
 
 __all__ = ["Histogram", "ServerMetrics", "metric_families"]
 
@@ -137,6 +139,8 @@ class ServerMetrics(Collector):
         )
         self.outcomes: Counter[str] = Counter(dict.fromkeys(("stop", "length", "abort", "error", "disconnect"), 0))
         self.answers: Counter[tuple[str, int]] = Counter()
+        self.doors: tuple[object, ...] = (ConnectionStats(), BodyStats())
+        """Of what listens; others once the server does."""
         self.registry = CollectorRegistry()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
@@ -168,6 +172,8 @@ class ServerMetrics(Collector):
         for (path, status), count in sorted(self.answers.items()):
             answers.add_metric([path, str(status)], count)
         yield answers
+        for stats in self.doors:
+            yield from metric_families("fdcore_", [({}, stats)])
         if self._vllm_model is not None:
             yield from self._as_vllm({"model_name": self._vllm_model, "engine": _ENGINE})
 

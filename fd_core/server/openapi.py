@@ -21,11 +21,13 @@ _schemas: set[type[msgspec.Struct]] = {ErrorAnswer}
 _ERRORS: Final = {
     400: "The request is malformed, out of range, or asks for what is not served; `param` names the field",
     401: "No valid API key",
+    403: "The request comes from a page of another origin, see --allowed-origins",
     404: "There is no such model",
     413: "The body is too large",
     415: "The body is not JSON",
+    421: "The host that the request names is not this server's, see --allowed-hosts",
     500: "The server or the engine failed",
-    503: "The queue is full, the server shuts down, or the engine is not running",
+    503: "The queue is full, other bodies hold all memory, the server shuts down, or the engine is not running",
 }
 
 _EVENT: Final = {
@@ -54,6 +56,7 @@ def endpoint(
     `unhealthy` says that a 503 carries the same answer as a 200.
     """
     listed = errors if errors is not None else tuple(_ERRORS) if body is not None else (401,)
+    listed = tuple(sorted({*listed, 403, 421}))
     responses = {status: _response(_ERRORS[status], ErrorAnswer) for status in listed}
     responses[200] = _response("Success", answer)
     if stream:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import ssl
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Literal
 
 import aiohttp
 
 from fd_core.config import ServerConfig
 from fd_core.errors import ConfigError
+from fd_core.server.doors.tls import client_context
 from fd_core.server.listening import ANY_ADDRESS
 
 __all__ = ["Registration", "registration_of"]
@@ -27,8 +29,20 @@ _TIMEOUT: Final = aiohttp.ClientTimeout(total=3)
 class Registration:
     """Keeps one server registered with one router; what the router does not answer never disturbs the server."""
 
-    def __init__(self, router: str, secret: str, url: str, instance: Callable[[], str], role: str) -> None:
-        """`router` is the router's admin address, `url` where it finds the server, `instance` names what serves."""
+    def __init__(
+        self,
+        router: str,
+        secret: str,
+        url: str,
+        instance: Callable[[], str],
+        role: str,
+        trusted: ssl.SSLContext | Literal[True] = True,
+    ) -> None:
+        """`router` is the router's admin address, `url` where it finds the server, `instance` names what serves.
+
+        `trusted` says which certificates the router may have.
+        """
+        self._trusted = trusted
         self._router = router.rstrip("/")
         self._secret = secret
         self._url = url
@@ -62,7 +76,7 @@ class Registration:
         try:
             async with (
                 aiohttp.ClientSession(timeout=_TIMEOUT, headers={"Authorization": f"Bearer {self._secret}"}) as session,
-                session.post(f"{self._router}/{what}", json=body, allow_redirects=False) as answer,
+                session.post(f"{self._router}/{what}", json=body, allow_redirects=False, ssl=self._trusted) as answer,
             ):
                 trouble = "" if answer.status == 200 else f"it answered {answer.status}"
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
@@ -100,4 +114,5 @@ def registration_of(
             field="--advertise-url",
             hint="for example http://10.0.0.5:8000",
         )
-    return Registration(config.router, config.router_secret, config.advertise_url or url, instance, role)
+    trusted = client_context(config.router_ca_certs, "--router-ca-certs", config)
+    return Registration(config.router, config.router_secret, config.advertise_url or url, instance, role, trusted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 from collections.abc import Callable, Iterator
 
@@ -16,6 +17,9 @@ from fd_core.errors import EngineDead
 from fd_core.server import listening
 from fd_core.server.app import create_app
 from fd_core.server.bounded_http import BoundedHttp
+from fd_core.server.doors.connections import Connections, connection_limit
+from fd_core.server.doors.listener import Listener
+from fd_core.server.doors.tls import ServingTls
 from fd_core.server.registration import Registration, registration_of
 from fd_core.server.state import ServerState
 from fd_core.text.chat_template import ChatTemplate
@@ -50,13 +54,15 @@ async def serve_http(
     `bind_socket`; without it the socket is bound here. `on_ready` is called with the URL once requests are taken.
     With `config.router` the server registers itself there once it is ready, and deregisters before it refuses.
     `ticket_key` is for decode workers and `parsers` read answers, see `create_app`.
-    Raises `ConfigError` if the port is in use, or a registration that cannot work is asked for.
+    Raises `ConfigError` if the port is in use, the certificate cannot be used, or a registration that cannot work is
+    asked for.
     """
+    tls = ServingTls.of(config)
     sock = sock or listening.bind_socket(config.host, config.port)
     listening.warn_if_open(config.host, keys=bool(config.api_keys))
     app = create_app(config, client, tokenizer, template, ticket_key, parsers)
     state: ServerState = app.state.fd
-    url = listening.url_of(config.host, sock)
+    url = listening.url_of(config.host, sock, secure=tls is not None)
     registration = registration_of(config, url, lambda: state.incarnation, client.info.role)
 
     def started() -> None:
@@ -68,28 +74,28 @@ async def serve_http(
         if on_ready is not None:
             on_ready(url)
 
+    connections = Connections(config, connection_limit(config))
+    state.metrics.doors = (connections.stats, state.bodies.stats)
     server = _Server(
         uvicorn.Config(
             app,
             loop="none",
-            http=BoundedHttp,
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_keep_alive=30,
+            timeout_keep_alive=math.ceil(config.timeout_keep_alive),
             timeout_graceful_shutdown=_ABORT_SECONDS,
         ),
+        connections,
+        tls,
         on_started=started,
     )
     stop = stop or asyncio.Event()
     hurry = asyncio.Event()
     try:
-        # Connections inherit this, so that those which linger do not keep a restarted server from its port.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.listen()  # here, because an event loop may keep it to itself that somebody else listens already
-        with listening.signals_stop(stop, hurry):
+        with listening.port_errors(config.host, sock), listening.signals_stop(stop, hurry):
             serving = asyncio.create_task(server.serve([sock]))
             drain = asyncio.create_task(_drain(state, server, registration, stop, hurry))
             try:
@@ -104,8 +110,6 @@ async def serve_http(
                     client.kv_log.close()
                 server.should_exit = True
                 await serving
-    except OSError as error:
-        raise listening.cannot_listen(config.host, sock.getsockname()[1], error) from error
     finally:
         sock.close()
         state.prompt_reader.close()
@@ -119,11 +123,20 @@ def _prefills_for_others(state: ServerState) -> bool:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with signals left to `serve_http` and a call once it listens."""
+    """uvicorn, with signals left to `serve_http`, connections to `Listener`, and a call once it listens."""
 
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        connections: Connections,
+        tls: ServingTls | None,
+        on_started: Callable[[], None],
+    ) -> None:
         super().__init__(config)
+        self._connections = connections
+        self._tls = tls
         self._on_started = on_started
+        self.servers = []
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -132,7 +145,16 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to listen and tell."""
-        await super().startup(sockets=sockets)
+
+        def protocol() -> BoundedHttp:
+            return BoundedHttp(
+                self._connections, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+
+        await self.lifespan.startup()
+        for sock in sockets or ():
+            self.servers.append(Listener(sock, protocol, self._connections, self._tls))  # type: ignore[arg-type]
+        self.started = True
         self._on_started()
 
     def close_connections_behind_answers(self) -> None:

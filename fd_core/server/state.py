@@ -14,6 +14,7 @@ import fd_core
 from fd_core.config import ServerConfig
 from fd_core.engine.client import EngineClient
 from fd_core.server.batches.service import BatchService
+from fd_core.server.doors.bodies import BodyBudget
 from fd_core.server.draining import Drain
 from fd_core.server.errors import ApiError, unavailable
 from fd_core.server.grammars import GrammarChecker
@@ -93,6 +94,11 @@ class ServerState:
     batches: BatchService | None = None
     """Keeps files and runs batches; None if that is turned off."""
     drain: Drain = field(default_factory=Drain)
+    bodies: BodyBudget = field(init=False)
+    """Memory for bodies that are being received."""
+
+    def __post_init__(self) -> None:
+        self.bodies = BodyBudget(self.config.max_body_memory)
 
     @property
     def incarnation(self) -> str:

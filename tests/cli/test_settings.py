@@ -270,7 +270,7 @@ def test_a_settings_file_can_hold_every_setting(file, tmp_path):
     flags = {flag.key: flag for flag in (*ENGINE_FLAGS, *SERVER_FLAGS) if flag.key not in values}
     for key in flags.keys() - {"num-kv-blocks", "gpu-memory-utilization"}:
         words = getattr(flags[key].rule.constraint, "words", ("name",))
-        values[key] = {bool: True, str: words[-1]}.get(flags[key].rule.kind, 16)
+        values[key] = {bool: True, str: words[-1], tuple: "name"}.get(flags[key].rule.kind, 16)
     text = "\n".join(f"{key} = {_toml(value)}" for key, value in values.items())
     settings = merge("smollm2", {"config": file(text)}, {})
     assert settings.engine.pipeline_depth == 16

@@ -29,7 +29,8 @@ async def leave(port: int, body: dict, read: int) -> None:
     """Send a request, read at least so many bytes of the answer, and go away."""
     data = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)
     if read:
         await reader.readexactly(read)
@@ -65,9 +66,8 @@ def test_leaving_while_nothing_can_be_written_aborts(server: LiveServer) -> None
     async def stall() -> None:
         data = json.dumps(body).encode()
         _, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)
-        head = (
-            f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
-        )
+        head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(data)}\r\n\r\n"
         writer.write(head.encode() + data)
         writer.transport.pause_reading()
         client.step_seconds = 0.02

@@ -18,9 +18,16 @@ from tests.server.test_kv_metrics import KV
 
 PROMISED = {
     "fdcore": ("info", ["architecture", "backend", "device", "dtype", "model", "version"]),
+    "fdcore_accept_errors": ("counter", []),
     "fdcore_active_requests": ("gauge", []),
+    "fdcore_bodies_refused": ("counter", []),
+    "fdcore_body_memory_bytes": ("gauge", []),
     "fdcore_budget_limit_tokens": ("counter", []),
     "fdcore_budget_used_tokens": ("counter", []),
+    "fdcore_connections": ("gauge", []),
+    "fdcore_connections_closed": ("counter", ["reason"]),
+    "fdcore_connections_limit": ("gauge", []),
+    "fdcore_connections_refused": ("counter", []),
     "fdcore_decode_seconds": ("histogram", []),
     "fdcore_drafts_accepted_per_position_tokens": ("counter", ["position"]),
     "fdcore_drafts_accepted_tokens": ("counter", []),
@@ -97,6 +104,7 @@ PROMISED = {
     "fdcore_text_length_tokens": ("histogram", []),
     "fdcore_time_per_token_seconds": ("histogram", []),
     "fdcore_time_to_first_token_seconds": ("histogram", []),
+    "fdcore_tls_handshakes_failed": ("counter", []),
 }
 
 MODEL = ["engine", "model_name"]

@@ -116,7 +116,7 @@ def test_signals_drain_and_a_second_one_does_not_wait(signals: int, loop: Callab
             with socket.create_connection(("127.0.0.1", port)) as connection:
                 body = b'{"prompt":"a"}'
                 connection.sendall(
-                    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
                     b"content-length: %d\r\n\r\n%s" % (len(body), body)
                 )
                 while not client.live:

@@ -59,7 +59,7 @@ async def _ask(
             if answer.status == 200:
                 return _decoder.decode(data)
             if 400 <= answer.status < 500 and answer.status != 404:
-                kept: CIMultiDict[str] = to_client(answer.headers, request_id)
+                kept: CIMultiDict[str] = to_client(answer.headers, {"X-Request-Id": request_id})
                 return web.Response(body=data, status=answer.status, headers=kept)
     except (*TROUBLE, msgspec.MsgspecError, UnicodeDecodeError):
         pass

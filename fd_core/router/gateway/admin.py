@@ -13,7 +13,10 @@ from fd_core.errors import FdError
 from fd_core.router.gateway.answers import error_response, json_response
 from fd_core.router.gateway.body import read_body
 from fd_core.router.gateway.state import GatewayState
+from fd_core.router.gateway.watched import visit_of
 from fd_core.server.auth import KeyRing
+from fd_core.server.doors.bodies import BodyBudget
+from fd_core.server.doors.hosts import HostRules
 from fd_core.server.errors import ApiError, to_api_error
 
 __all__ = ["Admin", "RegisteredWorker"]
@@ -47,6 +50,8 @@ class Admin:
         self._router = state.router
         self._ring = KeyRing([state.config.router_secret])
         self._on_change = on_change
+        self._hosts = HostRules(state.config.admin_host, state.config.allowed_hosts, ())
+        self._bodies = BodyBudget(_MAX_BODY_BYTES)
         self._pairs = state.ticket_key is not None
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -57,6 +62,7 @@ class Admin:
             return error_response(to_api_error(error), request.path)
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
+        self._hosts.check(visit_of(request))
         try:
             self._ring.check(request.path, request.headers.get("Authorization", "").encode())
         except ApiError as error:
@@ -71,7 +77,8 @@ class Admin:
         if request.method != "POST":
             raise ApiError(405, "this path takes POST", headers={"Allow": "POST"})
         try:
-            member = _decoder.decode(await read_body(request, _MAX_BODY_BYTES))
+            with self._bodies.share(request.headers.get("Content-Length"), _MAX_BODY_BYTES) as share:
+                member = _decoder.decode(await read_body(request, share))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ApiError(400, f"the body cannot be read: {error}", code="invalid_body") from None
         if member.role != "mixed" and not self._pairs:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
-from fd_core.config import LOG_LEVELS
-from fd_core.constraints import ByteSize, CheckedStruct, Range
+from fd_core.config import ListenConfig
+from fd_core.constraints import Range
 from fd_core.router.workers import ROLES, Role
 
 __all__ = ["GatewayConfig"]
@@ -13,18 +13,12 @@ __all__ = ["GatewayConfig"]
 _DAY: Final = 86400
 
 
-class GatewayConfig(CheckedStruct, frozen=True, kw_only=True):
-    """Settings of `fdcore route` beside those of the router itself."""
+class GatewayConfig(ListenConfig, frozen=True, kw_only=True):
+    """Settings of `fdcore route` beside those of the router itself.
 
-    host: str = "127.0.0.1"
-    port: Annotated[int, Range(0, 65535)] = 8000
-    api_keys: tuple[str, ...] = ()
-    """API keys of clients, which are not passed on. Without any, keys that clients send go on to the workers."""
-    drain_delay: Annotated[float, Range(0, _DAY)] = 0.0
-    """Seconds after Ctrl-C or SIGTERM for which requests are still taken while /ready already answers 503."""
-    drain_seconds: Annotated[float, Range(0, _DAY)] = 30.0
-    """Seconds that running requests get to finish after Ctrl-C."""
-    log_level: Annotated[str, LOG_LEVELS] = "info"
+    API keys of clients are not passed on. Without any, keys that clients send go on to the workers.
+    """
+
     workers: tuple[str, ...] = ()
     """Addresses of mixed workers."""
     prefill: tuple[str, ...] = ()
@@ -35,14 +29,14 @@ class GatewayConfig(CheckedStruct, frozen=True, kw_only=True):
     """File with the secret that prefill and decode workers share with the router; None takes the user's own."""
     worker_api_keys: tuple[str, ...] = ()
     """API keys of the workers; the first one is sent."""
+    worker_ca_certs: str | None = None
+    """Authorities that certificates of workers may come from; None takes those of the system."""
     tokenizer: str | None = None
     """Model whose tokenizer the workers use; None asks a worker which model it serves."""
     admin_host: str = "127.0.0.1"
     admin_port: Annotated[int, Range(0, 65535)] = 8081
     router_secret: str = ""
     """Secret that workers have to send to register; if it is empty no worker can."""
-    max_body_bytes: Annotated[int, ByteSize()] = 16 * 1024 * 1024
-    """Largest body of a request, in bytes."""
     connect_seconds: Annotated[float, Range(0, _DAY, above=True)] = 3.0
     """Seconds within which a connection to a worker has to be made."""
     read_seconds: Annotated[float, Range(0, _DAY, above=True)] = 600.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,6 +21,7 @@ from fd_core.router.gateway.relaying import TROUBLE, UpstreamAnswer, WorkerLost,
 from fd_core.router.gateway.state import GatewayState
 from fd_core.router.gateway.timeouts import SilenceTimer
 from fd_core.router.selection import RouteRequest, Selection
+from fd_core.server.doors.bodies import BodyShare
 from fd_core.server.draining import DRAINING_HEADER
 from fd_core.server.errors import unavailable
 
@@ -50,10 +52,14 @@ class Exchange:
     state: GatewayState
     request: web.BaseRequest
     request_id: str
+    added: Mapping[str, str]
+    """Headers that every answer gets."""
     target: str
     """Path and query, as the client wrote them."""
     headers: CIMultiDict[str]
     body: bytes
+    share: BodyShare
+    """Memory that the body holds."""
     asked: RouteRequest
     arrived: float
     """When the headers of the request were read, by `time.monotonic`."""
@@ -108,8 +114,10 @@ class Exchange:
                 self.state.metrics.counts.attempts_lost += 1
                 raise _TryElsewhere from error
             selection.first_token()
+            self.body = b""  # no other worker needs it
+            self.share.release()
             self.state.metrics.first_byte.observe(time.monotonic() - self.arrived)
-            headers = to_client(response.headers, self.request_id)
+            headers = to_client(response.headers, self.added)
             if answer.whole:
                 self._ended_well(selection, response.status)
                 return web.Response(body=first, status=response.status, headers=headers)
@@ -129,7 +137,7 @@ class Exchange:
         if status != 404 and status not in _BUSY and status not in _BROKEN:
             return None
         body = await read_up_to(response.content, _ELSEWHERE_BYTES)
-        headers = to_client(response.headers, self.request_id)
+        headers = to_client(response.headers, self.added)
         kept = web.Response(body=body, status=status, headers=headers)
         if status == 404 and not any(name in body for name in _NO_MODEL):
             selection.first_token()

@@ -17,8 +17,11 @@ from fd_core.router.gateway.headers import to_worker
 from fd_core.router.gateway.models import union
 from fd_core.router.gateway.pages import PAGES
 from fd_core.router.gateway.state import GatewayState
+from fd_core.router.gateway.watched import visit_of
 from fd_core.router.selection import RouteRequest
 from fd_core.server.auth import KeyRing
+from fd_core.server.doors.bodies import BodyShare
+from fd_core.server.doors.hosts import HostRules
 from fd_core.server.draining import DRAINING_HEADER
 from fd_core.server.errors import ApiError, to_api_error, unavailable
 from fd_core.server.gate import request_id_of
@@ -43,13 +46,17 @@ class RouterGate:
     def __init__(self, state: GatewayState) -> None:
         self._state = state
         self._ring = KeyRing(state.config.api_keys)
+        config = state.config
+        self._hosts = HostRules(config.host, config.allowed_hosts, config.allowed_origins)
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request."""
         request_id = request_id_of(request.headers.get("X-Request-Id", "").encode()).decode()
+        added = {"X-Request-Id": request_id}
         answer: web.StreamResponse
         try:
-            answer = await self._answer(request, request_id)
+            added |= self._hosts.check(visit_of(request))
+            answer = await self._answer(request, request_id, added)
         except ConnectionError:  # the client is gone: nobody reads an answer
             request.protocol.force_close()
             return web.Response()
@@ -58,7 +65,7 @@ class RouterGate:
             if request.writer.output_size > 0:
                 request.protocol.force_close()
         if not answer.prepared:
-            answer.headers["X-Request-Id"] = request_id
+            answer.headers.update(added)
             if self._state.drain.leaving:
                 answer.headers[DRAINING_HEADER] = "1"
         if self._state.drain.leaving:
@@ -67,7 +74,7 @@ class RouterGate:
         self._state.metrics.answers[path, answer.status] += 1
         return answer
 
-    async def _answer(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
+    async def _answer(self, request: web.BaseRequest, request_id: str, added: Mapping[str, str]) -> web.StreamResponse:
         path = request.path
         if request.method == "OPTIONS":
             return _methods_of(path)
@@ -88,16 +95,22 @@ class RouterGate:
         if request.method != "POST":
             raise _wrong_method("POST")
         if path == ABORT_PATH:
-            body = await read_body(request, self._state.config.max_body_bytes)
+            with self._share(request) as share:
+                body = await read_body(request, share)
             return await abort(self._state, body, to_worker(self._state, request.headers, request_id), request_id)
         if self._state.drain.refusing:
             raise unavailable("the router is shutting down", "draining", retry_after=5)
-        with self._state.drain.runs():
-            return await self._forward(request, request_id)
+        with self._state.drain.runs(), self._share(request) as share:
+            return await self._forward(request, request_id, added, share)
 
-    async def _forward(self, request: web.BaseRequest, request_id: str) -> web.StreamResponse:
+    def _share(self, request: web.BaseRequest) -> BodyShare:
+        return self._state.bodies.share(request.headers.get("Content-Length"), self._state.config.max_body_bytes)
+
+    async def _forward(
+        self, request: web.BaseRequest, request_id: str, added: Mapping[str, str], share: BodyShare
+    ) -> web.StreamResponse:
         arrived = time.monotonic()
-        body = await read_body(request, self._state.config.max_body_bytes)
+        body = await read_body(request, share)
         session = request.headers.get("X-Session-Id", "")[:256] or None
         if request.path in _COMPUTES_NOTHING:
             asked = RouteRequest(np.zeros(1, np.int32), session, model=self._state.reader.model(body))
@@ -107,9 +120,11 @@ class RouterGate:
             state=self._state,
             request=request,
             request_id=request_id,
+            added=added,
             target=request.raw_path if request.raw_path.startswith("/") else request.rel_url.raw_path_qs,
             headers=to_worker(self._state, request.headers, request_id),
             body=body,
+            share=share,
             asked=asked,
             arrived=arrived,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from multidict import CIMultiDict, CIMultiDictProxy
@@ -21,7 +22,7 @@ _HOP_BY_HOP: Final = frozenset(
 """Headers that belong to one connection (RFC 9110, section 7.6.1)."""
 _ROUTERS_OWN: Final = frozenset({TICKET_HEADER.lower(), OUTCOME_HEADER.lower()})
 """Headers that only a router may send: a client could send a worker to an address of its choice."""
-_REQUEST_ONLY: Final = _HOP_BY_HOP | _ROUTERS_OWN | {"host", "content-length", "expect", "x-request-id"}
+_REQUEST_ONLY: Final = _HOP_BY_HOP | _ROUTERS_OWN | {"host", "origin", "content-length", "expect", "x-request-id"}
 _ANSWER_ONLY: Final = _HOP_BY_HOP | {"content-length", "date", "server", "x-request-id", DRAINING_HEADER.lower()}
 AUTO_HEADERS: Final = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
 """Headers that the HTTP client library would add by itself."""
@@ -39,10 +40,10 @@ def to_worker(state: GatewayState, given: CIMultiDictProxy[str], request_id: str
     return headers
 
 
-def to_client(given: CIMultiDictProxy[str], request_id: str) -> CIMultiDict[str]:
-    """Return the headers of the answer to the client."""
+def to_client(given: CIMultiDictProxy[str], added: Mapping[str, str]) -> CIMultiDict[str]:
+    """Return the headers of the answer to the client, `added` in place of the worker's of the same names."""
     headers = _without(given, _ANSWER_ONLY)
-    headers["X-Request-Id"] = request_id
+    headers.update(added)
     return headers
 
 

@@ -15,6 +15,8 @@ from prometheus_client.registry import Collector
 from fd_core.metrics import counter
 from fd_core.router.router import Router
 from fd_core.router.snapshot import OUTCOMES
+from fd_core.server.doors.bodies import BodyStats
+from fd_core.server.doors.connections import ConnectionStats
 from fd_core.server.metrics import Histogram, metric_families
 
 __all__ = ["GatewayCounts", "GatewayMetrics"]
@@ -56,6 +58,8 @@ class GatewayMetrics(Collector):
             _FIRST_BYTE,
         )
         self.answers: Counter[tuple[str, int]] = Counter()
+        self.doors: tuple[object, ...] = (ConnectionStats(), BodyStats())
+        """Of what listens; others once the gateway does."""
         self.registry = CollectorRegistry()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
@@ -74,7 +78,8 @@ class GatewayMetrics(Collector):
         workers = [({"worker": one.worker.url, "role": one.worker.role}, one) for one in snapshot.workers]
         yield from metric_families("fdcore_router_worker_", workers)
         yield from metric_families("fdcore_router_", [({}, snapshot)])
-        yield from metric_families("fdcore_router_", [({}, self.counts)])
+        for stats in (self.counts, *self.doors):
+            yield from metric_families("fdcore_router_", [({}, stats)])
         yield self.choosing.family()
         yield self.first_byte.family()
         outcomes = CounterMetricFamily(

@@ -6,11 +6,10 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Final
 
 import aiohttp
-from aiohttp import web
 
 from fd_core.errors import FdError
 from fd_core.router.gateway.admin import Admin
@@ -23,22 +22,24 @@ from fd_core.router.gateway.model_text import ModelText, find_text
 from fd_core.router.gateway.models import first_root
 from fd_core.router.gateway.route_requests import RouteRequestReader
 from fd_core.router.gateway.state import GatewayState
+from fd_core.router.gateway.watched import GatewayHttp
 from fd_core.router.router import Router
 from fd_core.server import listening
+from fd_core.server.doors.connections import Connections, connection_limit
+from fd_core.server.doors.tls import ServingTls, client_context
 
 __all__ = ["serve_gateway"]
 
 log = logging.getLogger(__name__)
 
-_QUIET: Final = logging.Logger("fd_core.router.gateway.http", logging.CRITICAL + 1)
-"""For the HTTP library, which would log what it cannot parse, keys and prompts included."""
 _CLOSE_SECONDS: Final = 0.5
 """Time for answers that are on their way to clients at the end of the drain."""
 _LEARN_SECONDS: Final = 1.0
 """Pause between two questions for the model that the workers serve."""
 _KEEPALIVE_SECONDS: Final = 3.0
 """Idle connections to workers are closed after this time: if the worker closed one, a request on it would fail."""
-_MAX_HEADER_BYTES: Final = 64 * 1024
+_ADMIN_CONNECTIONS: Final = 256
+"""Connections on the admin port, which workers use for a moment."""
 
 
 async def serve_gateway(
@@ -59,11 +60,13 @@ async def serve_gateway(
     model is looked for on this machine. `ticket_key`, from `pairs.ticket_key`, is needed for pairs. Workers register on
     `admin_sock` if it is given. Drain: /ready says at once that the router leaves, after `config.drain_delay` new
     requests get 503, running ones go on for `config.drain_seconds`; a second signal does not wait.
-    Raises `ConfigError` if a port is taken.
+    Raises `ConfigError` if a port is taken, or a certificate cannot be used.
     """
+    tls = ServingTls.of(config)
+    trusted = client_context(config.worker_ca_certs, "--worker-ca-certs", config)
     stop, hurry = stop or asyncio.Event(), asyncio.Event()
     listening.warn_if_open(config.host, keys=bool(config.api_keys))
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS, ttl_dns_cache=30)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS, ttl_dns_cache=30, ssl=trusted)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.connect_seconds, sock_read=config.read_seconds)
     async with (
         aiohttp.ClientSession(
@@ -83,8 +86,15 @@ async def serve_gateway(
         stack.push_async_callback(followers.close)
         checks = HealthChecks(state, followers.offered)
         if admin_sock is not None:
-            await _listen(Admin(state, checks.wake), admin_sock, config.admin_host, "--admin-port", stack)
-        await _listen(RouterGate(state), sock, config.host, "--port", stack)
+            few = Connections(config, _ADMIN_CONNECTIONS)
+            with listening.port_errors(config.admin_host, admin_sock, "--admin-port"):
+                admin = GatewayHttp(Admin(state, checks.wake), admin_sock, config, few, tls)
+            stack.push_async_callback(admin.close, _CLOSE_SECONDS)
+        connections = Connections(config, connection_limit(config, descriptors=2))
+        state.metrics.doors = (connections.stats, state.bodies.stats)
+        with listening.port_errors(config.host, sock):
+            gateway = GatewayHttp(RouterGate(state), sock, config, connections, tls)
+        stack.push_async_callback(gateway.close, _CLOSE_SECONDS)
         tasks = [asyncio.create_task(checks.run())]
         # Without health checks no request should be served; `_cancelled` raises the error at the end.
         tasks[0].add_done_callback(lambda _: stop.set())
@@ -93,40 +103,10 @@ async def serve_gateway(
         stack.push_async_callback(_cancelled, tasks)
         with listening.signals_stop(stop, hurry):
             if on_ready is not None:
-                on_ready(listening.url_of(config.host, sock))
+                on_ready(listening.url_of(config.host, sock, secure=tls is not None))
             await stop.wait()
             await state.drain.refuse_after(config.drain_delay, hurry)
             await state.drain.wait(config.drain_seconds, hurry)
-
-
-async def _listen(
-    handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
-    sock: socket.socket,
-    host: str,
-    flag: str,
-    stack: contextlib.AsyncExitStack,
-) -> None:
-    """Serve a bound socket until the stack closes. A client that leaves cancels the handler of its request."""
-    server = web.Server(
-        handler,
-        handler_cancellation=True,
-        access_log=None,
-        logger=_QUIET,
-        auto_decompress=False,
-        keepalive_timeout=30.0,
-        lingering_time=2.0,
-        max_line_size=_MAX_HEADER_BYTES,
-        max_field_size=_MAX_HEADER_BYTES,
-    )
-    runner = web.ServerRunner(server, handle_signals=False, shutdown_timeout=_CLOSE_SECONDS)
-    await runner.setup()
-    stack.push_async_callback(runner.cleanup)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.listen(1024)
-        await web.SockSite(runner, sock, backlog=1024).start()
-    except OSError as error:
-        raise listening.cannot_listen(host, sock.getsockname()[1], error, flag=flag) from error
 
 
 async def _learn(state: GatewayState) -> None:

@@ -11,6 +11,7 @@ from fd_core.router.gateway.metrics import GatewayMetrics
 from fd_core.router.gateway.route_requests import RouteRequestReader
 from fd_core.router.gateway.timeouts import WorkerTimeouts
 from fd_core.router.router import Router
+from fd_core.server.doors.bodies import BodyBudget
 from fd_core.server.draining import Drain
 
 __all__ = ["GatewayState"]
@@ -31,6 +32,11 @@ class GatewayState:
     metrics: GatewayMetrics
     timeouts: WorkerTimeouts = field(default_factory=WorkerTimeouts)
     drain: Drain = field(default_factory=Drain)
+    bodies: BodyBudget = field(init=False)
+    """Memory for bodies, until a worker has answered and no other one needs them."""
+
+    def __post_init__(self) -> None:
+        self.bodies = BodyBudget(self.config.max_body_memory)
 
     @property
     def own_headers(self) -> dict[str, str]:

@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
-from urllib.parse import urlsplit
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -19,7 +18,8 @@ from fd_core.server.batches.form import boundary_of, read_form
 from fd_core.server.batches.lines import ENDPOINTS
 from fd_core.server.batches.service import BatchService
 from fd_core.server.batches.store import BatchStore, StoredBatch, StoredFile, cannot_keep
-from fd_core.server.body import BodyFormat, read_bounded
+from fd_core.server.body import BodyFormat, receive
+from fd_core.server.doors.bodies import BodyBudget
 from fd_core.server.errors import ApiError, invalid
 from fd_core.server.openapi import endpoint
 from fd_core.server.state import state_of
@@ -77,7 +77,6 @@ _BODY: Final = BodyFormat(BatchRequest)
 @router.post("/v1/files", include_in_schema=False)
 async def upload(request: Request) -> Response:
     """Keep the file of a form with the fields `purpose` and `file`."""
-    _refuse_foreign_pages(request)
     store = _service(request).store
     boundary = boundary_of(request.headers.get("content-type", ""))
     if boundary is None:
@@ -87,8 +86,10 @@ async def upload(request: Request) -> Response:
     path = store.folder / f"{secrets.token_hex(12)}.upload"
     try:
         with path.open("xb") as file:
-            async for part in read_bounded(request, store.limit - store.used + _FORM_BYTES):
-                file.write(part)
+            most = store.limit - store.used + _FORM_BYTES
+            with BodyBudget(most).share(request.headers.get("content-length"), most) as share:  # on disk, not in memory
+                async for part in receive(request, share):
+                    file.write(part)
         found = await asyncio.to_thread(_keep, store, path, boundary, request.state.owner)
     except OSError as error:
         raise cannot_keep(error) from error
@@ -171,7 +172,6 @@ async def get_batch(request: Request, batch_id: str) -> Response:
 @router.post("/v1/batches/{batch_id}/cancel", **endpoint("Cancel a batch", None, StoredBatch, errors=(401, 404)))
 async def cancel_batch(request: Request, batch_id: str) -> Response:
     """Let no further request of a batch begin; what was answered becomes its files."""
-    _refuse_foreign_pages(request)
     return _json(_service(request).cancel(batch_id, request.state.owner))
 
 
@@ -200,13 +200,6 @@ def _keep(store: BatchStore, path: Any, boundary: bytes, owner: str) -> StoredFi
         if content is None or content.filename is None:
             raise invalid("file is required, with a name", "file", "missing_required_parameter")
         return store.add(file, content.begin, content.end - content.begin, content.filename, said, owner)
-
-
-def _refuse_foreign_pages(request: Request) -> None:
-    """Refuse what a page of another origin sends: browsers send forms across origins without asking first."""
-    origin = request.headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
-        raise ApiError(403, "pages of other origins may not send this", code="foreign_origin")
 
 
 def _page(found: Sequence[Any], limit: str | None, after: str | None) -> tuple[list[Any], bool]:

@@ -276,7 +276,9 @@ async def test_a_slow_client_slows_its_worker_and_fills_no_memory() -> None:
         worker.chunks = 10**9
         reader, writer = await asyncio.open_connection(*live.url.removeprefix("http://").split(":"), limit=1024)
         body = json.dumps({"messages": [turn("hi")], "stream": True}).encode()
-        writer.write(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (CHAT.encode(), len(body), body))
+        writer.write(
+            b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s" % (CHAT.encode(), len(body), body)
+        )
         await reader.readline()
         before = -1
         async with asyncio.timeout(20):

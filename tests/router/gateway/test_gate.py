@@ -212,7 +212,7 @@ async def test_prompts_and_keys_are_never_logged(caplog: pytest.LogCaptureFixtur
                 await live.post(CHAT, {"messages": [turn("a secret prompt")]}, Authorization="Bearer topsecretkey")
             await live.post("/v1/completions", b"not json, secret")
             reader, writer = await asyncio.open_connection(*live.url.removeprefix("http://").split(":"))
-            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer topsecretkey\0\r\n\r\n")
+            writer.write(b"POST / HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer topsecretkey\0\r\n\r\n")
             assert b" 400 " in await reader.readline()
             writer.close()
             await asyncio.sleep(0.1)

@@ -14,10 +14,17 @@ from tests.router.helpers import router_of
 
 WORKER = ["role", "worker"]
 PROMISED = {
+    "accept_errors": ("counter", []),
     "answers": ("counter", ["path", "status"]),
     "attempts": ("counter", ["mode"]),
     "attempts_lost": ("counter", []),
+    "bodies_refused": ("counter", []),
+    "body_memory_bytes": ("gauge", []),
     "choosing_seconds": ("histogram", []),
+    "connections": ("gauge", []),
+    "connections_closed": ("counter", ["reason"]),
+    "connections_limit": ("gauge", []),
+    "connections_refused": ("counter", []),
     "disconnects": ("counter", []),
     "faults": ("counter", []),
     "first_byte_seconds": ("histogram", []),
@@ -30,6 +37,7 @@ PROMISED = {
     "requests_waiting": ("gauge", []),
     "retries": ("counter", []),
     "streams_broken": ("counter", []),
+    "tls_handshakes_failed": ("counter", []),
     "transfers": ("counter", ["outcome"]),
     "worker_circuit_closed": ("gauge", WORKER),
     "worker_declined": ("counter", WORKER),

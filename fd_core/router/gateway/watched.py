@@ -1,0 +1,90 @@
+"""The HTTP library of the gateway on connections that are watched."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from aiohttp import web
+
+from fd_core.config import ListenConfig
+from fd_core.server.doors.connections import Connections, WatchedProtocol
+from fd_core.server.doors.hosts import Visit
+from fd_core.server.doors.listener import Listener
+from fd_core.server.doors.tls import ServingTls
+
+__all__ = ["GatewayHttp", "visit_of"]
+
+_QUIET: Final = logging.Logger("fd_core.router.gateway.http", logging.CRITICAL + 1)
+"""For the HTTP library, which would log what it cannot parse, keys and prompts included."""
+_MAX_HEADER_BYTES: Final = 64 * 1024
+
+
+class GatewayHttp:
+    """Serves a bound socket. A client that leaves cancels the handler of its request."""
+
+    def __init__(
+        self,
+        handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+        sock: socket.socket,
+        config: ListenConfig,
+        connections: Connections,
+        tls: ServingTls | None,
+    ) -> None:
+        """Begins to listen; raises `OSError` if somebody else does."""
+        loop = asyncio.get_running_loop()
+        self._server = web.Server(handler, request_factory=_make_request, handler_cancellation=True)
+
+        def protocol() -> _WatchedHandler:
+            return _WatchedHandler(
+                self._server,
+                loop=loop,
+                access_log=None,
+                logger=_QUIET,
+                auto_decompress=False,
+                keepalive_timeout=config.timeout_keep_alive,
+                lingering_time=2.0,
+                max_line_size=_MAX_HEADER_BYTES,
+                max_field_size=_MAX_HEADER_BYTES,
+                watch=connections,
+            )
+
+        self._listener = Listener(sock, protocol, connections, tls)
+
+    async def close(self, seconds: float) -> None:
+        """Listen no longer, and give answers that are on their way some time."""
+        self._listener.close()
+        await asyncio.sleep(0)  # what has arrived begins before connections without a request are closed
+        self._server.pre_shutdown()
+        await self._server.shutdown(seconds)
+        await self._listener.wait_closed()
+
+
+class _WatchedHandler(WatchedProtocol, web.RequestHandler):
+    def __init__(self, *arguments: Any, watch: Connections, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.watch = watch
+
+    async def finish_response(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            return await super().finish_response(*arguments, **options)
+        finally:
+            self.answer_complete()
+
+
+def _make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+    protocol.head_complete()
+    payload.on_eof(protocol.body_complete)
+    return web.BaseRequest(message, payload, protocol, writer, task, asyncio.get_running_loop())
+
+
+def visit_of(request: web.BaseRequest) -> Visit:
+    """Return what a request says of where it comes from."""
+    hosts = request.headers.getall("Host", [])
+    if "://" in request.raw_path.partition("?")[0]:
+        hosts = [request.url.authority]  # it means this host, whatever the header says (RFC 9112, section 3.2.2)
+    address = request.protocol.sockname
+    return Visit.of(request.method, hosts, address[0] if isinstance(address, tuple) else None, request.headers.get)

@@ -1,0 +1,196 @@
+"""A server and a router behind the same door, and clients that do what no client should."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.router.gateway.fakes import FakeWorker, routed
+from tests.server.fakes import FakeClient, live
+
+KINDS = ("server", "router")
+COMPLETIONS = "/v1/completions"
+JSON = "content-type: application/json"
+
+
+class Hostile:
+    """A connection whose bytes a test writes and reads itself."""
+
+    def __init__(self, port: int, tls: ssl.SSLContext | None = None, *, window: int | None = None) -> None:
+        raw = socket.socket()
+        if window is not None:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
+        raw.settimeout(10)
+        raw.connect(("127.0.0.1", port))
+        self.socket = raw if tls is None else tls.wrap_socket(raw, server_hostname="localhost")
+
+    def __enter__(self) -> Hostile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def head(self, line: str, *headers: str, host: str | None = "localhost") -> Hostile:
+        """Send the head of a request."""
+        lines = (f"{line} HTTP/1.1", *(() if host is None else (f"Host: {host}",)), *headers)
+        return self.send("\r\n".join(lines) + "\r\n\r\n")
+
+    def post(self, body: Any, path: str = COMPLETIONS, *headers: str) -> Hostile:
+        data = json.dumps(body)
+        return self.head(f"POST {path}", JSON, f"Content-Length: {len(data)}", *headers).send(data)
+
+    def send(self, data: str | bytes) -> Hostile:
+        self.socket.sendall(data.encode() if isinstance(data, str) else data)
+        return self
+
+    def answer(self) -> tuple[int, dict[str, str], bytes]:
+        """Return status, headers and body of one answer with a length or to the end of the connection."""
+        data = b""
+        while b"\r\n\r\n" not in data:
+            data += self._more()
+        head, _, body = data.partition(b"\r\n\r\n")
+        first, *lines = head.decode().split("\r\n")
+        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+        if "chunked" in headers.get("transfer-encoding", ""):
+            while not body.endswith(b"0\r\n\r\n"):
+                body += self._more()
+        else:
+            while len(body) < int(headers.get("content-length", 0)):
+                body += self._more()
+        return int(first.split()[1]), headers, body
+
+    def error(self) -> tuple[int, str]:
+        """Return status and code of an error in OpenAI's shape."""
+        status, _, body = self.answer()
+        return status, json.loads(body)["error"]["code"]
+
+    def closed_within(self, seconds: float, trickle: bytes = b"") -> float:
+        """Return after how many seconds the other side closes; meanwhile send `trickle` again and again."""
+        begun = time.monotonic()
+        self.socket.settimeout(0.05)
+        while (passed := time.monotonic() - begun) < seconds:
+            try:
+                if trickle:
+                    self.socket.sendall(trickle)
+                if not self.socket.recv(65536):
+                    return passed
+            except TimeoutError:
+                continue
+            except OSError:
+                return passed
+        raise AssertionError(f"still open after {seconds} s")
+
+    def _more(self) -> bytes:
+        data = self.socket.recv(65536)
+        assert data, "the connection ended before the answer did"
+        return data
+
+
+class Door:
+    """What listens: a server over an engine, or a router before a worker."""
+
+    def __init__(self, kind: str, port: int, inner: Any, prefix: str, admin: str = "") -> None:
+        self.kind = kind
+        self.port = port
+        self.inner = inner
+        """The engine's client of a server, the worker of a router."""
+        self.admin = admin
+        """Address of a router's admin port."""
+        self._prefix = prefix
+
+    def connect(self, **options: Any) -> Hostile:
+        return Hostile(self.port, **options)
+
+    def get(self, path: str, *headers: str, host: str | None = "localhost") -> tuple[int, dict[str, str], bytes]:
+        with self.connect() as connection:
+            return connection.head(f"GET {path}", *headers, host=host).answer()
+
+    def metrics(self) -> dict[str, float]:
+        """Samples without the prefix of their kind; a label's value stands in brackets."""
+        text = self.get("/metrics")[2].decode()
+        return {
+            sample.name.removeprefix(self._prefix)
+            + "".join(f"[{value}]" for value in sample.labels.values()): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    def hold(self) -> None:
+        """Answer no more requests, but keep them."""
+        if self.kind == "server":
+            self.inner.held = True
+        else:
+            self.inner.usual = "hang"
+
+    def release(self) -> None:
+        """Answer again."""
+        if self.kind == "server":
+            self.inner.held = False
+        else:
+            self.inner.usual = "json"
+
+    def requests(self) -> int:
+        """Requests that somebody works on."""
+        return len(self.inner.live) if self.kind == "server" else self.inner.running
+
+
+def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@contextmanager
+def door(kind: str, **settings: Any) -> Iterator[Door]:
+    """Run a server or a router until the block ends."""
+    if kind == "server":
+        with live(FakeClient, **settings) as server:
+            yield Door(kind, server.port, server.client, "fdcore_")
+        return
+    with _router(**settings) as (port, worker, admin):
+        yield Door(kind, port, worker, "fdcore_router_", admin)
+
+
+@contextmanager
+def _router(**settings: Any) -> Iterator[tuple[int, FakeWorker, str]]:
+    ready, found, failed = threading.Event(), [], []
+
+    async def run() -> None:
+        async with FakeWorker(usual="json") as worker, routed(worker, **settings) as gateway:
+            ended = asyncio.Event()
+            port = int(gateway.url.rpartition(":")[2])
+            found.append((port, worker, gateway.admin, lambda: loop.call_soon_threadsafe(ended.set)))
+            loop = asyncio.get_running_loop()
+            ready.set()
+            await ended.wait()
+
+    def main() -> None:
+        try:
+            asyncio.run(run())
+        except BaseException as error:  # noqa: BLE001  # the test's own thread raises it
+            failed.append(error)
+            ready.set()
+
+    thread = threading.Thread(target=main, daemon=True)
+    thread.start()
+    assert ready.wait(30)
+    if failed:
+        raise failed[0]
+    port, worker, admin, end = found[0]
+    try:
+        yield port, worker, admin
+    finally:
+        end()
+        thread.join(30)
+    if failed:
+        raise failed[0]

@@ -1,0 +1,195 @@
+"""Connections that do nothing, or too slowly, are closed; too many are answered with 503, and failures are said."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import resource
+import socket
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from fd_core.config import ServerConfig
+from fd_core.server.doors import connections as watching
+from fd_core.server.doors.connections import Connections, WatchedProtocol, connection_limit
+from fd_core.server.doors.listener import Listener
+from fd_core.server.listening import bind_socket
+
+from .doors import COMPLETIONS, JSON, KINDS, door, until
+
+PROMPT = {"prompt": "a"}
+BIG = {"prompt": "a", "max_tokens": 390, "stream": True, "n": 100, "logprobs": 20}
+
+both = pytest.mark.parametrize("kind", KINDS)
+
+
+@both
+def test_a_connection_without_a_request_is_closed(kind: str) -> None:
+    with door(kind, timeout_headers=0.4) as opened, opened.connect() as connection:
+        assert connection.closed_within(2) > 0.3
+        assert opened.metrics()["connections_closed_total[head]"] == 1
+
+
+@both
+def test_a_head_that_trickles_is_cut(kind: str) -> None:
+    with door(kind, timeout_headers=0.4) as opened, opened.connect() as connection:
+        connection.send("GET /health HTTP/1.1\r\nHost: localhost\r\nX-Slow: ")
+        assert connection.closed_within(2, b"x") > 0.3
+
+
+@both
+def test_a_connection_between_requests_has_another_limit(kind: str) -> None:
+    with door(kind, timeout_headers=5.0, timeout_keep_alive=0.4) as opened, opened.connect() as connection:
+        assert connection.head("GET /health").answer()[0] == 200
+        assert connection.head("GET /health").answer()[0] == 200
+        assert connection.closed_within(2) > 0.3
+
+
+@both
+def test_a_second_head_that_trickles_is_cut(kind: str) -> None:
+    with door(kind, timeout_headers=0.4) as opened, opened.connect() as connection:
+        assert connection.head("GET /health").answer()[0] == 200
+        time.sleep(0.6)
+        connection.send("GET /health HTTP/1.1\r\n")
+        assert connection.closed_within(2, b"x") > 0.3
+
+
+@both
+def test_a_body_that_trickles_is_cut(kind: str) -> None:
+    with door(kind, timeout_body=0.4) as opened, opened.connect() as connection:
+        connection.head(f"POST {COMPLETIONS}", JSON, "Content-Length: 100000")
+        assert connection.closed_within(2, b" ") > 0.3
+        assert opened.metrics()["connections_closed_total[body]"] == 1
+
+
+@both
+def test_a_body_after_its_refusal_is_cut_as_well(kind: str) -> None:
+    with door(kind, timeout_body=0.4, api_keys=("k",)) as opened, opened.connect() as connection:
+        connection.head(f"POST {COMPLETIONS}", JSON, "Content-Length: 100000")
+        assert connection.answer()[0] == 401
+        connection.closed_within(4, b" ")
+
+
+@both
+def test_a_body_that_comes_fast_enough_has_time(kind: str) -> None:
+    body = b'{"prompt": "' + b"a" * 300 + b'", "unknown": "' + b"b" * 400_000 + b'"}'
+    with door(kind, timeout_body=0.3) as opened, opened.connect() as connection:
+        connection.head(f"POST {COMPLETIONS}", JSON, f"Content-Length: {len(body)}")
+        for begin in range(0, len(body), 40_000):
+            connection.send(body[begin : begin + 40_000])
+            time.sleep(0.1)
+        assert connection.answer()[0] == 200
+
+
+@both
+def test_an_answer_has_no_deadline(kind: str) -> None:
+    """Two requests at once, as a client that pipelines sends them, both of which take longer than every timeout."""
+    limits = dict.fromkeys(("timeout_headers", "timeout_keep_alive", "timeout_body", "timeout_write"), 0.2)
+    with door(kind, **limits) as opened, opened.connect() as connection:
+        opened.hold() if kind == "server" else setattr(opened.inner, "pause", 0.6)
+        connection.post(PROMPT).post(PROMPT)
+        time.sleep(0.6)
+        opened.release()
+        assert connection.answer()[0] == 200
+
+
+@both
+def test_a_client_that_does_not_read_is_cut_and_its_request_ends(kind: str) -> None:
+    with door(kind, timeout_write=0.5) as opened, opened.connect(window=4096) as connection:
+        if kind == "router":
+            opened.inner.usual, opened.inner.chunks = "stream", 10**9
+        else:
+            opened.inner.reply, opened.inner.pause_after = (lambda _: b"a" * 390), 380
+        connection.post(BIG)
+        until(lambda: opened.requests() > 0)
+        until(lambda: opened.metrics()["connections_closed_total[write]"] == 1, 20)
+        until(lambda: opened.requests() == 0)
+
+
+@both
+def test_too_many_connections_are_told_so(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    with ExitStack() as stack, door(kind, limit_concurrency=4) as opened:
+        opened.hold()
+        for _ in range(4):
+            stack.enter_context(opened.connect()).post(PROMPT)
+        until(lambda: opened.requests() == 4)
+        for _ in range(3):
+            with opened.connect() as other:
+                status, headers, body = other.head("GET /health").answer()
+                assert (status, headers["retry-after"], headers["connection"]) == (503, "1", "close")
+                assert b'"too_many_connections"' in body
+        opened.release()
+        if kind == "router":
+            stack.close()
+        until(lambda: opened.get("/health")[0] == 200)
+        assert opened.metrics()["connections_refused_total"] >= 3
+        assert opened.metrics()["connections_limit"] == 4
+    assert sum("--limit-concurrency" in record.getMessage() for record in caplog.records) == 1
+
+
+@both
+def test_connections_without_a_request_make_room_for_others(kind: str) -> None:
+    with ExitStack() as stack, door(kind, limit_concurrency=4) as opened:
+        silent = [stack.enter_context(opened.connect()) for _ in range(4)]
+        time.sleep(1.1)
+        assert opened.get("/health")[0] == 200
+        assert opened.metrics()["connections_closed_total[crowd]"] >= 1
+        silent[0].closed_within(1)
+
+
+class _Full(socket.socket):
+    """A socket of a process without descriptors."""
+
+    tried = 0
+
+    def accept(self) -> Any:
+        type(self).tried += 1
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_failures_to_accept_are_counted_and_said_once_and_do_not_spin(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> int:
+        sock = _Full(fileno=bind_socket("127.0.0.1", 0).detach())
+        seen = Connections(ServerConfig(), 10)
+        listener = Listener(sock, WatchedProtocol, seen, None)
+        with socket.create_connection(sock.getsockname()):
+            await asyncio.sleep(1.3)
+        listener.close()
+        await listener.wait_closed()
+        return seen.stats.accept_errors
+
+    with caplog.at_level(logging.WARNING):
+        errors = asyncio.run(scenario())
+    assert 2 <= errors == _Full.tried <= 4
+    assert [record.getMessage() for record in caplog.records].count(
+        "a connection cannot be accepted: too many open files (logged once a minute)"
+    ) == 1
+
+
+@pytest.mark.parametrize(
+    ("allowed", "descriptors", "limit"), [(1024, 1, 768), (1024, 2, 384), (200, 1, 150), (10**6, 1, 10_000)]
+)
+def test_the_limit_leaves_descriptors_for_others(
+    monkeypatch: pytest.MonkeyPatch, allowed: int, descriptors: int, limit: int
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (allowed, allowed))
+    assert connection_limit(ServerConfig(), descriptors=descriptors) == limit
+    assert connection_limit(ServerConfig(limit_concurrency=7), descriptors=descriptors) == 7
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "wanted"), [(1024, 4096, 4096), (4096, 4096, None), (1024, 2**30, 2**20), (1024, -1, 2**20)]
+)
+def test_the_limit_of_descriptors_is_raised(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, wanted: int | None
+) -> None:
+    given: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: given.append(limits))
+    watching.raise_descriptor_limit()
+    assert given == ([] if wanted is None else [(wanted, hard)])

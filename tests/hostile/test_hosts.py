@@ -1,0 +1,196 @@
+"""Names that are not the server's, and pages of other origins, get no answer; those that are allowed get all of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fd_core.errors import ConfigError
+from fd_core.server.doors.hosts import HostRules, Visit
+from fd_core.server.errors import ApiError
+
+from .doors import COMPLETIONS, JSON, KINDS, Hostile, door
+
+PAGE = "https://chat.example.org"
+OWN = (
+    "localhost",
+    "localhost:8000",
+    "LOCALHOST",
+    "localhost.",
+    "app.localhost",
+    "127.0.0.1",
+    "127.0.0.1:8000",
+    "127.8.9.1",
+)
+OWN_SIX = ("[::1]", "[::1]:8000")
+FOREIGN = (
+    "evil.example",
+    "localhost.evil.example",
+    "127.0.0.1.evil.example",
+    "203.0.113.9",
+    "[::2]",
+    "localhost@evil.example",
+)
+STRANGE = ("", ":8000", "a b", "[::1", "localhost:80:80", "localhost/evil.example", "localhost\x7f")
+
+both = pytest.mark.parametrize("kind", KINDS)
+
+
+def asks(host: str | None, origin: str | None = None, address: str = "127.0.0.1", **more: str) -> Visit:
+    return Visit([] if host is None else [host], address, origin, **more)
+
+
+@pytest.mark.parametrize("host", [*OWN, *OWN_SIX, None])
+def test_this_machines_own_names_are_served(host: str | None) -> None:
+    assert HostRules("127.0.0.1", (), ()).check(asks(host)) == {}
+    assert HostRules("0.0.0.0", ("api.example.org",), ()).check(asks(host)) == {}
+
+
+@pytest.mark.parametrize("host", [*FOREIGN, *STRANGE])
+@pytest.mark.parametrize("bound", ["127.0.0.1", "localhost", "::1"])
+def test_foreign_hosts_are_refused_by_a_server_on_loopback(host: str, bound: str) -> None:
+    with pytest.raises(ApiError, match="--allowed-hosts") as caught:
+        HostRules(bound, (), ()).check(asks(host))
+    assert (caught.value.status, caught.value.code) == (421, "foreign_host")
+
+
+@pytest.mark.parametrize("host", [*FOREIGN, *STRANGE])
+def test_a_server_on_other_addresses_answers_to_all_names_unless_told(host: str) -> None:
+    HostRules("0.0.0.0", (), ()).check(asks(host))
+    HostRules("127.0.0.1", ("*",), ()).check(asks(host))
+    with pytest.raises(ApiError):
+        HostRules("0.0.0.0", ("api.example.org",), ()).check(asks(host))
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed"),
+    [
+        ("api.example.org", True),
+        ("API.example.org:443", True),
+        ("a.pods.example.org", True),
+        ("pods.example.org", False),
+        ("example.org", False),
+        ("10.0.0.5", True),
+        ("10.0.0.5:8000", True),
+        ("10.0.0.6", False),
+    ],
+)
+def test_names_that_are_given_are_served_and_the_address_that_was_reached(host: str, allowed: bool) -> None:
+    rules = HostRules("0.0.0.0", ("api.example.org", "*.pods.example.org"), ())
+    visit = asks(host, address="10.0.0.5")
+    if allowed:
+        rules.check(visit)
+        return
+    with pytest.raises(ApiError):
+        rules.check(visit)
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "same"),
+    [
+        ("http://localhost:8000", "localhost:8000", True),
+        ("http://localhost", "localhost", True),
+        ("https://localhost:443", "localhost", True),
+        ("http://localhost", "localhost:80", True),
+        ("http://[::1]:8000", "[::1]:8000", True),
+        ("http://localhost:8001", "localhost:8000", False),
+        ("http://127.0.0.1:8000", "localhost:8000", False),
+        ("null", "localhost:8000", False),
+        ("file://", "localhost:8000", False),
+        ("http://localhost:bad", "localhost:8000", False),
+        ("http://localhost:8000.evil.example", "localhost:8000", False),
+        ("http://localhost:8000@evil.example", "localhost:8000", False),
+        ("", "localhost:8000", False),
+    ],
+)
+def test_pages_of_the_server_itself_are_told_from_others(origin: str, host: str, same: bool) -> None:
+    rules = HostRules("127.0.0.1", (), ())
+    if same:
+        assert rules.check(asks(host, origin)) == {}
+        return
+    with pytest.raises(ApiError, match="--allowed-origins") as caught:
+        rules.check(asks(host, origin))
+    assert (caught.value.status, caught.value.code) == (403, "foreign_origin")
+
+
+@pytest.mark.parametrize("given", ["", "http://example.org", "example.org:80", "exa mple.org", "*.*", "a/b"])
+def test_hosts_that_are_none_are_refused_at_the_start(given: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        HostRules("127.0.0.1", (given,), ())
+    assert caught.value.field == "--allowed-hosts"
+
+
+@pytest.mark.parametrize("given", ["", "example.org", "https://", "https://example.org/path", "https://a b"])
+def test_origins_that_are_none_are_refused_at_the_start(given: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        HostRules("127.0.0.1", (), (given,))
+    assert caught.value.field == "--allowed-origins"
+
+
+@both
+def test_a_name_that_was_rebound_reaches_nothing(kind: str) -> None:
+    with door(kind) as opened:
+        for path in ("/health", "/metrics", "/", "/status.json", "/v1/models"):
+            status, _, body = opened.get(path, host="evil.example")
+            assert (status, json.loads(body)["error"]["code"]) == (421, "foreign_host"), path
+            assert opened.get(path, host="127.0.0.1:1")[0] == 200, path
+        with opened.connect() as connection:
+            connection.head("GET http://evil.example/health")
+            assert connection.error() == (421, "foreign_host")
+        with opened.connect() as connection:
+            assert connection.head("GET http://localhost/health", host="evil.example").answer()[0] == 200
+        with opened.connect() as connection:
+            connection.head("GET /health", "Host: evil.example")
+            assert connection.answer()[0] == 400, "two hosts"
+        with opened.connect() as connection:
+            assert connection.send("GET /health HTTP/1.0\r\n\r\n").answer()[0] == 200
+
+
+@both
+def test_foreign_pages_are_refused_before_they_do_anything(kind: str) -> None:
+    with door(kind) as opened, opened.connect() as connection:
+        connection.post({"prompt": "a"}, COMPLETIONS, f"Origin: {PAGE}")
+        assert connection.error() == (403, "foreign_origin")
+        preflight = ("Access-Control-Request-Method: POST", f"Origin: {PAGE}")
+        status, headers, _ = connection.head(f"OPTIONS {COMPLETIONS}", *preflight).answer()
+        assert status == 403 and "access-control-allow-origin" not in headers
+        assert opened.requests() == 0
+
+
+@both
+@pytest.mark.parametrize("allowed", [PAGE, "*"])
+def test_allowed_pages_get_what_browsers_ask_for(kind: str, allowed: str) -> None:
+    with door(kind, allowed_origins=(allowed,), api_keys=("k",)) as opened, opened.connect() as connection:
+        asked = ("Access-Control-Request-Method: POST", "Access-Control-Request-Headers: authorization,content-type")
+        status, headers, _ = connection.head(f"OPTIONS {COMPLETIONS}", f"Origin: {PAGE}", *asked).answer()
+        assert status == 204 and headers["access-control-allow-headers"] == "authorization,content-type"
+        assert "POST" in headers["access-control-allow-methods"]
+        for key, wanted in (("k", 200), ("wrong", 401)):
+            connection.post({"prompt": "a"}, COMPLETIONS, f"Origin: {PAGE}", f"Authorization: Bearer {key}")
+            status, headers, _ = connection.answer()
+            assert (status, headers["access-control-allow-origin"], headers["vary"]) == (wanted, PAGE, "Origin")
+            assert "X-Request-Id" in headers["access-control-expose-headers"]
+        status, headers, _ = connection.head("GET /v1/models", "Authorization: Bearer k").answer()
+        assert status == 200 and "access-control-allow-origin" not in headers
+
+
+@both
+def test_a_stream_to_an_allowed_page_may_be_read_by_it(kind: str) -> None:
+    with door(kind, allowed_origins=(PAGE,)) as opened, opened.connect() as connection:
+        if kind == "router":
+            opened.inner.usual = "stream"
+        connection.post({"prompt": "a", "stream": True}, COMPLETIONS, f"Origin: {PAGE}")
+        status, headers, body = connection.answer()
+        assert (status, headers["access-control-allow-origin"]) == (200, PAGE) and b"[DONE]" in body
+
+
+def test_the_admin_port_has_names_of_its_own_too() -> None:
+    with door("router") as opened:
+        port = int(opened.admin.rpartition(":")[2])
+        with Hostile(port) as connection:
+            connection.head("POST /register", JSON, "Content-Length: 2", host="evil.example").send("{}")
+            assert connection.error() == (421, "foreign_host")
+        with Hostile(port) as connection:
+            connection.head("POST /register", JSON, "Content-Length: 2").send("{}")
+            assert connection.error() == (401, "invalid_secret")
