@@ -11,6 +11,7 @@ from fastapi.responses import Response
 
 from fd_core.server.body import BodyFormat
 from fd_core.server.chat_deltas import deltas, message_of
+from fd_core.server.disconnect import unless_gone
 from fd_core.server.errors import invalid
 from fd_core.server.field_names import named_as_sent, other_names
 from fd_core.server.generation import ChoiceStream, Job, TextChunk
@@ -41,7 +42,7 @@ async def create_chat_completion(request: Request) -> Response:
     """Generate the assistant's next message."""
     state = state_of(request)
     body, headers = await _BODY.read(request, state.config.max_body_bytes)
-    job = await conversation_job(state, body, request)
+    job = await unless_gone(request, conversation_job(state, body, request))
     return GenerationResponse(state, ChatFormat(job, state.tokenizer), bool(body.stream), headers)
 
 

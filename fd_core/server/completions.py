@@ -11,6 +11,7 @@ from fastapi.responses import Response
 
 from fd_core.sampling_checks import check_structure
 from fd_core.server.body import BodyFormat
+from fd_core.server.disconnect import unless_gone
 from fd_core.server.errors import invalid
 from fd_core.server.field_names import named_as_sent, other_names
 from fd_core.server.generation import ChoiceStream, Job, TextChunk
@@ -43,7 +44,7 @@ async def create_completion(request: Request) -> Response:
     _check(body)
     with named_as_sent(other_names(body)):
         grammar = await state.grammars.grammar(body)
-        prompts = await completion_prompts(state, body)
+        prompts = await unless_gone(request, completion_prompts(state, body))
         job = with_grammar(build_job(state, body, request, [each.ids for each in prompts], body.logprobs), grammar)
         check_structure(job.params[0])
     return GenerationResponse(state, CompletionFormat(job, state.tokenizer, body, prompts), bool(body.stream), headers)

@@ -3,11 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from types import TracebackType
+from typing import Final, TypeVar
 
+from fastapi import Request
 from starlette.types import Receive
 
-__all__ = ["UntilDisconnect"]
+from fd_core.server.errors import ApiError
+
+__all__ = ["UntilDisconnect", "unless_gone"]
+
+_LONG_BYTES: Final = 8192
+"""What a shorter body asks for is read before anybody could leave."""
+
+T = TypeVar("T")
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """Return what comes of `work`, which is cancelled if the client leaves; its body must have been read before.
+
+    Raises `ApiError` (499), which nobody sees, if the client left.
+    """
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) <= _LONG_BYTES:
+        return await work
+    async with UntilDisconnect(request.receive):
+        return await work
+    raise ApiError(499, "the client went away", code="client_gone")
 
 
 class UntilDisconnect:

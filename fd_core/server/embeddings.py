@@ -13,6 +13,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from fd_core.server.body import BodyFormat
+from fd_core.server.disconnect import unless_gone
 from fd_core.server.errors import invalid
 from fd_core.server.openapi import endpoint
 from fd_core.server.pooled import MAX_TEXTS, PooledTexts, read_texts
@@ -49,7 +50,8 @@ async def create_embeddings(request: Request) -> Response:
     state = state_of(request)
     body, headers = await _EMBEDDINGS.read(request, state.config.max_body_bytes)
     model = _admitted(state, body)
-    prompts = await read_texts(state, body.input, "input", body.add_special_tokens is not False)
+    reading = read_texts(state, body.input, "input", body.add_special_tokens is not False)
+    prompts = await unless_gone(request, reading)
     texts = PooledTexts(state, request, body)
     vectors = await texts.vectors(prompts, "input", body.dimensions)
     packed = body.encoding_format == "base64"

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from fastapi import Request
 
 from fd_core.engine.vectors import check_dimensions, pooling_request, vector_of
-from fd_core.server.disconnect import UntilDisconnect
+from fd_core.server.disconnect import UntilDisconnect, unless_gone
 from fd_core.server.errors import ApiError, invalid, unavailable
 from fd_core.server.pooling_schemas import PooledRequest
 from fd_core.server.state import ServerState
@@ -25,6 +25,8 @@ Floats = npt.NDArray[np.float32]
 
 MAX_TEXTS: Final = 2048
 """Texts that one request may hold."""
+_MAX_PAIR_CHARS: Final = 2**24
+"""A text of one side is written out with each of the other side."""
 _ASKED: Final = "Given a web search query, retrieve relevant passages that answer the query"
 _BEFORE: Final = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
@@ -75,7 +77,8 @@ class PooledTexts:
         if instruction is not None:
             raise invalid("instruction is for models that judge pairs; this one compares vectors", "instruction")
         order = {text: index for index, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
-        vectors = await self.vectors(await read_texts(self._state, [*order], field), field)
+        prompts = await unless_gone(self._request, read_texts(self._state, [*order], field))
+        vectors = await self.vectors(prompts, field)
         unit = [vector / max(float(np.linalg.norm(vector)), 1e-12) for vector in vectors]
         return [float(unit[order[one]] @ unit[order[other]]) for one, other in pairs]
 
@@ -88,11 +91,18 @@ class PooledTexts:
             if found is None:
                 raise ApiError(500, f"the model's tokenizer has no token {token!r}", kind="server_error")
             ids.append(found)
+        size = sum(len(query) + len(document) + len(instruction) for query, document in pairs)
+        if size > _MAX_PAIR_CHARS:
+            raise invalid(
+                f"{field}: the pairs, each written out, have {size:,} characters; one request may have "
+                f"{_MAX_PAIR_CHARS:,}",
+                field,
+            )
         texts = [
             f"{_BEFORE}<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}{_BEHIND}"
             for query, document in pairs
         ]
-        prompts = await read_texts(self._state, texts, field, add_special=False)
+        prompts = await unless_gone(self._request, read_texts(self._state, texts, field, add_special=False))
         pooled = await self._pool([each.ids for each in prompts], Pooling("tokens", tuple(ids)), field)
         answers = [np.frombuffer(each, "<f4").astype(np.float64) for each in pooled]
         return [float(1.0 / (1.0 + np.exp(no - yes))) for no, yes in answers]

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from fd_core.server.body import BodyFormat
+from fd_core.server.disconnect import unless_gone
 from fd_core.server.encoding import encoded_list
 from fd_core.server.errors import ApiError, invalid
 from fd_core.server.openapi import endpoint
@@ -33,10 +34,11 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise invalid("give either prompt or messages", "prompt")
     if body.messages is not None:
-        ids = list(await chat_ids(state, body))
+        ids = list(await unless_gone(request, chat_ids(state, body)))
     else:
         text, special, reader = body.prompt or "", body.add_special_tokens is not False, state.prompt_reader
-        ids = list(await reader.run(len(text), lambda: reader.text(text, special, counted=True)))
+        reading = reader.run(len(text), lambda: reader.text(text, special, counted=True))
+        ids = list(await unless_gone(request, reading))
     answer: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": state.client.info.max_model_len,

@@ -10,6 +10,7 @@ from fastapi.responses import Response
 
 from fd_core.server.body import BodyFormat
 from fd_core.server.chat import conversation_job
+from fd_core.server.disconnect import unless_gone
 from fd_core.server.field_names import MESSAGES_NAMES, named_as_sent
 from fd_core.server.messages.answering import MessagesFormat
 from fd_core.server.messages.asking import as_chat, demanded_form
@@ -38,7 +39,8 @@ async def create_message(request: Request) -> Response:
     """Generate the assistant's next message, in Anthropic's shape."""
     state = state_of(request)
     body, headers = await _BODY.read(request, state.config.max_body_bytes)
-    job = await conversation_job(state, as_chat(state, body), request, demanded_form(body), MESSAGES_NAMES)
+    asked = conversation_job(state, as_chat(state, body), request, demanded_form(body), MESSAGES_NAMES)
+    job = await unless_gone(request, asked)
     return GenerationResponse(state, MessagesFormat(job), bool(body.stream), headers)
 
 
@@ -49,6 +51,6 @@ async def count_tokens(request: Request) -> Response:
     body, headers = await _COUNT.read(request, state.config.max_body_bytes)
     state.model_name(body.model)
     with named_as_sent(MESSAGES_NAMES):
-        ids = await chat_prompt(state, as_chat(state, body))
+        ids = await unless_gone(request, chat_prompt(state, as_chat(state, body)))
     answer = msgspec.json.encode(TokenCountAnswer(len(ids)))
     return Response(answer, headers=headers, media_type="application/json")

@@ -10,6 +10,7 @@ from fastapi.responses import Response
 
 from fd_core.server.body import BodyFormat
 from fd_core.server.chat import conversation_job
+from fd_core.server.disconnect import unless_gone
 from fd_core.server.errors import ApiError
 from fd_core.server.field_names import RESPONSES_NAMES
 from fd_core.server.openapi import endpoint
@@ -36,7 +37,7 @@ async def create_response(request: Request) -> Response:
     body, headers = await _BODY.read(request, state.config.max_body_bytes)
     chat = as_chat(body, earlier_messages(body, state.responses, request.state.owner))
     require_effort(state.prompt_reader, chat.reasoning_effort, "reasoning.effort")
-    job = await conversation_job(state, chat, request, demanded_form(body), RESPONSES_NAMES)
+    job = await unless_gone(request, conversation_job(state, chat, request, demanded_form(body), RESPONSES_NAMES))
     asked = (chat.messages or [])[1 if body.instructions else 0 :]
 
     def keep(answer: ResponseAnswer) -> None:

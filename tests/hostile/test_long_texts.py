@@ -1,0 +1,90 @@
+"""Long texts of one client delay nobody for long, and a text whose client has left is not read."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from fd_core.text.tokenizer import Tokenizer
+from tests.server.fakes import LiveServer, live
+
+LONG, SHORTER = 200_000, 20_000
+"""Characters: one has the thread for the longest texts to itself, the other that for long ones."""
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServer]:
+    """A server that takes half a second to read a long text."""
+    with live() as running:
+        encode = Tokenizer.encode
+
+        def slow(self: Tokenizer, text: str, add_special: bool = True) -> list[int]:
+            if len(text) == LONG:
+                read.append(text[0])
+                time.sleep(0.5)
+            return encode(self, text, add_special)
+
+        read: list[str] = []
+        running.read = read  # type: ignore[attr-defined]
+        monkeypatch.setattr(Tokenizer, "encode", slow)
+        yield running
+
+
+def send(server: LiveServer, letter: str) -> socket.socket:
+    """Ask for the tokens of a long text and do not wait."""
+    body = json.dumps({"prompt": letter * LONG}).encode()
+    head = (
+        f"POST /tokenize HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+def test_a_text_waits_for_none_that_is_longer_by_far(server: LiveServer) -> None:
+    waiting = [send(server, "a") for _ in range(4)]
+    began = time.perf_counter()
+    assert server.post("/tokenize", {"prompt": "b" * SHORTER}).json["count"] == SHORTER
+    assert time.perf_counter() - began < 0.5
+    for connection in waiting:
+        connection.close()
+
+
+def test_a_text_whose_client_has_left_is_not_read(server: LiveServer) -> None:
+    waiting = [send(server, letter) for letter in "abcdef"]
+    while not server.read:  # type: ignore[attr-defined]
+        time.sleep(0.01)
+    for connection in waiting:
+        connection.close()
+    began = time.perf_counter()
+    assert server.post("/tokenize", {"prompt": "z" * LONG}).status == 200
+    assert time.perf_counter() - began < 2.0
+    assert set(server.read) <= {"a", "b", "z"}  # type: ignore[attr-defined]
+
+
+def test_a_text_that_no_context_holds_is_refused_before_it_is_read(server: LiveServer) -> None:
+    for path, body in (
+        ("/v1/completions", {"prompt": "a" * LONG}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * LONG}]}),
+        ("/tokenize", {"prompt": "a" * 1_000_001}),
+    ):
+        answer = server.post(path, body)
+        assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+        assert "characters" in answer.error["message"]
+    assert not server.read  # type: ignore[attr-defined]
+
+
+def test_many_texts_at_once_do_not_hold_up_a_health_check(server: LiveServer) -> None:
+    waiting = [send(server, "a") for _ in range(8)]
+    slowest = 0.0
+    for _ in range(20):
+        began = time.perf_counter()
+        assert server.get("/health").status == 200
+        slowest = max(slowest, time.perf_counter() - began)
+    assert slowest < 0.4
+    for connection in waiting:
+        connection.close()
