@@ -185,6 +185,10 @@ class ServerConfig(ListenConfig, frozen=True, kw_only=True):
     """Whether the engine runs in a process of its own or in the server's."""
     max_queued_requests: Annotated[int, Range(0)] = 1024
     """Requests waiting beyond this are answered with 503."""
+    max_n: Annotated[int, Range(1, 128)] = 128
+    """Texts that one request may ask for, all its prompts and choices together."""
+    max_logprobs: Annotated[int, Range(0, 20)] = 20
+    """Most likely tokens that a request may ask for beside each token."""
     batch_api: bool = True
     """Whether files and batches are kept, see /v1/files and /v1/batches."""
     batch_store: str | None = None

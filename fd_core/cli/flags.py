@@ -320,6 +320,8 @@ SERVER_FLAGS: Final = (
         "N",
     ),
     Flag("engine", "Where the engine runs: in a process of its own, or inside the server's process.", "WHERE"),
+    Flag("max_n", "Texts that one request may ask for, all its prompts and choices together.", "N"),
+    Flag("max_logprobs", "Most likely tokens that a request may ask for beside each token.", "N"),
     Flag("max_queued_requests", "Requests that may wait for a slot; further requests are answered with 503.", "N"),
     Flag("batch_api", "Keep files and run batches: /v1/files and /v1/batches."),
     Flag("batch_store", "Folder of files and batches; by default one in the cache folder.", "FOLDER"),

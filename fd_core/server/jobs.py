@@ -9,7 +9,7 @@ from fastapi import Request
 
 from fd_core.disagg.ticket import TICKET_HEADER, read_ticket
 from fd_core.server.errors import ApiError, invalid
-from fd_core.server.evaluation_fields import check_prompt_logprobs
+from fd_core.server.evaluation_fields import check_logprobs, check_prompt_logprobs
 from fd_core.server.generation import Job
 from fd_core.server.request_schemas import GenerationRequest
 from fd_core.server.sampling import bad_word_ids, choices_per_prompt, sampling_params, stop_strings
@@ -35,9 +35,14 @@ def build_job(
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("prompt_logprobs is not told in a stream; leave stream out, or use echo", "prompt_logprobs")
     field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+    for name, top in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):
+        if top is not None and top > (most := state.config.max_logprobs):
+            raise invalid(f"{name}: {top} likely tokens are asked for; this server tells {most} at most", name)
+    n = choices_per_prompt(body, len(prompts), state.config.max_n)
     bad_words = bad_word_ids(body, state.client.info, state.tokenizer)
     params = sampling_params(body, state.client.info, prompts, logprobs, bad_words)
-    check_prompt_logprobs(params[0].prompt_logprobs, sum(map(len, prompts)) * (body.n or 1), field)
+    check_prompt_logprobs(params[0].prompt_logprobs, sum(map(len, prompts)) * n, field)
+    check_logprobs(logprobs, [each.max_tokens for each in params], n, state.client.info.max_model_len)
     return Job(
         request_id=request.state.request_id,
         model=state.model_name(body.model),
@@ -45,7 +50,7 @@ def build_job(
         arrived=request.state.arrived,
         prompts=prompts,
         params=params,
-        n=choices_per_prompt(body, len(prompts)),
+        n=n,
         stop=stop_strings(body),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special=body.skip_special_tokens is not False,

@@ -9,7 +9,6 @@ import msgspec
 
 from fd_core.server.errors import ApiError, invalid
 from fd_core.server.request_schemas import (
-    MAX_CHOICES,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
@@ -37,8 +36,8 @@ async def completion_prompts(state: ServerState, body: CompletionRequest) -> lis
     if given is None:
         raise _required("prompt")
     texts = [given] if isinstance(given, str) else [each for each in given if not isinstance(each, int)]
-    if len(texts) > MAX_CHOICES:
-        raise invalid(f"{field} holds {len(texts)} prompts; one request may hold {MAX_CHOICES}", field)
+    if len(texts) > (most := state.config.max_n):
+        raise invalid(f"{field} holds {len(texts)} prompts; one request may hold {most}", field)
     size = sum(len(each) for each in texts if isinstance(each, str))
     read = await reader.run(size, lambda: reader.completion(given, body.add_special_tokens is not False, field))
     return [_shortened(state, body, each) for each in read]

@@ -9,7 +9,6 @@ from fd_core.engine.messages import EngineInfo
 from fd_core.sampling_checks import check_tokens
 from fd_core.server.errors import invalid
 from fd_core.server.request_schemas import (
-    MAX_CHOICES,
     MAX_LOGIT_BIAS,
     MAX_STOP,
     MAX_STOP_CHARS,
@@ -52,13 +51,11 @@ def choice_seed(seed: int, index: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
-def choices_per_prompt(request: GenerationRequest, prompts: int) -> int:
-    """Return n, or refuse more texts than one request may ask for."""
+def choices_per_prompt(request: GenerationRequest, prompts: int, most: int) -> int:
+    """Return n, or refuse more texts than the `most` that one request may ask for."""
     n = request.n or 1
-    if n * prompts > MAX_CHOICES:
-        raise invalid(
-            f"{prompts} prompts times n={n} are {n * prompts} texts; one request may ask for {MAX_CHOICES}", "n"
-        )
+    if n * prompts > most:
+        raise invalid(f"{prompts} prompts times n={n} are {n * prompts} texts; one request may ask for {most}", "n")
     return n
 
 

@@ -37,9 +37,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServer]:
 def send(server: LiveServer, letter: str) -> socket.socket:
     """Ask for the tokens of a long text and do not wait."""
     body = json.dumps({"prompt": letter * LONG}).encode()
-    head = (
-        f"POST /tokenize HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    )
+    names = {"host": "127.0.0.1", "content-type": "application/json", "content-length": len(body)}
+    head = "POST /tokenize HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in names.items()) + "\r\n"
     connection = socket.create_connection(("127.0.0.1", server.port))
     connection.sendall(head.encode() + body)
     return connection

@@ -444,3 +444,23 @@ def test_fields_within_objects_are_named_when_they_are_ignored(server: LiveServe
     assert answer.status == 200
     names = "extra, messages[].content[].y, messages[].mood, stream_options.colour"
     assert answer.headers["x-ignored-fields"] == names
+
+
+def test_an_operator_bounds_texts_and_log_probabilities() -> None:
+    with live(max_n=2, max_logprobs=3) as server:
+        for body, param in (
+            ({"prompt": "a", "n": 3}, "n"),
+            ({"prompt": ["a", "b", "c"]}, "prompt"),
+            ({"prompt": "a", "logprobs": 4}, "logprobs"),
+            ({"prompt": "a", "prompt_logprobs": 4}, "prompt_logprobs"),
+        ):
+            answer = server.post("/v1/completions", body)
+            assert (answer.status, answer.error["param"]) == (400, param)
+        assert server.post("/v1/completions", {"prompt": "a", "n": 2, "logprobs": 3}).status == 200
+
+
+def test_log_probabilities_of_all_texts_are_bounded_together() -> None:
+    with live(lambda: FakeClient(max_model_len=4000, max_num_seqs=128)) as server:
+        answer = server.post("/v1/completions", {"prompt": "a", "n": 128, "logprobs": 20, "max_tokens": 400})
+        assert (answer.status, answer.error["param"]) == (400, "logprobs")
+        assert "1075200" in answer.error["message"]
