@@ -123,6 +123,13 @@ class ListenConfig(CheckedStruct, frozen=True, kw_only=True):
     port: Annotated[int, Range(0, 65535)] = 8000
     api_keys: tuple[str, ...] = ()
     """API keys of clients; without any everybody is served."""
+    api_key_file: str | None = None
+    """File of API keys with names and limits, which SIGHUP reads again."""
+    protect_pages: bool = False
+    """Whether /metrics and the pages ask for a key as well."""
+    access_log: bool = False
+    """Whether each request is logged with one line."""
+    log_format: Annotated[str, OneOf("text", "json")] = "text"
     allowed_hosts: tuple[str, ...] = ()
     """Names that requests may ask for beside this machine's own; `*` for any. Without any, a server on loopback answers
     to its own names only, and another one to all."""
@@ -154,6 +161,11 @@ class ListenConfig(CheckedStruct, frozen=True, kw_only=True):
     drain_seconds: Annotated[float, Range(0, _DAY)] = 30.0
     """How long running requests may go on after Ctrl-C."""
     log_level: Annotated[str, LOG_LEVELS] = "info"
+
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether clients need a key."""
+        return bool(self.api_keys) or self.api_key_file is not None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,6 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "sampling_checks": {"errors", "types"},
     "cache_dir": set(),
     "sizes": set(),
+    "logs": set(),
     "parent_watch": set(),
     "pages": set(),
     "config": {"constraints", "errors"},
@@ -41,11 +42,11 @@ ALLOWED: dict[str, set[str]] = {
     "simulation": BASE | {"kv", "scheduling", "signals"},
     "tracing": BASE | {"kv", "scheduling", "signals"},
     "engine": BASE
-    | {"backends", "disagg", "kv", "models", "parent_watch", "plugins", "runner", "scheduling"}
+    | {"backends", "disagg", "kv", "logs", "models", "parent_watch", "plugins", "runner", "scheduling"}
     | {"signals", "structured", "text", "tracing"},
-    "server": BASE | {"disagg", "engine", "kv", "pages", "structured", "text"},
+    "server": BASE | {"disagg", "engine", "kv", "logs", "pages", "structured", "text"},
     "cli": BASE
-    | {"disagg", "engine", "hookspecs", "models", "pages", "plugins", "router", "router/gateway", "server"}
+    | {"disagg", "engine", "hookspecs", "logs", "models", "pages", "plugins", "router", "router/gateway", "server"}
     | {"simulation"}
     | {"testing", "text", "tracing"},
     "testing": BASE

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fd_core.cli.flags import CHAT_FLAGS, CONFIG_FILE, ENGINE_FLAGS, Given, takes_flags
+from fd_core.cli.flags import CHAT_FLAGS, CLIENT_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, Given, takes_flags
 from fd_core.cli.report import reports_errors, say
 from fd_core.errors import BadRequest, ConfigError, FdError
 
@@ -119,15 +119,15 @@ def _remote(
 ) -> tuple[ChatBackend, str]:
     from fd_core.cli.api_client import ApiClient
     from fd_core.cli.chat_backend import ServerChatBackend
-    from fd_core.cli.settings import merge
+    from fd_core.cli.settings import client_key
 
+    keys = ("api_keys", CLIENT_KEY_FILE.field)
     engine_flags = [
-        flag.flag for flag in (*ENGINE_FLAGS, *CHAT_FLAGS) if flag.field in given and flag.field != "api_keys"
+        flag.flag for flag in (*ENGINE_FLAGS, *CHAT_FLAGS) if flag.field in given and flag.field not in keys
     ]
     if engine_flags:
         raise ConfigError(f"--url and {engine_flags[0]} contradict each other: {engine_flags[0]} {_BOTH}")
-    keys = merge(model or "remote", given, os.environ).server.api_keys
-    api = stack.enter_context(loop.entered(ApiClient(url, keys[0] if keys else None)))
+    api = stack.enter_context(loop.entered(ApiClient(url, client_key(given, os.environ))))
     name = model or next(iter(loop.run(api.models())), None)
     if name is None:
         raise FdError("the server serves no model", field=api.url)

@@ -22,7 +22,7 @@ from fd_core.router.gateway.config import GatewayConfig
 from fd_core.sizes import format_size
 
 __all__ = [
-    *("API_KEY_FILE", "CHAT_FLAGS", "CONFIG_FILE", "ENGINE_FLAGS", "GATEWAY_FLAGS", "ROUTER_FLAGS", "SERVER_FLAGS"),
+    *("CHAT_FLAGS", "CLIENT_KEY_FILE", "CONFIG_FILE", "ENGINE_FLAGS", "GATEWAY_FLAGS", "ROUTER_FLAGS", "SERVER_FLAGS"),
     *("TRANSFER_SECRET_FILE", "Flag", "Given", "takes_flags"),
 ]
 
@@ -220,18 +220,29 @@ ENGINE_FLAGS: Final = (
     Flag("trace_limit", "Size at which the trace file stops growing; later steps are not in the file.", "SIZE"),
 )
 
+API_KEY_FILE: Final = Flag(
+    "api_key_file",
+    "File of API keys with names and limits, as TOML or JSON, or with one key a line; SIGHUP reads it again.",
+    "FILE",
+    values.key_file,
+)
+
 LISTEN_FLAGS: Final = (
     Flag("host", "Address on which the server listens.", "ADDRESS"),
     Flag("port", "Port on which the server listens (0: any free port).", "PORT"),
     Flag(
         "api_keys",
         "API key that clients must send; may be repeated. Other users of the machine can see a command line: "
-        "FD_API_KEY or --api-key-file keep the key secret.",
+        "--api-key-file or FD_API_KEY keep the key secret.",
         "KEY",
         values.keys,
         name="--api-key",
         repeated=True,
     ),
+    API_KEY_FILE,
+    Flag("protect_pages", "Ask for an API key at /metrics, the live page, /load and /version too."),
+    Flag("access_log", "Log one line for each request: address, path, status, tokens, request id, name of the key."),
+    Flag("log_format", "Form of log lines: text for people, or one JSON object a line.", "FORM"),
     Flag(
         "allowed_hosts",
         "Host that requests may name beside this machine's own, such as api.example.org, *.example.org or * for any; "
@@ -397,14 +408,13 @@ GATEWAY_FLAGS: Final = (
 )
 """Settings of `GatewayConfig`."""
 
-API_KEY_FILE: Final = Flag(
-    "api_key_file", "File with API keys that clients may send, one key a line.", "FILE", values.keys_in_file
+CLIENT_KEY_FILE: Final = Flag(
+    "client_keys", "File whose first line is the API key to send.", "FILE", values.keys_in_file, name="--api-key-file"
 )
-"""Adds to `api_keys`."""
-
+"""For a command that is itself a client."""
 CHAT_FLAGS: Final = (
     *(flag for flag in SERVER_FLAGS if flag.field in ("api_keys", "chat_template", "engine")),
-    API_KEY_FILE,
+    CLIENT_KEY_FILE,
 )
 """Settings of the server's side that matter to a command which talks to a model or a server."""
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from fd_core.cli.flags import API_KEY_FILE, CONFIG_FILE, GATEWAY_FLAGS, ROUTER_FLAGS, Given, takes_flags
+from fd_core.cli.flags import CONFIG_FILE, GATEWAY_FLAGS, ROUTER_FLAGS, Given, takes_flags
 from fd_core.cli.report import interrupts_end_it, reports_errors
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _WORKERS: Final[Mapping[Role, str]] = {"mixed": "Workers", "prefill": "Prefill",
 
 
 @reports_errors
-@takes_flags(GATEWAY_FLAGS, ROUTER_FLAGS, (API_KEY_FILE, CONFIG_FILE))
+@takes_flags(GATEWAY_FLAGS, ROUTER_FLAGS, (CONFIG_FILE,))
 def route(given: Given) -> None:
     """Serve several workers as one: requests go where they are computed soonest.
 
@@ -39,13 +39,12 @@ def route(given: Given) -> None:
     os.environ.pop("FD_API_KEY", None)
 
     with interrupts_end_it():
-        import logging
-
         from rich.console import Console
 
         from fd_core.cli.serve import loop_factory
         from fd_core.cli.summary import show_summary
         from fd_core.errors import BadRequest, ConfigError
+        from fd_core.logs import configure_logs
         from fd_core.plugins import ROUTER_POLICY, installed_plugins
         from fd_core.router.gateway.pairs import ticket_key
         from fd_core.router.gateway.serving import serve_gateway
@@ -54,7 +53,7 @@ def route(given: Given) -> None:
         from fd_core.server.listening import bind_socket, settle
 
     gateway = settings.gateway
-    logging.basicConfig(level=gateway.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    configure_logs(gateway.log_level, gateway.log_format, access=gateway.access_log)
     raise_descriptor_limit()
     plugins = installed_plugins()
     router = Router(settings.router, partial(plugins.load, ROUTER_POLICY))
@@ -111,8 +110,8 @@ def summary(
     gateway: GatewayConfig, router: RouterConfig, url: str, text: ModelText | None, uses_prefix: bool
 ) -> list[tuple[str, str]]:
     """Return what is shown at the start, as labels and values. No secrets: keys are counted, never shown."""
-    count = len(gateway.api_keys)
-    clients = "without a key" if not count else "with the API key" if count == 1 else f"with one of {count} API keys"
+    from fd_core.cli.summary import clients
+
     admin = f"at {gateway.admin_host} port {gateway.admin_port}, with the secret" if gateway.router_secret else "nobody"
     return [
         ("URL", f"{url}/v1"),
@@ -127,7 +126,7 @@ def summary(
             f"{router.health_check_endpoint} every {router.health_check_interval_secs:g} s, "
             f"{router.health_check_timeout_secs:g} s to answer",
         ),
-        ("Clients", f"at {gateway.host}, {clients}"),
+        ("Clients", clients(gateway.host, gateway.api_keys, gateway.api_key_file)),
     ]
 
 

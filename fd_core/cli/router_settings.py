@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from fd_core.cli.flags import API_KEY_FILE, GATEWAY_FLAGS, ROUTER_FLAGS, Given
+from fd_core.cli.flags import GATEWAY_FLAGS, ROUTER_FLAGS, Given
 from fd_core.cli.settings import merge_layers, read_table, settings_path, take_settings
 from fd_core.errors import ConfigError
 from fd_core.router.config import RouterConfig, router_config
@@ -18,7 +18,7 @@ from fd_core.router.workers import Role
 
 __all__ = ["ROLE_FLAGS", "RouteSettings", "merge_route"]
 
-_FLAGS: Final = {flag.field: flag for flag in (*ROUTER_FLAGS, *GATEWAY_FLAGS, API_KEY_FILE)}
+_FLAGS: Final = {flag.field: flag for flag in (*ROUTER_FLAGS, *GATEWAY_FLAGS)}
 _OF_ROUTER: Final = frozenset(flag.field for flag in ROUTER_FLAGS)
 _ALSO: Final = {
     "workers": "worker",

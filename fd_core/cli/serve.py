@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fd_core.cli.flags import API_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, SERVER_FLAGS, Given, takes_flags
+from fd_core.cli.flags import CONFIG_FILE, ENGINE_FLAGS, SERVER_FLAGS, Given, takes_flags
 from fd_core.cli.report import interrupts_end_it, reports_errors
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ __all__ = ["loop_factory", "serve"]
 
 
 @reports_errors
-@takes_flags(ENGINE_FLAGS, SERVER_FLAGS, (API_KEY_FILE, CONFIG_FILE))
+@takes_flags(ENGINE_FLAGS, SERVER_FLAGS, (CONFIG_FILE,))
 def serve(
     given: Given,
     model: Annotated[
@@ -46,14 +46,15 @@ def serve(
     settings = merge(model, given, os.environ)
     # Processes that are started from here have no use for the secret.
     os.environ.pop("FD_API_KEY", None)
-    # The engine's process takes its log level from its environment.
-    os.environ["FD_LOG_LEVEL"] = settings.server.log_level
+    # The engine's process takes the level and the form of its log from its environment.
+    os.environ |= {"FD_LOG_LEVEL": settings.server.log_level, "FD_LOG_FORMAT": settings.server.log_format}
 
     with interrupts_end_it():
         import logging
 
         from rich.console import Console
 
+        from fd_core.logs import configure_logs
         from fd_core.server.doors.connections import raise_descriptor_limit
         from fd_core.server.doors.tls import ServingTls
         from fd_core.server.listening import bind_socket
@@ -61,9 +62,7 @@ def serve(
         importlib.import_module("fd_core.cli.startup")
         importlib.import_module("fd_core.engine.launch")
 
-    logging.basicConfig(
-        level=settings.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    configure_logs(settings.server.log_level, settings.server.log_format, access=settings.server.access_log)
     if settings.server.log_level != "debug":
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
     raise_descriptor_limit()

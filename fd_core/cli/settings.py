@@ -12,15 +12,15 @@ from typing import Any, Final
 
 import msgspec
 
-from fd_core.cli.flags import API_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, SERVER_FLAGS, Flag, Given
+from fd_core.cli.flags import CLIENT_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, SERVER_FLAGS, Flag, Given
 from fd_core.cli.values import read_text
 from fd_core.config import EngineConfig, ServerConfig
 from fd_core.constraints import parse_switch
 from fd_core.errors import ConfigError
 
-__all__ = ["Settings", "merge", "merge_layers", "read_table", "settings_path", "take_settings"]
+__all__ = ["Settings", "client_key", "merge", "merge_layers", "read_table", "settings_path", "take_settings"]
 
-_FLAGS: Final = {flag.field: flag for flag in (*ENGINE_FLAGS, *SERVER_FLAGS, API_KEY_FILE)}
+_FLAGS: Final = {flag.field: flag for flag in (*ENGINE_FLAGS, *SERVER_FLAGS)}
 _SERVER_FIELDS: Final = frozenset(flag.field for flag in SERVER_FLAGS)
 _EXCLUSIVE: Final = (("num_kv_blocks", "kv_cache_memory", "gpu_memory_utilization"),)
 """Settings of which one source may give only one."""
@@ -58,6 +58,15 @@ def merge(
     return _with_kv_events(Settings(EngineConfig(model=model, **engine), ServerConfig(**server)))
 
 
+def client_key(given: Given, environment: Mapping[str, str]) -> str | None:
+    """Return the API key that a command sends to a server, None for none. Raises `ConfigError` as `merge` does."""
+    keys = merge("remote", given, environment).server.api_keys
+    path = given.get(CLIENT_KEY_FILE.field) or environment.get(CLIENT_KEY_FILE.variable)
+    if not keys and path:
+        keys = _read_layer({CLIENT_KEY_FILE: path}, lambda flag: flag.flag)[CLIENT_KEY_FILE.field]
+    return keys[0] if keys else None
+
+
 def settings_path(given: Given, environment: Mapping[str, str]) -> Path | None:
     """Return the settings file that was named, if one was."""
     path = given.get(CONFIG_FILE.field) or environment.get(CONFIG_FILE.variable)
@@ -87,9 +96,6 @@ def merge_layers(
             if not layer.keys().isdisjoint(group):
                 merged = {name: value for name, value in merged.items() if name not in group}
         merged |= layer
-    more_keys = merged.pop(API_KEY_FILE.field, ())
-    if more_keys:
-        merged["api_keys"] = tuple(dict.fromkeys((*merged.get("api_keys", ()), *more_keys)))
     return merged
 
 

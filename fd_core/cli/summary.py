@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from rich.console import Console
@@ -11,7 +12,7 @@ from fd_core.config import ServerConfig
 from fd_core.engine.messages import EngineInfo
 from fd_core.sizes import format_size
 
-__all__ = ["show_summary", "summary"]
+__all__ = ["clients", "show_summary", "summary"]
 
 _LOUD: Final = "WARNING: "
 """Begins a value that people should not overlook."""
@@ -48,7 +49,7 @@ def summary(
         ("max_model_len", f"{info.max_model_len:,}"),
         ("Tool calls", tools),
         ("Reasoning", reasoning),
-        ("Clients", _clients(server)),
+        ("Clients", clients(server.host, server.api_keys, server.api_key_file)),
         *([("Registers with", server.router)] if server.router else []),
     ]
 
@@ -76,8 +77,10 @@ def _role(info: EngineInfo) -> str:
     return f"decode: prompts come from the prefill workers that a router names, through {info.kv_connector}"
 
 
-def _clients(server: ServerConfig) -> str:
-    if server.api_keys:
-        count = len(server.api_keys)
-        return f"at {server.host}, with {'the API key' if count == 1 else f'one of {count} API keys'}"
-    return f"at {server.host}, without a key"
+def clients(host: str, keys: Sequence[str], file: str | None) -> str:
+    """Return where clients are served, and what they have to send."""
+    if file is not None:
+        return f"at {host}, with an API key of {file}" + (f" or one of {len(keys)} others" if keys else "")
+    if not keys:
+        return f"at {host}, without a key"
+    return f"at {host}, with {'the API key' if len(keys) == 1 else f'one of {len(keys)} API keys'}"

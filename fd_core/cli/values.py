@@ -15,7 +15,7 @@ import msgspec
 from fd_core.config import SpeculativeConfig
 from fd_core.errors import ConfigError
 
-__all__ = ["Parser", "jinja", "keys", "keys_in_file", "read_text", "secret_in_file", "speculation", "text"]
+__all__ = ["Parser", "jinja", "key_file", "keys", "keys_in_file", "read_text", "secret_in_file", "speculation", "text"]
 
 Parser = Callable[[Any], Any]
 
@@ -46,6 +46,17 @@ def keys_in_file(path: Any) -> tuple[str, ...]:
     """Return the API keys in a file, one a line."""
     lines = read_text(Path(text(path))).splitlines()
     return keys([line.strip() for line in lines if line.strip()])
+
+
+def key_file(path: Any) -> str:
+    """Return the path of a file of API keys; what is wrong with it is said before anything is loaded."""
+    from fd_core.server.access.key_file import read_key_file
+
+    try:
+        read_key_file(Path(text(path)))
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    return str(path)
 
 
 def secret_in_file(path: Any) -> str:

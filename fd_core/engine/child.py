@@ -18,6 +18,7 @@ from fd_core.engine.messages import ClientMessage, EngineMessage, Fault, Progres
 from fd_core.engine.process import Start
 from fd_core.engine.service import serve_engine, tells_admissions
 from fd_core.errors import FdError
+from fd_core.logs import configure_logs
 from fd_core.parent_watch import end_with_parent
 
 _log = logging.getLogger(__name__)
@@ -55,9 +56,11 @@ class _SocketInbox:
 
 def main() -> int:
     """Serve one client until it says so or is gone."""
-    # Ctrl-C reaches the whole terminal group; when to stop is the client's decision.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(level=os.environ.get("FD_LOG_LEVEL", "WARNING").upper(), format="%(levelname)s %(message)s")
+    # Ctrl-C and hangups reach the whole terminal group; when to stop is the client's decision.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    level, form = os.environ.get("FD_LOG_LEVEL", "WARNING"), os.environ.get("FD_LOG_FORMAT", "text")
+    configure_logs(level, form, text="%(levelname)s %(message)s")
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
     end_with_parent()
     context = zmq.Context(1)

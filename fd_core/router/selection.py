@@ -38,6 +38,8 @@ class RouteRequest:
     """Name of the model that is asked for; None takes any model."""
     tokenized: bool = True
     """Whether `tokens` are token ids of the workers, and not numbers of the gateway's own."""
+    output_tokens: int = 0
+    """Most tokens of all answers together, as far as the request says it."""
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or not len(self.tokens):

@@ -11,7 +11,7 @@ from fd_core.cache_dir import find_cache_dir
 from fd_core.config import ServerConfig
 from fd_core.engine.client import EngineClient
 from fd_core.server import admin, chat, completions, embeddings, health, kv_events, models, openapi, tokenize
-from fd_core.server.auth import KeyRing
+from fd_core.server.access.control import AccessControl
 from fd_core.server.batches import routes
 from fd_core.server.batches.service import BatchService
 from fd_core.server.doors.hosts import HostRules
@@ -48,12 +48,14 @@ def create_app(
     """
     app = FastAPI(title="fd_core", version=fd_core.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     names = config.served_model_names or (client.info.model,)
+    access = AccessControl(config.api_keys, config.api_key_file, protect_pages=config.protect_pages)
     metrics = ServerMetrics(client, names[0] if config.metrics_names == "vllm" else None)
+    metrics.refusals = access.refusals
     info = client.info
     reader = PromptReader(tokenizer, template, vocab_size=info.vocab_size, max_tokens=info.max_model_len)
     grammars = GrammarChecker(tokenizer, info)
     app.state.fd = ServerState(
-        config, client, tokenizer, reader, metrics, grammars, parsers or Parsers(), ticket_key=ticket_key
+        config, client, tokenizer, reader, metrics, grammars, parsers or Parsers(), ticket_key=ticket_key, access=access
     )
     app.state.fd.responses = ResponseStore(config.response_store)
     generating = (chat, messages, responses, completions, embeddings)
@@ -71,6 +73,8 @@ def create_app(
         )
     install_handlers(app)
     hosts = HostRules(config.host, config.allowed_hosts, config.allowed_origins)
-    app.add_middleware(Gate, keys=KeyRing(config.api_keys), hosts=hosts, metrics=metrics, drain=app.state.fd.drain)
-    openapi.install(app, keys_required=bool(config.api_keys))
+    app.add_middleware(
+        Gate, access=access, hosts=hosts, metrics=metrics, drain=app.state.fd.drain, access_log=config.access_log
+    )
+    openapi.install(app, keys_required=bool(access.ring))
     return app

@@ -12,7 +12,9 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fd_core.server import kv_events
-from fd_core.server.auth import KeyRing
+from fd_core.server.access.access_log import CLIENT_LEFT, log_access
+from fd_core.server.access.control import AccessControl, limit_headers
+from fd_core.server.access.record import RequestRecord
 from fd_core.server.batches.asgi import OWNER
 from fd_core.server.doors.hosts import HostRules, Visit
 from fd_core.server.draining import DRAINING_HEADER, Drain
@@ -36,44 +38,59 @@ def request_id_of(given: bytes) -> bytes:
 class Gate:
     """ASGI middleware. Sets `request.state.request_id`: the client's X-Request-Id if it is usable, else a fresh one.
 
-    The id goes back in the response's header. `request.state.owner` says whose key was sent, see `KeyRing.owner`.
-    `request.state.arrived` is when the request's head was read, in seconds
-    of `time.perf_counter`. Nothing of a request but its path is ever logged here.
+    The id goes back in the response's header. `request.state.owner` says whose key was sent, see `ApiKey.owner`, "" for
+    anybody's. `request.state.record` is the request's `RequestRecord`. `request.state.arrived` is when the request's
+    head was read, in seconds of `time.perf_counter`. Nothing of a request but its access log is ever logged here.
     """
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, hosts: HostRules, metrics: ServerMetrics, drain: Drain) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        access: AccessControl,
+        hosts: HostRules,
+        metrics: ServerMetrics,
+        drain: Drain,
+        access_log: bool,
+    ) -> None:
         self._app = app
         self._hosts = hosts
         self._drain = drain
-        self._keys = keys
+        self._access = access
         self._metrics = metrics
+        self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer for it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["method"] == "HEAD":  # answered as GET; the protocol, whose scope stays as it is, leaves the body out
+        head = scope["method"] == "HEAD"
+        if head:  # answered as GET; the protocol, whose scope stays as it is, leaves the body out
             scope = {**scope, "method": "GET"}
         headers = dict(scope["headers"])
         request_id = request_id_of(headers.get(b"x-request-id", b""))
-        scope.setdefault("state", {}).update(request_id=request_id.decode(), arrived=time.perf_counter())
-        started, options = False, scope["method"] == "OPTIONS"
+        arrived, record = time.perf_counter(), RequestRecord(request_id.decode())
+        state = scope.setdefault("state", {})
+        state.update(request_id=record.request_id, arrived=arrived, record=record)
+        status, ended, options = 0, False, scope["method"] == "OPTIONS"
         added = [(b"x-request-id", request_id)]
 
         async def numbered(message: Message) -> None:
-            nonlocal started
+            nonlocal status, ended
             if message.get("status") == 405:
                 message = {**message, "headers": [*_without_allow(message), (b"allow", _methods(scope).encode())]}
             if options:
                 message = _allowed(message)
             if message["type"] == "http.response.start":
-                started = True
-                message["headers"] = [*message.get("headers", ()), *added]
+                status = message["status"]
+                told = limit_headers(record.account, time.monotonic())
+                left = [(name.encode(), value.encode()) for name, value in told.items()]
+                message["headers"] = [*message.get("headers", ()), *added, *left]
                 if self._drain.leaving:
                     message["headers"] += _LEAVING
-                self._metrics.answers[_path(scope), message["status"]] += 1
+                self._metrics.answers[_path(scope), status] += 1
             await send(message)
+            ended = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         try:
             if OWNER not in scope:
@@ -81,8 +98,7 @@ class Gate:
                     added.append((name.lower().encode(), value.encode("latin-1")))
             # KV events have a secret of their own.
             if not options and scope["path"] != kv_events.PATH:
-                sent = headers.get(b"authorization"), headers.get(b"x-api-key")
-                scope["state"]["owner"] = scope[OWNER] if OWNER in scope else self._keys.check(scope["path"], *sent)
+                self._enter(scope, headers, record)
             if scope["method"] != "POST" or scope["path"] in _ALWAYS:
                 await self._app(scope, receive, numbered)
             elif self._drain.refusing:
@@ -92,9 +108,27 @@ class Gate:
                     await self._app(scope, receive, numbered)
         except Exception as error:  # noqa: BLE001  # the outermost edge: whatever happened, the client gets an answer
             answer = to_api_error(error)
-            if started:
+            if status:
                 raise ConnectionAbortedError("an answer broke off after it had begun") from None
             await error_response(answer, scope["path"])(scope, receive, numbered)
+        finally:
+            record.close()
+            if self._access_log:
+                client = "batch" if OWNER in scope else scope["client"][0] if scope["client"] else "-"
+                method = "HEAD" if head else scope["method"]
+                seconds, path = time.perf_counter() - arrived, scope["path"]
+                log_access(client, method, path, status if ended else CLIENT_LEFT, seconds, record)
+
+    def _enter(self, scope: Scope, headers: Mapping[bytes, bytes], record: RequestRecord) -> None:
+        """Find out whose request it is. Raises `ApiError`: 401 without a key, 429 beyond the limits of the key."""
+        path, owner = scope["path"], scope.get(OWNER)
+        if owner is None:
+            sent = headers.get(b"authorization"), headers.get(b"x-api-key")
+            record.key = self._access.identify(scope["method"], path, *sent)
+        else:
+            record.key = self._access.of_owner(owner)
+        scope["state"]["owner"] = record.owner if owner is None else owner
+        self._access.enter(record, scope["method"], path, time.monotonic())
 
 
 def _visit(scope: Scope, headers: Mapping[bytes, bytes]) -> Visit:

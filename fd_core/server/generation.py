@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, NamedTuple
 
@@ -18,6 +18,7 @@ import msgspec
 
 from fd_core.engine.client import DeltaStream
 from fd_core.errors import EngineDead
+from fd_core.server.access.record import RequestRecord
 from fd_core.server.errors import ApiError
 from fd_core.server.response_schemas import PromptTokensDetails, Usage
 from fd_core.server.sampling import choice_seed
@@ -75,6 +76,15 @@ class Job:
     """Whether the answer shows nothing of the text: one token is computed and dropped."""
     prefill_at: str
     """`host:port` of the prefill worker that computes the prompts; empty computes them here."""
+    owner: str = ""
+    """Whose request it is, see `ApiKey.owner`."""
+    record: RequestRecord = field(default_factory=RequestRecord)
+    """Told what was read and written."""
+
+    @property
+    def most_tokens(self) -> int:
+        """The most that can be read and written."""
+        return sum(map(len, self.prompts)) + self.n * sum(each.max_tokens for each in self.params)
 
 
 class TextChunk(NamedTuple):
@@ -266,7 +276,7 @@ class ChoiceStream:
 class Generation:
     """The engine requests of one HTTP request, submitted on entry and closed on exit.
 
-    Entry raises `ApiError` (503) if the server takes no more.
+    Entry raises `ApiError`: 503 if the server takes no more, 429 if the key has no room for the tokens.
     """
 
     def __init__(self, state: ServerState, job: Job) -> None:
@@ -280,7 +290,8 @@ class Generation:
         job = self._job
         count = len(job.prompts) * job.n
         self._state.admit(count)
-        self._engine_ids = self._state.active.enter(job.request_id, count)
+        self._state.access.reserve(job.record, job.most_tokens)
+        self._engine_ids = self._state.active.enter(job.request_id, count, job.owner)
         try:
             for index, engine_id in enumerate(self._engine_ids):
                 await self._submit(index, engine_id)
@@ -346,3 +357,7 @@ class Generation:
             for choice in self.choices:
                 choice.give_up(outcome)
             self._state.active.leave(self._job.request_id, self._engine_ids)
+            if self.choices:
+                usage = self.usage()
+                self._job.record.count(usage.prompt_tokens, usage.completion_tokens)
+            self._job.record.settle()

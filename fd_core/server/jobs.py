@@ -12,9 +12,10 @@ from fd_core.server.errors import ApiError, invalid
 from fd_core.server.evaluation_fields import check_logprobs, check_prompt_logprobs
 from fd_core.server.generation import Job
 from fd_core.server.request_schemas import GenerationRequest
-from fd_core.server.sampling import bad_word_ids, choices_per_prompt, sampling_params, stop_strings
+from fd_core.server.sampling import asked_tokens, bad_word_ids, choices_per_prompt, sampling_params, stop_strings
 from fd_core.server.state import ServerState
 from fd_core.text.parsing.answer import AnswerReading
+from fd_core.types import SamplingParams
 
 __all__ = ["build_job", "with_grammar"]
 
@@ -41,6 +42,9 @@ def build_job(
     n = choices_per_prompt(body, len(prompts), state.config.max_n)
     bad_words = bad_word_ids(body, state.client.info, state.tokenizer)
     params = sampling_params(body, state.client.info, prompts, logprobs, bad_words)
+    record = request.state.record
+    if asked_tokens(body)[0] is None and record.tokens_per_minute is not None:
+        params = _within(params, prompts, n, record.tokens_per_minute)
     check_prompt_logprobs(params[0].prompt_logprobs, sum(map(len, prompts)) * n, field)
     check_logprobs(logprobs, [each.max_tokens for each in params], n, state.client.info.max_model_len)
     return Job(
@@ -66,7 +70,18 @@ def build_job(
         prompt_logprobs=body.prompt_logprobs,
         prompt_only=body.max_tokens == 0,
         prefill_at=_prefill_peer(state, request),
+        owner=request.state.owner,
+        record=record,
     )
+
+
+def _within(params: list[SamplingParams], prompts: list[tuple[int, ...]], n: int, limit: int) -> list[SamplingParams]:
+    """Return parameters for texts of which nobody said how long they may be: not longer than the key's minute."""
+    share = (limit - sum(map(len, prompts))) // (n * len(prompts))
+    return [
+        msgspec.structs.replace(each, max_tokens=max(1, each.min_tokens, min(each.max_tokens, share)))
+        for each in params
+    ]
 
 
 def with_grammar(job: Job, grammar: str | None) -> Job:

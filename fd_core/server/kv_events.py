@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from fd_core.kv.events import KVPage
-from fd_core.server.auth import KeyRing
+from fd_core.server.access.keys import KeyRing
 from fd_core.server.errors import ApiError, invalid, unavailable
 from fd_core.server.state import ServerState, state_of
 
@@ -42,7 +42,7 @@ async def kv_events(request: Request) -> Response:
         raise ApiError(
             404, "this server reports no cached prefixes; --kv-events and --router-secret-file turn the reports on"
         )
-    if KeyRing([state.config.router_secret]).owner(request.headers.get("authorization", "").encode()) is None:
+    if KeyRing([state.config.router_secret]).find(request.headers.get("authorization", "").encode()) is None:
         raise ApiError(
             403,
             "the router's secret is required: send the header 'Authorization: Bearer SECRET'",

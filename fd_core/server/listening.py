@@ -10,7 +10,7 @@ import ipaddress
 import logging
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Final
 
 from fd_core.errors import ConfigError
@@ -19,6 +19,7 @@ __all__ = [
     "ANY_ADDRESS",
     "bind_socket",
     "cannot_listen",
+    "hangup_reloads",
     "is_loopback",
     "settle",
     "signals_stop",
@@ -103,6 +104,34 @@ def signals_stop(stop: asyncio.Event, hurry: asyncio.Event) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
+@contextlib.contextmanager
+def hangup_reloads(reload: Callable[[], Awaitable[None]] | None) -> Iterator[None]:
+    """Call `reload` on each SIGHUP, one call after the other; without it the signal ends the process, as is usual."""
+    if reload is None:
+        yield
+        return
+    loop, one_at_a_time, running = asyncio.get_running_loop(), asyncio.Lock(), set[asyncio.Task[None]]()
+
+    async def run() -> None:
+        async with one_at_a_time:
+            await reload()
+
+    def on_signal() -> None:
+        task = asyncio.create_task(run())
+        running.add(task)
+        task.add_done_callback(running.discard)
+
+    try:
+        loop.add_signal_handler(signal.SIGHUP, on_signal)
+    except (ValueError, RuntimeError, NotImplementedError):  # not the main thread's loop
+        yield
+        return
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+
+
 def url_of(host: str, sock: socket.socket, *, secure: bool = False) -> str:
     """Return the address under which a bound socket is reached from this machine."""
     port = sock.getsockname()[1]
@@ -132,6 +161,6 @@ def warn_if_open(host: str, *, keys: bool) -> None:
     if not keys and not is_loopback(host):
         log.warning(
             "%s can be reached from other machines and no API key is set: whoever can reach it may use it; "
-            "set --api-key or keep to --host 127.0.0.1",
+            "set --api-key-file or keep to --host 127.0.0.1",
             host or "every address",
         )

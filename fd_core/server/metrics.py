@@ -23,7 +23,7 @@ from fd_core.metrics import MetricSpec, read_metrics
 from fd_core.server.doors.bodies import BodyStats
 from fd_core.server.doors.connections import ConnectionStats
 
-__all__ = ["Histogram", "ServerMetrics", "metric_families"]
+__all__ = ["Histogram", "ServerMetrics", "metric_families", "refusal_family"]
 
 _TTFT: Final = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _INTER_TOKEN: Final = (0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.025, 0.05, 0.1, 0.2, 0.4, 1.0, 2.5, 10.0)
@@ -139,6 +139,8 @@ class ServerMetrics(Collector):
         )
         self.outcomes: Counter[str] = Counter(dict.fromkeys(("stop", "length", "abort", "error", "disconnect"), 0))
         self.answers: Counter[tuple[str, int]] = Counter()
+        self.refusals: Counter[tuple[str, str]] = Counter()
+        """Of `AccessControl`."""
         self.doors: tuple[object, ...] = (ConnectionStats(), BodyStats())
         """Of what listens; others once the server does."""
         self.registry = CollectorRegistry()
@@ -172,6 +174,7 @@ class ServerMetrics(Collector):
         for (path, status), count in sorted(self.answers.items()):
             answers.add_metric([path, str(status)], count)
         yield answers
+        yield refusal_family("fdcore_", self.refusals)
         for stats in self.doors:
             yield from metric_families("fdcore_", [({}, stats)])
         if self._vllm_model is not None:
@@ -237,6 +240,16 @@ def metric_families(
                 for labels, value in samples:
                     families[name].add_metric((*common.values(), *labels), value)  # type: ignore[attr-defined]
     return families.values()
+
+
+def refusal_family(prefix: str, refusals: Mapping[tuple[str, str], int]) -> Metric:
+    """Return the requests that limits of API keys held back."""
+    family = CounterMetricFamily(
+        f"{prefix}key_refusals", "Requests refused by a limit of their API key, by its name.", labels=["key", "limit"]
+    )
+    for (name, limited), count in refusals.items():
+        family.add_metric([name, limited], count)
+    return family
 
 
 def _one_two_five(largest: int) -> tuple[float, ...]:

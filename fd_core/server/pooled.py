@@ -121,7 +121,10 @@ class PooledTexts:
         at_once = min(len(prompts), state.client.info.max_num_seqs)
         state.admit(at_once)
         name = self._request.state.request_id
-        ids = state.active.enter(name, len(prompts))
+        record = self._request.state.record
+        state.access.reserve(record, sum(map(len, prompts)))
+        record.count(sum(map(len, prompts)), 0)
+        ids = state.active.enter(name, len(prompts), self._request.state.owner)
         turn = asyncio.Semaphore(at_once)
         found: list[bytes] = [b""] * len(prompts)
 

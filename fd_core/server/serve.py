@@ -59,9 +59,9 @@ async def serve_http(
     """
     tls = ServingTls.of(config)
     sock = sock or listening.bind_socket(config.host, config.port)
-    listening.warn_if_open(config.host, keys=bool(config.api_keys))
     app = create_app(config, client, tokenizer, template, ticket_key, parsers)
     state: ServerState = app.state.fd
+    listening.warn_if_open(config.host, keys=bool(state.access.ring))
     url = listening.url_of(config.host, sock, secure=tls is not None)
     registration = registration_of(config, url, lambda: state.incarnation, client.info.role)
 
@@ -85,6 +85,7 @@ async def serve_http(
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,  # clients could make up the address in the access log
             timeout_keep_alive=math.ceil(config.timeout_keep_alive),
             timeout_graceful_shutdown=_ABORT_SECONDS,
         ),
@@ -95,7 +96,12 @@ async def serve_http(
     stop = stop or asyncio.Event()
     hurry = asyncio.Event()
     try:
-        with listening.port_errors(config.host, sock), listening.signals_stop(stop, hurry):
+        reload = state.access.reload if state.access.reloadable else None
+        with (
+            listening.port_errors(config.host, sock),
+            listening.signals_stop(stop, hurry),
+            listening.hangup_reloads(reload),
+        ):
             serving = asyncio.create_task(server.serve([sock]))
             drain = asyncio.create_task(_drain(state, server, registration, stop, hurry))
             try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -13,6 +12,8 @@ from fastapi import Request
 import fd_core
 from fd_core.config import ServerConfig
 from fd_core.engine.client import EngineClient
+from fd_core.server.access.control import AccessControl
+from fd_core.server.active import ActiveRequests
 from fd_core.server.batches.service import BatchService
 from fd_core.server.doors.bodies import BodyBudget
 from fd_core.server.draining import Drain
@@ -24,50 +25,7 @@ from fd_core.text.parsing.answer import Parsers
 from fd_core.text.prompt_reader import PromptReader
 from fd_core.text.tokenizer import Tokenizer
 
-__all__ = ["ActiveRequests", "ServerState", "state_of"]
-
-_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
-
-
-class ActiveRequests:
-    """Which engine requests belong to which HTTP request.
-
-    A client may use one request id for several requests at the same time (a trace id); engine ids are unique.
-    """
-
-    def __init__(self) -> None:
-        self._engine_ids: dict[str, dict[str, None]] = {}
-        self._serial = itertools.count()
-
-    def __len__(self) -> int:
-        return len(self._engine_ids)
-
-    def enter(self, request_id: str, count: int) -> list[str]:
-        """Reserve `count` engine ids for a request."""
-        serial = next(self._serial)
-        ids = [f"{request_id}.{serial:x}.{index}" for index in range(count)]
-        self._engine_ids.setdefault(request_id, {}).update(dict.fromkeys(ids))
-        return ids
-
-    def leave(self, request_id: str, engine_ids: list[str]) -> None:
-        """Forget engine ids of a request that has ended."""
-        left = self._engine_ids[request_id]
-        for engine_id in engine_ids:
-            del left[engine_id]
-        if not left:
-            del self._engine_ids[request_id]
-
-    def engine_ids(self, given: str) -> list[str]:
-        """Return the engine ids behind a request id or the `id` of an answer; empty if none is active."""
-        for name in (given, *(given.removeprefix(prefix) for prefix in _PREFIXES)):
-            if name in self._engine_ids:
-                return list(self._engine_ids[name])
-        return []
-
-    @staticmethod
-    def request_id(engine_id: str) -> str:
-        """Return the request id that an engine id was made from."""
-        return engine_id.rsplit(".", 2)[0]
+__all__ = ["ServerState", "state_of"]
 
 
 @dataclass
@@ -94,6 +52,8 @@ class ServerState:
     batches: BatchService | None = None
     """Keeps files and runs batches; None if that is turned off."""
     drain: Drain = field(default_factory=Drain)
+    access: AccessControl = field(default_factory=AccessControl)
+    """The API keys and what they may take."""
     bodies: BodyBudget = field(init=False)
     """Memory for bodies that are being received."""
 

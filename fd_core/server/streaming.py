@@ -11,6 +11,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fd_core.disagg.ticket import OUTCOME_HEADER
+from fd_core.server.access.usage import USAGE_HEADER, usage_comment
 from fd_core.server.disconnect import UntilDisconnect
 from fd_core.server.errors import to_api_error
 from fd_core.server.generation import ChoiceStream, Generation
@@ -46,7 +47,8 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate, and send the answer unless the client left."""
         if self._stream:
-            await self._send_stream(receive, send)
+            told = USAGE_HEADER.lower().encode() in dict(scope["headers"])
+            await self._send_stream(receive, send, told)
             return
         collected: list[CollectedText] = []
 
@@ -70,7 +72,8 @@ class GenerationResponse(Response):
         headers = self._extra | _prefill_header(collected[0].choice)
         await Response(body, headers=headers, media_type="application/json")(scope, receive, send)
 
-    async def _send_stream(self, receive: Receive, send: Send) -> None:
+    async def _send_stream(self, receive: Receive, send: Send, usage_told: bool) -> None:
+        """Stream; with `usage_told` a comment tells a router what the answer took."""
         response_format = self._format
         events, preparing = _Events(send, self._extra), asyncio.Lock()
 
@@ -96,7 +99,9 @@ class GenerationResponse(Response):
             return
         if client.gone:
             return
-        await events.send(response_format.last(generation.usage()), last=True)
+        usage = generation.usage()
+        told = usage_comment(usage.prompt_tokens, usage.completion_tokens) if usage_told else b""
+        await events.send(told + response_format.last(usage), last=True)
 
 
 def _prefill_header(choice: ChoiceStream) -> dict[str, str]:

@@ -5,7 +5,7 @@ from hypothesis import given as drawn
 from hypothesis import strategies as st
 
 from fd_core.cli.flags import API_KEY_FILE, ENGINE_FLAGS, SERVER_FLAGS
-from fd_core.cli.settings import merge
+from fd_core.cli.settings import client_key, merge
 from fd_core.config import EngineConfig, ServerConfig, SpeculativeConfig
 from fd_core.errors import ConfigError
 
@@ -158,7 +158,26 @@ def test_api_keys_come_from_flag_environment_and_file(tmp_path):
     path = tmp_path / "keys"
     path.write_text("one\n\n two \none\n")
     assert server(environment={"FD_API_KEY": "secret"}).api_keys == ("secret",)
-    assert server(api_keys=["a", "b"], api_key_file=str(path)).api_keys == ("a", "b", "one", "two")
+    both = server(api_keys=["a", "b"], api_key_file=str(path))
+    assert (both.api_keys, both.api_key_file) == (("a", "b"), str(path))
+
+
+@pytest.mark.parametrize("source", ["flag", "environment"])
+def test_a_client_sends_the_first_key_of_its_file_unless_one_is_given(tmp_path, source):
+    path = tmp_path / "keys"
+    path.write_text("\n one \ntwo\n")
+    given, environment = {"client_keys": str(path)}, {"FD_API_KEY_FILE": str(path)}
+    where = (given, {}) if source == "flag" else ({}, environment)
+    assert client_key(*where) == "one"
+    assert client_key({"api_keys": ["three"], **where[0]}, where[1]) == "three"
+    assert client_key({}, {}) is None
+
+
+def test_a_wrong_key_file_is_refused_before_anything_is_loaded(tmp_path):
+    path = tmp_path / "keys.toml"
+    path.write_text('[[keys]]\nname = "a"\nkey = "sk-a"\nadmin = 1\n')
+    with pytest.raises(ConfigError, match=r"FD_API_KEY_FILE: .*keys.toml, line 4, admin: give true or false"):
+        server(environment={"FD_API_KEY_FILE": str(path)})
 
 
 @pytest.mark.parametrize("key", ["", "two words", "schlüssel", "tab\tbed", "a\nb"])
@@ -171,7 +190,7 @@ def test_a_bad_key_is_refused_without_showing_it(key):
 def test_an_empty_key_file_is_refused(tmp_path):
     path = tmp_path / "keys"
     path.write_text("\n")
-    with pytest.raises(ConfigError, match="--api-key-file: it must be a key or a list of keys"):
+    with pytest.raises(ConfigError, match=r"--api-key-file: .* holds no key"):
         server(api_key_file=str(path))
 
 
@@ -226,6 +245,7 @@ def test_a_settings_file_can_hold_every_setting(file, tmp_path):
         "router": "http://127.0.0.1:8081",
         "router-secret-file": str(secret),
         "advertise-url": "http://127.0.0.1:8001",
+        "api-key-file": str(secret),
     }
     values |= {
         "api-key": ["k"],

@@ -41,6 +41,7 @@ PROMISED = {
     "fdcore_generations": ("counter", ["outcome"]),
     "fdcore_http_answers": ("counter", ["path", "status"]),
     "fdcore_inter_token_seconds": ("histogram", []),
+    "fdcore_key_refusals": ("counter", ["key", "limit"]),
     "fdcore_kv_blocks": ("gauge", []),
     "fdcore_kv_blocks_cached": ("gauge", []),
     "fdcore_kv_blocks_fenced": ("gauge", []),
@@ -149,6 +150,7 @@ def served(leases: LeaseStats, vllm_model: str | None = None) -> dict[str, tuple
     )
     metrics = ServerMetrics(client, vllm_model)
     metrics.answers["/health", 200] = 1
+    metrics.refusals["alice", "tokens"] = 1
     return {
         family.name: (family.type, sorted({label for each in family.samples for label in each.labels} - {"le"}))
         for family in metrics.collect()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fd_core.cli.flags import API_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, SERVER_FLAGS, Given, takes_flags
+from fd_core.cli.flags import CLIENT_KEY_FILE, CONFIG_FILE, ENGINE_FLAGS, SERVER_FLAGS, Given, takes_flags
 from fd_core.cli.report import reports_errors
 from fd_core.errors import ConfigError, FdError
 
@@ -34,7 +34,7 @@ InputLen = Annotated[int, typer.Option(min=1, help="Tokens in each prompt.", met
 OutputLen = Annotated[int, typer.Option(min=1, help="Tokens in each answer.", metavar="TOKENS")]
 Seed = Annotated[int, typer.Option(help="Seed of the workload: the same seed makes the same prompts.", metavar="N")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the figures as JSON to FILE.", metavar="FILE")]
-_KEY_FLAGS = (*(flag for flag in SERVER_FLAGS if flag.field == "api_keys"), API_KEY_FILE)
+_KEY_FLAGS = (*(flag for flag in SERVER_FLAGS if flag.field == "api_keys"), CLIENT_KEY_FILE)
 
 
 @app.command()
@@ -144,7 +144,7 @@ def serve(
     from fd_core.cli.bench.measuring import measure
     from fd_core.cli.bench.results import objectives, report
     from fd_core.cli.bench.workload import arrivals, from_file, synthetic
-    from fd_core.cli.settings import merge
+    from fd_core.cli.settings import client_key
 
     console = _prepare(json)
     limits = objectives(goodput or [])
@@ -152,10 +152,10 @@ def serve(
         asks = from_file(dataset, num_prompts, output_len)
     else:
         asks = synthetic(num_prompts, input_len, output_len, seed)
-    keys = merge("remote", given, os.environ).server.api_keys
+    key = client_key(given, os.environ)
 
     async def run(bar: Progress) -> tuple[str, list[RequestTimes], float]:
-        async with ApiClient(url, keys[0] if keys else None) as api:
+        async with ApiClient(url, key) as api:
             name = model or next(iter(await api.models()), None)
             if name is None:
                 raise FdError("the server serves no model", field=api.url)

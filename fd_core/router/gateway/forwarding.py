@@ -21,6 +21,9 @@ from fd_core.router.gateway.relaying import TROUBLE, UpstreamAnswer, WorkerLost,
 from fd_core.router.gateway.state import GatewayState
 from fd_core.router.gateway.timeouts import SilenceTimer
 from fd_core.router.selection import RouteRequest, Selection
+from fd_core.server.access.control import limit_headers
+from fd_core.server.access.record import RequestRecord
+from fd_core.server.access.usage import UsageMeter
 from fd_core.server.doors.bodies import BodyShare
 from fd_core.server.draining import DRAINING_HEADER
 from fd_core.server.errors import unavailable
@@ -63,6 +66,9 @@ class Exchange:
     asked: RouteRequest
     arrived: float
     """When the headers of the request were read, by `time.monotonic`."""
+    record: RequestRecord
+    meter: UsageMeter | None = None
+    """Reads what the answer took, if anybody wants to know."""
 
     async def forward(self) -> web.StreamResponse:
         """Return the answer, sent or about to be sent. No selection is held by then, whatever happens."""
@@ -77,10 +83,24 @@ class Exchange:
                     except _TryElsewhere as failure:
                         kept = failure.answer or kept
                 chosen = self.state.router.retry(chosen, time.monotonic(), random.random())  # noqa: S311  # no secret
+            self._took_nothing()
         except (asyncio.CancelledError, ConnectionError):
             self.state.metrics.counts.disconnects += 1
             raise
+        finally:
+            self._settle()
         return kept if kept is not None else error_response(refusal(chosen), self.request.path)
+
+    def _settle(self) -> None:
+        """Count what the answer took. Of an answer that nobody saw whole, nothing is given back."""
+        took = None if self.meter is None else self.meter.tokens(self.asked.length)
+        if took is not None:
+            self.record.count(*took)
+            self.record.settle()
+
+    def _took_nothing(self) -> None:
+        if self.meter is not None:
+            self.meter.whole(b"")
 
     async def _attempt(self, selection: Selection) -> web.StreamResponse:
         """Return the answer of one worker; `_TryElsewhere` if there is none."""
@@ -102,6 +122,7 @@ class Exchange:
                     take_outcome(self.state, selection, response.headers)
                     refused = await self._refused(selection, response)
                     if refused is not None:
+                        self._took_nothing()
                         return refused
                     done = self.request.path in _ENDS_WITH_DONE
                     answer = UpstreamAnswer(response, ends_with_done=done)
@@ -117,14 +138,25 @@ class Exchange:
             self.body = b""  # no other worker needs it
             self.share.release()
             self.state.metrics.first_byte.observe(time.monotonic() - self.arrived)
-            headers = to_client(response.headers, self.added)
+            headers = self._to_client(response)
             if answer.whole:
+                if self.meter is not None:
+                    self.meter.whole(first)
                 self._ended_well(selection, response.status)
                 return web.Response(body=first, status=response.status, headers=headers)
             return await self._stream(selection, response, answer, first, headers)
         finally:
             if response is not None:
                 response.close()
+
+    def _to_client(self, response: aiohttp.ClientResponse) -> CIMultiDict[str]:
+        """Return the headers of the answer; where the router has keys, they tell its limits and not the worker's."""
+        headers = to_client(response.headers, self.added)
+        if self.state.access.ring:
+            for name in [each for each in headers if each.lower().startswith("x-ratelimit-")]:
+                del headers[name]
+            headers.update(limit_headers(self.record.account, time.monotonic()))
+        return headers
 
     def _ended_well(self, selection: Selection, status: int) -> None:
         """Record the prefix as cached, unless the worker refused the request and so computed nothing."""
@@ -137,7 +169,7 @@ class Exchange:
         if status != 404 and status not in _BUSY and status not in _BROKEN:
             return None
         body = await read_up_to(response.content, _ELSEWHERE_BYTES)
-        headers = to_client(response.headers, self.added)
+        headers = self._to_client(response)
         kept = web.Response(body=body, status=status, headers=headers)
         if status == 404 and not any(name in body for name in _NO_MODEL):
             selection.first_token()
@@ -166,12 +198,13 @@ class Exchange:
         if self.state.drain.leaving:
             out.force_close()
         await out.prepare(request)
-        await out.write(first)
+        meter = self.meter if answer.is_stream else None
+        await out.write(first if meter is None else meter.piece(first))
         silence: SilenceTimer | None = None
         try:
             async with self.state.timeouts.stream(selection.decode) as silence:
                 async for piece in answer.rest(silence):
-                    await out.write(piece)
+                    await out.write(piece if meter is None else meter.piece(piece))
         except (WorkerLost, TimeoutError) as error:
             if isinstance(error, TimeoutError) and not (silence is not None and silence.expired):
                 raise

@@ -19,7 +19,10 @@ from fd_core.router.gateway.pages import PAGES
 from fd_core.router.gateway.state import GatewayState
 from fd_core.router.gateway.watched import visit_of
 from fd_core.router.selection import RouteRequest
-from fd_core.server.auth import KeyRing
+from fd_core.server.access.access_log import CLIENT_LEFT, log_access
+from fd_core.server.access.control import limit_headers
+from fd_core.server.access.record import RequestRecord
+from fd_core.server.access.usage import USAGE_HEADER, UsageMeter
 from fd_core.server.doors.bodies import BodyShare
 from fd_core.server.doors.hosts import HostRules
 from fd_core.server.draining import DRAINING_HEADER
@@ -41,31 +44,46 @@ _COMPUTES_NOTHING: Final = frozenset({"/v1/messages/count_tokens", "/tokenize", 
 
 
 class RouterGate:
-    """Handler of the gateway's port. Nothing of a request is ever logged here."""
+    """Handler of the gateway's port. Nothing of a request but its access log is ever logged here."""
 
     def __init__(self, state: GatewayState) -> None:
         self._state = state
-        self._ring = KeyRing(state.config.api_keys)
+        self._access = state.access
         config = state.config
         self._hosts = HostRules(config.host, config.allowed_hosts, config.allowed_origins)
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request."""
-        request_id = request_id_of(request.headers.get("X-Request-Id", "").encode()).decode()
-        added = {"X-Request-Id": request_id}
+        given = request.headers.get("X-Request-Id", "").encode("utf-8", "surrogateescape")
+        arrived, status = time.monotonic(), CLIENT_LEFT
+        record = RequestRecord(request_id_of(given).decode())
+        try:
+            answer = await self._guarded(request, record)
+            status = answer.status
+            return answer
+        finally:
+            record.close()
+            if self._state.config.access_log:
+                seconds = time.monotonic() - arrived
+                log_access(request.remote or "-", request.method, request.path, status, seconds, record)
+
+    async def _guarded(self, request: web.BaseRequest, record: RequestRecord) -> web.StreamResponse:
+        """Return an answer, whatever happens."""
+        added = {"X-Request-Id": record.request_id}
         answer: web.StreamResponse
         try:
             added |= self._hosts.check(visit_of(request))
-            answer = await self._answer(request, request_id, added)
+            answer = await self._answer(request, record, added)
         except ConnectionError:  # the client is gone: nobody reads an answer
             request.protocol.force_close()
-            return web.Response()
+            return web.Response(status=CLIENT_LEFT)
         except Exception as error:  # noqa: BLE001  # the outermost edge: whatever happened, the client gets an answer
             answer = error_response(to_api_error(error), request.path)
             if request.writer.output_size > 0:
                 request.protocol.force_close()
         if not answer.prepared:
             answer.headers.update(added)
+            answer.headers.update(limit_headers(record.account, time.monotonic()))
             if self._state.drain.leaving:
                 answer.headers[DRAINING_HEADER] = "1"
         if self._state.drain.leaving:
@@ -74,20 +92,24 @@ class RouterGate:
         self._state.metrics.answers[path, answer.status] += 1
         return answer
 
-    async def _answer(self, request: web.BaseRequest, request_id: str, added: Mapping[str, str]) -> web.StreamResponse:
+    async def _answer(
+        self, request: web.BaseRequest, record: RequestRecord, added: dict[str, str]
+    ) -> web.StreamResponse:
         path = request.path
         if request.method == "OPTIONS":
             return _methods_of(path)
+        sent = _header(request, "Authorization"), _header(request, "X-Api-Key")
+        record.key = self._access.identify(request.method, path, *sent)
+        self._access.enter(record, request.method, path, time.monotonic())
         shown = PAGES.get(path)
         if shown is not None:
             if request.method not in ("GET", "HEAD"):
                 raise _wrong_method("GET")
             return shown(self._state)
-        self._ring.check(path, _header(request, "Authorization"), _header(request, "X-Api-Key"))
         if path == "/v1/models" or path.startswith("/v1/models/"):
             if request.method not in ("GET", "HEAD"):
                 raise _wrong_method("GET")
-            return await self._list(path, to_worker(self._state, request.headers, request_id))
+            return await self._list(path, to_worker(self._state, request.headers, record.request_id))
         if not _forwarded(path):
             raise ApiError(404, "nothing is served at this path")
         if path.startswith(_KEPT_BY_WORKERS):
@@ -97,17 +119,25 @@ class RouterGate:
         if path == ABORT_PATH:
             with self._share(request) as share:
                 body = await read_body(request, share)
-            return await abort(self._state, body, to_worker(self._state, request.headers, request_id), request_id)
+            headers = to_worker(self._state, request.headers, record.request_id)
+            return await abort(self._state, body, headers, record)
         if self._state.drain.refusing:
             raise unavailable("the router is shutting down", "draining", retry_after=5)
-        with self._state.drain.runs(), self._share(request) as share:
-            return await self._forward(request, request_id, added, share)
+        if self._state.active.of_others(record.request_id, record.owner):
+            # Whoever shares an id could abort the other's request.
+            added["X-Request-Id"] = record.request_id = request_id_of(b"").decode()
+        ids = self._state.active.enter(record.request_id, 1, record.owner)
+        try:
+            with self._state.drain.runs(), self._share(request) as share:
+                return await self._forward(request, record, added, share)
+        finally:
+            self._state.active.leave(record.request_id, ids)
 
     def _share(self, request: web.BaseRequest) -> BodyShare:
         return self._state.bodies.share(request.headers.get("Content-Length"), self._state.config.max_body_bytes)
 
     async def _forward(
-        self, request: web.BaseRequest, request_id: str, added: Mapping[str, str], share: BodyShare
+        self, request: web.BaseRequest, record: RequestRecord, added: Mapping[str, str], share: BodyShare
     ) -> web.StreamResponse:
         arrived = time.monotonic()
         body = await read_body(request, share)
@@ -116,17 +146,23 @@ class RouterGate:
             asked = RouteRequest(np.zeros(1, np.int32), session, model=self._state.reader.model(body))
         else:
             asked = await self._state.reader.read(body, session)
+            self._access.reserve(record, asked.length + asked.output_tokens)
+        headers, meter = to_worker(self._state, request.headers, record.request_id), None
+        if record.reservation is not None or self._state.config.access_log:
+            headers[USAGE_HEADER], meter = "1", UsageMeter()
         exchange = Exchange(
             state=self._state,
             request=request,
-            request_id=request_id,
+            request_id=record.request_id,
             added=added,
             target=request.raw_path if request.raw_path.startswith("/") else request.rel_url.raw_path_qs,
-            headers=to_worker(self._state, request.headers, request_id),
+            headers=headers,
             body=body,
             share=share,
             asked=asked,
             arrived=arrived,
+            record=record,
+            meter=meter,
         )
         return await exchange.forward()
 

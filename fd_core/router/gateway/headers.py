@@ -9,6 +9,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from fd_core.disagg.ticket import OUTCOME_HEADER, TICKET_HEADER
 from fd_core.router.gateway.state import GatewayState
+from fd_core.server.access.usage import USAGE_HEADER
 from fd_core.server.draining import DRAINING_HEADER
 
 __all__ = ["AUTO_HEADERS", "to_client", "to_worker"]
@@ -20,7 +21,7 @@ _HOP_BY_HOP: Final = frozenset(
     }
 )
 """Headers that belong to one connection (RFC 9110, section 7.6.1)."""
-_ROUTERS_OWN: Final = frozenset({TICKET_HEADER.lower(), OUTCOME_HEADER.lower()})
+_ROUTERS_OWN: Final = frozenset({TICKET_HEADER.lower(), OUTCOME_HEADER.lower(), USAGE_HEADER.lower()})
 """Headers that only a router may send: a client could send a worker to an address of its choice."""
 _REQUEST_ONLY: Final = _HOP_BY_HOP | _ROUTERS_OWN | {"host", "origin", "content-length", "expect", "x-request-id"}
 _ANSWER_ONLY: Final = _HOP_BY_HOP | {"content-length", "date", "server", "x-request-id", DRAINING_HEADER.lower()}
@@ -32,9 +33,9 @@ def to_worker(state: GatewayState, given: CIMultiDictProxy[str], request_id: str
     """Return the headers of the request to a worker; the client's API key goes on unless it is the gateway's."""
     headers = _without(given, _REQUEST_ONLY)
     headers["X-Request-Id"] = request_id
-    if state.config.api_keys:
+    if state.config.asks_for_keys:
         headers.popall("Authorization", None)
-    if state.config.api_keys or "Authorization" in state.own_headers:
+    if state.config.asks_for_keys or "Authorization" in state.own_headers:
         headers.popall("X-Api-Key", None)
     headers.update(state.own_headers)
     return headers

@@ -17,7 +17,7 @@ from fd_core.router.router import Router
 from fd_core.router.snapshot import OUTCOMES
 from fd_core.server.doors.bodies import BodyStats
 from fd_core.server.doors.connections import ConnectionStats
-from fd_core.server.metrics import Histogram, metric_families
+from fd_core.server.metrics import Histogram, metric_families, refusal_family
 
 __all__ = ["GatewayCounts", "GatewayMetrics"]
 
@@ -58,6 +58,8 @@ class GatewayMetrics(Collector):
             _FIRST_BYTE,
         )
         self.answers: Counter[tuple[str, int]] = Counter()
+        self.refusals: Counter[tuple[str, str]] = Counter()
+        """Of `AccessControl`."""
         self.doors: tuple[object, ...] = (ConnectionStats(), BodyStats())
         """Of what listens; others once the gateway does."""
         self.registry = CollectorRegistry()
@@ -97,3 +99,4 @@ class GatewayMetrics(Collector):
         for (path, status), count in self.answers.items():
             answers.add_metric((path, str(status)), count)
         yield answers
+        yield refusal_family("fdcore_router_", self.refusals)

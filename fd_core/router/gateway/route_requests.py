@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -43,6 +44,17 @@ class _Body(msgspec.Struct):
     user: Any = None
     cache_salt: Any = None
     model: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    max_output_tokens: Any = None
+    n: Any = None
+
+    @property
+    def output_tokens(self) -> int:
+        """The most tokens that the request says its answers may have; 0 if it does not say it."""
+        asked = (self.max_completion_tokens, self.max_tokens, self.max_output_tokens)
+        most = next((each for each in asked if type(each) is int and each > 0), 0)
+        return most * (self.n if type(self.n) is int and self.n > 0 else 1)
 
     @property
     def text(self) -> Any:
@@ -112,8 +124,10 @@ class RouteRequestReader:
             ids, length = self._ids(asked)
             tokens = np.fromiter(ids, np.int32, len(ids))
         except (FdError, OverflowError, TypeError):  # only a worker can refuse it properly
-            return _by_bytes(_bytes_of(asked) or body, session, salt, _name(asked.model))
-        return RouteRequest(tokens, session, salt, length, _name(asked.model))
+            read = _by_bytes(_bytes_of(asked) or body, session, salt, _name(asked.model))
+        else:
+            read = RouteRequest(tokens, session, salt, length, _name(asked.model))
+        return replace(read, output_tokens=asked.output_tokens)
 
     def _ids(self, asked: _Body) -> tuple[Sequence[int], int]:
         """Return the ids of the first prompt, by which prefixes are compared, and how many tokens all prompts have.

@@ -25,6 +25,7 @@ from fd_core.router.gateway.state import GatewayState
 from fd_core.router.gateway.watched import GatewayHttp
 from fd_core.router.router import Router
 from fd_core.server import listening
+from fd_core.server.access.control import AccessControl
 from fd_core.server.doors.connections import Connections, connection_limit
 from fd_core.server.doors.tls import ServingTls, client_context
 
@@ -65,7 +66,8 @@ async def serve_gateway(
     tls = ServingTls.of(config)
     trusted = client_context(config.worker_ca_certs, "--worker-ca-certs", config)
     stop, hurry = stop or asyncio.Event(), asyncio.Event()
-    listening.warn_if_open(config.host, keys=bool(config.api_keys))
+    access = AccessControl(config.api_keys, config.api_key_file, protect_pages=config.protect_pages)
+    listening.warn_if_open(config.host, keys=bool(access.ring))
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS, ttl_dns_cache=30, ssl=trusted)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.connect_seconds, sock_read=config.read_seconds)
     async with (
@@ -79,8 +81,9 @@ async def serve_gateway(
         contextlib.AsyncExitStack() as stack,
     ):
         state = GatewayState(
-            config, router, session, RouteRequestReader(text), ticket_key, metrics=GatewayMetrics(router)
+            config, router, session, RouteRequestReader(text), ticket_key, GatewayMetrics(router), access
         )
+        state.metrics.refusals = access.refusals
         stack.callback(lambda: state.reader.close())
         followers = KVFollowers(state)
         stack.push_async_callback(followers.close)
@@ -101,7 +104,8 @@ async def serve_gateway(
         if learns and text is None:
             tasks.append(asyncio.create_task(_learn(state)))
         stack.push_async_callback(_cancelled, tasks)
-        with listening.signals_stop(stop, hurry):
+        reload = access.reload if access.reloadable else None
+        with listening.signals_stop(stop, hurry), listening.hangup_reloads(reload):
             if on_ready is not None:
                 on_ready(listening.url_of(config.host, sock, secure=tls is not None))
             await stop.wait()

@@ -11,6 +11,8 @@ from fd_core.router.gateway.metrics import GatewayMetrics
 from fd_core.router.gateway.route_requests import RouteRequestReader
 from fd_core.router.gateway.timeouts import WorkerTimeouts
 from fd_core.router.router import Router
+from fd_core.server.access.control import AccessControl
+from fd_core.server.active import ActiveRequests
 from fd_core.server.doors.bodies import BodyBudget
 from fd_core.server.draining import Drain
 
@@ -30,6 +32,10 @@ class GatewayState:
     ticket_key: bytes | None
     """Key of the tickets for pairs. Without one every prompt is computed by the decode worker."""
     metrics: GatewayMetrics
+    access: AccessControl = field(default_factory=AccessControl)
+    """The router's API keys and what they may take."""
+    active: ActiveRequests = field(default_factory=ActiveRequests)
+    """Requests that run, by their ids."""
     timeouts: WorkerTimeouts = field(default_factory=WorkerTimeouts)
     drain: Drain = field(default_factory=Drain)
     bodies: BodyBudget = field(init=False)

@@ -51,7 +51,7 @@ async def run_requests(
 
     async def one(request: BatchLine) -> None:
         try:
-            take(await _answer(request, ask))
+            take(await _answer(request, ask, going_on))
         finally:
             free.release()
 
@@ -71,14 +71,24 @@ async def run_requests(
                 group.create_task(one(request))
 
 
-async def _answer(request: BatchLine, ask: Ask) -> BatchAnswer:
-    """Return the line for a request; one that found no room, or an engine about to restart, is sent again."""
-    for attempt in range(_ATTEMPTS):
+async def _answer(request: BatchLine, ask: Ask, going_on: Callable[[], bool]) -> BatchAnswer:
+    """Return the line for a request; one that found no room, or an engine about to restart, is sent again.
+
+    One that a limit of its key holds back waits for as long as it takes, while the batch goes on.
+    """
+    tries = failures = 0
+    while True:
         try:
-            answer = await ask(request.url, request.body, f"{request.id}-{attempt}" if attempt else request.id)
+            answer = await ask(request.url, request.body, f"{request.id}-{tries}" if tries else request.id)
         except ConnectionError as error:
             return failed(request, LineError("no_answer", str(error) or "the answer broke off"))
-        if answer.status not in (429, 503) or attempt == _ATTEMPTS - 1:
+        tries += 1
+        wait = answer.headers.get("retry-after", "")
+        if answer.status == 429 and wait.isdecimal() and going_on():
+            await asyncio.sleep(min(int(wait), _PAUSE_SECONDS))
+            continue
+        failures += 1
+        if answer.status not in (429, 503) or "x-should-retry" in answer.headers or failures == _ATTEMPTS:
             break
-        await asyncio.sleep(min(_PAUSE_SECONDS, 0.1 * 2**attempt))
+        await asyncio.sleep(min(_PAUSE_SECONDS, 0.05 * 2**failures))
     return answered(request, answer.status, answer.headers.get("x-request-id", request.id), answer.body)

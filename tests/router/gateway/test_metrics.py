@@ -33,6 +33,7 @@ PROMISED = {
     "prefill_tokens": ("gauge", []),
     "prompt_blocks": ("counter", []),
     "refused": ("counter", ["reason"]),
+    "key_refusals": ("counter", ["key", "limit"]),
     "requests": ("gauge", []),
     "requests_waiting": ("gauge", []),
     "retries": ("counter", []),
@@ -63,6 +64,7 @@ def test_the_metrics_are_those_promised_and_every_help_is_a_sentence() -> None:
     metrics = GatewayMetrics(router_of(mixed=1))
     metrics.answers[COMPLETIONS, 200] += 1
     metrics.counts.transfers["transferred"] += 1
+    metrics.refusals["alice", "tokens"] += 1
     families = list(metrics.collect())
     labels = {one.name: {name for sample in one.samples for name in sample.labels} - {"le"} for one in families}
     labels["fdcore_router_refused"] = {"reason"}  # nothing was refused: no sample shows the label

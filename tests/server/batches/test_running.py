@@ -13,8 +13,9 @@ from fd_core.server.batches.lines import BatchAnswer, BatchLine, LineError
 
 
 class Server:
-    def __init__(self, statuses: Iterable[int] = ()) -> None:
+    def __init__(self, statuses: Iterable[int] = (), **headers: str) -> None:
         self.statuses = iter(statuses)
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
         self.asked: list[str] = []
         self.at_once = self.most = 0
 
@@ -24,7 +25,7 @@ class Server:
         self.most = max(self.most, self.at_once)
         await asyncio.sleep(0.001)
         self.at_once -= 1
-        return AsgiAnswer(next(self.statuses, 200), {"x-request-id": request_id}, b"{}")
+        return AsgiAnswer(next(self.statuses, 200), {"x-request-id": request_id, **self.headers}, b"{}")
 
 
 def run(server: Server, requests: list[BatchLine], **options: object) -> list[BatchAnswer]:
@@ -64,6 +65,18 @@ def test_no_room_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     for_ever = Server([503] * 1000)
     (refused,) = run(for_ever, requests(1))
     assert refused.response is not None and refused.response.status_code == 503
+
+
+def test_a_limit_of_the_key_is_waited_for_while_the_batch_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "_PAUSE_SECONDS", 0.0)
+    server = Server([429] * 100 + [200], retry_after="1")
+    (answer,) = run(server, requests(1))
+    assert answer.ok and len(set(server.asked)) == 101
+    cancelled = Server([429] * 1000, retry_after="1")
+    (refused,) = run(cancelled, requests(1), going_on=lambda: len(cancelled.asked) < 5)
+    assert refused.response is not None and refused.response.status_code == 429 and len(cancelled.asked) < 50
+    never = Server([429] * 1000, x_should_retry="false")
+    assert not run(never, requests(1))[0].ok and len(never.asked) == 1
 
 
 def test_what_would_begin_after_the_end_is_left_out() -> None:

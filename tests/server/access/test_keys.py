@@ -1,0 +1,72 @@
+"""Recognising keys."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from fd_core.server.access.control import AccessControl
+from fd_core.server.access.keys import ApiKey, KeyRing
+from fd_core.server.errors import ApiError
+
+BASIC = b"Basic bm9ib2R5OmE="  # nobody:a
+
+
+def test_without_keys_everybody_may_ask() -> None:
+    assert AccessControl().identify("GET", "/v1/models", None, None) is None
+    with pytest.raises(ApiError):
+        AccessControl(("k",)).identify("GET", "/v1/models", None, None)
+
+
+@pytest.mark.parametrize("sent", [(b"Bearer a", None), (b"bearer  a ", None), (None, b"a"), (b"Bearer x", b"a")])
+def test_a_key_is_found_in_either_header(sent: tuple[bytes | None, bytes | None]) -> None:
+    ring = KeyRing(("a", "b"))
+    assert ring.find(*sent) == ApiKey.of("a")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [(None, None), (b"a", None), (b"Basic a", None), (b"Bearer", b""), (b"Bearer a b", b"\xff\x00"), (BASIC, None)],
+)
+def test_nothing_else_is_a_key(sent: tuple[bytes | None, bytes | None]) -> None:
+    assert KeyRing(("a", "b")).find(*sent) is None
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST"])
+@pytest.mark.parametrize("path", ["/", "/status.json", "/v1/models"])
+def test_a_password_opens_protected_pages_and_nothing_that_acts(method: str, path: str) -> None:
+    access = AccessControl(("a",), protect_pages=True)
+    if path != "/v1/models" and method != "POST":
+        assert access.identify(method, path, BASIC, None) == ApiKey.of("a")
+    else:
+        with pytest.raises(ApiError):
+            access.identify(method, path, BASIC, None)
+
+
+def test_a_known_and_an_unknown_key_cost_the_same_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[bool] = []
+
+    def compare(left: bytes, right: bytes) -> bool:
+        compared.append(len(left) == len(right) == 32)
+        return left == right
+
+    ring = KeyRing(("a", "b", "c"))
+    monkeypatch.setattr("hmac.compare_digest", compare)
+    for sent in ((b"Bearer a", None), (b"Bearer x", b"y"), (None, b"c")):
+        ring.find(*sent)
+    assert compared == [True] * 6, "one for each header, whatever was sent"
+
+
+def test_nobody_outside_can_tell_where_a_key_is_looked_for() -> None:
+    rings = [KeyRing(("a",)), KeyRing(("a",))]
+    places = {next(iter(ring._keys)) for ring in rings}
+    assert len(places) == 2 and hashlib.sha256(b"a").digest() not in places
+
+
+def test_an_owner_is_the_name_of_a_key_that_may_be_replaced() -> None:
+    old, new = (ApiKey(digest=digit * 32, name="alice") for digit in (b"1", b"2"))
+    other = ApiKey(digest=b"1" * 32, name="bob")
+    unnamed = ApiKey(digest=b"1" * 32)
+    assert old.owner == new.owner and len({old.owner, other.owner, unnamed.owner}) == 3
+    assert KeyRing((new,)).of_owner(old.owner) == new
