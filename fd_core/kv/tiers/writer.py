@@ -54,7 +54,8 @@ class WriteBehind:
         self._lock = threading.Lock()
         self._queue: deque[tuple[bytes, HostArray]] = deque()
         self._queued: set[bytes] = set()
-        self._forgotten = 0
+        self._forgotten: set[bytes] = set()
+        """Keys that wait to be deleted."""
         self._give_up_at = _NEVER
 
     def accepts(self, size: int) -> bool:
@@ -70,16 +71,18 @@ class WriteBehind:
         with self._lock:
             self._queue.append((key, array))
             self._queued.add(key)
+            # The block replaces what is stored; deleted behind it, it would be lost.
+            self._forgotten.discard(key)
             self.pending_bytes += array.nbytes
         self.loop.post(self._write)
         return True
 
     def forget(self, key: bytes) -> None:
-        """Have a key deleted from the store; best effort."""
+        """Have a key deleted from the store, unless a block is written under it anyway; best effort."""
         with self._lock:
-            if self._forgotten >= _MAX_FORGOTTEN:
+            if key in self._queued or key in self._forgotten or len(self._forgotten) >= _MAX_FORGOTTEN:
                 return
-            self._forgotten += 1
+            self._forgotten.add(key)
         self.loop.post(lambda: self._delete(key))
 
     def close(self, seconds: float) -> bool:
@@ -117,8 +120,9 @@ class WriteBehind:
 
     def _delete(self, key: bytes) -> None:
         with self._lock:
-            self._forgotten -= 1
-        if self._give_up_at == _NEVER:  # an engine that ends has no time for it
+            wanted = key in self._forgotten
+            self._forgotten.discard(key)
+        if wanted and self._give_up_at == _NEVER:  # an engine that ends has no time for it
             self._store.call("delete", self._put_seconds, lambda store, timeout: store.delete([key], timeout))
 
     def _take(self) -> list[tuple[bytes, HostArray]]:

@@ -122,9 +122,25 @@ def test_closing_without_time_drops(writer, store, counters) -> None:
 
 
 def test_damaged_values_are_deleted_but_not_hoarded(writer, store) -> None:
-    store.values[KEYS[0]] = b"damaged"
-    for _ in range(2000):
-        writer.forget(KEYS[0])
+    damaged = [number.to_bytes(2, "big") * 8 for number in range(2000)]
+    store.values |= dict.fromkeys(damaged, b"damaged")
+    for key in damaged * 2:
+        writer.forget(key)
     while writer.loop.run_one():
         pass
-    assert store.values == {} and len(store.calls) == 1024
+    assert store.calls == ["delete"] * 1024 and list(store.values) == damaged[1024:]
+
+
+@pytest.mark.parametrize("first", ["forgotten", "offered"])
+def test_a_block_that_replaces_a_damaged_value_is_not_deleted_behind_it(writer, store, first: str) -> None:
+    """A batch takes what is queued, also what was offered behind a deletion that comes later."""
+    writer.offer(KEYS[0], content(KEYS[0]))
+    store.values[KEYS[1]] = b"damaged"
+    if first == "offered":
+        writer.offer(KEYS[1], content(KEYS[1]))
+    writer.forget(KEYS[1])
+    writer.offer(KEYS[1], content(KEYS[1]))
+    while writer.loop.run_one():
+        pass
+    opened = Envelope(SECRET).open(KEYS[1], store.values[KEYS[1]], BLOCK_BYTES)
+    assert np.array_equal(np.frombuffer(opened, np.float32), content(KEYS[1]).ravel())
