@@ -52,7 +52,8 @@ def create_app(
     metrics = ServerMetrics(client, names[0] if config.metrics_names == "vllm" else None)
     metrics.refusals = access.refusals
     info = client.info
-    reader = PromptReader(tokenizer, template, vocab_size=info.vocab_size, max_tokens=info.max_model_len)
+    longest = info.max_model_len * tokenizer.longest_token
+    reader = PromptReader(tokenizer, template, vocab_size=info.vocab_size, max_chars=longest)
     grammars = GrammarChecker(tokenizer, info)
     app.state.fd = ServerState(
         config, client, tokenizer, reader, metrics, grammars, parsers or Parsers(), ticket_key=ticket_key, access=access

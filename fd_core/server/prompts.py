@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Final
 
 import msgspec
@@ -88,9 +87,9 @@ async def chat_ids(state: ServerState, body: ChatRequest | TokenizeRequest) -> t
         require_effort(reader, body.reasoning_effort, "reasoning_effort")
     turns = [_turn(message) for message in body.messages]
     offered = offered_tools(body)
-    # Never on the event loop: a template may take long over a short conversation.
+    size = sum(len(str(turn["content"])) for turn in turns)
     return await reader.run(
-        math.inf,
+        size if offered is None else size + len(msgspec.json.encode(offered.shown)),
         lambda: reader.chat(
             turns,
             body.add_generation_prompt is not False and not goes_on,
@@ -101,6 +100,7 @@ async def chat_ids(state: ServerState, body: ChatRequest | TokenizeRequest) -> t
             add_special=bool(body.add_special_tokens),
             tools=None if offered is None else offered.shown,
         ),
+        at_once=False,
     )
 
 

@@ -64,17 +64,13 @@ class PromptReader:
         template: ChatTemplate | None,
         *,
         vocab_size: int = _MAX_TOKEN_ID + 1,
-        max_tokens: int | None = None,
+        max_chars: int | None = None,
     ) -> None:
-        """Ids that clients give have to be below `vocab_size`.
-
-        A text of more characters than `max_tokens` tokens can stand for is refused before it is encoded.
-        """
+        """Ids that clients give have to be below `vocab_size`; longer texts than `max_chars` are not encoded."""
         self._tokenizer = tokenizer
         self._template = template
         self._vocab_size = vocab_size
-        self._max_tokens = max_tokens
-        self._max_chars = None if max_tokens is None else max_tokens * tokenizer.longest_token
+        self._max_chars = max_chars
         self._worker = ThreadPoolExecutor(1, "fdcore-text")
         self._long_worker = ThreadPoolExecutor(1, "fdcore-long-text")
         self._given_templates: dict[str, ChatTemplate] = {}
@@ -100,13 +96,14 @@ class PromptReader:
         """What renders conversations, in Jinja; None where nothing does."""
         return None if self._template is None else self._template.source
 
-    async def run(self, size: float, read: Callable[[], T]) -> T:
+    async def run(self, size: int, read: Callable[[], T], *, at_once: bool = True) -> T:
         """Return `read()` of a prompt of `size` characters: at once, or from a thread where it would block for long.
 
-        Whoever is cancelled before the turn comes is not read. There are two threads, one for the longest texts, so
-        that reading does not crowd out the engine.
+        What may take long over a short text, as templates may, is not read `at_once` in any case. Whoever is cancelled
+        before the turn comes is not read. There are two threads, one for the longest texts, so that reading does not
+        crowd out the engine.
         """
-        if size <= _INLINE_CHARS:
+        if at_once and size <= _INLINE_CHARS:
             return read()
         worker = self._worker if size <= _LONG_CHARS else self._long_worker
         return await asyncio.get_running_loop().run_in_executor(worker, read)
@@ -196,8 +193,7 @@ class PromptReader:
         allowed = _COUNTED_CHARS if counted else 0
         if self._max_chars is not None and len(text) > max(self._max_chars, allowed):
             raise BadRequest(
-                f"{field} has {len(text):,} characters; the {self._max_tokens:,} tokens of the context stand for "
-                f"{self._max_chars:,} at most",
+                f"{field} has {len(text):,} characters; the context holds {self._max_chars:,} at most",
                 field=field,
                 code="context_length_exceeded",
             )

@@ -15,49 +15,54 @@ LONGEST_STALL: Final = 0.05
 TRIES: Final = 5
 
 
-class Heartbeat:
-    """Beats on a server's loop every millisecond while its block runs; `longest` is the longest pause.
+class Beats:
+    """Beats on a loop every millisecond while it runs; `longest` is the longest pause in seconds.
 
     A pause lasts as long as this process computed in it: other processes take the processors away, too.
     """
 
-    def __init__(self, server: LiveServer) -> None:
-        self._server = server
-        self._loop = server.call(asyncio.get_running_loop)
-        self._running = False
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.running = False
         self.longest = 0.0
 
-    def __enter__(self) -> Heartbeat:
-        self._running = True
-        self._server.call(self._begin)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._running = False
-        self._server.call(self._beat)
-
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Begin to beat; called on the loop."""
+        self.running = True
         self._last = time.perf_counter(), time.process_time()
-        self._loop.call_later(0.001, self._beat)
+        self._loop.call_later(0.001, self.beat)
 
-    def _beat(self) -> None:
+    def beat(self) -> None:
+        """Measure the pause since the last beat."""
         now = time.perf_counter(), time.process_time()
         self.longest = max(self.longest, min(now[0] - self._last[0], now[1] - self._last[1]))
         self._last = now
-        if self._running:
-            self._loop.call_later(0.001, self._beat)
+        if self.running:
+            self._loop.call_later(0.001, self.beat)
 
 
 def stall(server: LiveServer, work: Callable[[], object]) -> float:
-    """Return the longest pause of the loop in seconds while `work` runs, the least of several tries."""
-    least = float("inf")
+    """Return the longest pause of a server's loop in seconds while `work` runs, the least of several tries."""
+
+    def once() -> float:
+        beats = Beats(server.call(asyncio.get_running_loop))
+        server.call(beats.begin)
+        work()
+        beats.running = False
+        server.call(beats.beat)
+        return beats.longest
+
+    return least(once)
+
+
+def least(pause: Callable[[], float]) -> float:
+    """Return the least of several pauses; one that is short enough is the last."""
+    found = float("inf")
     for _ in range(TRIES):
-        with Heartbeat(server) as heart:
-            work()
-        least = min(least, heart.longest)
-        if least < LONGEST_STALL:
+        found = min(found, pause())
+        if found < LONGEST_STALL:
             break
-    return least
+    return found
 
 
 def post(server: LiveServer, path: str, body: bytes) -> tuple[int, bytes]:

@@ -143,7 +143,7 @@ class RouterGate:
         body = await read_body(request, share)
         session = request.headers.get("X-Session-Id", "")[:256] or None
         if request.path in _COMPUTES_NOTHING:
-            asked = RouteRequest(np.zeros(1, np.int32), session, model=self._state.reader.model(body))
+            asked = RouteRequest(np.zeros(1, np.int32), session, model=await self._state.reader.model(body))
         else:
             asked = await self._state.reader.read(body, session)
             self._access.reserve(record, asked.length + asked.output_tokens)

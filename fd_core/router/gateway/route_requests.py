@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -13,12 +12,18 @@ import numpy as np
 from fd_core.errors import FdError
 from fd_core.router.gateway.model_text import ModelText
 from fd_core.router.selection import RouteRequest
+from fd_core.server.json_shape import decodable
 from fd_core.text.prompt_reader import PromptReader, split_prompts, template_kwargs
 from fd_core.text.tool_prompt import shown_tool
 from fd_core.types import IntArray
 
 __all__ = ["BYTES_PER_TOKEN", "RouteRequestReader"]
 
+_MAX_CHARS: Final = 1_000_000
+"""Longer texts are compared by their bytes."""
+_MAX_TOKENS: Final = 131_072
+"""Of a prompt, prefixes of this length are compared."""
+_MAX_IDS: Final = 2_000_000
 BYTES_PER_TOKEN: Final = 4
 """Length of a token where no tokenizer counts them."""
 
@@ -83,7 +88,7 @@ class RouteRequestReader:
 
     def __init__(self, text: ModelText | None) -> None:
         """Without `text`, prompts are compared by the bytes of their text."""
-        self._prompts = None if text is None else PromptReader(text.tokenizer, text.template)
+        self._prompts = None if text is None else PromptReader(text.tokenizer, text.template, max_chars=_MAX_CHARS)
         self.description = f"Prompts are compared by the {f'tokens of {text.name}' if text else 'bytes of their text'}."
         """The line of the live page that says how prompts are compared."""
 
@@ -99,17 +104,17 @@ class RouteRequestReader:
 
     async def read(self, body: bytes, session: str | None = None) -> RouteRequest:
         """Return what the router is asked for a body; `session` comes from a header and wins over the body's."""
+        if not await decodable(body, _MAX_IDS):  # which a worker refuses
+            return _by_bytes(body, session, "")
         if self._prompts is None:
             return self._read(body, session)
-        # A template may take long over a short conversation.
-        size = math.inf if b'"messages"' in body else len(body)
-        return await self._prompts.run(size, lambda: self._read(body, session))
+        return await self._prompts.run(len(body), lambda: self._read(body, session), at_once=b'"messages"' not in body)
 
     @staticmethod
-    def model(body: bytes) -> str | None:
+    async def model(body: bytes) -> str | None:
         """Return the name of the model that a body asks for, if the body can be read."""
         try:
-            return _name(_decoder.decode(body).model)
+            return _name(_decoder.decode(body).model) if await decodable(body, _MAX_IDS) else None
         except _UNREADABLE:
             return None
 
@@ -122,7 +127,7 @@ class RouteRequestReader:
         salt = _name(asked.cache_salt) or ""
         try:
             ids, length = self._ids(asked)
-            tokens = np.fromiter(ids, np.int32, len(ids))
+            tokens = np.fromiter(ids[:_MAX_TOKENS], np.int32)
         except (FdError, OverflowError, TypeError):  # only a worker can refuse it properly
             read = _by_bytes(_bytes_of(asked) or body, session, salt, _name(asked.model))
         else:
@@ -169,7 +174,7 @@ def _bytes_of(asked: _Body) -> bytes:
 
 
 def _by_bytes(data: bytes, session: str | None, salt: str, model: str | None = None) -> RouteRequest:
-    tokens: IntArray = np.frombuffer(data or b"\0", np.uint8).astype(np.int32)
+    tokens: IntArray = np.frombuffer(data[:_MAX_TOKENS] or b"\0", np.uint8).astype(np.int32)
     return RouteRequest(tokens, session, salt, max(1, len(data) // BYTES_PER_TOKEN), model, tokenized=False)
 
 
