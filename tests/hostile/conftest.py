@@ -1,0 +1,7 @@
+"""What hostile tests share with those of the server."""
+
+from __future__ import annotations
+
+from tests.server.conftest import server, shared_server
+
+__all__ = ["server", "shared_server"]
