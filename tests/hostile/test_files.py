@@ -26,7 +26,7 @@ from tests.hostile.limits import MEGABYTE, at_length, tried
 from tests.hostile.model_files import gguf_file, model_folder, whole_folder
 from tests.models.loading.tiny_gguf import LLAMA, write_gguf
 
-SEEDS = at_length(200, 4000)
+SEEDS = at_length(200, 2000)
 SLACK = 48 * MEGABYTE
 FACTOR = 16
 """Bytes that a file may take for each of its own, beside the slack."""
