@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 
 from fd_core.server.doors.bodies import BodyShare
 from fd_core.server.errors import ApiError, invalid
@@ -131,10 +132,13 @@ def _require_json(request: Request) -> None:
 
 
 async def receive(request: Request, share: BodyShare) -> AsyncIterator[bytes]:
-    """Yield the body of a request as it arrives; `ApiError` where its share does not reach."""
-    async for part in request.stream():
-        share.received(len(part))
-        yield part
+    """Yield the body of a request as it arrives; `ApiError` where its share does not reach, or if it breaks off."""
+    try:
+        async for part in request.stream():
+            share.received(len(part))
+            yield part
+    except ClientDisconnect:
+        raise invalid("the body broke off", None, "invalid_body") from None
 
 
 def _named(kind: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from typing import Any, Final
 
 import httptools
@@ -16,6 +18,13 @@ MAX_HEAD_BYTES: Final = 64 * 1024
 """Most bytes of request line and headers together; one read of the socket may exceed it."""
 
 
+_UPGRADE: Final = re.compile(rb"^upgrade:", re.IGNORECASE | re.MULTILINE)
+"""Asks for another protocol, which a server may ignore, and Java's client does; the parser would drop the body."""
+_EACH_TIME: Final = ("Invalid HTTP request", "Unsupported upgrade request", "No supported WebSocket library")
+"""Warnings of the library that any client can cause, as often as it likes."""
+logging.getLogger("uvicorn.error").addFilter(lambda record: not str(record.msg).startswith(_EACH_TIME))
+
+
 class BoundedHttp(WatchedProtocol, HttpToolsProtocol):
     """uvicorn's protocol, which answers 431 and closes when a head does not end."""
 
@@ -27,16 +36,28 @@ class BoundedHttp(WatchedProtocol, HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse, and count what arrived while the head is not complete."""
+        if b"pgrade:" in data and self._waits_for != "body":
+            head, end, rest = data.partition(b"\r\n\r\n")
+            data = _UPGRADE.sub(b"x-upgrade:", head) + end + rest
         super().data_received(data)
         if not self._in_head or self.transport.is_closing():
             return
         self._head_bytes += len(data)
         if self._head_bytes > MAX_HEAD_BYTES:
-            error = ApiError(431, f"the request line and headers are larger than the {MAX_HEAD_BYTES:,} bytes allowed")
-            body = error.body()
-            head = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
-            self.transport.write(head + b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body) + body)
-            self.transport.close()
+            message = f"the request line and headers are larger than the {MAX_HEAD_BYTES:,} bytes allowed"
+            self._end(b"431 Request Header Fields Too Large", ApiError(431, message))
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP in the shape of every other error."""
+        self.watch.complain("what came on a connection is not HTTP")
+        self._end(b"400 Bad Request", ApiError(400, "the request is not valid HTTP/1.1", code="invalid_http"))
+
+    def _end(self, status: bytes, error: ApiError) -> None:
+        """Answer without the application, and close."""
+        body = error.body()
+        head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\nconnection: close\r\n" % status
+        self.transport.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        self.transport.close()
 
     def on_message_begin(self) -> None:
         """Begin to count."""

@@ -112,6 +112,40 @@ def test_a_client_that_does_not_read_is_cut_and_its_request_ends(kind: str) -> N
 
 
 @both
+def test_a_client_that_leaves_its_body_unfinished_is_no_error_of_the_server(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with door(kind) as opened:
+        for _ in range(5):
+            with opened.connect() as connection:
+                connection.head(f"POST {COMPLETIONS}", JSON, "Content-Length: 1000").send("{")
+                time.sleep(0.05)
+        until(lambda: opened.metrics()["connections"] == 1)
+        text = opened.get("/metrics")[2].decode()
+    assert 'status="500"' not in text
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+
+
+@both
+def test_what_is_not_http_is_said_once(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    with door(kind) as opened:
+        for garbage in (b"\x16\x03\x01\x00\x00", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x00" * 2000):
+            with opened.connect() as connection:
+                assert connection.send(garbage).answer()[0] == 400
+                connection.closed_within(3)
+        assert opened.get("/health")[0] == 200
+    assert len([record for record in caplog.records if record.levelno > logging.INFO]) <= 1
+
+
+@both
+@pytest.mark.parametrize("wanted", ["websocket", "h2c"])
+def test_a_request_that_would_change_the_protocol_is_answered(kind: str, wanted: str) -> None:
+    with door(kind) as opened, opened.connect() as connection:
+        connection.post({"prompt": "a"}, COMPLETIONS, "Connection: Upgrade", f"Upgrade: {wanted}")
+        assert connection.answer()[0] == 200
+
+
+@both
 def test_too_many_connections_are_told_so(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     with ExitStack() as stack, door(kind, limit_concurrency=4) as opened:
         opened.hold()
