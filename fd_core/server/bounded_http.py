@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from typing import Any, Final
@@ -22,7 +23,15 @@ _UPGRADE: Final = re.compile(rb"^upgrade:", re.IGNORECASE | re.MULTILINE)
 """Asks for another protocol, which a server may ignore, and Java's client does; the parser would drop the body."""
 _EACH_TIME: Final = ("Invalid HTTP request", "Unsupported upgrade request", "No supported WebSocket library")
 """Warnings of the library that any client can cause, as often as it likes."""
-logging.getLogger("uvicorn.error").addFilter(lambda record: not str(record.msg).startswith(_EACH_TIME))
+
+
+def _worth_a_line(record: logging.LogRecord) -> bool:
+    """Tell what the library logs of itself from what clients cause, and from requests that a shutdown cancels."""
+    cancelled = record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
+    return not cancelled and not str(record.msg).startswith(_EACH_TIME)
+
+
+logging.getLogger("uvicorn.error").addFilter(_worth_a_line)
 
 
 class BoundedHttp(WatchedProtocol, HttpToolsProtocol):

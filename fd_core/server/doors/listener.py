@@ -21,8 +21,8 @@ _PAUSE_SECONDS: Final = 0.5
 _REFRESH_SECONDS: Final = 5.0
 """Pause between two looks at the files of the certificate."""
 _REFUSAL_SECONDS: Final = 2.0
-_MOST_REFUSALS: Final = 64
-"""Refusals on their way; further connections are closed without a word."""
+_MOST_REFUSALS: Final = 16
+"""Refusals on their way, which take descriptors of the reserve; further connections are closed without a word."""
 
 
 class Listener:

@@ -1,0 +1,141 @@
+"""Real processes at few descriptors: more connections and larger bodies than there is room for, and who comes after."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from .doors import COMPLETIONS, JSON, KINDS, Hostile, until
+from .limits import LONG
+
+pytestmark = pytest.mark.skipif(not LONG, reason="starts processes; FD_HOSTILE=1 runs it")
+
+NULL = ("serve", "null", "--backend", "null", "--num-threads", "1", "--engine", "inproc")
+DESCRIPTORS = 256
+MEGABYTE = 2**20
+
+
+class Limited:
+    """A server or a router in a process of its own, at few descriptors."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+        self.pid = process.pid
+        self.port = port
+        self.log = log
+
+    def get(self, path: str) -> bytes:
+        with Hostile(self.port) as connection:
+            status, _, body = connection.head(f"GET {path}").answer()
+        assert status == 200, body
+        return body
+
+    def metrics(self) -> dict[str, float]:
+        families = text_string_to_metric_families(self.get("/metrics").decode())
+        return {
+            sample.name.removeprefix("fdcore_").removeprefix("router_"): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+    def memory(self) -> int:
+        """Resident bytes."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        return int(status.partition("VmRSS:")[2].split()[0]) * 1024
+
+    def seconds(self) -> float:
+        """Processor time so far."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def limited(log: Path, *arguments: str) -> Iterator[Limited]:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = f'ulimit -n {DESCRIPTORS}; exec "$@"'
+    words = ("bash", "-c", command, "bash", sys.executable, "-m", "fd_core.cli", *arguments, "--port", str(port))
+    with log.open("w") as output:
+        process = subprocess.Popen(words, stdout=output, stderr=output, start_new_session=True)
+    running = Limited(process, port, log)
+
+    def ready() -> bool:
+        assert process.poll() is None, log.read_text()
+        with suppress(OSError, AssertionError):
+            return bool(running.get("/ready"))
+        return False
+
+    try:
+        until(ready, 60)
+        yield running
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) in (0, 130), log.read_text()
+        assert "Traceback" not in log.read_text()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+
+
+@contextmanager
+def either(kind: str, folder: Path) -> Iterator[Limited]:
+    with ExitStack() as stack:
+        if kind == "server":
+            yield stack.enter_context(limited(folder / "server", *NULL))
+            return
+        worker = stack.enter_context(limited(folder / "worker", *NULL))
+        route = ("route", "--worker", f"http://127.0.0.1:{worker.port}", "--tokenizer", "bytes")
+        yield stack.enter_context(limited(folder / "router", *route))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_silent_connections_than_descriptors_keep_nobody_out(kind: str, tmp_path: Path) -> None:
+    with either(kind, tmp_path) as running, ExitStack() as stack:
+        for _ in range(3 * DESCRIPTORS):
+            stack.enter_context(Hostile(running.port))
+        time.sleep(2.5)
+        before = running.seconds()
+        time.sleep(2)
+        assert running.seconds() - before < 0.5, "it spins"
+        for _ in range(5):
+            with Hostile(running.port) as connection:
+                assert connection.post({"prompt": "a", "max_tokens": 2}).answer()[0] == 200
+        metrics = running.metrics()
+        assert metrics["connections"] <= metrics["connections_limit"] < DESCRIPTORS
+        assert metrics["accept_errors_total"] == 0
+        assert running.log.read_text().count("--limit-concurrency") == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unfinished_bodies_hold_no_more_than_their_budget(kind: str, tmp_path: Path) -> None:
+    body = b'{"prompt": "' + b"a" * (15 * MEGABYTE)
+    with either(kind, tmp_path) as running, ExitStack() as stack:
+        before = running.memory()
+        connections = [stack.enter_context(Hostile(running.port)) for _ in range(40)]
+
+        def send(connection: Hostile) -> None:
+            connection.head(f"POST {COMPLETIONS}", JSON, f"Content-Length: {len(body) + 1000}")
+            with suppress(OSError):
+                connection.send(body)
+
+        threads = [threading.Thread(target=send, args=(each,)) for each in connections]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert running.memory() - before < (256 + 100) * MEGABYTE
+        begun = time.monotonic()
+        with Hostile(running.port) as connection:
+            assert connection.post({"prompt": "a", "max_tokens": 2}).answer()[0] == 200
+        assert time.monotonic() - begun < 1
+        assert running.metrics()["bodies_refused_total"] == 40 - 256 // 15
