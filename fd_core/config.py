@@ -169,6 +169,12 @@ class ListenConfig(CheckedStruct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.protect_pages and not self.asks_for_keys:
+            raise ConfigError(
+                "there is no key that could protect the pages",
+                field="--protect-pages",
+                hint="give --api-key-file, --api-key or FD_API_KEY",
+            )
         if self.max_body_memory < self.max_body_bytes:
             raise ConfigError(
                 f"max_body_memory is {self.max_body_memory:,} bytes, less than one body of {self.max_body_bytes:,}",

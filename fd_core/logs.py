@@ -7,7 +7,7 @@ import logging
 import time
 from typing import Final
 
-__all__ = ["ACCESS_LOGGER", "configure_logs"]
+__all__ = ["ACCESS_LOGGER", "configure_logs", "one_word"]
 
 ACCESS_LOGGER: Final = "fd_core.access"
 _TEXT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -17,13 +17,25 @@ def configure_logs(level: str, form: str, *, text: str = _TEXT, access: bool = F
     """Write every log line of this process to stderr: those of `level` and above, as `text` or as `json`.
 
     `text` is the format of text lines, as `logging` takes it. With `access` the access log is written
-    whatever the level.
+    whatever the level, otherwise it never is.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonFormatter() if form == "json" else logging.Formatter(text))
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    if access:
-        logging.getLogger(ACCESS_LOGGER).setLevel(logging.INFO)
+    logging.getLogger(ACCESS_LOGGER).setLevel(logging.INFO if access else logging.CRITICAL)
+
+
+def one_word(text: str, longest: int) -> str:
+    """Return a text of unknown origin as one word that no reader of the log takes for something else."""
+    cut = text[:longest]
+    if not cut.isascii() or not cut.isprintable() or " " in cut or "\\" in cut:
+        cut = "".join(letter if "!" <= letter <= "~" and letter != "\\" else _escaped(letter) for letter in cut)
+    return cut if len(text) <= longest else f"{cut}..."
+
+
+def _escaped(letter: str) -> str:
+    code = ord(letter)
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"
 
 
 class _JsonFormatter(logging.Formatter):

@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "plugins": {"backends", "disagg", "errors", "hookspecs", "kv", "plugin_rules", "router", "runner"}
     | {"scheduling", "text"},
     "kv": BASE | {"hookspecs", "ops"},  # the tiers copy from and to `ops.contract.KVCache`
-    "disagg": BASE | {"hookspecs", "kv", "ops"},
+    "disagg": BASE | {"hookspecs", "kv", "logs", "ops"},
     "scheduling": BASE | {"kv", "hookspecs", "signals"},
     "router": BASE | {"hookspecs", "kv"},
     "router/gateway": BASE | {"disagg", "kv", "models", "pages", "router", "server", "text"},

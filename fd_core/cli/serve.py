@@ -46,8 +46,12 @@ def serve(
     settings = merge(model, given, os.environ)
     # Processes that are started from here have no use for the secret.
     os.environ.pop("FD_API_KEY", None)
-    # The engine's process takes the level and the form of its log from its environment.
-    os.environ |= {"FD_LOG_LEVEL": settings.server.log_level, "FD_LOG_FORMAT": settings.server.log_format}
+    # The engine's process takes from its environment how it logs.
+    os.environ |= {
+        "FD_LOG_LEVEL": settings.server.log_level,
+        "FD_LOG_FORMAT": settings.server.log_format,
+        "FD_ACCESS_LOG": "1" if settings.server.access_log else "0",
+    }
 
     with interrupts_end_it():
         import logging

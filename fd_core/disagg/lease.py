@@ -130,8 +130,9 @@ def flaw(opening: Open, max_tokens: int = MAX_NUMBER) -> str | None:
         return f"the silence has to be {_MIN_SILENCE:g} to {_MAX_SILENCE:g} seconds"
     if not 1 <= len(opening.connector) <= _MAX_CONNECTOR_NAME or len(opening.address) > MAX_ADDRESS_BYTES:
         return "the connector's name or address is too long"
-    if max(map(len, (job.cache_salt, job.tenant, compatibility.model, compatibility.dtype))) > MAX_TEXT:
-        return f"salt and tenant may have at most {MAX_TEXT} characters"
+    texts = (job.cache_salt, job.tenant, compatibility.model, compatibility.dtype, opening.request_id)
+    if max(map(len, texts)) > MAX_TEXT:
+        return f"salt, tenant and request id may have at most {MAX_TEXT} characters"
     return None
 
 

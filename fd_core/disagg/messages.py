@@ -60,6 +60,8 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     """Name of the connector that carries the pieces."""
     address: bytes
     """What that connector needs to reach the decode side's end; its own format, at most a few kilobytes."""
+    request_id: str = ""
+    """The decode side's name for the request, for the logs of both."""
 
     @property
     def lease(self) -> str:

@@ -60,7 +60,8 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     level, form = os.environ.get("FD_LOG_LEVEL", "WARNING"), os.environ.get("FD_LOG_FORMAT", "text")
-    configure_logs(level, form, text="%(levelname)s %(message)s")
+    access = os.environ.get("FD_ACCESS_LOG") == "1"
+    configure_logs(level, form, text="%(levelname)s %(message)s", access=access)
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
     end_with_parent()
     context = zmq.Context(1)

@@ -172,13 +172,13 @@ class Fetches:
         self.fetched: dict[int, Fetched] = {}
         self.numbers = itertools.count()
 
-    def fetch(self, peer: str, tokens: int, *, first: int = 0, salt: str = "s", **options) -> int:
+    def fetch(self, peer: str, tokens: int, *, first: int = 0, salt: str = "s", request_id: str = "", **options) -> int:
         number = next(self.numbers)
         count = -(-tokens // SIZE) - first
         blocks = [self.free.pop() for _ in range(count)]
         self.cache.writable |= set(blocks)
         job = PrefillJob(np.arange(tokens, dtype="<i4").tobytes(), first, salt, **options)
-        fetch = Fetch(number, peer, job, np.array(blocks, np.int32))
+        fetch = Fetch(number, peer, job, np.array(blocks, np.int32), request_id=request_id)
         self.open[number] = fetch
         self.receiver.perform([fetch])
         return number

@@ -93,6 +93,21 @@ def test_an_order_says_what_is_wanted() -> None:
         assert pair.receiver.stats().pieces == 4
 
 
+@pytest.mark.parametrize(
+    ("named", "seen"), [("trace-7.0.0", "trace-7.0.0"), ("", "-"), ("a\nb", "a\\x0ab"), ("x" * 9999, "x" * 256)]
+)
+def test_a_prompt_is_found_in_the_log_of_the_prefill_side_too(
+    caplog: pytest.LogCaptureFixture, named: str, seen: str
+) -> None:
+    caplog.set_level(logging.INFO, "fd_core.access")
+    with Pair() as pair:
+        assert pair.answer(pair.fetch(9, request_id=named)).outcome == "transferred"
+        pair.idle()
+    (line,) = [each for each in caplog.records if each.name == "fd_core.access"]
+    assert line.getMessage().startswith("prefill confirmed ") and line.getMessage().endswith(f"in=9 id={seen}")
+    assert line.fields["request_id"] == seen  # type: ignore[attr-defined]
+
+
 def test_what_the_decode_side_has_is_not_asked_for() -> None:
     with Pair() as pair:
         assert pair.answer(pair.fetch(8, first=2)).outcome == "held"
@@ -596,7 +611,7 @@ def test_a_host_that_is_not_this_machine_is_said_with_the_flag(host: str) -> Non
 
 def assert_each_is_logged_once(caplog: pytest.LogCaptureFixture, count: int) -> None:
     """What failed, and if that was a transfer, why its prompt is computed elsewhere."""
-    messages = [record.getMessage() for record in caplog.records]
+    messages = [record.getMessage() for record in caplog.records if record.name != "fd_core.access"]
     assert len(messages) == len(set(messages)) == count
 
 

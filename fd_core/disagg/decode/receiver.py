@@ -36,6 +36,8 @@ _log = logging.getLogger(__name__)
 
 _GRACE_SECONDS: Final = 1.0
 """For the thread to end a lease whose time is over. If it does not, it is stuck in a call."""
+_LONGEST_ID: Final = 256
+"""Characters of a request's name that the prefill side is told."""
 _EXPECTED: Final = frozenset({"transferred", "held", "aborted"})
 """Outcomes that nobody has to be told the reason of."""
 
@@ -172,6 +174,7 @@ class Receiver(KVTransfer[ReceiverStats, _DecodeSide]):
             silence=self._silence,
             connector=self._connector.name,
             address=b"",
+            request_id=effect.request_id[:_LONGEST_ID],
         )
         pieces = wanted(opening)
         if len(pieces) != len(effect.blocks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from fd_core.disagg.connectors.contract import MAX_REFERENCE_BYTES, Bytes, Connector, KVOutbox
 from fd_core.disagg.kv_compatibility import KVCompatibility, difference
 from fd_core.disagg.lease import Action, PrefillEnd, Say, SendPiece, wanted
-from fd_core.disagg.messages import AbortLease, Confirm, FromDecode, FromPrefill, Open, Refuse
+from fd_core.disagg.messages import MAX_TEXT, AbortLease, Confirm, FromDecode, FromPrefill, Open, Refuse
 from fd_core.disagg.prefill.connections import DecodeConnections
 from fd_core.disagg.prefill.lease import PrefillLease
 from fd_core.disagg.stats import SenderStats
@@ -36,10 +37,13 @@ from fd_core.kv.effects import (
 from fd_core.kv.pending import PendingOperations
 from fd_core.kv.port import CompletionQueue
 from fd_core.kv.stores.envelope import Envelope
+from fd_core.logs import ACCESS_LOGGER, one_word
 from fd_core.ops.contract import KVCache
 from fd_core.types import IntArray
 
 __all__ = ["Sender"]
+
+access_log = logging.getLogger(ACCESS_LOGGER)
 
 _BROKE_OFF: Final = "the prefill worker broke off"
 _STUCK_SECONDS: Final = 70.0
@@ -266,6 +270,7 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         if len(self._over) > _REMEMBERED:
             self._over.popitem(last=False)
         self._tally.add_labelled("ended", end.end)
+        self._log(lease.opening, end.end, self._clock() - lease.began)
         lease.to_copy.clear()
         lease.sources.clear()
         for operation in list(lease.uncopied):
@@ -274,6 +279,13 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         self._close_end(lease.outbox)
         if end.abort:
             self._queue.put(LeaseEnded(name))
+
+    @staticmethod
+    def _log(opening: Open, ended: str, seconds: float) -> None:
+        """Write a line to the access log, so that a prompt is found under the id of its request on both sides."""
+        request_id, tokens = one_word(opening.request_id, MAX_TEXT) or "-", opening.job.num_tokens
+        fields = {"prefill": ended, "seconds": round(seconds, 6), "tokens_in": tokens, "request_id": request_id}
+        access_log.info("prefill %s %.3f s in=%d id=%s", ended, seconds, tokens, request_id, extra={"fields": fields})
 
     def _tick(self, lease: _PrefillSide, now: float) -> None:
         self._act(lease, lease.machine.tick(now, working=now - self._asked_at < lease.opening.silence))

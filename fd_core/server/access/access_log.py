@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Final
 
-from fd_core.logs import ACCESS_LOGGER
+from fd_core.logs import ACCESS_LOGGER, one_word
 from fd_core.server.access.record import RequestRecord
 
-__all__ = ["CLIENT_LEFT", "log_access", "shown"]
+__all__ = ["CLIENT_LEFT", "log_access"]
 
 CLIENT_LEFT: Final = 499
 """Status of a request whose client left before the answer ended."""
@@ -26,8 +26,8 @@ def log_access(client: str, method: str, path: str, status: int, seconds: float,
     key = record.key.name or "unnamed" if record.key is not None else "-"
     fields = {
         "client": client,
-        "method": shown(method, _LONGEST_METHOD),
-        "path": shown(path, _LONGEST_PATH),
+        "method": one_word(method, _LONGEST_METHOD),
+        "path": one_word(path, _LONGEST_PATH),
         "status": status,
         "seconds": round(seconds, 6),
         "tokens_in": record.tokens_in,
@@ -41,16 +41,3 @@ def log_access(client: str, method: str, path: str, status: int, seconds: float,
         *(record.tokens_in, record.tokens_out, record.request_id, key),
         extra={"fields": fields},
     )
-
-
-def shown(text: str, longest: int) -> str:
-    """Return a text of a client's as one word that no reader of the log takes for something else."""
-    cut = text[:longest]
-    if not cut.isascii() or not cut.isprintable() or " " in cut or "\\" in cut:
-        cut = "".join(letter if "!" <= letter <= "~" and letter != "\\" else _escaped(letter) for letter in cut)
-    return cut if len(text) <= longest else f"{cut}..."
-
-
-def _escaped(letter: str) -> str:
-    code = ord(letter)
-    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}" if code < 65536 else f"\\U{code:08x}"

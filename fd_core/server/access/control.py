@@ -48,12 +48,6 @@ class AccessControl:
         self._file = None if file is None else Path(file)
         self._open = OPEN_PATHS if protect_pages else OPEN_PATHS | PAGES
         self.ring = KeyRing(self._read())
-        if protect_pages and not self.ring:
-            raise ConfigError(
-                "there is no key that could protect the pages",
-                field="--protect-pages",
-                hint=f"give {FLAG}, --api-key or FD_API_KEY",
-            )
         self._accounts: dict[str, KeyAccount] = {}
         self.refusals: Counter[tuple[str, str]] = Counter()
         """Requests refused, by name of the key and limit."""

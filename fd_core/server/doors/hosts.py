@@ -24,7 +24,12 @@ _HOST: Final = re.compile(r"(?:\[(?P<six>[0-9a-f:.]+)\]|(?P<name>[^:\[\]/@]+))(?
 _NAME: Final = re.compile(r"(?:\*\.)?[a-z0-9_-]+(?:\.[a-z0-9_-]+)*|[0-9a-f:.]+|\*", re.IGNORECASE)
 _ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+|null|\*", re.IGNORECASE)
 _METHODS: Final = "GET, HEAD, POST, DELETE, OPTIONS"
-_EXPOSED: Final = "X-Request-Id, X-Ignored-Fields, Retry-After"
+_EXPOSED: Final = ", ".join(
+    (
+        *("X-Request-Id", "X-Ignored-Fields", "Retry-After"),
+        *(f"x-ratelimit-{part}-{what}" for what in ("requests", "tokens") for part in ("limit", "remaining", "reset")),
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from fd_core.server.access.access_log import shown
+from fd_core.logs import one_word
 from tests.server.fakes import LiveServer, live
 from tests.server.test_disconnect import eventually
 from tests.server.test_key_limits import key_file
@@ -124,4 +124,4 @@ def test_requests_of_a_batch_have_lines_of_their_own(server: LiveServer, caplog:
     ],
 )
 def test_a_path_is_one_word_that_looks_like_nothing_else(path: str, seen: str) -> None:
-    assert shown(path, 256) == seen
+    assert one_word(path, 256) == seen
