@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -91,6 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.engines = peers.names(parser, "--engines", options.engines, ENGINES)
     peers.check_common(parser, options)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that engines are ended then, too
     console = Console(width=120)
     checkpoint, _ = peers.prepare(options, console)
     tokenizer = checkpoints.tokenizer_of(options.model or checkpoints.fetch_default())
