@@ -166,6 +166,9 @@ class PromptReader:
         none.
         """
         turns = [_turn(message) for message in messages]
+        self._require_short(
+            sum(len(turn["content"]) for turn in turns if isinstance(turn.get("content"), str)), "messages"
+        )
         rendering = self._template if template is None else self._template_of(template)
         if rendering is None:
             raise BadRequest(
@@ -190,14 +193,17 @@ class PromptReader:
         return self._checked_ids(_not_empty(field, ids), field)
 
     def _encode(self, text: str, add_special: bool, field: str, *, counted: bool = False) -> list[int]:
-        allowed = _COUNTED_CHARS if counted else 0
-        if self._max_chars is not None and len(text) > max(self._max_chars, allowed):
+        if not counted or len(text) > _COUNTED_CHARS:
+            self._require_short(len(text), field)
+        return self._tokenizer.encode(text, add_special=add_special)
+
+    def _require_short(self, chars: int, field: str) -> None:
+        if self._max_chars is not None and chars > self._max_chars:
             raise BadRequest(
-                f"{field} has {len(text):,} characters; the context holds {self._max_chars:,} at most",
+                f"{field} has {chars:,} characters; the context holds {self._max_chars:,} at most",
                 field=field,
                 code="context_length_exceeded",
             )
-        return self._tokenizer.encode(text, add_special=add_special)
 
     def _template_of(self, source: str) -> ChatTemplate:
         """Return a template that came with a request, compiled once for those that repeat it."""
