@@ -160,6 +160,8 @@ class ListenConfig(CheckedStruct, frozen=True, kw_only=True):
     """Seconds after Ctrl-C or SIGTERM for which requests are still taken while /ready already answers 503."""
     drain_seconds: Annotated[float, Range(0, _DAY)] = 30.0
     """How long running requests may go on after Ctrl-C."""
+    otlp_traces_endpoint: str | None = None
+    """Where an OpenTelemetry collector takes spans by OTLP over HTTP; None makes none."""
     log_level: Annotated[str, LOG_LEVELS] = "info"
 
     @property

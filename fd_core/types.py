@@ -135,6 +135,8 @@ class PrefillJob(msgspec.Struct, frozen=True):
     cache_salt: str = ""
     priority: int = 0
     tenant: str = ""
+    traceparent: str = ""
+    """Names the span of the request, see W3C Trace Context; empty if nobody traces it."""
     lease: str = ""
     """Name of the decode worker's lease on its blocks, 32 hexadecimal digits; empty until that worker names it."""
 
@@ -147,6 +149,20 @@ class PrefillJob(msgspec.Struct, frozen=True):
     def token_ids(self) -> IntArray:
         """int32[n], read-only: the tokens, which are not copied."""
         return np.frombuffer(self.tokens, "<i4").astype(np.int32, copy=False)
+
+
+class PrefillTrace(msgspec.Struct, frozen=True):
+    """A traced prefill job that is over."""
+
+    traceparent: str
+    ended: float
+    """When, in seconds since 1970."""
+    seconds: float
+    """From the lease to its end."""
+    num_tokens: int
+    """Tokens whose KV was wanted."""
+    end: str
+    """What became of the lease, see `fd_core.disagg.lease.End`."""
 
 
 PrefillOutcome = Literal["transferred", "held", "refused", "lost", "expired", "damaged", "aborted"]
@@ -173,6 +189,8 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     and random numbers count from the prompt, as if the engine had never died."""
     prefill_at: str = ""
     """`host:port` of the prefill worker that computes the prompt; empty computes it here."""
+    traceparent: str = ""
+    """Names the span of the request, for the worker at `prefill_at`; empty if nobody traces it."""
     pooling: Pooling | None = None
     """Set for a request that ends with its prefill; the one token that it samples is dropped."""
     prefill_job: PrefillJob | None = None

@@ -297,6 +297,11 @@ LISTEN_FLAGS: Final = (
         "SECONDS",
     ),
     Flag("drain_seconds", "Time that running requests may take to finish after Ctrl-C, in seconds.", "SECONDS"),
+    Flag(
+        "otlp_traces_endpoint",
+        "Address at which an OpenTelemetry collector takes traces by OTLP over HTTP; needs `fd-core[otel]`.",
+        "URL",
+    ),
     Flag("log_level", "Lowest severity of the log lines written.", "LEVEL"),
 )
 """Settings of `ListenConfig`, which a server and a router have in common."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -41,7 +42,7 @@ def route(given: Given) -> None:
     with interrupts_end_it():
         from rich.console import Console
 
-        from fd_core.cli.serve import loop_factory
+        from fd_core.cli.serve import loop_factory, opened_spans
         from fd_core.cli.summary import show_summary
         from fd_core.errors import BadRequest, ConfigError
         from fd_core.logs import configure_logs
@@ -68,7 +69,8 @@ def route(given: Given) -> None:
     text = _text(gateway.tokenizer, console)
     sock = bind_socket(gateway.host, gateway.port)
     admin_sock = None
-    with sock:
+    with sock, contextlib.ExitStack() as stack:
+        spans = opened_spans(gateway.otlp_traces_endpoint, "fdcore-route", stack)
         if gateway.router_secret:
             admin_sock = bind_socket(
                 gateway.admin_host, gateway.admin_port, flag="--admin-port", host_flag="--admin-host"
@@ -88,6 +90,7 @@ def route(given: Given) -> None:
                     text,
                     learns=uses_prefix,
                     ticket_key=key,
+                    spans=spans,
                     sock=sock,
                     admin_sock=admin_sock,
                     on_ready=ready,

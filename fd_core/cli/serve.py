@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
     from fd_core.cli.settings import Settings
     from fd_core.config import EngineConfig
+    from fd_core.server.spans import RequestSpans
 
-__all__ = ["loop_factory", "serve"]
+__all__ = ["loop_factory", "opened_spans", "serve"]
 
 
 @reports_errors
@@ -71,12 +72,25 @@ def serve(
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
     raise_descriptor_limit()
     ServingTls.of(settings.server)  # what cannot be used is said before anything is loaded
-    listener = bind_socket(settings.server.host, settings.server.port)
-    with listener, asyncio.Runner(loop_factory=loop_factory()) as runner:
-        runner.run(_serve(settings, listener, Console(stderr=True)))
+    with contextlib.ExitStack() as stack:
+        spans = opened_spans(settings.server.otlp_traces_endpoint, "fdcore-serve", stack)
+        listener = stack.enter_context(bind_socket(settings.server.host, settings.server.port))
+        runner = stack.enter_context(asyncio.Runner(loop_factory=loop_factory()))
+        runner.run(_serve(settings, listener, Console(stderr=True), spans))
 
 
-async def _serve(settings: Settings, listener: socket.socket, console: Console) -> None:
+def opened_spans(endpoint: str | None, service: str, stack: contextlib.ExitStack) -> RequestSpans | None:
+    """Return what makes spans, until `stack` closes; None without an endpoint. Raises `ConfigError`."""
+    if endpoint is None:
+        return None
+    from fd_core.server.spans import open_spans
+
+    spans = open_spans(endpoint, service)
+    stack.callback(spans.close)
+    return spans
+
+
+async def _serve(settings: Settings, listener: socket.socket, console: Console, spans: RequestSpans | None) -> None:
     """Load, say what was loaded, serve until told to stop, drain."""
     from fd_core.cli.startup import choose_parsers, find_model, running_engine, startup_bars
     from fd_core.cli.summary import show_summary, summary
@@ -107,6 +121,7 @@ async def _serve(settings: Settings, listener: socket.socket, console: Console) 
             model.template,
             ticket_key=_ticket_key(settings.engine),
             parsers=chosen.parsers,
+            spans=spans,
             sock=listener,
             on_ready=ready,
         )

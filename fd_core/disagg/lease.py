@@ -130,9 +130,9 @@ def flaw(opening: Open, max_tokens: int = MAX_NUMBER) -> str | None:
         return f"the silence has to be {_MIN_SILENCE:g} to {_MAX_SILENCE:g} seconds"
     if not 1 <= len(opening.connector) <= _MAX_CONNECTOR_NAME or len(opening.address) > MAX_ADDRESS_BYTES:
         return "the connector's name or address is too long"
-    texts = (job.cache_salt, job.tenant, compatibility.model, compatibility.dtype, opening.request_id)
+    texts = (job.cache_salt, job.tenant, job.traceparent, opening.request_id, compatibility.model, compatibility.dtype)
     if max(map(len, texts)) > MAX_TEXT:
-        return f"salt, tenant and request id may have at most {MAX_TEXT} characters"
+        return f"salt, tenant, trace and request id may have at most {MAX_TEXT} characters"
     return None
 
 

@@ -13,7 +13,7 @@ from fd_core.errors import BadRequest, EngineDead
 from fd_core.kv.blocks import BlockStats
 from fd_core.kv.event_log import KVEventLog
 from fd_core.scheduling.contract import SchedulerStats
-from fd_core.types import Delta, FinishReason, RequestSpec
+from fd_core.types import Delta, FinishReason, PrefillTrace, RequestSpec
 
 __all__ = ["DeltaStream", "EngineClient", "StartProgress"]
 
@@ -92,6 +92,8 @@ class EngineClient(abc.ABC):
         self._ledger = RequestLedger()
         self._streams: dict[str, DeltaStream] = {}
         """The stream of each request in the ledger."""
+        self.on_prefill: Callable[[PrefillTrace], None] = lambda _: None
+        """Called with each traced job of a decode worker that is over; for a prefill worker."""
         self._left: set[str] = set()
         """Requests whose reader left before the engine reported their end."""
         self.stats = EngineStats()
@@ -209,6 +211,8 @@ class EngineClient(abc.ABC):
             self.stats = events.stats
         if events.kv and self.kv_log is not None:
             self.kv_log.extend(events.kv)
+        for trace in events.prefills:
+            self.on_prefill(trace)
         self._ledger.admitted(events.admitted)
         for request_id in events.admitted:
             stream = self._streams.get(request_id)

@@ -13,7 +13,7 @@ from fd_core.engine.kv_transfer import prefill_request, prefill_request_id, refu
 from fd_core.engine.messages import EngineInfo, EngineStats, LeaseStats
 from fd_core.engine.prefill_pace import PrefillPace
 from fd_core.errors import BadRequest
-from fd_core.kv.effects import Effects, GiveUp, LeaseEnded, PrefillJobArrived, PrefillPaceMeasured
+from fd_core.kv.effects import Effects, GiveUp, LeaseEnded, PrefillJobArrived, PrefillPaceMeasured, PrefillTraced
 from fd_core.kv.events import KVEvent
 from fd_core.kv.port import EffectPort
 from fd_core.kv.tiers.stats import TierStats
@@ -22,7 +22,7 @@ from fd_core.runner.runner import Runner
 from fd_core.scheduling.contract import Scheduler
 from fd_core.structured.compiler import CompilerStats
 from fd_core.tracing.writer import TraceWriter
-from fd_core.types import Delta, FinishReason, PrefillJob, RequestSpec, StepPlan
+from fd_core.types import Delta, FinishReason, PrefillJob, PrefillTrace, RequestSpec, StepPlan
 
 __all__ = ["AdmissionSink", "Engine", "EngineProbe"]
 
@@ -74,6 +74,7 @@ class Engine:
         self._watchdog_seconds = watchdog_seconds
         self._outside = outside
         self._kv_events: list[KVEvent] = []
+        self._prefill_traces: list[PrefillTrace] = []
         self._prefill_pace = PrefillPace(prefill_token)
         scheduler.complete(PrefillPaceMeasured(prefill_token))
         self._stopping = False
@@ -170,6 +171,12 @@ class Engine:
         self._kv_events.clear()
         return events
 
+    def take_prefill_traces(self) -> tuple[PrefillTrace, ...]:
+        """Return the traced prefill jobs that ended since the last call."""
+        traces = tuple(self._prefill_traces)
+        self._prefill_traces.clear()
+        return traces
+
     def check_integrity(self) -> None:
         """Audit slots and blocks; raises `RuntimeError` if they contradict each other."""
         self._scheduler.check_integrity()
@@ -197,6 +204,8 @@ class Engine:
             match completion:
                 case PrefillJobArrived(job):
                     self._begin_job(job)
+                case PrefillTraced(trace):
+                    self._prefill_traces.append(trace)
                 case LeaseEnded(lease):
                     self._scheduler.abort(prefill_request_id(lease))
                 case _:

@@ -15,7 +15,7 @@ from fd_core.runner.observing import ObserverStats
 from fd_core.runner.slot_grammars import MaskStats
 from fd_core.scheduling.contract import SchedulerStats
 from fd_core.structured.compiler import CompilerStats
-from fd_core.types import Delta, RequestSpec
+from fd_core.types import Delta, PrefillTrace, RequestSpec
 
 __all__ = [
     "Abort",
@@ -118,6 +118,8 @@ class StepEvents(msgspec.Struct, frozen=True, tag="step"):
     """Requests that entered a slot; told before the step that computes them, which may be the engine's last."""
     kv: tuple[KVEvent, ...] = ()
     """Which prefixes the device came to hold and lost, if somebody wants to know."""
+    prefills: tuple[PrefillTrace, ...] = ()
+    """Jobs of decode workers that are traced and over."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

@@ -63,7 +63,8 @@ def serve_engine(engine: Engine, inbox: Inbox, send: Callable[[EngineMessage], N
             if stats != told:
                 news = told = stats
         kv = engine.take_kv_events()
-        if deltas or news is not None or kv:
-            send(StepEvents(deltas, news, engine.info.epoch, kv=kv))
+        prefills = engine.take_prefill_traces()
+        if deltas or news is not None or kv or prefills:
+            send(StepEvents(deltas, news, engine.info.epoch, kv=kv, prefills=prefills))
         was_busy = busy
     engine.close()

@@ -20,7 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fd_core.kv.events import KVEvent
-from fd_core.types import IntArray, PrefillJob, PrefillOutcome
+from fd_core.types import IntArray, PrefillJob, PrefillOutcome, PrefillTrace
 
 __all__ = [
     "NO_EFFECTS",
@@ -43,6 +43,7 @@ __all__ = [
     "NotStored",
     "PrefillJobArrived",
     "PrefillPaceMeasured",
+    "PrefillTraced",
     "Save",
     "Saved",
     "Send",
@@ -221,6 +222,13 @@ class LeaseEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillTraced:
+    """A job that is traced is over; the scheduler does not hear of it."""
+
+    trace: PrefillTrace
+
+
+@dataclass(frozen=True, slots=True)
 class GiveUp:
     """The request that computes for a lease ended without all its KV, or the engine does not take the job at all."""
 
@@ -262,6 +270,7 @@ Completion = (
     | PrefillPaceMeasured
     | PrefillJobArrived
     | LeaseEnded
+    | PrefillTraced
 )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -20,8 +20,10 @@ from fd_core.engine.client import DeltaStream
 from fd_core.errors import EngineDead
 from fd_core.server.access.record import RequestRecord
 from fd_core.server.errors import ApiError
+from fd_core.server.generation_spans import begin_generation, end_generation
 from fd_core.server.response_schemas import PromptTokensDetails, Usage
 from fd_core.server.sampling import choice_seed
+from fd_core.server.spans import RequestSpan
 from fd_core.server.state import ServerState
 from fd_core.text.detokenizer import IncrementalDetokenizer
 from fd_core.text.parsing.answer import AnswerReading
@@ -74,6 +76,10 @@ class Job:
     """Most likely tokens shown beside each token of the prompt; None shows none."""
     prompt_only: bool = False
     """Whether the answer shows nothing of the text: one token is computed and dropped."""
+    path: str = ""
+    """Path of the API that was called."""
+    trace: Mapping[str, str] = field(default_factory=dict)
+    """Headers of the request that name its span, if spans are made."""
     prefill_at: str
     """`host:port` of the prefill worker that computes the prompts; empty computes them here."""
     owner: str = ""
@@ -267,6 +273,15 @@ class ChoiceStream:
         if self.tokens > 1:
             metrics.time_per_token.observe((self._last - self._first) / (self.tokens - 1))
 
+    def latencies(self) -> dict[str, float]:
+        """Return seconds, by what took them: until a slot was free, and until the first token, where there was one."""
+        deltas, told = self._deltas, {}
+        if deltas.admitted is not None:
+            told["time_in_queue"] = deltas.admitted - deltas.submitted
+        if self.tokens:
+            told["time_to_first_token"] = self._first - self._arrived
+        return told
+
     def give_up(self, outcome: str) -> None:
         """Count a choice that ends before its time; one that has ended stays as it is."""
         if self.finished is None:
@@ -284,6 +299,7 @@ class Generation:
         self._job = job
         self._engine_ids: list[str] = []
         self._open = AsyncExitStack()
+        self._span: RequestSpan | None = None
         self.choices: list[ChoiceStream] = []
 
     async def __aenter__(self) -> Generation:
@@ -291,6 +307,8 @@ class Generation:
         count = len(job.prompts) * job.n
         self._state.admit(count)
         self._state.access.reserve(job.record, job.most_tokens)
+        if self._state.spans is not None:
+            self._span = begin_generation(self._state.spans, job, time.perf_counter() - job.arrived)
         self._engine_ids = self._state.active.enter(job.request_id, count, job.owner)
         try:
             for index, engine_id in enumerate(self._engine_ids):
@@ -342,6 +360,7 @@ class Generation:
             tenant=job.tenant,
             cache_salt=job.cache_salt,
             # A prompt that is scored is computed here in any case.
+            traceparent="" if self._span is None or not job.prefill_at else self._span.headers["traceparent"],
             prefill_at=job.prefill_at if job.params[which].prompt_logprobs is None else "",
         )
         deltas = client.submit(spec)
@@ -356,6 +375,8 @@ class Generation:
         finally:
             for choice in self.choices:
                 choice.give_up(outcome)
+            if self._span is not None:
+                end_generation(self._span, self._job, self.choices, outcome)
             self._state.active.leave(self._job.request_id, self._engine_ids)
             if self.choices:
                 usage = self.usage()

@@ -13,6 +13,7 @@ from fd_core.server.evaluation_fields import check_logprobs, check_prompt_logpro
 from fd_core.server.generation import Job
 from fd_core.server.request_schemas import GenerationRequest
 from fd_core.server.sampling import asked_tokens, bad_word_ids, choices_per_prompt, sampling_params, stop_strings
+from fd_core.server.spans import TRACE_HEADERS
 from fd_core.server.state import ServerState
 from fd_core.text.parsing.answer import AnswerReading
 from fd_core.types import SamplingParams
@@ -69,6 +70,8 @@ def build_job(
         reading=reading,
         prompt_logprobs=body.prompt_logprobs,
         prompt_only=body.max_tokens == 0,
+        path=request.url.path,
+        trace={} if state.spans is None else {n: v for n in TRACE_HEADERS if (v := request.headers.get(n))},
         prefill_at=_prefill_peer(state, request),
         owner=request.state.owner,
         record=record,

@@ -15,6 +15,7 @@ from fd_core.engine.vectors import check_dimensions, pooling_request, vector_of
 from fd_core.server.disconnect import UntilDisconnect, unless_gone
 from fd_core.server.errors import ApiError, invalid, unavailable
 from fd_core.server.pooling_schemas import PooledRequest
+from fd_core.server.spans import span_name
 from fd_core.server.state import ServerState
 from fd_core.text.prompt_reader import PromptText
 from fd_core.types import Delta, FinishReason, Pooling
@@ -108,6 +109,16 @@ class PooledTexts:
         return [float(1.0 / (1.0 + np.exp(no - yes))) for no, yes in answers]
 
     async def _pool(self, prompts: Sequence[tuple[int, ...]], pooling: Pooling, field: str) -> list[bytes]:
+        """Run the requests, under a span where spans are made."""
+        spans = self._state.spans
+        if spans is None:
+            return await self._pooled(prompts, pooling, field)
+        name, attributes = span_name("/v1/embeddings", self._state.model_name(self._body.model))
+        used = {"gen_ai.usage.input_tokens": sum(map(len, prompts))}
+        with spans.begin(name, "server", self._request.headers, attributes | used):
+            return await self._pooled(prompts, pooling, field)
+
+    async def _pooled(self, prompts: Sequence[tuple[int, ...]], pooling: Pooling, field: str) -> list[bytes]:
         """Run the requests, at most as many at a time as there are slots; all end with this call."""
         state = self._state
         longest, most = max(map(len, prompts), default=0), state.client.info.max_model_len - 1

@@ -8,6 +8,7 @@ import logging
 import math
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import uvicorn
 
@@ -20,7 +21,9 @@ from fd_core.server.bounded_http import BoundedHttp
 from fd_core.server.doors.connections import Connections, connection_limit
 from fd_core.server.doors.listener import Listener
 from fd_core.server.doors.tls import ServingTls
+from fd_core.server.generation_spans import prefill_span
 from fd_core.server.registration import Registration, registration_of
+from fd_core.server.spans import RequestSpans
 from fd_core.server.state import ServerState
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.parsing.answer import Parsers
@@ -42,6 +45,7 @@ async def serve_http(
     *,
     ticket_key: bytes | None = None,
     parsers: Parsers | None = None,
+    spans: RequestSpans | None = None,
     sock: socket.socket | None = None,
     on_ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
@@ -53,7 +57,8 @@ async def serve_http(
     signal aborts at once. `sock` comes from
     `bind_socket`; without it the socket is bound here. `on_ready` is called with the URL once requests are taken.
     With `config.router` the server registers itself there once it is ready, and deregisters before it refuses.
-    `ticket_key` is for decode workers and `parsers` read answers, see `create_app`.
+    `ticket_key` is for decode workers and `parsers` read answers, see `create_app`; `spans` make spans of requests, and
+    are closed by whoever opened them.
     Raises `ConfigError` if the port is in use, the certificate cannot be used, or a registration that cannot work is
     asked for.
     """
@@ -62,6 +67,9 @@ async def serve_http(
     app = create_app(config, client, tokenizer, template, ticket_key, parsers)
     state: ServerState = app.state.fd
     listening.warn_if_open(config.host, keys=bool(state.access.ring))
+    state.spans = spans
+    if spans is not None:
+        client.on_prefill = partial(prefill_span, spans, client.info.model)
     url = listening.url_of(config.host, sock, secure=tls is not None)
     registration = registration_of(config, url, lambda: state.incarnation, client.info.role)
 

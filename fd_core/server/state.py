@@ -21,6 +21,7 @@ from fd_core.server.errors import ApiError, unavailable
 from fd_core.server.grammars import GrammarChecker
 from fd_core.server.metrics import ServerMetrics
 from fd_core.server.responses.store import ResponseStore
+from fd_core.server.spans import RequestSpans
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.prompt_reader import PromptReader
 from fd_core.text.tokenizer import Tokenizer
@@ -54,6 +55,8 @@ class ServerState:
     drain: Drain = field(default_factory=Drain)
     access: AccessControl = field(default_factory=AccessControl)
     """The API keys and what they may take."""
+    spans: RequestSpans | None = None
+    """Makes the spans of requests; None makes none."""
     bodies: BodyBudget = field(init=False)
     """Memory for bodies that are being received."""
 

@@ -27,6 +27,7 @@ from fd_core.scheduling.residencies import SchedulerCounters
 from fd_core.scheduling.slots import SlotStats
 from fd_core.server.listening import bind_socket
 from fd_core.server.serve import serve_http
+from fd_core.server.spans import RequestSpans
 from fd_core.text.chat_template import ChatTemplate
 from fd_core.text.parsing.answer import Parsers
 from fd_core.text.token_bytes import Decoding, byte_level
@@ -209,7 +210,9 @@ class LiveServer:
         ticket_key: bytes | None = None,
         parsers: Parsers | None = None,
         tokenizer: Tokenizer | None = None,
+        spans: RequestSpans | None = None,
     ) -> None:
+        self._spans = spans
         self._tokenizer = tokenizer or byte_tokenizer()
         self._parsers = parsers
         self._make_client = client
@@ -238,6 +241,7 @@ class LiveServer:
                     chat_template(),
                     ticket_key=self._ticket_key,
                     parsers=self._parsers,
+                    spans=self._spans,
                     sock=sock,
                     on_ready=lambda _: self._ready.set(),
                     stop=self._stop,
@@ -313,6 +317,7 @@ def live(
     ticket_key: bytes | None = None,
     parsers: Parsers | None = None,
     tokenizer: Tokenizer | None = None,
+    spans: RequestSpans | None = None,
     **settings: Any,
 ) -> Iterator[LiveServer]:
     """Run a server over what `make` returns, or awaits, until the block ends; its tokens are bytes by default."""
@@ -322,7 +327,7 @@ def live(
         return made if isinstance(made, EngineClient) else await made
 
     config = ServerConfig(**({"drain_seconds": 2.0, "batch_api": False} | settings))
-    server = LiveServer(client, config, ticket_key, parsers, tokenizer)
+    server = LiveServer(client, config, ticket_key, parsers, tokenizer, spans)
     server.start()
     try:
         yield server

@@ -31,6 +31,7 @@ from fd_core.kv.effects import (
     GiveUp,
     LeaseEnded,
     PrefillJobArrived,
+    PrefillTraced,
     Send,
     Sent,
 )
@@ -39,7 +40,7 @@ from fd_core.kv.port import CompletionQueue
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.logs import ACCESS_LOGGER, one_word
 from fd_core.ops.contract import KVCache
-from fd_core.types import IntArray
+from fd_core.types import IntArray, PrefillTrace
 
 __all__ = ["Sender"]
 
@@ -270,7 +271,10 @@ class Sender(KVTransfer[SenderStats, _PrefillSide]):
         if len(self._over) > _REMEMBERED:
             self._over.popitem(last=False)
         self._tally.add_labelled("ended", end.end)
-        self._log(lease.opening, end.end, self._clock() - lease.began)
+        job, seconds = lease.opening.job, self._clock() - lease.began
+        self._log(lease.opening, end.end, seconds)
+        if job.traceparent:
+            self._queue.put(PrefillTraced(PrefillTrace(job.traceparent, time.time(), seconds, job.num_tokens, end.end)))
         lease.to_copy.clear()
         lease.sources.clear()
         for operation in list(lease.uncopied):

@@ -27,6 +27,7 @@ from fd_core.server.access.usage import UsageMeter
 from fd_core.server.doors.bodies import BodyShare
 from fd_core.server.draining import DRAINING_HEADER
 from fd_core.server.errors import unavailable
+from fd_core.server.spans import RequestSpan, span_name
 
 __all__ = ["Exchange"]
 
@@ -38,6 +39,9 @@ _BROKEN: Final = frozenset({500, 502, 504})
 _ELSEWHERE_BYTES: Final = 64 * 1024
 """Bytes of a refusal that are kept, in case no other worker answers better."""
 _ENDS_WITH_DONE: Final = frozenset({"/v1/chat/completions", "/v1/completions"})
+
+_ENDS: Final[Mapping[str | None, str]] = {"failed": "worker_failed", "declined": "worker_declined"}
+"""Why the span of an attempt ends with an error, by verdict."""
 
 
 class _TryElsewhere(Exception):
@@ -69,9 +73,25 @@ class Exchange:
     record: RequestRecord
     meter: UsageMeter | None = None
     """Reads what the answer took, if anybody wants to know."""
+    span: RequestSpan | None = None
+    """Span of the request, where spans are made."""
 
     async def forward(self) -> web.StreamResponse:
         """Return the answer, sent or about to be sent. No selection is held by then, whatever happens."""
+        spans = self.state.spans
+        if spans is None:
+            return await self._forward()
+        path = self.request.path
+        _, attributes = span_name(path, self.asked.model)
+        attributes |= {"http.request.method": self.request.method, "url.path": path}
+        ago = time.monotonic() - self.arrived
+        with spans.begin(f"POST {path}", "server", self.headers, attributes, seconds_ago=ago) as self.span:
+            answer = await self._forward()
+            failed = str(answer.status) if answer.status >= 500 else None
+            self.span.end({"http.response.status_code": answer.status}, error=failed)
+            return answer
+
+    async def _forward(self) -> web.StreamResponse:
         kept: web.Response | None = None
         chosen = self.state.router.select(self.asked, time.monotonic(), random.random())  # noqa: S311  # no secret
         self.state.metrics.choosing.observe(time.monotonic() - self.arrived)
@@ -103,6 +123,23 @@ class Exchange:
             self.meter.whole(b"")
 
     async def _attempt(self, selection: Selection) -> web.StreamResponse:
+        """Return the answer of one worker, asked under a span of its own where spans are made."""
+        if self.span is None:
+            return await self._ask(selection, self.headers)
+        name, attributes = span_name(self.request.path, self.asked.model)
+        url = URL(selection.decode.url)
+        where = {"server.address": url.host, "server.port": url.port, "fdcore.attempt": selection.attempt}
+        with self.span.child(name, "client", {**attributes, **where}) as span:
+            headers = self.headers.copy()
+            headers.update(span.headers)
+            try:
+                return await self._ask(selection, headers)
+            finally:
+                verdict = selection.verdicts.get(selection.decode)
+                if verdict in _ENDS:
+                    span.end(error=_ENDS[verdict])
+
+    async def _ask(self, selection: Selection, headers: CIMultiDict[str]) -> web.StreamResponse:
         """Return the answer of one worker; `_TryElsewhere` if there is none."""
         worker = selection.decode
         response: aiohttp.ClientResponse | None = None
@@ -113,7 +150,7 @@ class Exchange:
                         self.request.method,
                         URL(worker.url + self.target, encoded=True),
                         data=self.body,
-                        headers=ticket_headers(self.state, selection, self.headers, self.request_id),
+                        headers=ticket_headers(self.state, selection, headers, self.request_id),
                         skip_auto_headers=AUTO_HEADERS,
                         allow_redirects=False,
                     )
@@ -138,13 +175,13 @@ class Exchange:
             self.body = b""  # no other worker needs it
             self.share.release()
             self.state.metrics.first_byte.observe(time.monotonic() - self.arrived)
-            headers = self._to_client(response)
+            told = self._to_client(response)
             if answer.whole:
                 if self.meter is not None:
                     self.meter.whole(first)
                 self._ended_well(selection, response.status)
-                return web.Response(body=first, status=response.status, headers=headers)
-            return await self._stream(selection, response, answer, first, headers)
+                return web.Response(body=first, status=response.status, headers=told)
+            return await self._stream(selection, response, answer, first, told)
         finally:
             if response is not None:
                 response.close()

@@ -28,6 +28,7 @@ from fd_core.server import listening
 from fd_core.server.access.control import AccessControl
 from fd_core.server.doors.connections import Connections, connection_limit
 from fd_core.server.doors.tls import ServingTls, client_context
+from fd_core.server.spans import RequestSpans
 
 __all__ = ["serve_gateway"]
 
@@ -50,6 +51,7 @@ async def serve_gateway(
     *,
     learns: bool,
     ticket_key: bytes | None = None,
+    spans: RequestSpans | None = None,
     sock: socket.socket,
     admin_sock: socket.socket | None = None,
     on_ready: Callable[[str], None] | None = None,
@@ -58,9 +60,10 @@ async def serve_gateway(
     """Serve until SIGINT, SIGTERM or `stop`; then drain and return.
 
     `text` is how the workers read text; if it is None and `learns`, a worker is asked which model it serves, and that
-    model is looked for on this machine. `ticket_key`, from `pairs.ticket_key`, is needed for pairs. Workers register on
-    `admin_sock` if it is given. Drain: /ready says at once that the router leaves, after `config.drain_delay` new
-    requests get 503, running ones go on for `config.drain_seconds`; a second signal does not wait.
+    model is looked for on this machine. `ticket_key`, from `pairs.ticket_key`, is needed for pairs. `spans` make spans
+    of requests, and are closed by whoever opened them. Workers register on `admin_sock` if it is given.
+    Drain: /ready says at once that the router leaves, after `config.drain_delay` new requests get 503, running ones go
+    on for `config.drain_seconds`; a second signal does not wait.
     Raises `ConfigError` if a port is taken, or a certificate cannot be used.
     """
     tls = ServingTls.of(config)
@@ -81,7 +84,7 @@ async def serve_gateway(
         contextlib.AsyncExitStack() as stack,
     ):
         state = GatewayState(
-            config, router, session, RouteRequestReader(text), ticket_key, GatewayMetrics(router), access
+            config, router, session, RouteRequestReader(text), ticket_key, GatewayMetrics(router), access, spans=spans
         )
         state.metrics.refusals = access.refusals
         stack.callback(lambda: state.reader.close())

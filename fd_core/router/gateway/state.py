@@ -15,6 +15,7 @@ from fd_core.server.access.control import AccessControl
 from fd_core.server.active import ActiveRequests
 from fd_core.server.doors.bodies import BodyBudget
 from fd_core.server.draining import Drain
+from fd_core.server.spans import RequestSpans
 
 __all__ = ["GatewayState"]
 
@@ -38,6 +39,8 @@ class GatewayState:
     """Requests that run, by their ids."""
     timeouts: WorkerTimeouts = field(default_factory=WorkerTimeouts)
     drain: Drain = field(default_factory=Drain)
+    spans: RequestSpans | None = None
+    """Makes the spans of requests; None makes none."""
     bodies: BodyBudget = field(init=False)
     """Memory for bodies, until a worker has answered and no other one needs them."""
 

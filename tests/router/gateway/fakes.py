@@ -27,6 +27,7 @@ from fd_core.router.gateway.serving import serve_gateway
 from fd_core.router.router import Router
 from fd_core.router.workers import Role
 from fd_core.server.listening import bind_socket
+from fd_core.server.spans import RequestSpans
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -265,6 +266,7 @@ async def routed(
     learns: bool = False,
     healthy: int | None = None,
     ticket_key: bytes | None = TICKET_KEY,
+    spans: RequestSpans | None = None,
     **settings: Any,
 ) -> AsyncIterator[Live]:
     """Put a gateway before workers that serve already; at the end every counter must be zero."""
@@ -289,6 +291,7 @@ async def routed(
             text,
             learns=learns,
             ticket_key=ticket_key,
+            spans=spans,
             sock=sock,
             admin_sock=admin_sock,
             on_ready=on_ready,

@@ -1,0 +1,189 @@
+"""OpenTelemetry spans of requests, named by its conventions for generative AI; no prompt and no text is in them.
+
+OpenTelemetry is an extra and is imported only by `open_spans`. A thread of its own exports spans: whoever makes one
+never waits for a collector, and what a collector does not take is dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, Self
+
+import fd_core
+from fd_core.errors import ConfigError
+
+__all__ = ["TRACE_HEADERS", "RequestSpan", "RequestSpans", "open_spans", "span_name"]
+
+log = logging.getLogger(__name__)
+
+TRACE_HEADERS: Final = ("traceparent", "tracestate")
+"""Headers of W3C Trace Context."""
+_CLOSE_SECONDS: Final = 3.0
+"""Time for the last spans at the end of a server."""
+_FLAG: Final = "--otlp-traces-endpoint"
+_OPERATIONS: Final = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
+
+Kind = Literal["server", "client", "internal"]
+
+
+def span_name(path: str, model: str | None) -> tuple[str, dict[str, str]]:
+    """Return the name of a span for a request to `path`, and the attributes that say the same."""
+    operation = _OPERATIONS.get(path, "chat")
+    named = {} if model is None else {"gen_ai.request.model": model}
+    return f"{operation} {model}" if model else operation, {"gen_ai.operation.name": operation, **named}
+
+
+def open_spans(endpoint: str, service: str) -> RequestSpans:
+    """Return what sends spans to a collector: `endpoint` is the whole address, such as `http://host:4318/v1/traces`.
+
+    Sampling, headers and the service's name may be set by OpenTelemetry's own environment variables (`OTEL_*`);
+    `service` is the name otherwise. Raises `ConfigError` for other addresses, and where the extra is not installed.
+    """
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(
+            f"{endpoint!r} is not the address of a collector for OTLP over HTTP",
+            field=_FLAG,
+            hint="give the whole address, for example http://localhost:4318/v1/traces; gRPC is not served",
+        )
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        return RequestSpans(OTLPSpanExporter(endpoint=endpoint), service)
+    except ImportError as error:
+        raise ConfigError(
+            f"traces need OpenTelemetry, which is not installed: {error}",
+            field=_FLAG,
+            hint="pip install 'fd-core[otel]'",
+        ) from error
+
+
+class RequestSpans:
+    """Makes the spans of one process."""
+
+    def __init__(self, exporter: Any, service: str) -> None:
+        """`exporter` is a `SpanExporter`; it is used by a thread that starts here. Raises `ImportError`."""
+        from opentelemetry import trace
+        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        # The exporter speaks of each failed try; `_Guarded` says once what is to be said.
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+        named = Resource.create().attributes.get(SERVICE_NAME, "unknown_service")
+        name = service if str(named).startswith("unknown_service") else named
+        self._provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}), shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(_Guarded(exporter)))
+        self._tracer = self._provider.get_tracer("fd_core", fd_core.__version__)
+        self._context = TraceContextTextMapPropagator()
+        self._kinds = {kind.name.lower(): kind for kind in trace.SpanKind}
+        self._api = trace
+
+    def begin(
+        self,
+        name: str,
+        kind: Kind,
+        carried: Mapping[str, str],
+        attributes: Mapping[str, Any],
+        *,
+        seconds_ago: float = 0.0,
+        parent: RequestSpan | None = None,
+    ) -> RequestSpan:
+        """Begin a span below `parent`, or below the one that the headers `carried` name."""
+        context = self._context.extract(carried) if parent is None else parent.context
+        started = time.time_ns() - round(seconds_ago * 1e9)
+        span = self._tracer.start_span(name, context, self._kinds[kind], dict(attributes), start_time=started)
+        return RequestSpan(self, span, self._api.set_span_in_context(span))
+
+    def carrier(self, span: RequestSpan) -> dict[str, str]:
+        """Return the headers by which another process finds the span."""
+        headers: dict[str, str] = {}
+        self._context.inject(headers, span.context)
+        return headers
+
+    def failed(self, span: Any) -> None:
+        """Mark a span as one of something that failed."""
+        span.set_status(self._api.StatusCode.ERROR)
+
+    def flush(self) -> None:
+        """Wait until all spans that have ended were exported; for tests."""
+        self._provider.force_flush()
+
+    def close(self) -> None:
+        """Export what there is, for a few seconds at most."""
+        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        closing.start()
+        closing.join(_CLOSE_SECONDS)
+
+
+class RequestSpan:
+    """One span, which ends once; whatever comes after that is dropped."""
+
+    __slots__ = ("_ended", "_span", "_spans", "context")
+
+    def __init__(self, spans: RequestSpans, span: Any, context: Any) -> None:
+        self._spans = spans
+        self._span = span
+        self._ended = False
+        self.context = context
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers by which another process finds the span."""
+        return self._spans.carrier(self)
+
+    def child(self, name: str, kind: Kind, attributes: Mapping[str, Any]) -> RequestSpan:
+        """Begin a span below this one."""
+        return self._spans.begin(name, kind, {}, attributes, parent=self)
+
+    def end(self, attributes: Mapping[str, Any] | None = None, *, error: str | None = None) -> None:
+        """End the span; `error` names a kind of failure."""
+        if self._ended:
+            return
+        self._ended = True
+        self._span.set_attributes(dict(attributes or {}))
+        if error is not None:
+            self._span.set_attribute("error.type", error)
+            self._spans.failed(self._span)
+        self._span.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.end(error=None if kind is None else kind.__name__)
+
+
+class _Guarded:
+    """An exporter that logs the first of several failures in a row, and that they are over."""
+
+    def __init__(self, exporter: Any) -> None:
+        self._exporter = exporter
+        self._fails = False
+
+    def export(self, spans: Sequence[Any]) -> Any:
+        """Export, on the thread for that."""
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        try:
+            result, reason = self._exporter.export(spans), "it does not take them"
+        except Exception as error:  # noqa: BLE001  # an exporter's own: whatever it raises, the spans are lost
+            result, reason = SpanExportResult.FAILURE, type(error).__name__
+        fails = result is not SpanExportResult.SUCCESS
+        if fails and not self._fails:
+            log.warning("the collector of traces gets no spans (%s); they are dropped until it does", reason)
+        elif self._fails and not fails:
+            log.info("the collector of traces takes spans again")
+        self._fails = fails
+        return result
+
+    def shutdown(self) -> None:
+        """End what the exporter waits for."""
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        """Nothing is held back here."""
+        return bool(self._exporter.force_flush(timeout_millis))
