@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from fd_core.errors import FdError
 
-__all__ = ["INTERRUPTED", "describe", "interrupts_end_it", "plain", "reports_errors", "say"]
+__all__ = ["INTERRUPTED", "describe", "interrupts_end_it", "outlive_hangups", "plain", "reports_errors", "say"]
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as a shell reports it."""
@@ -57,6 +57,12 @@ def interrupts_end_it() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def outlive_hangups(key_file: str | None) -> None:
+    """Let a SIGHUP that comes before the server reads its keys again on it not end the process, if there is a file."""
+    if key_file is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def say(error: FdError) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from fd_core.cli.flags import CONFIG_FILE, GATEWAY_FLAGS, ROUTER_FLAGS, Given, takes_flags
-from fd_core.cli.report import interrupts_end_it, reports_errors
+from fd_core.cli.report import interrupts_end_it, outlive_hangups, reports_errors
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,6 +37,7 @@ def route(given: Given) -> None:
     from fd_core.cli.router_settings import ROLE_FLAGS, merge_route
 
     settings = merge_route(given, os.environ)
+    outlive_hangups(settings.gateway.api_key_file)
     os.environ.pop("FD_API_KEY", None)
 
     with interrupts_end_it():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fd_core.cli.flags import CONFIG_FILE, ENGINE_FLAGS, SERVER_FLAGS, Given, takes_flags
-from fd_core.cli.report import interrupts_end_it, reports_errors
+from fd_core.cli.report import interrupts_end_it, outlive_hangups, reports_errors
 
 if TYPE_CHECKING:
     import socket
@@ -45,6 +45,7 @@ def serve(
     from fd_core.cli.settings import merge
 
     settings = merge(model, given, os.environ)
+    outlive_hangups(settings.server.api_key_file)
     # Processes that are started from here have no use for the secret.
     os.environ.pop("FD_API_KEY", None)
     # The engine's process takes from its environment how it logs.

@@ -116,6 +116,33 @@ def test_a_wrong_file_ends_the_start_with_exit_code_two_and_one_line(tmp_path: P
     assert ended.stderr.count("\n") == 1 and "line 6, name: line 2 has the same name" in ended.stderr, ended.stderr
 
 
+EARLY = """
+import os, signal, sys
+from fd_core.cli import startup
+from fd_core.cli.main import main
+from fd_core.errors import ModelError
+
+def find_model(*_):
+    os.kill(os.getpid(), signal.SIGHUP)
+    raise ModelError("still there")
+
+startup.find_model = find_model
+sys.argv = ["fdcore", "serve", "null", "--backend", "null", "--port", "0", *sys.argv[1:]]
+main()
+"""
+
+
+@pytest.mark.parametrize("with_file", [True, False])
+def test_a_hangup_while_the_model_loads_ends_only_what_has_no_keys_to_read(tmp_path: Path, with_file: bool) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text(ALICE)
+    flags = ["--api-key-file", str(path)] if with_file else []
+    command = [sys.executable, "-c", EARLY, *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == (3 if with_file else -signal.SIGHUP), ended.stderr
+    assert ("still there" in ended.stderr) == with_file
+
+
 def test_pages_without_a_key_cannot_be_protected(tmp_path: Path) -> None:
     worker = ("route", "--worker", "http://127.0.0.1:1", "--port", str(free_port()), "--protect-pages")
     command = [sys.executable, "-m", "fd_core.cli", *worker]
