@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -91,7 +90,7 @@ class SlotGrammars:
         if params.grammar is not None:
             if self._compiler is None:
                 raise GrammarError("structured output is switched off")
-            grammar = partial(self._compiler.matcher, params.grammar)
+            grammar = self._compiler.compiled(params.grammar)
         ends = params.stop_token_ids if params.ignore_eos else (*admission.eos_token_ids, *params.stop_token_ids)
         matcher = TokenMatcher(grammar, ends, self._vocab_size, params.reasoning)
         matcher.consume(admission.token_ids[admission.prompt_len :].tolist())

@@ -51,10 +51,17 @@ def constrained(state: ServerState, job: Job, budget: int | None, *, called: boo
     """Return the job with reasoning before any grammar and within `budget` tokens.
 
     `called` says that the grammar is one of calls. Raises `ApiError` (400), naming the field, for a budget of a model
-    whose reasoning has no known end.
+    whose reasoning has no known end, or is a part of that grammar.
     """
     parser = None if job.reading is None else job.reading.reasoning
     if called and job.reading is not None and job.reading.tools is not None and job.reading.tools.reads_reasoning:
+        if budget is not None:
+            raise invalid(
+                "reasoning_max_tokens cannot be kept beside calls that are demanded or strict: as this model writes "
+                "them, its reasoning belongs to their grammar; leave out one of them",
+                "reasoning_max_tokens",
+                "unsupported_parameter",
+            )
         parser = None  # its grammar begins with the reasoning
     params = []
     for prompt, given in zip(job.prompts, job.params, strict=True):

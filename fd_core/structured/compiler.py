@@ -10,18 +10,19 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Final
 
 import msgspec
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from fd_core.kv.tally import Tally
 from fd_core.metrics import counter, gauge
 
-__all__ = ["CompilerStats", "GrammarCompiler", "GrammarError", "for_people"]
+__all__ = ["LIMITS", "CompiledGrammar", "CompilerStats", "GrammarCompiler", "GrammarError", "for_people"]
 
-_LIMITS: Final = LLParserLimits(
+LIMITS: Final = LLParserLimits(
     max_items_in_row=2000,
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=100_000,
@@ -34,6 +35,8 @@ _LIMITS: Final = LLParserLimits(
 _MAX_CACHED: Final = 512
 _MAX_CACHED_BYTES: Final = 16 * 2**20
 """Of the texts of cached grammars; what is compiled of them grows with their size."""
+_MAX_ANEW_SECONDS: Final = 0.05
+"""A grammar that takes longer to compile is not compiled anew within a step."""
 _MAX_WORDS: Final = 400
 """Characters of a reason that is shown to people."""
 _LISTING: Final = re.compile(r"\s*(\d+ *\|.*|\^)\s*$")
@@ -59,16 +62,55 @@ class CompilerStats(msgspec.Struct, frozen=True, kw_only=True):
     cached: Annotated[int, gauge("grammars_cached", "Compiled grammars in the cache.")] = 0
 
 
+class CompiledGrammar:
+    """Makes matchers of one grammar, which share a lexer.
+
+    The lexer grows with all texts, up to a limit. Beyond it, it knows no way on for any of them, and only their next
+    masks would say why.
+    """
+
+    def __init__(
+        self, matcher: LLMatcher, first: int | None, seconds: float, anew: Callable[[], CompiledGrammar]
+    ) -> None:
+        """`first` is a token that a text may begin with; `seconds` are those that compiling took."""
+        self._matcher = matcher
+        self._first = first
+        self._seconds = seconds
+        self._anew = anew
+
+    def matcher(self) -> LLMatcher:
+        """Return a matcher at the beginning of a text."""
+        return self._matcher.deep_copy()
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the lexer has reached its limit. Takes microseconds."""
+        return self._first is not None and not self._matcher.validate_tokens([self._first])
+
+    def anew(self) -> CompiledGrammar:
+        """Compile the grammar again, with a lexer that nobody else has.
+
+        Raises `GrammarError` if that takes longer than a step may be held up.
+        """
+        if self._seconds > _MAX_ANEW_SECONDS:
+            raise GrammarError(
+                "what requests of the same grammar share of it has become too large, and it takes too long to compile "
+                "anew amid a text; ask again, or make the grammar smaller"
+            )
+        return self._anew()
+
+
 class GrammarCompiler:
     """Compiled grammars of one model. Any thread may use it."""
 
-    def __init__(self, vocabulary: Callable[[], LLTokenizer]) -> None:
+    def __init__(self, vocabulary: Callable[[], LLTokenizer], limits: LLParserLimits = LIMITS) -> None:
         """`vocabulary` is called once, when it is first needed, because it takes some time."""
         self._make_vocabulary = vocabulary
+        self._limits = limits
         self._vocabulary: LLTokenizer | None = None
         self._making = threading.Lock()
         self._lock = threading.Lock()
-        self._cache: OrderedDict[str, LLMatcher | GrammarError] = OrderedDict()
+        self._cache: OrderedDict[str, CompiledGrammar | GrammarError] = OrderedDict()
         self._cached_bytes = 0
         self._tally = Tally()
 
@@ -77,54 +119,58 @@ class GrammarCompiler:
         self._ready_vocabulary()
 
     def is_cached(self, grammar: str) -> bool:
-        """Whether `matcher` answers at once."""
-        return grammar in self._cache
+        """Whether `compiled` answers at once."""
+        return _usable(self._cache.get(grammar))
 
-    def matcher(self, grammar: str) -> LLMatcher:
-        """Return a matcher at the beginning of its text, compiling the grammar if need be.
+    def compiled(self, grammar: str) -> CompiledGrammar:
+        """Return a grammar, compiling it if need be; one whose lexer is exhausted is compiled anew.
 
         Raises `GrammarError` if it cannot be compiled within its bounds.
         """
-        compiled = self._find(grammar)
-        if isinstance(compiled, GrammarError):
-            raise GrammarError(str(compiled))
-        return compiled.deep_copy()
+        return _required(self._find(grammar))
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """Return a matcher at the beginning of its text; see `compiled`."""
+        return self.compiled(grammar).matcher()
 
     def refusal(self, grammar: str) -> str | None:
         """Say why a grammar cannot be compiled, None if it can; nothing is kept or counted."""
-        matcher = LLMatcher(self._ready_vocabulary(), grammar, log_level=0, limits=_LIMITS)
-        return _fault(matcher)
+        vocabulary = self._ready_vocabulary()
+        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=self._limits)
+        fault, _ = _begin(matcher, vocabulary.eos_tokens)
+        return fault
 
     def stats(self) -> CompilerStats:
         """Return counters and gauges."""
         return self._tally.read(CompilerStats, cached=len(self._cache))
 
-    def _find(self, grammar: str) -> LLMatcher | GrammarError:
+    def _find(self, grammar: str) -> CompiledGrammar | GrammarError:
         with self._lock:
             found = self._cache.get(grammar)
             if found is not None:
                 self._cache.move_to_end(grammar)
-        if found is not None:
+        if found is not None and _usable(found):
             self._tally.add("cache_hits")
             return found
         compiled = self._compile(grammar)
         with self._lock:
             if grammar not in self._cache:
-                self._cache[grammar] = compiled
                 self._cached_bytes += len(grammar)
+            self._cache[grammar] = compiled
             while len(self._cache) > _MAX_CACHED or (self._cached_bytes > _MAX_CACHED_BYTES and len(self._cache) > 1):
                 self._cached_bytes -= len(self._cache.popitem(last=False)[0])
         return compiled
 
-    def _compile(self, grammar: str) -> LLMatcher | GrammarError:
+    def _compile(self, grammar: str) -> CompiledGrammar | GrammarError:
         vocabulary = self._ready_vocabulary()
-        began = time.perf_counter()
-        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=_LIMITS)
-        fault = _fault(matcher)
+        began, worked = time.perf_counter(), time.thread_time()
+        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=self._limits)
+        fault, first = _begin(matcher, vocabulary.eos_tokens)
+        worked = time.thread_time() - worked
         self._tally.add("compile_seconds", time.perf_counter() - began)
         self._tally.add("compiled")
         if fault is None:
-            return matcher
+            return CompiledGrammar(matcher, first, worked, lambda: _required(self._compile(grammar)))
         self._tally.add("refused")
         return GrammarError(fault)
 
@@ -138,20 +184,37 @@ class GrammarCompiler:
             return self._vocabulary
 
 
-def _fault(matcher: LLMatcher) -> str | None:
-    """Say why no text can begin as a new matcher's grammar wants, None if one can.
+def _usable(found: CompiledGrammar | GrammarError | None) -> bool:
+    return found is not None and (isinstance(found, GrammarError) or not found.exhausted)
+
+
+def _required(found: CompiledGrammar | GrammarError) -> CompiledGrammar:
+    if isinstance(found, GrammarError):
+        raise GrammarError(str(found))
+    return found
+
+
+def _begin(matcher: LLMatcher, ends: Sequence[int]) -> tuple[str | None, int | None]:
+    """Say why no text can begin as a new matcher's grammar wants, None if one can, and give a token that begins one.
 
     The first mask and the text forced at the beginning are computed for it: a grammar that goes round in circles
     compiles, and shows its fault there.
     """
     if matcher.is_error():
-        return for_people(matcher.get_error())
-    if not any(matcher.compute_bitmask()) and not matcher.is_error():
-        return _IN_WORDS["NoExtensionBias"]
+        return for_people(matcher.get_error()), None
+    mask = matcher.compute_bitmask()
+    if not any(mask) and not matcher.is_error():
+        return _IN_WORDS["NoExtensionBias"], None
     if not matcher.is_error() and (forced := matcher.compute_ff_tokens()):
-        matcher = matcher.deep_copy()
-        matcher.consume_tokens(forced[:1])
-    return for_people(matcher.get_error()) if matcher.is_error() else None
+        probe = matcher.deep_copy()
+        probe.consume_tokens(forced[:1])
+        if probe.is_error():
+            return for_people(probe.get_error()), None
+    if matcher.is_error():
+        return for_people(matcher.get_error()), None
+    tokens = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
+    ordinary = tokens[~np.isin(tokens, ends)]
+    return None, int(ordinary[0]) if len(ordinary) else None
 
 
 def for_people(error: str) -> str:

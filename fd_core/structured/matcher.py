@@ -5,23 +5,29 @@
 Everything here is a function of the tokens so far: whoever consumes the same tokens gets the same masks, in whatever
 steps, after a restart too. Where the grammar leaves one way to go on, the mask allows one token, the one in which the
 tokenizer itself would write that way; such tokens are forced, and drafts of them are always kept.
+
+Texts of one grammar share a lexer, which any of them may exhaust. So whatever is asked of the grammar is asked again of
+a lexer of its own if the shared one turns out to be exhausted; a text ends if its own does not suffice for it either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher
 
-from fd_core.structured.compiler import GrammarError, for_people
+from fd_core.structured.compiler import CompiledGrammar, GrammarError, for_people
 from fd_core.types import IntArray, Reasoning
 
 __all__ = ["TokenMatcher", "mask_words"]
 
 _ALL = np.uint32(0xFFFFFFFF)
+_EXHAUSTED = "a regular expression in the grammar became too large"
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def mask_words(vocab_size: int) -> int:
@@ -48,22 +54,20 @@ class TokenMatcher:
 
     def __init__(
         self,
-        grammar: Callable[[], LLMatcher] | None,
+        grammar: CompiledGrammar | None,
         ends: Sequence[int],
         vocab_size: int,
         reasoning: Reasoning | None = None,
     ) -> None:
-        """`grammar` returns a matcher of its own at the beginning of the text, such as `GrammarCompiler.matcher`.
-
-        `ends` are the ids that end the text. Raises `GrammarError` if no id can end a text of a grammar, and what
-        `grammar` raises.
-        """
-        self._fresh = grammar
-        self._grammar = None if grammar is None else grammar()
+        """`ends` are the ids that end the text. Raises `GrammarError` if no id can end a text of a grammar."""
+        self._compiled = grammar
+        self._grammar = None if grammar is None else grammar.matcher()
         self._tokens: list[int] = []
         """What the grammar consumed."""
         self.trouble: str | None = None
         """Why a mask is empty, if the grammar could not say what it allows."""
+        self._lost: str | None = None
+        """Why there is no new lexer in place of an exhausted one."""
         self._ends = frozenset(ends)
         self._end_ids = np.array(sorted(end for end in self._ends if end < vocab_size), np.int64)
         if grammar is not None and not len(self._end_ids):
@@ -77,17 +81,17 @@ class TokenMatcher:
     def consume(self, tokens: Sequence[int]) -> None:
         """The text went on with `tokens`. Raises `GrammarError` if it may not."""
         for token in tokens:
-            if not self._push(token):
-                if self._grammar is not None and self._grammar.is_error():
-                    raise GrammarError(for_people(self._grammar.get_error()))
+            if not self._asked(self._push, token):
+                if self._is_broken():
+                    raise GrammarError(self._reason_broken())
                 raise GrammarError(f"token {token} was chosen, but the grammar does not allow it")
 
     def allowed(self, drafts: Sequence[int]) -> int:
         """Return how many of the leading `drafts` the text may go on with; none behind one that ends the text."""
         place, count = self._place, 0
         for draft in drafts:
-            only = self._only()
-            if self._place.ended or (only and draft != only[0]) or not self._push(draft):
+            only = self._asked(self._only)
+            if self._place.ended or (only and draft != only[0]) or not self._asked(self._push, draft):
                 break
             count += 1
         self._return_to(place)
@@ -98,11 +102,11 @@ class TokenMatcher:
         place = self._place
         tokens: list[int] = []
         while len(tokens) < limit and not self._place.ended:
-            only = self._only()[: limit - len(tokens)]
+            only = self._asked(self._only)[: limit - len(tokens)]
             if not only:
                 break
             for token in only:
-                if not self._push(token):
+                if not self._asked(self._push, token):
                     break
                 tokens.append(token)
         self._return_to(place)
@@ -117,13 +121,51 @@ class TokenMatcher:
         place = self._place
         masked = np.zeros(len(drafts) + 1, np.bool_)
         for index in range(len(drafts) + 1):
-            masked[index] = self._write_mask(masks[index])
-            if index < len(drafts) and not self._push(drafts[index]):
+            masked[index] = self._asked(self._write_mask, masks[index])
+            if self._is_broken():  # there is no way on, or finding it takes too much work
+                self.trouble = self._reason_broken()
+                masks[index] = 0
+                break
+            if index < len(drafts) and not self._asked(self._push, drafts[index]):
                 break
         self._return_to(place)
         return masked
 
     # Inside -----------------------------------------------------------------------------------------------
+
+    def _asked(self, question: Callable[P, T], *about: P.args, **named: P.kwargs) -> T:
+        """Return the answer to a question about this place, from a lexer that can give it if there is one."""
+        place, answer = self._place, question(*about, **named)
+        if not self._is_broken():
+            return answer
+        self._place = place
+        del self._tokens[place.in_grammar :]
+        self._renew()
+        return question(*about, **named)
+
+    def _is_broken(self) -> bool:
+        """Whether the grammar's answers mean nothing any more."""
+        grammar, compiled = self._grammar, self._compiled
+        return grammar is not None and compiled is not None and (grammar.is_error() or compiled.exhausted)
+
+    def _reason_broken(self) -> str:
+        grammar = self._grammar
+        said = for_people(grammar.get_error()) if grammar is not None and grammar.is_error() else _EXHAUSTED
+        return self._lost or said
+
+    def _renew(self) -> None:
+        """Follow the text with a new matcher, and with a lexer of its own where the one it had is exhausted."""
+        compiled = self._compiled
+        if compiled is None:
+            return
+        if compiled.exhausted:
+            try:
+                self._compiled = compiled = compiled.anew()
+            except GrammarError as error:
+                self._lost = str(error)
+                return
+        self._grammar = compiled.matcher()
+        self._grammar.consume_tokens(self._tokens)
 
     def _write_mask(self, row: IntArray) -> bool:
         """Write the mask of this place into int32[words]; False if everything is allowed."""
@@ -142,10 +184,6 @@ class TokenMatcher:
             words[:] = _ALL
         else:
             self._grammar.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            if self._grammar.is_error():  # there is no way on, or finding it takes too much work
-                self.trouble = for_people(self._grammar.get_error())
-                words[:] = 0
-                return True
         bits = np.uint32(1) << (self._end_ids % 32).astype(np.uint32)
         if not place.reasoning and self._grammar.is_accepting():
             np.bitwise_or.at(words, self._end_ids // 32, bits)
@@ -211,13 +249,8 @@ class TokenMatcher:
         """Take back what was pushed since the text was at `place`."""
         behind = len(self._tokens) - place.in_grammar
         self._place = place
-        if self._grammar is None or self._fresh is None:
-            return
         del self._tokens[place.in_grammar :]
-        if self._grammar.is_error():  # for good, though it may have failed behind a draft that nobody takes
-            self._grammar = self._fresh()
-            self._grammar.consume_tokens(self._tokens)
-        elif behind:
+        if self._grammar is not None and behind and not self._grammar.is_error():
             self._grammar.rollback(behind)
 
 

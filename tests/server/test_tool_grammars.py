@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fd_core.text.parsing.answer import Parsers
+from fd_core.text.parsing.harmony import HarmonyReasoning, HarmonyTools
 from fd_core.text.parsing.hermes import HermesTools
 from fd_core.text.parsing.thinking import DeepSeekR1Reasoning, QwenReasoning
 from fd_core.types import SamplingParams
@@ -150,6 +151,15 @@ def test_reasoning_has_a_budget_by_either_name(thinking: LiveServer) -> None:
     assert asked(thinking).reasoning is None
     error = thinking.post(PATH, ASK | {"reasoning_max_tokens": 1, "thinking_token_budget": 2}).error
     assert error["param"] == "thinking_token_budget"
+
+
+@pytest.mark.parametrize("form", [{"tool_choice": "required"}, {"tools": [tool("weather", CITY, strict=True)]}])
+def test_a_budget_is_refused_where_reasoning_belongs_to_the_grammar(form: dict[str, Any]) -> None:
+    with live(lambda: FakeClient(max_model_len=4000), parsers=Parsers(HarmonyTools, HarmonyReasoning)) as server:
+        error = server.post(PATH, ASK | form | {"reasoning_max_tokens": 7}).error
+        assert asked(server, reasoning_max_tokens=7).reasoning.max_tokens == 7
+    assert (error["param"], error["code"]) == ("reasoning_max_tokens", "unsupported_parameter")
+    assert "belongs to their grammar" in error["message"]
 
 
 def test_a_model_without_reasoning_refuses_a_budget(hermes: LiveServer) -> None:

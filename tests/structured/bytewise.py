@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 
 import numpy as np
+from llguidance import LLParserLimits
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from fd_core.structured.compiler import GrammarCompiler
+from fd_core.structured.compiler import LIMITS, GrammarCompiler
 from fd_core.structured.matcher import TokenMatcher, mask_words
 from fd_core.structured.vocabulary import grammar_vocabulary
 from fd_core.text.byte_tokenizer import END_ID, byte_tokenizer
@@ -24,8 +24,8 @@ VOCABULARY = 300
 """Ids of the model: more than the tokenizer has."""
 
 
-def bytes_compiler() -> GrammarCompiler:
-    return GrammarCompiler(lambda: grammar_vocabulary(BYTES, VOCABULARY, (END_ID,)))
+def bytes_compiler(limits: LLParserLimits = LIMITS) -> GrammarCompiler:
+    return GrammarCompiler(lambda: grammar_vocabulary(BYTES, VOCABULARY, (END_ID,)), limits)
 
 
 _COMPILER = bytes_compiler()
@@ -40,7 +40,7 @@ def text_of(tokens: Iterable[int]) -> str:
 
 
 def matcher(grammar: str | None, ends: tuple[int, ...] = (END_ID,), reasoning: Reasoning | None = None) -> TokenMatcher:
-    return TokenMatcher(None if grammar is None else partial(_COMPILER.matcher, grammar), ends, VOCABULARY, reasoning)
+    return TokenMatcher(None if grammar is None else _COMPILER.compiled(grammar), ends, VOCABULARY, reasoning)
 
 
 def allowed(matched: TokenMatcher, drafts: list[int] | None = None) -> list[set[int] | None]:

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher
+from llguidance import LLParserLimits
 
 from fd_core.structured import grammar
-from fd_core.structured.compiler import GrammarCompiler, GrammarError
+from fd_core.structured.compiler import CompiledGrammar, GrammarCompiler, GrammarError
 from fd_core.structured.matcher import TokenMatcher
 from fd_core.structured.vocabulary import grammar_vocabulary
 from fd_core.types import Reasoning
-from tests.structured.bytewise import END_ID, VOCABULARY, allowed, ids, matcher, text_of, wordy_tokenizer
+from tests.structured.bytewise import (
+    END_ID,
+    VOCABULARY,
+    allowed,
+    bytes_compiler,
+    ids,
+    matcher,
+    text_of,
+    wordy_tokenizer,
+)
 
 AB = grammar.regex("a[bc]{1,2}")
 THINK = (280, 281, 280, 282)
@@ -62,15 +73,86 @@ def test_a_grammar_without_a_way_on_allows_nothing() -> None:
     assert nothing.trouble == "no token continues a text of the form asked for"
 
 
-def test_a_grammar_that_gave_up_allows_nothing_there_and_is_made_anew() -> None:
+def test_a_matcher_that_gave_up_is_made_anew() -> None:
     follow = matcher(AB)
     follow.consume(ids("a"))
     before = allowed(follow)
     assert follow._grammar is not None
     follow._grammar.rollback(99)  # an error of the library, for good
-    assert allowed(follow) == [set()] and follow.trouble
-    assert allowed(follow) == before
+    assert allowed(follow) == before and not follow.trouble
     assert follow.allowed([*ids("bc"), END_ID]) == 3
+
+
+# A lexer that is exhausted ------------------------------------------------------------------------------------
+
+HEAVY = grammar.regex("([ab]{0,30}a[ab]{0,30}b){3}")
+FEW = LLParserLimits(max_lexer_states=400, verbose_errors=False)
+
+
+def heavy(compiler: GrammarCompiler) -> TokenMatcher:
+    return TokenMatcher(compiler.compiled(HEAVY), (END_ID,), VOCABULARY)
+
+
+def exhaust(compiler: GrammarCompiler) -> TokenMatcher:
+    """Follow texts until the lexer that all of them share has reached its limit."""
+    shared, random = compiler.compiled(HEAVY), Random(1)
+    follow = TokenMatcher(shared, (END_ID,), VOCABULARY)
+    for _ in range(100):
+        if shared.exhausted:
+            return follow
+        follow = TokenMatcher(shared, (END_ID,), VOCABULARY)
+        for token in ids("".join(random.choices("ab", k=60))):
+            if shared.exhausted or not follow.allowed([token]):
+                break
+            allowed(follow)
+            follow.consume([token])
+    raise AssertionError("nothing exhausts this lexer")
+
+
+@pytest.mark.law("4")
+@pytest.mark.parametrize("text", ["", "a", "abbaab", "ab" * 5])
+def test_a_text_goes_on_unharmed_where_another_one_exhausts_their_lexer(text: str) -> None:
+    compiler, drafts = bytes_compiler(FEW), ids("abab")
+    follow, unharmed = heavy(compiler), heavy(bytes_compiler())
+    for each in (follow, unharmed):
+        each.consume(ids(text))
+    exhaust(compiler)
+    assert follow.forced(4) == unharmed.forced(4)
+    assert follow.allowed(drafts) == unharmed.allowed(drafts)
+    assert allowed(follow, drafts) == allowed(unharmed, drafts)
+    for each in (follow, unharmed):
+        each.consume(drafts)
+    assert allowed(follow) == allowed(unharmed) and follow.trouble is None
+
+
+@pytest.mark.law("4")
+def test_a_text_that_exhausts_a_lexer_goes_on_with_one_of_its_own() -> None:
+    compiler = bytes_compiler(FEW)
+    follow, unharmed = exhaust(compiler), heavy(bytes_compiler())
+    unharmed.consume(follow._tokens)
+    assert allowed(follow) == allowed(unharmed) and follow.trouble is None
+
+
+def test_a_text_ends_by_name_if_a_lexer_of_its_own_does_not_suffice() -> None:
+    compiler = bytes_compiler(LLParserLimits(max_lexer_states=40, verbose_errors=False))
+    follow = heavy(compiler)
+    for token in ids("ab" * 20):
+        if allowed(follow) == [set()]:
+            break
+        follow.consume([token])
+    assert "too many states" in (follow.trouble or "")
+
+
+def test_a_grammar_that_compiles_slowly_is_not_compiled_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fd_core.structured.compiler._MAX_ANEW_SECONDS", 0)
+    compiler = bytes_compiler(FEW)
+    follow = heavy(compiler)
+    exhaust(compiler)
+    assert allowed(follow) == [set()] and "ask again" in (follow.trouble or "")
+    with pytest.raises(GrammarError, match="ask again"):
+        follow.consume(ids("a"))
+    assert not compiler.is_cached(HEAVY)
+    assert allowed(heavy(compiler)) == allowed(heavy(bytes_compiler())), "who asks again gets a new one"
 
 
 def test_a_request_without_ends_cannot_have_a_grammar() -> None:
@@ -148,12 +230,12 @@ ENDS = (WORDY.eos_id or 0,)
 WORDY_COMPILER = GrammarCompiler(lambda: grammar_vocabulary(WORDY, WORDS, ENDS))
 
 
-def compiled() -> LLMatcher:
-    return WORDY_COMPILER.matcher(SCHEMA)
+def compiled() -> CompiledGrammar:
+    return WORDY_COMPILER.compiled(SCHEMA)
 
 
 def wordy() -> TokenMatcher:
-    return TokenMatcher(compiled, ENDS, WORDS, Reasoning(end=(WORDS - 1, WORDS - 2), max_tokens=4))
+    return TokenMatcher(compiled(), ENDS, WORDS, Reasoning(end=(WORDS - 1, WORDS - 2), max_tokens=4))
 
 
 def masks_behind(follow: TokenMatcher, drafts: list[int]) -> list[bytes | None]:
@@ -191,7 +273,7 @@ def test_masks_are_a_function_of_the_tokens_alone(data: st.DataObject) -> None:
 
 @pytest.mark.law("4")
 def test_forced_tokens_are_those_of_the_tokenizer_and_all_of_them_are_kept() -> None:
-    follow = TokenMatcher(compiled, ENDS, WORDS)
+    follow = TokenMatcher(compiled(), ENDS, WORDS)
     forced = follow.forced(20)
     assert WORDY.decode(forced) == '{"name": "'
     assert forced == WORDY.encode('{"name": "', add_special=False)
