@@ -62,6 +62,7 @@ def serve(
 
         from fd_core.logs import configure_logs
         from fd_core.server.doors.connections import raise_descriptor_limit
+        from fd_core.server.doors.hosts import HostRules
         from fd_core.server.doors.tls import ServingTls
         from fd_core.server.listening import bind_socket
 
@@ -72,7 +73,9 @@ def serve(
     if settings.server.log_level != "debug":
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
     raise_descriptor_limit()
-    ServingTls.of(settings.server)  # what cannot be used is said before anything is loaded
+    # What cannot be used is said before anything is loaded.
+    ServingTls.of(settings.server)
+    HostRules(settings.server.host, settings.server.allowed_hosts, settings.server.allowed_origins)
     with contextlib.ExitStack() as stack:
         spans = opened_spans(settings.server.otlp_traces_endpoint, "fdcore-serve", stack)
         listener = stack.enter_context(bind_socket(settings.server.host, settings.server.port))

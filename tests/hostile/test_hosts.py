@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from typer.testing import CliRunner
 
+from fd_core.cli.app import app
 from fd_core.errors import ConfigError
 from fd_core.server.doors.hosts import HostRules, Visit
 from fd_core.server.errors import ApiError
@@ -126,6 +128,11 @@ def test_origins_that_are_none_are_refused_at_the_start(given: str) -> None:
     with pytest.raises(ConfigError) as caught:
         HostRules("127.0.0.1", (), (given,))
     assert caught.value.field == "--allowed-origins"
+
+
+def test_they_are_refused_before_a_model_is_looked_for() -> None:
+    result = CliRunner().invoke(app, ["serve", "no-such-model", "--allowed-origins", "example.org"])
+    assert result.exit_code == 2 and "--allowed-origins" in result.output and result.output.count("\n") == 1
 
 
 @both
