@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from typing import Any, Final
@@ -15,7 +16,10 @@ __all__ = [
     "MAX_CHOICES",
     "MAX_DEPTH",
     "MAX_GRAMMAR_BYTES",
+    "MAX_OPTIONAL",
+    "MAX_REPEATS",
     "MAX_TAGS",
+    "require_few_repeats",
     "require_schema",
     "require_shallow",
     "require_small",
@@ -29,6 +33,14 @@ MAX_CHOICES: Final = 4096
 MAX_TAGS: Final = 256
 MAX_MULTIPLE: Final = 100_000
 """Least common multiple of all `multipleOf` in a schema, without decimal points: it takes as many states."""
+MAX_OPTIONAL: Final = 1000
+"""Properties of one object that may be left out: compiling takes the square of their number."""
+MAX_REPEATS: Final = 50_000
+"""Product of nested repetitions in a regular expression."""
+_PATTERN_PARTS: Final = re.compile(
+    r"\\[pPxu]\{[^}]*\}|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d{1,9}),?(\d{0,9})\}|[()]|.", re.DOTALL
+)
+"""What a regular expression consists of: escapes, classes, repetitions, parentheses and characters."""
 
 
 def require_schema(schema: Any, field: str) -> Any:
@@ -45,6 +57,7 @@ def require_schema(schema: Any, field: str) -> Any:
         raise BadRequest(f"{field}: the schema is not JSON: {error}", field=field) from None
     require_small(text, "the schema", field)
     _require_small_multiples(schema, field)
+    _require_quick(schema, field)
     return compilable(schema, field)
 
 
@@ -72,6 +85,49 @@ def require_shallow(value: Any, field: str) -> None:
             elif isinstance(each, list | tuple):
                 inner += each
         level, depth = inner, depth + 1
+
+
+def require_few_repeats(pattern: str, field: str) -> None:
+    """Raise `BadRequest` for a regular expression, or a grammar, whose nested repetitions multiply beyond the bound."""
+    groups, last = [1], 1  # the largest product within each open group, and of what stands before this place
+    for part in _PATTERN_PARTS.finditer(pattern):
+        if part[0] == "(":
+            groups.append(1)
+            last = 1
+        elif part[0] == ")" and len(groups) > 1:
+            last = groups.pop()
+            groups[-1] = max(groups[-1], last)
+        elif part[1] is not None:
+            last *= max(int(part[1]), int(part[2] or 0), 1)
+            groups[-1] = max(groups[-1], last)
+            if last > MAX_REPEATS:
+                raise BadRequest(
+                    f"{field}: its nested repetitions multiply to {last:,}; at most {MAX_REPEATS:,} are allowed",
+                    field=field,
+                )
+        else:
+            last = 1
+
+
+def _require_quick(value: Any, place: str) -> None:
+    if isinstance(value, Mapping):
+        known, required = value.get("properties"), value.get("required")
+        named = {each for each in required if isinstance(each, str)} if isinstance(required, list | tuple) else set()
+        if isinstance(known, Mapping) and (optional := len(known.keys() - named)) > MAX_OPTIONAL:
+            raise BadRequest(
+                f"{place}.properties: {optional:,} of them are not required; at most {MAX_OPTIONAL:,} are allowed",
+                field=f"{place}.properties",
+            )
+        for name, inner in value.items():
+            if name == "pattern" and isinstance(inner, str):
+                require_few_repeats(inner, f"{place}.pattern")
+            elif name == "patternProperties" and isinstance(inner, Mapping):
+                for pattern in inner:
+                    require_few_repeats(str(pattern), f"{place}.patternProperties")
+            _require_quick(inner, f"{place}.{name}")
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            _require_quick(inner, f"{place}[{index}]")
 
 
 def _require_small_multiples(schema: Any, field: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from fd_core.errors import BadRequest
-from fd_core.structured.bounds import MAX_CHOICES, require_schema, require_small
+from fd_core.structured.bounds import MAX_CHOICES, require_few_repeats, require_schema, require_small
 from fd_core.structured.lark import JSON_STYLE, as_lark, literal
 from fd_core.structured.tags import structural_tag
 
@@ -43,6 +43,7 @@ def json_schema(
 def regex(pattern: str, *, field: str = "regex") -> str:
     """Return the grammar of the texts that a regular expression matches as a whole. Raises `BadRequest`."""
     require_small(pattern, "the regular expression", field)
+    require_few_repeats(pattern, field)
     return LLMatcher.grammar_from_regex(pattern)
 
 
@@ -57,4 +58,5 @@ def choice(texts: Sequence[str], *, field: str = "choice") -> str:
 def context_free(text: str, *, field: str = "grammar") -> str:
     """Return the grammar written in Lark's syntax (rule `start`), or in GBNF (rule `root`). Raises `BadRequest`."""
     require_small(text, "the grammar", field)
+    require_few_repeats(text, field)
     return LLMatcher.grammar_from_lark(as_lark(text, field))

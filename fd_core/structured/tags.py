@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from fd_core.errors import BadRequest
 from fd_core.structured.arguments import TaggedGrammar
-from fd_core.structured.bounds import MAX_TAGS, require_schema, require_shallow, require_small
+from fd_core.structured.bounds import MAX_TAGS, require_few_repeats, require_schema, require_shallow, require_small
 from fd_core.structured.lark import ANY_TEXT, LarkText, as_lark, slashed
 from fd_core.text.parsing.contract import TaggedArguments
 
@@ -152,11 +152,13 @@ class _Formats:
     def _grammar(self, given: Mapping[str, Any], place: str, ends: Sequence[str], last: bool) -> str:
         text = _text(given.get("grammar"), f"{place}.grammar")
         require_small(text, "the grammar", f"{place}.grammar")
+        require_few_repeats(text, f"{place}.grammar")
         return f"{self._lark.grammar(as_lark(text, f'{place}.grammar'))} {self._end(ends)}"
 
     def _regex(self, given: Mapping[str, Any], place: str, ends: Sequence[str], last: bool) -> str:
         pattern = _text(given.get("pattern"), f"{place}.pattern")
         require_small(pattern, "the regular expression", f"{place}.pattern")
+        require_few_repeats(pattern, f"{place}.pattern")
         excludes = _texts(given.get("excludes"), f"{place}.excludes", optional=True)
         text = self._lark.terminal(self._lark.free_text(excludes, f"/{slashed(pattern)}/"))
         return f"{text} {self._end(ends)}"
