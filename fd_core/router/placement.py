@@ -58,7 +58,7 @@ class Placer:
 
     def place(self, request: RouteRequest, tried: frozenset[str], now: float, random: float) -> Placement | NoWorker:
         """Choose workers for a request that failed on the addresses `tried`."""
-        pools = self._eligible(request.model, tried, now)
+        pools = self._eligible(request, tried, now)
         if isinstance(pools, NoWorker):
             return pools
         roles = PARTS[self._mode(pools)]
@@ -78,14 +78,19 @@ class Placer:
         fit = [one for one in self.registry if one.state is WorkerState.HEALTHY and not one.unfit]
         return _sufficient({role: [one for one in fit if one.worker.role == role] for role in ROLES})
 
-    def _eligible(self, model: str | None, tried: frozenset[str], now: float) -> dict[Role, list[Member]] | NoWorker:
+    def _eligible(
+        self, request: RouteRequest, tried: frozenset[str], now: float
+    ) -> dict[Role, list[Member]] | NoWorker:
         """Return the workers that may be chosen, by role, or the first reason that leaves too few of them."""
         pools: dict[Role, list[Member]] = {role: [] for role in ROLES}
         for member in self.registry:
             if member.state is not WorkerState.DRAINING:
                 pools[member.worker.role].append(member)
-        if model is not None:
-            pools = _serving(model, pools)
+        if request.model is not None:
+            pools = _serving(request.model, pools)
+        if request.home is not None:
+            at_home = _where(pools, lambda one: one.worker == request.home or one.worker.role == "prefill")
+            pools = at_home if _sufficient(at_home) else pools
         if not _sufficient(pools):
             return NoWorker("none_registered", "no worker is registered", self.config.health_check_interval_secs)
         healthy = _where(pools, lambda one: one.open_to_requests(now))

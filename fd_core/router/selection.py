@@ -40,6 +40,8 @@ class RouteRequest:
     """Whether `tokens` are token ids of the workers, and not numbers of the gateway's own."""
     output_tokens: int = 0
     """Most tokens of all answers together, as far as the request says it."""
+    home: RouterWorker | None = None
+    """Worker that alone has what the request goes on from; None takes any worker."""
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or not len(self.tokens):

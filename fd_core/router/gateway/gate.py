@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -14,6 +15,7 @@ from fd_core.router.gateway.answers import error_response, json_response
 from fd_core.router.gateway.body import read_body
 from fd_core.router.gateway.forwarding import Exchange
 from fd_core.router.gateway.headers import to_worker
+from fd_core.router.gateway.kept_responses import RESPONSES_PATH, keeper
 from fd_core.router.gateway.models import union
 from fd_core.router.gateway.pages import PAGES
 from fd_core.router.gateway.state import GatewayState
@@ -34,12 +36,15 @@ __all__ = ["RouterGate"]
 _PLACED: Final = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/messages", "/v1/messages/count_tokens"),
-        *("/v1/responses", "/tokenize", "/detokenize"),
+        *("/v1/responses", "/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank", "/tokenize", "/detokenize"),
+        *("/tokenizer_info", "/get_model_info"),
     }
 )
 """Paths that have their own value of the label `path` in the metrics; clients cannot make up others."""
 _KEPT_BY_WORKERS: Final = ("/v1/files", "/v1/batches")
-_COMPUTES_NOTHING: Final = frozenset({"/v1/messages/count_tokens", "/tokenize", "/detokenize"})
+_ASKED: Final = frozenset({"/tokenizer_info", "/get_model_info"})
+"""Paths that are read, and where each worker says the same."""
+_COMPUTES_NOTHING: Final = _ASKED | {"/v1/messages/count_tokens", "/tokenize", "/detokenize"}
 """Paths whose text leaves nothing in a worker's cache, and so is no prompt to the router."""
 
 
@@ -104,18 +109,19 @@ class RouterGate:
         shown = PAGES.get(path)
         if shown is not None:
             if request.method not in ("GET", "HEAD"):
-                raise _wrong_method("GET")
+                raise _wrong_method(("GET",))
             return shown(self._state)
         if path == "/v1/models" or path.startswith("/v1/models/"):
             if request.method not in ("GET", "HEAD"):
-                raise _wrong_method("GET")
+                raise _wrong_method(("GET",))
             return await self._list(path, to_worker(self._state, request.headers, record.request_id))
-        if not _forwarded(path):
+        methods = _forwarded(path)
+        if not methods:
             raise ApiError(404, "nothing is served at this path")
         if path.startswith(_KEPT_BY_WORKERS):
             raise ApiError(404, "each worker keeps files and batches of its own; send these requests to a worker")
-        if request.method != "POST":
-            raise _wrong_method("POST")
+        if request.method not in methods:
+            raise _wrong_method(methods)
         if path == ABORT_PATH:
             with self._share(request) as share:
                 body = await read_body(request, share)
@@ -142,12 +148,15 @@ class RouterGate:
         arrived = time.monotonic()
         body = await read_body(request, share)
         session = request.headers.get("X-Session-Id", "")[:256] or None
-        if request.path in _COMPUTES_NOTHING:
+        headers, meter = to_worker(self._state, request.headers, record.request_id), None
+        if request.path in _COMPUTES_NOTHING or request.method != "POST":
             asked = RouteRequest(np.zeros(1, np.int32), session, model=await self._state.reader.model(body))
         else:
             asked = await self._state.reader.read(body, session)
             self._access.reserve(record, asked.length + asked.output_tokens)
-        headers, meter = to_worker(self._state, request.headers, record.request_id), None
+        home = await keeper(self._state, request.path, body, headers)
+        if home is not None:
+            asked = replace(asked, home=home)
         if record.reservation is not None or self._state.config.access_log:
             headers[USAGE_HEADER], meter = "1", UsageMeter()
         exchange = Exchange(
@@ -177,17 +186,22 @@ class RouterGate:
         raise ApiError(404, f"the model {name[:128]!r} does not exist", param="model", code="model_not_found")
 
 
-def _forwarded(path: str) -> bool:
-    return (path.startswith("/v1/") or path in _PLACED) and ".." not in path
+def _forwarded(path: str) -> tuple[str, ...]:
+    """Return the methods with which a path goes to workers."""
+    if path in _ASKED:
+        return ("GET", "HEAD")
+    if path.startswith(RESPONSES_PATH + "/") and ".." not in path:
+        return ("DELETE", "GET", "HEAD")
+    return ("POST",) if (path.startswith("/v1/") or path in _PLACED) and ".." not in path else ()
 
 
 def _methods_of(path: str) -> web.Response:
     """Say which methods a path takes; whoever asks needs no key."""
-    if path in PAGES or path == "/v1/models" or path.startswith("/v1/models/"):
-        return web.Response(status=204, headers={"Allow": "GET, HEAD, OPTIONS"})
-    if _forwarded(path):
-        return web.Response(status=204, headers={"Allow": "OPTIONS, POST"})
-    raise ApiError(404, "nothing is served at this path")
+    read = path in PAGES or path == "/v1/models" or path.startswith("/v1/models/")
+    methods = ("GET", "HEAD") if read else _forwarded(path)
+    if not methods:
+        raise ApiError(404, "nothing is served at this path")
+    return web.Response(status=204, headers={"Allow": ", ".join(sorted((*methods, "OPTIONS")))})
 
 
 def _header(request: web.BaseRequest, name: str) -> bytes | None:
@@ -195,5 +209,5 @@ def _header(request: web.BaseRequest, name: str) -> bytes | None:
     return None if value is None else value.encode("utf-8", "surrogateescape")
 
 
-def _wrong_method(allowed: str) -> ApiError:
-    return ApiError(405, f"this path takes {allowed}", headers={"Allow": allowed})
+def _wrong_method(allowed: Sequence[str]) -> ApiError:
+    return ApiError(405, f"this path takes {', '.join(allowed)}", headers={"Allow": ", ".join(allowed)})

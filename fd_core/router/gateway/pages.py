@@ -67,6 +67,7 @@ PAGES: Final[Mapping[str, Callable[[GatewayState], web.Response]]] = {
     "/status": live_page,
     "/status.json": status,
     "/health": health,
+    "/ping": health,
     "/ready": ready,
     "/version": version,
     "/metrics": metrics,

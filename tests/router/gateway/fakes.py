@@ -78,6 +78,8 @@ class FakeWorker:
         self.chunks = 4
         self.runs: set[str] = set()
         """Ids that can be aborted."""
+        self.keeps: set[str] = set()
+        """Ids of responses."""
         self.seen: list[tuple[str, Mapping[str, str], bytes]] = []
         self.running = 0
         self.written = 0
@@ -108,6 +110,8 @@ class FakeWorker:
         if request.path == "/v1/models":
             data = [{"id": name, "object": "model", "root": name} for name in self.models]
             return web.json_response({"object": "list", "data": data})
+        if request.method == "HEAD" and request.path.startswith("/v1/responses/"):
+            return web.Response(status=200 if request.path.rpartition("/")[2] in self.keeps else 404)
         self.seen.append((request.raw_path, request.headers, await request.read()))
         self.running += 1
         try:

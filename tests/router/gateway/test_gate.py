@@ -39,7 +39,10 @@ async def test_a_key_has_a_header_of_its_own_too_and_ends_at_the_router() -> Non
 
 @pytest.mark.parametrize(
     ("path", "allowed"),
-    [("/", "GET, HEAD, OPTIONS"), ("/v1/models", "GET, HEAD, OPTIONS"), (CHAT, "OPTIONS, POST"), ("/other", None)],
+    [
+        *(("/", "GET, HEAD, OPTIONS"), ("/v1/models", "GET, HEAD, OPTIONS"), (CHAT, "OPTIONS, POST"), ("/other", None)),
+        *(("/tokenizer_info", "GET, HEAD, OPTIONS"), ("/v1/responses/r", "DELETE, GET, HEAD, OPTIONS")),
+    ],
 )
 @in_loop
 async def test_options_names_the_methods_of_a_path(path: str, allowed: str | None) -> None:
@@ -95,6 +98,9 @@ async def test_a_client_may_ask_before_it_sends_a_body() -> None:
         ("GET", "/register", 404),
         ("POST", "/v1/embeddings", 200),
         ("POST", "/tokenize", 200),
+        *(("POST", path, 200) for path in ("/score", "/rerank", "/v2/rerank")),
+        *(("GET", path, 200) for path in ("/tokenizer_info", "/get_model_info")),
+        ("POST", "/tokenizer_info", 405),
     ],
 )
 @in_loop
