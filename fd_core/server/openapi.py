@@ -26,6 +26,7 @@ _ERRORS: Final = {
     413: "The body is too large",
     415: "The body is not JSON",
     421: "The host that the request names is not this server's, see --allowed-hosts",
+    429: "The key has used up what it may ask for; `Retry-After` says when it may ask again",
     500: "The server or the engine failed",
     503: "The queue is full, other bodies hold all memory, the server shuts down, or the engine is not running",
 }
@@ -56,7 +57,8 @@ def endpoint(
     `unhealthy` says that a 503 carries the same answer as a 200.
     """
     listed = errors if errors is not None else tuple(_ERRORS) if body is not None else (401,)
-    listed = tuple(sorted({*listed, 403, 421}))
+    limited = {429} if 401 in listed else set()
+    listed = tuple(sorted({*listed, *limited, 403, 421}))
     responses = {status: _response(_ERRORS[status], ErrorAnswer) for status in listed}
     responses[200] = _response("Success", answer)
     if stream:

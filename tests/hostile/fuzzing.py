@@ -1,0 +1,206 @@
+"""Random requests from the OpenAPI document and damaged bodies, against servers and a router; the seed is told.
+
+The router has no document of its own: what it forwards is described by the document of its workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from schemathesis import checks
+from schemathesis.generation import GenerationMode
+
+from fd_core.config import ServerConfig
+from fd_core.server.app import create_app
+from tests.router.gateway.fakes import routed
+from tests.server.fakes import FakeClient, LiveServer, byte_tokenizer, chat_template, live
+from tests.server.test_key_limits import key_file
+
+__all__ = ["KINDS", "Fuzzed", "damaged", "fuzz", "fuzzed", "send_damaged"]
+
+KINDS: Final = ("everything", "keys", "router")
+KEY: Final = "the-key-of-this-test"
+_CHECKS: Final = (
+    checks.not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+)
+_KEPT_BY_WORKERS: Final = ("/v1/files", "/v1/batches")
+_ROUND: Final = 10
+"""Examples of one operation between two looks at the clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    """A server as a router sees it."""
+
+    url: str
+    role: str = "mixed"
+
+
+@dataclass(slots=True)
+class Fuzzed:
+    """What is fuzzed, how it is asked, and how much was asked."""
+
+    url: str
+    server: LiveServer
+    operations: Sequence[Any]
+    headers: Mapping[str, str]
+    answers: dict[int, int] = field(default_factory=dict)
+    """Number of answers by status."""
+
+    def count(self, status: int) -> None:
+        self.answers[status] = self.answers.get(status, 0) + 1
+
+    @property
+    def tried(self) -> int:
+        return sum(self.answers.values())
+
+
+@contextmanager
+def fuzzed(kind: str, folder: Path) -> Iterator[Fuzzed]:
+    """Run a server with everything switched on, one with keys that have limits, or a router before the first."""
+    options: dict[str, Any] = {"trust_request_chat_template": True, "enable_tokenizer_info_endpoint": True}
+    options |= {"response_store": 50, "batch_api": kind != "router", "batch_store": str(folder / "batches")}
+    headers = {}
+    if kind == "keys":
+        limited = {"name": "alice", "key": KEY, "requests_per_minute": 20_000, "tokens_per_minute": 10**6}
+        options["api_key_file"] = key_file(folder, limited)
+        headers = {"Authorization": f"Bearer {KEY}"}
+    document = create_app(ServerConfig(**options), FakeClient(), byte_tokenizer(), chat_template()).openapi()
+    operations = [found.ok() for found in schemathesis.openapi.from_dict(document).get_all_operations()]
+    with live(lambda: FakeClient("Hello", vocab_size=2**31, max_num_seqs=256), **options) as server:
+        if kind != "router":
+            yield Fuzzed(server.url, server, operations, headers)
+            return
+        forwarded = [each for each in operations if each.method == "post" or each.path.startswith("/v1/models")]
+        with _before(server) as url:
+            yield Fuzzed(url, server, [each for each in forwarded if not each.path.startswith(_KEPT_BY_WORKERS)], {})
+
+
+def fuzz(target: Fuzzed, operation: Any, mode: GenerationMode, number: int, *, examples: int, seconds: float) -> None:
+    """Send random requests, `examples` of them, and again with further seeds until `seconds` are over."""
+    ends = time.monotonic() + seconds
+    while True:
+        _round(target, operation, mode, number, examples if seconds == 0 else min(examples, _ROUND))
+        number += 1
+        if time.monotonic() >= ends:
+            return
+
+
+def _round(target: Fuzzed, operation: Any, mode: GenerationMode, number: int, examples: int) -> None:
+    @seed(number)
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(operation.as_strategy(generation_mode=mode))
+    def check(case: schemathesis.Case) -> None:
+        answer = case.call(base_url=target.url, headers=dict(target.headers))
+        target.count(answer.status_code)
+        case.validate_response(answer, checks=_CHECKS)
+        assert target.server.client.alive
+
+    try:
+        check()
+    except BaseException as error:
+        error.add_note(f"seed {number}, {operation.label}, {mode.value}")
+        raise
+
+
+def damaged(body: Any, rng: random.Random) -> bytes:
+    """Return the JSON of `body` with bytes changed, left out, repeated, or values put in another's place."""
+    data = bytearray(json.dumps(body).encode())
+    for _ in range(rng.choice((1, 1, 2, 5))):
+        at = rng.randrange(len(data) or 1)
+        match rng.randrange(6):
+            case 0:
+                data[at : at + 1] = bytes([rng.randrange(256)])
+            case 1:
+                del data[at : at + rng.randrange(1, 9)]
+            case 2:
+                data[at:at] = data[at : at + rng.randrange(1, 40)]
+            case 3:
+                data[at:at] = rng.choice(_WEAPONS)
+            case 4:
+                del data[at:]
+            case 5:
+                first, last = data.find(b":", at), data.find(b",", at + 1)
+                if 0 <= first < last:
+                    data[first + 1 : last] = rng.choice(_VALUES)
+    return bytes(data)
+
+
+_WEAPONS: Final = (
+    *(b"\x00", b"\xff\xfe", b"\\ud800", b'"' * 9, b"[" * 600, b'{"a":' * 300, b"1e999", b"-0", b"NaN", b"\xe2\x80\xae"),
+    *(b"9" * 400, b'\\u0000"', b"{{7*7}}", b"{%for x in range(9**9)%}{%endfor%}", b"<|end|>"),
+)
+_VALUES: Final = (
+    *(b"null", b"-1", b"0", b"1e308", b"-1e308", b"2147483648", b"18446744073709551616", b"true", b'""', b"[]", b"{}"),
+    *(b"0.1", b'"\\ud83d"', b'"\\u0000"', b"[[[[]]]]", b'[{"a":[null]}]', b'"' + b"a" * 5000 + b'"'),
+)
+
+
+def send_damaged(target: Fuzzed, path: str, body: bytes) -> int:
+    """Send a body as it is and return the status."""
+    port = int(target.url.rpartition(":")[2])
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request("POST", path, body, {"content-type": "application/json", **target.headers})
+        answer = connection.getresponse()
+        answer.read()
+        target.count(answer.status)
+        return answer.status
+    finally:
+        connection.close()
+
+
+@contextmanager
+def _before(server: LiveServer) -> Iterator[str]:
+    """Run a router before a server; at the end every counter of it must be zero."""
+    ready, ends = threading.Event(), asyncio.Event()
+    found: list[Any] = []
+    failed: list[BaseException] = []
+
+    async def run() -> None:
+        worker: Any = _Worker(server.url)
+        async with routed(worker, router={"health_check_interval_secs": 1.0, "health_check_timeout_secs": 30.0}) as it:
+            found.extend((it.url, asyncio.get_running_loop()))
+            ready.set()
+            await ends.wait()
+
+    def main() -> None:
+        try:
+            asyncio.run(run())
+        except BaseException as error:  # noqa: BLE001  # the test's own thread raises it
+            failed.append(error)
+            ready.set()
+
+    thread = threading.Thread(target=main, daemon=True)
+    thread.start()
+    assert ready.wait(30)
+    if failed:
+        raise failed[0]
+    try:
+        yield found[0]
+    finally:
+        found[1].call_soon_threadsafe(ends.set)
+        thread.join(30)
+    if failed:
+        raise failed[0]
