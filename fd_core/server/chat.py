@@ -76,10 +76,8 @@ async def _job(state: ServerState, body: ChatRequest, request: Request, form: Fo
     )
     if reading is None and events:
         reading = AnswerReading(None, None, {})
-    calls = demanded_form(state, tools, reading)
+    calls = demanded_form(state, tools, reading, form)
     if calls is not None:
-        if form is not None:
-            raise invalid(f"{form.field}: tools that have to be called leave no place for another form", form.field)
         grammar = await state.grammars.checked(calls)
     prompt = await chat_prompt(state, body)
     job = with_grammar(build_job(state, body, request, [prompt], logprobs, reading), grammar)

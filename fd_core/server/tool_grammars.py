@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -23,28 +23,42 @@ __all__ = ["constrained", "demanded_form"]
 _TAIL_TOKENS: Final = 64
 
 
-def demanded_form(state: ServerState, tools: OfferedTools | None, reading: AnswerReading | None) -> FormAsked | None:
+def demanded_form(
+    state: ServerState, tools: OfferedTools | None, reading: AnswerReading | None, form: FormAsked | None
+) -> FormAsked | None:
     """Return the form of calls that have to be made, or whose arguments have to keep a schema; None if there are none.
 
-    Raises `ApiError` (400), naming the field, where the model's format cannot be held by a grammar.
+    An answer that may be calls is those, or what has the `form` that the request asks for. Raises `ApiError` (400),
+    naming the field, where the model's format cannot be held by a grammar, or calls leave no place for the form.
     """
-    if tools is None or reading is None or reading.tools is None or not (tools.forced or tools.strict):
+    if tools is None or reading is None or reading.tools is None or not (tools.forced or tools.strict or form):
         return None
     parser, field = reading.tools, "tool_choice" if tools.forced else "tools[].function.strict"
+    if form is not None and tools.forced:
+        raise invalid(f"{form.field}: tools that have to be called leave no place for another form", form.field)
+    if form is not None and not tools.strict:
+        field = form.field
     calls = [
         _asked(parser, tools, name, index, field)
         for index, name in enumerate(tools.schemas)
         if not tools.forced or name in tools.forced
     ]
     control = state.tokenizer.control_tokens
-    if tools.forced:
-        several = len(tools.forced) > 1 and reading.parallel
-        space = reading.reasoning is not None and not parser.reads_reasoning
-        make = partial(demanded_calls, calls, control, several=several, space=space)
-    else:
-        make = partial(chosen_calls, calls, control, answer_begin=parser.answer_begin)
     parts = [(call.place, call.schema) for call in calls]
-    return FormAsked("tools", partial(make, before=parser.before_calls, markers=parser.markers), parts=parts)
+    around: dict[str, Any] = {"before": parser.before_calls, "markers": parser.markers}
+    if not tools.forced and form is None:
+        return FormAsked(
+            "tools", partial(chosen_calls, calls, control, answer_begin=parser.answer_begin, **around), parts=parts
+        )
+    several = (form is not None or len(tools.forced) > 1) and reading.parallel
+    space = reading.reasoning is not None and not parser.reads_reasoning
+
+    def make() -> str:
+        other = None if form is None else (form.make(), form.field)
+        begin = "" if form is None else parser.answer_begin
+        return demanded_calls(calls, control, several=several, space=space, instead=other, answer_begin=begin, **around)
+
+    return FormAsked("tools", make, parts=parts)
 
 
 def constrained(state: ServerState, job: Job, budget: int | None, *, called: bool) -> Job:
@@ -94,7 +108,7 @@ def _asked(parser: type[ToolParser], tools: OfferedTools, name: str, index: int,
     if form is None:
         raise invalid(
             f"{field} demands calls of a fixed form, which a grammar cannot hold as this model writes them; "
-            "leave the model the choice, without strict",
+            "leave the model the choice, without strict and without another form",
             field,
             "unsupported_parameter",
         )

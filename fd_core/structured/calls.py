@@ -31,15 +31,20 @@ def demanded_calls(
     space: bool = False,
     before: Sequence[FreePart] = (),
     markers: Sequence[str] = (),
+    instead: tuple[str, str] | None = None,
+    answer_begin: str = "",
 ) -> str:
     """Return the grammar of an answer that is one of `calls`, or more than one if `several` and the format allows it.
 
     White space may stand before it if `space`, and any number of messages `before`, whose text has none of `markers`.
-    Raises `BadRequest` that names
-    the place of a schema that cannot be held.
+    `instead` is the grammar of an answer without calls, which stands behind `answer_begin`, and the field that asked
+    for it. Raises `BadRequest` that names the place of a schema that cannot be held.
     """
     lark = LarkText(control_tokens)
-    parts = [*(["SPACE?"] if space else []), *_messages(lark, before, markers), _calls(lark, calls, several)]
+    answers = _calls(lark, calls, several)
+    if instead is not None:
+        answers = f"({answers} | {lark.spelled(answer_begin)} {lark.grammar(*instead)})"
+    parts = [*(["SPACE?"] if space else []), *_messages(lark, before, markers), answers]
     return _small(lark, " ".join(parts) + ("\nSPACE: /[ \\n]{1,2}/" if space else ""))
 
 

@@ -37,7 +37,7 @@ class LarkText:
         self._find = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._names: dict[str, str] = {}
         self._lines: list[str] = []
-        self._inner: list[dict[str, str]] = []
+        self._inner: list[dict[str, Any]] = []
 
     def rule(self, body: str, options: str = "") -> str:
         """Return the name of a rule."""
@@ -67,10 +67,17 @@ class LarkText:
             schema = {} if schema else {"not": {}}
         return self.rule(f"%json {json.dumps({'x-guidance': JSON_STYLE, **schema})}")
 
-    def grammar(self, text: str) -> str:
-        """Return a grammar of its own, in Lark's syntax, as a part of this one."""
-        name = f"inner_{len(self._inner)}"
-        self._inner.append({"name": name, "lark_grammar": text})
+    def grammar(self, text: str, field: str = "grammar") -> str:
+        """Return a grammar of its own, in Lark's syntax or as `SamplingParams.grammar`, as a part of this one.
+
+        Raises `BadRequest` that names `field` for a grammar that has such parts itself.
+        """
+        name, parts = f"inner_{len(self._inner)}", [{"lark_grammar": text}]
+        if text.startswith("{"):
+            parts = json.loads(text)["grammars"]
+        if len(parts) > 1:
+            raise BadRequest(f"{field} has grammars within it and cannot be a part of another one", field=field)
+        self._inner.append({**parts[0], "name": name})
         return f"@{name}"
 
     def spelled(self, text: str) -> str:

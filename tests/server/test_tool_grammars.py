@@ -82,6 +82,48 @@ def test_strict_holds_a_call_that_the_model_chooses_to_make(hermes: LiveServer) 
     assert complete(grammar, '<tool_call>\n{"name": "now", "arguments": {"any": 1}}\n</tool_call>')
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("form", "whole", "other"),
+    [
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": CITY}}},
+            '{"city": "Rome"}',
+            "R",
+        ),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes", "maybe"),
+        ({"structured_outputs": {"regex": "[0-9]{3}"}}, "123", "12"),
+        ({"response_format": {"type": "json_object"}}, '{"a": 1}', "[1]"),
+    ],
+)
+def test_an_answer_that_may_call_is_calls_or_has_the_form_that_is_asked_for(
+    hermes: LiveServer, form: dict[str, Any], whole: str, other: str, strict: bool
+) -> None:
+    tools = [tool("weather", CITY, strict=strict), tool("now")]
+    grammar = asked(hermes, tools=tools, **form).grammar
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "%s"}}\n</tool_call>'
+    assert complete(grammar, whole)
+    assert complete(grammar, call % "Oslo")
+    assert complete(grammar, "\n".join([call % "Oslo"] * 2))
+    assert complete(grammar, call % "Bern") is not strict
+    for wrong in (other, "", "So: " + call % "Oslo", whole + call % "Oslo"):
+        assert not complete(grammar, wrong)
+    one = asked(hermes, tools=tools, parallel_tool_calls=False, **form).grammar
+    assert not complete(one, "\n".join([call % "Oslo"] * 2))
+    refused = hermes.post(PATH, ASK | form | {"tool_choice": "required"})
+    assert refused.status == 400 and "leave no place" in refused.error["message"]
+    alone = asked(hermes, tool_choice="none", **form).grammar
+    assert complete(alone, whole) and not complete(alone, call % "Oslo")
+
+
+def test_the_form_stands_behind_what_begins_an_answer() -> None:
+    with live(lambda: FakeClient(max_model_len=4000), parsers=Parsers(HarmonyTools, HarmonyReasoning)) as server:
+        grammar = asked(server, structured_outputs={"choice": ["yes", "no"]}).grammar
+    begin = HarmonyTools.answer_begin
+    assert begin and complete(grammar, f"{begin}yes")
+    assert not complete(grammar, "yes") and not complete(grammar, f"{begin}maybe")
+
+
 class UnheldTools(HermesTools):
     @classmethod
     def form(cls, name: str) -> Any:
@@ -94,6 +136,7 @@ def test_a_format_that_no_grammar_holds_refuses_to_be_forced() -> None:
             ({"tool_choice": "required"}, "tool_choice"),
             ({"tool_choice": NAMED}, "tool_choice"),
             ({"tools": [tool("now", {}, strict=True)]}, "tools[].function.strict"),
+            ({"response_format": {"type": "json_object"}}, "response_format"),
         ):
             error = server.post(PATH, ASK | changes).error
             assert (error["param"], error["code"]) == (field, "unsupported_parameter")
