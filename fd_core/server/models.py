@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -19,7 +21,8 @@ router = APIRouter()
 async def list_models(request: Request) -> Response:
     """List every name under which the model answers."""
     state = state_of(request)
-    return _json(ModelList(data=[_card(state, name) for name in state.model_names]))
+    names = state.model_names
+    return _json(ModelList(data=[_card(state, name) for name in names], first_id=names[0], last_id=names[-1]))
 
 
 @router.get("/v1/models/{model:path}", **endpoint("Describe the model", None, ModelCard, errors=(401, 404)))
@@ -31,7 +34,14 @@ async def get_model(request: Request, model: str) -> Response:
 
 def _card(state: ServerState, name: str) -> ModelCard:
     info = state.client.info
-    return ModelCard(id=name, created=state.created, root=info.model, max_model_len=info.max_model_len)
+    return ModelCard(
+        id=name,
+        created=state.created,
+        root=info.model,
+        max_model_len=info.max_model_len,
+        display_name=name,
+        created_at=datetime.fromtimestamp(state.created, UTC).isoformat().replace("+00:00", "Z"),
+    )
 
 
 def _json(answer: msgspec.Struct) -> Response:

@@ -188,7 +188,7 @@ class ChatAnswer(msgspec.Struct, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """One name under which the model answers."""
+    """One name under which the model answers, with the fields of OpenAI's and of Anthropic's clients."""
 
     id: str
     object: Literal["model"] = "model"
@@ -198,13 +198,21 @@ class ModelCard(msgspec.Struct, kw_only=True):
     """The model as the engine knows it."""
     max_model_len: int
     """Longest prompt plus output, tokens."""
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str
+    """`created` in the form of RFC 3339."""
+    lifecycle: Literal["active"] = "active"
 
 
 class ModelList(msgspec.Struct, kw_only=True):
-    """Every name under which the model answers."""
+    """Every name under which the model answers, all on one page."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool = False
 
 
 class TokenizeAnswer(msgspec.Struct, kw_only=True):

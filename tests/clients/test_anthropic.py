@@ -82,3 +82,9 @@ def test_a_real_model_answers(smollm2: str) -> None:
             messages=[{"role": "user", "content": "What is the capital of France?"}],
         )
     assert "Paris" in answer.content[0].text
+
+
+def test_the_models_are_listed(client: anthropic.Anthropic) -> None:
+    listed = client.models.list()
+    assert (listed.data[0].id, listed.last_id, listed.has_more) == ("scripted", listed.data[-1].id, False)
+    assert client.models.retrieve("scripted").display_name == "scripted"

@@ -179,7 +179,8 @@ class RouterGate:
         models: list[dict[str, Any]] = await union(self._state, headers)
         name = path.removeprefix("/v1/models").removeprefix("/")
         if not name:
-            return json_response({"object": "list", "data": models})
+            ends = {"first_id": models[0].get("id"), "last_id": models[-1].get("id")} if models else {}
+            return json_response({"object": "list", "data": models, **ends, "has_more": False})
         for model in models:
             if model.get("id") == name:
                 return json_response(model)
