@@ -45,7 +45,12 @@ class BlockStats(msgspec.Struct, frozen=True, kw_only=True):
     def usage(
         self,
     ) -> Annotated[
-        float, gauge("kv_usage_ratio", "Share of KV blocks that are not free, 0 to 1.", vllm=("kv_cache_usage_perc",))
+        float,
+        gauge(
+            "kv_usage_ratio",
+            "Share of KV blocks that are not free, 0 to 1.",
+            vllm=("kv_cache_usage_perc", "gpu_cache_usage_perc"),
+        ),
     ]:
         """Share of blocks that are not free."""
         return (self.used + self.fenced) / self.total if self.total else 0.0

@@ -119,7 +119,7 @@ class ServerMetrics(Collector):
             "fdcore_text_length_tokens",
             "Length of the texts of generations that ended, in tokens.",
             lengths,
-            ("request_generation_tokens",),
+            ("request_generation_tokens", "request_max_num_generation_tokens"),
         )
         self.max_tokens = Histogram(
             "fdcore_max_tokens",
