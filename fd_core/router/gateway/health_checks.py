@@ -22,6 +22,8 @@ from fd_core.server.kv_events import OFFER_HEADER
 
 __all__ = ["HealthChecks"]
 
+_STANDSTILL_SECONDS: Final = 1.0
+"""A delay of a check by more than this is not the worker's."""
 _MODELS_SECONDS: Final = 60.0
 """Time between two questions for the models of a worker: adapters may come and go."""
 
@@ -46,6 +48,8 @@ class HealthChecks:
         self._lacks = False
         """Whether the last check could not be made for want of something here."""
         self._wake = asyncio.Event()
+        self._round = math.inf
+        """When the last round of checks began."""
         self._timeout = aiohttp.ClientTimeout(total=state.router.config.health_check_timeout_secs)
 
     def wake(self) -> None:
@@ -57,6 +61,10 @@ class HealthChecks:
         try:
             while True:
                 self._wake.clear()
+                now = time.monotonic()
+                if now - self._round > self._router.config.health_check_interval_secs + _STANDSTILL_SECONDS:
+                    self._unreached.clear()  # this process stood still, not the workers
+                self._round = now
                 for worker in [worker for worker, task in self._running.items() if task.done()]:
                     self._running.pop(worker).result()
                 self._forget_others({worker.url for worker in self._router.workers()})
@@ -93,6 +101,9 @@ class HealthChecks:
                 return
         self._lacks = False
         now = time.monotonic()
+        if not reached and now - begun > self._router.config.health_check_timeout_secs + _STANDSTILL_SECONDS:
+            self._unreached.pop(worker.url, None)
+            return  # a check that outlasts its own limit tells that this process stood still
         after = self._router.health(worker, ok, now, instance=instance, role=role, kv_port=port)
         member = self._router.member(after)
         state = _state(member)

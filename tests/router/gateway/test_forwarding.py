@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from fd_core.router.gateway.timeouts import WorkerTimeouts
-from fd_core.router.workers import RouterWorker
+from fd_core.router.workers import RouterWorker, WorkerState
 from tests.router.gateway.fakes import CHAT, COMPLETIONS, FakeWorker, Live, events, eventually, in_loop, routed, turn
 
 
@@ -239,6 +239,21 @@ async def test_an_answer_that_goes_on_is_not_ended_by_checks_that_are_not_answer
         worker.hangs = True
         status, _, body = await running
         assert (status, events(body)[-1]) == (200, "[DONE]")
+
+
+@in_loop
+async def test_a_router_that_stood_still_blames_no_worker_for_it() -> None:
+    async with FakeWorker() as worker, routed(worker, unreachable_seconds=1.0) as live:
+        worker.pause, worker.chunks = 0.2, 8
+        running = asyncio.create_task(live.post())
+        await eventually(lambda: worker.written >= 1)
+        worker.hangs = True
+        await asyncio.sleep(0.1)  # a check is on its way, and the stream waits
+        time.sleep(2.5)  # as if the process had been stopped
+        worker.hangs = False
+        status, _, body = await running
+        assert (status, events(body)[-1]) == (200, "[DONE]")
+        assert live.router.snapshot().workers[0].state is WorkerState.HEALTHY
 
 
 @in_loop
