@@ -46,4 +46,8 @@ def test_the_access_log_is_written_whatever_the_level() -> None:
     assert [json.loads(line)["logger"] for line in written("error", "json", access=True)] == ["a.b", "fd_core.access"]
     for level in ("error", "debug"):
         assert "fd_core.access" not in [json.loads(line)["logger"] for line in written(level, "json")]
-    assert logging.getLogger("fd_core.access").level == logging.NOTSET, "nothing is set by importing"
+
+
+def test_importing_sets_no_level() -> None:
+    program = "import fd_core.logs, logging, sys; sys.exit(logging.getLogger('fd_core.access').level)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == logging.NOTSET

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 import jinja2
 import jinja2.meta
@@ -36,6 +36,8 @@ _MAX_PATTERN_CHARS = 200
 _TRIAL = ({"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hi."})
 _END = "\U000f4a7bend of the final message\U000f4a7b"
 """Stands behind a message that is to be continued; characters for private use, which no text should hold."""
+_MAX_CONTAINERS: Final = 32_768
+"""Each of them is made while nothing else runs in this process."""
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 _MISUSE = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 
@@ -184,7 +186,25 @@ def flatten_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise BadRequest("messages must be a list with at least one message", field="messages")
-    return [_flattened(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    flat = []
+    budget = _MAX_CONTAINERS
+    for index, message in enumerate(messages):
+        budget -= _containers(message)
+        if budget < 0:
+            raise BadRequest(
+                f"messages: the arguments of tool calls hold more than {_MAX_CONTAINERS:,} objects and lists",
+                field="messages",
+            )
+        flat.append(_flattened(message, f"messages[{index}]"))
+    return flat
+
+
+def _containers(message: Any) -> int:
+    """Return how many objects and lists, about, the arguments of a message's calls hold as text."""
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    functions = [call.get("function") for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
+    texts = [function.get("arguments") for function in functions if isinstance(function, Mapping)]
+    return sum(text.count("{") + text.count("[") for text in texts if isinstance(text, str))
 
 
 def _flattened(message: Message, field: str) -> dict[str, Any]:

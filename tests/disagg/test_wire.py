@@ -211,8 +211,9 @@ def test_an_envelope_that_compresses_is_refused() -> None:
 
 def test_frames_have_room_for_every_message() -> None:
     longest = Wire(Envelope(SECRET), BLOCK, max_tokens=2**21)
-    job = PrefillJob(bytes(4 * 2**21), 0, "\U0001f600" * 1024, 0, "\U0001f600" * 1024, LEASE)
-    opening = msgspec.structs.replace(OPEN, job=job, address=bytes(4096))
+    wide, trace = "\U0001f600" * 1024, f"00-{'f' * 32}-{'f' * 16}-01"
+    job = PrefillJob(bytes(4 * 2**21), 0, wide, 0, wide, traceparent=trace, lease=LEASE)
+    opening = msgspec.structs.replace(OPEN, job=job, address=bytes(4096), request_id="x" * 128)
     assert len(longest.seal_from_decode(opening)) <= longest.max_request_frame
     assert len(WIRE.seal_from_prefill(m.Refuse(LEASE, "\U0001f600" * 1024))) <= WIRE.max_frame
     assert WIRE.max_frame >= WIRE.value_bytes

@@ -222,8 +222,9 @@ MUTANTS = (
         "4: a mask is a function of the grammar and of the tokens before the position",
         (
             MATCHER,
-            "            masked[index] = self._write_mask(masks[index])\n",
-            "            masked[index] = self._write_mask(masks[index]) and bool(self._tokens or not index)\n",
+            "            masked[index] = self._asked(self._write_mask, masks[index])\n",
+            "            masked[index] = self._asked(self._write_mask, masks[index])"
+            " and bool(self._tokens or not index)\n",
         ),
     ),
     mutant(

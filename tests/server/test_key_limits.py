@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -89,9 +88,10 @@ def test_a_client_that_leaves_gets_its_tokens_and_its_place_back(tmp_path: Path,
         server.client.pause_after = 2
         with (
             openai.OpenAI(base_url=f"{server.url}/v1", api_key="alice", timeout=0.3, max_retries=0) as client,
-            pytest.raises((openai.APITimeoutError, httpx.ReadTimeout)),
+            pytest.raises(Exception, match=r"(?i)timed out|timeout|^$") as raised,
         ):
             assert list(client.completions.create(model="fake", prompt="abcde", max_tokens=90, stream=stream))
+        assert "Timeout" in type(raised.value).__name__  # the class of a stream is that of the client's HTTP library
         waiting(server, 0)
         server.client.pause_after = None
         eventually(lambda: ask(server, "alice", max_tokens=80).status == 200, 5)

@@ -63,4 +63,4 @@ def test_plugins_and_the_project_itself_test_with_the_extra():
     ]
     assert len(written) > 5
     for path in [*written, ROOT / "pyproject.toml"]:
-        assert re.search(r"^test = \[\s*\"fd-core\[conformance\]\"", path.read_text(), re.MULTILINE), path
+        assert re.search(r"^test = \[\s*\"fd-core\[conformance(,otel)?\]\"", path.read_text(), re.MULTILINE), path

@@ -8,6 +8,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.guide
 def test_the_guide_leads_to_parsers_that_pass_the_kit(tmp_path):
     folder, said = follow("write-a-parser.md", tmp_path)
     _, checked, card, tests, _, of_reasoning = (words for _, words in said)
