@@ -112,7 +112,7 @@ def signal_to(client: EngineClient, number: int) -> None:
 
 def run_test(test: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(40):
             await test()
 
     asyncio.run(bounded())
@@ -223,9 +223,9 @@ def test_a_request_that_kills_engines_is_given_up_and_others_go_on(faults: Fault
             assert feast is not None
             victim = await feast
             assert (victim.tokens, victim.end) == ([], FinishReason.ERROR)
-            # An engine that is killed may not have sent yet that the request entered a slot: this death counts later.
+            # A killed engine may not have sent yet that the request entered a slot: such a death does not count.
             assert victim.error is not None and re.search("died [23] times with this request", victim.error)
-            assert client.info.epoch in (3, 4)
+            assert 3 <= client.info.epoch <= 8
 
     run_test(main)
 
