@@ -10,20 +10,13 @@ import pytest
 from tests.hostile.faults import FAULTS, Count, Fault, judge, table, try_fault
 from tests.hostile.limits import LONG
 
-OPEN = {
-    "router: hangs for 8 s": "a router that wakes counts its own standstill against workers, and ends their streams"
-}
 SHORT = ("engine: kill -9", "server: 40 half-open connections")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", [each for each in FAULTS if LONG or each.name in SHORT], ids=lambda fault: fault.name)
-def test_nothing_is_lost_that_is_not_said_and_nothing_is_wrong_or_left(
-    request: pytest.FixtureRequest, fault: Fault, tmp_path: Path
-) -> None:
-    if fault.name in OPEN:
-        request.applymarker(pytest.mark.xfail(reason=OPEN[fault.name]))
+def test_nothing_is_lost_that_is_not_said_and_nothing_is_wrong_or_left(fault: Fault, tmp_path: Path) -> None:
     count = asyncio.run(try_fault(fault, tmp_path))
     print(table([(fault, count)]))
     assert count.requests > 0
