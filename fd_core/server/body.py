@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -14,14 +14,12 @@ from starlette.requests import ClientDisconnect
 
 from fd_core.server.doors.bodies import BodyShare
 from fd_core.server.errors import ApiError, invalid
-from fd_core.server.json_shape import decodable
+from fd_core.server.json_shape import decodable, is_small
 from fd_core.server.known_fields import KnownFields, UnknownField
 from fd_core.server.state import state_of
 from fd_core.server.unsupported import HARMLESS, Refusal
 
 __all__ = ["BodyFormat", "receive"]
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -30,8 +28,6 @@ _MISSING = re.compile(r"missing required field `(?P<field>[^`]+)`")
 _PRINTABLE = re.compile(r"[A-Za-z0-9_.\[\]-]{1,64}")
 _MAX_NAMED = 16
 _MAX_UNKNOWN = 1000
-_LOG_SECONDS = 10.0
-"""Pause between two lines on unknown fields: clients make up as many names as they like."""
 _IDS_PER_TOKEN = 4
 """Numbers that a body may hold for each token of the context."""
 
@@ -44,8 +40,6 @@ class BodyFormat(Generic[T]):
         self._refused = refused or {}
         self._decoder = msgspec.json.Decoder(schema)
         self._known = KnownFields(schema)
-        self._warned: set[str] = set()
-        self._quiet_until = 0.0
 
     async def read(self, request: Request, limit: int) -> tuple[T, dict[str, str]]:
         """Return the decoded body and headers that the answer should carry.
@@ -62,13 +56,18 @@ class BodyFormat(Generic[T]):
             if not await decodable(body, _IDS_PER_TOKEN * state.client.info.max_model_len):
                 message = "the body holds more fields, lists or numbers than a request may have"
                 raise invalid(message, None, "invalid_body")
-            return self.decode(body)
+            if is_small(body):
+                decoded, ignored = self.decode(body)
+            else:
+                decoded, ignored = await asyncio.to_thread(self.decode, body)
+        state.unknown_fields.tell(ignored, time.monotonic())
+        return decoded, {"X-Ignored-Fields": ", ".join(ignored)} if ignored else {}
 
-    def decode(self, body: bytes) -> tuple[T, dict[str, str]]:
-        """Decode a whole body; see `read`."""
+    def decode(self, body: bytes) -> tuple[T, list[str]]:
+        """Decode a whole body and return with it the names of fields that are ignored; see `read`."""
         try:
             ignored = self._refuse(self._known.unknown(body))
-            return self._decoded(body), ({"X-Ignored-Fields": ", ".join(ignored)} if ignored else {})
+            return self._decoded(body), ignored
         except msgspec.ValidationError as error:
             raise _explain(error) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -100,17 +99,7 @@ class BodyFormat(Generic[T]):
                 raise invalid(
                     f"the body has more than {_MAX_UNKNOWN:,} fields that are not known", None, "invalid_body"
                 )
-        ignored = [path for path in sorted(given) if _PRINTABLE.fullmatch(path)][:_MAX_NAMED]
-        self._warn([name for name in ignored if name not in self._warned])
-        return ignored
-
-    def _warn(self, names: list[str]) -> None:
-        """Tell the operator of unknown fields: each once, all of a request in one line, a line every ten seconds."""
-        if not names or len(self._warned) >= _MAX_UNKNOWN or time.monotonic() < self._quiet_until:
-            return
-        self._quiet_until = time.monotonic() + _LOG_SECONDS
-        self._warned.update(names)
-        log.warning("a request has unknown fields, which are ignored (logged once): %s", ", ".join(names))
+        return [path for path in sorted(given) if _PRINTABLE.fullmatch(path)][:_MAX_NAMED]
 
 
 def _with_integers(value: Any) -> Any:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
-__all__ = ["KnownFields", "UnknownField"]
+__all__ = ["KnownFields", "UnknownField", "UnknownFieldLog"]
+
+log = logging.getLogger(__name__)
+
+_MAX_TOLD: Final = 1000
+_PAUSE_SECONDS: Final = 10.0
+"""Between two lines: clients make up as many names as they like."""
 
 _object: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _objects: Final = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
@@ -21,6 +28,23 @@ class UnknownField(NamedTuple):
     path: str
     """Such as `stream_options.x` or `messages[].x`, whichever message has it."""
     value: msgspec.Raw
+
+
+class UnknownFieldLog:
+    """Tells the operator of unknown fields: each once, all of a request in one line, a line every ten seconds."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+        self._quiet_until = float("-inf")
+
+    def tell(self, names: Iterable[str], now: float) -> None:
+        """Log the names that have not been logged; `now` is a monotonic time in seconds."""
+        new = [name for name in names if name not in self._told]
+        if not new or len(self._told) >= _MAX_TOLD or now < self._quiet_until:
+            return
+        self._quiet_until = now + _PAUSE_SECONDS
+        self._told.update(new)
+        log.warning("a request has unknown fields, which are ignored (logged once): %s", ", ".join(new))
 
 
 class KnownFields:

@@ -19,6 +19,7 @@ from fd_core.server.doors.bodies import BodyBudget
 from fd_core.server.draining import Drain
 from fd_core.server.errors import ApiError, unavailable
 from fd_core.server.grammars import GrammarChecker
+from fd_core.server.known_fields import UnknownFieldLog
 from fd_core.server.metrics import ServerMetrics
 from fd_core.server.responses.store import ResponseStore
 from fd_core.server.spans import RequestSpans
@@ -57,6 +58,7 @@ class ServerState:
     """The API keys and what they may take."""
     spans: RequestSpans | None = None
     """Makes the spans of requests; None makes none."""
+    unknown_fields: UnknownFieldLog = field(default_factory=UnknownFieldLog)
     bodies: BodyBudget = field(init=False)
     """Memory for bodies that are being received."""
 
