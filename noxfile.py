@@ -130,7 +130,7 @@ def kit(session: nox.Session) -> None:
 
 @nox.session
 def guides(session: nox.Session) -> None:
-    """Follows the guides for backends, schedulers, postprocessors and parsers word for word; the default run takes the rest."""
+    """Follows the guides word for word that the default run leaves out: backends, schedulers, parsers and others."""
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test]", *(word for plugin in PLUGINS for word in ("-e", f"{plugin}[test]")))
     session.run("pytest", "tests/testing", "-m", "guide", *session.posargs)
