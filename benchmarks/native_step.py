@@ -24,7 +24,7 @@ from fd_core.models.decoder import Attention, Decoder, DecoderModel, Layer, Mlp
 from fd_core.ops.contract import Heads, KVCache, Norm, Ops, Rope, StepInput
 from fd_core.ops.native import load_native_ops
 from fd_core.ops.native.pack import NativeOps, ProgramForward
-from fd_core.types import RawTensor
+from fd_core.weights import RawTensor
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS, VOCABULARY = 576, 9, 3, 64, 1536, 30, 49152
 BLOCK_SIZE = 32

@@ -26,7 +26,6 @@ __all__ = [
     "PrefillJob",
     "PrefillOutcome",
     "PromptLogprobRows",
-    "RawTensor",
     "Reasoning",
     "RequestSpec",
     "Revocation",
@@ -373,24 +372,3 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc
     """One for each token of the prompt but the first, if the request asked for them; set in the first delta."""
     pooled: bytes | None = None
     """The vector of a request that asked for one, float32, little-endian."""
-
-
-@dataclass(frozen=True, slots=True)
-class RawTensor:
-    """A weight as read from a checkpoint, before any framework sees it."""
-
-    dtype: str
-    """`F32`, `F16` or `BF16`."""
-    data: npt.NDArray[Any]
-    """float32, float16, or uint16 holding bfloat16 bits; may be a read-only memory map."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the weight."""
-        return tuple(self.data.shape)
-
-    def to_float32(self) -> npt.NDArray[np.float32]:
-        """Return the values as float32."""
-        if self.dtype == "BF16":
-            return (self.data.astype(np.uint32) << 16).view(np.float32)
-        return self.data.astype(np.float32, copy=False)

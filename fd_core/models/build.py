@@ -15,7 +15,7 @@ from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.rope import RopeSpec, rope_tables
 from fd_core.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec, MoeSpec, VectorSpec
 from fd_core.ops.contract import Array, Experts, Heads, Norm, Ops, Rope
-from fd_core.types import RawTensor
+from fd_core.weights import RawTensor, Weight
 
 __all__ = ["ProgressSink", "build_decoder", "check_tensors"]
 
@@ -87,18 +87,29 @@ class _Reader:
     def read(self, name: str) -> RawTensor:
         """Read a tensor and report progress, elements counted as their share of the files' bytes."""
         tensor = self._checkpoint.read(name)
-        self._done += tensor.data.size
+        self._report(tensor)
+        return tensor
+
+    def read_weight(self, name: str) -> Weight:
+        """Read the weight of a linear layer in the form that the pack computes, and report progress."""
+        weight = self._checkpoint.read_weight(name, self._ops.weight_formats)
+        self._report(weight)
+        return weight
+
+    def _report(self, weight: Weight) -> None:
+        self._done += math.prod(weight.shape)
         if self._progress is not None:
             whole = self._checkpoint.total_bytes
             self._progress(whole * self._done // self._total, whole)
-        return tensor
 
     def head(self, table: Array, embedding: RawTensor) -> Array:
         """Read the output projection, which may be the embedding."""
         head, bias = self._spec.head, self._spec.head_bias
         if head is None and bias is None:
-            return self._ops.tied_head(table, embedding)
-        weight = embedding if head is None else self.read(head.name)
+            # A pack may look rows up in one form and multiply by another.
+            weight = self._checkpoint.read_weight(self._spec.embedding.name, self._ops.weight_formats)
+            return self._ops.tied_head(table, weight)
+        weight = embedding if head is None else self.read_weight(head.name)
         return self._ops.prepare_linear([weight], None if bias is None else [self.read(bias.name)])
 
     def layer(self, attention: AttentionSpec, feed_forward: MlpSpec | MoeSpec) -> Layer:
@@ -165,8 +176,8 @@ class _Reader:
         biases = [self.read(f"{name}.bias") for name in spec.names] if spec.bias else None
         return self._ops.prepare_linear(self.weights(spec), biases, gated=gated)
 
-    def weights(self, spec: LinearSpec) -> list[RawTensor]:
-        return [self.read(f"{name}.weight") for name in spec.names]
+    def weights(self, spec: LinearSpec) -> list[Weight]:
+        return [self.read_weight(f"{name}.weight") for name in spec.names]
 
     def values(self, spec: VectorSpec) -> npt.NDArray[np.float32]:
         return self.read(spec.name).to_float32()

@@ -12,7 +12,7 @@ their dtype is the pack's business, logits are always float32.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.config import Limits
-from fd_core.types import IntArray, RawTensor
+from fd_core.types import IntArray
+from fd_core.weights import RawTensor, Weight
 
 __all__ = [
     "Activation",
@@ -246,7 +247,9 @@ class Ops(abc.ABC):
     """Whose arrays it takes and returns: `numpy`, `torch`, `paddle` or another; the postprocessor of that name is the
     default."""
     dtype: str
-    """`float32` or `bfloat16`: weights, activations and KV."""
+    """`float32` or `bfloat16`: activations, KV, and weights that are not packed."""
+    weight_formats: Collection[str] = frozenset()
+    """Formats of packed weights that `prepare_linear` takes; the reader expands the others."""
 
     def configure(self, limits: Limits) -> None:  # noqa: B027 - most packs have nothing to do here
         """Receive the engine's final limits; called before the first KV cache is allocated."""
@@ -281,22 +284,22 @@ class Ops(abc.ABC):
     @abc.abstractmethod
     def prepare_linear(
         self,
-        parts: Sequence[RawTensor],
+        parts: Sequence[Weight],
         biases: Sequence[RawTensor] | None = None,
         *,
         gated: bool = False,
     ) -> Array:
-        """Prepare weights [out_i, in], stacked along `out`, for `linear`.
+        """Prepare weights [out_i, in], stacked along `out`, for `linear`; the parts may be of several formats.
 
         `gated` says that the two parts are gate and up and will be used by `gated_linear` only, so that a pack may
         interleave them.
         """
 
-    def prepare_experts(self, parts: Sequence[Sequence[RawTensor]], *, gated: bool) -> Any:
+    def prepare_experts(self, parts: Sequence[Sequence[Weight]], *, gated: bool) -> Any:
         """Prepare the experts' linears, by default one for each; `parts[e]` is what `prepare_linear` takes."""
         return tuple(self.prepare_linear(expert, gated=gated) for expert in parts)
 
-    def tied_head(self, embedding: Array, weight: RawTensor) -> Array:
+    def tied_head(self, embedding: Array, weight: Weight) -> Array:
         """Return the output projection of a model that ties it to its embedding."""
         return self.prepare_linear([weight])
 

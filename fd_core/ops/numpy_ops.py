@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from fd_core.ops.contract import Activation, Experts, Heads, KVCache, KVShape, Norm, Ops, Rope, StepInput
 from fd_core.ops.numpy_sampling import NumpySampling
-from fd_core.types import IntArray, RawTensor
+from fd_core.types import IntArray
+from fd_core.weights import WEIGHT_FORMATS, RawTensor, Weight
 
 __all__ = ["NumpyKVCache", "NumpyLinear", "NumpyOps"]
 
@@ -59,6 +60,7 @@ class NumpyOps(NumpySampling, Ops):
     name = "numpy"
     framework = "numpy"
     dtype = "float32"
+    weight_formats = WEIGHT_FORMATS
 
     def from_host(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the array itself."""
@@ -77,14 +79,14 @@ class NumpyOps(NumpySampling, Ops):
         return np.array(weight.to_float32())
 
     def prepare_linear(
-        self, parts: Sequence[RawTensor], biases: Sequence[RawTensor] | None = None, *, gated: bool = False
+        self, parts: Sequence[Weight], biases: Sequence[RawTensor] | None = None, *, gated: bool = False
     ) -> NumpyLinear:
-        """Stack the parts in the order given."""
+        """Stack the parts in the order given; packed ones are expanded, which is what they stand for."""
         weight = np.concatenate([part.to_float32() for part in parts])
         bias = None if biases is None else np.concatenate([part.to_float32() for part in biases])
         return NumpyLinear(weight, bias)
 
-    def tied_head(self, embedding: Floats, weight: RawTensor) -> NumpyLinear:
+    def tied_head(self, embedding: Floats, weight: Weight) -> NumpyLinear:
         """Share the embedding."""
         return NumpyLinear(embedding, None)
 

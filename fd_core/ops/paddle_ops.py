@@ -18,7 +18,7 @@ from fd_core.ops.contract import Activation, Array, Experts, Heads, KVCache, KVS
 from fd_core.ops.paddle_attention import PaddleAttentionPlan, PaddleKVCache, PaddleLayer, words_of
 from fd_core.ops.paddle_library import paddle, tensor_of
 from fd_core.ops.paddle_sampling import PaddleSampling
-from fd_core.types import RawTensor
+from fd_core.weights import RawTensor, Weight
 
 __all__ = ["PaddleLinear", "PaddleOps"]
 
@@ -77,16 +77,16 @@ class PaddleOps(PaddleSampling, Ops):
         return self._stack([weight])
 
     def prepare_linear(
-        self, parts: Sequence[RawTensor], biases: Sequence[RawTensor] | None = None, *, gated: bool = False
+        self, parts: Sequence[Weight], biases: Sequence[RawTensor] | None = None, *, gated: bool = False
     ) -> Any:
         """Stack the parts in the order given."""
         return PaddleLinear(self._stack(parts), None if biases is None else self._stack(biases))
 
-    def tied_head(self, embedding: Array, weight: RawTensor) -> Any:
+    def tied_head(self, embedding: Array, weight: Weight) -> Any:
         """Share the embedding; a pack with another form of linear weights overrides this as well."""
         return PaddleLinear(embedding, None)
 
-    def _stack(self, parts: Sequence[RawTensor]) -> Array:
+    def _stack(self, parts: Sequence[Weight]) -> Array:
         tensors = [self.from_host(part.to_float32()).astype(self.paddle_dtype) for part in parts]
         return tensors[0] if len(tensors) == 1 else paddle.concat(tensors)
 

@@ -14,15 +14,20 @@ from torch.nn import functional
 from fd_core.ops.contract import Activation, Array, Experts, Heads, KVCache, KVShape, Norm, Ops, Rope, StepInput
 from fd_core.ops.torch_attention import TorchAttentionPlan, TorchKVCache, TorchLayer
 from fd_core.ops.torch_sampling import TorchSampling
-from fd_core.types import RawTensor
+from fd_core.weights import PackedTensor, RawTensor, Weight
 
 __all__ = ["TorchLinear", "TorchOps", "route", "to_torch"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def to_torch(weight: RawTensor) -> Array:
-    """Copy a weight as read to a tensor of the same type on the host; the copy does not pin a mapped file."""
+def to_torch(weight: Weight) -> Array:
+    """Copy a weight to a tensor of the same type on the host; the copy does not pin a mapped file.
+
+    A packed weight becomes float32.
+    """
+    if isinstance(weight, PackedTensor):
+        return torch.from_numpy(weight.to_float32())
     if weight.dtype == "BF16":
         return torch.from_numpy(np.array(weight.data).view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(np.array(weight.data))
@@ -78,16 +83,16 @@ class TorchOps(TorchSampling, Ops):
         return to_torch(weight).to(self.device, self.torch_dtype)
 
     def prepare_linear(
-        self, parts: Sequence[RawTensor], biases: Sequence[RawTensor] | None = None, *, gated: bool = False
+        self, parts: Sequence[Weight], biases: Sequence[RawTensor] | None = None, *, gated: bool = False
     ) -> Any:
         """Stack the parts in the order given."""
         return TorchLinear(self._stack(parts), None if biases is None else self._stack(biases))
 
-    def tied_head(self, embedding: Array, weight: RawTensor) -> Any:
+    def tied_head(self, embedding: Array, weight: Weight) -> Any:
         """Share the embedding; a pack with another form of linear weights overrides this as well."""
         return TorchLinear(embedding, None)
 
-    def _stack(self, parts: Sequence[RawTensor]) -> Array:
+    def _stack(self, parts: Sequence[Weight]) -> Array:
         rows = sum(part.shape[0] for part in parts)
         stacked = torch.empty((rows, *parts[0].shape[1:]), dtype=self.torch_dtype, device=self.device)
         start = 0

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.ops.contract import Array, Ops, PenaltyInput, SampleInput, StepInput
-from fd_core.types import IntArray, RawTensor
+from fd_core.types import IntArray
+from fd_core.weights import RawTensor
 
 __all__ = [
     "TOLERANCE",

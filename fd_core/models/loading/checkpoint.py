@@ -25,7 +25,7 @@ import numpy.typing as npt
 from fd_core.errors import ModelError
 from fd_core.models.loading.digest import digest_of
 from fd_core.models.loading.mapped_file import StoredTensor
-from fd_core.types import RawTensor
+from fd_core.weights import PackedTensor, RawTensor, Weight
 
 __all__ = [
     *("Checkpoint", "GgmlTokenizerSource", "JsonTokenizerSource", "TensorView", "TokenizerSource"),
@@ -86,6 +86,16 @@ class TensorView:
     shape: tuple[int, ...]
     tensor: StoredTensor
     undo: Callable[[RawTensor], RawTensor] = _as_stored
+    rows: npt.NDArray[np.intp] | None = None
+    """Stored rows in Hugging Face's order; None where they are in it."""
+
+    def raw(self, stored: RawTensor) -> RawTensor:
+        """Return the Hugging Face tensor."""
+        return self.undo(stored if self.rows is None else stored.take_rows(self.rows))
+
+    def packed(self, stored: PackedTensor) -> PackedTensor:
+        """Return the Hugging Face tensor as it was quantized."""
+        return stored if self.rows is None else stored.take_rows(self.rows)
 
 
 class Checkpoint(ABC):
@@ -121,8 +131,14 @@ class Checkpoint(ABC):
         view = self._view(name)
         dtype, code = view.tensor.dtype, WEIGHT_DTYPES.get(view.tensor.dtype)
         if code is None:
-            return view.undo(RawTensor("F32", self._expanded(view.tensor)))
-        return view.undo(RawTensor(dtype, view.tensor.view(code)))
+            return view.raw(RawTensor("F32", self._expanded(view.tensor)))
+        return view.raw(RawTensor(dtype, view.tensor.view(code)))
+
+    def read_weight(self, name: str, formats: Collection[str]) -> Weight:
+        """Read the weight of a linear layer: as it was quantized if that format is among `formats`, else as `read`."""
+        view = self._view(name)
+        packed = self._packed(view.tensor) if view.tensor.dtype in formats else None
+        return self.read(name) if packed is None else view.packed(packed)
 
     @cached_property
     def digest(self) -> str:
@@ -158,6 +174,10 @@ class Checkpoint(ABC):
     @abstractmethod
     def _expanded(self, tensor: StoredTensor) -> npt.NDArray[np.float32]:
         """Return a tensor of a type that is only this format's; `ModelError` if it is not supported."""
+
+    def _packed(self, tensor: StoredTensor) -> PackedTensor | None:
+        """Return a tensor as it was quantized; None where that is not known."""
+        return None
 
     def _view(self, name: str) -> TensorView:
         try:

@@ -12,11 +12,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from fd_core.errors import ModelError
 from fd_core.models.loading.checkpoint import TensorView
 from fd_core.models.loading.mapped_file import StoredTensor
-from fd_core.types import RawTensor
+from fd_core.weights import RawTensor
 
 __all__ = ["views_of"]
 
@@ -102,7 +103,7 @@ def _unconverted(tensor: StoredTensor, part: str, config: Mapping[str, Any]) -> 
                 "cannot share",
                 field="model",
             )
-        return TensorView(tensor.shape, tensor, lambda stored: _unpermuted(stored, heads))
+        return TensorView(tensor.shape, tensor, rows=_unpermuted(tensor.shape[0], heads))
     return TensorView(tensor.shape, tensor)
 
 
@@ -114,8 +115,6 @@ def _minus_one(stored: RawTensor) -> RawTensor:
     return RawTensor("F32", stored.to_float32() - np.float32(1))
 
 
-def _unpermuted(stored: RawTensor, heads: int) -> RawTensor:
-    """Turn the row order of each head from (pair, half) back into (half, pair)."""
-    rest = stored.data.shape[1:]
-    pairs = stored.data.reshape(heads, -1, 2, *rest).swapaxes(1, 2)
-    return RawTensor(stored.dtype, pairs.reshape(-1, *rest))
+def _unpermuted(rows: int, heads: int) -> npt.NDArray[np.intp]:
+    """Return the order of rows that turns (pair, half) of each head back into (half, pair)."""
+    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)

@@ -36,7 +36,7 @@ from fd_core.ops.native.program import CaptureError, Eager, ProgramRecorder, Pro
 from fd_core.ops.native.weights import Arena, NativeLinear, pack
 from fd_core.ops.philox import uniform
 from fd_core.ops.torch_ops import TorchOps
-from fd_core.types import RawTensor
+from fd_core.weights import RawTensor, Weight
 
 __all__ = ["NativeOps", "ProgramForward"]
 
@@ -67,12 +67,12 @@ class NativeOps(TorchOps):
         return f"native kernels ({self.instruction_set}, {self.dtype})"
 
     def prepare_linear(
-        self, parts: Sequence[RawTensor], biases: Sequence[RawTensor] | None = None, *, gated: bool = False
+        self, parts: Sequence[Weight], biases: Sequence[RawTensor] | None = None, *, gated: bool = False
     ) -> NativeLinear:
         """Pack the parts into the order that the kernels read."""
         return pack(self.runtime, self._arena, parts, biases, gated=gated)
 
-    def tied_head(self, embedding: Array, weight: RawTensor) -> NativeLinear:
+    def tied_head(self, embedding: Array, weight: Weight) -> NativeLinear:
         """Pack the table a second time: lookups read it by row, products by column."""
         return self.prepare_linear([weight])
 

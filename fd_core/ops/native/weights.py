@@ -11,7 +11,7 @@ import numpy as np
 
 from fd_core.ops.native.library import checked
 from fd_core.ops.native.program import Runtime
-from fd_core.types import RawTensor
+from fd_core.weights import PackedTensor, RawTensor, Weight
 
 __all__ = ["Arena", "NativeLinear", "pack"]
 
@@ -44,7 +44,7 @@ class NativeLinear:
 def pack(
     runtime: Runtime,
     arena: Arena,
-    parts: Sequence[RawTensor],
+    parts: Sequence[Weight],
     biases: Sequence[RawTensor] | None,
     *,
     gated: bool,
@@ -60,6 +60,8 @@ def pack(
     for i, part in enumerate(parts):
         # With gate and up, `i` tells them apart; other parts follow each other.
         place = (i, 0) if gated else (0, column)
+        if isinstance(part, PackedTensor):
+            part = RawTensor("F32", part.to_float32())
         data = np.ascontiguousarray(part.data)
         library.fd_linear_pack(handle, *place, data.ctypes.data, _TYPE_CODES[part.dtype], part.shape[0], runtime.team)
         if biases is not None:

@@ -14,7 +14,7 @@ import pytest
 
 from fd_core.ops.contract import Activation, Array, Experts, Heads, KVShape, Norm, Ops, Rope
 from fd_core.testing.arrays import Values, activations, assert_near, on_device, raw, step_input
-from fd_core.types import RawTensor
+from fd_core.weights import RawTensor
 
 REQUIRES = ("primitives",)
 

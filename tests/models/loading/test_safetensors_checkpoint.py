@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from fd_core.errors import ModelError
 from fd_core.models.loading.checkpoint import open_checkpoint
-from fd_core.types import RawTensor
+from fd_core.weights import RawTensor
 
 MEGABYTE = 1 << 20
 CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4}

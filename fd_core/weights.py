@@ -1,0 +1,89 @@
+"""Weights as they are read from a checkpoint, before any framework sees them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["WEIGHT_FORMATS", "PackedTensor", "RawTensor", "Weight"]
+
+WEIGHT_FORMATS: Final = frozenset(
+    {"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "int8", "int4", "gptq", "awq"}
+)
+"""Every `PackedTensor.format`: those of GGUF by ggml's names, and those of safetensors or `--quantization`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """A weight as read from a checkpoint, before any framework sees it."""
+
+    dtype: str
+    """`F32`, `F16` or `BF16`."""
+    data: npt.NDArray[Any]
+    """float32, float16, or uint16 holding bfloat16 bits; may be a read-only memory map."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight."""
+        return tuple(self.data.shape)
+
+    def to_float32(self) -> npt.NDArray[np.float32]:
+        """Return the values as float32."""
+        if self.dtype == "BF16":
+            return (self.data.astype(np.uint32) << 16).view(np.float32)
+        return self.data.astype(np.float32, copy=False)
+
+    def take_rows(self, order: npt.NDArray[np.intp]) -> RawTensor:
+        """Return the rows (outermost entries) in another order."""
+        return RawTensor(self.dtype, self.data[order])
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """A weight [out, in] as it was quantized: value * scale + minimum, where `group` values of a row share a scale.
+
+    Every format of weights in whole numbers is told in these terms, so that a pack knows one form: a reader of files
+    unpacks the bits, a pack packs them in the order that its kernels read.
+    """
+
+    format: str
+    """Name for people and for `Ops.weight_formats`, such as `Q4_K` or `int8`."""
+    bits: int
+    """Of a value: 4, 5, 6 or 8."""
+    values: npt.NDArray[np.int8]
+    """int8[out, in]: from 0 to 2^bits - 1 where there are minima and less than 8 bits, else from -2^(bits - 1) to
+    2^(bits - 1) - 1."""
+    scales: npt.NDArray[np.float32]
+    """float32[out, in / group], finite."""
+    minima: npt.NDArray[np.float32] | None = None
+    """float32[out, in / group]; None where all are 0."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight."""
+        return tuple(self.values.shape)
+
+    @property
+    def group(self) -> int:
+        """Values of a row that share a scale."""
+        return int(self.values.shape[1] // self.scales.shape[1])
+
+    def to_float32(self) -> npt.NDArray[np.float32]:
+        """Return the weight as float32: a product and a sum, each rounded once."""
+        out, groups = self.scales.shape
+        grouped = self.values.reshape(out, groups, -1) * self.scales[:, :, np.newaxis]
+        if self.minima is not None:
+            grouped += self.minima[:, :, np.newaxis]
+        return grouped.reshape(self.shape)
+
+    def take_rows(self, order: npt.NDArray[np.intp]) -> PackedTensor:
+        """Return the rows in another order."""
+        minima = None if self.minima is None else self.minima[order]
+        return PackedTensor(self.format, self.bits, self.values[order], self.scales[order], minima)
+
+
+Weight = RawTensor | PackedTensor
+"""A weight of a linear layer as read from a checkpoint."""
