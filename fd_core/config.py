@@ -137,6 +137,8 @@ class ListenConfig(CheckedStruct, frozen=True, kw_only=True):
     """Origins whose pages may send requests, such as `https://chat.example.org`; `*` for any."""
     limit_concurrency: Annotated[int, Range(1)] | None = None
     """Connections at a time; None takes what the limit of descriptors leaves."""
+    limit_concurrency_per_address: Annotated[int, Range(1)] | None = None
+    """Connections at a time from one address of another machine; None takes three quarters of all."""
     timeout_headers: Annotated[float, Range(0, _DAY, above=True)] = 20.0
     """Seconds in which the head of a request has to come, and a TLS handshake to end."""
     timeout_keep_alive: Annotated[float, Range(0, _DAY, above=True)] = 30.0

@@ -263,6 +263,12 @@ LISTEN_FLAGS: Final = (
         "10000.",
         "N",
     ),
+    Flag(
+        "limit_concurrency_per_address",
+        "Connections at a time from one address of another machine, such as a proxy, or from one IPv6 network of 64 "
+        "bits; by default three quarters of all.",
+        "N",
+    ),
     Flag("timeout_headers", "Time in which the head of a request has to arrive, in seconds.", "SECONDS"),
     Flag("timeout_keep_alive", "Time for which a connection may wait for its next request, in seconds.", "SECONDS"),
     Flag(

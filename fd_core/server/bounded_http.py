@@ -10,14 +10,10 @@ from typing import Any, Final
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from fd_core.server.doors.connections import Connections, WatchedProtocol
+from fd_core.server.doors.connections import MAX_HEAD_BYTES, Connections, WatchedProtocol
 from fd_core.server.errors import ApiError
 
-__all__ = ["MAX_HEAD_BYTES", "BoundedHttp"]
-
-MAX_HEAD_BYTES: Final = 64 * 1024
-"""Most bytes of request line and headers together; one read of the socket may exceed it."""
-
+__all__ = ["BoundedHttp"]
 
 _UPGRADE: Final = re.compile(rb"^upgrade:", re.IGNORECASE | re.MULTILINE)
 """Asks for another protocol, which a server may ignore, and Java's client does; the parser would drop the body."""
@@ -53,13 +49,11 @@ class BoundedHttp(WatchedProtocol, HttpToolsProtocol):
             return
         self._head_bytes += len(data)
         if self._head_bytes > MAX_HEAD_BYTES:
-            message = f"the request line and headers are larger than the {MAX_HEAD_BYTES:,} bytes allowed"
-            self._end(b"431 Request Header Fields Too Large", ApiError(431, message))
+            self._end(b"431 Request Header Fields Too Large", self.head_too_large())
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP in the shape of every other error."""
-        self.watch.complain("what came on a connection is not HTTP")
-        self._end(b"400 Bad Request", ApiError(400, "the request is not valid HTTP/1.1", code="invalid_http"))
+        self._end(b"400 Bad Request", self.not_http())
 
     def _end(self, status: bytes, error: ApiError) -> None:
         """Answer without the application, and close."""

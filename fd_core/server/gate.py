@@ -16,10 +16,12 @@ from fd_core.server.access.access_log import CLIENT_LEFT, log_access
 from fd_core.server.access.control import AccessControl, limit_headers
 from fd_core.server.access.record import RequestRecord
 from fd_core.server.batches.asgi import OWNER
+from fd_core.server.doors.connections import source_of
 from fd_core.server.doors.hosts import HostRules, Visit
 from fd_core.server.draining import DRAINING_HEADER, Drain
 from fd_core.server.errors import error_response, to_api_error, unavailable
 from fd_core.server.metrics import ServerMetrics
+from fd_core.text.fair_thread import CLIENT
 
 __all__ = ["Gate", "request_id_of"]
 
@@ -114,7 +116,7 @@ class Gate:
         finally:
             record.close()
             if self._access_log:
-                client = "batch" if OWNER in scope else scope["client"][0] if scope["client"] else "-"
+                client = "batch" if OWNER in scope else _address(scope)
                 method = "HEAD" if head else scope["method"]
                 seconds, path = time.perf_counter() - arrived, scope["path"]
                 log_access(client, method, path, status if ended else CLIENT_LEFT, seconds, record)
@@ -128,7 +130,13 @@ class Gate:
         else:
             record.key = self._access.of_owner(owner)
         scope["state"]["owner"] = record.owner if owner is None else owner
+        CLIENT.set(scope["state"]["owner"] or source_of(_address(scope)))
         self._access.enter(record, scope["method"], path, time.monotonic())
+
+
+def _address(scope: Scope) -> str:
+    address: str = scope["client"][0] if scope["client"] else "-"
+    return address
 
 
 def _visit(scope: Scope, headers: Mapping[bytes, bytes]) -> Visit:

@@ -6,10 +6,8 @@ decided here, so that a router counts the same tokens as its workers.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime
 from functools import cached_property
@@ -19,6 +17,7 @@ import msgspec
 
 from fd_core.errors import BadRequest, FdError, ModelError
 from fd_core.text.chat_template import ChatTemplate
+from fd_core.text.fair_thread import FairThread
 from fd_core.text.tokenizer import Tokenizer
 
 __all__ = ["PromptReader", "PromptText", "split_prompts", "template_kwargs"]
@@ -71,8 +70,8 @@ class PromptReader:
         self._template = template
         self._vocab_size = vocab_size
         self._max_chars = max_chars
-        self._worker = ThreadPoolExecutor(1, "fdcore-text")
-        self._long_worker = ThreadPoolExecutor(1, "fdcore-long-text")
+        self._worker = FairThread("fdcore-text")
+        self._long_worker = FairThread("fdcore-long-text")
         self._given_templates: dict[str, ChatTemplate] = {}
         """Templates of requests, the one used last at the end; only the thread of `run` reads them."""
 
@@ -106,7 +105,7 @@ class PromptReader:
         if at_once and size <= _INLINE_CHARS:
             return read()
         worker = self._worker if size <= _LONG_CHARS else self._long_worker
-        return await asyncio.get_running_loop().run_in_executor(worker, read)
+        return await worker.run(read)
 
     @property
     def switches_reasoning(self) -> bool:
@@ -121,7 +120,7 @@ class PromptReader:
     def close(self) -> None:
         """End the threads."""
         for worker in (self._worker, self._long_worker):
-            worker.shutdown(wait=False, cancel_futures=True)
+            worker.close()
 
     def text(
         self, text: str, add_special: bool = True, field: str = "prompt", *, counted: bool = False

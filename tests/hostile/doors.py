@@ -25,8 +25,11 @@ JSON = "content-type: application/json"
 class Hostile:
     """A connection whose bytes a test writes and reads itself."""
 
-    def __init__(self, port: int, tls: ssl.SSLContext | None = None, *, window: int | None = None) -> None:
+    def __init__(
+        self, port: int, tls: ssl.SSLContext | None = None, *, window: int | None = None, source: str = "127.0.0.1"
+    ) -> None:
         raw = socket.socket()
+        raw.bind((source, 0))
         if window is not None:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
         raw.settimeout(10)
@@ -114,9 +117,10 @@ class Door:
         with self.connect() as connection:
             return connection.head(f"GET {path}", *headers, host=host).answer()
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, connection: Hostile | None = None) -> dict[str, float]:
         """Samples without the prefix of their kind; a label's value stands in brackets."""
-        text = self.get("/metrics")[2].decode()
+        answer = self.get("/metrics") if connection is None else connection.head("GET /metrics").answer()
+        text = answer[2].decode()
         return {
             sample.name.removeprefix(self._prefix)
             + "".join(f"[{value}]" for value in sample.labels.values()): sample.value

@@ -16,7 +16,7 @@ import pytest
 
 from fd_core.config import ServerConfig
 from fd_core.server.doors import connections as watching
-from fd_core.server.doors.connections import Connections, WatchedProtocol, connection_limit
+from fd_core.server.doors.connections import Connections, WatchedProtocol, connection_limit, source_of
 from fd_core.server.doors.listener import Listener
 from fd_core.server.listening import bind_socket
 
@@ -131,10 +131,27 @@ def test_what_is_not_http_is_said_once(kind: str, caplog: pytest.LogCaptureFixtu
     with door(kind) as opened:
         for garbage in (b"\x16\x03\x01\x00\x00", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x00" * 2000):
             with opened.connect() as connection:
-                assert connection.send(garbage).answer()[0] == 400
+                assert connection.send(garbage).error() == (400, "invalid_http")
                 connection.closed_within(3)
         assert opened.get("/health")[0] == 200
-    assert len([record for record in caplog.records if record.levelno > logging.INFO]) <= 1
+    assert len([record for record in caplog.records if record.levelno > logging.INFO]) == 1
+
+
+@both
+def test_a_head_without_end_is_refused_by_its_size(kind: str) -> None:
+    with door(kind) as opened, opened.connect() as connection:
+        connection.send("GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + "x" * 200_000)
+        status, _, body = connection.answer()
+        assert (status, b"65,536 bytes" in body) == (431, True)
+
+
+@both
+def test_no_answer_names_the_libraries_behind_it(kind: str) -> None:
+    with door(kind) as opened:
+        for head in ("GET /health HTTP/1.1", "GET /none HTTP/1.1", "POST /v1/completions HTTP/1.1", "GET / HTTP/9.9"):
+            with opened.connect() as connection:
+                headers = connection.send(f"{head}\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n").answer()[1]
+                assert "server" not in headers
 
 
 @both
@@ -164,6 +181,48 @@ def test_too_many_connections_are_told_so(kind: str, caplog: pytest.LogCaptureFi
         assert opened.metrics()["connections_refused_total"] >= 3
         assert opened.metrics()["connections_limit"] == 4
     assert sum("--limit-concurrency" in record.getMessage() for record in caplog.records) == 1
+
+
+@both
+@pytest.mark.parametrize(("given", "most"), [(None, 3), (2, 2)])
+def test_one_address_leaves_room_for_others(
+    kind: str, given: int | None, most: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watching, "is_loopback", lambda _: False)
+    with ExitStack() as stack, door(kind, limit_concurrency=4, limit_concurrency_per_address=given) as opened:
+        for _ in range(most):
+            stack.enter_context(opened.connect())
+        for _ in range(3):
+            with opened.connect() as other:
+                assert other.error() == (503, "too_many_connections")
+        with opened.connect(source="127.0.0.2") as other:
+            assert other.head("GET /health").answer()[0] == 200
+            until(lambda: opened.metrics(other)["connections_refused_of_address_total"] == 3)
+        stack.close()
+        until(lambda: opened.get("/health")[0] == 200)
+    assert sum("--limit-concurrency-per-address" in record.getMessage() for record in caplog.records) == 1
+
+
+@both
+def test_clients_of_this_machine_may_take_all_places(kind: str) -> None:
+    with ExitStack() as stack, door(kind, limit_concurrency=4, limit_concurrency_per_address=1) as opened:
+        for _ in range(4):
+            assert stack.enter_context(opened.connect()).head("GET /health").answer()[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("address", "source"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::"),
+        ("2001:db8:1:2:ffff::", "2001:db8:1:2::"),
+        ("::1", "::1"),
+        ("-", "-"),
+    ],
+)
+def test_a_network_that_one_machine_may_have_counts_as_one(address: str, source: str) -> None:
+    assert source_of(address) == source
 
 
 @both

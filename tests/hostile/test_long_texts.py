@@ -16,10 +16,10 @@ LONG, SHORTER = 200_000, 20_000
 """Characters: one has the thread for the longest texts to itself, the other that for long ones."""
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServer]:
-    """A server that takes half a second to read a long text."""
-    with live() as running:
+@pytest.fixture(params=[{}])
+def server(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[LiveServer]:
+    """A server that takes half a second to read a long text; its settings are the parameter."""
+    with live(**request.param) as running:
         encode = Tokenizer.encode
 
         def slow(self: Tokenizer, text: str, add_special: bool = True) -> list[int]:
@@ -34,12 +34,12 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveServer]:
         yield running
 
 
-def send(server: LiveServer, letter: str) -> socket.socket:
+def send(server: LiveServer, letter: str, key: str = "", source: str = "127.0.0.1") -> socket.socket:
     """Ask for the tokens of a long text and do not wait."""
     body = json.dumps({"prompt": letter * LONG}).encode()
-    names = {"host": "127.0.0.1", "content-type": "application/json", "content-length": len(body)}
+    names = {"host": "127.0.0.1", "content-type": "application/json", "content-length": len(body), "x-api-key": key}
     head = "POST /tokenize HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in names.items()) + "\r\n"
-    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection = socket.create_connection(("127.0.0.1", server.port), source_address=(source, 0))
     connection.sendall(head.encode() + body)
     return connection
 
@@ -63,6 +63,27 @@ def test_a_text_whose_client_has_left_is_not_read(server: LiveServer) -> None:
     assert server.post("/tokenize", {"prompt": "z" * LONG}).status == 200
     assert time.perf_counter() - began < 2.0
     assert set(server.read) <= {"a", "b", "z"}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("server", "much", "little"),
+    [({"api_keys": ("k1", "k2")}, {"key": "k1"}, {"key": "k2"}), ({}, {}, {"source": "127.0.0.2"})],
+    ids=["keys", "addresses"],
+    indirect=["server"],
+)
+def test_who_sends_many_long_texts_lets_others_pass(
+    server: LiveServer, much: dict[str, str], little: dict[str, str]
+) -> None:
+    waiting = [send(server, letter, **much) for letter in "abcdefgh"]
+    while len(server.read) < 1:  # type: ignore[attr-defined]
+        time.sleep(0.01)
+    time.sleep(0.1)  # the others of the first client have to be there before
+    waiting.append(send(server, "z", **little))
+    while "z" not in server.read:  # type: ignore[attr-defined]
+        time.sleep(0.01)
+    assert len(server.read) <= 6  # type: ignore[attr-defined]
+    for connection in waiting:
+        connection.close()
 
 
 def test_a_text_that_no_context_holds_is_refused_before_it_is_read(server: LiveServer) -> None:

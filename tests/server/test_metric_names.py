@@ -28,6 +28,7 @@ PROMISED = {
     "fdcore_connections_closed": ("counter", ["reason"]),
     "fdcore_connections_limit": ("gauge", []),
     "fdcore_connections_refused": ("counter", []),
+    "fdcore_connections_refused_of_address": ("counter", []),
     "fdcore_decode_seconds": ("histogram", []),
     "fdcore_drafts_accepted_per_position_tokens": ("counter", ["position"]),
     "fdcore_drafts_accepted_tokens": ("counter", []),

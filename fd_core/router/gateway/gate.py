@@ -26,10 +26,12 @@ from fd_core.server.access.control import limit_headers
 from fd_core.server.access.record import RequestRecord
 from fd_core.server.access.usage import USAGE_HEADER, UsageMeter
 from fd_core.server.doors.bodies import BodyShare
+from fd_core.server.doors.connections import source_of
 from fd_core.server.doors.hosts import HostRules
 from fd_core.server.draining import DRAINING_HEADER
 from fd_core.server.errors import ApiError, to_api_error, unavailable
 from fd_core.server.gate import request_id_of
+from fd_core.text.fair_thread import CLIENT
 
 __all__ = ["RouterGate"]
 
@@ -105,6 +107,7 @@ class RouterGate:
             return _methods_of(path)
         sent = _header(request, "Authorization"), _header(request, "X-Api-Key")
         record.key = self._access.identify(request.method, path, *sent)
+        CLIENT.set(record.owner or source_of(request.remote or "-"))
         self._access.enter(record, request.method, path, time.monotonic())
         shown = PAGES.get(path)
         if shown is not None:

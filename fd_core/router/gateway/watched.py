@@ -9,9 +9,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from aiohttp import web
+from aiohttp.http_exceptions import LineTooLong
 
 from fd_core.config import ListenConfig
-from fd_core.server.doors.connections import Connections, WatchedProtocol
+from fd_core.router.gateway.answers import error_response
+from fd_core.server.doors.connections import MAX_HEAD_BYTES, Connections, WatchedProtocol
 from fd_core.server.doors.hosts import Visit
 from fd_core.server.doors.listener import Listener
 from fd_core.server.doors.tls import ServingTls
@@ -20,7 +22,6 @@ __all__ = ["GatewayHttp", "visit_of"]
 
 _QUIET: Final = logging.Logger("fd_core.router.gateway.http", logging.CRITICAL + 1)
 """For the HTTP library, which would log what it cannot parse, keys and prompts included."""
-_MAX_HEADER_BYTES: Final = 64 * 1024
 
 
 class GatewayHttp:
@@ -47,8 +48,8 @@ class GatewayHttp:
                 auto_decompress=False,
                 keepalive_timeout=config.timeout_keep_alive,
                 lingering_time=2.0,
-                max_line_size=_MAX_HEADER_BYTES,
-                max_field_size=_MAX_HEADER_BYTES,
+                max_line_size=MAX_HEAD_BYTES,
+                max_field_size=MAX_HEAD_BYTES,
                 watch=connections,
             )
 
@@ -74,11 +75,28 @@ class _WatchedHandler(WatchedProtocol, web.RequestHandler):
         finally:
             self.answer_complete()
 
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        """Answer what cannot be read in the shape of every other error."""
+        if status != 400:
+            return super().handle_error(request, status, exc, message)
+        error = self.head_too_large() if isinstance(exc, LineTooLong) else self.not_http()
+        answer = error_response(error, request.path)
+        answer.force_close()
+        return answer
+
+
+class _Request(web.BaseRequest):
+    async def _prepare_hook(self, response: web.StreamResponse) -> None:
+        """Leave out the header with name and version of the library, which is of use to attackers only."""
+        response.headers.popall("Server", None)
+
 
 def _make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
     protocol.head_complete()
     payload.on_eof(protocol.body_complete)
-    return web.BaseRequest(message, payload, protocol, writer, task, asyncio.get_running_loop())
+    return _Request(message, payload, protocol, writer, task, asyncio.get_running_loop())
 
 
 def visit_of(request: web.BaseRequest) -> Visit:

@@ -8,6 +8,7 @@ A connection waits for a request, receives a body, or is answered; only the answ
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import resource
 from collections import Counter
@@ -17,13 +18,20 @@ import msgspec
 
 from fd_core.config import ListenConfig
 from fd_core.metrics import counter, gauge
+from fd_core.server.errors import ApiError
+from fd_core.server.listening import is_loopback
 
-__all__ = ["ConnectionStats", "Connections", "WatchedProtocol", "connection_limit", "raise_descriptor_limit"]
+__all__ = [
+    *("MAX_HEAD_BYTES", "ConnectionStats", "Connections", "WatchedProtocol"),
+    *("connection_limit", "raise_descriptor_limit", "source_of"),
+]
 
 log = logging.getLogger(__name__)
 
 Reason = Literal["head", "keep_alive", "body", "write", "crowd"]
 
+MAX_HEAD_BYTES: Final = 64 * 1024
+"""Most bytes of the request line and headers of a request; libraries may count each line, or up to one read more."""
 BYTES_PER_SECOND: Final = 64 * 1024
 """A body may take a second longer for each of these bytes that came, an answer for each that was taken."""
 _MOST_DESCRIPTORS: Final = 2**20
@@ -51,6 +59,10 @@ class ConnectionStats(msgspec.Struct):
         ),
     ] = msgspec.field(default_factory=Counter)
     refused: Annotated[int, counter("connections_refused", "Connections refused because too many were open.")] = 0
+    refused_of_address: Annotated[
+        int,
+        counter("connections_refused_of_address", "Connections refused because their address had too many open."),
+    ] = 0
     accept_errors: Annotated[
         int, counter("accept_errors", "Failures to accept a connection, such as for want of descriptors.")
     ] = 0
@@ -78,11 +90,24 @@ def connection_limit(config: ListenConfig, *, descriptors: int = 1) -> int:
     return max(1, min(_MOST_CONNECTIONS, (allowed - min(_RESERVED_DESCRIPTORS, allowed // 4)) // descriptors))
 
 
+def source_of(address: str) -> str:
+    """Return whose an address is: of IPv6, a network of 64 bits, since one machine may use all addresses in it."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if parsed.version == 6 and not parsed.is_loopback:
+        parsed = parsed.ipv4_mapped or ipaddress.IPv6Address(int(parsed) >> 64 << 64)
+    return str(parsed)
+
+
 class Connections:
     """The open connections of one listening socket."""
 
     def __init__(self, config: ListenConfig, limit: int) -> None:
         self.limit = limit
+        self.limit_of_address = config.limit_concurrency_per_address or limit - limit // 4
+        """For each address but those of this machine, at which proxies may run."""
         self.patience: dict[Reason, float] = {
             "head": config.timeout_headers,
             "keep_alive": config.timeout_keep_alive,
@@ -91,9 +116,11 @@ class Connections:
         }
         """Seconds after which a connection is closed on which nothing moves, by what it waits for."""
         self.stats = ConnectionStats(limit=limit)
-        self.opening: set[WatchedProtocol] = set()
+        self._opening: set[WatchedProtocol] = set()
         """Connections that were accepted and not made yet: their TLS handshake goes on."""
         self._open: set[WatchedProtocol] = set()
+        self._sources: Counter[str] = Counter()
+        """Connections by `source_of` their address."""
         self._waiting: dict[WatchedProtocol, float] = {}
         """Those without a request, since when; the one that waits longest is the first."""
         self._loop = asyncio.get_running_loop()
@@ -110,18 +137,30 @@ class Connections:
         """Seconds of the event loop's clock."""
         return self._loop.time()
 
+    def accepted(self, connection: WatchedProtocol, address: str) -> None:
+        """Count a connection that is to be made."""
+        connection.source = source_of(address)
+        self._sources[connection.source] += 1
+        self._opening.add(connection)
+
     def entered(self, connection: WatchedProtocol) -> None:
-        """Count a connection, which waits for its first request."""
-        self.opening.discard(connection)
+        """Note that a connection was made; it waits for its first request."""
+        self._opening.discard(connection)
         self._open.add(connection)
         self.stats.open = len(self._open)
         self.waits(connection)
 
     def left(self, connection: WatchedProtocol) -> None:
-        """Forget a connection."""
+        """Forget a connection; again without effect."""
+        if connection not in self._open and connection not in self._opening:
+            return
+        self._opening.discard(connection)
         self._open.discard(connection)
         self.stats.open = len(self._open)
         self._waiting.pop(connection, None)
+        self._sources[connection.source] -= 1
+        if not self._sources[connection.source]:
+            del self._sources[connection.source]
 
     def waits(self, connection: WatchedProtocol) -> None:
         """Note that a connection has no request."""
@@ -131,9 +170,18 @@ class Connections:
         """Note that a connection has a request."""
         self._waiting.pop(connection, None)
 
-    def has_room(self) -> bool:
+    def has_room(self, address: str) -> bool:
         """Whether one more connection may come in; where there are too many, the one that waited longest leaves."""
-        if len(self._open) + len(self.opening) < self.limit:
+        source, most = source_of(address), self.limit_of_address
+        if self._sources[source] >= most and not is_loopback(source):
+            self.stats.refused_of_address += 1
+            self.complain(
+                f"{most} connections of one address are open, so others of it are answered with 503; see "
+                "--limit-concurrency-per-address",
+                f"; the first such address is {source}",
+            )
+            return False
+        if len(self._open) + len(self._opening) < self.limit:
             return True
         longest = next(iter(self._waiting), None)
         if longest is not None and self.now - self._waiting[longest] > _CROWD_SECONDS:
@@ -143,11 +191,11 @@ class Connections:
         self.complain(f"{self.limit} connections are open, so others are answered with 503; see --limit-concurrency")
         return False
 
-    def complain(self, what: str) -> None:
-        """Log a warning, the same one at most once a minute."""
+    def complain(self, what: str, example: str = "") -> None:
+        """Log a warning, the same one at most once a minute, whatever the `example` is."""
         if self.now >= self._next_line.get(what, 0.0):
             self._next_line[what] = self.now + _LOG_SECONDS
-            log.warning("%s (logged once a minute)", what)
+            log.warning("%s%s (logged once a minute)", what, example)
 
     def _look(self) -> None:
         """Close what has not moved for too long."""
@@ -167,6 +215,8 @@ class WatchedProtocol(asyncio.Protocol):
 
     watch: Connections
     """To be set before the connection is made."""
+    source: str
+    """Whose address it is from, see `source_of`; `Connections.accepted` sets it."""
 
     def connection_made(self, transport: Any) -> None:
         """Begin to watch."""
@@ -241,6 +291,15 @@ class WatchedProtocol(asyncio.Protocol):
         if waits_for == "body" and not self._transport.is_reading():
             self._since += elapsed  # the server holds the client up, not the other way round
         return waits_for if now - self._since > patience[waits_for] + self._received / BYTES_PER_SECOND else None
+
+    def not_http(self) -> ApiError:
+        """Log what came and cannot be read, and return its answer."""
+        self.watch.complain("what came on a connection is not HTTP")
+        return ApiError(400, "the request is not valid HTTP/1.1", code="invalid_http")
+
+    def head_too_large(self) -> ApiError:
+        """Return the answer to a head that is larger than `MAX_HEAD_BYTES`."""
+        return ApiError(431, f"the request line and headers are larger than the {MAX_HEAD_BYTES:,} bytes allowed")
 
     def expire(self, reason: Reason) -> None:
         """Close the connection, whatever is still to be sent; whoever works on its request is told that it is lost."""

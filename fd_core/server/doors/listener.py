@@ -80,7 +80,7 @@ class Listener:
     def _accept(self) -> None:
         for _ in range(_AT_ONCE):
             try:
-                accepted, _ = self._sock.accept()
+                accepted, address = self._sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
@@ -89,13 +89,13 @@ class Listener:
                 self._loop.remove_reader(self._sock)
                 self._again = self._loop.call_later(_PAUSE_SECONDS, self._listen)
                 return
-            self._admit(accepted)
+            self._admit(accepted, address[0])
 
-    def _admit(self, accepted: socket.socket) -> None:
+    def _admit(self, accepted: socket.socket, address: str) -> None:
         protocol: WatchedProtocol | _Refusal
-        if self._connections.has_room():
+        if self._connections.has_room(address):
             protocol = self._make()
-            self._connections.opening.add(protocol)
+            self._connections.accepted(protocol, address)
         elif len(self._refusals) < _MOST_REFUSALS:
             protocol = _Refusal(self._refusals)
             self._refusals.add(protocol)
@@ -120,7 +120,7 @@ class Listener:
             if isinstance(protocol, _Refusal):
                 self._refusals.discard(protocol)
             else:
-                self._connections.opening.discard(protocol)
+                self._connections.left(protocol)
 
 
 class _Refusal(asyncio.Protocol):

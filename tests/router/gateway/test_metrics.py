@@ -25,6 +25,7 @@ PROMISED = {
     "connections_closed": ("counter", ["reason"]),
     "connections_limit": ("gauge", []),
     "connections_refused": ("counter", []),
+    "connections_refused_of_address": ("counter", []),
     "disconnects": ("counter", []),
     "faults": ("counter", []),
     "first_byte_seconds": ("histogram", []),

@@ -1,0 +1,58 @@
+"""A thread whose work takes turns by client, so that whoever brings much of it delays nobody else for long."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
+from typing import Any, Final, TypeVar
+
+__all__ = ["CLIENT", "FairThread"]
+
+CLIENT: Final[ContextVar[str]] = ContextVar("client", default="")
+"""Whose request the current task answers: a name for the key, or for the address where there is none."""
+
+T = TypeVar("T")
+
+
+class FairThread:
+    """One thread. The first work of each client that waits comes before the second of any."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(1, name)
+        self._lock = threading.Lock()
+        self._waiting: OrderedDict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = OrderedDict()
+        """Work by client, the client whose turn is next at the beginning."""
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Return `work()` in the turn of the `CLIENT`; whoever is cancelled before it comes has nothing done."""
+        future: Future[T] = Future()
+        with self._lock:
+            self._waiting.setdefault(CLIENT.get(), deque()).append((future, work))
+        self._thread.submit(self._take)
+        return await asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """End the thread and cancel what waits."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            for line in self._waiting.values():
+                for future, _ in line:
+                    future.cancel()
+
+    def _take(self) -> None:
+        """Do the work whose turn it is; this is called once for each that was brought."""
+        with self._lock:
+            client, line = self._waiting.popitem(last=False)
+            future, work = line.popleft()
+            if line:
+                self._waiting[client] = line
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001  # whoever waits gets it
+            future.set_exception(error)
