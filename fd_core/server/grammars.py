@@ -102,12 +102,12 @@ class GrammarChecker:
     def _explain(self, form: FormAsked, reason: str) -> ApiError:
         place, schema = form.field, form.schema
         for each, part in form.parts:
-            with contextlib.suppress(BadRequest):
+            with contextlib.suppress(BadRequest, GrammarError):
                 if refused := self._refusal(part):
                     place, schema, reason = each, dict(part), refused
                     break
         if schema is not None:
-            with contextlib.suppress(BadRequest):
+            with contextlib.suppress(BadRequest, GrammarError):
                 if form.spaces and self._refusal(schema) is None:
                     place = form.spaces
                 else:

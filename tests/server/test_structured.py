@@ -17,7 +17,7 @@ from fd_core.server.evaluation_fields import EvaluationFields
 from fd_core.server.structured_fields import StructuredFields
 from fd_core.text.byte_tokenizer import byte_tokenizer
 from tests.engine.structured import SCHEMA
-from tests.server.fakes import LiveServer, live, samples
+from tests.server.fakes import FakeClient, LiveServer, live, samples
 from tests.server.test_null_engine import null_client, rests
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -195,6 +195,16 @@ def test_hostile_forms_end_with_a_clear_error_or_clean_and_leave_nothing(
         assert answer.status in (400, 500), answer.body
         assert answer.error["message"]
     rests(null, 5)
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_a_model_that_serves_no_forms_says_so_whatever_is_asked_for(path: str) -> None:
+    prompt = {"prompt": "a"} if path == TEXT else {"messages": HI}
+    with live(lambda: FakeClient(vocab_size=2**31)) as server:
+        for fields, _ in FORMS:
+            answer = server.post(path, {**prompt, **fields})
+            assert (answer.status, answer.error["code"]) == (400, "invalid_grammar"), fields
+            assert "2,147,483,648 token ids" in answer.error["message"]
 
 
 def test_the_same_text_as_a_stream_and_with_company(null: LiveServer) -> None:
