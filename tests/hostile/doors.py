@@ -6,11 +6,11 @@ import asyncio
 import json
 import socket
 import ssl
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from typing import Any, TypeVar
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -20,6 +20,7 @@ from tests.server.fakes import FakeClient, live
 KINDS = ("server", "router")
 COMPLETIONS = "/v1/completions"
 JSON = "content-type: application/json"
+T = TypeVar("T")
 
 
 class Hostile:
@@ -167,34 +168,34 @@ def door(kind: str, **settings: Any) -> Iterator[Door]:
 
 @contextmanager
 def _router(**settings: Any) -> Iterator[tuple[int, FakeWorker, str]]:
-    ready, found, failed = threading.Event(), [], []
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[tuple[int, FakeWorker, str]]:
+        async with FakeWorker(usual="json") as worker, routed(worker, **settings) as gateway:
+            yield int(gateway.url.rpartition(":")[2]), worker, gateway.admin
+
+    with on_a_thread(opened()) as found:
+        yield found
+
+
+@contextmanager
+def on_a_thread(opened: AbstractAsyncContextManager[T]) -> Iterator[T]:
+    """Hold something open on a loop on a thread of its own until the block ends; raise what it raises."""
+    ready: Future[tuple[T, Callable[[], None]]] = Future()
 
     async def run() -> None:
-        async with FakeWorker(usual="json") as worker, routed(worker, **settings) as gateway:
-            ended = asyncio.Event()
-            port = int(gateway.url.rpartition(":")[2])
-            found.append((port, worker, gateway.admin, lambda: loop.call_soon_threadsafe(ended.set)))
-            loop = asyncio.get_running_loop()
-            ready.set()
+        async with opened as found:
+            ended, loop = asyncio.Event(), asyncio.get_running_loop()
+            ready.set_result((found, lambda: loop.call_soon_threadsafe(ended.set)))
             await ended.wait()
 
-    def main() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(asyncio.run, run())
+        running.add_done_callback(
+            lambda _: ready.done() or ready.set_exception(running.exception() or CancelledError())
+        )
+        found, end = ready.result(30)
         try:
-            asyncio.run(run())
-        except BaseException as error:  # noqa: BLE001  # the test's own thread raises it
-            failed.append(error)
-            ready.set()
-
-    thread = threading.Thread(target=main, daemon=True)
-    thread.start()
-    assert ready.wait(30)
-    if failed:
-        raise failed[0]
-    port, worker, admin, end = found[0]
-    try:
-        yield port, worker, admin
-    finally:
-        end()
-        thread.join(30)
-    if failed:
-        raise failed[0]
+            yield found
+        finally:
+            end()
+            running.result(30)

@@ -5,11 +5,9 @@ The router has no document of its own: what it forwards is described by the docu
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
 import random
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,27 +15,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import schemathesis
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from schemathesis import checks
 from schemathesis.generation import GenerationMode
 
 from fd_core.config import ServerConfig
 from fd_core.server.app import create_app
+from tests.hostile.doors import on_a_thread
 from tests.router.gateway.fakes import routed
 from tests.server.fakes import FakeClient, LiveServer, byte_tokenizer, chat_template, live
+from tests.server.random_requests import operations, send
 from tests.server.test_key_limits import key_file
 
 __all__ = ["KINDS", "Fuzzed", "damaged", "fuzz", "fuzzed", "send_damaged"]
 
 KINDS: Final = ("everything", "keys", "router")
 KEY: Final = "the-key-of-this-test"
-_CHECKS: Final = (
-    checks.not_a_server_error,
-    checks.status_code_conformance,
-    checks.content_type_conformance,
-    checks.response_schema_conformance,
-)
 _KEPT_BY_WORKERS: Final = ("/v1/files", "/v1/batches")
 _ROUND: Final = 10
 """Examples of one operation between two looks at the clock."""
@@ -55,6 +46,7 @@ class _Worker:
 class Fuzzed:
     """What is fuzzed, how it is asked, and how much was asked."""
 
+    kind: str
     url: str
     server: LiveServer
     operations: Sequence[Any]
@@ -63,7 +55,9 @@ class Fuzzed:
     """Number of answers by status."""
 
     def count(self, status: int) -> None:
+        """Note an answer; the engine lives on."""
         self.answers[status] = self.answers.get(status, 0) + 1
+        assert self.server.client.alive
 
     @property
     def tried(self) -> int:
@@ -81,47 +75,26 @@ def fuzzed(kind: str, folder: Path) -> Iterator[Fuzzed]:
         options["api_key_file"] = key_file(folder, limited)
         headers = {"Authorization": f"Bearer {KEY}"}
     document = create_app(ServerConfig(**options), FakeClient(), byte_tokenizer(), chat_template()).openapi()
-    operations = [found.ok() for found in schemathesis.openapi.from_dict(document).get_all_operations()]
+    documented = operations(document)
     with live(lambda: FakeClient("Hello", vocab_size=2**31, max_num_seqs=256), **options) as server:
         if kind != "router":
-            yield Fuzzed(server.url, server, operations, headers)
+            yield Fuzzed(kind, server.url, server, documented, headers)
             return
-        forwarded = [each for each in operations if each.method == "post" or each.path.startswith("/v1/models")]
+        forwarded = [each for each in documented if each.method == "post" or each.path.startswith("/v1/models")]
         with _before(server) as url:
-            yield Fuzzed(url, server, [each for each in forwarded if not each.path.startswith(_KEPT_BY_WORKERS)], {})
+            yield Fuzzed(
+                kind, url, server, [each for each in forwarded if not each.path.startswith(_KEPT_BY_WORKERS)], {}
+            )
 
 
 def fuzz(target: Fuzzed, operation: Any, mode: GenerationMode, number: int, *, examples: int, seconds: float) -> None:
     """Send random requests, `examples` of them, and again with further seeds until `seconds` are over."""
-    ends = time.monotonic() + seconds
+    ends, examples = time.monotonic() + seconds, examples if seconds == 0 else min(examples, _ROUND)
     while True:
-        _round(target, operation, mode, number, examples if seconds == 0 else min(examples, _ROUND))
+        send(target.url, operation, mode, examples=examples, number=number, headers=target.headers, seen=target.count)
         number += 1
         if time.monotonic() >= ends:
             return
-
-
-def _round(target: Fuzzed, operation: Any, mode: GenerationMode, number: int, examples: int) -> None:
-    @seed(number)
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(operation.as_strategy(generation_mode=mode))
-    def check(case: schemathesis.Case) -> None:
-        answer = case.call(base_url=target.url, headers=dict(target.headers))
-        target.count(answer.status_code)
-        case.validate_response(answer, checks=_CHECKS)
-        assert target.server.client.alive
-
-    try:
-        check()
-    except BaseException as error:
-        error.add_note(f"seed {number}, {operation.label}, {mode.value}")
-        raise
 
 
 def damaged(body: Any, rng: random.Random) -> bytes:
@@ -174,33 +147,7 @@ def send_damaged(target: Fuzzed, path: str, body: bytes) -> int:
 @contextmanager
 def _before(server: LiveServer) -> Iterator[str]:
     """Run a router before a server; at the end every counter of it must be zero."""
-    ready, ends = threading.Event(), asyncio.Event()
-    found: list[Any] = []
-    failed: list[BaseException] = []
-
-    async def run() -> None:
-        worker: Any = _Worker(server.url)
-        async with routed(worker, router={"health_check_interval_secs": 1.0, "health_check_timeout_secs": 30.0}) as it:
-            found.extend((it.url, asyncio.get_running_loop()))
-            ready.set()
-            await ends.wait()
-
-    def main() -> None:
-        try:
-            asyncio.run(run())
-        except BaseException as error:  # noqa: BLE001  # the test's own thread raises it
-            failed.append(error)
-            ready.set()
-
-    thread = threading.Thread(target=main, daemon=True)
-    thread.start()
-    assert ready.wait(30)
-    if failed:
-        raise failed[0]
-    try:
-        yield found[0]
-    finally:
-        found[1].call_soon_threadsafe(ends.set)
-        thread.join(30)
-    if failed:
-        raise failed[0]
+    worker: Any = _Worker(server.url)
+    patient = {"health_check_interval_secs": 1.0, "health_check_timeout_secs": 30.0}
+    with on_a_thread(routed(worker, router=patient)) as gateway:
+        yield gateway.url

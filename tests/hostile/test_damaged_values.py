@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -38,10 +38,13 @@ def whole(envelope: Envelope, payload: bytes = PAYLOAD) -> tuple[bytes, bytes]:
 
 
 @pytest.mark.law("5.4")
-def test_the_envelope_names_every_kind_of_damage_and_opens_none() -> None:
+def test_the_envelope_names_every_kind_of_damage_and_opens_none(
+    record_property: Callable[[str, object], None],
+) -> None:
     envelope = Envelope(SECRET)
     value, other = whole(envelope)
     found = damages(envelope, value, other)
+    record_property("inputs", len(found))
     assert len(found) > 500 and all(changed != value for changed, _ in found.values())
     for name, (changed, reason) in found.items():
         with pytest.raises(Damaged) as caught:
@@ -55,9 +58,11 @@ def test_the_envelope_names_every_kind_of_damage_and_opens_none() -> None:
 def test_every_damage_in_a_store_is_read_by_the_engine_and_none_is_used(
     place: Place,  # noqa: F811
     secret: Path,  # noqa: F811
+    record_property: Callable[[str, object], None],
 ) -> None:
     """One prompt for each damage: what the store gave for its key is the very damaged value, and the text is golden."""
     count = len(damages(Envelope(SECRET), *whole(Envelope(SECRET)), STEP))
+    record_property("inputs", count)
     rng = np.random.default_rng(5)
     specs = [greedy(f"r{n}", rng.integers(0, 256, 17), 1) for n in range(count)]
     texts = {spec.request_id: scripted(spec) for spec in specs}
@@ -98,7 +103,9 @@ def test_every_damage_in_a_store_is_read_by_the_engine_and_none_is_used(
     engine.close()
 
 
-def test_damage_in_a_store_of_this_process_is_noticed_as_well() -> None:
+def test_damage_in_a_store_of_this_process_is_noticed_as_well(
+    record_property: Callable[[str, object], None],
+) -> None:
     store, envelope = MemoryStore(parse_location("memory:")), Envelope(SECRET)
     value, other = whole(envelope)
     read = 0
@@ -112,6 +119,7 @@ def test_damage_in_a_store_of_this_process_is_noticed_as_well() -> None:
         with pytest.raises(Damaged):
             envelope.open(FIRST, found, len(PAYLOAD))
     assert read > 100
+    record_property("inputs", read)
 
 
 class Damaging(Connector):
@@ -180,11 +188,12 @@ def connector(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Damagi
 
 @pytest.mark.law("6.2", "6.3")
 def test_every_damage_on_its_way_between_workers_is_read_and_ends_the_lease(
-    connector: Damaging, monkeypatch: pytest.MonkeyPatch
+    connector: Damaging, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
     """The pair checks that what is transferred is right; what is damaged is computed where it is decoded."""
     value, other = whole(Envelope(SECRET), PAYLOAD[: BLOCK.bytes])
     kinds = damages(Envelope(SECRET), value, other, STEP)
+    record_property("inputs", len(kinds))
     monkeypatch.setattr(pairs, "Frames", lambda: connector)
     with Pair() as pair:
         for kind, (_, reason) in kinds.items():

@@ -63,7 +63,10 @@ def _start(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gguf", "folder"])
-def test_thousands_of_forged_files_end_in_an_error_that_names_file_and_field(kind: str) -> None:
+def test_thousands_of_forged_files_end_in_an_error_that_names_file_and_field(
+    kind: str, record_property: Callable[[str, object], None]
+) -> None:
+    record_property("inputs", SEEDS)
     seeds = [[kind, number] for number in range(SEEDS)]
     outcomes = tried(f"{__name__}:opened", seeds, memory=1 << 30, seconds=600)
     ends: Counter[str] = Counter()
@@ -161,7 +164,10 @@ AIMED: list[list[Any]] = [
 ]
 
 
-def test_files_that_lie_on_purpose_are_refused_before_anything_is_made_of_them() -> None:
+def test_files_that_lie_on_purpose_are_refused_before_anything_is_made_of_them(
+    record_property: Callable[[str, object], None],
+) -> None:
+    record_property("inputs", len(AIMED))
     outcomes = tried(f"{__name__}:started", AIMED, memory=1 << 30, seconds=300)
     for given, outcome in zip(AIMED, outcomes, strict=True):
         fine = given in (["scores", "long tokens"], AIMED[-2])  # odd, and not wrong

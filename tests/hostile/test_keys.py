@@ -10,7 +10,7 @@ import random
 import socket
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -85,12 +85,16 @@ def test_more_keys_than_anybody_has_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["k.toml", "k.json", "keys"])
-def test_damaged_files_are_refused_with_a_clear_line_or_read(tmp_path: Path, name: str) -> None:
+def test_damaged_files_are_refused_with_a_clear_line_or_read(
+    tmp_path: Path, name: str, record_property: Callable[[str, object], None]
+) -> None:
+    count = at_length(300, 20_000)
+    record_property("inputs", count)
     good = b"one\ntwo\n" if name == "keys" else Path(key_file(tmp_path, {"name": "a"}, {"name": "b"})).read_bytes()
     if name == "k.toml":
         good = b'[[keys]]\nname = "a"\nkey = "sk-a"\n[[keys]]\nname = "b"\nkey = "sk-b"\nadmin = true\n'
     path, rng = tmp_path / name, random.Random(7)
-    for _ in range(at_length(300, 20_000)):
+    for _ in range(count):
         data = bytearray(good)
         for _ in range(rng.randrange(1, 5)):
             place = rng.randrange(len(data))

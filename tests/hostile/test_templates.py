@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import msgspec
@@ -131,8 +132,9 @@ def rendered(source: str) -> int:
     return len(template.render([{"role": "user", "content": "hello"}]))
 
 
-def test_every_operation_of_a_template_is_charged() -> None:
+def test_every_operation_of_a_template_is_charged(record_property: Callable[[str, object], None]) -> None:
     names = list(TEMPLATES)[:: at_length(9, 1)]
+    record_property("inputs", len(names))
     outcomes = tried(f"{__name__}:rendered", [TEMPLATES[name] for name in names], memory=1400 * MEGABYTE, seconds=400)
     for name, outcome in zip(names, outcomes, strict=True):
         assert outcome.error in ("ModelError", "BadRequest"), (name, outcome)

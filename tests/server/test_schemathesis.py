@@ -10,23 +10,15 @@ from collections.abc import Iterator
 
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, Phase, given, settings
-from schemathesis import checks
 from schemathesis.generation import GenerationMode
 
 from fd_core.config import ServerConfig
 from fd_core.server.app import create_app
 from tests.server.fakes import FakeClient, LiveServer, byte_tokenizer, chat_template, live
+from tests.server.random_requests import operations, send
 
 DOCUMENT = create_app(ServerConfig(batch_api=False), FakeClient(), byte_tokenizer(), chat_template()).openapi()
-SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
-OPERATIONS = [found.ok() for found in SCHEMA.get_all_operations()]
-CHECKS = (
-    checks.not_a_server_error,
-    checks.status_code_conformance,
-    checks.content_type_conformance,
-    checks.response_schema_conformance,
-)
+OPERATIONS = operations(DOCUMENT)
 
 
 @pytest.fixture(scope="module")
@@ -44,21 +36,12 @@ def test_random_requests_are_answered_as_documented(
     if mode is GenerationMode.NEGATIVE and operation.method in ("get", "delete"):
         pytest.skip("nothing of it can be wrong")
 
-    @settings(
-        max_examples=25 if operation.method == "post" else 3,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(operation.as_strategy(generation_mode=mode))
-    def check(case: schemathesis.Case) -> None:
-        response = case.call(base_url=fuzzed.url)
-        case.validate_response(response, checks=CHECKS)
-        assert fuzzed.client.alive
+    examples = 25 if operation.method == "post" else 3
+    send(fuzzed.url, operation, mode, examples=examples, seen=lambda _: alive(fuzzed))
 
-    check()
+
+def alive(server: LiveServer) -> None:
+    assert server.client.alive
 
 
 def test_the_document_lists_what_the_tests_cover() -> None:
