@@ -9,6 +9,7 @@ import typer
 import fd_core
 from fd_core.cli import chat, conformance, doctor, env, models, plugins, route, run_batch, serve, tokenize, trace
 from fd_core.cli.bench import commands as bench
+from fd_core.cli.foreign_flags import ServingCommand
 
 __all__ = ["app"]
 
@@ -21,8 +22,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(serve.serve)
-app.command()(route.route)
+app.command(cls=ServingCommand)(serve.serve)
+app.command(cls=ServingCommand)(route.route)
 app.command()(run_batch.run_batch)
 app.command()(chat.chat)
 app.command()(chat.complete)

@@ -74,6 +74,16 @@ def test_version():
     "arguments, code, words",
     [
         (["serve", "smollm2", "--no-such-flag"], 2, "--no-such-flag"),
+        (
+            ["serve", "smollm2", "--disable-uvicorn-access-log"],
+            2,
+            "not a flag of fdcore: requests are logged only where",
+        ),
+        (
+            ["route", "--uvicorn-log-level", "debug"],
+            2,
+            "fdcore: --uvicorn-log-level: it is not a flag of fdcore: --log",
+        ),
         (["no-such-command"], 2, "no-such-command"),
         (["serve"], 2, "fdcore: MODEL: no model was named"),
         (["serve", "smollm2", "--port", "x"], 2, "fdcore: --port: 'x' is not a whole number"),
