@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from fd_core.kv.effects import Effect, Load, Lookup, Save
 from fd_core.kv.tiers.offload import KVOffload
@@ -21,8 +22,10 @@ from fd_core.scheduling.load_or_recompute import Pace
 from fd_core.scheduling.slots import SlotStats
 from fd_core.types import FinishReason, RequestSpec
 from tests.engine.helpers import Texts, golden, null_engine, random_specs
+from tests.engine.stepping import greedy, scripted
+from tests.faults.places import Place
 
-__all__ = ["SOON", "SPECS", "Pressed", "nothing_left_behind", "until"]
+__all__ = ["SOON", "SPECS", "Pressed", "nothing_left_behind", "one_value_each", "until"]
 
 SPECS = random_specs(10, seed=7, max_prompt=120, max_tokens=40)
 SOON = 0.4
@@ -200,6 +203,21 @@ class Pressed:
     def _began(self, effects: Sequence[Effect]) -> None:
         now = Stopwatch()
         self._since |= {effect.operation: (type(effect), now) for effect in effects if type(effect) in _BOUNDS}
+
+
+def one_value_each(
+    place: Place, secret: Path, count: int, rng: np.random.Generator, **settings: object
+) -> tuple[Pressed, list[RequestSpec], dict[bytes, bytes]]:
+    """Return an engine that has written one value for each of `count` prompts and keeps none; prompts and values."""
+    specs = [greedy(f"r{n}", rng.integers(0, 256, 17), 1) for n in range(count)]
+    texts = {spec.request_id: scripted(spec) for spec in specs}
+    engine = Pressed(place.location, secret, host_kv_memory=0, **settings)
+    engine.golden = lambda _: texts
+    engine.round(specs=specs)
+    engine.calm()
+    values = place.values()
+    assert len(values) == count
+    return engine, specs, values
 
 
 def until(true: Callable[[], object], seconds: float) -> None:

@@ -13,7 +13,7 @@ from fd_core.kv.stores import envelope
 from fd_core.kv.stores.contract import Trouble
 from tests.engine.stepping import greedy, scripted
 from tests.faults.places import Place
-from tests.faults.pressed import Pressed
+from tests.faults.pressed import Pressed, one_value_each
 
 pytestmark = pytest.mark.slow
 
@@ -66,14 +66,7 @@ def payloads(place: Place) -> dict[bytes, bytes]:
 def test_none_of_ten_thousand_corruptions_is_used(place: Place, secret: Path) -> None:
     print(f"seed {SEED}")
     rng = np.random.default_rng(SEED)
-    specs = [greedy(f"r{n}", rng.integers(0, 256, 17), 1) for n in range(PROMPTS)]
-    texts = {spec.request_id: scripted(spec) for spec in specs}
-    engine = Pressed(place.location, secret, host_kv_memory=0, num_kv_blocks=400)
-    engine.golden = lambda _: texts
-    engine.round(specs=specs)
-    engine.calm()
-    whole = place.values()
-    assert len(whole) == PROMPTS
+    engine, specs, whole = one_value_each(place, secret, PROMPTS, rng, num_kv_blocks=400)
     used_before = engine.tiers.loaded_blocks_store
     names = list(whole)
     for number in range(CORRUPTIONS // STORES // PROMPTS):

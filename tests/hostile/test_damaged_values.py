@@ -20,10 +20,9 @@ from fd_core.kv.stores.location import parse_location
 from fd_core.kv.stores.memory import MemoryStore
 from tests.disagg import pair as pairs
 from tests.disagg.pair import BLOCK, SIZE, Pair
-from tests.engine.stepping import greedy, scripted
 from tests.faults.conftest import place, redis_server, secret, start_redis  # noqa: F401 - fixtures
 from tests.faults.places import Place
-from tests.faults.pressed import Pressed
+from tests.faults.pressed import one_value_each
 from tests.hostile.damages import damages
 from tests.hostile.limits import at_length
 from tests.kv.tiers.scripted import SECRET
@@ -63,15 +62,7 @@ def test_every_damage_in_a_store_is_read_by_the_engine_and_none_is_used(
     """One prompt for each damage: what the store gave for its key is the very damaged value, and the text is golden."""
     count = len(damages(Envelope(SECRET), *whole(Envelope(SECRET)), STEP))
     record_property("inputs", count)
-    rng = np.random.default_rng(5)
-    specs = [greedy(f"r{n}", rng.integers(0, 256, 17), 1) for n in range(count)]
-    texts = {spec.request_id: scripted(spec) for spec in specs}
-    engine = Pressed(place.location, secret, host_kv_memory=0, num_kv_blocks=2000)
-    engine.golden = lambda _: texts
-    engine.round(specs=specs)
-    engine.calm()
-    values = place.values()
-    assert len(values) == count
+    engine, specs, values = one_value_each(place, secret, count, np.random.default_rng(5), num_kv_blocks=2000)
     used_before = engine.tiers.loaded_blocks_store
     envelope: Envelope = engine._offload._reader._envelope
     keys, expected = list(values), {}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.processes import free_port, process
 
 from .doors import COMPLETIONS, JSON, KINDS, Hostile, until
 from .limits import LONG
@@ -61,30 +61,21 @@ class Limited:
 
 @contextmanager
 def limited(log: Path, *arguments: str) -> Iterator[Limited]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     command = f'ulimit -n {DESCRIPTORS}; exec "$@"'
     words = ("bash", "-c", command, "bash", sys.executable, "-m", "fd_core.cli", *arguments, "--port", str(port))
-    with log.open("w") as output:
-        process = subprocess.Popen(words, stdout=output, stderr=output, start_new_session=True)
-    running = Limited(process, port, log)
+    with process(log, *words) as started:
+        server = Limited(started, port, log)
 
-    def ready() -> bool:
-        assert process.poll() is None, log.read_text()
-        with suppress(OSError, AssertionError):
-            return bool(running.get("/ready"))
-        return False
+        def ready() -> bool:
+            assert started.poll() is None, log.read_text()
+            with suppress(OSError, AssertionError):
+                return bool(server.get("/ready"))
+            return False
 
-    try:
         until(ready, 60)
-        yield running
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) in (0, 130), log.read_text()
-        assert "Traceback" not in log.read_text()
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
+        yield server
+        assert started.poll() is None, log.read_text()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A real `fdcore serve` in a process of its own."""
+"""Real processes: `fdcore` and a server of its own."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-__all__ = ["GAUGES", "Server", "serving"]
+__all__ = ["GAUGES", "Server", "free_port", "process", "running", "serving"]
 
 GAUGES = (
     "requests_running",
@@ -55,25 +55,43 @@ class Server:
 @contextmanager
 def serving(log: Path, *arguments: str) -> Iterator[Server]:
     """Run `fdcore serve` and end it with Ctrl-C; it must end in order and have no traceback to show."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "fd_core.cli", "serve", *arguments, "--port", str(port)]
-    with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    port = free_port()
     server = Server(f"http://127.0.0.1:{port}")
-    try:
+    with running(log, "serve", *arguments, "--port", str(port)) as started:
         deadline = time.monotonic() + 240
         while not _ready(server):
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            assert started.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
         yield server
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) in (0, 130), log.read_text()
+        assert started.poll() is None, log.read_text()
+
+
+def running(log: Path, *arguments: str) -> AbstractContextManager[subprocess.Popen[bytes]]:
+    """Run `fdcore` as `process` does."""
+    return process(log, sys.executable, "-m", "fd_core.cli", *arguments)
+
+
+@contextmanager
+def process(log: Path, *command: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command, end it with Ctrl-C if it still runs; it must end in order and have no traceback to show."""
+    with log.open("w") as output:
+        started = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    try:
+        yield started
+        if started.poll() is None:
+            started.send_signal(signal.SIGINT)
+            assert started.wait(60) in (0, 130), log.read_text()
         assert "Traceback" not in log.read_text()
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
+        if started.poll() is None:
+            os.killpg(started.pid, signal.SIGKILL)
+            started.wait(10)
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def _ready(server: Server) -> bool:

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.router.gateway.test_processes import NULL, free_port, running, until
+from tests.router.gateway.test_processes import NULL, until
+from tests.server.processes import free_port, running
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,8 @@ from fd_core.server.kv_events import OFFER_HEADER, PATH
 from fd_core.text.prompt_reader import PromptReader
 from tests.kv.following import ids
 from tests.router.gateway.fakes import COMPLETIONS, FakeWorker, Live, eventually, in_loop, routed
-from tests.router.gateway.test_processes import free_port, running, status, until, value
+from tests.router.gateway.test_processes import status, until, value
+from tests.server.processes import free_port, running
 
 TEXT = find_text("bytes", offline=True)
 READING = PromptReader(TEXT.tokenizer, TEXT.template).fingerprint

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,34 +16,12 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.server.processes import free_port, running
+
 pytestmark = pytest.mark.slow
 
 NULL = ("null", "--backend", "null", "--max-model-len", "600", "--num-threads", "1")
 TURNS = [{"role": "user", "content": "What is the capital of France?"}]
-
-
-@contextmanager
-def running(log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `fdcore`, end it with Ctrl-C if it still runs, and look for tracebacks."""
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "fd_core.cli", *arguments], stdout=output, stderr=output, start_new_session=True
-        )
-    try:
-        yield process
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            assert process.wait(30) in (0, 130), log.read_text()
-        assert "Traceback" not in log.read_text()
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def value(url: str, name: str) -> float:
