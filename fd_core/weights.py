@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["WEIGHT_FORMATS", "PackedTensor", "RawTensor", "Weight"]
+__all__ = ["ITEM_BYTES", "RAW_TYPES", "WEIGHT_FORMATS", "PackedTensor", "RawTensor", "Weight", "WeightUse"]
 
 WEIGHT_FORMATS: Final = frozenset(
     {"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "int8", "int4", "gptq", "awq"}
@@ -16,12 +17,19 @@ WEIGHT_FORMATS: Final = frozenset(
 """Every `PackedTensor.format`: those of GGUF by ggml's names, and those of safetensors or `--quantization`."""
 
 
+ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of an element of each `Ops.dtype`."""
+
+RAW_TYPES: Final = frozenset({"F32", "F16", "BF16"})
+"""Every `RawTensor.dtype`."""
+
+
 @dataclass(frozen=True, slots=True)
 class RawTensor:
     """A weight as read from a checkpoint, before any framework sees it."""
 
     dtype: str
-    """`F32`, `F16` or `BF16`."""
+    """One of `RAW_TYPES`."""
     data: npt.NDArray[Any]
     """float32, float16, or uint16 holding bfloat16 bits; may be a read-only memory map."""
 
@@ -35,6 +43,10 @@ class RawTensor:
         if self.dtype == "BF16":
             return (self.data.astype(np.uint32) << 16).view(np.float32)
         return self.data.astype(np.float32, copy=False)
+
+    def expanded(self) -> RawTensor:
+        """Return itself: it is not packed."""
+        return self
 
     def take_rows(self, order: npt.NDArray[np.intp]) -> RawTensor:
         """Return the rows (outermost entries) in another order."""
@@ -71,6 +83,12 @@ class PackedTensor:
         """Values of a row that share a scale."""
         return int(self.values.shape[1] // self.scales.shape[1])
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes where values take their bits, and scales and minima are float32."""
+        groups = self.scales.size * (1 if self.minima is None else 2)
+        return self.values.size * self.bits // 8 + 4 * groups
+
     def to_float32(self) -> npt.NDArray[np.float32]:
         """Return the weight as float32: a product and a sum, each rounded once."""
         out, groups = self.scales.shape
@@ -78,6 +96,10 @@ class PackedTensor:
         if self.minima is not None:
             grouped += self.minima[:, :, np.newaxis]
         return grouped.reshape(self.shape)
+
+    def expanded(self) -> RawTensor:
+        """Return what it stands for."""
+        return RawTensor("F32", self.to_float32())
 
     def take_rows(self, order: npt.NDArray[np.intp]) -> PackedTensor:
         """Return the rows in another order."""
@@ -87,3 +109,17 @@ class PackedTensor:
 
 Weight = RawTensor | PackedTensor
 """A weight of a linear layer as read from a checkpoint."""
+
+
+class WeightUse(msgspec.Struct, frozen=True):
+    """Weights of a model that are stored in one form and computed in one, for people."""
+
+    stored: str
+    """Type in the files, such as `BF16` or `Q4_K`."""
+    computed: str
+    """A format of packed weights, or a dtype."""
+    table: bool
+    """Whether rows are looked up instead of multiplied by."""
+    parameters: int
+    nbytes: int
+    """In memory, about: a pack may pad, or keep scales in another type."""

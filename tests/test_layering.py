@@ -8,7 +8,18 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "fd_core"
 
-BASE = {"breaker", "cache_dir", "constraints", "errors", "types", "config", "metrics", "sampling_checks", "sizes"}
+BASE = {
+    "breaker",
+    "cache_dir",
+    "constraints",
+    "errors",
+    "types",
+    "config",
+    "metrics",
+    "sampling_checks",
+    "sizes",
+    "weights",
+}
 ALLOWED: dict[str, set[str]] = {
     "__init__": {"engine", "errors", "types"},  # loaded on first use
     "errors": set(),
@@ -18,6 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "sampling_checks": {"errors", "types"},
     "cache_dir": set(),
     "sizes": set(),
+    "weights": set(),
     "logs": set(),
     "parent_watch": set(),
     "pages": set(),

@@ -17,6 +17,7 @@ from typing import ClassVar, Protocol
 from fd_core.config import EngineConfig
 from fd_core.errors import ConfigError
 from fd_core.ops.contract import Array, KVCache, KVShape, Ops, StepInput
+from fd_core.weights import WeightUse
 
 __all__ = ["Availability", "Backend", "LoadProgress", "Model"]
 
@@ -57,6 +58,10 @@ class Model(Protocol):
     @property
     def num_parameters(self) -> int:
         """Number of weights."""
+
+    @property
+    def weights(self) -> tuple[WeightUse, ...]:
+        """In which forms the weights are stored and computed."""
 
     @property
     def state_size(self) -> int:

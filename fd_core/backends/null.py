@@ -53,6 +53,7 @@ class NullModel:
 
     architecture = "null"
     num_parameters = 0
+    weights = ()
     state_size = 1
     generates = True
 

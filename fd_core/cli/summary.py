@@ -11,6 +11,7 @@ from rich.table import Table
 from fd_core.config import ServerConfig
 from fd_core.engine.messages import EngineInfo
 from fd_core.sizes import format_size
+from fd_core.weights import RAW_TYPES, WEIGHT_FORMATS, WeightUse
 
 __all__ = ["clients", "show_summary", "summary"]
 
@@ -36,6 +37,7 @@ def summary(
         ("Scheduler", info.scheduler),
         *([("Postprocess", info.postprocess)] if info.postprocess else []),
         ("dtype", f"{info.dtype} ({info.dtype_reason})" if info.dtype_reason else info.dtype),
+        *([("Weights", _weights(info))] if info.weights else []),
         (
             "KV cache",
             f"{info.num_kv_blocks:,} blocks of {info.block_size} tokens hold {tokens:,} tokens "
@@ -63,6 +65,25 @@ def show_summary(console: Console, rows: list[tuple[str, str]], title: str = "fd
         table.add_row(label, value, style="bold red" if value.startswith(_LOUD) else None)
     console.print(table, markup=False, highlight=False)
     console.print("Ctrl-C stops it after running requests have ended.")
+
+
+def _weights(info: EngineInfo) -> str:
+    """Say which weights are computed as they are stored, and why the others are not."""
+    return "; ".join(_weight_use(info, use) for use in info.weights)
+
+
+def _weight_use(info: EngineInfo, use: WeightUse) -> str:
+    size = f"{use.parameters / 1e6:,.1f} M, {use.nbytes / 1e6:,.0f} MB"
+    if use.table:
+        return f"embedding in {use.computed} ({size})"
+    if use.computed == use.stored:
+        return f"{use.stored} as stored ({size})"
+    if use.computed in WEIGHT_FORMATS:
+        return f"{use.stored} quantized to {use.computed} ({size})"
+    if use.stored in RAW_TYPES:
+        return f"{use.stored} in {use.computed} ({size})"
+    why = ", ".join(info.weight_formats) or "no packed weights"
+    return f"{use.stored} expanded to {use.computed} ({size}), because {info.backend} computes {why}"
 
 
 def _store(info: EngineInfo) -> str:

@@ -48,14 +48,13 @@ from fd_core.text.byte_tokenizer import byte_tokenizer
 from fd_core.text.tokenizer import Tokenizer, load_tokenizer
 from fd_core.tracing.format import TraceHeader
 from fd_core.tracing.writer import TraceWriter, require_trace_file
+from fd_core.weights import ITEM_BYTES
 
 __all__ = ["load_engine"]
 
 _CHEAP_TOKENS: Final = 64
 """Tokens below which a step is bound by reading weights, where no setting says it."""
 _log = logging.getLogger(__name__)
-
-_ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def load_engine(
@@ -158,7 +157,7 @@ class _EngineBuilder:
     @cached_property
     def _bytes_per_block(self) -> int:
         """Bytes of a block with its drafter's share."""
-        item_bytes = _ITEM_BYTES[self._ops.dtype]
+        item_bytes = ITEM_BYTES[self._ops.dtype]
         size = self._model.kv_shape(self._config.block_size).bytes_per_block(item_bytes)
         if self._drafter is not None and self._drafter.kv_shape is not None:
             size += self._drafter.kv_shape.bytes_per_block(item_bytes)
@@ -167,7 +166,8 @@ class _EngineBuilder:
     @cached_property
     def _identity(self) -> str:
         shape = self._model.kv_shape(self._config.block_size)
-        return kv_identity(self._path, f"{self._ops.name}/{self._ops.dtype}/{shape}")
+        forms = "+".join(sorted({use.computed for use in self._model.weights}))
+        return kv_identity(self._path, f"{self._ops.name}/{self._ops.dtype}/{forms}/{shape}")
 
     @cached_property
     def _storage(self) -> KVStorage:
@@ -267,6 +267,8 @@ class _EngineBuilder:
             device=self._device_line,
             dtype=self._ops.dtype,
             dtype_reason=self._backend.dtype_reason if config.dtype == "auto" else "asked for",
+            weights=self._model.weights,
+            weight_formats=() if self._ops.expands_weights else tuple(sorted(self._ops.weight_formats)),
             vocab_size=limits.vocab_size,
             state_size=model.state_size,
             vectors=self._vectors,

@@ -16,6 +16,7 @@ from fd_core.runner.slot_grammars import MaskStats
 from fd_core.scheduling.contract import SchedulerStats
 from fd_core.structured.compiler import CompilerStats
 from fd_core.types import Delta, PrefillTrace, RequestSpec
+from fd_core.weights import WeightUse
 
 __all__ = [
     "Abort",
@@ -48,6 +49,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     dtype_reason: str = ""
     """Why this dtype was chosen; empty where the backend does not say."""
+    weights: tuple[WeightUse, ...] = ()
+    """In which forms weights are stored and computed, the most parameters first."""
+    weight_formats: tuple[str, ...] = ()
+    """Packed formats that the backend computes."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_model_len: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -15,7 +16,7 @@ from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.rope import RopeSpec, rope_tables
 from fd_core.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec, MoeSpec, VectorSpec
 from fd_core.ops.contract import Array, Experts, Heads, Norm, Ops, Rope
-from fd_core.weights import RawTensor, Weight
+from fd_core.weights import ITEM_BYTES, PackedTensor, RawTensor, Weight, WeightUse
 
 __all__ = ["ProgressSink", "build_decoder", "check_tensors"]
 
@@ -57,16 +58,18 @@ def _mismatch(checkpoint: Checkpoint, spec: DecoderSpec, what: str, names: Seque
 
 def build_decoder(
     spec: DecoderSpec, checkpoint: Checkpoint, ops: Ops, max_positions: int, progress: ProgressSink | None
-) -> Decoder:
-    """Read and prepare every weight of a spec that `check_tensors` accepted."""
+) -> tuple[Decoder, tuple[WeightUse, ...]]:
+    """Read and prepare every weight of a spec that `check_tensors` accepted, and tell how they are computed."""
     reader = _Reader(spec, checkpoint, ops, max_positions, progress)
     embedding = reader.read(spec.embedding.name)
+    reader.count(spec.embedding.name, embedding, table=True)
     table = ops.prepare_embedding(embedding)
     head = reader.head(table, embedding)
     del embedding
     layers = tuple(reader.layer(layer.attention, layer.feed_forward) for layer in spec.layers)
     final_norm = reader.norm(spec.final_norm)
-    return Decoder(table, spec.embedding_scale, layers, final_norm, head, spec.activation, spec.softcap)
+    decoder = Decoder(table, spec.embedding_scale, layers, final_norm, head, spec.activation, spec.softcap)
+    return decoder, reader.uses()
 
 
 class _Reader:
@@ -83,6 +86,8 @@ class _Reader:
         self._done = 0
         self._total = sum(math.prod(shape) for _, shape in spec.tensors())
         self._ropes: dict[RopeSpec, Rope] = {}
+        self._parameters: Counter[tuple[str, str, bool]] = Counter()
+        self._nbytes: Counter[tuple[str, str, bool]] = Counter()
 
     def read(self, name: str) -> RawTensor:
         """Read a tensor and report progress, elements counted as their share of the files' bytes."""
@@ -93,6 +98,7 @@ class _Reader:
     def read_weight(self, name: str) -> Weight:
         """Read the weight of a linear layer in the form that the pack computes, and report progress."""
         weight = self._checkpoint.read_weight(name, self._ops.weight_formats)
+        self.count(name, weight)
         self._report(weight)
         return weight
 
@@ -102,12 +108,28 @@ class _Reader:
             whole = self._checkpoint.total_bytes
             self._progress(whole * self._done // self._total, whole)
 
+    def count(self, name: str, weight: Weight, *, table: bool = False) -> None:
+        """Note in which form a weight is stored and computed."""
+        elements = math.prod(weight.shape)
+        form, nbytes = self._ops.dtype, elements * ITEM_BYTES[self._ops.dtype]
+        if isinstance(weight, PackedTensor) and not self._ops.expands_weights:
+            form, nbytes = weight.format, weight.nbytes
+        use = (self._checkpoint.stored_format(name), form, table)
+        self._parameters[use] += elements
+        self._nbytes[use] += nbytes
+
+    def uses(self) -> tuple[WeightUse, ...]:
+        """Return what was counted, the most parameters first."""
+        return tuple(WeightUse(*use, count, self._nbytes[use]) for use, count in self._parameters.most_common())
+
     def head(self, table: Array, embedding: RawTensor) -> Array:
         """Read the output projection, which may be the embedding."""
         head, bias = self._spec.head, self._spec.head_bias
         if head is None and bias is None:
             # A pack may look rows up in one form and multiply by another.
             weight = self._checkpoint.read_weight(self._spec.embedding.name, self._ops.weight_formats)
+            if isinstance(weight, PackedTensor):
+                self.count(self._spec.embedding.name, weight)
             return self._ops.tied_head(table, weight)
         weight = embedding if head is None else self.read_weight(head.name)
         return self._ops.prepare_linear([weight], None if bias is None else [self.read(bias.name)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fd_core.ops.contract import Activation, Array, Experts, Heads, KVCache, KVShape, Norm, Ops, StepInput
+from fd_core.weights import WeightUse
 
 __all__ = ["Attention", "Decoder", "DecoderModel", "Layer", "Mlp", "Moe"]
 
@@ -75,6 +76,7 @@ class DecoderModel:
     max_positions: int
     eos_token_ids: tuple[int, ...]
     num_parameters: int
+    weights: tuple[WeightUse, ...] = ()
     state_size: int = 0
     generates: bool = True
 

@@ -66,14 +66,16 @@ def load_model(
         *checkpoint.eos_token_ids,
         *ModelConfig(checkpoint.config, origin=str(checkpoint.path)).indices("eos_token_id"),
     )
+    decoder, weights = build_decoder(spec, checkpoint, ops, max_positions, progress)
     return DecoderModel(
         ops,
-        build_decoder(spec, checkpoint, ops, max_positions, progress),
+        decoder,
         architecture=spec.architecture,
         vocab_size=spec.embedding.shape[0],
         max_positions=max_positions,
         eos_token_ids=tuple(dict.fromkeys(ends)),
         num_parameters=num_parameters,
+        weights=weights,
         state_size=spec.embedding.shape[1],
         generates=not spec.architecture.endswith("Model"),
     )

@@ -61,6 +61,7 @@ class NumpyOps(NumpySampling, Ops):
     framework = "numpy"
     dtype = "float32"
     weight_formats = WEIGHT_FORMATS
+    expands_weights = True
 
     def from_host(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the array itself."""

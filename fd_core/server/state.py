@@ -74,7 +74,8 @@ class ServerState:
     def fingerprint(self) -> str:
         """OpenAI's `system_fingerprint`: equal where equal requests with a seed get equal texts."""
         info = self.client.info
-        computing = (fd_core.__version__, info.model, info.num_parameters, info.backend, info.device, info.dtype)
+        forms = sorted({use.computed for use in info.weights})
+        computing = (fd_core.__version__, info.model, info.num_parameters, info.backend, info.device, info.dtype, forms)
         return f"fp_{hashlib.blake2b(repr(computing).encode(), digest_size=6).hexdigest()}"
 
     @property

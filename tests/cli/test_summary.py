@@ -11,6 +11,7 @@ from rich.console import Console
 from fd_core.cli.summary import show_summary, summary
 from fd_core.config import ServerConfig
 from fd_core.engine.messages import EngineInfo
+from fd_core.weights import WeightUse
 from tests.engine.helpers import null_engine
 
 
@@ -45,3 +46,20 @@ def test_a_store_is_described_and_one_that_cannot_be_used_stands_out(info: Engin
         loud[name] = [line for line in out.getvalue().splitlines() if "\x1b[1;31m" in line]
     assert loud["well"] == []
     assert "cannot be used at the moment" in "".join(loud["badly"])
+
+
+def test_forms_of_weights_are_told_with_the_reason_why_some_are_expanded(info: EngineInfo) -> None:
+    uses = (
+        WeightUse("Q4_K", "Q4_K", False, 6_000_000, 4_125_000),
+        WeightUse("Q6_K", "bfloat16", False, 2_000_000, 4_000_000),
+        WeightUse("F16", "bfloat16", False, 1_000_000, 2_000_000),
+        WeightUse("Q4_K", "bfloat16", True, 500_000, 1_000_000),
+    )
+    rows = said(msgspec.structs.replace(info, backend="chip", weights=uses, weight_formats=("Q4_K", "Q8_0")))
+    assert rows["Weights"].split("; ") == [
+        "Q4_K as stored (6.0 M, 4 MB)",
+        "Q6_K expanded to bfloat16 (2.0 M, 4 MB), because chip computes Q4_K, Q8_0",
+        "F16 in bfloat16 (1.0 M, 2 MB)",
+        "embedding in bfloat16 (0.5 M, 1 MB)",
+    ]
+    assert "Weights" not in said(info), "a model without weights has no such line"

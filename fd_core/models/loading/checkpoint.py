@@ -75,27 +75,21 @@ class GgmlTokenizerSource:
 TokenizerSource = JsonTokenizerSource | GgmlTokenizerSource
 
 
-def _as_stored(tensor: RawTensor) -> RawTensor:
-    return tensor
-
-
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """A Hugging Face tensor: its shape, the stored tensor, and the function that turns one into the other."""
+    """A Hugging Face tensor: its shape, the stored tensor, and what turns one into the other."""
 
     shape: tuple[int, ...]
     tensor: StoredTensor
-    undo: Callable[[RawTensor], RawTensor] = _as_stored
+    undo: Callable[[Weight], RawTensor] | None = None
+    """Undoes what a converter did to the values; None where nothing is to be undone."""
     rows: npt.NDArray[np.intp] | None = None
     """Stored rows in Hugging Face's order; None where they are in it."""
 
-    def raw(self, stored: RawTensor) -> RawTensor:
+    def restored(self, stored: Weight) -> Weight:
         """Return the Hugging Face tensor."""
-        return self.undo(stored if self.rows is None else stored.take_rows(self.rows))
-
-    def packed(self, stored: PackedTensor) -> PackedTensor:
-        """Return the Hugging Face tensor as it was quantized."""
-        return stored if self.rows is None else stored.take_rows(self.rows)
+        ordered = stored if self.rows is None else stored.take_rows(self.rows)
+        return ordered if self.undo is None else self.undo(ordered)
 
 
 class Checkpoint(ABC):
@@ -123,22 +117,24 @@ class Checkpoint(ABC):
         """Return the shape of a tensor without reading it; `ModelError` if there is no such tensor."""
         return self._view(name).shape
 
+    def stored_format(self, name: str) -> str:
+        """Return the type in which a tensor is stored, by its format's name, such as `BF16` or `Q4_K`."""
+        return self._view(name).tensor.dtype
+
     def read(self, name: str) -> RawTensor:
-        """Read one tensor; `ModelError` if there is none or if its stored type is not supported.
+        """Read one tensor; `ModelError` if there is none or if it is damaged.
 
         F32, F16 and BF16 stay what they are, mapped where nothing has to be undone; other types become float32.
         """
-        view = self._view(name)
-        dtype, code = view.tensor.dtype, WEIGHT_DTYPES.get(view.tensor.dtype)
-        if code is None:
-            return view.raw(RawTensor("F32", self._expanded(view.tensor)))
-        return view.raw(RawTensor(dtype, view.tensor.view(code)))
+        return self.read_weight(name, ()).expanded()
 
     def read_weight(self, name: str, formats: Collection[str]) -> Weight:
         """Read the weight of a linear layer: as it was quantized if that format is among `formats`, else as `read`."""
         view = self._view(name)
-        packed = self._packed(view.tensor) if view.tensor.dtype in formats else None
-        return self.read(name) if packed is None else view.packed(packed)
+        code = WEIGHT_DTYPES.get(view.tensor.dtype)
+        stored = self._decoded(view.tensor) if code is None else RawTensor(view.tensor.dtype, view.tensor.view(code))
+        weight = view.restored(stored)
+        return weight if isinstance(weight, PackedTensor) and weight.format in formats else weight.expanded()
 
     @cached_property
     def digest(self) -> str:
@@ -172,12 +168,8 @@ class Checkpoint(ABC):
         self.close()
 
     @abstractmethod
-    def _expanded(self, tensor: StoredTensor) -> npt.NDArray[np.float32]:
-        """Return a tensor of a type that is only this format's; `ModelError` if it is not supported."""
-
-    def _packed(self, tensor: StoredTensor) -> PackedTensor | None:
-        """Return a tensor as it was quantized; None where that is not known."""
-        return None
+    def _decoded(self, tensor: StoredTensor) -> Weight:
+        """Read a tensor of a type that is only this format's; `ModelError` if it is damaged."""
 
     def _view(self, name: str) -> TensorView:
         try:

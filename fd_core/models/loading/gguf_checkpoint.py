@@ -5,21 +5,29 @@ from __future__ import annotations
 import math
 from functools import cached_property
 from pathlib import Path
+from typing import Final
 
 import numpy as np
+from gguf.constants import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from fd_core.errors import ModelError
 from fd_core.models.loading.checkpoint import WEIGHT_DTYPES, Checkpoint, GgmlTokenizerSource, TokenizerSource
 from fd_core.models.loading.config import ModelConfig
+from fd_core.models.loading.gguf_blocks import PACKED_TYPES, unpack_blocks
 from fd_core.models.loading.gguf_config import config_from, token_id
 from fd_core.models.loading.gguf_format import read_gguf
 from fd_core.models.loading.gguf_names import views_of
 from fd_core.models.loading.mapped_file import StoredTensor
+from fd_core.weights import RawTensor, Weight
 
 __all__ = ["SUPPORTED_TYPES", "GgufCheckpoint"]
 
-SUPPORTED_TYPES = (*WEIGHT_DTYPES, "Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+_EXPANDED_TYPES: Final = frozenset(
+    {"Q2_K", "Q3_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"}
+)
+"""Types that are read, and have no packed form."""
+SUPPORTED_TYPES: Final = (*WEIGHT_DTYPES, *PACKED_TYPES, *sorted(_EXPANDED_TYPES))
 
 # Control tokens that end a turn; files do not always say so in their metadata.
 _TURN_ENDS = frozenset({"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"})
@@ -70,11 +78,28 @@ class GgufCheckpoint(Checkpoint):
         ends = [each for each in named if each is not None] + turn_ends
         return tuple(dict.fromkeys(ends))
 
-    def _expanded(self, tensor: StoredTensor) -> NDArray[np.float32]:
-        from gguf.constants import GGMLQuantizationType
-        from gguf.quants import dequantize
+    def _decoded(self, tensor: StoredTensor) -> Weight:
+        rows = math.prod(tensor.shape[:-1])
+        stored = tensor.view("u1", (rows, tensor.nbytes // max(1, rows)))
+        with np.errstate(invalid="ignore", over="ignore"):
+            if tensor.dtype in _EXPANDED_TYPES:
+                from gguf.quants import dequantize
 
-        rows = tensor.shape[:-1]
-        packed = tensor.view("u1", (*rows, tensor.nbytes // max(1, math.prod(rows))))
-        values: NDArray[np.float32] = dequantize(packed, GGMLQuantizationType[tensor.dtype])
-        return values.reshape(tensor.shape)
+                values = dequantize(stored, GGMLQuantizationType[tensor.dtype])
+                return RawTensor("F32", _finite(values, tensor, "values").reshape(tensor.shape))
+            packed = unpack_blocks(tensor.dtype, stored)
+        _finite(packed.scales, tensor, "scales")
+        if packed.minima is not None:
+            _finite(packed.minima, tensor, "minima")
+        return packed if len(tensor.shape) == 2 else RawTensor("F32", packed.to_float32().reshape(tensor.shape))
+
+
+def _finite(values: NDArray[np.float32], tensor: StoredTensor, what: str) -> NDArray[np.float32]:
+    """Return the values; `ModelError` unless all are finite."""
+    if not np.isfinite(values).all():
+        raise ModelError(
+            f"{tensor.file.path}: tensor {tensor.name!r} ({tensor.dtype}) has {what} that are not finite numbers",
+            field="model",
+            hint="the file is damaged, or its conversion failed",
+        )
+    return values

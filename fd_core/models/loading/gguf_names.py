@@ -17,7 +17,7 @@ import numpy.typing as npt
 from fd_core.errors import ModelError
 from fd_core.models.loading.checkpoint import TensorView
 from fd_core.models.loading.mapped_file import StoredTensor
-from fd_core.weights import RawTensor
+from fd_core.weights import RawTensor, Weight
 
 __all__ = ["views_of"]
 
@@ -107,11 +107,12 @@ def _unconverted(tensor: StoredTensor, part: str, config: Mapping[str, Any]) -> 
     return TensorView(tensor.shape, tensor)
 
 
-def _as_row(stored: RawTensor) -> RawTensor:
-    return RawTensor(stored.dtype, stored.data[np.newaxis])
+def _as_row(stored: Weight) -> RawTensor:
+    raw = stored.expanded()
+    return RawTensor(raw.dtype, raw.data[np.newaxis])
 
 
-def _minus_one(stored: RawTensor) -> RawTensor:
+def _minus_one(stored: Weight) -> RawTensor:
     return RawTensor("F32", stored.to_float32() - np.float32(1))
 
 

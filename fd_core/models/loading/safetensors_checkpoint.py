@@ -6,9 +6,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from fd_core.errors import ModelError
 from fd_core.models.loading.checkpoint import (
     WEIGHT_DTYPES,
@@ -21,6 +18,7 @@ from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.json_file import read_json_object, read_limited
 from fd_core.models.loading.mapped_file import StoredTensor
 from fd_core.models.loading.safetensors_format import read_safetensors
+from fd_core.weights import Weight
 
 __all__ = ["SafetensorsCheckpoint"]
 
@@ -57,7 +55,7 @@ class SafetensorsCheckpoint(Checkpoint):
         values = read_json_object(path) if path.is_file() else {}
         return ModelConfig(values, origin=str(path)).indices("eos_token_id")
 
-    def _expanded(self, tensor: StoredTensor) -> npt.NDArray[np.float32]:
+    def _decoded(self, tensor: StoredTensor) -> Weight:
         raise ModelError(
             f"{tensor.file.path}: tensor {tensor.name!r} is stored as {tensor.dtype}",
             field="model",

@@ -14,6 +14,8 @@ from tiny_gguf import LLAMA, llama_tensors, write_gguf
 
 from fd_core.errors import ModelError
 from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.loading.gguf_blocks import PACKED_TYPES
+from fd_core.weights import PackedTensor
 
 MEGABYTE = 1 << 20
 
@@ -78,7 +80,7 @@ def _random_blocks(kind: GGMLQuantizationType, rows: int, columns: int) -> np.nd
     return np.random.default_rng(1).integers(0, 60, (rows, columns // block * size), dtype=np.uint8)
 
 
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["F16", "BF16", *PACKED_TYPES, "Q2_K", "Q3_K", "IQ4_NL"])
 def test_stored_types_are_read_as_the_library_reads_them(tmp_path: Path, kind: str) -> None:
     quantization = GGMLQuantizationType[kind]
     packed = _random_blocks(quantization, 64, 256)
@@ -94,14 +96,53 @@ def test_stored_types_are_read_as_the_library_reads_them(tmp_path: Path, kind: s
 
 
 def test_a_type_that_is_not_supported_is_named(tmp_path: Path) -> None:
-    packed = _random_blocks(GGMLQuantizationType.Q2_K, 64, 256)
+    packed = _random_blocks(GGMLQuantizationType.Q8_K, 64, 256)
     tensors = {
         "token_embd.weight": np.zeros((48, 32), np.float32),
-        "blk.0.ffn_gate.weight": (packed, GGMLQuantizationType.Q2_K),
+        "blk.0.ffn_gate.weight": (packed, GGMLQuantizationType.Q8_K),
     }
     path = write_gguf(tmp_path / "m.gguf", tensors=tensors)
-    with pytest.raises(ModelError, match=r"'blk\.0\.ffn_gate\.weight' is stored as Q2_K.*Q4_K"):
+    with pytest.raises(ModelError, match=r"'blk\.0\.ffn_gate\.weight' is stored as Q8_K.*Q4_K"):
         open_checkpoint(path)
+
+
+def test_a_weight_stays_as_it_was_quantized_for_those_who_compute_that(tmp_path: Path) -> None:
+    """Rows of q are put back in order, too; who does not compute the format gets what the library expands."""
+    stored = gguf.quants.quantize(llama_tensors()["blk.0.attn_q.weight"], GGMLQuantizationType.Q4_0)
+    tensors = {**llama_tensors(), "blk.0.attn_q.weight": (stored, GGMLQuantizationType.Q4_0)}
+    name = "model.layers.0.self_attn.q_proj.weight"
+    with open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors=tensors)) as checkpoint:
+        packed, expanded = (checkpoint.read_weight(name, formats) for formats in ({"Q4_0"}, {"Q8_0"}))
+        assert checkpoint.stored_format(name) == "Q4_0"
+    assert isinstance(packed, PackedTensor) and packed.group == 32 and not isinstance(expanded, PackedTensor)
+    values = gguf.quants.dequantize(stored, GGMLQuantizationType.Q4_0).reshape(4, 4, 2, 32).swapaxes(1, 2)
+    np.testing.assert_array_equal(packed.to_float32(), values.reshape(32, 32))
+    np.testing.assert_array_equal(expanded.to_float32(), values.reshape(32, 32))
+
+
+def test_each_expert_is_its_part_of_the_stack(tmp_path: Path) -> None:
+    weights = np.random.default_rng(2).standard_normal((3, 64, 32)).astype(np.float32)
+    stored = gguf.quants.quantize(weights, GGMLQuantizationType.Q8_0)
+    tensors = {**llama_tensors(), "blk.0.ffn_gate_exps.weight": (stored, GGMLQuantizationType.Q8_0)}
+    with open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors=tensors)) as checkpoint:
+        found = checkpoint.read_weight("model.layers.0.mlp.experts.1.gate_proj.weight", {"Q8_0"})
+    assert isinstance(found, PackedTensor)
+    np.testing.assert_array_equal(found.to_float32(), gguf.quants.dequantize(stored, GGMLQuantizationType.Q8_0)[1])
+
+
+@pytest.mark.parametrize("kind", [*PACKED_TYPES, "Q3_K"])
+@pytest.mark.parametrize("damage", [float("nan"), float("inf")])
+def test_scales_that_are_no_numbers_are_refused_by_name(tmp_path: Path, kind: str, damage: float) -> None:
+    quantization = GGMLQuantizationType[kind]
+    packed = _random_blocks(quantization, 64, 256)
+    packed[7] = 0
+    at = packed.shape[1] - 2 if kind in ("Q6_K", "Q3_K") else 0
+    packed[7, at : at + 2] = np.frombuffer(np.float16(damage).tobytes(), np.uint8)
+    values = {**LLAMA, "embedding_length": 256, "rope.dimension_count": 64}
+    tensors = {"token_embd.weight": np.zeros((48, 256), np.float32), "blk.0.ffn_gate.weight": (packed, quantization)}
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", values=values, tensors=tensors))
+    with pytest.raises(ModelError, match=rf"m\.gguf: tensor 'blk\.0\.ffn_gate\.weight' \({kind}\).*not finite"):
+        checkpoint.read("model.layers.0.mlp.gate_proj.weight")
 
 
 def test_two_tensors_for_one_name_are_refused(tmp_path: Path) -> None:
