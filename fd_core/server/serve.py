@@ -9,6 +9,7 @@ import math
 import socket
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import uvicorn
 
@@ -150,7 +151,7 @@ class _Server(uvicorn.Server):
         self._connections = connections
         self._tls = tls
         self._on_started = on_started
-        self.servers = []
+        self.servers: list[Any] = []
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -167,7 +168,7 @@ class _Server(uvicorn.Server):
 
         await self.lifespan.startup()
         for sock in sockets or ():
-            self.servers.append(Listener(sock, protocol, self._connections, self._tls))  # type: ignore[arg-type]
+            self.servers.append(Listener(sock, protocol, self._connections, self._tls))
         self.started = True
         self._on_started()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import ClassVar, Final
 
 from fd_core.kv.effects import Cancel, CompileGrammar, Completion, Effect, GrammarReady
@@ -57,7 +58,7 @@ class GrammarPort(EffectPort[CompilerStats]):
                     loop = self._large if len(grammar) > LARGE_GRAMMAR else self._small
                     late = f"it was not compiled within {self._compile_seconds:g} s"
                     self._pending.begin(GrammarReady(operation, late), self._clock() + self._compile_seconds)
-                    if not loop.post(lambda effect=effect: self._compile(effect)):  # type: ignore[misc]
+                    if not loop.post(partial(self._compile, effect)):
                         self._pending.end(operation)
                     elif loop not in self._started:
                         self._started.add(loop)

@@ -13,7 +13,7 @@ from fd_core.testing.schedulers.breaches import broken, require
 from fd_core.text.parsing.contract import CallForm, OutputParser, TaggedArguments
 from fd_core.text.parsing.events import ArgumentsDelta, CallBegun, CallEnded, Content, Event, Thought, joined
 
-__all__ = ["NOW", "Meaning", "ParserTarget", "SampleAnswer", "Words", "find_parser", "meaning_of", "text_of"]
+__all__ = ["NOW", "SHOWN", "Meaning", "ParserTarget", "SampleAnswer", "Words", "find_parser", "meaning_of", "text_of"]
 
 NOW: Final = "now"
 """The tool without arguments."""
@@ -26,6 +26,10 @@ class Words(NamedTuple):
     reasoning: str = "Hm."
     tool: str = "weather"
     city: str = "Rome"
+
+
+SHOWN: Final = Words()
+"""The words of a parser's own sample."""
 
 
 class Meaning(NamedTuple):
@@ -97,13 +101,13 @@ class ParserTarget:
         none: dict[str, Any] = {"type": "object", "properties": {}}
         return self.cls({name: none if name == NOW else city for name in tools})
 
-    def answers(self, words: Words = Words(), *, raw: bool = True) -> Iterator[SampleAnswer]:  # noqa: B008 -- frozen
+    def answers(self, words: Words = SHOWN, *, raw: bool = True) -> Iterator[SampleAnswer]:
         """Yield the answers with these words: the one that the parser shows, if `raw`, and those of its form."""
         calls: tuple[tuple[str, Any], ...] = ((words.tool, {"city": words.city}), (NOW, {}))
         tools = tuple(name for name, _ in calls)
         if sample := self.cls.sample if raw else "":
-            shown = dict(zip(Words(), words, strict=True))
-            content, reasoning = (shown[word] if word in sample else "" for word in Words()[:2])
+            shown = dict(zip(SHOWN, words, strict=True))
+            content, reasoning = (shown[word] if word in sample else "" for word in SHOWN[:2])
             for word, other in shown.items():
                 sample = sample.replace(word, other)
             yield SampleAnswer(sample, tools, content, reasoning, calls if self.kind is TOOL_PARSER else ())
@@ -205,7 +209,7 @@ def meaning_of(events: list[Event]) -> Meaning:
 def find_parser(name: str, kind: Kind[Any]) -> ParserTarget:
     """Return the parser called `name`. Raises `PluginError` if there is none, or if it shows no answer to test with."""
     target = ParserTarget(name, installed_plugins().load(kind, name), kind)
-    words = Words()[:2] if kind is not TOOL_PARSER else (*Words()[2:], NOW)
+    words = SHOWN[:2] if kind is not TOOL_PARSER else (*SHOWN[2:], NOW)
     sample = target.cls.sample
     if missing := [word for word in words if word not in sample] if sample or target.form(NOW) is None else []:
         raise PluginError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fd_core.testing.parsers.target import ParserTarget, Words, meaning_of
+from fd_core.testing.parsers.target import SHOWN, ParserTarget, meaning_of
 from fd_core.testing.requirements import lacks
 from fd_core.testing.schedulers.breaches import require
 
@@ -17,10 +17,10 @@ def test_the_end_of_reasoning_is_the_one_that_is_named(target: ParserTarget) -> 
     for answer in target.answers():
         before, marker, after = answer.text.partition(end)
         require(marker, "8.3", f"{end!r} does not end the reasoning of {answer.text!r}")
-        require(Words().content in after, "8.3", f"the answer does not stand behind {end!r} in {answer.text!r}")
+        require(SHOWN.content in after, "8.3", f"the answer does not stand behind {end!r} in {answer.text!r}")
         meaning = meaning_of(target.read(before))
         require(meaning.content == "", "8.3", f"content before {end!r}: {meaning.content!r}")
-        require(meaning.reasoning.strip() == Words().reasoning, "8.3", f"reasoning is {meaning.reasoning!r}")
+        require(meaning.reasoning.strip() == SHOWN.reasoning, "8.3", f"reasoning is {meaning.reasoning!r}")
 
 
 @pytest.mark.law("8.3")
