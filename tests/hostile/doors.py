@@ -33,7 +33,7 @@ class Hostile:
         raw.bind((source, 0))
         if window is not None:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
-        raw.settimeout(10)
+        raw.settimeout(30)
         raw.connect(("127.0.0.1", port))
         self.socket = raw if tls is None else tls.wrap_socket(raw, server_hostname="localhost")
 
@@ -148,7 +148,8 @@ class Door:
         return len(self.inner.live) if self.kind == "server" else self.inner.running
 
 
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Wait until something is so, which takes long on a machine with other work."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

@@ -75,7 +75,7 @@ def test_random_requests_are_answered_as_documented(
     record(target, record_property, before)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(300 + 3 * SECONDS)
 def test_damaged_bodies_are_answered_and_never_fail(
     target: Fuzzed, record_property: Callable[[str, object], None]
 ) -> None:
