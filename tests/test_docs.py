@@ -24,8 +24,8 @@ TOUR = (ROOT / "docs" / "tour.md").read_text()
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
 SERVING = (*ENGINE_FLAGS, *SERVER_FLAGS, API_KEY_FILE, CONFIG_FILE)
 FLAGS = tuple(dict.fromkeys((*SERVING, *GATEWAY_FLAGS, *ROUTER_FLAGS)))
-ELSEWHERE = {"--index-url", "--model", "--tasks"}
-"""Flags of other programs that the documents name."""
+ELSEWHERE = {"--index-url", "--model", "--rounds", "--tasks", "--write"}
+"""Flags of other programs and of scripts of this repository that the documents name."""
 
 
 def commands(command, path=("fdcore",)):

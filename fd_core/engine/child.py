@@ -92,6 +92,10 @@ def main() -> int:
     except FdError as error:
         send(Fault(error.message, error.field, error.hint, error.exit_code))
         return error.exit_code
+    except MemoryError:
+        _log.error("the engine has no memory left")  # a traceback would need more
+        send(Fault("the engine's process has no memory left"))
+        return 1
     except Exception as error:  # noqa: BLE001 - last frame of the process: tell the client, then end
         _log.exception("the engine failed")
         send(Fault(f"{type(error).__name__}: {error}"))

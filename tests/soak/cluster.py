@@ -46,6 +46,8 @@ class Node:
     log: Path
     process: subprocess.Popen[bytes] | None = None
     starts: int = 0
+    killed: float = 0.0
+    """When `kill` saw its end, in seconds of `time.monotonic`."""
 
     @property
     def url(self) -> str:
@@ -85,6 +87,7 @@ class Node:
         os.kill(self.pid, signal.SIGKILL)
         assert self.process is not None
         await asyncio.to_thread(self.process.wait, 10)
+        self.killed = time.monotonic()
         await eventually(lambda: not any(map(_lives, children)), 15, f"an engine of {self.name} outlives its server")
 
     def send_all(self, number: signal.Signals) -> None:
