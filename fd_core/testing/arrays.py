@@ -11,14 +11,16 @@ import numpy.typing as npt
 
 from fd_core.ops.contract import Array, Ops, PenaltyInput, SampleInput, StepInput
 from fd_core.types import IntArray
-from fd_core.weights import RawTensor
+from fd_core.weights import PackedTensor, RawTensor
 
 __all__ = [
+    "PACKED_TOLERANCE",
     "TOLERANCE",
     "Values",
     "activations",
     "assert_near",
     "on_device",
+    "packed_weight",
     "penalty_input",
     "raw",
     "sample_input",
@@ -47,9 +49,13 @@ class Values:
         return rounded
 
 
-def assert_near(ops: Ops, found: Array, expected: npt.NDArray[Any]) -> None:
-    """Compare what a pack computed with what is right, as exactly as its dtype allows."""
-    tolerance = TOLERANCE[ops.dtype]
+PACKED_TOLERANCE: Final = 4e-2
+"""The same for products with packed weights: a pack may quantize what it multiplies them by to 8 bits."""
+
+
+def assert_near(ops: Ops, found: Array, expected: npt.NDArray[Any], tolerance: float | None = None) -> None:
+    """Compare what a pack computed with what is right, by default as exactly as its dtype allows."""
+    tolerance = tolerance or TOLERANCE[ops.dtype]
     values = np.asarray(ops.to_host(found), np.float64).reshape(expected.shape)
     scale = max(float(np.abs(expected).max()), 1e-3)
     error = np.abs(values - expected)
@@ -61,6 +67,36 @@ def assert_near(ops: Ops, found: Array, expected: npt.NDArray[Any]) -> None:
 def raw(values: npt.NDArray[Any]) -> RawTensor:
     """Return a weight as a checkpoint holds it, float32."""
     return RawTensor("F32", values.astype(np.float32))
+
+
+_PACKED: Final = {
+    # bits, group (0: a row), minima
+    "Q8_0": (8, 32, False),
+    "Q4_0": (4, 32, False),
+    "Q4_1": (4, 32, True),
+    "Q5_0": (5, 32, False),
+    "Q5_1": (5, 32, True),
+    "Q4_K": (4, 32, True),
+    "Q5_K": (5, 32, True),
+    "Q6_K": (6, 16, False),
+    "int8": (8, 0, False),
+    "int4": (4, 32, False),
+    "gptq": (4, 64, True),
+    "awq": (4, 64, True),
+}
+
+
+def packed_weight(kind: str, out: int, inputs: int, group: int | None = None, scale: float = 1.0) -> PackedTensor:
+    """Return a random weight [out, inputs] of one of `fd_core.weights.WEIGHT_FORMATS`, in groups as it usually has."""
+    bits, usual, minima = _PACKED[kind]
+    group = group or usual or inputs
+    rng = np.random.default_rng([out, inputs, bits])
+    low = 0 if minima and bits < 8 else -(2 ** (bits - 1))
+    values = rng.integers(low, low + 2**bits, (out, inputs)).astype(np.int8)
+    # In half precision, as files have them.
+    scales = (scale * rng.uniform(0.5, 1.5, (out, inputs // group)) / 2 ** (bits - 1)).astype(np.float16)
+    lowest = (scale * rng.uniform(-1.5, -0.5, scales.shape)).astype(np.float16).astype(np.float32) if minima else None
+    return PackedTensor(kind, bits, values, scales.astype(np.float32), lowest)
 
 
 def activations(ops: Ops, values: Floats) -> Array:

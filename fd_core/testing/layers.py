@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.ops.contract import Activation, Experts, Heads, KVShape, Norm, Ops, Rope
-from fd_core.testing.arrays import Values, activations, on_device, raw, step_input
+from fd_core.testing.arrays import Values, activations, on_device, packed_weight, raw, step_input
+from fd_core.weights import Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class Geometry:
     experts: int = 0
     shared_expert: bool = False
     correction_bias: bool = False
+    packed: str | None = None
+    """Format of all linear layers; None where they are float32."""
 
 
 ROWS: Final = [(1, 150), (40, 40), (1, 9), (3, 137), (1, 1), (20, 33)]
@@ -53,9 +56,8 @@ class LayerOn:
         make = Values()
 
         def linear(*shapes: tuple[int, int], gated: bool = False) -> Any:
-            parts = [raw(make(*shape, scale=shape[1] ** -0.5)) for shape in shapes]
             biases = [raw(make(shape[0])) for shape in shapes] if g.biases else None
-            return ops.prepare_linear(parts, biases, gated=gated)
+            return ops.prepare_linear(self._parts(make, *shapes), biases, gated=gated)
 
         def norm(width: int) -> Norm:
             return Norm(ops.prepare_vector(1 + make(width, scale=0.1)), 1e-5)
@@ -93,23 +95,24 @@ class LayerOn:
         self.tokens = sum(count for count, _ in rows)
         self.x = make(self.tokens, g.hidden)
 
+    def _parts(self, make: Values, *shapes: tuple[int, int]) -> list[Weight]:
+        if self.g.packed is not None:
+            return [packed_weight(self.g.packed, *shape, scale=shape[1] ** -0.5) for shape in shapes]
+        return [raw(make(*shape, scale=shape[1] ** -0.5)) for shape in shapes]
+
     def _experts(self, make: Values) -> Experts:
         ops, g = self.ops, self.g
-
-        def parts(*shapes: tuple[int, int]) -> list[Any]:
-            return [raw(make(*shape, scale=shape[1] ** -0.5)) for shape in shapes]
-
         up, down = (g.inner, g.hidden), (g.hidden, g.inner)
         return Experts(
             router=ops.prepare_vector(make(g.experts, g.hidden)),
-            gate_up=ops.prepare_experts([parts(up, up) for _ in range(g.experts)], gated=True),
-            down=ops.prepare_experts([parts(down) for _ in range(g.experts)], gated=False),
+            gate_up=ops.prepare_experts([self._parts(make, up, up) for _ in range(g.experts)], gated=True),
+            down=ops.prepare_experts([self._parts(make, down) for _ in range(g.experts)], gated=False),
             top_k=2,
             normalize=True,
             correction_bias=ops.prepare_vector(make(g.experts, scale=0.1)) if g.correction_bias else None,
             norm_floor=1e-12,
-            shared_gate_up=ops.prepare_linear(parts(up, up), gated=True) if g.shared_expert else None,
-            shared_down=ops.prepare_linear(parts(down)) if g.shared_expert else None,
+            shared_gate_up=ops.prepare_linear(self._parts(make, up, up), gated=True) if g.shared_expert else None,
+            shared_down=ops.prepare_linear(self._parts(make, down)) if g.shared_expert else None,
         )
 
     def run(self, fusions: type[Ops] | Ops) -> list[npt.NDArray[np.float32]]:

@@ -31,11 +31,15 @@ _COMMON_FLAGS = (
     *("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math"),
     *("-fPIC", "-fvisibility=hidden", "-pthread"),
 )
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma")
 _ISA_FLAGS = {
     "native": ("-march=native",),
     "native_without_amx": ("-march=native", "-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8"),
-    "avx512_bf16": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mavx2", "-mfma"),
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma"),
+    # Every processor with the instructions of bfloat16 has those of int8.
+    "avx512_bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16"),
+    "avx512_vnni": (*_AVX512, "-mavx512vnni"),
+    "avx512": _AVX512,
+    "avx_vnni": ("-mavx2", "-mfma", "-mavxvnni"),
     "avx2": ("-mavx2", "-mfma"),
     "generic": (),
     # Intel's tile instructions in plain C++: slow, to test the code that uses them.

@@ -78,6 +78,7 @@ _NORM = (c_void_p, c_float)
 _EXPERTS = (POINTER(c_void_p), POINTER(c_void_p), c_void_p, c_void_p, c_int, c_int)
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fd_instruction_set": (c_char_p, ()),
+    "fd_packed_products": (c_char_p, ()),
     "fd_usable": (c_int, ()),
     "fd_row_slack": (c_int, ()),
     "fd_team_new": (c_void_p, (c_int,)),
@@ -86,6 +87,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fd_arena_free": (None, (c_void_p,)),
     "fd_linear_new": (c_void_p, (c_void_p, c_int, c_int, c_int, c_int, c_int)),
     "fd_linear_pack": (None, (c_void_p, c_int, c_int, c_void_p, c_int, c_int, c_void_p)),
+    "fd_packed_new": (c_void_p, (c_void_p, *(c_int,) * 8)),
+    "fd_packed_pack": (None, (c_void_p, c_int, c_int, c_void_p, c_void_p, c_void_p, c_int, c_int, c_void_p)),
     "fd_linear_bias": (None, (c_void_p, c_int, c_int, c_void_p, c_int, c_int)),
     "fd_kv_new": (c_void_p, (c_int,) * 6),
     "fd_kv_free": (None, (c_void_p,)),

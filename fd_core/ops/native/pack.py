@@ -36,7 +36,7 @@ from fd_core.ops.native.program import CaptureError, Eager, ProgramRecorder, Pro
 from fd_core.ops.native.weights import Arena, NativeLinear, pack
 from fd_core.ops.philox import uniform
 from fd_core.ops.torch_ops import TorchOps
-from fd_core.weights import RawTensor, Weight
+from fd_core.weights import WEIGHT_FORMATS, RawTensor, Weight
 
 __all__ = ["NativeOps", "ProgramForward"]
 
@@ -50,6 +50,7 @@ class NativeOps(TorchOps):
     """Operations on torch tensors of the CPU, computed by the library that `build.load` returned."""
 
     name = "native"
+    weight_formats = WEIGHT_FORMATS
 
     def __init__(self, library: ctypes.CDLL, dtype: str = "bfloat16", threads: int = 1) -> None:
         super().__init__(dtype)
@@ -62,14 +63,24 @@ class NativeOps(TorchOps):
         name: str = self.runtime.library.fd_instruction_set().decode()
         return name
 
+    @property
+    def packed_products(self) -> str:
+        """The instructions that multiply packed weights, such as `avx512_vnni`."""
+        name: str = self.runtime.library.fd_packed_products().decode()
+        return name
+
     def describe(self) -> str:
-        """Name the instruction set that the kernels use."""
-        return f"native kernels ({self.instruction_set}, {self.dtype})"
+        """Name the instruction sets that the kernels use."""
+        return f"native kernels ({self.instruction_set}, {self.dtype}; packed weights: {self.packed_products})"
 
     def prepare_linear(
         self, parts: Sequence[Weight], biases: Sequence[RawTensor] | None = None, *, gated: bool = False
     ) -> NativeLinear:
-        """Pack the parts into the order that the kernels read."""
+        """Pack the parts into the order that the kernels read.
+
+        Packed parts stay in 4 or 8 bits, in the one form that holds them all exactly: 8 bits where they differ, and the
+        finest group. They are expanded where one is not packed, or a group is not 16, a multiple of 32 or a row.
+        """
         return pack(self.runtime, self._arena, parts, biases, gated=gated)
 
     def tied_head(self, embedding: Array, weight: Weight) -> NativeLinear:

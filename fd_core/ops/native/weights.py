@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,18 @@ class NativeLinear:
     arena: Arena
 
 
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How the values of a packed linear are stored."""
+
+    bits: int
+    """4 or 8."""
+    group: int
+    offset: int
+    """Added to values, so that they have no sign."""
+    minima: bool
+
+
 def pack(
     runtime: Runtime,
     arena: Arena,
@@ -53,19 +66,44 @@ def pack(
     library = runtime.library
     inputs = parts[0].shape[1]
     width = parts[0].shape[0] if gated else sum(part.shape[0] for part in parts)
-    handle = checked(
-        library.fd_linear_new(arena.handle, width, inputs, gated, runtime.type_code, biases is not None), "weights"
-    )
+    form = _form_of(parts)
+    if form is None:
+        arguments = (width, inputs, gated, runtime.type_code, biases is not None)
+        handle = checked(library.fd_linear_new(arena.handle, *arguments), "weights")
+    else:
+        storage = (form.bits, form.group, form.offset, form.minima)
+        handle = checked(
+            library.fd_packed_new(arena.handle, width, inputs, gated, *storage, biases is not None), "weights"
+        )
     column = 0
     for i, part in enumerate(parts):
         # With gate and up, `i` tells them apart; other parts follow each other.
         place = (i, 0) if gated else (0, column)
-        if isinstance(part, PackedTensor):
-            part = RawTensor("F32", part.to_float32())
-        data = np.ascontiguousarray(part.data)
-        library.fd_linear_pack(handle, *place, data.ctypes.data, _TYPE_CODES[part.dtype], part.shape[0], runtime.team)
+        if isinstance(part, PackedTensor) and form is not None:
+            minima = None if part.minima is None else np.ascontiguousarray(part.minima, np.float32)
+            values, scales = np.ascontiguousarray(part.values), np.ascontiguousarray(part.scales, np.float32)
+            addresses = (values.ctypes.data, scales.ctypes.data, None if minima is None else minima.ctypes.data)
+            library.fd_packed_pack(handle, *place, *addresses, part.group, part.shape[0], runtime.team)
+        else:
+            whole = part.expanded()
+            data = np.ascontiguousarray(whole.data)
+            code = _TYPE_CODES[whole.dtype]
+            library.fd_linear_pack(handle, *place, data.ctypes.data, code, part.shape[0], runtime.team)
         if biases is not None:
             bias = np.ascontiguousarray(biases[i].data)
             library.fd_linear_bias(handle, *place, bias.ctypes.data, _TYPE_CODES[biases[i].dtype], bias.size)
         column += part.shape[0]
     return NativeLinear(handle, width, inputs, arena)
+
+
+def _form_of(parts: Sequence[Weight]) -> _Form | None:
+    """Return the form that holds all parts exactly; None where they must be expanded."""
+    packed = [part for part in parts if isinstance(part, PackedTensor)]
+    group = math.gcd(*(part.group for part in packed))
+    if len(packed) < len(parts) or (group != parts[0].shape[1] and group % 32 != 0 and group != 16):
+        return None
+    signed = {part.bits == 8 or part.minima is None for part in packed}
+    minima = any(part.minima is not None for part in packed)
+    if all(part.bits == 4 for part in packed) and len(signed) == 1:
+        return _Form(4, group, 8 if signed == {True} else 0, minima)
+    return _Form(8, group, 128, minima)

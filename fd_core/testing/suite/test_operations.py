@@ -13,8 +13,17 @@ import numpy.typing as npt
 import pytest
 
 from fd_core.ops.contract import Activation, Array, Experts, Heads, KVShape, Norm, Ops, Rope
-from fd_core.testing.arrays import Values, activations, assert_near, on_device, raw, step_input
-from fd_core.weights import RawTensor
+from fd_core.testing.arrays import (
+    PACKED_TOLERANCE,
+    Values,
+    activations,
+    assert_near,
+    on_device,
+    packed_weight,
+    raw,
+    step_input,
+)
+from fd_core.weights import WEIGHT_FORMATS, RawTensor
 
 REQUIRES = ("primitives",)
 
@@ -59,6 +68,25 @@ def test_weights_of_every_type_keep_their_values(ops: Ops, tensor: RawTensor, ex
     projected = ops.linear(row, ops.prepare_linear([tensor, tensor]))
     assert ops.to_host(projected).tolist() == [[6.25, 6.25]]
     assert ops.to_host(ops.linear(row, ops.tied_head(table, tensor))).tolist() == [[6.25]]
+
+
+def test_packed_weights_equal_what_they_stand_for(ops: Ops, values: Values) -> None:
+    """For every format that the pack says it computes: alone, beside another format, and as gate and up."""
+    assert set(ops.weight_formats) <= WEIGHT_FORMATS
+    x = values(5, 256)
+    other = packed_weight("Q6_K", 24, 256, scale=0.1)
+    for kind in sorted(ops.weight_formats):
+        weight, up = packed_weight(kind, 40, 256, scale=0.1), packed_weight(kind, 40, 256, scale=0.05)
+        expected, expected_up = x @ weight.to_float32().T, x @ up.to_float32().T
+        bias = raw(np.arange(40))
+        found = ops.linear(activations(ops, x), ops.prepare_linear([weight], [bias]))
+        assert_near(ops, found, expected + np.arange(40), PACKED_TOLERANCE)
+        if other.format in ops.weight_formats:
+            found = ops.linear(activations(ops, x), ops.prepare_linear([weight, other]))
+            both = np.hstack([expected, x @ other.to_float32().T])
+            assert_near(ops, found, both, PACKED_TOLERANCE)
+        gated = ops.gated_linear(activations(ops, x), ops.prepare_linear([weight, up], gated=True), "silu")
+        assert_near(ops, gated, expected / (1 + np.exp(-expected)) * expected_up, PACKED_TOLERANCE)
 
 
 # Rows by themselves -------------------------------------------------------------------------------------------

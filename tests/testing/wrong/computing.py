@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from fd_core.ops.numpy_ops import NumpyLinear
+from fd_core.weights import PackedTensor
 from tests.testing.wrong.fault import wrong
 
 
@@ -23,6 +24,13 @@ from tests.testing.wrong.fault import wrong
 class DropsBiases:
     def prepare_linear(self, parts, biases=None, *, gated=False):
         return super().prepare_linear(parts, None, gated=gated)
+
+
+@wrong("reference", "operations:test_packed_weights_equal_what_they_stand_for")
+class ForgetsTheMinimaOfPackedWeights:
+    def prepare_linear(self, parts, biases=None, *, gated=False):
+        parts = [replace(part, minima=None) if isinstance(part, PackedTensor) else part for part in parts]
+        return super().prepare_linear(parts, biases, gated=gated)
 
 
 @wrong(

@@ -39,6 +39,31 @@ void pack_rows(Linear& w, int part, int first_column, const void* source, Type t
     }
 }
 
+/// `values` int8 [rows, k], `scales` and `minima` float32 [rows, k / group], where `group` may be a multiple of w.group.
+void pack_quantized_rows(Linear& w, int part, int first_column, const int8_t* values, const float* scales,
+                         const float* minima, int group, Range rows) {
+    const int groups = w.k / group, columns = kWeightVecs * kLanes, step = step_bytes(w);
+    for (int r = rows.begin; r < rows.end; r++) {
+        const int column = stored_column(w, part, first_column + r), vec = column / kLanes;
+        const int c = column % columns, v = c / kLanes;
+        char* panel = packed_panel(w, vec);
+        for (int k = 0; k < w.k; k += w.group, panel += group_bytes(w)) {
+            float* scale = reinterpret_cast<float*>(panel);
+            uint8_t* bytes = reinterpret_cast<uint8_t*>(scale + (w.minima ? 2 : 1) * columns);
+            scale[c] = scales[size_t(r) * groups + k / group];
+            if (w.minima) scale[columns + c] = minima ? minima[size_t(r) * groups + k / group] : 0.0f;
+            for (int i = 0; i < w.group && k + i < w.k; i++) {
+                const int value = values[size_t(r) * w.k + k + i] + w.offset, place = c % kLanes * kDotK + i % kDotK;
+                uint8_t* to = bytes + i / kDotK * step + place;
+                if (w.type == Type::u4)
+                    *to |= uint8_t((value & 15) << 4 * v);
+                else
+                    to[v * kLanes * kDotK] = uint8_t(value);
+            }
+        }
+    }
+}
+
 template <class F>
 auto guarded(F&& body) -> decltype(body()) {
     try {
@@ -74,6 +99,9 @@ const char* fd_instruction_set() {
     return "generic";
 #endif
 }
+
+/// The instructions that multiply packed weights.
+const char* fd_packed_products() { return dot_name(); }
 
 /// 1 if the process may use what was built; 0 where the kernel refuses the tile state.
 int fd_usable() {
@@ -133,6 +161,42 @@ void fd_linear_pack(void* linear, int part, int first_column, const void* source
             pack_rows<bf16>(w, part, first_column, source, Type(type), mine);
     });
 }
+
+/// A linear in `bits` (4 or 8): for each `group` consecutive k (16, a multiple of 32, or k) a scale, and a minimum if asked
+/// for. Values are from -offset to 2^bits - 1 - offset.
+void* fd_packed_new(void* arena, int n, int k, int gated, int bits, int group, int offset, int minima, int has_bias) {
+    return guarded([&]() -> void* {
+        auto* w = new (static_cast<Arena*>(arena)->allocate(sizeof(Linear))) Linear{};
+        w->n = n;
+        w->k = k;
+        w->gated = gated;
+        w->type = bits == 4 ? Type::u4 : Type::u8;
+        w->padded_k = round_up(k, kActivationK);
+        w->group = group == k ? w->padded_k : group;
+        w->offset = offset;
+        w->minima = minima;
+        w->vecs = round_up(round_up(n, kLanes) / kLanes * (gated ? 2 : 1), kWeightVecs);
+        w->data = static_cast<Arena*>(arena)->allocate(w->vecs / kWeightVecs * packed_panel_bytes(*w));
+        w->bias = has_bias ? (float*)static_cast<Arena*>(arena)->allocate(size_t(w->vecs) * kLanes * 4) : nullptr;
+        return w;
+    });
+}
+
+/// Pack rows as `fd_linear_pack` does; `group` is that of the arrays, of which each group of the linear is a part.
+void fd_packed_pack(void* linear, int part, int first_column, const int8_t* values, const float* scales,
+                    const float* minima, int group, int rows, void* team) {
+    Linear& w = *static_cast<Linear*>(linear);
+    Team& t = *static_cast<Team*>(team);
+    // Two columns share a byte of nibbles, so a panel is one thread's.
+    t.run([&](int thread) {
+        const int columns = kLanes * (w.gated ? 1 : kWeightVecs), first = first_column / columns;
+        const Range panels = share((first_column + rows + columns - 1) / columns - first, thread, t.size());
+        const Range mine = {std::max(0, (first + panels.begin) * columns - first_column),
+                            std::min(rows, (first + panels.end) * columns - first_column)};
+        pack_quantized_rows(w, part, first_column, values, scales, minima, group, mine);
+    });
+}
+
 void fd_linear_bias(void* linear, int part, int first_column, const void* source, int type, int count) {
     Linear& w = *static_cast<Linear*>(linear);
     for (int i = 0; i < count; i++) w.bias[stored_column(w, part, first_column + i)] = element(source, Type(type), i);
@@ -230,7 +294,7 @@ struct Recording {
     Program program;
     int type;
     std::vector<std::unique_ptr<GeometryPlan>> plans;
-    int normed = -1, qkv = -1, projected = -1;  // scratch buffers, as wide as their widest user
+    int normed = -1, quantized = -1, qkv = -1, projected = -1;  // scratch buffers, as wide as their widest user
 
     int scratch(int& index, int width, bool wide) {
         if (index < 0) index = program.add_buffer(width, wide);
@@ -238,6 +302,16 @@ struct Recording {
         b.width = std::max(b.width, width);
         b.stride = std::max(b.stride, size_t(round_up(width, 64)));
         return index;
+    }
+    /// The rows of `in` for a product with w, normed if there is a norm.
+    template <class E>
+    InputRows<E> rows(const Linear& w, int in, const float* norm = nullptr, float eps = 0) {
+        int made = -1;
+        if (w.packed())
+            made = scratch(quantized, QuantizedRow(w).floats(), true);
+        else if (norm)
+            made = scratch(normed, w.k, false);
+        return {w, {norm, eps}, in, made};
     }
     template <class E>
     NormRows<E> norm(int in, int width, const float* weight, float eps) {
@@ -310,7 +384,8 @@ int fd_add_embedding(void* program, const void* table, int width, float scale, i
 
 int fd_add_linear(void* program, const void* linear, int in, int out) {
     return add(program, [&](auto e) -> Operation* {
-        return new LinearOperation<decltype(e)>(*static_cast<const Linear*>(linear), in, out);
+        using E = decltype(e);
+        return new LinearOperation<E>(recording(program).rows<E>(*static_cast<const Linear*>(linear), in), out);
     });
 }
 
@@ -321,8 +396,7 @@ int fd_add_attention_inputs(void* program, int in, const float* norm, float eps,
         using E = decltype(e);
         const Linear& w = *static_cast<const Linear*>(linear);
         Recording& r = recording(program);
-        return new AttentionInputs<E>(r.norm<E>(in, w.k, norm, eps), w, *shape, {q_norm, q_eps}, {k_norm, k_eps},
-                                      {cos, sin},
+        return new AttentionInputs<E>(r.rows<E>(w, in, norm, eps), *shape, {q_norm, q_eps}, {k_norm, k_eps}, {cos, sin},
                                       KvLayer<E>(static_cast<const Cache*>(cache)->layout, layer),
                                       r.scratch(r.qkv, w.n, true), q);
     });
@@ -339,10 +413,11 @@ int fd_add_attention(void* program, const AttentionShape* shape, const void* cac
 int fd_add_project_residual(void* program, const void* linear, const float* post_norm, float eps, int in,
                             int residual) {
     return add(program, [&](auto e) -> Operation* {
+        using E = decltype(e);
         const Linear& w = *static_cast<const Linear*>(linear);
         Recording& r = recording(program);
         const int projected = post_norm ? r.scratch(r.projected, w.n, true) : -1;
-        return new ProjectResidual<decltype(e)>(w, {post_norm, eps}, in, projected, residual);
+        return new ProjectResidual<E>(r.rows<E>(w, in), {post_norm, eps}, projected, residual);
     });
 }
 
@@ -351,7 +426,7 @@ int fd_add_gated_linear(void* program, int in, const float* norm, float eps, con
     return add(program, [&](auto e) -> Operation* {
         using E = decltype(e);
         const Linear& w = *static_cast<const Linear*>(linear);
-        return new GatedLinear<E>(recording(program).norm<E>(in, w.k, norm, eps), w, Activation(activation), out);
+        return new GatedLinear<E>(recording(program).rows<E>(w, in, norm, eps), Activation(activation), out);
     });
 }
 
@@ -359,7 +434,7 @@ int fd_add_logits(void* program, int in, const float* norm, float eps, const voi
     return add(program, [&](auto e) -> Operation* {
         using E = decltype(e);
         const Linear& w = *static_cast<const Linear*>(linear);
-        return new Logits<E>(recording(program).norm<E>(in, w.k, norm, eps), w, softcap, out);
+        return new Logits<E>(recording(program).rows<E>(w, in, norm, eps), softcap, out);
     });
 }
 

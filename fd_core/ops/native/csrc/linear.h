@@ -10,9 +10,10 @@
 
 namespace fd {
 
-enum class Type : int { f32 = 0, bf16 = 1, f16 = 2 };
+enum class Type : int { f32 = 0, bf16 = 1, f16 = 2, u4 = 3, u8 = 4 };
 
-/// [n, k] weights in panels of kVecs vectors of columns; a gated layer alternates vectors of gate and of up.
+/// [n, k] weights in panels of kVecs vectors of columns; a gated layer alternates vectors of gate and of up. Those of type
+/// u4 and u8 are packed as packed.h says.
 struct Linear {
     int n;         // columns that the user sees: out, or the width of gate alone
     int k;         // as prepared
@@ -22,6 +23,11 @@ struct Linear {
     Type type;
     void* data;
     float* bias;  // [vecs * kLanes] in stored order, or null
+    int group;    // of packed weights: values of a column that share a scale, a divisor of padded_k
+    int offset;   // of packed weights: added to values, so that they have no sign
+    bool minima;  // of packed weights
+
+    bool packed() const { return type == Type::u4 || type == Type::u8; }
 };
 
 /// Stored column of column `c` of part `part` (gate 0, up 1; always 0 where not gated).
@@ -38,6 +44,20 @@ Range row_block(int rows, int i, int blocks) {
     if (TileShape<E>::kRowSlack) return {i * R, std::min(rows, (i + 1) * R)};
     return share(rows, i, blocks);
 }
+
+/// Part of a product: rows from `row` times vectors of columns from `vec`; c has a row of `stride` floats for each.
+struct Block {
+    int row, rows, vec, vecs;
+    const float* c;
+    int stride;
+    const float* at(int r, int v) const { return c + r * stride + v * kLanes; }
+};
+
+/// Memory that a thread reads when it is done with a product.
+struct Following {
+    const char* data;
+    size_t bytes;
+};
 
 /// Cache lines fetched ahead for each k step: more would make the loads of the product itself wait.
 constexpr int kMostAhead = 4;
@@ -64,20 +84,17 @@ struct Panel {
 
 /// Columns of a matmul for one thread, in vectors; a gate stays with its up.
 inline Range column_share(const Linear& w, int thread, int threads) {
-    const int unit = w.gated ? 2 : 1;
+    const int unit = w.gated || w.packed() ? 2 : 1;
     Range r = share(w.vecs / unit, thread, threads);
     return {r.begin * unit, r.end * unit};
 }
 
 /// y[rows, stored columns of vectors [vecs.begin, vecs.end)] = x * w, block by block.
 ///
-/// `epilogue(row, rows, vec, vecs, c)` takes each block with its first row and vector; c has kVecs * kLanes columns.
-/// Each panel is read once for a group of rows, and while it is computed the next one is fetched: at a few rows the
-/// memory is the limit, at many the multipliers are.
-/// `after` is the panel that this thread will read when it is done here, in whatever operation, or null.
+/// `epilogue(block)` takes each block when it is computed. Each panel is read once for a group of rows, and while it is
+/// computed the next one is fetched: at a few rows the memory is the limit, at many the multipliers are.
 template <class E, class Epilogue>
-void matmul(const Linear& w, const E* x, size_t x_stride, int rows, Range vecs, const Panel<E>* after,
-            Epilogue&& epilogue) {
+void matmul(const Linear& w, const E* x, size_t x_stride, int rows, Range vecs, Following after, Epilogue&& epilogue) {
     using S = TileShape<E>;
     constexpr int kColumns = S::kVecs * kLanes;
     alignas(64) float c[(S::kRowSlack ? S::kRowSlack : S::kRows) * kColumns];
@@ -101,9 +118,11 @@ void matmul(const Linear& w, const E* x, size_t x_stride, int rows, Range vecs, 
             call.c_stride = kColumns;
             // What follows is the next panel, the first one again for the next rows, or another operation's.
             const bool last = next >= vecs.end;
-            const Panel<E> following = last && g + 1 == groups && after ? *after : Panel<E>(w, last ? vecs.begin : next);
+            const Panel<E> another(w, last ? vecs.begin : next);
+            Following following{(const char*)another.b, another.bytes};
+            if (last && g + 1 == groups) following = after;
             const size_t chances = size_t(steps) * blocks;
-            const char* ahead = (const char*)following.b;
+            const char* ahead = following.data;
             call.ahead_lines = int(std::min<size_t>(kMostAhead, (following.bytes / kCacheLine + chances - 1) / chances));
             for (int i = 0; i < blocks; i++) {
                 const Range r = row_block<E>(group.end - group.begin, i, blocks);
@@ -112,7 +131,7 @@ void matmul(const Linear& w, const E* x, size_t x_stride, int rows, Range vecs, 
                 call.ahead = ahead;
                 ahead += size_t(call.ahead_lines) * steps * kCacheLine;
                 tile<E>(r.end - r.begin, count, call);
-                epilogue(first, r.end - r.begin, vec, count, c);
+                epilogue(Block{first, r.end - r.begin, vec, count, c, kColumns});
             }
             vec = next;
         }

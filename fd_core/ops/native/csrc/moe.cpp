@@ -14,12 +14,22 @@ MoeResidual<E>::MoeResidual(Program& program, NormRows<E> norm, ExpertWeights ex
         shared_hidden_ = program.add_buffer(experts_.shared_gate_up->n, false);
         shared_result_ = program.add_buffer(norm.width, true);
     }
+    auto quantized = [&](const std::vector<const Linear*>& weights, int rows) {
+        int width = 0;
+        for (const Linear* w : weights)
+            if (w && w->packed()) width = std::max(width, QuantizedRow(*w).floats());
+        return width ? program.add_buffer(width, true, rows) : -1;
+    };
+    quantized_ = quantized(experts_.gate_up, k);
+    quantized_hidden_ = quantized(experts_.down, k);
+    shared_quantized_ = quantized({experts_.shared_gate_up}, 1);
+    shared_quantized_hidden_ = quantized({experts_.shared_down}, 1);
 }
 
 template <class E>
 void MoeResidual<E>::run(const Context& context) {
     const int tokens = context.step.tokens;
-    if (norm_.norm.weight) norm_.run(context, nullptr, tokens);
+    if (norm_.norm.weight) norm_.run(context, tokens);
     if (context.thread == 0) {
         chosen_.resize(size_t(tokens) * experts_.top_k);
         weights_.resize(chosen_.size());
@@ -33,11 +43,7 @@ void MoeResidual<E>::run(const Context& context) {
     context.wait_for_all();
     if (context.thread == 0) group_by_expert(tokens);
     context.wait_for_all();
-    const int in = norm_.norm.weight ? norm_.out : norm_.in;
-    for (int t = mine.begin; t < mine.end; t++)
-        for (int i = 0; i < experts_.top_k; i++)
-            std::memcpy((void*)context.row<E>(gathered_, place_[t * experts_.top_k + i]), context.row<E>(in, t),
-                        norm_.width * sizeof(E));
+    gather(context);
     context.wait_for_all();
     run_experts(context);
     context.wait_for_all();
@@ -88,35 +94,74 @@ void MoeResidual<E>::group_by_expert(int tokens) {
 }
 
 template <class E>
+void MoeResidual<E>::gather(const Context& context) const {
+    const int in = norm_.norm.weight ? norm_.out : norm_.in;
+    const Range mine = context.share(context.step.tokens);
+    for (int t = mine.begin; t < mine.end; t++) {
+        const E* x = context.row<E>(in, t);
+        for (int i = t * experts_.top_k; i < (t + 1) * experts_.top_k; i++) {
+            const Linear& w = *experts_.gate_up[chosen_[i]];
+            if (w.packed())
+                quantize_row(w, (char*)context.row<float>(quantized_, place_[i]), plain(x));
+            else
+                std::memcpy((void*)context.row<E>(gathered_, place_[i]), x, norm_.width * sizeof(E));
+        }
+        if (shared_quantized_ >= 0)
+            quantize_row(*experts_.shared_gate_up, (char*)context.row<float>(shared_quantized_, t), plain(x));
+    }
+}
+
+template <class E>
+void MoeResidual<E>::quantize_hidden(const Context& context) const {
+    if (quantized_hidden_ >= 0)
+        for (size_t e = 0; e < experts_.down.size(); e++) {
+            const Linear& w = *experts_.down[e];
+            const Range mine = context.share(starts_[e + 1] - starts_[e]);
+            for (int i = starts_[e] + mine.begin; w.packed() && i < starts_[e] + mine.end; i++)
+                quantize_row(w, (char*)context.row<float>(quantized_hidden_, i), plain(context.row<E>(hidden_, i)));
+        }
+    if (shared_quantized_hidden_ >= 0) {
+        const Range mine = context.share(context.step.tokens);
+        for (int t = mine.begin; t < mine.end; t++)
+            quantize_row(*experts_.shared_down, (char*)context.row<float>(shared_quantized_hidden_, t),
+                         plain(context.row<E>(shared_hidden_, t)));
+    }
+    if (quantized_hidden_ >= 0 || shared_quantized_hidden_ >= 0) context.wait_for_all();
+}
+
+template <class E>
 void MoeResidual<E>::run_experts(const Context& context) const {
-    constexpr int kColumns = TileShape<E>::kVecs * kLanes;
-    auto gate_and_up = [&](const Linear& w, int in, int hidden, Range rows) {
-        matmul<E>(w, context.row<E>(in, rows.begin), context.stride(in), rows.end - rows.begin,
-                  column_share(w, context.thread, context.team.size()), nullptr,
-                  [&](int first, int count, int vec, int vecs, const float* c) {
-                      for (int i = 0; i < count; i++)
-                          store_gated(w, activation_, vec, vecs, c + i * kColumns,
-                                      context.row<E>(hidden, rows.begin + first + i));
-                  });
+    auto multiply = [&](const Linear& w, int plain, int quantized, Range rows, auto&& take) {
+        const int in = w.packed() ? quantized : plain;
+        const void* x = w.packed() ? (const void*)context.row<float>(in, rows.begin) : context.row<E>(in, rows.begin);
+        multiply_rows<E>(context, w, x, context.stride(in), rows.end - rows.begin, {nullptr, 0}, take);
     };
-    auto down = [&](const Linear& w, int hidden, int result, Range rows) {
-        matmul<E>(w, context.row<E>(hidden, rows.begin), context.stride(hidden), rows.end - rows.begin,
-                  column_share(w, context.thread, context.team.size()), nullptr,
-                  [&](int first, int count, int vec, int vecs, const float* c) {
-                      for (int i = 0; i < count; i++)
-                          for (int v = 0; v < vecs; v++)
-                              vstore(context.row<float>(result, rows.begin + first + i) + (vec + v) * kLanes,
-                                     with_bias(w, vec + v, vload(c + i * kColumns + v * kLanes)));
-                  });
+    auto gate_and_up = [&](const Linear& w, int plain, int quantized, int hidden, Range rows) {
+        multiply(w, plain, quantized, rows, [&](const Block& block) {
+            for (int r = 0; r < block.rows; r++)
+                store_gated(w, activation_, block, r, context.row<E>(hidden, rows.begin + block.row + r));
+        });
+    };
+    auto down = [&](const Linear& w, int plain, int quantized, int result, Range rows) {
+        multiply(w, plain, quantized, rows, [&](const Block& block) {
+            for (int r = 0; r < block.rows; r++)
+                for (int v = 0; v < block.vecs; v++)
+                    vstore(context.row<float>(result, rows.begin + block.row + r) + (block.vec + v) * kLanes,
+                           with_bias(w, block.vec + v, vload(block.at(r, v))));
+        });
     };
     auto rows_of = [&](size_t e) { return Range{starts_[e], starts_[e + 1]}; };
     const Range all = {0, context.step.tokens};
-    for (size_t e = 0; e < experts_.gate_up.size(); e++) gate_and_up(*experts_.gate_up[e], gathered_, hidden_, rows_of(e));
+    for (size_t e = 0; e < experts_.gate_up.size(); e++)
+        gate_and_up(*experts_.gate_up[e], gathered_, quantized_, hidden_, rows_of(e));
     if (experts_.shared_gate_up)
-        gate_and_up(*experts_.shared_gate_up, norm_.norm.weight ? norm_.out : norm_.in, shared_hidden_, all);
+        gate_and_up(*experts_.shared_gate_up, norm_.norm.weight ? norm_.out : norm_.in, shared_quantized_, shared_hidden_,
+                    all);
     context.wait_for_all();
-    for (size_t e = 0; e < experts_.down.size(); e++) down(*experts_.down[e], hidden_, result_, rows_of(e));
-    if (experts_.shared_down) down(*experts_.shared_down, shared_hidden_, shared_result_, all);
+    quantize_hidden(context);
+    for (size_t e = 0; e < experts_.down.size(); e++)
+        down(*experts_.down[e], hidden_, quantized_hidden_, result_, rows_of(e));
+    if (experts_.shared_down) down(*experts_.shared_down, shared_hidden_, shared_quantized_hidden_, shared_result_, all);
 }
 
 template <class E>

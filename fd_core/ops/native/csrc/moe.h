@@ -27,6 +27,8 @@ class MoeResidual : public Operation {
    private:
     void route(const Context& context, int token, float* scores);
     void group_by_expert(int tokens);
+    void gather(const Context& context) const;
+    void quantize_hidden(const Context& context) const;
     void run_experts(const Context& context) const;
     void combine(const Context& context) const;
 
@@ -36,6 +38,8 @@ class MoeResidual : public Operation {
     int residual_;
     int gathered_, hidden_, result_;         // buffers with top_k rows for each token, grouped by expert
     int shared_hidden_, shared_result_;      // one row for each token
+    // Quantized rows of what the packed of the experts multiply; -1 where none is packed.
+    int quantized_ = -1, quantized_hidden_ = -1, shared_quantized_ = -1, shared_quantized_hidden_ = -1;
     std::vector<int> chosen_;                // [tokens, top_k]
     std::vector<float> weights_;             // [tokens, top_k]
     std::vector<int> place_;                 // [tokens, top_k], row in the grouped buffers

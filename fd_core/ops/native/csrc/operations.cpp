@@ -1,36 +1,6 @@
 #include "operations.h"
 
 namespace fd {
-namespace {
-
-template <class E>
-constexpr int kBlockColumns = TileShape<E>::kVecs* kLanes;
-
-/// Multiply this thread's columns; see `matmul`.
-template <class E, class Epilogue>
-void multiply(const Context& context, const Linear& w, int in, int rows, Epilogue&& epilogue) {
-    const int thread = context.thread, threads = context.team.size();
-    auto run = [&](const Panel<E>* after) {
-        matmul<E>(w, context.row<E>(in, 0), context.stride(in), rows, column_share(w, thread, threads), after, epilogue);
-    };
-    if (context.upcoming == nullptr) return run(nullptr);
-    const Range next = column_share(*context.upcoming, thread, threads);
-    if (next.begin == next.end) return run(nullptr);
-    const Panel<E> after(*context.upcoming, next.begin);
-    run(&after);
-}
-
-/// Multiply this thread's columns and hand each vector of the result to `take(row, vec, value)`, bias added.
-template <class E, class Take>
-void product(const Context& context, const Linear& w, int in, int rows, Take&& take) {
-    multiply<E>(context, w, in, rows, [&](int first, int count, int vec, int vecs, const float* c) {
-        for (int i = 0; i < count; i++)
-            for (int v = 0; v < vecs; v++)
-                take(first + i, vec + v, with_bias(w, vec + v, vload(c + i * kBlockColumns<E> + v * kLanes)));
-    });
-}
-
-}  // namespace
 
 template <class E>
 void Embedding<E>::run(const Context& context) {
@@ -48,17 +18,35 @@ void Embedding<E>::run(const Context& context) {
 }
 
 template <class E>
-void NormRows<E>::run(const Context& context, const int32_t* rows, int count) const {
+void NormRows<E>::run(const Context& context, int count) const {
     const Range r = context.share(count);
     for (int i = r.begin; i < r.end; i++)
-        rms_norm(context.row<float>(in, rows ? rows[i] : i), norm.weight, width, norm.eps, context.row<E>(out, i));
+        rms_norm(context.row<float>(in, i), norm.weight, width, norm.eps, context.row<E>(out, i));
+    context.wait_for_all();
+}
+
+template <class E>
+void InputRows<E>::prepare(const Context& context, const int32_t* rows, int count) const {
+    if (scratch < 0) return;
+    const Range mine = context.share(count);
+    for (int i = mine.begin; i < mine.end; i++) {
+        const int from = rows ? rows[i] : i;
+        if (!norm.weight)
+            quantize_row(w, (char*)context.row<float>(scratch, i), plain(context.row<E>(in, from)));
+        else if (w.packed())
+            quantize_row(w, (char*)context.row<float>(scratch, i),
+                         normed(context.row<float>(in, from), norm.weight, w.k, norm.eps));
+        else
+            rms_norm(context.row<float>(in, from), norm.weight, w.k, norm.eps, context.row<E>(scratch, i));
+    }
     context.wait_for_all();
 }
 
 template <class E>
 void LinearOperation<E>::run(const Context& context) {
     const bool wide = context.program.buffer(out).wide;
-    product<E>(context, w, in, context.step.tokens, [&](int row, int vec, V x) {
+    input.prepare(context, nullptr, context.step.tokens);
+    input.multiply_each(context, context.step.tokens, [&](int row, int vec, V x) {
         if (wide)
             vstore(context.row<float>(out, row) + vec * kLanes, x);
         else
@@ -73,10 +61,10 @@ void AttentionInputs<E>::run(const Context& context) {
     const Range mine = context.share(step.tokens);
     for (int t = mine.begin; t < mine.end; t++)
         if (step.kv_slots[t] % block_size == 0) layer.clear_block(step.kv_slots[t] / block_size);
-    norm.run(context, nullptr, step.tokens);
-
-    product<E>(context, w, norm.out, step.tokens,
-               [&](int row, int vec, V x) { vstore(context.row<float>(qkv, row) + vec * kLanes, x); });
+    input.prepare(context, nullptr, step.tokens);
+    input.multiply_each(context, step.tokens, [&](int row, int vec, V x) {
+        vstore(context.row<float>(qkv, row) + vec * kLanes, x);
+    });
     context.wait_for_all();
 
     // A unit is one KV head of one token with the query heads that share it.
@@ -104,45 +92,43 @@ void AttentionInputs<E>::run(const Context& context) {
 
 template <class E>
 void ProjectResidual<E>::run(const Context& context) {
-    const int rows = context.step.tokens;
+    const int rows = context.step.tokens, width = input.w.n;
+    input.prepare(context, nullptr, rows);
     if (!post_norm.weight) {
-        product<E>(context, w, in, rows, [&](int row, int vec, V x) {
+        input.multiply_each(context, rows, [&](int row, int vec, V x) {
             float* to = context.row<float>(residual, row) + vec * kLanes;
             vstore(to, vload(to) + x);
         });
         return;
     }
-    product<E>(context, w, in, rows,
-               [&](int row, int vec, V x) { vstore(context.row<float>(projected, row) + vec * kLanes, x); });
+    input.multiply_each(context, rows, [&](int row, int vec, V x) {
+        vstore(context.row<float>(projected, row) + vec * kLanes, x);
+    });
     context.wait_for_all();
     const Range r = context.share(rows);
     for (int i = r.begin; i < r.end; i++) {
         float* y = context.row<float>(projected, i);
         float* to = context.row<float>(residual, i);
-        rms_norm(y, post_norm.weight, w.n, post_norm.eps, y);
-        for (int j = 0; j < w.n; j++) to[j] += y[j];
+        rms_norm(y, post_norm.weight, width, post_norm.eps, y);
+        for (int j = 0; j < width; j++) to[j] += y[j];
     }
 }
 
 template <class E>
 void GatedLinear<E>::run(const Context& context) {
     const int rows = context.step.tokens;
-    int in = norm.in;
-    if (norm.norm.weight) {
-        norm.run(context, nullptr, rows);
-        in = norm.out;
-    }
-    multiply<E>(context, w, in, rows, [&](int first, int count, int vec, int vecs, const float* c) {
-        for (int i = 0; i < count; i++)
-            store_gated(w, activation, vec, vecs, c + i * kBlockColumns<E>, context.row<E>(out, first + i));
+    input.prepare(context, nullptr, rows);
+    input.multiply(context, rows, [&](const Block& block) {
+        for (int r = 0; r < block.rows; r++)
+            store_gated(input.w, activation, block, r, context.row<E>(out, block.row + r));
     });
 }
 
 template <class E>
 void Logits<E>::run(const Context& context) {
     const int rows = context.step.logits;
-    norm.run(context, context.step.logits_rows, rows);
-    product<E>(context, w, norm.out, rows, [&](int row, int vec, V x) {
+    input.prepare(context, context.step.logits_rows, rows);
+    input.multiply_each(context, rows, [&](int row, int vec, V x) {
         vstore(context.row<float>(out, row) + vec * kLanes, softcap ? softcapped(x, softcap) : x);
     });
 }
@@ -150,6 +136,7 @@ void Logits<E>::run(const Context& context) {
 #define FD_INSTANTIATE(E)               \
     template struct Embedding<E>;       \
     template struct NormRows<E>;        \
+    template struct InputRows<E>;       \
     template struct LinearOperation<E>; \
     template struct AttentionInputs<E>; \
     template struct ProjectResidual<E>; \

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "packed.h"
 
 namespace fd {
 
@@ -26,97 +27,148 @@ struct Embedding : Operation {
     void run(const Context& context) override;
 };
 
-/// Norm of the wanted rows: `rows` of the step if given, else all. Part of other operations, with its own buffer.
+/// The rows that a product multiplies: those of `in` or their norm, quantized where the weights are packed. Part of the
+/// operations that multiply.
+template <class E>
+struct InputRows {
+    const Linear& w;
+    NormWeights norm;
+    int in;       // a buffer of E, or of float32 where there is a norm
+    int scratch;  // for what is made of it, or -1 where it is used as it is
+
+    /// Make them of the wanted rows: `rows` of `in` if given, else all. All threads have met when it returns.
+    void prepare(const Context& context, const int32_t* rows, int count) const;
+    /// Multiply this thread's columns and hand each block of the result to `take(block)`.
+    template <class Take>
+    void multiply(const Context& context, int rows, Take&& take) const;
+    /// The same with each vector of the result: `take(row, vec, value)`, bias added.
+    template <class Take>
+    void multiply_each(const Context& context, int rows, Take&& take) const;
+};
+
+/// Norm of all rows, by this thread's share of them.
 template <class E>
 struct NormRows {
     int in, out, width;
     NormWeights norm;
-    void run(const Context& context, const int32_t* rows, int count) const;
+    void run(const Context& context, int count) const;
 };
 
 /// out = x * w + bias.
 template <class E>
 struct LinearOperation : Operation {
-    const Linear& w;
-    int in, out;
-    LinearOperation(const Linear& w, int in, int out) : w(w), in(in), out(out) {}
+    InputRows<E> input;
+    int out;
+    LinearOperation(InputRows<E> input, int out) : input(input), out(out) {}
     const char* name() const override { return "linear"; }
-    const Linear* weights() const override { return &w; }
+    const Linear* weights() const override { return &input.w; }
     void run(const Context& context) override;
 };
 
 /// Norm, q/k/v projection, head norms, rope, KV write; queries go to `q`.
 template <class E>
 struct AttentionInputs : Operation {
-    NormRows<E> norm;
-    const Linear& w;
+    InputRows<E> input;
     AttentionShape shape;
     NormWeights q_norm, k_norm;
     RopeTables rope;
     KvLayer<E> layer;
     int qkv, q;  // buffers: float32 scratch, queries
-    AttentionInputs(NormRows<E> norm, const Linear& w, AttentionShape shape, NormWeights q_norm, NormWeights k_norm,
-                    RopeTables rope, KvLayer<E> layer, int qkv, int q)
-        : norm(norm), w(w), shape(shape), q_norm(q_norm), k_norm(k_norm), rope(rope), layer(layer), qkv(qkv), q(q) {}
+    AttentionInputs(InputRows<E> input, AttentionShape shape, NormWeights q_norm, NormWeights k_norm, RopeTables rope,
+                    KvLayer<E> layer, int qkv, int q)
+        : input(input), shape(shape), q_norm(q_norm), k_norm(k_norm), rope(rope), layer(layer), qkv(qkv), q(q) {}
     const char* name() const override { return "attention_inputs"; }
-    const Linear* weights() const override { return &w; }
+    const Linear* weights() const override { return &input.w; }
     void run(const Context& context) override;
 };
 
 /// residual += norm(x * w + bias); `projected` is a float32 scratch buffer, used with a norm only.
 template <class E>
 struct ProjectResidual : Operation {
-    const Linear& w;
+    InputRows<E> input;
     NormWeights post_norm;
-    int in, projected, residual;
-    ProjectResidual(const Linear& w, NormWeights post_norm, int in, int projected, int residual)
-        : w(w), post_norm(post_norm), in(in), projected(projected), residual(residual) {}
+    int projected, residual;
+    ProjectResidual(InputRows<E> input, NormWeights post_norm, int projected, int residual)
+        : input(input), post_norm(post_norm), projected(projected), residual(residual) {}
     const char* name() const override { return "project_residual"; }
-    const Linear* weights() const override { return &w; }
+    const Linear* weights() const override { return &input.w; }
     void run(const Context& context) override;
 };
 
 /// out = activation(gate(norm(x))) * up(norm(x)); without a norm, x is taken as it is.
 template <class E>
 struct GatedLinear : Operation {
-    NormRows<E> norm;
-    const Linear& w;
+    InputRows<E> input;
     Activation activation;
     int out;
-    GatedLinear(NormRows<E> norm, const Linear& w, Activation activation, int out)
-        : norm(norm), w(w), activation(activation), out(out) {}
+    GatedLinear(InputRows<E> input, Activation activation, int out) : input(input), activation(activation), out(out) {}
     const char* name() const override { return "mlp_inputs"; }
-    const Linear* weights() const override { return &w; }
+    const Linear* weights() const override { return &input.w; }
     void run(const Context& context) override;
 };
 
 /// Norm of the wanted rows and projection to the vocabulary.
 template <class E>
 struct Logits : Operation {
-    NormRows<E> norm;
-    const Linear& w;
+    InputRows<E> input;
     float softcap;
     int out;
-    Logits(NormRows<E> norm, const Linear& w, float softcap, int out)
-        : norm(norm), w(w), softcap(softcap), out(out) {}
+    Logits(InputRows<E> input, float softcap, int out) : input(input), softcap(softcap), out(out) {}
     const char* name() const override { return "logits"; }
-    const Linear* weights() const override { return &w; }
+    const Linear* weights() const override { return &input.w; }
     void run(const Context& context) override;
 };
 
-/// Columns [vecs] of activation(gate) * up of a block of a gated product.
+inline V with_bias(const Linear& w, int vec, V x) { return w.bias ? x + vload(w.bias + vec * kLanes) : x; }
+
+/// Row `r` of activation(gate) * up of a block of a gated product.
 template <class E>
-void store_gated(const Linear& w, Activation kind, int vec, int vecs, const float* c, E* out) {
-    for (int v = 0; v < vecs; v += 2) {
-        V gate = vload(c + v * kLanes), up = vload(c + (v + 1) * kLanes);
-        if (w.bias) {
-            gate = gate + vload(w.bias + (vec + v) * kLanes);
-            up = up + vload(w.bias + (vec + v + 1) * kLanes);
-        }
-        vstore(out + (vec + v) / 2 * kLanes, activate(gate, kind) * up);
+void store_gated(const Linear& w, Activation kind, const Block& block, int r, E* out) {
+    for (int v = 0; v < block.vecs; v += 2) {
+        const V gate = with_bias(w, block.vec + v, vload(block.at(r, v)));
+        const V up = with_bias(w, block.vec + v + 1, vload(block.at(r, v + 1)));
+        vstore(out + (block.vec + v) / 2 * kLanes, activate(gate, kind) * up);
     }
 }
 
-inline V with_bias(const Linear& w, int vec, V x) { return w.bias ? x + vload(w.bias + vec * kLanes) : x; }
+/// The first panel that a thread of a team reads of w.
+inline Following first_panel(const Linear* w, int thread, int threads) {
+    if (w == nullptr) return {nullptr, 0};
+    const Range vecs = column_share(*w, thread, threads);
+    if (vecs.begin == vecs.end) return {nullptr, 0};
+    if (w->packed()) return {packed_panel(*w, vecs.begin), packed_panel_bytes(*w)};
+    auto of = [&](const auto& panel) { return Following{(const char*)panel.b, panel.bytes}; };
+    return w->type == Type::f32 ? of(Panel<float>(*w, vecs.begin)) : of(Panel<bf16>(*w, vecs.begin));
+}
+
+/// Rows of `x`, `stride` elements apart, times this thread's columns; quantized rows where w is packed.
+template <class E, class Take>
+void multiply_rows(const Context& context, const Linear& w, const void* x, size_t stride, int rows, Following after,
+                   Take&& take) {
+    const Range vecs = column_share(w, context.thread, context.team.size());
+    if (w.packed())
+        packed_matmul(w, static_cast<const char*>(x), stride * sizeof(float), rows, vecs, after, take);
+    else
+        matmul<E>(w, static_cast<const E*>(x), stride, rows, vecs, after, take);
+}
+
+template <class E>
+template <class Take>
+void InputRows<E>::multiply(const Context& context, int rows, Take&& take) const {
+    const int from = scratch < 0 ? in : scratch;
+    const void* x = w.packed() ? (const void*)context.row<float>(from, 0) : context.row<E>(from, 0);
+    multiply_rows<E>(context, w, x, context.stride(from), rows,
+                     first_panel(context.upcoming, context.thread, context.team.size()), take);
+}
+
+template <class E>
+template <class Take>
+void InputRows<E>::multiply_each(const Context& context, int rows, Take&& take) const {
+    multiply(context, rows, [&](const Block& block) {
+        for (int r = 0; r < block.rows; r++)
+            for (int v = 0; v < block.vecs; v++)
+                take(block.row + r, block.vec + v, with_bias(w, block.vec + v, vload(block.at(r, v))));
+    });
+}
 
 }  // namespace fd

@@ -24,6 +24,17 @@ void rms_norm(const float* x, const float* weight, int n, float eps, E* y) {
     for (; i < n; i++) put(y + i, x[i] * scale * weight[i]);
 }
 
+/// The same norm in pieces: `load(first, count, y)` writes `count` of its values from the first-th on to y.
+inline auto normed(const float* x, const float* weight, int n, float eps) {
+    const float scale = inverse_rms(x, n, eps);
+    return [=](int first, int count, float* y) {
+        int i = 0;
+        for (; i + kLanes <= count; i += kLanes)
+            vstore(y + i, vload(x + first + i) * vset(scale) * vload(weight + first + i));
+        for (; i < count; i++) y[i] = x[first + i] * scale * weight[first + i];
+    };
+}
+
 /// Rotate the first 2 * half elements of one head in place.
 inline void rotate(float* __restrict x, const float* __restrict cos, const float* __restrict sin, int half,
                    bool interleaved) {

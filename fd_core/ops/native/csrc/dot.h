@@ -1,0 +1,178 @@
+// Exact integer products of packed weights (bytes without a sign) and quantized activations (bytes with one).
+//
+// A vector of weights holds kLanes columns of 4 consecutive k each. `Dot` sums them over a group of at most 32 k, in the
+// best way that the instruction set has; every way gives the same integers.
+#pragma once
+
+#include "simd.h"
+
+namespace fd {
+
+constexpr int kDotK = 4;          // consecutive k in the 32 bits of a lane
+constexpr int kActivationK = 32;  // consecutive k of a row of activations that share a scale
+constexpr int kWeightVecs = 2;    // vectors of columns in a panel of packed weights
+
+// I: kLanes int32, or four times as many bytes --------------------------------------------------------------------------
+
+#if defined(__AVX512F__)
+
+using I = __m512i;
+inline I iload(const void* p) { return _mm512_loadu_si512(p); }
+inline I iset(int x) { return _mm512_set1_epi32(x); }
+inline I iand(I a, I b) { return _mm512_and_si512(a, b); }
+inline V to_float(I x) { return _mm512_cvtepi32_ps(x); }
+inline I high_nibbles(I x) { return iand(_mm512_srli_epi16(x, 4), iset(0x0f0f0f0f)); }
+
+#elif defined(__AVX2__) && defined(__FMA__)
+
+using I = __m256i;
+inline I iload(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline I iset(int x) { return _mm256_set1_epi32(x); }
+inline I iand(I a, I b) { return _mm256_and_si256(a, b); }
+inline V to_float(I x) { return _mm256_cvtepi32_ps(x); }
+inline I high_nibbles(I x) { return iand(_mm256_srli_epi16(x, 4), iset(0x0f0f0f0f)); }
+
+#else
+
+typedef int32_t I __attribute__((vector_size(4 * kLanes)));
+inline I iload(const void* p) {
+    I x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+inline I iset(int x) { return I{x, x, x, x, x, x, x, x}; }
+inline I iand(I a, I b) { return a & b; }
+inline V to_float(I x) { return __builtin_convertvector(x, V); }
+inline I high_nibbles(I x) { return (x >> 4) & iset(0x0f0f0f0f); }
+
+#endif
+
+inline I low_nibbles(I x) { return iand(x, iset(0x0f0f0f0f)); }
+/// 4 consecutive activations in every lane.
+inline I ibroadcast(const void* p) {
+    int x;
+    std::memcpy(&x, p, 4);
+    return iset(x);
+}
+
+// Dot<Bits>: sums of products for kLanes columns ------------------------------------------------------------------------
+// `begin(start)` and `total(start)` take the same number, which is part of the sum.
+
+#if (defined(__AVX512F__) && defined(__AVX512VNNI__)) || (!defined(__AVX512F__) && defined(__AVXVNNI__))
+
+template <int Bits>
+struct Dot {
+    using Weights = I;
+    static Weights prepare(I bytes) { return bytes; }
+    I sum;
+    void begin(int start) { sum = iset(start); }
+    void add(Weights w, I x) {
+#if defined(__AVX512F__)
+        // Not the intrinsic, around which gcc 12 copies and spills the sums.
+        asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
+#else
+        sum = _mm256_dpbusd_avx_epi32(sum, w, x);
+#endif
+    }
+    I total(int) const { return sum; }
+};
+/// Rows that a tile computes at once.
+template <int Bits>
+constexpr int kDotRows = kLanes == 16 ? 6 : 3;
+
+#elif defined(__AVX2__) && defined(__FMA__)
+
+// Pairs of products are added in 16 bits, which saturates beyond 32767: 8 steps of nibbles stay below. A byte is two
+// nibbles.
+#if defined(__AVX512F__)
+inline I multiply_pairs(I w, I x) { return _mm512_maddubs_epi16(w, x); }
+inline I add_pairs(I a, I b) { return _mm512_add_epi16(a, b); }
+inline I widen_pairs(I x) { return _mm512_madd_epi16(x, _mm512_set1_epi16(1)); }
+inline I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
+inline I times16(I x) { return _mm512_slli_epi32(x, 4); }
+#else
+inline I multiply_pairs(I w, I x) { return _mm256_maddubs_epi16(w, x); }
+inline I add_pairs(I a, I b) { return _mm256_add_epi16(a, b); }
+inline I widen_pairs(I x) { return _mm256_madd_epi16(x, _mm256_set1_epi16(1)); }
+inline I iadd(I a, I b) { return _mm256_add_epi32(a, b); }
+inline I times16(I x) { return _mm256_slli_epi32(x, 4); }
+#endif
+
+template <int Bits>
+struct Dot {
+    struct Weights {
+        I low, high;  // high of bytes only
+    };
+    static Weights prepare(I bytes) {
+        if constexpr (Bits == 4) return {bytes, bytes};
+        return {low_nibbles(bytes), high_nibbles(bytes)};
+    }
+    I low, high;
+    void begin(int) { low = high = iset(0); }
+    void add(const Weights& w, I x) {
+        low = add_pairs(low, multiply_pairs(w.low, x));
+        if constexpr (Bits == 8) high = add_pairs(high, multiply_pairs(w.high, x));
+    }
+    I total(int start) const {
+        const I sum = iadd(iset(start), widen_pairs(low));
+        if constexpr (Bits == 4) return sum;
+        return iadd(sum, times16(widen_pairs(high)));
+    }
+};
+template <int Bits>
+constexpr int kDotRows = kLanes == 16 ? 4 : 2;
+
+#else
+
+template <int Bits>
+struct Dot {
+    using Weights = I;
+    static Weights prepare(I bytes) { return bytes; }
+    I sum;
+    void begin(int start) { sum = iset(start); }
+    void add(Weights w, I x) {
+        // Byte j of every lane: the weights' without a sign, the activations' with one.
+        sum += (w & 0xff) * (x << 24 >> 24);
+        sum += (w >> 8 & 0xff) * (x << 16 >> 24);
+        sum += (w >> 16 & 0xff) * (x << 8 >> 24);
+        sum += (w >> 24 & 0xff) * (x >> 24);
+    }
+    I total(int) const { return sum; }
+};
+template <int Bits>
+constexpr int kDotRows = 2;
+
+#endif
+
+/// Name of the instructions that `Dot` uses.
+inline const char* dot_name() {
+#if defined(__AVX512F__) && defined(__AVX512VNNI__)
+    return "avx512_vnni";
+#elif defined(__AVX512F__)
+    return "avx512";
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__AVXVNNI__)
+    return "avx_vnni";
+#elif defined(__AVX2__) && defined(__FMA__)
+    return "avx2";
+#else
+    return "generic";
+#endif
+}
+
+/// Bytes of one step (kDotK consecutive k) of a panel.
+template <int Bits>
+constexpr int kStepBytes = kWeightVecs * int(sizeof(I)) * Bits / 8;
+
+/// The columns of one step of a panel. Of a byte of two nibbles the low one belongs to the first vector.
+template <int Bits>
+void load_columns(const uint8_t* b, typename Dot<Bits>::Weights (&w)[kWeightVecs]) {
+    if constexpr (Bits == 4) {
+        const I x = iload(b);
+        w[0] = Dot<Bits>::prepare(low_nibbles(x));
+        w[1] = Dot<Bits>::prepare(high_nibbles(x));
+    } else {
+        for (int v = 0; v < kWeightVecs; v++) w[v] = Dot<Bits>::prepare(iload(b + v * sizeof(I)));
+    }
+}
+
+}  // namespace fd

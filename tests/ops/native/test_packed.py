@@ -1,0 +1,165 @@
+"""Products with packed weights: equal to the same arithmetic in numpy, and near what the weights stand for."""
+
+import numpy as np
+import pytest
+import torch
+
+from fd_core.ops.contract import Ops
+from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.testing.arrays import packed_weight
+from fd_core.testing.layers import Geometry, LayerOn
+from fd_core.weights import WEIGHT_FORMATS, PackedTensor, RawTensor
+from tests.ops.native.test_program import model_on
+
+# Of each instruction set a library is built, which takes seconds.
+pytestmark = pytest.mark.slow
+
+SETS = [None, "avx512", "avx2", "generic"]
+
+
+def quantized(x):
+    """Return rows as the kernels quantize them, to int8 for each 32 consecutive values: values and scales."""
+    k = x.shape[1]
+    x = np.pad(x, ((0, 0), (0, -k % 32))).reshape(len(x), -1, 32)
+    largest = np.abs(x).max(2, keepdims=True)
+    by = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
+    return np.rint(x * by), largest / np.float32(127)
+
+
+def product(parts, x):
+    """Return rows times packed weights, exactly but for the quantization of the rows."""
+    values, scales = quantized(x)
+    rows = (values * scales.astype(np.float64)).reshape(len(x), -1)[:, : x.shape[1]]
+    return rows @ np.concatenate([part.to_float32() for part in parts]).T.astype(np.float64)
+
+
+def multiply(ops, parts, x, **options):
+    return ops.to_host(ops.linear(torch.from_numpy(x).to(ops.torch_dtype), ops.prepare_linear(parts, **options)))
+
+
+def rows_of(count, inputs):
+    x = np.random.default_rng(4).standard_normal((count, inputs)).astype(np.float32)
+    x[:, ::37] *= 9  # outliers
+    x[0, :32] = 0
+    return x
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("kind", sorted(WEIGHT_FORMATS))
+def test_every_format_equals_the_same_arithmetic_in_numpy(native, kind, isa):
+    parts, x = [packed_weight(kind, 75, 768)], rows_of(9, 768)
+    found, expected = multiply(native(isa=isa), parts, x), product(parts, x)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("isa", [None, "avx2", "generic"])
+@pytest.mark.parametrize("shape", [(1, 32), (16, 32), (33, 96), (70, 64), (5, 1024)])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0"])
+def test_any_shape(native, kind, shape, isa):
+    parts, x = [packed_weight(kind, *shape)], rows_of(13, shape[1])
+    found, expected = multiply(native(isa=isa), parts, x), product(parts, x)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("group", [16, 32, 96, 192, 48, 24])
+@pytest.mark.parametrize("kind", ["int8", "int4", "gptq"])
+def test_any_group(native, kind, group):
+    """Groups of 24 and 48 are expanded."""
+    parts, x = [packed_weight(kind, 40, 192, group)], rows_of(5, 192)
+    found = multiply(native(), parts, x)
+    expected = x @ parts[0].to_float32().T if group in (24, 48) else product(parts, x)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("inputs", [8, 40, 72, 100])
+def test_rows_that_share_one_scale_may_have_any_length(native, inputs):
+    parts, x = [packed_weight("int8", 40, inputs)], rows_of(5, inputs)
+    expected = product(parts, x)
+    np.testing.assert_allclose(multiply(native(), parts, x), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), ("Q4_0", "Q4_1"), ("int8", "Q8_0"), ("gptq", "Q4_1")])
+def test_parts_of_several_formats_keep_what_they_stand_for(native, kinds):
+    parts, x = [packed_weight(kind, out, 256) for kind, out in zip(kinds, (37, 23), strict=True)], rows_of(7, 256)
+    biases = [np.arange(out, dtype=np.float32) for out in (37, 23)]
+    expected = product(parts, x) + np.concatenate(biases)
+    found = multiply(native(), parts, x, biases=[RawTensor("F32", bias) for bias in biases])
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_a_packed_part_beside_one_that_is_not_is_expanded(native):
+    packed, x = packed_weight("Q4_0", 24, 64), rows_of(3, 64)
+    found = multiply(native(), [packed, RawTensor("F32", packed.to_float32())], x)
+    expected = x @ packed.to_float32().T
+    np.testing.assert_allclose(found, np.hstack([expected, expected]), rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("isa", [None, "avx512", "avx2", "generic"])
+@pytest.mark.parametrize("kinds", [("Q4_0", "Q4_0"), ("Q8_0", "Q8_0"), ("Q4_K", "Q6_K")])
+def test_gate_and_up(native, kinds, isa):
+    ops = native(isa=isa)
+    gate, up = (packed_weight(kind, 45, 256, scale=0.02) for kind in kinds)
+    x = rows_of(4, 256)
+    biases = [RawTensor("F32", np.linspace(-1, 1, 45, dtype=np.float32))] * 2
+    weight = ops.prepare_linear([gate, up], biases, gated=True)
+    found = ops.to_host(ops.gated_linear(torch.from_numpy(x), weight, "silu"))
+    g, u = (product([part], x) + biases[0].data for part in (gate, up))
+    expected = g / (1 + np.exp(-g)) * u
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("kind", sorted(WEIGHT_FORMATS))
+def test_every_format_stays_near_the_expanded_weights(native, kind):
+    """Quantizing the activations costs less than one part in 100 of a result, on average."""
+    parts, x = [packed_weight(kind, 75, 768)], np.random.default_rng(1).standard_normal((9, 768)).astype(np.float32)
+    exact = x @ parts[0].to_float32().T
+    error = multiply(native(), parts, x) - exact
+    assert np.sqrt((error**2).mean()) < 0.01 * exact.std()
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q6_K", "int8"])
+def test_a_row_has_the_same_bits_alone_and_in_every_batch(native, kind, isa):
+    ops, x = native(isa=isa, threads=2), rows_of(23, 512)
+    weight = ops.prepare_linear([packed_weight(kind, 100, 512)])
+    together = ops.to_host(ops.linear(torch.from_numpy(x), weight))
+    for count in (1, 2, 3, 5, 7, 12):
+        pieces = [ops.to_host(ops.linear(torch.from_numpy(x[i : i + count]), weight)) for i in range(0, 23, count)]
+        np.testing.assert_array_equal(np.concatenate(pieces), together)
+
+
+def test_what_is_not_finite_reaches_its_own_row_only(native):
+    parts, x = [packed_weight("Q4_1", 40, 128)], rows_of(4, 128)
+    right = multiply(native(), parts, x)
+    x[1, 70], x[3, 5] = np.nan, np.inf
+    found = multiply(native(), parts, x)
+    assert not np.isfinite(found[1]).any()
+    assert not np.isfinite(found[3]).any()
+    np.testing.assert_array_equal(found[[0, 2]], right[[0, 2]])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layer", [{}, {"experts": 5, "shared_expert": True}], ids=["dense", "experts"])
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
+def test_fused_operations_with_packed_weights(native, kind, layer, dtype):
+    """Norms before and behind, residuals, gates and experts go with packed weights as with others."""
+    geometry = Geometry(hidden=64, inner=96, packed=kind, post_norm=True, **layer)
+    found, expected = LayerOn(native(dtype, 2), geometry), LayerOn(NumpyOps(), geometry)
+    for ours, theirs in zip(found.run(found.ops), expected.run(Ops), strict=True):
+        error = np.abs(ours.reshape(theirs.shape) - theirs)
+        assert error.max() < 0.05 * np.abs(theirs).max()
+        assert error.mean() < 0.005 * np.abs(theirs).max()
+
+
+def test_a_recorded_forward_equals_its_operations(native):
+    layer = LayerOn(native(threads=2), Geometry(hidden=64, inner=96, packed="Q5_1"))
+    compiled, forward = layer.ops.compile(model_on(layer)), model_on(layer)
+    replayed, once = (layer.ops.to_host(run(layer.step, layer.cache)) for run in (compiled, forward))
+    # The softcap's tanh is torch's in one and the kernels' in the other.
+    np.testing.assert_allclose(replayed, once, rtol=0, atol=1e-5)
+
+
+def test_a_part_that_is_a_view_is_packed_as_it_reads(native):
+    whole, x = packed_weight("Q5_1", 80, 128), rows_of(3, 128)
+    every_other = PackedTensor("Q5_1", 5, whole.values[::2], whole.scales[::2], whole.minima[::2])
+    np.testing.assert_array_equal(multiply(native(), [every_other], x), multiply(native(), [whole], x)[:, ::2])
