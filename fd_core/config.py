@@ -44,6 +44,8 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     revision: str | None = None
     backend: str = "auto"
     dtype: Annotated[str, OneOf("auto", "float32", "bfloat16")] = "auto"
+    quantization: Annotated[str, OneOf("auto", "int8", "int4")] = "auto"
+    """What the weights of linear layers become when they are loaded; `auto` leaves them as they are stored."""
     max_model_len: Annotated[int, Range(2)] | None = None
     """Longest prompt plus output, tokens; the model's own limit if None."""
     max_num_seqs: Annotated[int, Range(1, 65536)] = 32

@@ -154,6 +154,6 @@ class Backend(abc.ABC):
             raise ValueError("this backend needs a checkpoint")
         checkpoint = open_checkpoint(path)
         try:
-            return load_model(checkpoint, ops, self.config.max_model_len, progress)
+            return load_model(checkpoint, ops, self.config.max_model_len, progress, self.config.quantization)
         finally:
             checkpoint.close()

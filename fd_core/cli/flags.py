@@ -117,6 +117,11 @@ ENGINE_FLAGS: Final = (
     Flag("backend", "Hardware backend that runs the model, or `auto` for the best one available.", "NAME"),
     Flag("dtype", "Number type in which the model computes.", "TYPE"),
     Flag(
+        "quantization",
+        "What the weights of linear layers become when they are loaded; `auto` leaves them as they are stored.",
+        "FORM",
+    ),
+    Flag(
         "max_model_len",
         "Longest request, prompt and output together, in tokens; by default the model's own limit.",
         "TOKENS",

@@ -25,6 +25,7 @@ from fd_core.errors import ConfigError, ModelError, PluginError
 from fd_core.kv.port import CompletionQueue, JoinedEffectPort, LockedKVCache
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.loading.pooling import VectorSettings, read_vector_settings
+from fd_core.models.quantization import require_formats
 from fd_core.plugins import (
     CONNECTOR,
     DRAFTER,
@@ -95,6 +96,7 @@ class _EngineBuilder:
         self._plugins.load(CONNECTOR, config.kv_connector)  # a name that no plugin offers is refused whatever the role
         self._backend: Backend = self._choice.cls(config)
         self._ops = self._backend.make_ops()
+        require_formats(config.quantization, self._ops, self._choice.name)
         postprocess = config.postprocess or self._ops.framework
         self._postprocess = self._plugins.load(POSTPROCESS, postprocess)
         require_fit(self._postprocess, postprocess, self._ops.framework, self._choice.name)
@@ -268,7 +270,7 @@ class _EngineBuilder:
             dtype=self._ops.dtype,
             dtype_reason=self._backend.dtype_reason if config.dtype == "auto" else "asked for",
             weights=self._model.weights,
-            weight_formats=() if self._ops.expands_weights else tuple(sorted(self._ops.weight_formats)),
+            weight_formats=tuple(sorted(self._ops.weight_formats)),
             vocab_size=limits.vocab_size,
             state_size=model.state_size,
             vectors=self._vectors,

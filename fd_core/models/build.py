@@ -13,6 +13,7 @@ import numpy.typing as npt
 from fd_core.errors import ModelError
 from fd_core.models.decoder import Attention, Decoder, Layer, Mlp, Moe
 from fd_core.models.loading.checkpoint import Checkpoint
+from fd_core.models.quantization import head_format, quantized
 from fd_core.models.rope import RopeSpec, rope_tables
 from fd_core.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec, MoeSpec, VectorSpec
 from fd_core.ops.contract import Array, Experts, Heads, Norm, Ops, Rope
@@ -57,10 +58,15 @@ def _mismatch(checkpoint: Checkpoint, spec: DecoderSpec, what: str, names: Seque
 
 
 def build_decoder(
-    spec: DecoderSpec, checkpoint: Checkpoint, ops: Ops, max_positions: int, progress: ProgressSink | None
+    spec: DecoderSpec,
+    checkpoint: Checkpoint,
+    ops: Ops,
+    max_positions: int,
+    progress: ProgressSink | None,
+    quantization: str = "auto",
 ) -> tuple[Decoder, tuple[WeightUse, ...]]:
     """Read and prepare every weight of a spec that `check_tensors` accepted, and tell how they are computed."""
-    reader = _Reader(spec, checkpoint, ops, max_positions, progress)
+    reader = _Reader(spec, checkpoint, ops, max_positions, progress, quantization)
     embedding = reader.read(spec.embedding.name)
     reader.count(spec.embedding.name, embedding, table=True)
     table = ops.prepare_embedding(embedding)
@@ -76,13 +82,20 @@ class _Reader:
     """Reads one tensor at a time, so that no more than a layer's weights exist twice."""
 
     def __init__(
-        self, spec: DecoderSpec, checkpoint: Checkpoint, ops: Ops, max_positions: int, progress: ProgressSink | None
+        self,
+        spec: DecoderSpec,
+        checkpoint: Checkpoint,
+        ops: Ops,
+        max_positions: int,
+        progress: ProgressSink | None,
+        quantization: str,
     ) -> None:
         self._spec = spec
         self._checkpoint = checkpoint
         self._ops = ops
         self._max_positions = max_positions
         self._progress = progress
+        self._quantization = quantization
         self._done = 0
         self._total = sum(math.prod(shape) for _, shape in spec.tensors())
         self._ropes: dict[RopeSpec, Rope] = {}
@@ -96,11 +109,17 @@ class _Reader:
         return tensor
 
     def read_weight(self, name: str) -> Weight:
-        """Read the weight of a linear layer in the form that the pack computes, and report progress."""
-        weight = self._checkpoint.read_weight(name, self._ops.weight_formats)
+        """Read the weight of a linear layer in the form in which it is computed, and report progress."""
+        weight = self._computed(name, self._quantization)
         self.count(name, weight)
         self._report(weight)
         return weight
+
+    def _computed(self, name: str, form: str) -> Weight:
+        """Return a weight in a format, or with `auto` as it is stored if the pack computes that."""
+        if form == "auto":
+            return self._checkpoint.read_weight(name, self._ops.weight_formats)
+        return quantized(self._checkpoint, name, form)
 
     def _report(self, weight: Weight) -> None:
         self._done += math.prod(weight.shape)
@@ -112,8 +131,8 @@ class _Reader:
         """Note in which form a weight is stored and computed."""
         elements = math.prod(weight.shape)
         form, nbytes = self._ops.dtype, elements * ITEM_BYTES[self._ops.dtype]
-        if isinstance(weight, PackedTensor) and not self._ops.expands_weights:
-            form, nbytes = weight.format, weight.nbytes
+        if isinstance(weight, PackedTensor):
+            form, nbytes = weight.format, nbytes if self._ops.expands_weights else weight.nbytes
         use = (self._checkpoint.stored_format(name), form, table)
         self._parameters[use] += elements
         self._nbytes[use] += nbytes
@@ -127,11 +146,15 @@ class _Reader:
         head, bias = self._spec.head, self._spec.head_bias
         if head is None and bias is None:
             # A pack may look rows up in one form and multiply by another.
-            weight = self._checkpoint.read_weight(self._spec.embedding.name, self._ops.weight_formats)
+            weight = self._computed(self._spec.embedding.name, head_format(self._quantization))
             if isinstance(weight, PackedTensor):
                 self.count(self._spec.embedding.name, weight)
             return self._ops.tied_head(table, weight)
-        weight = embedding if head is None else self.read_weight(head.name)
+        head_name = self._spec.embedding.name if head is None else head.name
+        weight = self._computed(head_name, head_format(self._quantization))
+        self.count(head_name, weight)
+        if head is not None:
+            self._report(weight)
         return self._ops.prepare_linear([weight], None if bias is None else [self.read(bias.name)])
 
     def layer(self, attention: AttentionSpec, feed_forward: MlpSpec | MoeSpec) -> Layer:

@@ -44,9 +44,15 @@ _ROPE_BYTES: Final = 1 << 30
 
 
 def load_model(
-    checkpoint: Checkpoint, ops: Ops, max_positions: int | None = None, progress: ProgressSink | None = None
+    checkpoint: Checkpoint,
+    ops: Ops,
+    max_positions: int | None = None,
+    progress: ProgressSink | None = None,
+    quantization: str = "auto",
 ) -> DecoderModel:
     """Load a checkpoint for sequences of up to `max_positions` tokens, the model's own limit if None.
+
+    `quantization` is a format that `ops` computes, or `auto` to leave weights as they are stored.
 
     Raises `ModelError` if the architecture is not known, the config does not make sense or the tensors are not those
     that it asks for, all before a weight is read; `ConfigError` if `max_positions` exceeds the model's limit.
@@ -66,7 +72,7 @@ def load_model(
         *checkpoint.eos_token_ids,
         *ModelConfig(checkpoint.config, origin=str(checkpoint.path)).indices("eos_token_id"),
     )
-    decoder, weights = build_decoder(spec, checkpoint, ops, max_positions, progress)
+    decoder, weights = build_decoder(spec, checkpoint, ops, max_positions, progress, quantization)
     return DecoderModel(
         ops,
         decoder,

@@ -251,7 +251,7 @@ class Ops(abc.ABC):
     weight_formats: Collection[str] = frozenset()
     """Formats of packed weights that `prepare_linear` takes; the reader expands the others."""
     expands_weights: bool = False
-    """Whether it computes with what packed weights stand for, in `dtype`, and keeps that."""
+    """Whether packed weights take as much memory as others: it keeps what they stand for, in `dtype`."""
 
     def configure(self, limits: Limits) -> None:  # noqa: B027 - most packs have nothing to do here
         """Receive the engine's final limits; called before the first KV cache is allocated."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from fd_core.ops.contract import Activation, Experts, Heads, KVCache, KVShape, Norm, Ops, Rope, StepInput
 from fd_core.ops.numpy_sampling import NumpySampling
 from fd_core.types import IntArray
-from fd_core.weights import WEIGHT_FORMATS, RawTensor, Weight
+from fd_core.weights import WEIGHT_FORMATS, PackedTensor, RawTensor, Weight
 
 __all__ = ["NumpyKVCache", "NumpyLinear", "NumpyOps"]
 
@@ -88,8 +88,8 @@ class NumpyOps(NumpySampling, Ops):
         return NumpyLinear(weight, bias)
 
     def tied_head(self, embedding: Floats, weight: Weight) -> NumpyLinear:
-        """Share the embedding."""
-        return NumpyLinear(embedding, None)
+        """Share the embedding unless the projection was quantized by itself."""
+        return self.prepare_linear([weight]) if isinstance(weight, PackedTensor) else NumpyLinear(embedding, None)
 
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> NumpyKVCache:
         """Allocate zeros."""

@@ -13,11 +13,13 @@ import pytest
 
 from fd_core.config import EngineConfig
 from fd_core.engine import kv_offload
+from fd_core.engine.builder import _EngineBuilder
 from fd_core.engine.core import Engine
 from fd_core.kv.port import JoinedEffectPort
 from fd_core.kv.stores.contract import StoreError, Trouble
 from fd_core.kv.stores.memory import MemoryStore
 from fd_core.plugins import installed_plugins
+from fd_core.testing.checkpoints import LONG_CASE, write_checkpoint
 from tests.engine.helpers import golden, null_engine, run
 from tests.engine.stepping import greedy
 
@@ -128,6 +130,19 @@ def test_whatever_decides_the_kv_of_a_block_decides_its_name(secret: str, monkey
     names = [name("a", "f32"), name("b", "f32"), name("a", "bf16"), name("a", "f32", 32), name("a", "f32", 16, "salt")]
     assert len(set(names)) == 5
     assert name("a", "f32") == names[0]
+
+
+@pytest.mark.law("5.3")
+def test_kv_of_weights_in_another_form_has_another_name(tmp_path: Path) -> None:
+    """Also on a backend that computes in the same dtype whatever the form of the weights."""
+    model = write_checkpoint(LONG_CASE, tmp_path)
+
+    def name(quantization: str) -> str:
+        config = EngineConfig(model=str(model), backend="reference", quantization=quantization)
+        return _EngineBuilder(config, model, 1, lambda *_: None)._identity
+
+    names = {quantization: name(quantization) for quantization in ("auto", "int8", "int4")}
+    assert len(set(names.values())) == 3
 
 
 def test_what_a_prefilled_token_costs_is_known_before_the_first_request() -> None:

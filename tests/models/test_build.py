@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 from gguf.constants import GGMLQuantizationType
 
+from fd_core.errors import ModelError
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import load_model
 from fd_core.ops.numpy_ops import NumpyOps
@@ -51,7 +53,8 @@ def test_each_weight_is_expanded_only_where_the_pack_needs_it(mixed: Path) -> No
     ops = PartlyPacked()
     with open_checkpoint(mixed) as checkpoint:
         model = load_model(checkpoint, ops, 64)
-    assert ops.given == [["F32", "F32", "Q8_0"], ["F32"], ["F32", "F32"], ["Q8_0"]]
+    head, *layer = ops.given
+    assert (head, layer) == (["Q8_0"], [["F32", "F32", "Q8_0"], ["F32"], ["F32", "F32"], ["Q8_0"]])
     # Of 32 values, Q8_0 keeps 32 bytes and a scale of 4 bytes.
     assert set(model.weights) == {
         WeightUse("F32", "float32", False, 1024 + 2 * 2048, 4 * (1024 + 2 * 2048)),
@@ -61,8 +64,41 @@ def test_each_weight_is_expanded_only_where_the_pack_needs_it(mixed: Path) -> No
     }
 
 
-def test_a_pack_that_expands_says_so(mixed: Path) -> None:
+def test_memory_is_that_of_expanded_weights_where_a_pack_keeps_them_so(mixed: Path) -> None:
     with open_checkpoint(mixed) as checkpoint:
         uses = load_model(checkpoint, NumpyOps(), 64).weights
-    assert {use.computed for use in uses} == {"float32"}
-    assert {use.stored for use in uses} == {"F32", "Q4_0", "Q8_0"}
+    assert {use.computed for use in uses} == {"float32", "Q4_0", "Q8_0"}
+    assert all(use.nbytes == 4 * use.parameters for use in uses)
+
+
+class Quantizing(PartlyPacked):
+    weight_formats = frozenset({"int8", "int4"})
+
+
+@pytest.mark.parametrize(("asked", "linears"), [("int8", "int8"), ("int4", "int4")])
+def test_linears_are_quantized_when_they_are_loaded(mixed: Path, asked: str, linears: str) -> None:
+    """Also those that are stored in another format; the embedding stays, and the output projection keeps 8 bits."""
+    ops, seen = Quantizing(), []
+    with open_checkpoint(mixed) as checkpoint:
+        model = load_model(checkpoint, ops, 64, lambda done, total: seen.append((done, total)), asked)
+        assert seen[-1] == (checkpoint.total_bytes, checkpoint.total_bytes)
+    head, *layer = ops.given
+    assert (head, layer) == (["int8"], [[linears] * 3, [linears], [linears] * 2, [linears]])
+    assert {(use.computed, use.table) for use in model.weights} == {
+        (linears, False),
+        ("int8", False),
+        ("float32", True),
+    }
+    heads = [(use.stored, use.parameters) for use in model.weights if use.computed == "int8"]
+    assert asked == "int8" or heads == [("Q8_0", 1536)]
+
+
+def test_a_weight_that_cannot_be_quantized_is_named(tmp_path: Path) -> None:
+    tensors = llama_tensors()
+    tensors["blk.0.ffn_up.weight"][3, 4] = np.nan
+    path, says = (
+        write_gguf(tmp_path / "nan.gguf", tensors=tensors),
+        r"nan\.gguf: .*'model\.layers\.0\.mlp\.up_proj\.weight'",
+    )
+    with open_checkpoint(path) as checkpoint, pytest.raises(ModelError, match=rf"{says}.*finite"):
+        load_model(checkpoint, Quantizing(), 64, quantization="int8")

@@ -1,0 +1,120 @@
+"""Quantizing weights when a model is loaded or written: round to nearest, symmetric, no data needed."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.errors import ConfigError, ModelError
+from fd_core.models.loading.checkpoint import Checkpoint
+from fd_core.ops.contract import Ops
+from fd_core.weights import PackedTensor, RawTensor
+
+__all__ = ["INT4_GROUP", "head_format", "quantize", "quantized", "require_formats"]
+
+INT4_GROUP: Final = 32
+_DIVISORS: Final = (8.0, 7.6, 8.4, 8.8)
+"""What the largest value of a group becomes, tried in turn; beyond 8 it is cut off for the sake of the others."""
+_CHUNK: Final = 1 << 16
+"""Elements at a time, which stay in the cache."""
+
+_Floats = npt.NDArray[np.float32]
+
+
+def head_format(quantization: str) -> str:
+    """Return what becomes of the output projection with a setting: `auto`, `int8` or `int4`.
+
+    It takes 8 bits even beside 4: a few per cent of the bytes, on which every token depends.
+    """
+    return "auto" if quantization == "auto" else "int8"
+
+
+def require_formats(quantization: str, ops: Ops, backend: str) -> None:
+    """Raise `ConfigError` if a pack does not compute what a setting makes of weights."""
+    needed = {quantization, head_format(quantization)} - {"auto", *ops.weight_formats}
+    if needed:
+        packed = ", ".join(sorted(ops.weight_formats)) or "no packed weights"
+        raise ConfigError(
+            f"the {backend} backend does not compute {' and '.join(sorted(needed))} weights; it computes {packed}",
+            field="--quantization",
+            hint="leave it out, or choose another backend",
+        )
+
+
+def quantized(checkpoint: Checkpoint, name: str, form: str) -> PackedTensor:
+    """Read a weight and quantize it, whatever it is stored as; `ModelError` if that cannot be done."""
+    try:
+        return quantize(checkpoint.read(name), form)
+    except ValueError as error:
+        raise ModelError(
+            f"{checkpoint.path}: tensor {name!r} cannot become {form}: {error}", field="--quantization"
+        ) from error
+
+
+def quantize(weight: RawTensor, form: str) -> PackedTensor:
+    """Quantize a weight [out, in]: `int8` with one scale for each row, `int4` with one for each 32 values of a row.
+
+    Raises `ValueError` for values that are not finite numbers and for rows that are not whole groups.
+    """
+    out, width = weight.shape
+    group = width if form == "int8" else INT4_GROUP
+    if width % group:
+        raise ValueError(f"rows of {width} values are not whole groups of {group}")
+    values = np.empty((out, width), np.int8)
+    scales = np.empty((out, width // group), np.float32)
+    rows = max(1, _CHUNK // width)
+
+    def fill(begin: int) -> None:
+        part = slice(begin, begin + rows)
+        floats = RawTensor(weight.dtype, weight.data[part]).to_float32().reshape(-1, width // group, group)
+        if not np.isfinite(floats).all():
+            raise ValueError("it has values that are not finite numbers")
+        rounded, scales[part] = _int8(floats) if form == "int8" else _int4(floats)
+        values[part] = rounded.reshape(-1, width)
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # numpy computes without holding others up
+        for _ in pool.map(fill, range(0, out, rows)):
+            pass
+    return PackedTensor(form, 8 if form == "int8" else 4, values, scales)
+
+
+def _int8(groups: _Floats) -> tuple[_Floats, _Floats]:
+    scales = np.abs(groups).max(axis=-1) / np.float32(127)
+    return _rounded(groups, scales, 127), scales
+
+
+def _int4(groups: _Floats) -> tuple[_Floats, _Floats]:
+    """Return values and scales, which are bfloat16: for each group the one of a few scales with the least error.
+
+    A scale has the sign that makes the largest value -8 or so, because there is no 8.
+    """
+    low, high = groups.min(axis=-1), groups.max(axis=-1)
+    largest = np.where(-low > high, low, high)
+    least, scales = np.full(largest.shape, np.inf, np.float32), np.zeros_like(largest)
+    for divisor in _DIVISORS:
+        tried = _as_bfloat16(largest * np.float32(-1 / divisor))
+        error = _rounded(groups, tried, 7)
+        error *= tried[..., np.newaxis]
+        error -= groups
+        squared = np.einsum("...i,...i", error, error)
+        scales = np.where(squared < least, tried, scales)
+        least = np.minimum(squared, least)
+    return _rounded(groups, scales, 7), scales
+
+
+def _rounded(groups: _Floats, scales: _Floats, most: int) -> _Floats:
+    """Return whole numbers from -most - 1 to most; 0 where the inverse of the scale is no number."""
+    usable = np.abs(scales) > np.finfo(np.float32).tiny
+    inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=usable)
+    values = groups * inverse[..., np.newaxis]
+    return np.clip(np.rint(values, out=values), -most - 1, most, out=values)
+
+
+def _as_bfloat16(values: _Floats) -> _Floats:
+    """Return finite values rounded to the nearest bfloat16, ties to even."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize
+from gguf.quants import quantize as ggml_quantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fd_core.errors import ConfigError
+from fd_core.models.quantization import quantize, require_formats
+from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.weights import RawTensor
+
+
+def error(found: np.ndarray, weight: np.ndarray) -> float:
+    return float(np.square(found - weight).mean() / np.square(weight).mean())
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32), exponent=st.integers(-30, 30), form=st.sampled_from(["int8", "int4"]))
+def test_no_value_moves_by_more_than_a_step(seed: int, exponent: int, form: str) -> None:
+    rng = np.random.default_rng(seed)
+    weight = np.ldexp(rng.standard_t(3, (7, 96)), exponent).astype(np.float32)
+    weight[2] = 0
+    packed = quantize(RawTensor("F32", weight), form)
+    assert packed.format == form and packed.group == (96 if form == "int8" else 32)
+    low, high = packed.values.min(), packed.values.max()
+    assert -(1 << packed.bits - 1) <= low and high < 1 << packed.bits - 1
+    steps = np.repeat(np.abs(packed.scales), packed.group, axis=1)
+    assert (np.abs(packed.to_float32() - weight) <= 1.001 * steps).all()
+    assert not packed.to_float32()[2].any()
+
+
+def test_four_bits_lose_no_more_than_ggmls_of_the_same_size() -> None:
+    weight = np.random.default_rng(0).standard_t(5, (64, 512)).astype(np.float32)
+    kind = GGMLQuantizationType.Q4_0
+    found = quantize(RawTensor("F32", weight), "int4").to_float32()
+    assert error(found, weight) < 0.97 * error(dequantize(ggml_quantize(weight, kind), kind), weight)
+
+
+def test_scales_of_four_bits_are_bfloat16_and_so_survive_a_file() -> None:
+    weight = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
+    assert not (quantize(RawTensor("F32", weight), "int4").scales.view(np.uint32) & 0xFFFF).any()
+
+
+@pytest.mark.parametrize(
+    ("weight", "says"), [(np.full((2, 32), np.inf, "f4"), "finite"), (np.ones((2, 40)), "groups of 32")]
+)
+def test_what_cannot_be_quantized_says_why(weight: np.ndarray, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        quantize(RawTensor("F32", weight), "int4")
+
+
+def test_a_backend_that_does_not_compute_the_format_is_named() -> None:
+    ops = NumpyOps()
+    require_formats("int4", ops, "chip")
+    ops.weight_formats = frozenset({"int4"})
+    require_formats("auto", ops, "chip")
+    with pytest.raises(ConfigError, match="the chip backend does not compute int8 weights; it computes int4"):
+        require_formats("int4", ops, "chip")
