@@ -18,6 +18,10 @@ __all__ = ["EngineConfig", "Limits", "ListenConfig", "ServerConfig", "Speculativ
 _MAX_DRAFTS: Final = 16
 """More drafts than this never pay."""
 _DAY: Final = 86400
+_OTHER_KV_DTYPES: Final = {
+    **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "float8_e4m3fn"), "int8, which takes as much memory"),
+    **dict.fromkeys(("float32", "float16", "bfloat16"), "auto, which keeps KV in the type that --dtype chooses"),
+}
 LOG_LEVELS: Final = OneOf("debug", "info", "warning", "error", "critical")
 
 
@@ -46,6 +50,8 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     dtype: Annotated[str, OneOf("auto", "float32", "bfloat16")] = "auto"
     quantization: Annotated[str, OneOf("auto", "int8", "int4")] = "auto"
     """What the weights of linear layers become when they are loaded; `auto` leaves them as they are stored."""
+    kv_cache_dtype: Annotated[str, OneOf("auto", "int8", instead=_OTHER_KV_DTYPES)] = "auto"
+    """`auto` keeps keys and values in the dtype of activations, `int8` in 8 bits with scales."""
     max_model_len: Annotated[int, Range(2)] | None = None
     """Longest prompt plus output, tokens; the model's own limit if None."""
     max_num_seqs: Annotated[int, Range(1, 65536)] = 32

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Annotated, Any, Final, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -58,13 +58,16 @@ class Range:
 
 
 class OneOf:
-    """One of some words."""
+    """One of some words; `instead` says what to use in place of words that people may know from elsewhere."""
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, *words: str, instead: Mapping[str, str] = MappingProxyType({})) -> None:
         self.words = words
+        self._instead = instead
 
     def check(self, value: str) -> None:
         """Raise `ValueError` unless `value` is one of the words."""
+        if value in self._instead:
+            raise ValueError(f"{value!r} is not served here; use {self._instead[value]}")
         if value not in self.words:
             raise ValueError(f"{value!r} is not one of {', '.join(self.words)}")
 

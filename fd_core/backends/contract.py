@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar, Protocol
@@ -19,7 +19,7 @@ from fd_core.errors import ConfigError
 from fd_core.ops.contract import Array, KVCache, KVShape, Ops, StepInput
 from fd_core.weights import WeightUse
 
-__all__ = ["Availability", "Backend", "LoadProgress", "Model"]
+__all__ = ["Availability", "Backend", "LoadProgress", "Model", "cache_shape"]
 
 LoadProgress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -87,6 +87,11 @@ class Model(Protocol):
         """Project states of some tokens, [R, H], to float32 logits [R, V]."""
 
 
+def cache_shape(model: Model, config: EngineConfig) -> KVShape:
+    """Return the size of the model's KV cache in the dtype that the settings ask for."""
+    return replace(model.kv_shape(config.block_size), dtype=config.kv_cache_dtype)
+
+
 class Backend(abc.ABC):
     """A device and a framework pack. Constructed once in the engine's process."""
 
@@ -144,6 +149,16 @@ class Backend(abc.ABC):
                 hint=self.limits.get(wanted),
             )
         return None if wanted == "auto" else wanted
+
+    def require_kv_dtype(self, ops: Ops) -> None:
+        """Raise `ConfigError` where `--kv-cache-dtype` names a type that the backend's pack does not compute with."""
+        wanted = self.config.kv_cache_dtype
+        if wanted != "auto" and wanted not in ops.kv_dtypes:
+            raise ConfigError(
+                f"the {self.name} backend keeps KV in {ops.dtype}, not in {wanted}",
+                field="--kv-cache-dtype",
+                hint="leave it out, or use another --backend, such as cpu",
+            )
 
     def load_model(self, path: Path | None, ops: Ops, progress: LoadProgress) -> Model:
         """Load the checkpoint at `path`; the default serves every architecture that the core knows."""

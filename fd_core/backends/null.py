@@ -135,6 +135,8 @@ class NullBackend(Backend):
         class NullOps(NumpyOps):
             """The numpy pack with the null cache."""
 
+            kv_dtypes = ()
+
             def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:  # type: ignore[override]  # any KVCache
                 return NullCache(shape, num_blocks)
 

@@ -122,6 +122,12 @@ ENGINE_FLAGS: Final = (
         "FORM",
     ),
     Flag(
+        "kv_cache_dtype",
+        "Number type in which keys and values are kept: auto for that of the model, or int8 for half of bfloat16's "
+        "memory.",
+        "TYPE",
+    ),
+    Flag(
         "max_model_len",
         "Longest request, prompt and output together, in tokens; by default the model's own limit.",
         "TOKENS",

@@ -41,7 +41,7 @@ def summary(
         (
             "KV cache",
             f"{info.num_kv_blocks:,} blocks of {info.block_size} tokens hold {tokens:,} tokens "
-            f"({info.kv_cache_bytes / 1e6:,.0f} MB)",
+            f"({info.kv_cache_bytes / 1e6:,.0f} MB of {info.kv_dtype})",
         ),
         ("KV on the host", format_size(info.host_kv_bytes) if info.host_kv_bytes else "none"),
         ("KV store", _store(info)),

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from fd_core.backends.contract import Backend, Model
+from fd_core.backends.contract import Backend, Model, cache_shape
 from fd_core.config import EngineConfig, Limits, resolve_limits
 from fd_core.disagg.prefill.sender import Sender
 from fd_core.engine.client import StartProgress
@@ -97,6 +97,7 @@ class _EngineBuilder:
         self._backend: Backend = self._choice.cls(config)
         self._ops = self._backend.make_ops()
         require_formats(config.quantization, self._ops, self._choice.name)
+        self._backend.require_kv_dtype(self._ops)
         postprocess = config.postprocess or self._ops.framework
         self._postprocess = self._plugins.load(POSTPROCESS, postprocess)
         require_fit(self._postprocess, postprocess, self._ops.framework, self._choice.name)
@@ -145,7 +146,15 @@ class _EngineBuilder:
 
     @cached_property
     def _runner(self) -> Runner:
-        return Runner(self._ops, self._model, self._limits, self._postprocess, self._drafter, self._compiler)
+        return Runner(
+            self._ops,
+            self._model,
+            self._limits,
+            self._postprocess,
+            self._drafter,
+            self._compiler,
+            self._config.kv_cache_dtype,
+        )
 
     @cached_property
     def _compiler(self) -> GrammarCompiler | None:
@@ -160,15 +169,15 @@ class _EngineBuilder:
     def _bytes_per_block(self) -> int:
         """Bytes of a block with its drafter's share."""
         item_bytes = ITEM_BYTES[self._ops.dtype]
-        size = self._model.kv_shape(self._config.block_size).bytes_per_block(item_bytes)
+        size = cache_shape(self._model, self._config).bytes_per_block(item_bytes)
         if self._drafter is not None and self._drafter.kv_shape is not None:
             size += self._drafter.kv_shape.bytes_per_block(item_bytes)
         return size
 
     @cached_property
     def _identity(self) -> str:
-        shape = self._model.kv_shape(self._config.block_size)
         forms = "+".join(sorted({use.computed for use in self._model.weights}))
+        shape = cache_shape(self._model, self._config)
         return kv_identity(self._path, f"{self._ops.name}/{self._ops.dtype}/{forms}/{shape}")
 
     @cached_property
@@ -271,6 +280,7 @@ class _EngineBuilder:
             dtype_reason=self._backend.dtype_reason if config.dtype == "auto" else "asked for",
             weights=self._model.weights,
             weight_formats=tuple(sorted(self._ops.weight_formats)),
+            kv_dtype=self._ops.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
             vocab_size=limits.vocab_size,
             state_size=model.state_size,
             vectors=self._vectors,

@@ -76,7 +76,8 @@ def open_kv_transfer(
 ) -> Receiver | Sender | None:
     """Open the side of transfers that the role in `config` asks for; None for `mixed`, which has none.
 
-    `identity` is that of the KV, see `kv_offload.kv_identity`. Raises `ConfigError` or `PluginError`.
+    `dtype` is the pack's, `identity` that of the KV, see `kv_offload.kv_identity`. Raises `ConfigError` or
+    `PluginError`.
     """
     if config.role == "mixed":
         return None
@@ -84,7 +85,7 @@ def open_kv_transfer(
     block = BlockFormat.of(shape, dtype)
     compatibility = KVCompatibility(
         model=hashlib.sha256(identity.encode()).hexdigest(),
-        dtype=dtype,
+        dtype="int8" if shape.quantized else dtype,
         block_size=shape.block_size,
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,

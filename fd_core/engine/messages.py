@@ -53,6 +53,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """In which forms weights are stored and computed, the most parameters first."""
     weight_formats: tuple[str, ...] = ()
     """Packed formats that the backend computes."""
+    kv_dtype: str
+    """Number type of keys and values in the cache."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_model_len: int

@@ -27,9 +27,9 @@ class BlockFormat:
 
     @classmethod
     def of(cls, shape: KVShape, dtype: str) -> BlockFormat:
-        """Return the format of blocks of a cache whose dtype is `float32` or `bfloat16`."""
-        sizes = (shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        return cls(_HOST_DTYPES[dtype], sizes)
+        """Return the format of blocks in canonical order of a pack whose dtype is `float32` or `bfloat16`."""
+        sizes = (shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.stored_head)
+        return cls(np.int8 if shape.quantized else _HOST_DTYPES[dtype], sizes)
 
     def view(self, payload: memoryview) -> npt.NDArray[Any]:
         """Return the block in an opened payload, read-only; it shares the payload's memory where that is aligned."""

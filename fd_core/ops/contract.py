@@ -14,7 +14,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from fd_core.types import IntArray
 from fd_core.weights import RawTensor, Weight
 
 __all__ = [
+    "SCALE_BYTES",
     "Activation",
     "Array",
     "Experts",
@@ -43,6 +44,8 @@ __all__ = [
 Array = Any
 """An array of the pack's framework."""
 Activation = Literal["silu", "gelu_tanh", "gelu"]
+SCALE_BYTES: Final = 4
+"""Bytes of the float32 scale behind the elements of a quantized key or value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +57,23 @@ class KVShape:
     head_dim: int
     block_size: int
     """Tokens in a KV block."""
+    dtype: str = "auto"
+    """`auto` for the pack's own dtype; `int8` for 8 bits, with a scale for each token, KV head, and key or value."""
+
+    @property
+    def quantized(self) -> bool:
+        """Whether keys and values have scales; see `Ops.write_kv`."""
+        return self.dtype == "int8"
+
+    @property
+    def stored_head(self) -> int:
+        """Elements that a key or a value takes in canonical order, its scale included."""
+        return self.head_dim + SCALE_BYTES if self.quantized else self.head_dim
 
     def bytes_per_block(self, itemsize: int) -> int:
-        """Bytes that one block takes over all layers, keys and values."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.block_size * itemsize
+        """Bytes that one block takes over all layers, keys and values; `itemsize` is that of the pack's dtype."""
+        head_bytes = self.stored_head * (1 if self.quantized else itemsize)
+        return 2 * self.num_layers * self.num_kv_heads * self.block_size * head_bytes
 
 
 class KVCache(abc.ABC):
@@ -82,7 +98,8 @@ class KVCache(abc.ABC):
         """Copy blocks to the host in canonical order [len(blocks), layers, 2, block_size, nkv, d].
 
         float32, or uint16 holding bfloat16 bits. Index 0 of axis 2 holds keys after rope, 1 values. The array is the
-        caller's: it shares no memory with the cache.
+        caller's: it shares no memory with the cache. Of a quantized cache it is int8 [..., nkv, d + 4]: the last four
+        bytes of each key and value are its scale's, a little-endian float32.
         """
 
     @abc.abstractmethod
@@ -247,7 +264,10 @@ class Ops(abc.ABC):
     """Whose arrays it takes and returns: `numpy`, `torch`, `paddle` or another; the postprocessor of that name is the
     default."""
     dtype: str
-    """`float32` or `bfloat16`: activations, KV, and weights that are not packed."""
+    """`float32` or `bfloat16`: activations, weights that are not packed, and KV unless its shape says otherwise."""
+    kv_dtypes: Collection[str] = frozenset()
+    """Other dtypes of `KVShape` that `allocate_kv` takes, and that writing and attention compute with: `int8` or none.
+    A pack that replaces one of these three operations of its parent has to say anew what holds."""
     weight_formats: Collection[str] = frozenset()
     """Formats of packed weights that `prepare_linear` takes; the reader expands the others."""
     expands_weights: bool = False
@@ -339,7 +359,12 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def write_kv(self, layer: Any, k: Array, v: Array, kv_slots: Array) -> None:
-        """Write keys and values of the step into the cache in place."""
+        """Write keys and values of the step into the cache in place.
+
+        A quantized cache keeps rint(x / scale) of each element, at most 127 in size, ties to even, and the scale: the
+        largest magnitude of that token's key or value in that head, divided by 127 in float32. A head of zeros has
+        scale 0. So what is kept of a token depends on nothing but that token, however a prompt is cut.
+        """
 
     @abc.abstractmethod
     def paged_attention(self, q: Array, layer: Any, heads: Heads, step: StepInput) -> Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.ops.contract import Activation, Experts, Heads, KVCache, KVShape, Norm, Ops, Rope, StepInput
+from fd_core.ops.kv_int8 import dequantize_kv, quantize_kv
 from fd_core.ops.numpy_sampling import NumpySampling
 from fd_core.types import IntArray
 from fd_core.weights import WEIGHT_FORMATS, PackedTensor, RawTensor, Weight
@@ -29,39 +30,41 @@ class NumpyLinear:
 
 
 class NumpyKVCache(KVCache):
-    """Keys and values as float32[layers, 2, num_blocks, block_size, nkv, d]."""
+    """Keys and values as float32[layers, 2, num_blocks, block_size, nkv, d], or int8[..., d + 4] with scales."""
 
     def __init__(self, shape: KVShape, num_blocks: int) -> None:
         self.shape = shape
         self.num_blocks = num_blocks
         self._data = np.zeros(
-            (shape.num_layers, 2, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim), np.float32
+            (shape.num_layers, 2, num_blocks, shape.block_size, shape.num_kv_heads, shape.stored_head),
+            np.int8 if shape.quantized else np.float32,
         )
 
-    def layer(self, index: int) -> Floats:
-        """Return float32[2, num_blocks, block_size, nkv, d]."""
-        layer: Floats = self._data[index]
+    def layer(self, index: int) -> npt.NDArray[Any]:
+        """Return [2, num_blocks, block_size, nkv, d or d + 4]."""
+        layer: npt.NDArray[Any] = self._data[index]
         return layer
 
-    def export_blocks(self, blocks: IntArray) -> Floats:
+    def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:
         """Copy blocks in canonical order."""
         return np.ascontiguousarray(self._data.transpose(2, 0, 1, 3, 4, 5)[blocks])
 
     def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
         """Write exported blocks."""
-        if data.dtype != np.float32:
-            raise ValueError(f"exported blocks are {data.dtype}, the cache holds float32")
+        if data.dtype != self._data.dtype:
+            raise ValueError(f"exported blocks are {data.dtype}, the cache holds {self._data.dtype}")
         self._data[:, :, blocks] = data.transpose(1, 2, 0, 3, 4, 5)
 
 
 class NumpyOps(NumpySampling, Ops):
-    """Operations on numpy arrays; activations, weights and KV are float32."""
+    """Operations on numpy arrays; activations, weights and KV are float32, the KV also int8."""
 
     name = "numpy"
     framework = "numpy"
     dtype = "float32"
     weight_formats = WEIGHT_FORMATS
     expands_weights = True
+    kv_dtypes: Collection[str] = ("int8",)
 
     def from_host(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the array itself."""
@@ -134,20 +137,21 @@ class NumpyOps(NumpySampling, Ops):
         rotated[..., second] = b * cos + a * sin
         return rotated
 
-    def write_kv(self, layer: Floats, k: Floats, v: Floats, kv_slots: IntArray) -> None:
+    def write_kv(self, layer: npt.NDArray[Any], k: Floats, v: Floats, kv_slots: IntArray) -> None:
         """Scatter keys and values to their slots."""
         blocks, offsets = np.divmod(kv_slots, layer.shape[2])
-        layer[0, blocks, offsets] = k
-        layer[1, blocks, offsets] = v
+        for side, x in enumerate((k, v)):
+            layer[side, blocks, offsets] = quantize_kv(x) if layer.dtype == np.int8 else x
 
-    def paged_attention(self, q: Floats, layer: Floats, heads: Heads, step: StepInput) -> Floats:
+    def paged_attention(self, q: Floats, layer: npt.NDArray[Any], heads: Heads, step: StepInput) -> Floats:
         """Attend row by row, gathering the row's blocks."""
         output = np.empty((len(q), heads.num_heads * heads.head_dim), np.float32)
         block_size = layer.shape[2]
         for row, context in enumerate(step.context_len.tolist()):
             tokens = slice(int(step.query_start[row]), int(step.query_start[row + 1]))
             blocks = step.block_tables[row, : -(-context // block_size)]
-            k, v = layer[:, blocks].reshape(2, -1, heads.num_kv_heads, heads.head_dim)[:, :context]
+            held = layer[:, blocks].reshape(2, -1, heads.num_kv_heads, layer.shape[-1])[:, :context]
+            k, v = dequantize_kv(held) if layer.dtype == np.int8 else held
             output[tokens] = _attend(q[tokens], k, v, heads)
         return output
 

@@ -11,30 +11,39 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from fd_core.ops.contract import Array, Heads, KVCache, KVShape, StepInput
+from fd_core.ops.contract import SCALE_BYTES, Array, Heads, KVCache, KVShape, StepInput
 from fd_core.types import IntArray
 
-__all__ = ["TorchAttentionPlan", "TorchKVCache", "TorchLayer"]
+__all__ = ["TorchAttentionPlan", "TorchKVCache", "TorchLayer", "quantize_heads"]
+
+_HOST_DTYPES = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.int8: np.int8}
+_BITS = {torch.float32: torch.float32, torch.bfloat16: torch.int16, torch.int8: torch.int8}
+"""Types of torch that numpy knows as well, of the same size."""
 
 
 class TorchLayer(NamedTuple):
-    """One layer's keys and values, each [num_blocks * block_size, nkv, d]."""
+    """One layer's keys and values, each [num_blocks * block_size, nkv, d], or int8 [..., d + 4] with scales."""
 
     keys: Array
     values: Array
     block_size: int
 
+    @property
+    def quantized(self) -> bool:
+        """Whether keys and values have scales."""
+        return bool(self.keys.dtype == torch.int8)
+
 
 class TorchKVCache(KVCache):
-    """Keys and values as one tensor [layers, 2, num_blocks * block_size, nkv, d]."""
+    """Keys and values as one tensor [layers, 2, num_blocks * block_size, nkv, d], or int8 [..., d + 4] with scales."""
 
     def __init__(self, shape: KVShape, num_blocks: int, dtype: Any, device: Any) -> None:
         self.shape = shape
         self.num_blocks = num_blocks
-        sizes = (shape.num_layers, 2, num_blocks * shape.block_size, shape.num_kv_heads, shape.head_dim)
+        sizes = (shape.num_layers, 2, num_blocks * shape.block_size, shape.num_kv_heads, shape.stored_head)
         try:
             # Zeros, because attention multiplies values it must not see by 0, which would not hide a NaN.
-            self._data = torch.zeros(sizes, dtype=dtype, device=device)
+            self._data = torch.zeros(sizes, dtype=torch.int8 if shape.quantized else dtype, device=device)
         except RuntimeError as error:
             needed = shape.bytes_per_block(dtype.itemsize) * num_blocks
             raise MemoryError(f"a KV cache of {num_blocks} blocks takes {needed} bytes, which do not fit") from error
@@ -47,27 +56,36 @@ class TorchKVCache(KVCache):
     def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:
         """Copy blocks in canonical order; bfloat16 as uint16 bits."""
         copied = self._blocks()[:, :, self._index(blocks)].permute(2, 0, 1, 3, 4, 5).contiguous().cpu()
-        if copied.dtype == torch.bfloat16:
-            bits: npt.NDArray[Any] = copied.view(torch.int16).numpy().view(np.uint16)
-            return bits
-        values: npt.NDArray[Any] = copied.numpy()
+        values: npt.NDArray[Any] = copied.view(_BITS[copied.dtype]).numpy().view(_HOST_DTYPES[copied.dtype])
         return values
 
     def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
         """Write exported blocks."""
-        expected = np.uint16 if self._data.dtype == torch.bfloat16 else np.float32
-        if data.dtype != expected:
-            raise ValueError(f"exported blocks are {data.dtype}, the cache holds {np.dtype(expected)}")
-        values = torch.from_numpy(np.array(data).view(np.int16 if expected is np.uint16 else np.float32))
-        if expected is np.uint16:
-            values = values.view(torch.bfloat16)
-        self._blocks()[:, :, self._index(blocks)] = values.to(self._data.device).permute(1, 2, 0, 3, 4, 5)
+        dtype = self._data.dtype
+        if data.dtype != _HOST_DTYPES[dtype]:
+            raise ValueError(f"exported blocks are {data.dtype}, the cache holds {np.dtype(_HOST_DTYPES[dtype])}")
+        bits = np.array(data).view(np.int16) if dtype == torch.bfloat16 else np.array(data)
+        values = torch.from_numpy(bits).view(dtype).to(self._data.device)
+        self._blocks()[:, :, self._index(blocks)] = values.permute(1, 2, 0, 3, 4, 5)
 
     def _blocks(self) -> Array:
         return self._data.unflatten(2, (-1, self.shape.block_size))
 
     def _index(self, blocks: IntArray) -> Array:
         return torch.from_numpy(np.array(blocks, np.int64)).to(self._data.device)
+
+
+def quantize_heads(x: Array) -> Array:
+    """Return keys or values [T, nkv, d] as a quantized cache keeps them, int8 [T, nkv, d + 4]."""
+    wide = x.float()
+    scale = wide.abs().amax(dim=-1, keepdim=True) / 127
+    steps = (wide / torch.where(scale == 0, 1.0, scale)).round().clamp(-127, 127).to(torch.int8)
+    return torch.cat((steps, scale.view(torch.int8)), dim=-1)
+
+
+def _dequantize_heads(packed: Array, dtype: Any) -> Array:
+    scale = packed[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    return (packed[..., :-SCALE_BYTES] * scale).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +146,10 @@ class TorchAttentionPlan:
     def _attend(self, q: Array, layer: TorchLayer, heads: Heads, group: _TorchGroup) -> Array:
         n, count, longest = group.distance.shape
         shape = (n, longest, heads.num_kv_heads, heads.head_dim)
-        keys = layer.keys.index_select(0, group.kv_slots).view(shape).transpose(1, 2)
-        values = layer.values.index_select(0, group.kv_slots).view(shape).transpose(1, 2)
+        keys, values = (side.index_select(0, group.kv_slots) for side in (layer.keys, layer.values))
+        if layer.quantized:
+            keys, values = _dequantize_heads(keys, q.dtype), _dequantize_heads(values, q.dtype)
+        keys, values = keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
         # The query heads that share a KV head take the place of further tokens: [n, nkv, g * Q, d].
         grouped = q.reshape(n, count, heads.num_kv_heads, -1, heads.head_dim).permute(0, 2, 3, 1, 4)
         mask = self._mask(group, heads.window, q.dtype)

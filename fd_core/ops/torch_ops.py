@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from fd_core.ops.contract import Activation, Array, Experts, Heads, KVCache, KVShape, Norm, Ops, Rope, StepInput
-from fd_core.ops.torch_attention import TorchAttentionPlan, TorchKVCache, TorchLayer
+from fd_core.ops.torch_attention import TorchAttentionPlan, TorchKVCache, TorchLayer, quantize_heads
 from fd_core.ops.torch_sampling import TorchSampling
 from fd_core.weights import PackedTensor, RawTensor, Weight
 
@@ -49,6 +49,7 @@ class TorchOps(TorchSampling, Ops):
 
     name = "torch"
     framework = "torch"
+    kv_dtypes: Collection[str] = ("int8",)
 
     def __init__(self, dtype: str = "float32", device: str = "cpu") -> None:
         if dtype not in _DTYPES:
@@ -102,7 +103,7 @@ class TorchOps(TorchSampling, Ops):
         return stacked
 
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:
-        """Allocate zeros in the pack's dtype."""
+        """Allocate zeros."""
         return TorchKVCache(shape, num_blocks, self.torch_dtype, self.device)
 
     def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
@@ -150,6 +151,8 @@ class TorchOps(TorchSampling, Ops):
     def write_kv(self, layer: TorchLayer, k: Array, v: Array, kv_slots: Array) -> None:
         """Scatter keys and values to their slots."""
         slots = kv_slots.long()
+        if layer.quantized:
+            k, v = quantize_heads(k), quantize_heads(v)
         layer.keys.index_copy_(0, slots, k)
         layer.values.index_copy_(0, slots, v)
 

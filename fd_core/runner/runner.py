@@ -57,13 +57,15 @@ class Runner:
         postprocess: type[Postprocess],
         drafter: Drafter | None = None,
         grammars: GrammarCompiler | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> None:
-        """`grammars` is None where structured output is switched off."""
+        """`grammars` is None where structured output is switched off; `kv_cache_dtype` is one of `KVShape.dtype`."""
         self.limits = limits
         self.drafter = drafter
         self.ops = ops
         ops.configure(limits)
-        self.cache = ops.allocate_kv(model.kv_shape(limits.block_size), limits.num_kv_blocks)
+        shape = replace(model.kv_shape(limits.block_size), dtype=kv_cache_dtype)
+        self.cache = ops.allocate_kv(shape, limits.num_kv_blocks)
         if drafter is not None:
             drafter.allocate(limits)
         self._forward = ops.compile(model.forward)

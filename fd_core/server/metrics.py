@@ -198,7 +198,7 @@ class ServerMetrics(Collector):
         facts = {
             "block_size": str(info.block_size),
             "num_gpu_blocks": str(info.num_kv_blocks),
-            "cache_dtype": info.dtype,
+            "cache_dtype": info.kv_dtype,
             "engine": _ENGINE,
         }
         cache = GaugeMetricFamily("vllm:cache_config_info", "Layout of the KV cache.", labels=tuple(facts))

@@ -14,7 +14,7 @@ from fd_core.models.registry import load_model
 from fd_core.ops.contract import SampleInput
 from fd_core.ops.numpy_ops import NumpyOps
 from fd_core.runner.sampling import Sampler
-from fd_core.testing.golden import MARGIN
+from fd_core.testing.golden import margin_of
 from fd_core.testing.paged import PagedDriver
 from fd_core.testing.target import Target
 from fd_core.testing.texts import run
@@ -76,14 +76,14 @@ class Judge:
 
     def check_scores(self, name: str, at: int, chosen: float, top_ids: Sequence[int], top: Sequence[float]) -> None:
         """Compare the log-probabilities of token `at` of a text that is the oracle's up to there."""
-        right, margin = self.scores[name][at], SCORE_MARGIN[self._target.ops.dtype]
+        right, margin = self.scores[name][at], max(SCORE_MARGIN[self._target.ops.dtype], margin_of(self._target))
         where = f"token {at} of {name}"
         assert abs(chosen - right.logprob) <= margin, f"{where} has {chosen}, not {right.logprob}"
         assert all(before >= after for before, after in pairwise(top)), f"{where}: not sorted: {top}"
         assert len(set(top_ids)) == len(top_ids) == len(right.top), f"{where}: alternatives {list(top_ids)}"
         errors = np.abs(np.array(top) - np.array(right.top))
         assert (errors <= margin).all(), f"{where}: {list(top)} instead of {list(right.top)}"
-        if self._target.ops.dtype == "float32" and np.diff(right.top).max(initial=-1) < -2 * margin:
+        if self._target.exact and np.diff(right.top).max(initial=-1) < -2 * margin:
             assert list(top_ids)[:-1] == list(right.top_ids)[:-1], f"{where}: another order"
 
     def _check_parted(self, spec: RequestSpec, text: list[int]) -> None:
@@ -109,7 +109,7 @@ class Judge:
                 return
             if spec.params.temperature == 0.0:
                 lead = float(ops.seen.max() - ops.seen[0, text[at]])
-                allowed = max(MARGIN[self._target.ops.dtype], _FLOAT32_MARGIN)
+                allowed = max(margin_of(self._target), _FLOAT32_MARGIN)
                 assert lead <= allowed, f"{where}: at token {at} the best one leads {text[at]} by {lead:.3g}"
                 return
         raise AssertionError(f"{where}: at token {at} {text[at]} was drawn, which rounding cannot explain")
@@ -121,6 +121,6 @@ class Judge:
         assert path is not None
         with open_checkpoint(path) as checkpoint:
             model = load_model(checkpoint, ops, len(tokens))
-        driver = PagedDriver(model, ops, [tokens], len(tokens))
+        driver = PagedDriver(model, ops, [tokens], len(tokens), kv_dtype=self._target.kv_dtype)
         driver.step([(0, len(tokens) - 1)])
         return driver.rows[0].logits[len(spec.prompt) - 1 :]

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.ops.contract import Activation, Experts, Heads, KVShape, Norm, Ops, Rope
+from fd_core.ops.kv_int8 import quantize_kv
 from fd_core.testing.arrays import Values, activations, on_device, packed_weight, raw, step_input
 from fd_core.weights import Weight
 
@@ -36,6 +37,7 @@ class Geometry:
     correction_bias: bool = False
     packed: str | None = None
     """Format of all linear layers; None where they are float32."""
+    kv_dtype: str = "auto"
 
 
 ROWS: Final = [(1, 150), (40, 40), (1, 9), (3, 137), (1, 1), (20, 33)]
@@ -85,9 +87,11 @@ class LayerOn:
         tables[np.arange(used.max()) < used[:, None]] = np.random.default_rng(7).permutation(count)
         tables[:, :shared_blocks] = tables[0, :shared_blocks]
         self.blocks = tables
-        self.cache = ops.allocate_kv(KVShape(2, g.kv_heads, g.d, g.block_size), count)
-        history = make(count, 2, 2, g.block_size, g.kv_heads, g.d)
-        if ops.dtype == "bfloat16":
+        self.cache = ops.allocate_kv(KVShape(2, g.kv_heads, g.d, g.block_size, g.kv_dtype), count)
+        history: npt.NDArray[Any] = make(count, 2, 2, g.block_size, g.kv_heads, g.d)
+        if self.cache.shape.quantized:
+            history = quantize_kv(history)
+        elif ops.dtype == "bfloat16":
             history = (history.view(np.uint32) >> 16).astype(np.uint16)
         self.cache.import_blocks(np.arange(count, dtype=np.int32), history)
         self.kv = self.cache.layer(1)

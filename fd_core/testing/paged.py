@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +34,15 @@ class Row:
 class PagedDriver:
     """Continuous batching in its plainest form: every row computes what it can, at most `chunk` tokens."""
 
-    def __init__(self, model: Model, ops: Ops, prompts: list[list[int]], longest: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: Model,
+        ops: Ops,
+        prompts: list[list[int]],
+        longest: int,
+        seed: int = 0,
+        kv_dtype: str = "auto",
+    ) -> None:
         self.ops = ops
         self.forward = ops.compile(model.forward)
         self.rows = [Row(list(prompt), len(prompt)) for prompt in prompts]
@@ -42,7 +50,7 @@ class PagedDriver:
         num_blocks = width * len(prompts) + 3
         shuffled = np.random.default_rng(seed).permutation(num_blocks)[: width * len(prompts)]
         self.tables = shuffled.reshape(len(prompts), width).astype(np.int32)
-        self.cache = ops.allocate_kv(model.kv_shape(BLOCK_SIZE), num_blocks)
+        self.cache = ops.allocate_kv(replace(model.kv_shape(BLOCK_SIZE), dtype=kv_dtype), num_blocks)
 
     def step(self, work: list[tuple[int, int]]) -> None:
         """Compute (row, number of tokens) pairs; keeps the logits of every position."""

@@ -107,8 +107,24 @@ class Target:
 
     @cached_property
     def oracle(self) -> Target:
-        """The oracle as a target of its own."""
-        return Target(self.oracle_name, self.oracle_name, {}, self._folder)
+        """The oracle as a target of its own, which keeps KV in as many bits."""
+        kept = {name: value for name, value in self._settings.items() if name == "kv_cache_dtype"}
+        return Target(self.oracle_name, self.oracle_name, kept, self._folder)
+
+    @property
+    def kv_dtype(self) -> str:
+        """The dtype of its `KVShape`."""
+        return self.config().kv_cache_dtype
+
+    @property
+    def exact(self) -> bool:
+        """Whether its texts are the oracle's token by token: rounding to fewer bits may move a logit."""
+        return self.ops.dtype == "float32" and self.kv_dtype == "auto"
+
+    def quantized(self) -> Target:
+        """Return the same backend with KV of 8 bits."""
+        settings = {**self._settings, "kv_cache_dtype": "int8"}
+        return Target(f"{self.text} with int8 KV", self.name, settings, self._folder)
 
     def checkpoint(self, case: str = ENGINE_CASE) -> Path | None:
         """Return the folder of a tiny checkpoint, written at the first call; None for a backend that reads none."""

@@ -33,6 +33,11 @@ def test_host_memory_and_no_store(info: EngineInfo) -> None:
     assert said(msgspec.structs.replace(info, host_kv_bytes=0))["KV on the host"] == "none"
 
 
+def test_the_type_of_the_kv_is_told(info: EngineInfo) -> None:
+    assert said(info)["KV cache"].endswith("MB of float32)")
+    assert said(msgspec.structs.replace(info, kv_dtype="int8"))["KV cache"].endswith("MB of int8)")
+
+
 def test_a_store_is_described_and_one_that_cannot_be_used_stands_out(info: EngineInfo) -> None:
     well = msgspec.structs.replace(info, kv_store="redis://host:6379/0: redis 7")
     assert said(well)["KV store"] == "redis://host:6379/0: redis 7"

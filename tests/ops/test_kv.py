@@ -7,3 +7,9 @@ from fd_core.testing.suite.test_kv import (  # noqa: F401 -- the cases
     test_blocks_of_another_type_are_refused,
     test_exported_blocks_are_keys_then_values_by_position,
 )
+from fd_core.testing.suite.test_quantized_kv import (  # noqa: F401 -- the cases
+    keeps_8_bits,
+    test_attention_reads_what_is_kept,
+    test_fusions_keep_and_read_what_their_composition_does,
+    test_what_is_kept_of_a_token_is_the_oracles,
+)

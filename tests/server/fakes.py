@@ -69,6 +69,7 @@ def engine_info(**changes: Any) -> EngineInfo:
         "backend_reason": "a test",
         "device": "none",
         "dtype": "none",
+        "kv_dtype": "none",
         "vocab_size": 257,
         "eos_token_ids": (EOS,),
         "max_model_len": 400,

@@ -84,7 +84,7 @@ class KVOffload(EffectPort[TierStats]):
     ) -> None:
         """Start the threads.
 
-        `dtype` is that of the cache, `float32` or `bfloat16`; `host_bytes` may be 0; `pending_bytes` bounds the blocks
+        `dtype` is that of the pack, `float32` or `bfloat16`; `host_bytes` may be 0; `pending_bytes` bounds the blocks
         that wait to be written. `store` was opened before and is closed at the end.
         """
         block = BlockFormat.of(cache.shape, dtype)

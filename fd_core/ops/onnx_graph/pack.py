@@ -37,6 +37,7 @@ class OnnxOps(NumpyOps):
 
     name = "onnx"
     dtype = "float32"
+    kv_dtypes = ()
 
     def __init__(self, provider: Provider = CPU) -> None:
         self.provider = provider

@@ -41,6 +41,8 @@ class DraftContext:
     """Load a checkpoint onto the target's device. Raises `ConfigError` or `ModelError`."""
     options: Mapping[str, int | float | str] = field(default_factory=dict)
     """The fields of `--speculative-config` that the engine does not read itself."""
+    kv_cache_dtype: str = "auto"
+    """The dtype of the target's `KVShape`, for a cache of the drafter's own."""
 
     def whole(self, name: str, default: int) -> int:
         """Return an option that is a whole number of at least 1. Raises `ConfigError` for anything else."""

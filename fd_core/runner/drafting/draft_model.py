@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from fd_core.config import Limits
 from fd_core.errors import ConfigError
-from fd_core.ops.contract import Array, Ops, SampleInput
+from fd_core.ops.contract import Array, KVShape, Ops, SampleInput
 from fd_core.runner.drafting.contract import FLAG, DraftContext, Drafter
 from fd_core.runner.drafting.slot_blocks import SlotBlocks
 from fd_core.runner.inputs import Spans, build_inputs
@@ -29,6 +29,7 @@ class DraftModelDrafter(Drafter):
 
     name = "draft_model"
     uses_model = True
+    kv_shape: KVShape
 
     def __init__(self, context: DraftContext) -> None:
         model = context.load_model(context.model_path)
@@ -38,7 +39,7 @@ class DraftModelDrafter(Drafter):
                 field=FLAG,
                 hint="a draft model must share the model's tokenizer",
             )
-        self.kv_shape = model.kv_shape(context.block_size)
+        self.kv_shape = dataclasses.replace(model.kv_shape(context.block_size), dtype=context.kv_cache_dtype)
         self._model = model
         self._ops = context.ops
         self._cheap_tokens = context.cheap_tokens
@@ -47,7 +48,7 @@ class DraftModelDrafter(Drafter):
         """Take a KV cache of as many blocks as the target's, and tables over all slots."""
         self._budget = limits.max_num_batched_tokens
         self._longest = min(limits.max_model_len, self._model.max_positions)
-        self._cache = self._ops.allocate_kv(self._model.kv_shape(limits.block_size), limits.num_kv_blocks)
+        self._cache = self._ops.allocate_kv(self.kv_shape, limits.num_kv_blocks)
         self._forward = self._ops.compile(self._model.forward)
         self._tokens = np.zeros((limits.max_num_seqs, limits.max_model_len), np.int32)
         """Known tokens, and behind them the drafts of the last turn."""

@@ -60,5 +60,6 @@ def make_drafter(
             model_path=Path(speculative.model or ""),
             load_model=load,
             options=speculative.options,
+            kv_cache_dtype=config.kv_cache_dtype,
         )
     )

@@ -22,7 +22,7 @@ ROOM: dict[str, Any] = {"num_kv_blocks": 200, "max_num_batched_tokens": 256, "ma
 
 def specs_of(target: Target, count: int = 6) -> list[RequestSpec]:
     """Requests of several lengths; where the dtype allows an exact comparison, half of them random."""
-    exact = target.ops.dtype == "float32"
+    exact = target.exact
     return [
         greedy(
             f"r{index}",
@@ -106,7 +106,7 @@ def test_speculation_changes_no_text(target: Target, golden: Golden, k: int, wro
         stats = engine.stats()
     if wrong == 1.0:
         assert stats.scheduler.drafts.accepted == 0
-    elif wrong == 0.0 and target.ops.dtype == "float32":
+    elif wrong == 0.0 and target.exact:
         assert stats.scheduler.drafts.accepted > 0.8 * stats.scheduler.drafts.proposed
 
 
@@ -126,7 +126,7 @@ def test_what_a_request_bans_never_comes(target: Target, golden: Golden, k: int)
 @pytest.mark.law("4")
 def test_forced_tokens_come_where_they_have_to_and_change_no_other(target: Target, golden: Golden, k: int) -> None:
     """Masks beside filters, penalties and log-probabilities, also in rows behind drafts: reasoning ends by force."""
-    exact, end = target.ops.dtype == "float32", (11, 12, 11, 13)
+    exact, end = target.exact, (11, 12, 11, 13)
     specs = [
         greedy(
             f"r{index}",
@@ -169,7 +169,7 @@ def test_log_probabilities_are_those_of_a_run_alone(target: Target, golden: Gold
     for spec in specs:
         mine, theirs = texts.scores[spec.request_id], alone.scores[spec.request_id]
         assert len(mine) == len(theirs) == 12
-        if target.ops.dtype == "float32":
+        if target.exact:
             assert [score.top_ids for score in mine] == [score.top_ids for score in theirs]
             for ours, right in zip(mine, theirs, strict=True):
                 assert (ours.logprob, *ours.top) == pytest.approx((right.logprob, *right.top), abs=1e-4)
@@ -183,7 +183,7 @@ def scored(name: str, prompt: Sequence[int], top_n: int = 3, **params: Any) -> R
 def assert_scores(
     target: Target, found: Mapping[str, Sequence[TokenLogprobs]], right: Mapping[str, Sequence[TokenLogprobs]]
 ) -> None:
-    exact = target.ops.dtype == "float32"
+    exact = target.exact
     for name, theirs in right.items():
         mine = found[name]
         assert len(mine) == len(theirs)
@@ -249,7 +249,7 @@ def test_vectors_of_prompts_are_the_oracles(target: Target, budget: int) -> None
         again = run(engine, specs).vectors
     for spec in specs:
         right = np.frombuffer(alone[spec.request_id], "<f4")
-        margin = (1e-4 if target.ops.dtype == "float32" else 0.1) * max(float(np.abs(right).max()), 1.0)
+        margin = (1e-4 if target.exact else 0.1) * max(float(np.abs(right).max()), 1.0)
         for found in (texts, again):
             vector = np.frombuffer(found[spec.request_id], "<f4")
             assert vector == pytest.approx(right, abs=margin), spec.request_id

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from fd_core.ops.contract import Activation, Array, Experts, Heads, KVShape, Norm, Ops, Rope
+from fd_core.ops.kv_int8 import dequantize_kv, quantize_kv
 from fd_core.testing.arrays import (
     PACKED_TOLERANCE,
     Values,
@@ -226,7 +227,7 @@ def attention_by_definition(
     return np.stack(output)
 
 
-def attend(ops: Ops, values: Values, rows: list[tuple[int, int]], **changes: Any) -> None:
+def attend(ops: Ops, values: Values, rows: list[tuple[int, int]], kv_dtype: str = "auto", **changes: Any) -> None:
     """Compare attention over scattered blocks, written before, with its definition."""
     block_size, width, q_heads, kv_heads, d = 4, 3, 6, 2, 8
     shuffled = np.random.default_rng(3).permutation(len(rows) * width + 2)
@@ -240,12 +241,14 @@ def attend(ops: Ops, values: Values, rows: list[tuple[int, int]], **changes: Any
     # Entries beyond the context have no meaning.
     visible = np.where(np.arange(width) < used[:, None], tables, np.int32(2**20))
     step = replace(step_input(rows, block_size, tables), block_tables=visible)
-    cache = ops.allocate_kv(KVShape(2, kv_heads, d, block_size), len(rows) * width + 2)
+    cache = ops.allocate_kv(KVShape(2, kv_heads, d, block_size, kv_dtype), len(rows) * width + 2)
     layer = cache.layer(1)
     _, k, _ = heads_of(ops, np.concatenate(keys))
     _, _, v = heads_of(ops, np.concatenate(contents))
     ops.write_kv(layer, k, v, ops.from_host(earlier.kv_slots))
     found = ops.paged_attention(heads_of(ops, q)[0], layer, heads, on_device(ops, step))
+    if cache.shape.quantized:
+        keys, contents = ([dequantize_kv(quantize_kv(each)) for each in side] for side in (keys, contents))
     assert_near(ops, found, attention_by_definition(q, keys, contents, heads, rows))
 
 

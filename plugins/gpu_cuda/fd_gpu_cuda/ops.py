@@ -39,6 +39,7 @@ class CudaOps(TorchOps):
     """Operations on torch tensors of one CUDA device."""
 
     name = "torch"
+    kv_dtypes = ()  # its attention kernels read blocks of its own dtype
 
     def __init__(self, dtype: str, cuda: Cuda, kernels: Kernels) -> None:
         super().__init__(dtype, str(cuda.device))

@@ -124,3 +124,24 @@ class TakesBlocksOfAnyType:
         cache = super().allocate_kv(shape, num_blocks)
         put = cache.import_blocks
         return changed(cache, import_blocks=lambda self, blocks, data: put(blocks, data.astype(np.float32)))
+
+
+@wrong(
+    "reference",
+    "quantized_kv:test_what_is_kept_of_a_token_is_the_oracles*",
+    spreads_to=("quantized_kv:*",),
+)
+class SharesAScaleAcrossTokens:
+    """What is kept of a token depends on the others of its step."""
+
+    kv_dtypes = ("int8",)
+
+    def write_kv(self, layer, k, v, kv_slots):
+        if layer.dtype != np.int8:
+            return super().write_kv(layer, k, v, kv_slots)
+        blocks, offsets = np.divmod(kv_slots, layer.shape[2])
+        for side, x in enumerate((k, v)):
+            scale = np.abs(x).max(axis=(0, 2), keepdims=True).repeat(len(x), axis=0) / np.float32(127)
+            steps = np.rint(x / np.where(scale == 0, np.float32(1), scale)).astype(np.int8)
+            layer[side, blocks, offsets] = np.concatenate([steps, scale.view(np.int8)], axis=-1)
+        return None

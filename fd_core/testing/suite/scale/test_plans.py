@@ -54,14 +54,14 @@ def requests(exact: bool) -> list[RequestSpec]:
     return found
 
 
-JUDGES: dict[tuple[str, str], Judge] = {}
+JUDGES: dict[tuple[str, str, str], Judge] = {}
 
 
 @pytest.fixture
 def judge(target: Target) -> Judge:
-    key = target.oracle_name, target.ops.dtype
+    key = target.oracle_name, target.ops.dtype, target.kv_dtype
     if key not in JUDGES:
-        specs = requests(target.ops.dtype == "float32")
+        specs = requests(target.exact)
         JUDGES[key] = Judge(target, LONG_CASE, specs, **ROOM | {"max_num_seqs": len(specs), "num_kv_blocks": 900})
     JUDGES[key].use(target)
     return JUDGES[key]

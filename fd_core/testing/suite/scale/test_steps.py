@@ -40,12 +40,12 @@ WIDE: dict[str, Any] = {
     "max_num_batched_tokens": 1024,
     "watchdog_seconds": 60.0,
 }
-JUDGES: dict[tuple[str, str, str], Judge] = {}
+JUDGES: dict[tuple[str, str, str, str], Judge] = {}
 
 
 def judge_of(target: Target, name: str, case: str, specs: list[RequestSpec], room: dict[str, Any]) -> Judge:
     """Return the oracle's texts of a test, computed once in a process."""
-    key = name, target.oracle_name, target.ops.dtype
+    key = name, target.oracle_name, target.ops.dtype, target.kv_dtype
     if key not in JUDGES:
         JUDGES[key] = Judge(target, case, specs, **room)
     JUDGES[key].use(target)
@@ -173,7 +173,7 @@ def test_contexts_beyond_any_split_up_to_the_last_position(target: Target) -> No
 def test_a_vocabulary_beyond_2_17_with_everything_at_once(target: Target, require: Callable[..., None]) -> None:
     """41 requests with log-probabilities, filters, penalties and biases over 140,003 tokens, most beyond 2^16."""
     require("checkpoints")
-    exact = target.ops.dtype == "float32"
+    exact = target.exact
     specs = wide_specs(exact)
     judge = judge_of(target, "wide", WIDE_CASE, specs, WIDE)
     with target.engine(case=WIDE_CASE, **WIDE) as engine:

@@ -1,0 +1,139 @@
+"""KV in 8 bits through the whole engine: memory, stores, pairs, drafts, and who refuses it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fd_core.config import EngineConfig
+from fd_core.engine.core import Engine
+from fd_core.errors import ConfigError
+from fd_core.testing.target import Target
+from fd_core.testing.texts import greedy, run
+from tests.engine.helpers import null_engine
+from tests.engine.test_kv_transfer import Pair
+
+SPECS = [greedy(f"r{index}", range(index, index + 21), 12) for index in range(3)]
+ROOM: dict[str, Any] = {"num_kv_blocks": 60, "max_model_len": 80}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return Target("reference", "reference", {}, tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="module")
+def target(wide: Target) -> Target:
+    return wide.quantized()
+
+
+@pytest.fixture(scope="module")
+def texts(target: Target) -> dict[str, list[int]]:
+    with target.engine(**ROOM) as engine:
+        return run(engine, SPECS).tokens
+
+
+@pytest.fixture
+def secrets(tmp_path: Path) -> dict[str, str]:
+    file = tmp_path / "secret"
+    file.write_bytes(b"of sixteen bytes")
+    file.chmod(0o600)
+    return {"transfer_secret_file": str(file), "kv_store_secret_file": str(file)}
+
+
+@pytest.mark.parametrize("word", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_what_others_call_8_bits_is_refused_by_name(word: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{word}' is not served here; use int8") as refused:
+        EngineConfig(model="null", kv_cache_dtype=word)
+    assert refused.value.field == "kv_cache_dtype"
+
+
+def test_a_type_of_activations_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="'bfloat16' is not served here; use auto, which keeps KV in the type"):
+        EngineConfig(model="null", kv_cache_dtype="bfloat16")
+
+
+def test_a_backend_that_does_not_keep_it_refuses_at_start() -> None:
+    with pytest.raises(ConfigError, match="the null backend keeps KV in float32, not in int8") as refused:
+        null_engine(kv_cache_dtype="int8")
+    assert refused.value.field == "--kv-cache-dtype"
+
+
+def test_the_same_memory_holds_more_tokens(target: Target, wide: Target) -> None:
+    room: dict[str, Any] = {"num_kv_blocks": None, "kv_cache_memory": 200_000, "max_model_len": 60}
+    with target.engine(**room) as narrow, wide.engine(**room) as full:
+        # Heads of 8 elements: 8 bytes and a scale where float32 takes 32.
+        assert narrow.info.num_kv_blocks == pytest.approx(32 / 12 * full.info.num_kv_blocks, abs=3)
+        assert narrow.info.kv_cache_bytes <= 200_000
+
+
+def test_a_draft_models_cache_has_as_few_bits(target: Target, texts: dict[str, list[int]]) -> None:
+    speculative = {"method": "draft_model", "model": str(target.checkpoint()), "num_speculative_tokens": 3}
+    with target.engine(speculative=speculative, **ROOM) as engine:
+        plain = engine.probe().runner.cache.shape
+        drafter = engine.probe().runner.drafter
+        assert drafter is not None and drafter.kv_shape == plain
+        assert run(engine, SPECS).tokens == texts
+        drafts = engine.stats().scheduler.drafts
+        assert drafts.proposed == drafts.accepted > 0, "it drafts for itself"
+
+
+def test_a_store_gives_back_what_another_engine_kept(
+    target: Target, texts: dict[str, list[int]], secrets: dict[str, str], tmp_path: Path
+) -> None:
+    kept = {"kv_store": f"disk:{tmp_path / 'kv'}", **ROOM, **secrets}
+    for loaded in (0, 5 * 4):  # blocks of 4 tokens; the last token of a prompt is always computed
+        with target.engine(**kept) as engine:
+            assert run(engine, SPECS[:1]).tokens["r0"] == texts["r0"]
+            assert engine.stats().scheduler.offload.loaded_tokens == loaded
+
+
+def test_kv_of_other_bits_is_not_found_in_a_store(
+    target: Target, wide: Target, secrets: dict[str, str], tmp_path: Path
+) -> None:
+    kept = {"kv_store": f"disk:{tmp_path / 'kv'}", **ROOM, **secrets}
+    for each in (target, wide):
+        with each.engine(**kept) as engine:
+            run(engine, SPECS[:1])
+            assert engine.stats().scheduler.offload.loaded_tokens == 0
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def paired(stack: ExitStack, secrets: dict[str, str], prefill: Target, decode: Target) -> Pair:
+    def start(target: Target, role: str) -> Engine:
+        return stack.enter_context(target.engine(role=role, **ROOM, **secrets))
+
+    return Pair(start(prefill, "prefill"), start(decode, "decode"))
+
+
+def test_a_pair_carries_it(
+    target: Target, texts: dict[str, list[int]], secrets: dict[str, str], stack: ExitStack
+) -> None:
+    two = paired(stack, secrets, target, target)
+    two.run(*SPECS)
+    assert two.texts.tokens == texts
+    assert set(two.outcomes.values()) == {"transferred"}
+
+
+def test_workers_of_different_bits_refuse_each_other(
+    target: Target,
+    wide: Target,
+    texts: dict[str, list[int]],
+    secrets: dict[str, str],
+    stack: ExitStack,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    two = paired(stack, secrets, wide, target)
+    two.run(SPECS[0])
+    assert two.outcomes == {"r0": "refused"}
+    assert two.texts.tokens["r0"] == texts["r0"]
+    assert "the dtype of the KV is float32 at the prefill worker and int8 at the decode worker" in caplog.text
