@@ -31,8 +31,9 @@ class NativeKVCache(KVCache):
         self.shape = shape
         self.num_blocks = num_blocks
         self._library = runtime.library
-        self._dtype = np.dtype(np.float32 if runtime.wide else np.uint16)
-        needed = shape.bytes_per_block(self._dtype.itemsize) * num_blocks
+        own = np.dtype(np.float32 if runtime.wide else np.uint16)
+        self._dtype = np.dtype(np.int8) if shape.quantized else own
+        needed = shape.bytes_per_block(own.itemsize) * num_blocks
         self.handle = checked(
             self._library.fd_kv_new(
                 shape.num_layers,
@@ -41,6 +42,7 @@ class NativeKVCache(KVCache):
                 shape.num_kv_heads,
                 shape.head_dim,
                 runtime.type_code,
+                shape.quantized,
             ),
             f"a KV cache of {num_blocks} blocks, which takes {needed} bytes",
         )
@@ -67,7 +69,7 @@ class NativeKVCache(KVCache):
 
     def _canonical_shape(self, count: int) -> tuple[int, ...]:
         shape = self.shape
-        return (count, shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        return (count, shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.stored_head)
 
     def _transfer(self, blocks: IntArray, data: npt.NDArray[Any], *, to_cache: bool) -> None:
         ids = np.ascontiguousarray(blocks, np.int32)

@@ -90,7 +90,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fd_packed_new": (c_void_p, (c_void_p, *(c_int,) * 8)),
     "fd_packed_pack": (None, (c_void_p, c_int, c_int, c_void_p, c_void_p, c_void_p, c_int, c_int, c_void_p)),
     "fd_linear_bias": (None, (c_void_p, c_int, c_int, c_void_p, c_int, c_int)),
-    "fd_kv_new": (c_void_p, (c_int,) * 6),
+    "fd_kv_new": (c_void_p, (c_int,) * 7),
     "fd_kv_free": (None, (c_void_p,)),
     "fd_kv_transfer": (None, (c_void_p, c_void_p, c_int, c_void_p, c_int)),
     "fd_kv_write": (None, (c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_int)),

@@ -51,7 +51,6 @@ class NativeOps(TorchOps):
 
     name = "native"
     weight_formats = WEIGHT_FORMATS
-    kv_dtypes = ()
 
     def __init__(self, library: ctypes.CDLL, dtype: str = "bfloat16", threads: int = 1) -> None:
         super().__init__(dtype)

@@ -26,21 +26,22 @@ GEOMETRIES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def keeps_8_bits(ops: Ops) -> None:
-    """Leave everything out for a pack that keeps KV in its own dtype."""
+@pytest.fixture
+def ops8(ops: Ops) -> Ops:
+    """The pack; what it keeps in its own dtype alone is left out."""
     if "int8" not in ops.kv_dtypes:
         lacks("its pack keeps KV in its own dtype alone")
+    return ops
 
 
 @pytest.fixture
-def narrow(target: Target) -> Target:
+def narrow(target: Target, ops8: Ops) -> Target:
     """The same backend with KV in 8 bits."""
     return target.quantized()
 
 
-def test_blocks_come_back_bit_for_bit(ops: Ops) -> None:
-    cache = ops.allocate_kv(SHAPE, 7)
+def test_quantized_blocks_come_back_bit_for_bit(ops8: Ops) -> None:
+    cache = ops8.allocate_kv(SHAPE, 7)
     data = np.random.default_rng(0).integers(-128, 128, (3, 2, 2, 5, 3, 14)).astype(np.int8)  # any scale, NaN included
     data.flags.writeable = False
     cache.import_blocks(np.array([6, 0, 3], np.int32), data)
@@ -49,48 +50,48 @@ def test_blocks_come_back_bit_for_bit(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 9], ids=["one by one", "at once"])
-def test_what_is_kept_of_a_token_is_the_oracles(ops: Ops, require: Callable[..., None], tokens: int) -> None:
+def test_what_is_kept_of_a_token_is_the_oracles(ops8: Ops, require: Callable[..., None], tokens: int) -> None:
     """Also of heads of zeros, of one large element, and of numbers so small that their scale is none."""
     require("primitives")
-    cache, slots = ops.allocate_kv(SHAPE, 7), np.array([0, 1, 2, 3, 4, 30, 31, 15, 16], np.int32)
+    cache, slots = ops8.allocate_kv(SHAPE, 7), np.array([0, 1, 2, 3, 4, 30, 31, 15, 16], np.int32)
     x = Values(5)(9, 3, 10)
     x[0, 1], x[1, 0, 3], x[2, 2] = 0.0, 1000.0, 2.0**-133
     for start in range(0, 9, tokens):
-        _, k, _ = test_operations.heads_of(ops, x[start : start + tokens])
-        _, _, v = test_operations.heads_of(ops, -x[start : start + tokens])
-        ops.write_kv(cache.layer(1), k, v, ops.from_host(slots[start : start + tokens]))
+        _, k, _ = test_operations.heads_of(ops8, x[start : start + tokens])
+        _, _, v = test_operations.heads_of(ops8, -x[start : start + tokens])
+        ops8.write_kv(cache.layer(1), k, v, ops8.from_host(slots[start : start + tokens]))
     exported = cache.export_blocks(np.arange(7, dtype=np.int32))
     for side, right in enumerate((quantize_kv(x), quantize_kv(-x))):
         np.testing.assert_array_equal(exported[slots // 5, 1, side, slots % 5], right)
 
 
 @pytest.mark.parametrize("rows", test_operations.ROWS)
-def test_attention_reads_what_is_kept(ops: Ops, require: Callable[..., None], rows: str) -> None:
+def test_attention_reads_what_is_kept(ops8: Ops, require: Callable[..., None], rows: str) -> None:
     require("primitives", "paged_kv")
-    test_operations.attend(ops, Values(11), test_operations.ROWS[rows], kv_dtype="int8")
+    test_operations.attend(ops8, Values(11), test_operations.ROWS[rows], kv_dtype="int8")
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)
-def test_fusions_keep_and_read_what_their_composition_does(ops: Ops, require: Callable[..., None], name: str) -> None:
+def test_fusions_keep_and_read_what_their_composition_does(ops8: Ops, require: Callable[..., None], name: str) -> None:
     """But for elements on the verge between two steps, which a sum in another order moves by one."""
     require("primitives")
-    fused, composed = (LayerOn(ops, GEOMETRIES[name]) for _ in range(2))
-    ours, right = fused.run(ops), composed.run(Ops)
+    fused, composed = (LayerOn(ops8, GEOMETRIES[name]) for _ in range(2))
+    ours, right = fused.run(ops8), composed.run(Ops)
     for found, expected in zip(ours[:2], right[:2], strict=True):  # queries and attention
         np.testing.assert_allclose(found, expected, atol=0.02 * np.abs(expected).max())
     blocks = np.arange(fused.cache.num_blocks, dtype=np.int32)
     kept, theirs = (layer.cache.export_blocks(blocks)[..., : fused.g.d].astype(int) for layer in (fused, composed))
     assert np.abs(kept - theirs).max() <= 1
-    assert (kept != theirs).mean() < (0.01 if ops.dtype == "float32" else 0.1)
+    assert (kept != theirs).mean() < (0.01 if ops8.dtype == "float32" else 0.1)
 
 
-def test_what_a_block_held_before_does_not_matter(ops: Ops, require: Callable[..., None]) -> None:
+def test_a_scale_that_a_block_held_before_does_not_matter(ops8: Ops, require: Callable[..., None]) -> None:
     """A scale that is NaN must not reach the next owner of its block."""
     require("primitives")
-    clean, dirty = (LayerOn(ops, GEOMETRIES["plain"], [(13, 13)]) for _ in range(2))
+    clean, dirty = (LayerOn(ops8, GEOMETRIES["plain"], [(13, 13)]) for _ in range(2))
     blocks = np.arange(dirty.cache.num_blocks, dtype=np.int32)
     dirty.cache.import_blocks(blocks, np.full_like(dirty.cache.export_blocks(blocks), -1))
-    for ours, theirs in zip(dirty.run(ops), clean.run(ops), strict=True):
+    for ours, theirs in zip(dirty.run(ops8), clean.run(ops8), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 

@@ -1,10 +1,14 @@
 """What the native fusions promise beside the kit: the same from every instruction set, alone and in a batch."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from fd_core.ops.contract import Ops
 from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.testing.arrays import Values
+from fd_core.testing.suite import test_operations, test_quantized_kv
 from fd_core.testing.suite.test_fusions import GEOMETRIES
 from tests.ops.native.layers import LayerOn
 
@@ -32,6 +36,18 @@ def test_every_instruction_set_computes_the_same(native, name, isa, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("isa", OTHER_SETS)
+def test_every_instruction_set_keeps_and_reads_8_bits(native, isa, dtype):
+    ops = native(dtype, isa=isa)
+    test_quantized_kv.test_what_is_kept_of_a_token_is_the_oracles(ops, lambda *_: None, 9)
+    for rows in test_operations.ROWS.values():
+        test_operations.attend(ops, Values(11), rows, kv_dtype="int8")
+        test_operations.attend(ops, Values(12), rows, kv_dtype="int8", window=3, softcap=0.5)
+    for name in test_quantized_kv.GEOMETRIES:
+        test_quantized_kv.test_fusions_keep_and_read_what_their_composition_does(ops, lambda *_: None, name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_native_primitives_serve_the_composition(native, dtype):
     """What the native pack inherits fits what it overrides."""
     ops, geometry = native(dtype), GEOMETRIES["shared experts"][0]
@@ -42,10 +58,11 @@ def test_native_primitives_serve_the_composition(native, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_rows_that_share_a_prefix_are_computed_as_if_alone(native, dtype, threads):
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_rows_that_share_a_prefix_are_computed_as_if_alone(native, dtype, threads, kv_dtype):
     """Tiles of many rows change who computes what, not a bit of the result."""
     ops = native(dtype, threads)
-    geometry = GEOMETRIES["smollm2"][0]
+    geometry = replace(GEOMETRIES["smollm2"][0], kv_dtype=kv_dtype)
     contexts = [257, 300, 411, 290, 384, 385, 300, 512, 260, 333, 401, 499]
     layer = LayerOn(ops, geometry, [(1, context) for context in contexts], shared_blocks=8)
     q = np.random.default_rng(3).standard_normal((len(contexts), 9, 64)).astype(np.float32)

@@ -210,7 +210,7 @@ struct Cache {
     std::unique_ptr<Mapping> memory;
 };
 
-void* fd_kv_new(int layers, int blocks, int block_size, int heads, int d, int type) {
+void* fd_kv_new(int layers, int blocks, int block_size, int heads, int d, int type, int quantized) {
     return guarded([&]() -> void* {
         auto cache = std::make_unique<Cache>();
         KvLayout& l = cache->layout;
@@ -219,10 +219,10 @@ void* fd_kv_new(int layers, int blocks, int block_size, int heads, int d, int ty
         l.block_size = block_size;
         l.heads = heads;
         l.d = d;
+        l.quantized = quantized;
         cache->type = type;
-        const bool wide = Type(type) == Type::f32;
-        wide ? l.pad<float>() : l.pad<bf16>();
-        cache->memory = std::make_unique<Mapping>(l.total_elements() * (wide ? 4 : 2));
+        Type(type) == Type::f32 ? l.pad<float>() : l.pad<bf16>();
+        cache->memory = std::make_unique<Mapping>(l.total_bytes());
         l.data = cache->memory->data();
         return cache.release();
     });
@@ -233,20 +233,32 @@ void fd_kv_free(void* cache) { delete static_cast<Cache*>(cache); }
 
 namespace {
 
-/// Copy between blocks and canonical order [count, layers, 2, block_size, heads, d]; the bits are kept as they are.
-template <class E>
-void transfer(const KvLayout& l, const int32_t* blocks, int count, E* canonical, bool to_cache) {
+/// Copy between blocks and canonical order [count, layers, 2, block_size, heads, d], elements of type T in a program of
+/// type E; a scale follows its d elements. The bits are kept as they are.
+template <class E, class T>
+void transfer(const KvLayout& l, const int32_t* blocks, int count, char* canonical, bool to_cache) {
+    auto copy = [&](void* stored, size_t bytes) {
+        to_cache ? std::memcpy(stored, canonical, bytes) : std::memcpy(canonical, stored, bytes);
+        canonical += bytes;
+    };
     for (int b = 0; b < count; b++)
         for (int layer = 0; layer < l.layers; layer++) {
             const KvLayer<E> kv(l, layer);
             for (int values = 0; values < 2; values++)
                 for (int offset = 0; offset < l.block_size; offset++)
-                    for (int head = 0; head < l.heads; head++)
-                        for (int i = 0; i < l.d; i++, canonical++) {
-                            E* stored = values ? kv.value(blocks[b], head, offset, i) : kv.key(blocks[b], head, offset, i);
-                            to_cache ? *stored = *canonical : *canonical = *stored;
-                        }
+                    for (int head = 0; head < l.heads; head++) {
+                        T* stored = reinterpret_cast<T*>(kv.head(blocks[b], head));
+                        for (int i = 0; i < l.d; i++)
+                            copy(stored + (values ? kv.value(offset, i) : kv.key(offset, i)), sizeof(T));
+                        float* scales = values ? kv.value_scales(blocks[b], head) : kv.key_scales(blocks[b], head);
+                        if (l.quantized) copy(scales + offset, sizeof(float));
+                    }
         }
+}
+template <class E>
+void transfer(const KvLayout& l, const int32_t* blocks, int count, char* canonical, bool to_cache) {
+    l.quantized ? transfer<E, int8_t>(l, blocks, count, canonical, to_cache)
+                : transfer<E, E>(l, blocks, count, canonical, to_cache);
 }
 
 }  // namespace
@@ -256,9 +268,9 @@ extern "C" {
 void fd_kv_transfer(void* cache, const int32_t* blocks, int count, void* canonical, int to_cache) {
     const Cache& c = *static_cast<Cache*>(cache);
     if (Type(c.type) == Type::f32)
-        transfer(c.layout, blocks, count, static_cast<float*>(canonical), to_cache);
+        transfer<float>(c.layout, blocks, count, static_cast<char*>(canonical), to_cache);
     else
-        transfer(c.layout, blocks, count, static_cast<bf16*>(canonical), to_cache);
+        transfer<bf16>(c.layout, blocks, count, static_cast<char*>(canonical), to_cache);
 }
 
 /// k, v: float32 [tokens, heads, d].

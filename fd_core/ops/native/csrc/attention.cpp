@@ -81,6 +81,7 @@ struct Attention<E>::Scratch {
     E* q;              // [rows, q_stride]
     float* scores;     // [rows, columns]
     E* weights;        // [rows, columns]
+    E* panel;          // keys or values of a quantized block
     float* sums;       // [rows, d] of one chunk
     float* chunk_max;  // [rows] of one chunk, base 2
     float* chunk_sum;
@@ -99,16 +100,18 @@ struct Attention<E>::Scratch {
         q_stride = layout.d_k;
         d = layout.d_v;
         const size_t wide = size_t(rows) * (columns + 2 * d + 6) * sizeof(float);
-        const size_t narrow = size_t(rows) * (columns + q_stride) * sizeof(E);
+        const size_t panel_elements = layout.quantized ? std::max(layout.key_elements(), size_t(layout.block_v) * d) : 0;
+        const size_t narrow = (size_t(rows) * (columns + q_stride) + panel_elements) * sizeof(E);
         memory.resize(wide + narrow + 16 * kCacheLine);
         char* free = (char*)((size_t(memory.data()) + kCacheLine - 1) / kCacheLine * kCacheLine);
         q = carve<E>(free, rows * q_stride);
         scores = carve<float>(free, size_t(rows) * columns);
         weights = carve<E>(free, size_t(rows) * columns);
+        panel = carve<E>(free, panel_elements);
         sums = carve<float>(free, size_t(rows) * d);
         total = carve<float>(free, size_t(rows) * d);
         for (float** vector : {&chunk_max, &chunk_sum, &max, &sum, &before, &now}) *vector = carve<float>(free, rows);
-        fetcher.block_bytes = layout.head_elements() * sizeof(E);
+        fetcher.block_bytes = layout.head_bytes();
         fetcher.lead = plan.chunk_blocks;
     }
 };
@@ -116,10 +119,10 @@ struct Attention<E>::Scratch {
 template <class E>
 void Attention<E>::run(const Context& context) {
     thread_local std::unique_ptr<Scratch> kept;
-    thread_local int made_for[5];
+    thread_local int made_for[6];
     const KvLayout& layout = *layer_.layout;
-    const int wanted[5] = {plan_->tile_queries * shape_.group(), plan_->chunk_blocks, layout.block_k, layout.d_k,
-                           layout.d_v};
+    const int wanted[6] = {plan_->tile_queries * shape_.group(), plan_->chunk_blocks, layout.block_k, layout.d_k,
+                           layout.d_v, layout.quantized};
     if (!kept || std::memcmp(made_for, wanted, sizeof wanted) != 0) {
         kept = std::make_unique<Scratch>(*plan_, layout, shape_.group());
         std::memcpy(made_for, wanted, sizeof wanted);
@@ -135,7 +138,7 @@ void Attention<E>::run(const Context& context) {
         plan_unit(context, plan_->tiles[i / shape_.kv_heads], i % shape_.kv_heads, unit);
         for (const Pass& pass : unit.passes)
             for (int b = pass.begin; b < pass.end; b++)
-                s.fetcher.blocks.push_back((const char*)layer_.keys(pass.table[b], unit.head));
+                s.fetcher.blocks.push_back(layer_.head(pass.table[b], unit.head));
         return true;
     };
     for (bool more = draw(s.unit); more; std::swap(s.unit, s.next)) {
@@ -202,7 +205,7 @@ void Attention<E>::run_pass(Scratch& s, const Pass& pass, int head) const {
         const int end = std::min(pass.end, chunk_begin + blocks);
         auto column = [&](int block) { return (block - begin) * layout.block_k; };
         for (int b = begin; b < end; b++) score(s, pass, head, b, column(b));
-        softmax(s, pass, begin, end);
+        softmax(s, pass, head, begin, end);
         for (int b = begin; b < end; b++) weigh(s, pass, head, b, column(b), b == begin);
         merge(s, pass);
         s.fetcher.visited += end - begin;
@@ -214,6 +217,17 @@ void Attention<E>::run_pass(Scratch& s, const Pass& pass, int head) const {
 static int columns_of(const KvLayout& layout, int high, int block) {
     const int tokens = std::min(layout.block_size, high - block * layout.block_size);
     return std::min(layout.block_k, round_up(tokens, kLanes));
+}
+
+/// Elements of a block's head in the program's type, those at first + r * stride + [0, count) for each of some runs:
+/// in place, or of a quantized cache where the thread's panel has them at r * stride.
+template <class E>
+const E* Attention<E>::expanded(Scratch& s, int block, int head, size_t first, int runs, int count, size_t stride) const {
+    const char* stored = layer_.head(block, head);
+    if (!layer_.layout->quantized) return reinterpret_cast<const E*>(stored) + first;
+    const int8_t* from = reinterpret_cast<const int8_t*>(stored) + first;
+    for (int r = 0; r < runs; r++) expand(from + r * stride, count, s.panel + r * stride);
+    return s.panel;
 }
 
 /// c (+)= a * b for some rows and all vectors of columns; `call` holds a and c of row 0, and b of the first vector.
@@ -240,20 +254,21 @@ void Attention<E>::multiply(Scratch& s, Range rows, int vecs, TileCall<E> call) 
 template <class E>
 void Attention<E>::score(Scratch& s, const Pass& pass, int head, int block, int column) const {
     const KvLayout& layout = *layer_.layout;
+    const int columns = columns_of(layout, pass.high, block);
     TileCall<E> call{};
     call.a = s.q;
     call.a_stride = s.q_stride;
-    call.b = layer_.keys(pass.table[block], head);
     call.b_step = size_t(layout.block_k) * Product<E>::kStep;
     call.steps = layout.d_k / Product<E>::kStep;
+    call.b = expanded(s, pass.table[block], head, 0, call.steps, columns * Product<E>::kStep, call.b_step);
     call.c = s.scores + column;
     call.c_stride = s.columns;
-    multiply(s, pass.rows, columns_of(layout, pass.high, block) / kLanes, call);
+    multiply(s, pass.rows, columns / kLanes, call);
 }
 
 /// Turn the chunk's scores into weights 2^(score - max), with their max and sum, for each row.
 template <class E>
-void Attention<E>::softmax(Scratch& s, const Pass& pass, int first_block, int end_block) const {
+void Attention<E>::softmax(Scratch& s, const Pass& pass, int head, int first_block, int end_block) const {
     const KvLayout& layout = *layer_.layout;
     const int block_size = layout.block_size;
     const float factor = shape_.softcap ? shape_.scale : shape_.scale * kLog2e;
@@ -267,8 +282,10 @@ void Attention<E>::softmax(Scratch& s, const Pass& pass, int first_block, int en
         for (int b = first_block; b < end_block; b++) {
             float* x = scores + (b - first_block) * layout.block_k;
             const int begin = b * block_size, end = begin + block_size, columns = columns_of(layout, pass.high, b);
+            const float* scales = layout.quantized ? layer_.key_scales(pass.table[b], head) : nullptr;
             for (int i = 0; i < columns; i += kLanes) {
                 V v = vload(x + i) * vset(factor);
+                if (scales) v = v * vload(scales + i);
                 if (shape_.softcap) v = softcapped(v, shape_.softcap) * vset(kLog2e);
                 const int from = low - begin - i, to = std::min(high, end) - begin - i;
                 if (from > 0 || to < kLanes) v = vkeep(v, from, to, vset(kHidden));
@@ -281,13 +298,14 @@ void Attention<E>::softmax(Scratch& s, const Pass& pass, int first_block, int en
         for (int b = first_block; b < end_block; b++) {
             const int column = (b - first_block) * layout.block_k;
             const int begin = b * block_size, end = begin + block_size, columns = columns_of(layout, pass.high, b);
+            const float* scales = layout.quantized ? layer_.value_scales(pass.table[b], head) : nullptr;
             int i = 0;
             for (; i < columns; i += kLanes) {
                 V v = vexp2(vload(scores + column + i) - vset(max));
                 const int from = low - begin - i, to = std::min(high, end) - begin - i;
                 if (from > 0 || to < kLanes) v = vkeep(v, from, to, vset(0.0f));
                 sum = sum + v;
-                vstore(weights + column + i, v);
+                vstore(weights + column + i, scales ? v * vload(scales + i) : v);
             }
             for (; i < layout.block_v && i < round_up(columns, TileShape<E>::kAlign); i += kLanes)
                 vstore(weights + column + i, vset(0.0f));
@@ -304,9 +322,9 @@ void Attention<E>::weigh(Scratch& s, const Pass& pass, int head, int block, int 
     TileCall<E> call{};
     call.a = s.weights + column;
     call.a_stride = s.columns;
-    call.b = layer_.values(pass.table[block], head);
     call.b_step = size_t(layout.d_v) * Product<E>::kStep;
     call.steps = round_up(columns_of(layout, pass.high, block), TileShape<E>::kAlign) / Product<E>::kStep;
+    call.b = expanded(s, pass.table[block], head, layout.key_elements(), call.steps, int(call.b_step), call.b_step);
     call.c = s.sums;
     call.c_stride = s.d;
     call.accumulate = !first;

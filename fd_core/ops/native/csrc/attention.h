@@ -31,10 +31,11 @@ class Attention : public Operation {
     void plan_unit(const Context&, const QueryTile&, int head, Unit&) const;
     void run_unit(const Context&, Scratch&, const Unit&) const;
     void run_pass(Scratch&, const Pass&, int head) const;
+    const E* expanded(Scratch&, int block, int head, size_t first, int runs, int count, size_t stride) const;
     void multiply(Scratch&, Range rows, int vecs, TileCall<E> call) const;
     void score(Scratch&, const Pass&, int head, int block, int column) const;
     void weigh(Scratch&, const Pass&, int head, int block, int column, bool first) const;
-    void softmax(Scratch&, const Pass&, int first_block, int end_block) const;
+    void softmax(Scratch&, const Pass&, int head, int first_block, int end_block) const;
     void merge(Scratch&, const Pass&) const;
 
     AttentionShape shape_;

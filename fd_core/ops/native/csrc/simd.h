@@ -49,6 +49,7 @@ inline V vload(const float* p) { return _mm512_loadu_ps(p); }
 inline V vload(const bf16* p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
+inline V vload(const int8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
 inline void vstore(float* p, V x) { _mm512_storeu_ps(p, x); }
 inline V vfma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
 inline V vmax(V a, V b) { return _mm512_max_ps(a, b); }
@@ -87,6 +88,7 @@ inline V vload(const float* p) { return _mm256_loadu_ps(p); }
 inline V vload(const bf16* p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
+inline V vload(const int8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
 inline void vstore(float* p, V x) { _mm256_storeu_ps(p, x); }
 inline V vfma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
 inline V vmax(V a, V b) { return _mm256_max_ps(a, b); }
@@ -125,6 +127,11 @@ inline V vload(const float* p) {
 inline V vload(const bf16* p) {
     V x;
     for (int i = 0; i < kLanes; i++) x[i] = to_float(p[i]);
+    return x;
+}
+inline V vload(const int8_t* p) {
+    V x;
+    for (int i = 0; i < kLanes; i++) x[i] = float(p[i]);
     return x;
 }
 inline void vstore(float* p, V x) { std::memcpy(p, &x, sizeof x); }
