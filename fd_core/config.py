@@ -88,6 +88,14 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     """Whether texts of a given form are served."""
     max_forced_tokens: Annotated[int, Range(0, _MAX_DRAFTS)] = 8
     """Tokens forced by a grammar that a step takes as drafts for one request; a drafter's own number replaces it."""
+    lora_modules: tuple[str, ...] = ()
+    """LoRA adapters that are served from the start, each NAME=FOLDER."""
+    lora_folder: str | None = None
+    """Folder whose adapters may be loaded while the engine serves; None allows none."""
+    max_loras: Annotated[int, Range(1, 1024)] = 8
+    """Adapters that are loaded at a time."""
+    max_lora_rank: Annotated[int, Range(1, 512)] = 64
+    """Largest rank of an adapter."""
     output_transport: Annotated[str, OneOf("memory", "zmq")] = "memory"
     """How a step's output travels from the runner: `memory`, or `zmq` (FastDeploy's FD_USE_GET_SAVE_OUTPUT_V1=1)."""
     watchdog_seconds: Annotated[float, Range(0, _DAY, above=True)] = 60.0

@@ -138,6 +138,8 @@ class PrefillJob(msgspec.Struct, frozen=True):
     """Names the span of the request, see W3C Trace Context; empty if nobody traces it."""
     lease: str = ""
     """Name of the decode worker's lease on its blocks, 32 hexadecimal digits; empty until that worker names it."""
+    adapter: str = ""
+    """Digest of the LoRA adapter that computes it; empty for the model itself."""
 
     @property
     def num_tokens(self) -> int:
@@ -194,6 +196,18 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Set for a request that ends with its prefill; the one token that it samples is dropped."""
     prefill_job: PrefillJob | None = None
     """Set for a request that only computes a prompt for a decode worker; the one token that it samples is dropped."""
+    adapter: str = ""
+    """Digest of the LoRA adapter that computes it; empty for the model itself."""
+
+
+class AdapterInfo(msgspec.Struct, frozen=True):
+    """A LoRA adapter that an engine serves."""
+
+    name: str
+    digest: str
+    """What `RequestSpec.adapter` says: its config and weights by their hex SHA-256."""
+    path: str
+    rank: int
 
 
 class FinishReason(enum.StrEnum):
@@ -222,6 +236,8 @@ class Admission:
     request_id: str = ""
     """Whose stay it is, for traces; the runner has no use for it."""
     pooling: Pooling | None = None
+    adapter: str = ""
+    """Digest of the LoRA adapter that computes it; empty for the model itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -9,7 +10,17 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ITEM_BYTES", "RAW_TYPES", "WEIGHT_FORMATS", "PackedTensor", "RawTensor", "Weight", "WeightUse"]
+__all__ = [
+    "ITEM_BYTES",
+    "RAW_TYPES",
+    "WEIGHT_FORMATS",
+    "Adapter",
+    "LowRank",
+    "PackedTensor",
+    "RawTensor",
+    "Weight",
+    "WeightUse",
+]
 
 WEIGHT_FORMATS: Final = frozenset(
     {"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "int8", "int4", "gptq", "awq"}
@@ -123,3 +134,24 @@ class WeightUse(msgspec.Struct, frozen=True):
     parameters: int
     nbytes: int
     """In memory, about: a pack may pad, or keep scales in another type."""
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What an adapter adds to one linear: up @ down."""
+
+    down: npt.NDArray[np.float32]
+    """[rank, in]"""
+    up: npt.NDArray[np.float32]
+    """[out, rank], scaled by alpha / rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter that fits a model."""
+
+    digest: str
+    """Hex SHA-256 of its config and its weights: equal adapters have one, others never."""
+    rank: int
+    deltas: Mapping[str, LowRank]
+    """By the name of the linear, such as `model.layers.0.self_attn.q_proj`."""

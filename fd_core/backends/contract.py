@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import abc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 from fd_core.config import EngineConfig
 from fd_core.errors import ConfigError
 from fd_core.ops.contract import Array, KVCache, KVShape, Ops, StepInput
-from fd_core.weights import WeightUse
+from fd_core.weights import Adapter, WeightUse
 
-__all__ = ["Availability", "Backend", "LoadProgress", "Model", "cache_shape"]
+__all__ = ["AdaptableModel", "Availability", "Backend", "LoadProgress", "Model", "cache_shape"]
 
 LoadProgress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -85,6 +85,17 @@ class Model(Protocol):
 
     def head(self, states: Array) -> Array:
         """Project states of some tokens, [R, H], to float32 logits [R, V]."""
+
+
+@runtime_checkable
+class AdaptableModel(Model, Protocol):
+    """A model that serves LoRA adapters."""
+
+    def with_adapters(self, places: Sequence[Adapter | None]) -> Model:
+        """Return the same model, sharing its weights, whose `forward` and `states` take steps with `lora_rows`.
+
+        Entry i belongs to place i + 1; None is an empty place. Raises `MemoryError` if they do not fit.
+        """
 
 
 def cache_shape(model: Model, config: EngineConfig) -> KVShape:

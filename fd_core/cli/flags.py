@@ -141,6 +141,19 @@ ENGINE_FLAGS: Final = (
         "gpu_memory_utilization", "Share of free device memory used for the KV cache, above 0 and at most 1.", "SHARE"
     ),
     Flag("enable_prefix_caching", "Reuse the KV of prompts with a common beginning."),
+    Flag(
+        "lora_modules",
+        "LoRA adapter in PEFT's form that is served as a model of its own; may be repeated.",
+        "NAME=FOLDER",
+        repeated=True,
+    ),
+    Flag(
+        "lora_folder",
+        "Folder from which /v1/load_lora_adapter may load adapters while the server runs; by default none are.",
+        "FOLDER",
+    ),
+    Flag("max_loras", "Adapters that are loaded at a time.", "N"),
+    Flag("max_lora_rank", "Largest rank of an adapter.", "N"),
     Flag("scheduler", "What plans steps: continuous or a plugin's scheduler.", "NAME"),
     Flag(
         "scheduling_policy",

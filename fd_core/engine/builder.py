@@ -15,6 +15,7 @@ import msgspec
 from fd_core.backends.contract import Backend, Model, cache_shape
 from fd_core.config import EngineConfig, Limits, resolve_limits
 from fd_core.disagg.prefill.sender import Sender
+from fd_core.engine.adapters import EngineAdapters
 from fd_core.engine.client import StartProgress
 from fd_core.engine.core import AdmissionSink, Engine
 from fd_core.engine.device import make_device
@@ -104,10 +105,13 @@ class _EngineBuilder:
 
     def build(self, wake: Callable[[], None], admitted: AdmissionSink) -> Engine:
         """Make the parts that start threads last, and join them."""
+        adapters = self._adapters
         scheduler, runner = self._scheduler(), self._runner
         with ThreadPoolExecutor(1, "fdcore-vocabulary") as beside:
             if self._compiler is not None:
                 beside.submit(_make_vocabulary, self._compiler)
+            if adapters.held:
+                runner.adapters.replace(adapters.held)
             prefill_token = runner.warm_up(lambda done, total: self._progress("warmup", done, total))
         trace = self._trace()
         cache, queue = LockedKVCache(runner.cache), CompletionQueue(wake)
@@ -121,6 +125,7 @@ class _EngineBuilder:
             scheduler,
             make_device(runner, self._limits.pipeline_depth, self._config.output_transport),
             JoinedEffectPort(queue, offload, transfer, grammars),
+            adapters,
             watchdog_seconds=self._config.watchdog_seconds,
             prefill_token=prefill_token,
             admitted=admitted,
@@ -129,6 +134,11 @@ class _EngineBuilder:
         )
 
     # The model on its device --------------------------------------------------------------------------------
+
+    @cached_property
+    def _adapters(self) -> EngineAdapters:
+        """Adapters that were read and fit the model, before any weight of it is."""
+        return EngineAdapters(self._config, self._path)
 
     @cached_property
     def _model(self) -> Model:
@@ -201,7 +211,7 @@ class _EngineBuilder:
             model_max_len=self._model.max_positions,
             vocab_size=self._model.vocab_size,
             bytes_per_block=self._bytes_per_block,
-            free_bytes=self._backend.free_memory(),
+            free_bytes=self._backend.free_memory() - self._adapters.reserved_bytes(ITEM_BYTES[self._ops.dtype]),
             default_pipeline_depth=self._backend.default_pipeline_depth,
         )
 
@@ -302,6 +312,7 @@ class _EngineBuilder:
             emulated=self._backend.emulated,
             kv_events=self._kv_events,
             structured_output=config.structured_output,
+            adapters=self._adapters.infos,
             epoch=self._epoch,
         )
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
 
 from fd_core.disagg.stats import ReceiverStats, SenderStats
+from fd_core.engine.adapters import EngineAdapters
 from fd_core.engine.device import Device
 from fd_core.engine.kv_transfer import prefill_request, prefill_request_id, refusal
 from fd_core.engine.messages import EngineInfo, EngineStats, LeaseStats
@@ -22,7 +26,8 @@ from fd_core.runner.runner import Runner
 from fd_core.scheduling.contract import Scheduler
 from fd_core.structured.compiler import CompilerStats
 from fd_core.tracing.writer import TraceWriter
-from fd_core.types import Delta, FinishReason, PrefillJob, PrefillTrace, RequestSpec, StepPlan
+from fd_core.types import AdapterInfo, Delta, FinishReason, PrefillJob, PrefillTrace, RequestSpec, StepPlan
+from fd_core.weights import Adapter
 
 __all__ = ["AdmissionSink", "Engine", "EngineProbe"]
 
@@ -60,6 +65,7 @@ class Engine:
         scheduler: Scheduler,
         device: Device,
         outside: EnginePort,
+        adapters: EngineAdapters,
         *,
         watchdog_seconds: float,
         prefill_token: float,
@@ -73,6 +79,7 @@ class Engine:
         self._device = device
         self._watchdog_seconds = watchdog_seconds
         self._outside = outside
+        self._adapters = adapters
         self._kv_events: list[KVEvent] = []
         self._prefill_traces: list[PrefillTrace] = []
         self._prefill_pace = PrefillPace(prefill_token)
@@ -93,7 +100,9 @@ class Engine:
         """Queue a request; one that can never run is answered with its last delta at once."""
         try:
             self._require_structure(spec)
+            self._adapters.require(spec.adapter)
             self._perform(self._scheduler.add(spec))
+            self._adapters.began(spec)
         except BadRequest as error:
             return [Delta(spec.request_id, finish_reason=FinishReason.ERROR, error=str(error))]
         return []
@@ -107,6 +116,18 @@ class Engine:
         """Abort everything."""
         return self.abort(self._scheduler.request_ids())
 
+    def load_adapter(self, name: str, folder: Path) -> AdapterInfo:
+        """Serve one more LoRA adapter; raises `BadRequest` or `ModelError`, and then nothing has changed."""
+        info = self._adapters.load(name, folder, self._hold)
+        self._tell_adapters()
+        return info
+
+    def unload_adapter(self, name: str) -> AdapterInfo:
+        """Take no more requests for an adapter; those that use it go on. Raises `BadRequest` if there is none."""
+        info = self._adapters.unload(name)
+        self._tell_adapters()
+        return info
+
     def stop(self) -> None:
         """Take no more prefill jobs of decode workers; those that run go on."""
         self._stopping = True
@@ -115,6 +136,7 @@ class Engine:
         """Keep up to `pipeline_depth` plans in flight, then commit the oldest answer."""
         if self._trace is not None:
             self._trace.turn_began(time.monotonic_ns())
+        self._adapters.sweep(self._scheduler.request_ids, self._hold)
         ended: list[Delta] = []
         while len(self._in_flight) < self.info.pipeline_depth:
             ended += self._complete()
@@ -219,11 +241,20 @@ class Engine:
         reason = "the prefill worker is shutting down" if self._stopping else refusal(job, self.info.vocab_size)
         if reason is None:
             try:
-                self._perform(self._scheduler.add(prefill_request(job)))
+                spec = prefill_request(job)
+                self._adapters.require(spec.adapter)
+                self._perform(self._scheduler.add(spec))
+                self._adapters.began(spec)
             except BadRequest as error:
                 reason = error.message
         if reason is not None:
             self._outside.perform([GiveUp(job.lease, reason, refused=True)])
+
+    def _hold(self, adapters: Collection[Adapter]) -> None:
+        self._device.perform(lambda runner: runner.adapters.replace(adapters))
+
+    def _tell_adapters(self) -> None:
+        self.info = msgspec.structs.replace(self.info, adapters=self._adapters.infos)
 
     def _require_structure(self, spec: RequestSpec) -> None:
         if spec.params.grammar is not None and not self.info.structured_output:

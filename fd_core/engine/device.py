@@ -11,6 +11,8 @@ import shutil
 import tempfile
 import threading
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,10 @@ class Device(abc.ABC):
         """
 
     @abc.abstractmethod
+    def perform(self, change: Callable[[Runner], None]) -> None:
+        """Change something of the runner behind the plans that were submitted, and wait; raises what `change` does."""
+
+    @abc.abstractmethod
     def close(self) -> None:
         """Stop; plans in flight are computed and dropped."""
 
@@ -76,6 +82,10 @@ class InlineDevice(Device):
         """Compute the oldest plan; it cannot be interrupted, so the engine's client keeps the watch."""
         return self.runner.execute(self._plans.popleft())
 
+    def perform(self, change: Callable[[Runner], None]) -> None:
+        """Change it at once: a plan that waits computes the same with what was added or is no longer used."""
+        change(self.runner)
+
     def close(self) -> None:
         """Forget what was not computed."""
         self._plans.clear()
@@ -86,13 +96,22 @@ class _Threaded(Device):
 
     def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
-        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._plans: queue.SimpleQueue[StepPlan | Future[None] | None] = queue.SimpleQueue()
+        self._changes: deque[Callable[[Runner], None]] = deque()
+        """What the futures in the queue stand for, in order."""
         self._thread = threading.Thread(target=self._run, name="fdcore-device", daemon=True)
         self._thread.start()
 
     def submit(self, plan: StepPlan) -> None:
         """Queue a plan for the thread."""
         self._plans.put(plan)
+
+    def perform(self, change: Callable[[Runner], None]) -> None:
+        """Queue the change for the thread and wait for its end."""
+        done: Future[None] = Future()
+        self._changes.append(change)
+        self._plans.put(done)
+        done.result()
 
     def close(self) -> None:
         """End the thread once it has computed what was submitted."""
@@ -105,6 +124,12 @@ class _Threaded(Device):
 
     def _run(self) -> None:
         while (plan := self._plans.get()) is not None:
+            if isinstance(plan, Future):
+                try:
+                    plan.set_result(self._changes.popleft()(self.runner))
+                except Exception as error:  # noqa: BLE001 - whoever waits is told
+                    plan.set_exception(error)
+                continue
             try:
                 output = self.runner.execute(plan)
             except Exception as error:  # noqa: BLE001 - the thread's last frame: whoever collects is told

@@ -45,6 +45,7 @@ def prefill_request(job: PrefillJob) -> RequestSpec:
         tenant=job.tenant,
         cache_salt=job.cache_salt,
         prefill_job=job,
+        adapter=job.adapter,
     )
 
 

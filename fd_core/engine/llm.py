@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,10 +54,13 @@ class LLM:
     >>> llm = LLM("smollm2")
     >>> llm.generate("The capital of France is", SamplingParams(max_tokens=5, temperature=0))[0].text
 
-    Keyword arguments are the fields of `fd_core.config.EngineConfig`. Not safe for several threads.
+    Keyword arguments are the fields of `fd_core.config.EngineConfig`; `lora_modules` may be a mapping of names to
+    folders as well. Not safe for several threads.
     """
 
     def __init__(self, model: str, **settings: Any) -> None:
+        if isinstance(modules := settings.get("lora_modules"), Mapping):
+            settings["lora_modules"] = tuple(f"{name}={folder}" for name, folder in modules.items())
         assets = find_assets(make_settings(EngineConfig, {"model": model, **settings}))
         self.tokenizer = assets.tokenizer
         """The model's tokenizer."""
@@ -80,11 +83,13 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_delta: Callable[[int, Delta], None] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[Completion]:
         """Complete prompts, all at once, in the order given.
 
         A prompt is text or token ids. `params` applies to every prompt or is one for each; without a seed of its own
-        a prompt's index decides. `on_delta(index, delta)` is called as tokens arrive. Raises `BadRequest` for a
+        a prompt's index decides. `on_delta(index, delta)` is called as tokens arrive. `adapter` names one of
+        `lora_modules` for every prompt, or one or None for each. Raises `BadRequest` for a
         prompt that can never run and for a sampling parameter out of range. A step that fails raises: there is no
         second engine here that could go on.
         """
@@ -96,6 +101,9 @@ class LLM:
             raise BadRequest(f"{len(items)} prompts, but {len(given)} sampling parameters", field="params")
         for parameters in given:
             check_sampling(parameters, self.info.vocab_size)
+        digests = self._digests([adapter] * len(items) if adapter is None or isinstance(adapter, str) else [*adapter])
+        if len(digests) != len(items):
+            raise BadRequest(f"{len(items)} prompts, but {len(digests)} adapters", field="adapter")
         prefix = secrets.token_hex(4)
         index_of = {f"{prefix}-{self._requests + index}": index for index in range(len(items))}
         self._requests += len(items)
@@ -123,10 +131,14 @@ class LLM:
                 if on_delta is not None:
                     on_delta(index, delta)
 
-        for (request_id, _), item, parameters in zip(index_of.items(), items, given, strict=True):
+        for request_id, item, parameters, digest in zip(index_of, items, given, digests, strict=True):
             ids = self.tokenizer.encode(item) if isinstance(item, str) else item
             spec = RequestSpec(
-                request_id=request_id, prompt=tuple(ids), params=parameters, eos_token_ids=self.info.eos_token_ids
+                request_id=request_id,
+                prompt=tuple(ids),
+                params=parameters,
+                eos_token_ids=self.info.eos_token_ids,
+                adapter=digest,
             )
             take(self._engine.submit(spec))
         try:
@@ -138,6 +150,14 @@ class LLM:
         for result in results:
             result.text = self.tokenizer.decode(result.token_ids)
         return results
+
+    def _digests(self, names: Sequence[str | None]) -> list[str]:
+        known = {info.name: info.digest for info in self.info.adapters}
+        for name in names:
+            if name is not None and name not in known:
+                there = ", ".join(known) or "none"
+                raise BadRequest(f"there is no adapter named {name!r}; there are {there}", field="adapter")
+        return ["" if name is None else known[name] for name in names]
 
     def embed(self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None) -> npt.NDArray[np.float32]:
         """Make a vector of each prompt, text or token ids: float32[n, H], or [n, dimensions] of their first elements.

@@ -15,7 +15,7 @@ from fd_core.runner.observing import ObserverStats
 from fd_core.runner.slot_grammars import MaskStats
 from fd_core.scheduling.contract import SchedulerStats
 from fd_core.structured.compiler import CompilerStats
-from fd_core.types import Delta, PrefillTrace, RequestSpec
+from fd_core.types import AdapterInfo, Delta, PrefillTrace, RequestSpec
 from fd_core.weights import WeightUse
 
 __all__ = [
@@ -88,6 +88,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it makes texts; false for a checkpoint without an output projection."""
     structured_output: bool = True
     """Whether it takes grammars."""
+    adapters: tuple[AdapterInfo, ...] = ()
+    """LoRA adapters that it serves."""
     epoch: int = 1
 
 

@@ -1,7 +1,7 @@
 """Names of prefixes: a keyed hash chained over blocks of token ids.
 
 Two chains are equal only if everything that decides the KV of a block is equal: format, weights, dtype, block size,
-tenant salt and all tokens up to the block's end.
+adapter, tenant salt and all tokens up to the block's end.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ class PrefixHasher:
         """The hash before its first byte; a copy costs half of what a new one does."""
         self._identity = f"fd_core/{FORMAT_VERSION}/{block_size}/{identity}".encode()
 
-    def root(self, salt: str) -> bytes:
-        """Return the parent of a chain's first block; different salts never share a block."""
-        return self._digest(len(self._identity).to_bytes(4, "little") + self._identity + salt.encode())
+    def root(self, salt: str, adapter: str = "") -> bytes:
+        """Return the parent of a chain's first block; different salts, or adapters by digest, never share a block."""
+        model = self._identity + (f"/{adapter}".encode() if adapter else b"")
+        return self._digest(len(model).to_bytes(4, "little") + model + salt.encode())
 
     def extend(self, chain: list[bytes], root: bytes, tokens: IntArray, upto: int) -> None:
         """Append keys to `chain` until it covers every full block among the first `upto` of `tokens`."""

@@ -6,10 +6,13 @@ over symbolic arrays, when a pack builds a graph from it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from fd_core.ops.contract import Activation, Array, Experts, Heads, KVCache, KVShape, Norm, Ops, StepInput
-from fd_core.weights import WeightUse
+from fd_core.models.adapters import LayerLoras, prepare_adapters
+from fd_core.models.spec import DecoderSpec
+from fd_core.ops.contract import Activation, Array, Experts, Heads, KVCache, KVShape, Lora, Norm, Ops, StepInput
+from fd_core.weights import Adapter, WeightUse
 
 __all__ = ["Attention", "Decoder", "DecoderModel", "Layer", "Mlp", "Moe"]
 
@@ -70,6 +73,7 @@ class DecoderModel:
     """A decoder on one pack; satisfies `fd_core.backends.contract.Model`."""
 
     ops: Ops
+    spec: DecoderSpec
     decoder: Decoder
     architecture: str
     vocab_size: int
@@ -79,6 +83,12 @@ class DecoderModel:
     weights: tuple[WeightUse, ...] = ()
     state_size: int = 0
     generates: bool = True
+    loras: tuple[LayerLoras, ...] | None = None
+    """What adapters add to each layer, for steps that have `lora_rows`; None computes none."""
+
+    def with_adapters(self, places: Sequence[Adapter | None]) -> DecoderModel:
+        """Return the same model with adapters in the places 1 and up; it shares the weights."""
+        return replace(self, loras=prepare_adapters(self.spec, places, self.ops))
 
     def kv_shape(self, block_size: int) -> KVShape:
         """Return the size of the KV cache that `forward` needs, for blocks of `block_size` tokens."""
@@ -103,14 +113,38 @@ class DecoderModel:
         x = ops.embedding(decoder.embedding, step.token_ids, decoder.embedding_scale)
         for index, layer in enumerate(decoder.layers):
             attention, kv = layer.attention, cache.layer(index)
-            q = ops.attention_inputs(x, attention.norm, attention.qkv, attention.heads, kv, step)
+            loras = LayerLoras() if self.loras is None else self.loras[index]
+            if loras.qkv is None:
+                q = ops.attention_inputs(x, attention.norm, attention.qkv, attention.heads, kv, step)
+            else:
+                normed = ops.rms_norm(x, attention.norm)
+                qkv = self._added(ops.linear(normed, attention.qkv), normed, loras.qkv, step)
+                q = ops.attention_heads(qkv, attention.heads, kv, step)
             a = ops.attention(q, attention.heads, kv, step)
-            x = ops.project_residual(a, attention.output, x, attention.post_norm)
-            x = self._feed_forward(x, layer.feed_forward)
+            x = self._project(a, attention.output, loras.output, x, attention.post_norm, step)
+            x = self._feed_forward(x, layer.feed_forward, loras, step)
         return x
 
-    def _feed_forward(self, x: Array, block: Mlp | Moe) -> Array:
+    def _feed_forward(self, x: Array, block: Mlp | Moe, loras: LayerLoras, step: StepInput) -> Array:
+        ops, activation = self.ops, self.decoder.activation
         if isinstance(block, Moe):
-            return self.ops.moe_residual(x, block.norm, block.experts, self.decoder.activation)
-        inner = self.ops.mlp_inputs(x, block.norm, block.gate_up, self.decoder.activation)
-        return self.ops.project_residual(inner, block.down, x, block.post_norm)
+            return ops.moe_residual(x, block.norm, block.experts, activation)
+        if loras.gate_up is None:
+            inner = ops.mlp_inputs(x, block.norm, block.gate_up, activation)
+        else:
+            normed = ops.rms_norm(x, block.norm)
+            inner = ops.gate(self._added(ops.gate_up(normed, block.gate_up), normed, loras.gate_up, step), activation)
+        return self._project(inner, block.down, loras.down, x, block.post_norm, step)
+
+    def _project(
+        self, x: Array, weight: Array, lora: Lora | None, residual: Array, post_norm: Norm | None, step: StepInput
+    ) -> Array:
+        ops = self.ops
+        if lora is None:
+            return ops.project_residual(x, weight, residual, post_norm)
+        y = self._added(ops.linear(x, weight), x, lora, step)
+        return ops.add(residual, y if post_norm is None else ops.rms_norm(y, post_norm))
+
+    def _added(self, y: Array, x: Array, lora: Lora, step: StepInput) -> Array:
+        """Return a product y of x with what the step's adapters add to it."""
+        return self.ops.add(y, self.ops.lora(x, lora, step.lora_rows))

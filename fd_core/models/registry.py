@@ -75,6 +75,7 @@ def load_model(
     decoder, weights = build_decoder(spec, checkpoint, ops, max_positions, progress, quantization)
     return DecoderModel(
         ops,
+        spec,
         decoder,
         architecture=spec.architecture,
         vocab_size=spec.embedding.shape[0],

@@ -133,6 +133,13 @@ class LayerSpec(_Parts):
     attention: AttentionSpec
     feed_forward: MlpSpec | MoeSpec
 
+    @property
+    def adaptable(self) -> tuple[LinearSpec, ...]:
+        """The linears that adapters may change: of attention first, and none of experts."""
+        block = self.feed_forward
+        more = (block.gate_up, block.down) if isinstance(block, MlpSpec) else ()
+        return (self.attention.qkv, self.attention.output, *more)
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec(_Parts):
@@ -153,6 +160,11 @@ class DecoderSpec(_Parts):
     max_positions: int
     ignored: tuple[str, ...]
     """Regular expressions of tensors that a checkpoint may hold and the model does not use."""
+
+    def adaptable(self) -> dict[str, tuple[int, int]]:
+        """Return the linears that adapters may change: name to (out, in)."""
+        linears = [linear for layer in self.layers for linear in layer.adaptable]
+        return {name: (out, each.ins) for each in linears for name, out in zip(each.names, each.outs, strict=True)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -33,6 +34,7 @@ __all__ = [
     "HostStep",
     "KVCache",
     "KVShape",
+    "Lora",
     "Norm",
     "Ops",
     "PenaltyInput",
@@ -167,6 +169,22 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class Lora:
+    """What all loaded adapters add to one linear: up(down(x)) of the place that a token's adapter has.
+
+    Hu et al., "LoRA" (2021). Place 0 belongs to tokens without an adapter; its weights are zero.
+    """
+
+    down: Array
+    """Prepared by `prepare_linear`: [places * rank, in], place after place."""
+    up: Array
+    """Prepared by `prepare_linear`: [out, places * rank]; the adapters' scales are in it."""
+    places: int
+    rank: int
+    """Of every place; adapters of smaller rank are filled up with zeros."""
+
+
+@dataclass(frozen=True, slots=True)
 class HostStep:
     """Metadata of a step on the host, for packs that plan their kernels there; the arrays are those of `StepInput`."""
 
@@ -205,6 +223,9 @@ class StepInput:
     max_context: int
     host: HostStep | None = None
     """The same metadata on the host; None where the step was not built there."""
+    lora_rows: Array | None = None
+    """[T * places], what `Ops.lora` keeps: entry t * places + p is itself where p is the place of token t's adapter,
+    and t * places, a row of zeros, elsewhere. None where no token of the step has an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +342,10 @@ class Ops(abc.ABC):
         """Prepare the experts' linears, by default one for each; `parts[e]` is what `prepare_linear` takes."""
         return tuple(self.prepare_linear(expert, gated=gated) for expert in parts)
 
+    def replaceable_weights(self) -> AbstractContextManager[None]:
+        """Prepare weights in memory that is freed with them: adapters come and go while the model stays."""
+        return nullcontext()
+
     def tied_head(self, embedding: Array, weight: Weight) -> Array:
         """Return the output projection of a model that ties it to its embedding."""
         return self.prepare_linear([weight])
@@ -346,8 +371,8 @@ class Ops(abc.ABC):
         """[T, in] -> [T, out], with the bias that was prepared with the weight."""
 
     @abc.abstractmethod
-    def gated_linear(self, x: Array, weight: Array, activation: Activation) -> Array:
-        """[T, in] -> [T, out]: activation(gate(x)) * up(x)."""
+    def gate(self, gate_up: Array, activation: Activation) -> Array:
+        """[T, 2 I] -> [T, I]: activation(gate) * up, where gate is the first half of what `gate_up` returns."""
 
     @abc.abstractmethod
     def split_heads(self, qkv: Array, heads: Heads) -> tuple[Array, Array, Array]:
@@ -462,11 +487,34 @@ class Ops(abc.ABC):
         after draft j - 1, so a row with `a` accepted drafts delivers its first 1 + a sampled tokens.
         """
 
+    # Compositions that primitives and models share --------------------------------------------------------
+
+    def gate_up(self, x: Array, weight: Array) -> Array:
+        """[T, in] -> [T, 2 I], gate first, of a weight prepared as gated; a pack that interleaves them sorts them."""
+        return self.linear(x, weight)
+
+    def gated_linear(self, x: Array, weight: Array, activation: Activation) -> Array:
+        """[T, in] -> [T, out]: activation(gate(x)) * up(x)."""
+        return self.gate(self.gate_up(x, weight), activation)
+
+    def lora(self, x: Array, lora: Lora, rows: Array) -> Array:
+        """What the adapters of a step's tokens add to a linear: [T, in] -> [T, out]; `rows` is `StepInput.lora_rows`.
+
+        All places are multiplied in one product, and each token keeps its own: it is chosen, not weighed with 0, so
+        that no adapter's numbers reach the token of another, whatever they are.
+        """
+        kept = self.gather_rows(self.linear(x, lora.down).reshape(-1, lora.rank), rows)
+        return self.linear(kept.reshape(-1, lora.places * lora.rank), lora.up)
+
     # Fusions: what models call ----------------------------------------------------------------------------
 
     def attention_inputs(self, x: Array, norm: Norm, qkv: Array, heads: Heads, layer: Any, step: StepInput) -> Array:
         """Norm, q/k/v projection, head norms, rope, KV write: [T, H] -> q [T, nh, d]."""
-        q, k, v = self.split_heads(self.linear(self.rms_norm(x, norm), qkv), heads)
+        return self.attention_heads(self.linear(self.rms_norm(x, norm), qkv), heads, layer, step)
+
+    def attention_heads(self, qkv: Array, heads: Heads, layer: Any, step: StepInput) -> Array:
+        """Head norms, rope and KV write of what was projected: [T, (nh + 2 nkv) d] -> q [T, nh, d]."""
+        q, k, v = self.split_heads(qkv, heads)
         if heads.q_norm is not None:
             q = self.rms_norm(q, heads.q_norm)
         if heads.k_norm is not None:
@@ -523,3 +571,7 @@ class Ops(abc.ABC):
     def compile_states(self, states: Forward) -> Forward:
         """Do the same for what returns the states of all tokens; it computes chunks of prompts, which need it less."""
         return states
+
+    def compile_adapted(self, forward: Forward) -> Forward:
+        """Do the same for steps in which tokens have adapters; called again whenever adapters come or go."""
+        return forward

@@ -113,9 +113,9 @@ class NumpyOps(NumpySampling, Ops):
         y: Floats = x @ weight.weight.T
         return y if weight.bias is None else y + weight.bias
 
-    def gated_linear(self, x: Floats, weight: NumpyLinear, activation: Activation) -> Floats:
-        """Gate is the first half of the output, up the second."""
-        gate, up = np.split(self.linear(x, weight), 2, axis=-1)
+    def gate(self, gate_up: Floats, activation: Activation) -> Floats:
+        """Activate the first half and multiply."""
+        gate, up = np.split(gate_up, 2, axis=-1)
         return _activate(gate, activation) * up
 
     def split_heads(self, qkv: Floats, heads: Heads) -> tuple[Floats, Floats, Floats]:

@@ -110,12 +110,11 @@ class PaddleOps(PaddleSampling, Ops):
         y = paddle.matmul(x, weight.weight, transpose_y=True)
         return y if weight.bias is None else y + weight.bias
 
-    def gated_linear(self, x: Array, weight: Any, activation: Activation) -> Array:
-        """Gate is the first half of the output, up the second."""
-        both = self.linear(x, weight)
+    def gate(self, gate_up: Array, activation: Activation) -> Array:
+        """Activate the first half and multiply."""
         if activation == "silu":
-            return functional.swiglu(both)
-        gate, up = paddle.chunk(both, 2, axis=-1)
+            return functional.swiglu(gate_up)
+        gate, up = paddle.chunk(gate_up, 2, axis=-1)
         return functional.gelu(gate, approximate=activation == "gelu_tanh") * up
 
     def split_heads(self, qkv: Array, heads: Heads) -> tuple[Array, Array, Array]:

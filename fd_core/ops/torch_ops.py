@@ -121,9 +121,9 @@ class TorchOps(TorchSampling, Ops):
         """Multiply by the transposed weight and add the bias."""
         return functional.linear(x, weight.weight, weight.bias)
 
-    def gated_linear(self, x: Array, weight: Any, activation: Activation) -> Array:
-        """Gate is the first half of the output, up the second."""
-        gate, up = self.linear(x, weight).chunk(2, dim=-1)
+    def gate(self, gate_up: Array, activation: Activation) -> Array:
+        """Activate the first half and multiply."""
+        gate, up = gate_up.chunk(2, dim=-1)
         return _activate(gate, activation).mul_(up)
 
     def split_heads(self, qkv: Array, heads: Heads) -> tuple[Array, Array, Array]:

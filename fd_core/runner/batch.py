@@ -21,14 +21,17 @@ class PersistentBatch:
         self.num_drafts = np.zeros(slots, np.int32)
         """Drafts, which stand in `tokens` right behind the known tokens."""
         self.tokens = np.zeros((slots, limits.max_model_len), np.int32)
+        self.places = np.zeros(slots, np.int32)
+        """The place of each request's adapter, 0 for none."""
         self.tables = np.zeros((slots, limits.blocks_per_seq), np.int32)
 
-    def admit(self, admission: Admission) -> None:
+    def admit(self, admission: Admission, place: int = 0) -> None:
         """Begin a residency: a request's time in a slot."""
         slot, n = admission.slot, len(admission.token_ids)
         self.gen[slot] = admission.gen
         self.length[slot] = n
         self.num_drafts[slot] = 0
+        self.places[slot] = place
         self.tokens[slot, :n] = admission.token_ids
 
     def grant(self, plan: StepPlan) -> None:

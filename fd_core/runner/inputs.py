@@ -12,7 +12,7 @@ from fd_core.ops.contract import HostStep, Ops, StepInput
 from fd_core.runner.batch import PersistentBatch
 from fd_core.types import IntArray, StepPlan
 
-__all__ = ["BudgetExceeded", "Rows", "Spans", "build_inputs", "resolve_rows"]
+__all__ = ["BudgetExceeded", "Rows", "Spans", "build_inputs", "lora_rows", "resolve_rows"]
 
 
 class BudgetExceeded(RuntimeError):
@@ -109,12 +109,19 @@ def resolve_rows(
 
 
 def build_inputs(
-    spans: Spans, tokens: IntArray, tables: IntArray, size: int, ops: Ops, spare_block: int | None = None
+    spans: Spans,
+    tokens: IntArray,
+    tables: IntArray,
+    size: int,
+    ops: Ops,
+    spare_block: int | None = None,
+    adapters: tuple[IntArray, int] | None = None,
 ) -> StepInput:
     """Gather tokens, positions, cache slots and block tables of the spans, at least one.
 
     `tokens` int32[num_slots, *] and `tables` int32[num_slots, blocks] hold what is known of every slot; `size` is
     the number of tokens in a block; `spare_block` is the block that padding rows read and write.
+    `adapters` has the place of each slot's adapter, int32[num_slots], and the number of places; None for none.
     """
     slots, counts = spans.slots, spans.counts
     total = int(counts.sum())
@@ -145,7 +152,17 @@ def build_inputs(
         max_query=int(counts.max()),
         max_context=max_context,
         host=host,
+        lora_rows=None
+        if adapters is None
+        else ops.from_host(lora_rows(_padded(adapters[0][slot_of], more, 0), adapters[1])),
     )
+
+
+def lora_rows(places: IntArray, count: int) -> IntArray:
+    """Return what `StepInput.lora_rows` holds for the place of each token's adapter."""
+    every = np.arange(count, dtype=np.int32)
+    kept = np.where(every == places[:, None], every, 0) + np.arange(len(places), dtype=np.int32)[:, None] * count
+    return kept.astype(np.int32).reshape(-1)
 
 
 def _padded(array: IntArray, more: int, value: int) -> IntArray:

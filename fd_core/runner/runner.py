@@ -13,7 +13,8 @@ import numpy.typing as npt
 from fd_core.backends.contract import LoadProgress, Model
 from fd_core.config import Limits
 from fd_core.metrics import snapshot
-from fd_core.ops.contract import Array, KVCache, Ops, StepInput
+from fd_core.ops.contract import Array, Ops, StepInput
+from fd_core.runner.adapters import RunnerAdapters
 from fd_core.runner.batch import PersistentBatch
 from fd_core.runner.drafting import Drafter, SlotError
 from fd_core.runner.inputs import Rows, build_inputs, resolve_rows
@@ -71,6 +72,9 @@ class Runner:
         self._forward = ops.compile(model.forward)
         self._states = ops.compile_states(model.states)
         self._head = model.head
+        self._watch: Callable[[StepInput], None] = lambda _: None
+        self.adapters = RunnerAdapters(ops, model)
+        """Changed between steps, on the thread that executes them."""
         self.batch = PersistentBatch(limits)
         self._sampler = Sampler(ops, limits.max_num_seqs, model.vocab_size)
         self._grammars = SlotGrammars(grammars, model.vocab_size)
@@ -123,18 +127,12 @@ class Runner:
 
     def watch_forward(self, watch: Callable[[StepInput], None]) -> None:
         """Have `watch` called with the input of every forward pass from now on."""
-        forward = self._forward
-
-        def watched(step: StepInput, cache: KVCache) -> Array:
-            watch(step)
-            return forward(step, cache)
-
-        self._forward = watched
+        self._watch = watch
 
     def _apply(self, plan: StepPlan) -> None:
         for admission in plan.admissions:
             self._failed.pop(admission.slot, None)
-            self.batch.admit(admission)
+            self.batch.admit(admission, self.adapters.place(admission.adapter))
             self._scorer.admit(admission)
             self._pooler.admit(admission)
             try:
@@ -152,17 +150,20 @@ class Runner:
         read: _Readings = (None, None)
         if len(rows.slots):
             size, spare = self.limits.block_size, self.cache.spare_block
-            inputs = build_inputs(rows, batch.tokens, batch.tables, size, ops, spare)
+            adapters = self.adapters.of_step(batch.places, rows.slots)
+            inputs = build_inputs(rows, batch.tokens, batch.tables, size, ops, spare, adapters)
+            forward, states_of = (self._forward, self._states) if adapters is None else self.adapters.forwards
             scored, pooled = self._scorer.rows(rows), self._pooler.parts(rows)
             if len(scored[0]) or pooled:
-                states, head = self._states(inputs, self.cache), self._head
+                states, head = states_of(inputs, self.cache), self._head
                 read = (
                     self._scorer.score(states, head, scored, batch.tokens) if len(scored[0]) else None,
                     self._pooler.pool(states, head, pooled) if pooled else None,
                 )
                 logits = head(ops.gather_rows(states, inputs.logits_rows)) if len(rows.sampling) else None
             else:
-                logits = self._forward(inputs, self.cache)
+                self._watch(inputs)
+                logits = forward(inputs, self.cache)
         if not len(rows.sampling):
             return Sampled(ops.from_host(np.empty(0, np.int32)), ops.from_host(np.empty(0, np.float32))), read
         allowed = None if masks is None else masks()

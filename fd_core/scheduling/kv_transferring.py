@@ -87,7 +87,9 @@ class KVTransferring:
         """Lease `blocks` of a slot, behind its `first` ones, to the worker that computes the prompt."""
         spec, wanted = request.spec, request.num_tokens - 1
         tokens = request.tokens.view(upto=wanted).astype("<i4", copy=False).tobytes()
-        job = PrefillJob(tokens, first, spec.cache_salt, spec.priority, spec.tenant, spec.traceparent)
+        job = PrefillJob(
+            tokens, first, spec.cache_salt, spec.priority, spec.tenant, spec.traceparent, adapter=spec.adapter
+        )
         request.fetch = self.operations.begin(
             lambda number: Fetch(number, spec.prefill_at, job, blocks, slot, spec.request_id),
             _Fetching(request, slot, first, wanted),

@@ -57,6 +57,7 @@ class PlanBuilder:
             computed=int(table.num_computed[slot]),
             request_id=request.spec.request_id,
             pooling=request.spec.pooling,
+            adapter=request.spec.adapter,
         )
         self._admissions.append(admission)
         self.grant(slot, 0, frozen(table.blocks(slot)))

@@ -39,9 +39,9 @@ class Prefixes:
         """Keys that are being computed; 0 at idle."""
         return len(self._computing)
 
-    def root(self, salt: str) -> bytes:
+    def root(self, salt: str, adapter: str) -> bytes:
         """Return where the chain of a request begins."""
-        return b"" if self.hasher is None else self.hasher.root(salt)
+        return b"" if self.hasher is None else self.hasher.root(salt, adapter)
 
     def extend(self, request: Request) -> None:
         """Compute the keys of the full blocks of a request's tokens, as far as they are missing."""
@@ -107,7 +107,7 @@ class Prefixes:
             if index < request.announced:
                 self._end(chain[index])
                 self._on_end(chain[index])
-        if named and self._recorder is not None and not request.spec.cache_salt:
+        if named and self._recorder is not None and not (request.spec.cache_salt or request.spec.adapter):
             tokens = request.tokens.view()
             self._recorder.stored(chain, tokens, self.hasher.block_size, first, upto, self._pool.knows)
 

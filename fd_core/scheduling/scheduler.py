@@ -123,7 +123,9 @@ class ContinuousBatchingScheduler(Scheduler):
         if spec.request_id in self._requests:
             raise BadRequest(f"a request with id {spec.request_id!r} is already running", field="request_id")
         check_spec(spec, self.limits.max_model_len)
-        request = Request(spec, self._arrivals, self.limits.max_model_len, self._prefixes.root(spec.cache_salt))
+        request = Request(
+            spec, self._arrivals, self.limits.max_model_len, self._prefixes.root(spec.cache_salt, spec.adapter)
+        )
         self._arrivals += 1
         self._requests[spec.request_id] = request
         self._admissions.arrive(request)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fd_core.backends.contract import Model
 from fd_core.ops.contract import Ops, StepInput
+from fd_core.runner.inputs import lora_rows
 from fd_core.types import IntArray
 
 __all__ = ["BLOCK_SIZE", "PagedDriver", "Row"]
@@ -42,9 +44,12 @@ class PagedDriver:
         longest: int,
         seed: int = 0,
         kv_dtype: str = "auto",
+        places: tuple[list[int], int] | None = None,
     ) -> None:
+        """`places`: the place of each row's adapter and the number of places, for a model with adapters."""
         self.ops = ops
-        self.forward = ops.compile(model.forward)
+        self.places = places
+        self.forward = ops.compile(model.forward) if places is None else ops.compile_adapted(model.forward)
         self.rows = [Row(list(prompt), len(prompt)) for prompt in prompts]
         width = -(-longest // BLOCK_SIZE)
         num_blocks = width * len(prompts) + 3
@@ -76,6 +81,7 @@ class PagedDriver:
             logits_rows=device(np.arange(len(tokens), dtype=np.int32)),
             max_query=int(counts.max()),
             max_context=int(contexts.max()),
+            lora_rows=self._lora_rows(row_of),
         )
         logits = self.ops.to_host(self.forward(step, self.cache))
         for index, (row, count) in enumerate(work):
@@ -97,6 +103,12 @@ class PagedDriver:
             for index, row in enumerate(self.rows)
             if len(row.generated) < count
         ]
+
+    def _lora_rows(self, row_of: IntArray) -> Any:
+        if self.places is None:
+            return None
+        of_rows, count = self.places
+        return self.ops.from_host(lora_rows(np.array(of_rows, np.int32)[row_of], count))
 
     def _tables(self, rows: list[int], contexts: IntArray) -> IntArray:
         tables = self.tables[rows]

@@ -42,7 +42,7 @@ MUTANTS = (
     mutant(
         "a-salted-prefix-is-told",
         "prompts of one salt are nothing to another",
-        (PREFIXES, " is not None and not request.spec.cache_salt", " is not None"),
+        (PREFIXES, "not (request.spec.cache_salt or request.spec.adapter)", "not request.spec.adapter"),
     ),
     mutant(
         "free-with-a-step-in-flight",
@@ -160,12 +160,12 @@ MUTANTS = (
     mutant(
         "the-hash-ignores-the-salt",
         "5.3: tenants do not share KV",
-        (PREFIX, "self._identity + salt.encode()", "self._identity"),
+        (PREFIX, "+ model + salt.encode()", "+ model"),
     ),
     mutant(
         "the-scheduler-ignores-the-salt",
         "5.3: tenants do not share KV",
-        (SCHEDULER, "self._prefixes.root(spec.cache_salt)", 'self._prefixes.root("")'),
+        (SCHEDULER, "self._prefixes.root(spec.cache_salt,", 'self._prefixes.root("",'),
     ),
     mutant(
         "the-hash-ignores-the-parent",

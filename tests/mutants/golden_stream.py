@@ -51,7 +51,7 @@ MUTANTS = (
     mutant(
         "a-new-residency-keeps-stale-drafts",
         "4: the drafts of one residency are not those of the next",
-        (BATCH, "        self.num_drafts[slot] = 0\n        self.tokens", "        self.tokens"),
+        (BATCH, "        self.num_drafts[slot] = 0\n        self.places", "        self.places"),
     ),
     mutant(
         "the-drafter-keeps-the-residency-before",

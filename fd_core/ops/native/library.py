@@ -81,6 +81,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fd_packed_products": (c_char_p, ()),
     "fd_usable": (c_int, ()),
     "fd_row_slack": (c_int, ()),
+    "fd_lanes": (c_int, ()),
     "fd_team_new": (c_void_p, (c_int,)),
     "fd_team_free": (None, (c_void_p,)),
     "fd_arena_new": (c_void_p, ()),

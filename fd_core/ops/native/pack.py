@@ -10,8 +10,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -83,6 +83,15 @@ class NativeOps(TorchOps):
         """
         return pack(self.runtime, self._arena, parts, biases, gated=gated)
 
+    @contextmanager
+    def replaceable_weights(self) -> Iterator[None]:
+        """Prepare weights in an arena of their own."""
+        model, self._arena = self._arena, Arena(self.runtime.library)
+        try:
+            yield
+        finally:
+            self._arena = model
+
     def tied_head(self, embedding: Array, weight: Weight) -> NativeLinear:
         """Pack the table a second time: lookups read it by row, products by column."""
         return self.prepare_linear([weight])
@@ -114,6 +123,18 @@ class NativeOps(TorchOps):
             buffer, y = call.output(x, weight.width, wide)
             call.add("linear", weight.handle, source, buffer)
         return y
+
+    def gate_up(self, x: Array, weight: NativeLinear) -> Array:
+        """Multiply by gate and up, and sort the vectors in which they alternate."""
+        lanes = self.runtime.lanes
+        vectors = -(-weight.width // lanes)
+        with self._call(x) as call:
+            call.keep(weight)
+            source = call.input(x, weight.inputs, self.runtime.wide)
+            buffer, y = call.output(x, 2 * vectors * lanes, self.runtime.wide)
+            call.add("linear", weight.handle, source, buffer)
+        sorted_ = y.unflatten(1, (vectors, 2, lanes)).transpose(1, 2).flatten(2)
+        return sorted_[:, :, : weight.width].flatten(1)
 
     def gated_linear(self, x: Array, weight: NativeLinear, activation: Activation) -> Array:
         """Multiply by gate and up, which are interleaved, and combine them."""

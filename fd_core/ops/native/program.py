@@ -33,6 +33,8 @@ class Runtime:
         self.torch_dtype = torch.float32 if self.wide else torch.bfloat16
         self.type_code = 0 if self.wide else 1
         self.row_slack = library.fd_row_slack()
+        self.lanes = library.fd_lanes()
+        """Columns of a vector; a gated weight alternates vectors of gate and of up."""
         self.threads = threads
         self.team = checked(library.fd_team_new(threads), f"{threads} threads")
 

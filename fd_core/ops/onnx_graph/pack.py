@@ -10,14 +10,26 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from onnx import TensorProto
 
-from fd_core.ops.contract import Activation, Array, Experts, Forward, Heads, KVCache, KVShape, Norm, Rope, StepInput
+from fd_core.ops.contract import (
+    Activation,
+    Array,
+    Experts,
+    Forward,
+    Heads,
+    KVCache,
+    KVShape,
+    Lora,
+    Norm,
+    Rope,
+    StepInput,
+)
 from fd_core.ops.numpy_ops import NumpyLinear, NumpyOps
 from fd_core.ops.onnx_graph import attention
 from fd_core.ops.onnx_graph.graph import Graph, GraphSymbol, TraceError
@@ -68,9 +80,19 @@ class OnnxOps(NumpyOps):
         """Multiply by the transposed weight and add the bias."""
         return self._call(lambda graph, x: _linear(graph, x, weight), x)
 
-    def gated_linear(self, x: Array, weight: NumpyLinear, activation: Activation) -> Array:
-        """Gate is the first half of the output, up the second."""
-        return self._call(lambda graph, x: _gated(graph, x, weight, activation), x)
+    def gate(self, gate_up: Array, activation: Activation) -> Array:
+        """Activate the first half and multiply."""
+        return self._call(lambda graph, x: _gate(graph, x, activation), gate_up)
+
+    def lora(self, x: Array, lora: Lora, rows: Array) -> Array:
+        """Choose each token's place between the two products of all of them."""
+
+        def emit(graph: Graph, x: GraphSymbol, rows: GraphSymbol) -> GraphSymbol:
+            down = graph.reshape(_linear(graph, x, lora.down), -1, lora.rank)
+            kept = graph.reshape(graph.op("Gather", down, rows), -1, lora.places * lora.rank)
+            return _linear(graph, kept, lora.up)
+
+        return self._call(emit, x, rows)
 
     def split_heads(self, qkv: Array, heads: Heads) -> tuple[Array, Array, Array]:
         """Cut queries, keys and values apart."""
@@ -123,7 +145,7 @@ class OnnxOps(NumpyOps):
 
         def emit(graph: Graph, x: GraphSymbol) -> GraphSymbol:
             def compute(x: GraphSymbol, gate_up: NumpyLinear, down: NumpyLinear) -> GraphSymbol:
-                return _linear(graph, _gated(graph, x, gate_up, activation), down)
+                return _linear(graph, _gate(graph, _linear(graph, x, gate_up), activation), down)
 
             y = routed_experts(graph, x, experts, compute)
             if experts.shared_gate_up is None or experts.shared_down is None:
@@ -162,6 +184,10 @@ class OnnxOps(NumpyOps):
         """Trace it as a session, too: operation by operation each of them would be one."""
         return SessionForward(self, states)
 
+    def compile_adapted(self, forward: Forward) -> Forward:
+        """Trace it as a session of its own; it shares the model's weights."""
+        return SessionForward(self, forward, (*_STEP_ARRAYS, "lora_rows"))
+
     def _call(self, emit: Callable[..., Any], *arrays: Array) -> Any:
         """Emit into the graph of the symbols, or run a graph of these operators on arrays."""
         traced = next((array.graph for array in arrays if isinstance(array, GraphSymbol)), None)
@@ -197,8 +223,9 @@ class OnnxOps(NumpyOps):
 class SessionForward:
     """Runs a model's forward as one session; KV caches are bound once each."""
 
-    def __init__(self, ops: OnnxOps, forward: Forward) -> None:
+    def __init__(self, ops: OnnxOps, forward: Forward, arrays: Sequence[str] = _STEP_ARRAYS) -> None:
         self._ops = ops
+        self._arrays = arrays
         self._forward = forward
         self._sessions: dict[KVShape, Session] = {}
         self._bindings: weakref.WeakKeyDictionary[KVCache, Binding] = weakref.WeakKeyDictionary()
@@ -209,7 +236,7 @@ class SessionForward:
         binding = None if self._eager else self._bind(cache)
         if binding is None:
             return self._forward(step, cache)
-        values = {name: np.asarray(getattr(step, name)) for name in _STEP_ARRAYS}
+        values = {name: np.asarray(getattr(step, name)) for name in self._arrays}
         (logits,) = binding.run(values | attention.plan(step, cache.shape.block_size))
         return logits
 
@@ -231,17 +258,16 @@ class SessionForward:
         graph = Graph()
         cache: Any = TracedCache(graph, shape)
         attention.declare_inputs(graph)
-        logits = self._forward(_symbolic_step(graph), cache)
+        logits = self._forward(_symbolic_step(graph, self._arrays), cache)
         if not isinstance(logits, GraphSymbol):
             raise TraceError("the forward does not return the result of an operation")
         return Session(graph, cache.outputs() | {"logits": logits}, self._ops.provider)
 
 
-def _symbolic_step(graph: Graph) -> StepInput:
+def _symbolic_step(graph: Graph, names: Sequence[str]) -> StepInput:
     """Return a step whose arrays are inputs of the graph."""
     arrays: dict[str, Any] = {
-        name: graph.input(name, np.int32, (name, "width") if name == "block_tables" else (name,))
-        for name in _STEP_ARRAYS
+        name: graph.input(name, np.int32, (name, "width") if name == "block_tables" else (name,)) for name in names
     }
     unknown = GraphSymbol(graph, "a host value")
     return StepInput(**arrays, max_query=unknown, max_context=unknown)  # type: ignore[arg-type]  # refuses as arrays do
@@ -253,8 +279,8 @@ def _linear(graph: Graph, x: GraphSymbol, weight: NumpyLinear) -> GraphSymbol:
     return graph.op("Gemm", *inputs, transB=1)
 
 
-def _gated(graph: Graph, x: GraphSymbol, weight: NumpyLinear, activation: Activation) -> GraphSymbol:
-    gate, up = graph.ops("Split", 2, _linear(graph, x, weight), axis=-1, num_outputs=2)
+def _gate(graph: Graph, gate_up: GraphSymbol, activation: Activation) -> GraphSymbol:
+    gate, up = graph.ops("Split", 2, gate_up, axis=-1, num_outputs=2)
     match activation:
         case "silu":
             active = graph.op("Mul", gate, graph.op("Sigmoid", gate))

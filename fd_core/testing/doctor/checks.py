@@ -10,7 +10,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.ops.contract import Activation, Array, KVShape, Norm, Ops, Rope
+from fd_core.ops.contract import Activation, Array, KVShape, Lora, Norm, Ops, Rope
+from fd_core.runner.inputs import lora_rows
 from fd_core.testing.arrays import Values, activations, on_device, penalty_input, raw, sample_input
 from fd_core.testing.layers import Geometry, LayerOn
 
@@ -136,6 +137,25 @@ def _gated_linear(ops: Ops, size: Size, activation: Activation) -> Prepared:
     weight = ops.prepare_linear(parts, gated=True)
     moved = (2 * hidden * inner + size.tokens * (hidden + inner)) * _width(ops)
     return Prepared(lambda: ops.gated_linear(x, weight, activation), moved)
+
+
+def _gate_up(ops: Ops, size: Size) -> Prepared:
+    make, hidden, inner = Values(), size.geometry.hidden, size.geometry.inner
+    x = _rows(ops, size, make, hidden)
+    weight = ops.prepare_linear([raw(make(inner, hidden, scale=hidden**-0.5)) for _ in range(2)], gated=True)
+    moved = (2 * hidden * inner + size.tokens * (hidden + 5 * inner)) * _width(ops)
+    return Prepared(lambda: ops.gate(ops.gate_up(x, weight), "silu"), moved)
+
+
+def _lora(ops: Ops, size: Size) -> Prepared:
+    make, hidden, places, rank = Values(), size.geometry.hidden, 3, 8
+    x = _rows(ops, size, make, hidden)
+    parts = make(places * rank, hidden, scale=hidden**-0.5), make(hidden, places * rank, scale=rank**-0.5)
+    parts[0][:rank] = 0
+    down, up = (ops.prepare_linear([raw(part)]) for part in parts)
+    rows = ops.from_host(lora_rows(np.arange(size.tokens, dtype=np.int32) % places, places))
+    moved = 2 * (hidden * places * rank + size.tokens * (hidden + places * rank)) * _width(ops)
+    return Prepared(lambda: ops.lora(x, Lora(down, up, places, rank), rows), moved)
 
 
 def _add(ops: Ops, size: Size) -> Prepared:
@@ -367,6 +387,8 @@ def _checks() -> Iterator[OpCheck]:
     yield OpCheck("tied_head", partial(_linear, method="tied"))
     for activation in ("silu", "gelu_tanh", "gelu"):
         yield OpCheck("gated_linear", partial(_gated_linear, activation=activation), activation)
+    yield OpCheck("gate_up, gate", _gate_up)
+    yield OpCheck("lora", _lora)
     yield OpCheck("logits_of", partial(_linear, method="logits_of"))
     yield OpCheck("add", _add)
     yield OpCheck("gather_rows", _gather_rows, exact=True)

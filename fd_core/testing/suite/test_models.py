@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from fd_core.backends.contract import AdaptableModel
+from fd_core.models.loading.adapter import read_adapter
 from fd_core.models.loading.checkpoint import open_checkpoint
-from fd_core.models.registry import load_model
+from fd_core.models.registry import load_model, spec_of
 from fd_core.ops.contract import Ops
 from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.testing.adapters import merge_adapter, write_adapter
 from fd_core.testing.checkpoints import CASES, abilities_of, write_checkpoint
 from fd_core.testing.golden import MARGIN
 from fd_core.testing.paged import PagedDriver, Row
@@ -50,6 +54,45 @@ def oracle_logits(case: str, folder: Path, tokens: tuple[int, ...]) -> Logits:
     driver = PagedDriver(model, NumpyOps(), [list(tokens)], 64)
     driver.step([(0, len(tokens))])
     return np.stack(driver.rows[0].logits)
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "everything": {"seed": 1, "rank": 4},
+    "queries": {"seed": 2, "rank": 6, "targets": ("q_proj", "v_proj")},
+}
+ADAPTED_ERROR = {"float32": 2e-4, "bfloat16": LOGITS_ERROR["bfloat16"]}
+"""Largest error of a logit beside merged weights, which are rounded once more."""
+
+
+@pytest.mark.parametrize("way", thorough_but(["mixed", "chunked"], "mixed"))
+@pytest.mark.parametrize("case", thorough_but(["llama", "gemma3", "qwen3-moe"], "llama"))
+def test_adapters_in_one_batch_compute_what_merged_weights_compute(
+    target: Target, ops: Ops, checkpoints: Path, require: Callable[..., None], case: str, way: str
+) -> None:
+    require(*abilities_of(case))
+    folder = checkpoints / case
+    if not (folder / "model.safetensors").exists():
+        write_checkpoint(case, folder)
+    merged = [folder]
+    for name, settings in ADAPTERS.items():
+        merged.append(checkpoints / f"{case}-{name}-merged")
+        if not merged[-1].exists():
+            merge_adapter(folder, write_adapter(folder, checkpoints / f"{case}-{name}", **settings), merged[-1])
+    chunk, lengths = WAYS[way]
+    model = type(target.backend)(target.config(max_model_len=64)).load_model(folder, ops, lambda *_: None)
+    assert isinstance(model, AdaptableModel)
+    with open_checkpoint(folder) as checkpoint:
+        linears = spec_of(checkpoint).adaptable()
+    adapted = model.with_adapters([read_adapter(checkpoints / f"{case}-{name}", linears, 6) for name in ADAPTERS])
+    places = [2, 0, 1, 2][: len(lengths)]
+    driver = PagedDriver(adapted, ops, prompts(model.vocab_size, lengths), 64, places=(places, 3))
+    driver.generate(GENERATED, chunk)
+    for row, place in zip(driver.rows, places, strict=True):
+        expected = oracle_logits(case, merged[place], tuple(row.tokens[:-1]))
+        error = np.abs(np.stack(row.logits) - expected)
+        assert np.isfinite(error).all()
+        assert error.max() < ADAPTED_ERROR[ops.dtype]
+        assert error.mean() < 2 * MEAN_ERROR[ops.dtype] * expected.std()
 
 
 def computed(target: Target, ops: Ops, folder: Path, way: str) -> list[Row]:

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fd_core.ops.contract import Activation, Array, Experts, Heads, KVShape, Norm, Ops, Rope
+from fd_core.ops.contract import Activation, Array, Experts, Heads, KVShape, Lora, Norm, Ops, Rope
 from fd_core.ops.kv_int8 import dequantize_kv, quantize_kv
+from fd_core.runner.inputs import lora_rows
 from fd_core.testing.arrays import (
     PACKED_TOLERANCE,
     Values,
@@ -138,6 +139,47 @@ def test_gated_linear_activates_the_gate(ops: Ops, values: Values, activation: A
     x, gate, up = values(3, 5), values(4, 5), values(4, 5)
     found = ops.gated_linear(activations(ops, x), ops.prepare_linear([raw(gate), raw(up)], gated=True), activation)
     assert_near(ops, found, np.vectorize(ACTIVATIONS[activation])(x @ gate.T) * (x @ up.T))
+
+
+def test_gate_and_up_come_one_after_the_other(ops: Ops, values: Values) -> None:
+    """Adapters add to what a gated weight yields before it is activated."""
+    x, gate, up = values(3, 5), values(21, 5), values(21, 5)
+    both = ops.gate_up(activations(ops, x), ops.prepare_linear([raw(gate), raw(up)], gated=True))
+    assert_near(ops, both, np.hstack([x @ gate.T, x @ up.T]))
+    assert_near(ops, ops.gate(both, "silu"), np.vectorize(ACTIVATIONS["silu"])(x @ gate.T) * (x @ up.T))
+
+
+PLACES = np.array([0, 2, 1, 0, 2], np.int32)
+"""The place of the adapter of each of five tokens; there are three with the one for none."""
+
+
+def lora_of(ops: Ops, down: Floats, up: Floats) -> Lora:
+    """Prepare adapters, down [places, rank, in] and up [places, out, rank]."""
+    places, rank, width = down.shape
+    stacked = up.transpose(1, 0, 2).reshape(-1, places * rank)
+    with ops.replaceable_weights():
+        prepared = [ops.prepare_linear([raw(part)]) for part in (down.reshape(-1, width), stacked)]
+    return Lora(prepared[0], prepared[1], places, rank)
+
+
+def test_lora_adds_what_the_adapter_of_each_token_says(ops: Ops, values: Values) -> None:
+    x, down, up = values(5, 12), values(3, 3, 12), values(3, 7, 3)
+    down[0] = 0
+    found = ops.lora(activations(ops, x), lora_of(ops, down, up), ops.from_host(lora_rows(PLACES, 3)))
+    expected = np.stack([up[place] @ (down[place] @ token) for place, token in zip(PLACES, x, strict=True)])
+    assert_near(ops, found, expected)
+
+
+def test_the_numbers_of_an_adapter_reach_no_token_of_another(ops: Ops, values: Values) -> None:
+    """An adapter whose products overflow spoils its own tokens only."""
+    x, down, up = values(5, 12), values(3, 3, 12), values(3, 7, 3)
+    down[0] = 0
+    down[1] = 3e38
+    x[2] = 3e38
+    found = ops.lora(activations(ops, x), lora_of(ops, down, up), ops.from_host(lora_rows(PLACES, 3)))
+    others = np.flatnonzero(PLACES != 1)
+    expected = np.stack([up[place] @ (down[place] @ x[token]) for token, place in enumerate(PLACES) if place != 1])
+    assert_near(ops, ops.gather_rows(found, ops.from_host(others.astype(np.int32))), expected)
 
 
 def test_split_heads_takes_queries_then_keys_then_values(ops: Ops, values: Values) -> None:

@@ -114,6 +114,7 @@ int fd_usable() {
 
 /// Rows that must be readable after the last row of a matrix.
 int fd_row_slack() { return TileShape<bf16>::kRowSlack; }
+int fd_lanes() { return kLanes; }
 
 // Teams, arenas -------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,178 @@
+"""LoRA adapters as PEFT saves them: adapter_config.json and adapter_model.safetensors, checked before they are used."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.errors import ModelError
+from fd_core.models.loading.checkpoint import PICKLE_HINT, WEIGHT_DTYPES
+from fd_core.models.loading.config import ModelConfig
+from fd_core.models.loading.json_file import read_json_object
+from fd_core.models.loading.mapped_file import StoredTensor
+from fd_core.models.loading.safetensors_format import read_safetensors
+from fd_core.weights import Adapter, LowRank, RawTensor
+
+__all__ = ["read_adapter"]
+
+Floats = npt.NDArray[np.float32]
+
+_CONFIG: Final = "adapter_config.json"
+_WEIGHTS: Final = "adapter_model.safetensors"
+_CONFIG_LIMIT: Final = 1 << 20
+_TENSOR: Final = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
+_REFUSED: Final[Mapping[str, str]] = {
+    "use_dora": "DoRA is not served",
+    "use_qalora": "QALoRA is not served",
+    "lora_bias": "biases of adapters are not served",
+    "modules_to_save": "whole modules beside the low-rank ones are not served",
+    "trainable_token_indices": "trained token embeddings are not served",
+    "target_parameters": "adapters of parameters, such as experts, are not served",
+    "layer_replication": "replicated layers are not served",
+    "fan_in_fan_out": "transposed weights are not served",
+    "rank_pattern": "ranks that differ from module to module are not served",
+    "alpha_pattern": "alphas that differ from module to module are not served",
+    "alora_invocation_tokens": "activated LoRA is not served",
+    "arrow_config": "Arrow is not served",
+}
+_CHANGED_BASE: Final = ("pissa", "olora", "corda", "loftq")
+"""Beginnings of `init_lora_weights` that change the base model's weights as well."""
+
+
+def read_adapter(folder: Path, linears: Mapping[str, tuple[int, int]], max_rank: int) -> Adapter:
+    """Read the adapter in a folder for a model whose `linears`, name to (out, in), adapters may change.
+
+    Raises `ModelError` that names the file, and field or tensor, for one that is damaged, not of this model, of a rank
+    above `max_rank` or of a kind that is not served.
+    """
+    config_path, path = folder / _CONFIG, folder / _WEIGHTS
+    if not config_path.is_file():
+        raise ModelError(f"{folder} is not a LoRA adapter: it has no {_CONFIG}", field="lora_modules")
+    values = read_json_object(config_path)
+    config = ModelConfig(values, origin=str(config_path))
+    rank = _check_config(config, max_rank)
+    if not path.is_file():
+        pickled = (folder / "adapter_model.bin").is_file()
+        what = f"{folder} has no {_WEIGHTS}"
+        raise ModelError(
+            what, field="lora_modules", hint=PICKLE_HINT if pickled else "save it with PEFT's save_pretrained()"
+        )
+    alpha = config.number("lora_alpha", 8.0)
+    scale = alpha / (math.sqrt(rank) if config.flag("use_rslora") else rank)
+    stored = read_safetensors(path)
+    found = _by_linear(path, stored, linears)
+    _check_targets(config, path, found, linears)
+    digest = hashlib.sha256(f"fd_core adapter 1 {scale!r}\n".encode())
+    deltas = {}
+    for name in sorted(found):
+        if lack := {"A", "B"} - found[name].keys():
+            raise ModelError(f"{path}: {name} has no lora_{lack.pop()}", field="lora_modules")
+        out, ins = linears[name]
+        down = _read(path, found[name]["A"], (rank, ins), digest)
+        deltas[name] = LowRank(down, _read(path, found[name]["B"], (out, rank), digest, scale))
+    return Adapter(digest.hexdigest(), rank, deltas)
+
+
+def _check_config(config: ModelConfig, max_rank: int) -> int:
+    """Return the rank."""
+    kind = config.text("peft_type", "LORA")
+    if kind != "LORA":
+        raise ModelError(f"{config.origin}: peft_type {kind[:40]!r} is not served; LORA is", field="lora_modules")
+    for field, why in _REFUSED.items():
+        config.refuse(field, why)
+    if (bias := config.text("bias", "none")) != "none":
+        raise ModelError(
+            f"{config.origin}: bias is {bias[:40]!r}, but trained biases are not served", field="lora_modules"
+        )
+    init = config.values.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(_CHANGED_BASE):
+        raise ModelError(
+            f"{config.origin}: init_lora_weights is {init[:40]!r}, which changes the base model's weights as well",
+            field="lora_modules",
+            hint="convert it to a plain one: PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)",
+        )
+    rank = config.count("r")
+    if rank > max_rank:
+        raise ModelError(
+            f"{config.origin}: the rank r is {rank}, the limit is {max_rank}",
+            field="lora_modules",
+            hint="raise --max-lora-rank",
+        )
+    return rank
+
+
+def _by_linear(
+    path: Path, stored: Mapping[str, StoredTensor], linears: Mapping[str, Any]
+) -> dict[str, dict[str, StoredTensor]]:
+    """Return the tensors by the linear that they belong to, and by A or B."""
+    found: dict[str, dict[str, StoredTensor]] = {}
+    for tensor_name, tensor in stored.items():
+        match = _TENSOR.fullmatch(tensor_name)
+        name, side = match.groups() if match else (tensor_name, "")
+        name = name if name.startswith("model.") or name == "lm_head" else f"model.{name}"
+        if not match or name not in linears:
+            served = sorted({each.rpartition(".")[2] for each in linears})
+            raise ModelError(
+                f"{path}: tensor {tensor_name[:200]!r} changes nothing that adapters of this model may change",
+                field="lora_modules",
+                hint=f"adapters are served for {', '.join(served)} of this model's {_layers_of(linears)} layers",
+            )
+        if side in found.setdefault(name, {}):
+            raise ModelError(f"{path}: tensor {tensor_name[:200]!r} is there twice", field="lora_modules")
+        found[name][side] = tensor
+    if not found:
+        raise ModelError(f"{path} has no tensors", field="lora_modules")
+    return found
+
+
+def _layers_of(linears: Mapping[str, Any]) -> int:
+    return len({name.split(".")[2] for name in linears})
+
+
+def _check_targets(config: ModelConfig, path: Path, found: Mapping[str, Any], linears: Mapping[str, Any]) -> None:
+    """Refuse a file that lacks what its config says that it changes."""
+    targets = config.values.get("target_modules")
+    if not isinstance(targets, Sequence) or isinstance(targets, str) or config.values.get("exclude_modules"):
+        return  # a pattern: the tensors say what it matched
+    layers = config.indices("layers_to_transform")
+    for target in map(str, targets):
+        wanted = [name for name in linears if name.endswith(f".{target}")]
+        if not wanted:
+            raise ModelError(
+                f"{config.origin}: target_modules names {target[:80]!r}, which adapters of this model cannot change",
+                field="lora_modules",
+            )
+        for name in wanted:
+            if name not in found and (not layers or int(name.split(".")[2]) in layers):
+                raise ModelError(
+                    f"{path}: {name} is among target_modules, but it has no tensors",
+                    field="lora_modules",
+                    hint="the adapter was made for another model, or its file is cut",
+                )
+
+
+def _read(path: Path, tensor: StoredTensor, shape: tuple[int, int], digest: Any, scale: float = 1.0) -> Floats:
+    code = WEIGHT_DTYPES.get(tensor.dtype)
+    if code is None:
+        raise ModelError(f"{path}: tensor {tensor.name!r} is stored as {tensor.dtype}", field="lora_modules")
+    if tensor.shape != shape:
+        raise ModelError(
+            f"{path}: tensor {tensor.name!r} has shape {tensor.shape}; this model, and r in {_CONFIG}, ask for {shape}",
+            field="lora_modules",
+            hint="the adapter was made for another model, or its files do not belong together",
+        )
+    data = tensor.view(code)
+    digest.update(f"{tensor.name} {tensor.dtype} {shape}\n".encode())
+    digest.update(np.ascontiguousarray(data).data)
+    with np.errstate(over="ignore"):
+        values = RawTensor(tensor.dtype, data).to_float32() * np.float32(scale)
+    if not np.isfinite(values).all():
+        raise ModelError(f"{path}: tensor {tensor.name!r} has values that are NaN or inf", field="lora_modules")
+    return values
