@@ -85,6 +85,10 @@ class TensorView:
     """Undoes what a converter did to the values; None where nothing is to be undone."""
     rows: npt.NDArray[np.intp] | None = None
     """Stored rows in Hugging Face's order; None where they are in it."""
+    stored_format: str = ""
+    """The name of the form in which several tensors are stored; empty where it is the type of `tensor`."""
+    joined: Callable[[], Weight] | None = None
+    """Reads a weight that several stored tensors make, of which `tensor` is one; None where it is `tensor`."""
 
     def restored(self, stored: Weight) -> Weight:
         """Return the Hugging Face tensor."""
@@ -119,7 +123,8 @@ class Checkpoint(ABC):
 
     def stored_format(self, name: str) -> str:
         """Return the type in which a tensor is stored, by its format's name, such as `BF16` or `Q4_K`."""
-        return self._view(name).tensor.dtype
+        view = self._view(name)
+        return view.stored_format or view.tensor.dtype
 
     def read(self, name: str) -> RawTensor:
         """Read one tensor; `ModelError` if there is none or if it is damaged.
@@ -131,9 +136,7 @@ class Checkpoint(ABC):
     def read_weight(self, name: str, formats: Collection[str]) -> Weight:
         """Read the weight of a linear layer: as it was quantized if that format is among `formats`, else as `read`."""
         view = self._view(name)
-        code = WEIGHT_DTYPES.get(view.tensor.dtype)
-        stored = self._decoded(view.tensor) if code is None else RawTensor(view.tensor.dtype, view.tensor.view(code))
-        weight = view.restored(stored)
+        weight = view.restored(self._stored_weight(view.tensor) if view.joined is None else view.joined())
         return weight if isinstance(weight, PackedTensor) and weight.format in formats else weight.expanded()
 
     @cached_property
@@ -166,6 +169,10 @@ class Checkpoint(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _stored_weight(self, tensor: StoredTensor) -> Weight:
+        code = WEIGHT_DTYPES.get(tensor.dtype)
+        return self._decoded(tensor) if code is None else RawTensor(tensor.dtype, tensor.view(code))
 
     @abstractmethod
     def _decoded(self, tensor: StoredTensor) -> Weight:

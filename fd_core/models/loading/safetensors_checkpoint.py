@@ -11,12 +11,12 @@ from fd_core.models.loading.checkpoint import (
     WEIGHT_DTYPES,
     Checkpoint,
     JsonTokenizerSource,
-    TensorView,
     TokenizerSource,
 )
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.json_file import read_json_object, read_limited
 from fd_core.models.loading.mapped_file import StoredTensor
+from fd_core.models.loading.quantized_safetensors import quantized_views
 from fd_core.models.loading.safetensors_format import read_safetensors
 from fd_core.weights import Weight
 
@@ -35,7 +35,8 @@ class SafetensorsCheckpoint(Checkpoint):
         tensors = _open_shards(folder)
         # A model that was saved without its output projection has no `model.` before its names.
         bare = "embed_tokens.weight" in tensors
-        views = {f"model.{name}" if bare else name: TensorView(each.shape, each) for name, each in tensors.items()}
+        views = quantized_views(config, str(folder / "config.json"), tensors)
+        views = {f"model.{name}": view for name, view in views.items()} if bare else views
         super().__init__(folder, config, views, tensors.values())
 
     @cached_property
@@ -59,7 +60,7 @@ class SafetensorsCheckpoint(Checkpoint):
         raise ModelError(
             f"{tensor.file.path}: tensor {tensor.name!r} is stored as {tensor.dtype}",
             field="model",
-            hint=f"supported are {', '.join(WEIGHT_DTYPES)}; quantized models are served from GGUF",
+            hint=f"supported are {', '.join(WEIGHT_DTYPES)}, and what a quantization_config in config.json describes",
         )
 
 
@@ -67,16 +68,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder} has no config.json", field="model")
-    config = read_json_object(path)
-    if config.get("quantization_config"):
-        method = config["quantization_config"]
-        method = method.get("quant_method") if isinstance(method, dict) else method
-        raise ModelError(
-            f"{path}: weights quantized by {str(method)[:40]!r} are not supported in safetensors",
-            field="model",
-            hint="take the unquantized model or a GGUF version",
-        )
-    return config
+    return read_json_object(path)
 
 
 def _open_shards(folder: Path) -> dict[str, StoredTensor]:

@@ -167,7 +167,7 @@ def test_pickles_are_refused_with_what_to_do(tmp_path: Path, suffix: str) -> Non
         (b'{"a": \xff}', "not a JSON object"),
         (b"[" * 100_000, "not a JSON object"),
         (b'{"a":' * 100_000, "not a JSON object"),
-        (b'{"quantization_config": {"quant_method": "gptq"}}', "gptq"),
+        (b'{"quantization_config": {"quant_method": "bitsandbytes"}}', "'bitsandbytes' are not supported"),
     ],
 )
 def test_a_config_that_cannot_be_used_is_an_error(folder: Path, config: bytes, says: str) -> None:
