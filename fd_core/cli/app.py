@@ -7,7 +7,20 @@ from typing import Annotated
 import typer
 
 import fd_core
-from fd_core.cli import chat, conformance, doctor, env, models, plugins, route, run_batch, serve, tokenize, trace
+from fd_core.cli import (
+    chat,
+    conformance,
+    doctor,
+    env,
+    models,
+    plugins,
+    quantize,
+    route,
+    run_batch,
+    serve,
+    tokenize,
+    trace,
+)
 from fd_core.cli.bench import commands as bench
 from fd_core.cli.foreign_flags import ServingCommand
 
@@ -29,6 +42,7 @@ app.command()(chat.chat)
 app.command()(chat.complete)
 app.add_typer(models.app, name="models")
 app.add_typer(plugins.app, name="plugins")
+app.command()(quantize.quantize)
 app.command()(tokenize.tokenize)
 app.command()(env.env)
 app.command("collect-env", help="Another name of `fdcore env`.")(env.env)

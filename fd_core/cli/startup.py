@@ -33,8 +33,8 @@ __all__ = [
     "startup_bars",
 ]
 
-_PHASES: Final = {"load": "Loading weights", "warmup": "Warming up"}
-_BYTES_PHASE: Final = "load"
+_PHASES: Final = {"load": "Loading weights", "warmup": "Warming up", "quantize": "Quantizing"}
+_BYTES_PHASES: Final = ("load", "quantize")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class StartupBars(ProgressSink):
         """Show how far a phase of the engine's start is."""
         if phase not in self._phases:
             self._phases[phase] = self._bars.add_task(_PHASES.get(phase, phase), total=total, amount="")
-        amount = _megabytes(done, total) if phase == _BYTES_PHASE else f"{done}/{total}"
+        amount = _megabytes(done, total) if phase in _BYTES_PHASES else f"{done}/{total}"
         self._bars.update(self._phases[phase], completed=done, total=total, amount=amount)
 
 

@@ -71,16 +71,20 @@ class _Parts:
 
     def tensors(self) -> Iterator[TensorShape]:
         """Yield the tensors of the checkpoint that it is read from, in the order of the fields."""
-        for field in fields(self):
-            yield from _tensors(getattr(self, field.name))
+        for part in _leaves(self):
+            yield from part.tensors()
+
+    def linears(self) -> Iterator[LinearSpec]:
+        """Yield the linear layers, in the same order."""
+        return (part for part in _leaves(self) if isinstance(part, LinearSpec))
 
 
-def _tensors(part: object) -> Iterator[TensorShape]:
-    if isinstance(part, VectorSpec | LinearSpec | _Parts):
-        yield from part.tensors()
-    elif isinstance(part, tuple):
-        for each in part:
-            yield from _tensors(each)
+def _leaves(part: object) -> Iterator[VectorSpec | LinearSpec]:
+    if isinstance(part, VectorSpec | LinearSpec):
+        yield part
+    elif isinstance(part, _Parts | tuple):
+        for each in part if isinstance(part, tuple) else (getattr(part, field.name) for field in fields(part)):
+            yield from _leaves(each)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,141 @@
+"""Writing a quantized model: a folder in the form of compressed-tensors that appears when it is whole."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.errors import ConfigError, ModelError
+from fd_core.models.build import ProgressSink, check_tensors
+from fd_core.models.loading.checkpoint import Checkpoint
+from fd_core.models.quantization import INT4_GROUP, quantized
+from fd_core.models.registry import spec_of
+from fd_core.models.spec import DecoderSpec, MoeSpec
+from fd_core.weights import PackedTensor
+
+__all__ = ["write_quantized"]
+
+_Header = dict[str, tuple[str, list[int]]]
+"""Name to type and shape, in the order of the file."""
+_ITEM_BYTES: Final = {"I8": 1, "F16": 2, "BF16": 2, "I32": 4, "F32": 4, "I64": 8}
+
+
+def write_quantized(
+    checkpoint: Checkpoint, form: str, folder: Path, others: Mapping[str, bytes], progress: ProgressSink
+) -> None:
+    """Quantize the linear layers of a checkpoint to `int8` or `int4` and write all of it to a new folder.
+
+    `others` are files beside the weights and config.json, by name. The folder appears under its name when everything
+    is on disk. Raises `ModelError` for a checkpoint that is not complete, `ConfigError` where nothing can be written.
+    """
+    spec = spec_of(checkpoint)
+    check_tensors(spec, checkpoint)
+    if folder.exists():
+        raise ConfigError(f"{folder} exists already", field="--output", hint="name a folder that does not")
+    try:
+        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder.parent}: {error.strerror}", field="--output") from error
+    try:
+        for name, content in {**others, "config.json": _config(checkpoint, spec, form)}.items():
+            (partial / name).write_bytes(content)
+        with (partial / "model.safetensors").open("xb") as file:
+            _write_weights(checkpoint, spec, form, file, progress)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.chmod(0o755)
+        partial.rename(folder)
+    except OSError as error:
+        raise ConfigError(f"cannot write {folder}: {error.strerror or error}", field="--output") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _config(checkpoint: Checkpoint, spec: DecoderSpec, form: str) -> bytes:
+    weights: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
+    inputs: dict[str, Any] | None = {**weights, "strategy": "token", "dynamic": True}
+    if form == "int4":
+        weights |= {"num_bits": 4, "strategy": "group", "group_size": INT4_GROUP}
+        inputs = None
+    routers = [
+        layer.feed_forward.router.name.removesuffix(".weight")
+        for layer in spec.layers
+        if isinstance(layer.feed_forward, MoeSpec)
+    ]
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized" if form == "int4" else "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
+        "ignore": ["lm_head", *routers],
+        "kv_cache_scheme": None,
+    }
+    config = {"torch_dtype": "bfloat16", **checkpoint.config, "quantization_config": quantization}
+    config.pop("compression_config", None)
+    return json.dumps(config, indent=2).encode()
+
+
+def _write_weights(
+    checkpoint: Checkpoint, spec: DecoderSpec, form: str, file: BinaryIO, progress: ProgressSink
+) -> None:
+    """Write the header, whose sizes are known before anything is quantized, then one tensor after the other."""
+    linears = {f"{name}.weight" for linear in spec.linears() for name in linear.names}
+    shapes = dict(spec.tensors())
+    header: _Header = {}
+    for name, shape in shapes.items():
+        header |= _described(checkpoint, name, shape, form if name in linears else None)
+    entries, end = {}, 0
+    for name, (dtype, dims) in header.items():
+        begin, end = end, end + math.prod(dims) * _ITEM_BYTES[dtype]
+        entries[name] = {"dtype": dtype, "shape": dims, "data_offsets": [begin, end]}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    done, total, whole = 0, sum(map(math.prod, shapes.values())), checkpoint.total_bytes
+    for name, shape in shapes.items():
+        for array in _arrays(checkpoint, name, form if name in linears else None):
+            file.write(np.ascontiguousarray(array).data)
+        done += math.prod(shape)
+        progress(whole * done // total, whole)
+
+
+def _described(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], form: str | None) -> _Header:
+    """Return the tensors that a weight becomes; in the order of `_arrays`."""
+    if form is None:
+        return {name: (checkpoint.read(name).dtype, list(shape))}
+    out, width = shape
+    module = name.removesuffix(".weight")
+    if form == "int8":
+        return {name: ("I8", [out, width]), f"{module}.weight_scale": ("F32", [out, 1])}
+    if width % INT4_GROUP:
+        raise ModelError(
+            f"{checkpoint.path}: tensor {name!r} has rows of {width}, which are not whole groups of {INT4_GROUP}",
+            field="--format",
+            hint="use --format int8",
+        )
+    return {
+        f"{module}.weight_packed": ("I32", [out, width // 8]),
+        f"{module}.weight_scale": ("BF16", [out, width // INT4_GROUP]),
+        f"{module}.weight_shape": ("I64", [2]),
+    }
+
+
+def _arrays(checkpoint: Checkpoint, name: str, form: str | None) -> tuple[npt.NDArray[Any], ...]:
+    if form is None:
+        return (checkpoint.read(name).data,)
+    packed: PackedTensor = quantized(checkpoint, name, form)
+    if form == "int8":
+        return packed.values, packed.scales
+    unsigned = (packed.values + np.int8(8)).view(np.uint8)
+    words = unsigned[:, 0::2] | (unsigned[:, 1::2] << 4)
+    scales = (packed.scales.view(np.uint32) >> 16).astype(np.uint16)  # they are bfloat16 already
+    return words, scales, np.array(packed.shape, np.int64)
