@@ -36,11 +36,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="peers.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    default_engines = [name for name in ENGINES if name not in ("transformers-cb", "fd_core-before")]
+    left_out = ("transformers-cb", "fd_core-before", "fd_core-q4_1", "fd_core-q8_0", "fd_core-int8", "fd_core-int4")
+    default_engines = [name for name in ENGINES if name not in left_out]
     parser.add_argument(
         "--engines",
         default=",".join(default_engines),
-        help=f"comma-separated, out of: {', '.join(ENGINES)} (default: all but transformers-cb and fd_core-before)",
+        help=f"comma-separated, out of: {', '.join(ENGINES)} (default: all but {', '.join(left_out)})",
     )
     parser.add_argument("--workloads", default="w1,w2,w3", help=f"comma-separated, out of: {', '.join(SHAPES)}")
     parser.add_argument("--http", action="store_true", help="measure servers over HTTP instead of libraries")

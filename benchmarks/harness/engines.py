@@ -44,6 +44,8 @@ class Engine:
     precision: str
     adapter: str | None = None
     server: Server | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of the adapter's `Engine`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,16 +100,26 @@ def _vllm_serve(python: Path, checkpoint: Checkpoint, limits: Limits, port: int)
     ]
 
 
-def _fdcore_serve(python: Path, checkpoint: Checkpoint, limits: Limits, port: int) -> list[str]:
-    return [
-        _script(python, "fdcore"),
-        "serve",
-        str(checkpoint.folder),
-        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"),
-        *("--max-model-len", str(limits.max_length), "--max-num-seqs", str(limits.max_requests)),
-        *("--backend", "cpu", "--num-threads", str(limits.threads), "--kv-cache-memory", "1Gi"),
-        *("--served-model-name", "model"),
-    ]
+def _fdcore(weights: str = "folder", *flags: str) -> Server:
+    def command(python: Path, checkpoint: Checkpoint, limits: Limits, port: int) -> list[str]:
+        return [
+            _script(python, "fdcore"),
+            "serve",
+            str(getattr(checkpoint, weights)),
+            *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"),
+            *("--max-model-len", str(limits.max_length), "--max-num-seqs", str(limits.max_requests)),
+            *("--backend", "cpu", "--num-threads", str(limits.threads), "--kv-cache-memory", "1Gi"),
+            *("--served-model-name", "model", *flags),
+        ]
+
+    return Server(command, model=lambda _: "model")
+
+
+def _packed(precision: str, weights: str = "folder", **settings: str) -> Engine:
+    """Return fd_core with weights that stay quantized: those of a file, or quantized when they are loaded."""
+    flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", value)]
+    name, server = f"fd_core-{precision}", _fdcore(weights, *flags)
+    return Engine(name, "fd", precision, "fd_core_llm", server, {"weights": weights, **settings})
 
 
 def _llama_server(weights: Callable[[Checkpoint], Path]) -> Server:
@@ -137,8 +149,12 @@ def _llama_server(weights: Callable[[Checkpoint], Path]) -> Server:
 ENGINES = {
     e.name: e
     for e in (
-        Engine("fd_core", "fd", "bf16", "fd_core_llm", Server(_fdcore_serve, model=lambda _: "model")),
-        Engine("fd_core-before", "before", "bf16", "fd_core_before", Server(_fdcore_serve, model=lambda _: "model")),
+        Engine("fd_core", "fd", "bf16", "fd_core_llm", _fdcore()),
+        _packed("q4_1", "original"),
+        _packed("q8_0", "gguf_q8_0"),
+        _packed("int8", quantization="int8"),
+        _packed("int4", quantization="int4"),
+        Engine("fd_core-before", "before", "bf16", "fd_core_before", _fdcore()),
         Engine("vllm-cpu", "vllm", "bf16", "vllm_cpu", Server(_vllm_serve)),
         Engine("openvino", "ov", "bf16", "openvino_genai"),
         Engine("transformers", "fd", "bf16", "hf_generate"),

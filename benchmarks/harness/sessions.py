@@ -59,7 +59,7 @@ class WorkerSession:
                 threads=limits.threads,
                 max_requests=limits.max_requests,
                 max_length=limits.max_length,
-                settings=limits.settings,
+                settings={**engine.settings, **limits.settings},
             )
         except BaseException:
             self.close()

@@ -22,16 +22,22 @@ _COUNTERS = {
 
 
 class Engine:
-    """fd_core's `LLM` in bf16 with the settings that `fdcore serve` would take by itself, except for `settings`."""
+    """fd_core's `LLM` with what `fdcore serve` would take by itself, except for bf16, `weights` and `settings`."""
 
     counted = tuple(_COUNTERS)
 
     def __init__(
-        self, model: dict[str, str], threads: int, max_requests: int, max_length: int, **settings: Any
+        self,
+        model: dict[str, str],
+        threads: int,
+        max_requests: int,
+        max_length: int,
+        weights: str = "folder",
+        **settings: Any,
     ) -> None:
         self.version = fd_core.__version__
         self._llm = LLM(
-            model["folder"],
+            model[weights],
             backend="cpu",
             dtype="bfloat16",
             num_threads=threads,
