@@ -187,8 +187,7 @@ async def _ask(scene: Scene, fault: Fault, prompt: str) -> None:
     count.requests += 1
     since, text, done = flight.sent, "", False
     body = {"prompt": prompt, "max_tokens": _TOKENS, "seed": 7, "temperature": 1.0, "stream": True, "ignore_eos": True}
-    if scene.cluster is not None:
-        body["cache_salt"] = str(flight.sent)  # so that prefill workers have something to do
+    body["cache_salt"] = str(flight.sent)  # so that prefill workers and stores always have something to do
 
     def heard() -> None:
         nonlocal since
