@@ -16,6 +16,8 @@ from typing import Final
 import msgspec
 import pytest
 
+from tests.hostile.page import PAGE, replace
+
 __all__ = ["Kind", "Tally", "read", "table"]
 
 ROOT: Final = Path(__file__).parents[2]
@@ -81,7 +83,6 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="put the kinds that were tried into docs/reliability.md")
     given, arguments = parser.parse_known_args()
     os.environ["FD_HOSTILE"] = "1"
-    from tests.hostile.faults import write
 
     if not any((ROOT / each.partition("::")[0]).exists() for each in arguments if not each.startswith("-")):
         arguments = [*TRIED, *arguments]
@@ -89,8 +90,8 @@ def main() -> int:
     ended = pytest.main(arguments, plugins=[tally])
     print(table(tally.kinds))
     if given.write:
-        page = ROOT / "docs" / "reliability.md"
-        write(page, "count", table(read(page.read_text()) | tally.kinds))
+        text = PAGE.read_text()
+        PAGE.write_text(replace(text, "count", table(read(text) | tally.kinds))[0])
     return int(ended)
 
 

@@ -28,6 +28,7 @@ from typing import Any, Final, Literal
 
 import aiohttp
 
+from tests.hostile.page import PAGE, replace
 from tests.server.processes import GAUGES
 from tests.soak.cluster import Cluster, Node, cluster_of
 from tests.soak.watching import at_rest
@@ -709,15 +710,13 @@ def table(rows: Sequence[tuple[Fault, Count]]) -> str:
     return "\n".join(lines)
 
 
-def write(page: Path, text: str) -> None:
-    """Put the rows of a table between its marks in a page; faults that were not tried again keep theirs."""
-    begin, end = "<!-- faults -->\n", "\n<!-- end of faults -->"
-    before, _, rest = page.read_text().partition(begin)
-    old, _, after = rest.partition(end)
-    head = text.splitlines()[:2]
-    rows = {line.split(" | ")[0]: line for line in (*old.splitlines(), *text.splitlines())}
+def merged(text: str, made: str) -> str:
+    """Return a page with the rows of a table that was made; faults that were not tried again keep theirs."""
+    old = replace(text, "faults", made)[1]
+    head = made.splitlines()[:2]
+    rows = {line.split(" | ")[0]: line for line in (*old.splitlines(), *made.splitlines())}
     lines = [rows[f"| {fault.name}"] for fault in FAULTS if f"| {fault.name}" in rows]
-    page.write_text(before + begin + "\n".join((*head, *lines)) + end + after)
+    return replace(text, "faults", "\n".join((*head, *lines)))[0]
 
 
 def main() -> int:
@@ -742,7 +741,7 @@ def main() -> int:
             print(f"  NOT HELD: {line}", flush=True)
             wrong += 1
     if given.write:
-        write(Path(__file__).parents[2] / "docs" / "reliability.md", table(rows))
+        PAGE.write_text(merged(PAGE.read_text(), table(rows)))
     return int(wrong > 0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.hostile.count import Kind, Tally, read, table
+from tests.hostile.page import PAGE, replace
 
 pytest_plugins = ["pytester"]
 
@@ -62,3 +63,15 @@ def test_a_page_gives_back_what_was_written_to_it() -> None:
     assert read(page) == kinds
     assert "| **all** | 3 | 40,002 | 40,001 | 1 |" in page
     assert read("no table") == {}
+
+
+def test_a_table_replaces_the_one_between_its_marks() -> None:
+    page = "before\n<!-- a -->\nold\n<!-- end of a -->\nafter"
+    assert replace(page, "a", "new") == ("before\n<!-- a -->\nnew\n<!-- end of a -->\nafter", "old")
+    with pytest.raises(ValueError, match="no marks"):
+        replace(page, "b", "new")
+
+
+def test_the_page_has_a_place_for_each_table() -> None:
+    for mark in ("count", "faults"):
+        replace(PAGE.read_text(), mark, "")

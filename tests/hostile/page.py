@@ -1,0 +1,20 @@
+"""Tables that scripts write into docs/reliability.md, each between two marks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+__all__ = ["PAGE", "replace"]
+
+PAGE: Final = Path(__file__).parents[2] / "docs" / "reliability.md"
+
+
+def replace(text: str, mark: str, table: str) -> tuple[str, str]:
+    """Return a page with another table between its marks, and the table that was there."""
+    begin, end = f"<!-- {mark} -->\n", f"\n<!-- end of {mark} -->"
+    before, _, rest = text.partition(begin)
+    old, found, after = rest.partition(end)
+    if not found:
+        raise ValueError(f"the page has no marks for {mark!r}")
+    return before + begin + table + end + after, old
