@@ -1,10 +1,11 @@
 """Time one step of the native kernels on SmolLM2-135M's shape, and say what share of the machine's limit it reaches.
 
-    python -m benchmarks.native_step [--dtype bfloat16] [--threads 2] [--rounds 30] [--only decode32]
+    python -m benchmarks.native_step [--dtype bfloat16] [--weights plain int8 Q4_1] [--threads 2] [--only decode32]
 
-Weights are random: a step takes the same time whatever they are. Cases run interleaved, round by round, because the
-machine drifts; the table gives the fastest and the median round. The limit of a step is the larger of the time to read
-its bytes (weights once, keys and values once) and the time for its products, at the rates measured just before.
+Weights are random: a step takes the same time whatever they are; `plain` ones have the dtype, others are formats of
+packed weights. Cases run interleaved, round by round, because the machine drifts; the table gives the fastest and the
+median round. The limit of a step is the larger of the time to read its bytes (weights once, keys and values once) and
+the time for its products, at the rates measured just before.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from fd_core.models.decoder import Attention, Decoder, DecoderModel, Layer, Mlp
 from fd_core.ops.contract import Heads, KVCache, Norm, Ops, Rope, StepInput
 from fd_core.ops.native import load_native_ops
 from fd_core.ops.native.pack import NativeOps, ProgramForward
-from fd_core.weights import RawTensor
+from fd_core.testing.arrays import packed_weight
+from fd_core.weights import PackedTensor, RawTensor, Weight
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS, VOCABULARY = 576, 9, 3, 64, 1536, 30, 49152
 BLOCK_SIZE = 32
 MAX_POSITIONS = 4096
+PLAIN = "plain"
+"""Weights in the pack's dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +59,14 @@ CASES = (
 )
 
 
-def random_weight(rng: np.random.Generator, *shape: int) -> RawTensor:
-    values = (rng.standard_normal(shape, np.float32) * 0.02).view(np.uint32)
+def random_weight(rng: np.random.Generator, form: str, out: int, inputs: int) -> Weight:
+    if form != PLAIN:
+        return packed_weight(form, out, inputs, scale=0.02)
+    values = (rng.standard_normal((out, inputs), np.float32) * 0.02).view(np.uint32)
     return RawTensor("BF16", (values >> 16).astype(np.uint16))
 
 
-def random_model(ops: Ops) -> DecoderModel:
+def random_model(ops: Ops, form: str) -> DecoderModel:
     rng = np.random.default_rng(0)
     norm = Norm(ops.prepare_vector(np.ones(HIDDEN, np.float32)), 1e-5)
     angles = np.arange(MAX_POSITIONS)[:, None] / 10000.0 ** (np.arange(HEAD_DIM // 2) * 2 / HEAD_DIM)
@@ -68,7 +74,7 @@ def random_model(ops: Ops) -> DecoderModel:
     heads = Heads(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5, Rope(*tables))
 
     def linear(*shapes: tuple[int, int], gated: bool = False) -> object:
-        return ops.prepare_linear([random_weight(rng, *shape) for shape in shapes], gated=gated)
+        return ops.prepare_linear([random_weight(rng, form, *shape) for shape in shapes], gated=gated)
 
     kv_width = KV_HEADS * HEAD_DIM
     layers = tuple(
@@ -84,9 +90,8 @@ def random_model(ops: Ops) -> DecoderModel:
         )
         for _ in range(LAYERS)
     )
-    embedding = random_weight(rng, VOCABULARY, HIDDEN)
-    table = ops.prepare_embedding(embedding)
-    head = ops.tied_head(table, embedding)
+    table = ops.prepare_embedding(random_weight(rng, PLAIN, VOCABULARY, HIDDEN).expanded())
+    head = ops.tied_head(table, random_weight(rng, form, VOCABULARY, HIDDEN))
     decoder = Decoder(table, 1.0, layers, norm, head, "silu", None)
     return DecoderModel(
         ops,
@@ -120,21 +125,37 @@ def step_of(case: Case) -> StepInput:
     return StepInput(**tensors, max_query=case.queries, max_context=case.context)
 
 
-def limits(case: Case, itemsize: int, bandwidth: float, flops: float) -> tuple[float, float]:
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the machine reaches."""
+
+    bandwidth: float
+    """Bytes read per second."""
+    linear: float
+    """Floating-point operations per second of linear layers; of integers where weights are packed."""
+    attention: float
+    """Floating-point operations per second of products of activations."""
+
+
+def limits(case: Case, form: str, itemsize: int, rates: Rates) -> tuple[float, float]:
     """Return the seconds that a step's bytes and its products take at least."""
     layer = HIDDEN * (HEADS + 2 * KV_HEADS) * HEAD_DIM + HIDDEN * HIDDEN + 3 * HIDDEN * INNER
     head = VOCABULARY * HIDDEN
+    sample = random_weight(np.random.default_rng(0), form, HIDDEN, HIDDEN)
+    item_bytes = sample.nbytes / HIDDEN**2 if isinstance(sample, PackedTensor) else itemsize
     seen = case.rows * (case.context - case.shared) + case.shared
     kv_bytes = seen * LAYERS * 2 * KV_HEADS * HEAD_DIM * itemsize
     tokens = case.rows * case.queries
     pairs = case.rows * case.queries * (case.context - (case.queries - 1) / 2)
-    products = tokens * LAYERS * layer + case.rows * head + pairs * LAYERS * 2 * HEADS * HEAD_DIM
-    return ((LAYERS * layer + head) * itemsize + kv_bytes) / bandwidth, 2 * products / flops
+    linear = 2 * (tokens * LAYERS * layer + case.rows * head)
+    attention = 2 * pairs * LAYERS * 2 * HEADS * HEAD_DIM
+    read = ((LAYERS * layer + head) * item_bytes + kv_bytes) / rates.bandwidth
+    return read, linear / rates.linear + attention / rates.attention
 
 
-def measured_rate(ops: NativeOps, rows: int, width: int, repeats: int) -> float:
+def measured_rate(ops: NativeOps, form: str, rows: int, width: int, repeats: int) -> float:
     """Return multiply-adds per second of a product with `rows` rows and `width` columns, the best of five."""
-    linear = ops.prepare_linear([random_weight(np.random.default_rng(2), width, HIDDEN)])
+    linear = ops.prepare_linear([random_weight(np.random.default_rng(2), form, width, HIDDEN)])
     x = torch.ones((rows, HIDDEN), dtype=ops.torch_dtype)
     best = 0.0
     for _ in range(5):
@@ -167,53 +188,64 @@ def shares(forward: ProgramForward, step: StepInput, cache: KVCache, repeats: in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--weights", nargs="+", default=[PLAIN], metavar="FORM", help="plain, or formats such as Q4_1")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--only", help="run cases whose name starts so")
+    parser.add_argument("--only", nargs="+", default=[""], help="run cases whose name starts so")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/native_step.json"))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     ops = load_native_ops(arguments.dtype, arguments.threads)
     if ops is None:
         raise SystemExit("the native kernels cannot be built here")
-    cases = [case for case in CASES if case.name.startswith(arguments.only or "")]
-    model = random_model(ops)
+    cases = [case for case in CASES if case.name.startswith(tuple(arguments.only))]
     most = max(case.rows * -(-case.context // BLOCK_SIZE) + case.shared // BLOCK_SIZE + 1 for case in cases)
-    cache = ops.allocate_kv(model.kv_shape(BLOCK_SIZE), most)
-    forward = ops.compile(model.forward)
-    assert isinstance(forward, ProgramForward)
     itemsize = 4 if arguments.dtype == "float32" else 2
     # Reading: a weight of 256 MiB or more for one row. Products: operands that stay in the caches.
-    bandwidth = max(BandwidthProbe(arguments.threads).measure(), itemsize * measured_rate(ops, 1, 5 * VOCABULARY, 3))
-    flops = 2 * measured_rate(ops, 240, 1024, 20)
+    weight_rate = itemsize * measured_rate(ops, PLAIN, 1, 5 * VOCABULARY, 3)
+    bandwidth = max(BandwidthProbe(arguments.threads).measure(), weight_rate)
+    attention = 2 * measured_rate(ops, PLAIN, 240, 1024, 20)
+    rates, forwards = {}, {}
+    cache = None
+    for form in arguments.weights:
+        rates[form] = Rates(bandwidth, 2 * measured_rate(ops, form, 240, 1024, 20), attention)
+        model = random_model(ops, form)
+        cache = cache or ops.allocate_kv(model.kv_shape(BLOCK_SIZE), most)
+        forwards[form] = ops.compile(model.forward)
+    assert cache is not None
     steps = [step_of(case) for case in cases]
-    for step in steps:
-        forward(step, cache)
-    times: list[list[float]] = [[] for _ in cases]
+    times: dict[tuple[str, str], list[float]] = {(case.name, form): [] for case in cases for form in forwards}
     load = load_average()
-    for _ in range(arguments.rounds):
-        for step, kept in zip(steps, times, strict=True):
-            start = time.perf_counter()
-            forward(step, cache)
-            kept.append(time.perf_counter() - start)
+    for measured in (False, *[True] * arguments.rounds):
+        for case, step in zip(cases, steps, strict=True):
+            for form, forward in forwards.items():
+                start = time.perf_counter()
+                forward(step, cache)
+                if measured:
+                    times[case.name, form].append(time.perf_counter() - start)
 
     print(f"{ops.describe()}, {arguments.threads} threads, load {load:.1f}")
-    print(f"read {bandwidth / 1e9:.1f} GB/s, products {flops / 1e9:.0f} GFLOP/s")
-    print(f"{'case':18}{'fastest':>9}{'median':>9}{'bytes':>8}{'flops':>8}{'share':>7}   of which")
+    for form, rate in rates.items():
+        print(f"{form}: read {bandwidth / 1e9:.1f} GB/s, products {rate.linear / 1e9:.0f} G operations/s")
+    print(f"{'case':18}{'weights':>9}{'fastest':>9}{'median':>9}{'bytes':>8}{'flops':>8}{'share':>7}   of which")
     results = []
-    for case, step, kept in zip(cases, steps, times, strict=True):
-        read, compute = limits(case, itemsize, bandwidth, flops)
-        share = max(read, compute) / min(kept)
-        parts = shares(forward, step, cache)
-        named = ", ".join(f"{name} {seconds * 1e3:.2f}" for name, seconds in parts.items())
-        columns = f"{min(kept) * 1e3:9.2f}{median(kept) * 1e3:9.2f}{read * 1e3:8.2f}{compute * 1e3:8.2f}{share:7.0%}"
-        print(f"{case.name:18}{columns}   {named}")
-        results.append(
-            asdict(case)
-            | {"seconds": kept, "limit_bytes_s": read, "limit_flops_s": compute, "share": share, "operations_s": parts}
-        )
+    for case, step in zip(cases, steps, strict=True):
+        for form, forward in forwards.items():
+            assert isinstance(forward, ProgramForward)
+            kept = times[case.name, form]
+            read, compute = limits(case, form, itemsize, rates[form])
+            share = max(read, compute) / min(kept)
+            parts = shares(forward, step, cache)
+            named = ", ".join(f"{name} {seconds * 1e3:.2f}" for name, seconds in parts.items())
+            columns = (
+                f"{min(kept) * 1e3:9.2f}{median(kept) * 1e3:9.2f}{read * 1e3:8.2f}{compute * 1e3:8.2f}{share:7.0%}"
+            )
+            print(f"{case.name:18}{form:>9}{columns}   {named}")
+            limit = {"limit_bytes_s": read, "limit_flops_s": compute, "share": share}
+            results.append(asdict(case) | {"weights": form, "seconds": kept, "operations_s": parts} | limit)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    summary = {"machine": describe(), "kernels": ops.describe(), "bandwidth": bandwidth, "flops": flops}
+    summary = {"machine": describe(), "kernels": ops.describe()}
+    summary |= {"rates": {form: asdict(rate) for form, rate in rates.items()}}
     summary |= {"threads": arguments.threads, "load_average": load, "cases": results}
     arguments.output.write_text(json.dumps(summary, indent=1) + "\n")
 

@@ -31,7 +31,7 @@ _COMMON_FLAGS = (
     *("-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math"),
     *("-fPIC", "-fvisibility=hidden", "-pthread"),
 )
-_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma")
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c")
 _ISA_FLAGS = {
     "native": ("-march=native",),
     "native_without_amx": ("-march=native", "-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8"),
@@ -39,8 +39,8 @@ _ISA_FLAGS = {
     "avx512_bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16"),
     "avx512_vnni": (*_AVX512, "-mavx512vnni"),
     "avx512": _AVX512,
-    "avx_vnni": ("-mavx2", "-mfma", "-mavxvnni"),
-    "avx2": ("-mavx2", "-mfma"),
+    "avx_vnni": ("-mavx2", "-mfma", "-mf16c", "-mavxvnni"),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "generic": (),
     # Intel's tile instructions in plain C++: slow, to test the code that uses them.
     "amx_emulated": ("-march=native", "-DFD_AMX_EMULATED"),

@@ -8,7 +8,10 @@ from typing import Any
 
 from fd_core.ops.native.build import BuildError
 
-__all__ = ["AttentionShape", "MaskRows", "MoeGeometry", "PenaltyRows", "SampleRows", "Step", "checked", "declare"]
+__all__ = [
+    *("AttentionShape", "MaskRows", "MoeGeometry", "PackedForm", "PenaltyRows", "SampleRows", "Step", "checked"),
+    "declare",
+]
 
 
 def _all(kind: Any, *names: str) -> list[tuple[str, Any]]:
@@ -32,6 +35,12 @@ class AttentionShape(Structure):
         *_all(c_int, "heads", "kv_heads", "d", "window", "half", "interleaved"),
         *_all(c_float, "scale", "softcap"),
     )
+
+
+class PackedForm(Structure):
+    """`PackedForm`: how the values of a packed linear are stored."""
+
+    _fields_ = (*_all(c_int, "bits", "group", "offset", "minima", "half"),)
 
 
 class MoeGeometry(Structure):
@@ -88,7 +97,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fd_arena_free": (None, (c_void_p,)),
     "fd_linear_new": (c_void_p, (c_void_p, c_int, c_int, c_int, c_int, c_int)),
     "fd_linear_pack": (None, (c_void_p, c_int, c_int, c_void_p, c_int, c_int, c_void_p)),
-    "fd_packed_new": (c_void_p, (c_void_p, *(c_int,) * 8)),
+    "fd_packed_new": (c_void_p, (c_void_p, c_int, c_int, c_int, POINTER(PackedForm), c_int)),
     "fd_packed_pack": (None, (c_void_p, c_int, c_int, c_void_p, c_void_p, c_void_p, c_int, c_int, c_void_p)),
     "fd_linear_bias": (None, (c_void_p, c_int, c_int, c_void_p, c_int, c_int)),
     "fd_kv_new": (c_void_p, (c_int,) * 7),

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from fd_core.ops.native.library import checked
+from fd_core.ops.native.library import PackedForm, checked
 from fd_core.ops.native.program import Runtime
 from fd_core.weights import PackedTensor, RawTensor, Weight
 
@@ -42,18 +43,6 @@ class NativeLinear:
     arena: Arena
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """How the values of a packed linear are stored."""
-
-    bits: int
-    """4 or 8."""
-    group: int
-    offset: int
-    """Added to values, so that they have no sign."""
-    minima: bool
-
-
 def pack(
     runtime: Runtime,
     arena: Arena,
@@ -67,21 +56,19 @@ def pack(
     inputs = parts[0].shape[1]
     width = parts[0].shape[0] if gated else sum(part.shape[0] for part in parts)
     form = _form_of(parts)
+    shape = (arena.handle, width, inputs, gated)
     if form is None:
-        arguments = (width, inputs, gated, runtime.type_code, biases is not None)
-        handle = checked(library.fd_linear_new(arena.handle, *arguments), "weights")
+        handle = checked(library.fd_linear_new(*shape, runtime.type_code, biases is not None), "weights")
     else:
-        storage = (form.bits, form.group, form.offset, form.minima)
-        handle = checked(
-            library.fd_packed_new(arena.handle, width, inputs, gated, *storage, biases is not None), "weights"
-        )
+        handle = checked(library.fd_packed_new(*shape, ctypes.byref(form), biases is not None), "weights")
     column = 0
     for i, part in enumerate(parts):
         # With gate and up, `i` tells them apart; other parts follow each other.
         place = (i, 0) if gated else (0, column)
         if isinstance(part, PackedTensor) and form is not None:
-            minima = None if part.minima is None else np.ascontiguousarray(part.minima, np.float32)
-            values, scales = np.ascontiguousarray(part.values), np.ascontiguousarray(part.scales, np.float32)
+            dtype = np.float16 if form.half else np.float32
+            minima = None if part.minima is None else np.ascontiguousarray(part.minima, dtype)
+            values, scales = np.ascontiguousarray(part.values), np.ascontiguousarray(part.scales, dtype)
             addresses = (values.ctypes.data, scales.ctypes.data, None if minima is None else minima.ctypes.data)
             library.fd_packed_pack(handle, *place, *addresses, part.group, part.shape[0], runtime.team)
         else:
@@ -96,14 +83,21 @@ def pack(
     return NativeLinear(handle, width, inputs, arena)
 
 
-def _form_of(parts: Sequence[Weight]) -> _Form | None:
+def _form_of(parts: Sequence[Weight]) -> PackedForm | None:
     """Return the form that holds all parts exactly; None where they must be expanded."""
     packed = [part for part in parts if isinstance(part, PackedTensor)]
     group = math.gcd(*(part.group for part in packed))
     if len(packed) < len(parts) or (group != parts[0].shape[1] and group % 32 != 0 and group != 16):
         return None
     signed = {part.bits == 8 or part.minima is None for part in packed}
-    minima = any(part.minima is not None for part in packed)
+    minima = [part.minima for part in packed if part.minima is not None]
+    half = all(_is_half(factors) for factors in (*(part.scales for part in packed), *minima))
     if all(part.bits == 4 for part in packed) and len(signed) == 1:
-        return _Form(4, group, 8 if signed == {True} else 0, minima)
-    return _Form(8, group, 128, minima)
+        return PackedForm(4, group, 8 if signed == {True} else 0, bool(minima), half)
+    return PackedForm(8, group, 128, bool(minima), half)
+
+
+def _is_half(values: npt.NDArray[np.float32]) -> bool:
+    """Say whether half precision holds the values exactly."""
+    with np.errstate(over="ignore"):
+        return bool((values.astype(np.float16) == values).all())

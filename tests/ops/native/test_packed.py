@@ -52,6 +52,16 @@ def test_every_format_equals_the_same_arithmetic_in_numpy(native, kind, isa):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("kind", ["Q4_K", "int8"])
+def test_scales_that_half_precision_does_not_hold_keep_their_values(native, kind, isa):
+    weight, x = packed_weight(kind, 75, 768), rows_of(3, 768)
+    minima = None if weight.minima is None else weight.minima * np.float32(1e6 / 3)
+    part = PackedTensor(kind, weight.bits, weight.values, weight.scales * np.float32(1e6 / 3), minima)
+    found, expected = multiply(native(isa=isa), [part], x), product([part], x)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
 @pytest.mark.parametrize("isa", [None, "avx2", "generic"])
 @pytest.mark.parametrize("shape", [(1, 32), (16, 32), (33, 96), (70, 64), (5, 1024)])
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0"])

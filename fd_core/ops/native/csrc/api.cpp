@@ -7,15 +7,6 @@
 namespace fd {
 namespace {
 
-float half_to_float(uint16_t h) {
-    const uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 1023;
-    if (exponent == 0) return (sign ? -1.0f : 1.0f) * float(fraction) * 0x1p-24f;
-    uint32_t u = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | fraction << 13;
-    float f;
-    std::memcpy(&f, &u, 4);
-    return f;
-}
-
 float element(const void* source, Type type, size_t i) {
     switch (type) {
         case Type::f32:
@@ -39,19 +30,20 @@ void pack_rows(Linear& w, int part, int first_column, const void* source, Type t
     }
 }
 
-/// `values` int8 [rows, k], `scales` and `minima` float32 [rows, k / group], where `group` may be a multiple of w.group.
-void pack_quantized_rows(Linear& w, int part, int first_column, const int8_t* values, const float* scales,
-                         const float* minima, int group, Range rows) {
+/// `values` int8 [rows, k], `scales` and `minima` [rows, k / group] of the type that w stores, where `group` may be a
+/// multiple of w.group.
+void pack_values(Linear& w, int part, int first_column, const int8_t* values, const char* scales, const char* minima,
+                 int group, Range rows) {
     const int groups = w.k / group, columns = kWeightVecs * kLanes, step = step_bytes(w);
+    const size_t item = w.half ? sizeof(uint16_t) : sizeof(float);
     for (int r = rows.begin; r < rows.end; r++) {
-        const int column = stored_column(w, part, first_column + r), vec = column / kLanes;
-        const int c = column % columns, v = c / kLanes;
-        char* panel = packed_panel(w, vec);
+        const int column = stored_column(w, part, first_column + r), c = column % columns, v = c / kLanes;
+        char* panel = packed_panel(w, column / kLanes);
         for (int k = 0; k < w.k; k += w.group, panel += group_bytes(w)) {
-            float* scale = reinterpret_cast<float*>(panel);
-            uint8_t* bytes = reinterpret_cast<uint8_t*>(scale + (w.minima ? 2 : 1) * columns);
-            scale[c] = scales[size_t(r) * groups + k / group];
-            if (w.minima) scale[columns + c] = minima ? minima[size_t(r) * groups + k / group] : 0.0f;
+            const size_t from = (size_t(r) * groups + k / group) * item;
+            std::memcpy(panel + c * item, scales + from, item);
+            if (minima) std::memcpy(panel + scales_bytes(w) + c * item, minima + from, item);
+            uint8_t* bytes = reinterpret_cast<uint8_t*>(panel + (w.minima ? 2 : 1) * scales_bytes(w));
             for (int i = 0; i < w.group && k + i < w.k; i++) {
                 const int value = values[size_t(r) * w.k + k + i] + w.offset, place = c % kLanes * kDotK + i % kDotK;
                 uint8_t* to = bytes + i / kDotK * step + place;
@@ -163,19 +155,24 @@ void fd_linear_pack(void* linear, int part, int first_column, const void* source
     });
 }
 
-/// A linear in `bits` (4 or 8): for each `group` consecutive k (16, a multiple of 32, or k) a scale, and a minimum if asked
-/// for. Values are from -offset to 2^bits - 1 - offset.
-void* fd_packed_new(void* arena, int n, int k, int gated, int bits, int group, int offset, int minima, int has_bias) {
+/// What the values of a packed linear are: for each `group` consecutive k (16, a multiple of 32, or k) there is a scale, and
+/// a minimum if there are minima, float16 or float32; values are from -offset to 2^bits - 1 - offset.
+struct PackedForm {
+    int bits, group, offset, minima, half;
+};
+
+void* fd_packed_new(void* arena, int n, int k, int gated, const PackedForm* form, int has_bias) {
     return guarded([&]() -> void* {
         auto* w = new (static_cast<Arena*>(arena)->allocate(sizeof(Linear))) Linear{};
         w->n = n;
         w->k = k;
         w->gated = gated;
-        w->type = bits == 4 ? Type::u4 : Type::u8;
+        w->type = form->bits == 4 ? Type::u4 : Type::u8;
         w->padded_k = round_up(k, kActivationK);
-        w->group = group == k ? w->padded_k : group;
-        w->offset = offset;
-        w->minima = minima;
+        w->group = form->group == k ? w->padded_k : form->group;
+        w->offset = form->offset;
+        w->minima = form->minima;
+        w->half = form->half;
         w->vecs = round_up(round_up(n, kLanes) / kLanes * (gated ? 2 : 1), kWeightVecs);
         w->data = static_cast<Arena*>(arena)->allocate(w->vecs / kWeightVecs * packed_panel_bytes(*w));
         w->bias = has_bias ? (float*)static_cast<Arena*>(arena)->allocate(size_t(w->vecs) * kLanes * 4) : nullptr;
@@ -184,8 +181,8 @@ void* fd_packed_new(void* arena, int n, int k, int gated, int bits, int group, i
 }
 
 /// Pack rows as `fd_linear_pack` does; `group` is that of the arrays, of which each group of the linear is a part.
-void fd_packed_pack(void* linear, int part, int first_column, const int8_t* values, const float* scales,
-                    const float* minima, int group, int rows, void* team) {
+void fd_packed_pack(void* linear, int part, int first_column, const int8_t* values, const char* scales,
+                    const char* minima, int group, int rows, void* team) {
     Linear& w = *static_cast<Linear*>(linear);
     Team& t = *static_cast<Team*>(team);
     // Two columns share a byte of nibbles, so a panel is one thread's.
@@ -194,7 +191,7 @@ void fd_packed_pack(void* linear, int part, int first_column, const int8_t* valu
         const Range panels = share((first_column + rows + columns - 1) / columns - first, thread, t.size());
         const Range mine = {std::max(0, (first + panels.begin) * columns - first_column),
                             std::min(rows, (first + panels.end) * columns - first_column)};
-        pack_quantized_rows(w, part, first_column, values, scales, minima, group, mine);
+        pack_values(w, part, first_column, values, scales, minima, group, mine);
     });
 }
 

@@ -55,6 +55,66 @@ inline I ibroadcast(const void* p) {
     return iset(x);
 }
 
+// Quantizing activations: kActivationK values at a time -----------------------------------------------------------------
+
+/// The largest magnitude, found by bits so that a NaN is the largest.
+inline float largest_magnitude(const float* x) {
+    int32_t most = 0;
+#if defined(__AVX512F__)
+    const I low = iand(iload(x), iset(0x7fffffff)), high = iand(iload(x + kLanes), iset(0x7fffffff));
+    most = _mm512_reduce_max_epi32(_mm512_max_epi32(low, high));
+#elif defined(__AVX2__) && defined(__FMA__)
+    I m = iand(iload(x), iset(0x7fffffff));
+    for (int i = kLanes; i < kActivationK; i += kLanes) m = _mm256_max_epi32(m, iand(iload(x + i), iset(0x7fffffff)));
+    __m128i h = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
+    h = _mm_max_epi32(h, _mm_shuffle_epi32(h, 0x4e));
+    most = _mm_cvtsi128_si32(_mm_max_epi32(h, _mm_shuffle_epi32(h, 0xb1)));
+#else
+    for (int i = 0; i < kActivationK; i++) {
+        int32_t bits;
+        std::memcpy(&bits, x + i, 4);
+        bits &= 0x7fffffff;
+        most = bits > most ? bits : most;
+    }
+#endif
+    float largest;
+    std::memcpy(&largest, &most, 4);
+    return largest;
+}
+
+/// Round kLanes numbers from -127 to 127, ties to even; a NaN becomes any number.
+inline void store_rounded(int8_t* q, V x) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i*)q, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)));
+#elif defined(__AVX2__) && defined(__FMA__)
+    const __m256i i = _mm256_cvtps_epi32(x);
+    const __m128i h = _mm_packs_epi32(_mm256_castsi256_si128(i), _mm256_extracti128_si256(i, 1));
+    _mm_storel_epi64((__m128i*)q, _mm_packs_epi16(h, h));
+#else
+    x = vround(x);
+    for (int i = 0; i < kLanes; i++) q[i] = x[i] == x[i] ? int8_t(x[i]) : int8_t(0);
+#endif
+}
+
+/// Sums of 2 x 16 quantized values.
+inline void sum_halves(const int8_t* q, int32_t (&half)[2]) {
+#if defined(__AVX2__)
+    // Sums of 8 bytes without a sign, each byte 128 too large. Loads are as wide as the stores before, so that they need
+    // not wait for the cache.
+    half[0] = half[1] = 0;
+    for (int i = 0; i < kActivationK; i += kLanes) {
+        const __m128i* p = (const __m128i*)(q + i);
+        const __m128i bytes = kLanes == 16 ? _mm_loadu_si128(p) : _mm_loadl_epi64(p);
+        const __m128i sums = _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8(-128)), _mm_setzero_si128());
+        half[i / 16] += _mm_cvtsi128_si32(sums) - 8 * 128;
+        if (kLanes == 16) half[i / 16] += _mm_extract_epi16(sums, 4) - 8 * 128;
+    }
+#else
+    half[0] = half[1] = 0;
+    for (int i = 0; i < kActivationK; i++) half[i / 16] += q[i];
+#endif
+}
+
 // Dot<Bits>: sums of products for kLanes columns ------------------------------------------------------------------------
 // `begin(start)` and `total(start)` take the same number, which is part of the sum.
 
@@ -120,7 +180,7 @@ struct Dot {
     }
 };
 template <int Bits>
-constexpr int kDotRows = kLanes == 16 ? 4 : 2;
+constexpr int kDotRows = kLanes == 16 && Bits == 8 ? 3 : 4;
 
 #else
 

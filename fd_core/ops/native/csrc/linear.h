@@ -26,6 +26,7 @@ struct Linear {
     int group;    // of packed weights: values of a column that share a scale, a divisor of padded_k
     int offset;   // of packed weights: added to values, so that they have no sign
     bool minima;  // of packed weights
+    bool half;    // of packed weights: scales and minima are float16
 
     bool packed() const { return type == Type::u4 || type == Type::u8; }
 };

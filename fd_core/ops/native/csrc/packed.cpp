@@ -6,11 +6,18 @@
 namespace fd {
 namespace {
 
+/// Scales or minima of the panel's vectors.
+void load_scales(const Linear& w, const uint8_t* p, V (&to)[kWeightVecs]) {
+    for (int v = 0; v < kWeightVecs; v++)
+        to[v] = w.half ? vload_half((const uint16_t*)p + v * kLanes) : vload((const float*)p + v * kLanes);
+}
+
 template <int Bits, int R>
 void tile_of(const Linear& w, const PackedCall& call) {
     constexpr int N = kWeightVecs, kTogether = 4;  // steps, between which memory is fetched ahead
     const QuantizedRow at(w);
     const int unit = unit_of(w), units = w.group / unit, rounds = unit / (kDotK * kTogether);
+    const bool whole = w.group == w.padded_k && !w.minima;  // one scale for a column: it can wait until the end
     V y[R][N];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
@@ -26,9 +33,8 @@ void tile_of(const Linear& w, const PackedCall& call) {
     auto element = [&](const char* p, int r) { return reinterpret_cast<const float*>(p + r * call.stride); };
 
     for (int k = 0; k < w.padded_k;) {
-        const float* scale = reinterpret_cast<const float*>(b);
-        const float* minimum = scale + N * kLanes;
-        b = reinterpret_cast<const uint8_t*>(w.minima ? minimum + N * kLanes : minimum);
+        const uint8_t* group = b;
+        b += (w.minima ? 2 : 1) * scales_bytes(w);
         for (int u = 0; u < units; u++) {
             Dot<Bits> dot[R][N];
 #pragma GCC unroll 8
@@ -52,6 +58,8 @@ void tile_of(const Linear& w, const PackedCall& call) {
                     }
                 }
             }
+            V factor[N];
+            if (!whole) load_scales(w, group, factor);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
                 int start;
@@ -59,25 +67,29 @@ void tile_of(const Linear& w, const PackedCall& call) {
                 const V x = vset(*element(scales, r));
 #pragma GCC unroll 2
                 for (int v = 0; v < N; v++)
-                    y[r][v] = vfma(to_float(dot[r][v].total(start)), vload(scale + v * kLanes) * x, y[r][v]);
+                    y[r][v] = vfma(to_float(dot[r][v].total(start)), whole ? x : factor[v] * x, y[r][v]);
             }
-            if (w.minima)
+            if (w.minima) {
+                load_scales(w, group + scales_bytes(w), factor);
 #pragma GCC unroll 8
                 for (int r = 0; r < R; r++) {
                     const V x = vset(*element(sums, r));
 #pragma GCC unroll 2
-                    for (int v = 0; v < N; v++) y[r][v] = vfma(vload(minimum + v * kLanes), x, y[r][v]);
+                    for (int v = 0; v < N; v++) y[r][v] = vfma(factor[v], x, y[r][v]);
                 }
+            }
             k += unit;
             starts += sizeof(int32_t);
             sums += sizeof(float);
             if (k % kActivationK == 0) scales += sizeof(float);
         }
     }
+    V factor[N] = {vset(1.0f), vset(1.0f)};
+    if (whole) load_scales(w, reinterpret_cast<const uint8_t*>(call.panel), factor);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
-        for (int v = 0; v < N; v++) vstore(call.c + (r * N + v) * kLanes, y[r][v]);
+        for (int v = 0; v < N; v++) vstore(call.c + (r * N + v) * kLanes, y[r][v] * factor[v]);
 }
 
 template <int Bits, size_t... I>

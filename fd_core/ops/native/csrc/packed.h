@@ -1,8 +1,9 @@
 // Linear layers in 4 or 8 bits: what their panels and the rows that they multiply look like.
 //
 // Weights are value * scale + minimum, `group` values of a column sharing the last two. A panel holds kWeightVecs vectors
-// of columns, group after group: a scale for each column, a minimum for each column if there are minima, then the values,
-// kDotK consecutive k of each column side by side, stored without a sign (`offset` is added).
+// of columns, group after group: a scale for each column, a minimum for each column if there are minima (both float16 where
+// that holds them exactly, else float32), then the values, kDotK consecutive k of each column side by side, stored without
+// a sign (`offset` is added).
 //
 // Rows are quantized to int8 with one scale for each kActivationK values. For each group of both, the integer dot product
 // is exact; its float value is added to the element's one accumulator, in the order of k whatever the number of rows: a
@@ -17,9 +18,10 @@ namespace fd {
 /// k that one integer sum runs over.
 inline int unit_of(const Linear& w) { return std::min(w.group, kActivationK); }
 inline int step_bytes(const Linear& w) { return w.type == Type::u4 ? kStepBytes<4> : kStepBytes<8>; }
+/// Bytes of the scales of a group, or of its minima.
+inline size_t scales_bytes(const Linear& w) { return kWeightVecs * kLanes * (w.half ? sizeof(uint16_t) : sizeof(float)); }
 inline size_t group_bytes(const Linear& w) {
-    const int floats = (w.minima ? 2 : 1) * kWeightVecs * kLanes;
-    return floats * sizeof(float) + size_t(w.group / kDotK) * step_bytes(w);
+    return (w.minima ? 2 : 1) * scales_bytes(w) + size_t(w.group / kDotK) * step_bytes(w);
 }
 inline size_t packed_panel_bytes(const Linear& w) { return w.padded_k / w.group * group_bytes(w); }
 inline char* packed_panel(const Linear& w, int vec) {
@@ -54,23 +56,16 @@ void quantize_row(const Linear& w, char* row, Load&& load) {
     for (int k = 0; k < w.padded_k; k += kActivationK, q += kActivationK) {
         alignas(64) float x[kActivationK] = {};
         load(k, std::min(kActivationK, w.k - k), x);
-        // The largest magnitude, by bits so that a NaN is the largest and reaches the scale.
-        int32_t bits[kActivationK], most = 0;
-        std::memcpy(bits, x, sizeof bits);
-        for (int32_t b : bits) most = std::max(most, b & 0x7fffffff);
-        float largest;
-        std::memcpy(&largest, &most, 4);
+        const float largest = largest_magnitude(x);
         const float by = largest > 1e-30f ? 127.0f / largest : 0.0f, scale = largest / 127.0f;
         *scales++ = scale;
-        for (int i = 0; i < kActivationK; i += kLanes) vstore(x + i, vround(vload(x + i) * vset(by)));
-        int32_t rounded[kActivationK];
-        for (int i = 0; i < kActivationK; i++) rounded[i] = int32_t(x[i]);
-        for (int i = 0; i < kActivationK; i++) q[i] = int8_t(rounded[i]);
-        for (int i = 0; i < kActivationK; i += unit) {
-            int32_t sum = 0;
-            for (int j = 0; j < unit; j++) sum += rounded[i + j];
-            *starts++ = -w.offset * sum;
-            *sums++ = scale * float(sum);
+        for (int i = 0; i < kActivationK; i += kLanes) store_rounded(q + i, vload(x + i) * vset(by));
+        int32_t half[2];
+        sum_halves(q, half);
+        if (unit == kActivationK) half[0] += half[1];
+        for (int i = 0; i < kActivationK / unit; i++) {
+            *starts++ = -w.offset * half[i];
+            *sums++ = scale * float(half[i]);
         }
     }
 }

@@ -37,6 +37,16 @@ inline bf16 to_bf16(float f) {
 inline void put(float* p, float f) { *p = f; }
 inline void put(bf16* p, float f) { *p = to_bf16(f); }
 
+/// float16, exactly.
+inline float half_to_float(uint16_t h) {
+    const uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 1023;
+    if (exponent == 0) return (sign ? -1.0f : 1.0f) * float(fraction) * 0x1p-24f;
+    uint32_t u = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | fraction << 13;
+    float f;
+    std::memcpy(&f, &u, 4);
+    return f;
+}
+
 // V: kLanes float32 --------------------------------------------------------------------------------------------------
 // GCC and Clang give these vector types + - * / of their own.
 
@@ -50,6 +60,7 @@ inline V vload(const bf16* p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
 inline V vload(const int8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))); }
+inline V vload_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 inline void vstore(float* p, V x) { _mm512_storeu_ps(p, x); }
 inline V vfma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
 inline V vmax(V a, V b) { return _mm512_max_ps(a, b); }
@@ -89,6 +100,7 @@ inline V vload(const bf16* p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
 inline V vload(const int8_t* p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))); }
+inline V vload_half(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 inline void vstore(float* p, V x) { _mm256_storeu_ps(p, x); }
 inline V vfma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
 inline V vmax(V a, V b) { return _mm256_max_ps(a, b); }
@@ -132,6 +144,11 @@ inline V vload(const bf16* p) {
 inline V vload(const int8_t* p) {
     V x;
     for (int i = 0; i < kLanes; i++) x[i] = float(p[i]);
+    return x;
+}
+inline V vload_half(const uint16_t* p) {
+    V x;
+    for (int i = 0; i < kLanes; i++) x[i] = half_to_float(p[i]);
     return x;
 }
 inline void vstore(float* p, V x) { std::memcpy(p, &x, sizeof x); }
