@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -19,6 +20,7 @@ from fd_core.weights import Adapter
 
 __all__ = ["EngineAdapters", "lora_modules"]
 
+_log = logging.getLogger(__name__)
 _NAME: Final = re.compile(r"[^\s=][^\r\n=]{0,254}")
 
 
@@ -45,8 +47,12 @@ def lora_modules(config: EngineConfig) -> dict[str, Path]:
 class EngineAdapters:
     """Adapters by name. One that is unloaded stays on the device until no request uses it."""
 
-    def __init__(self, config: EngineConfig, path: Path | None) -> None:
-        """Read and check what is served from the start. Raises `ConfigError` or `ModelError`."""
+    def __init__(self, config: EngineConfig, path: Path | None, *, restarted: bool = False) -> None:
+        """Read and check what is served from the start.
+
+        Raises `ConfigError` or `ModelError`. An engine that takes the place of another goes without an adapter whose
+        files are no longer there, which its requests are told.
+        """
         self._config = config
         self._path = path
         self._named: dict[str, AdapterInfo] = {}
@@ -55,7 +61,12 @@ class EngineAdapters:
         self._users: dict[str, str] = {}
         """Requests to the adapter that they use; some of them may have ended."""
         for name, folder in lora_modules(config).items():
-            self._read(name, folder)
+            try:
+                self._read(name, folder)
+            except ModelError as error:
+                if not restarted:
+                    raise
+                _log.error("the adapter %s is served no longer: %s", name, error)
 
     @property
     def infos(self) -> tuple[AdapterInfo, ...]:

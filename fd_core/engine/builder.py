@@ -138,7 +138,7 @@ class _EngineBuilder:
     @cached_property
     def _adapters(self) -> EngineAdapters:
         """Adapters that were read and fit the model, before any weight of it is."""
-        return EngineAdapters(self._config, self._path)
+        return EngineAdapters(self._config, self._path, restarted=self._epoch > 1)
 
     @cached_property
     def _model(self) -> Model:
@@ -313,6 +313,7 @@ class _EngineBuilder:
             kv_events=self._kv_events,
             structured_output=config.structured_output,
             adapters=self._adapters.infos,
+            lora_folder=config.lora_folder,
             epoch=self._epoch,
         )
 

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from fd_core.engine.messages import Abort, ClientMessage, EngineInfo, EngineStats, StepEvents, Submit
+import msgspec
+
+from fd_core.engine.messages import (
+    Abort,
+    AdaptersChanged,
+    ChangeAdapters,
+    ClientMessage,
+    EngineInfo,
+    EngineStats,
+    StepEvents,
+    Submit,
+)
 from fd_core.engine.request_ledger import RequestLedger
 from fd_core.errors import BadRequest, EngineDead
 from fd_core.kv.blocks import BlockStats
@@ -105,6 +117,9 @@ class EngineClient(abc.ABC):
         self._interrupted = False
         """Whether the engine is gone and another one will resume its requests."""
         self._death = "the engine is not running"
+        self._changes: dict[int, asyncio.Future[None]] = {}
+        """Changes of adapters that the engine has not answered, by ticket."""
+        self._tickets = itertools.count()
 
     @property
     def active_requests(self) -> int:
@@ -158,6 +173,21 @@ class EngineClient(abc.ABC):
         """Abort everything and return the ids."""
         return self.abort(list(self._ledger))
 
+    async def change_adapters(self, name: str, path: str | None) -> None:
+        """Load the LoRA adapter in a folder under a name, or unload the one of that name if there is no path.
+
+        Raises `BadRequest` if it cannot be done; then nothing has changed.
+        """
+        if not self.alive:
+            raise EngineDead(self._death)
+        ticket = next(self._tickets)
+        self._changes[ticket] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(ChangeAdapters(ticket, name, path))
+            await self._changes[ticket]
+        finally:
+            del self._changes[ticket]
+
     @abc.abstractmethod
     async def close(self, drain_seconds: float = 0.0) -> None:
         """Let running requests finish for up to `drain_seconds`, abort the rest and stop the engine."""
@@ -167,6 +197,25 @@ class EngineClient(abc.ABC):
     @abc.abstractmethod
     def _send(self, message: ClientMessage) -> None:
         """Carry a message to the engine without waiting."""
+
+    def _remember_adapters(self, modules: tuple[str, ...]) -> None:  # noqa: B027 - for those who restart engines
+        """Start later engines with these adapters, each NAME=FOLDER."""
+
+    def _adapters_changed(self, answer: AdaptersChanged) -> None:
+        self.info = msgspec.structs.replace(self.info, adapters=answer.adapters)
+        self._remember_adapters(tuple(f"{each.name}={each.path}" for each in answer.adapters))
+        waiting = self._changes.get(answer.ticket)
+        if waiting is None or waiting.done():
+            return
+        if answer.error is None:
+            waiting.set_result(None)
+        else:
+            waiting.set_exception(BadRequest(answer.error, field=answer.field))
+
+    def _forget_changes(self, reason: str) -> None:
+        for waiting in self._changes.values():
+            if not waiting.done():
+                waiting.set_exception(EngineDead(reason))
 
     def _came_up(self, info: EngineInfo) -> None:
         """An engine is ready: it resumes the requests of its predecessor."""
@@ -184,6 +233,7 @@ class EngineClient(abc.ABC):
         """The engine died and another will be started: its requests wait, unless they are aborted or given up."""
         self.alive, self._interrupted = False, True
         self._death = reason
+        self._forget_changes(reason)
         self._forget_kv()
         self._left.clear()
         for end in self._ledger.died(reason):
@@ -193,6 +243,7 @@ class EngineClient(abc.ABC):
         """The engine is gone for good, and every request with it."""
         self.alive = self._interrupted = False
         self._death = reason
+        self._forget_changes(reason)
         self._forget_kv()
         streams, self._streams = self._streams, {}
         self._ledger = RequestLedger()

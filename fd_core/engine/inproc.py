@@ -11,12 +11,14 @@ import time
 from collections.abc import Coroutine
 from pathlib import Path
 
+import msgspec
+
 from fd_core.config import EngineConfig
 from fd_core.engine.builder import load_engine
 from fd_core.engine.client import EngineClient, StartProgress
 from fd_core.engine.core import Engine
 from fd_core.engine.device import DeviceStalled
-from fd_core.engine.messages import ClientMessage, EngineMessage, Shutdown, StepEvents
+from fd_core.engine.messages import AdaptersChanged, ClientMessage, EngineMessage, Shutdown, StepEvents
 from fd_core.engine.restarting import GAVE_UP, start_again
 from fd_core.engine.service import serve_engine, tells_admissions
 from fd_core.errors import EngineDead
@@ -94,6 +96,9 @@ class InprocClient(EngineClient):
     def _send(self, message: ClientMessage) -> None:
         self._inbox.queue.put(message)
 
+    def _remember_adapters(self, modules: tuple[str, ...]) -> None:
+        self._config = msgspec.structs.replace(self._config, lora_modules=modules)
+
     async def _start(self, progress: StartProgress) -> None:
         """Load an engine for the next epoch and run it in a thread of its own."""
         self._epoch += 1
@@ -131,6 +136,8 @@ class InprocClient(EngineClient):
         self._last_sign = time.monotonic()
         if isinstance(message, StepEvents):
             self._loop.call_soon_threadsafe(self._dispatch, message)
+        elif isinstance(message, AdaptersChanged):
+            self._loop.call_soon_threadsafe(self._adapters_changed, message)
 
     def _ended(self, failure: str | None, stalled: bool) -> None:
         """The engine's thread is at its end."""

@@ -20,6 +20,8 @@ from fd_core.weights import WeightUse
 
 __all__ = [
     "Abort",
+    "AdaptersChanged",
+    "ChangeAdapters",
     "ClientMessage",
     "EngineInfo",
     "EngineMessage",
@@ -90,6 +92,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it takes grammars."""
     adapters: tuple[AdapterInfo, ...] = ()
     """LoRA adapters that it serves."""
+    lora_folder: str | None = None
+    """Folder from which more may be loaded; None for none."""
     epoch: int = 1
 
 
@@ -167,11 +171,32 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     everything: bool = False
 
 
+class ChangeAdapters(msgspec.Struct, frozen=True, tag="change-adapters"):
+    """Load a LoRA adapter, or unload the one of that name."""
+
+    ticket: int
+    """Told with the answer."""
+    name: str
+    path: str | None
+    """None unloads."""
+
+
+class AdaptersChanged(msgspec.Struct, frozen=True, tag="adapters-changed"):
+    """The answer to `ChangeAdapters`."""
+
+    ticket: int
+    adapters: tuple[AdapterInfo, ...]
+    """All that requests may ask for now."""
+    error: str | None = None
+    """Why nothing changed."""
+    field: str | None = None
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Stop once nothing runs, or at once if `drain` is false."""
 
     drain: bool = True
 
 
-ClientMessage = Submit | Abort | Shutdown
-EngineMessage = StepEvents | Ready | Progress | Fault
+ClientMessage = Submit | Abort | ChangeAdapters | Shutdown
+EngineMessage = StepEvents | AdaptersChanged | Ready | Progress | Fault

@@ -17,7 +17,16 @@ import zmq
 from fd_core.config import EngineConfig
 from fd_core.engine.client import EngineClient, StartProgress
 from fd_core.engine.engine_socket import EngineSocket
-from fd_core.engine.messages import ClientMessage, EngineMessage, Fault, Progress, Ready, Shutdown, StepEvents
+from fd_core.engine.messages import (
+    AdaptersChanged,
+    ClientMessage,
+    EngineMessage,
+    Fault,
+    Progress,
+    Ready,
+    Shutdown,
+    StepEvents,
+)
 from fd_core.engine.restarting import GAVE_UP, start_again
 from fd_core.errors import ConfigError, EngineDead, FdError, ModelError, PluginError
 
@@ -105,6 +114,9 @@ class ProcessClient(EngineClient):
             raise EngineDead(self._death)
         self._socket.send(message)
 
+    def _remember_adapters(self, modules: tuple[str, ...]) -> None:
+        self._config = msgspec.structs.replace(self._config, lora_modules=modules)
+
     async def _start(self, patience: float | None) -> None:
         """Start a process for the next epoch and wait until it is ready.
 
@@ -144,6 +156,8 @@ class ProcessClient(EngineClient):
         match message:
             case StepEvents():
                 self._dispatch(message)
+            case AdaptersChanged():
+                self._adapters_changed(message)
             case Ready(info):
                 self._ready.set()
                 self._came_up(info)

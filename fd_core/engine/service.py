@@ -7,10 +7,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from fd_core.engine.core import AdmissionSink, Engine
-from fd_core.engine.messages import Abort, ClientMessage, EngineMessage, EngineStats, Shutdown, StepEvents, Submit
+from fd_core.engine.messages import (
+    Abort,
+    AdaptersChanged,
+    ChangeAdapters,
+    ClientMessage,
+    EngineMessage,
+    EngineStats,
+    Shutdown,
+    StepEvents,
+    Submit,
+)
+from fd_core.errors import FdError
 from fd_core.types import Delta
 
 __all__ = ["Inbox", "serve_engine", "tells_admissions"]
@@ -48,6 +60,8 @@ def serve_engine(engine: Engine, inbox: Inbox, send: Callable[[EngineMessage], N
                     deltas += engine.submit(spec)
                 case Abort(request_ids, everything):
                     deltas += engine.abort_all() if everything else engine.abort(request_ids)
+                case ChangeAdapters():
+                    send(_change_adapters(engine, message))
                 case Shutdown(drain):
                     stopping = True
                     engine.stop()
@@ -68,3 +82,14 @@ def serve_engine(engine: Engine, inbox: Inbox, send: Callable[[EngineMessage], N
             send(StepEvents(deltas, news, engine.info.epoch, kv=kv, prefills=prefills))
         was_busy = busy
     engine.close()
+
+
+def _change_adapters(engine: Engine, asked: ChangeAdapters) -> AdaptersChanged:
+    try:
+        if asked.path is None:
+            engine.unload_adapter(asked.name)
+        else:
+            engine.load_adapter(asked.name, Path(asked.path))
+    except FdError as error:
+        return AdaptersChanged(asked.ticket, engine.info.adapters, str(error), error.field)
+    return AdaptersChanged(asked.ticket, engine.info.adapters)

@@ -16,7 +16,14 @@ _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 def pooling_request(
-    request_id: str, prompt: tuple[int, ...], pooling: Pooling, *, priority: int = 0, tenant: str = "", salt: str = ""
+    request_id: str,
+    prompt: tuple[int, ...],
+    pooling: Pooling,
+    *,
+    priority: int = 0,
+    tenant: str = "",
+    salt: str = "",
+    adapter: str = "",
 ) -> RequestSpec:
     """Return the request for a vector of a prompt."""
     return RequestSpec(
@@ -27,6 +34,7 @@ def pooling_request(
         priority=priority,
         tenant=tenant,
         cache_salt=salt,
+        adapter=adapter,
     )
 
 

@@ -10,7 +10,8 @@ import fd_core
 from fd_core.cache_dir import find_cache_dir
 from fd_core.config import ServerConfig
 from fd_core.engine.client import EngineClient
-from fd_core.server import admin, chat, completions, embeddings, health, kv_events, models, openapi, tokenize
+from fd_core.errors import ConfigError
+from fd_core.server import adapters, admin, chat, completions, embeddings, health, kv_events, models, openapi, tokenize
 from fd_core.server.access.control import AccessControl
 from fd_core.server.batches import routes
 from fd_core.server.batches.service import BatchService
@@ -48,6 +49,12 @@ def create_app(
     """
     app = FastAPI(title="fd_core", version=fd_core.__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     names = config.served_model_names or (client.info.model,)
+    if taken := [adapter.name for adapter in client.info.adapters if adapter.name in names]:
+        raise ConfigError(
+            f"the adapter {taken[0]!r} has the model's own name",
+            field="--lora-modules",
+            hint="give it another one, or the model with --served-model-name",
+        )
     access = AccessControl(config.api_keys, config.api_key_file, protect_pages=config.protect_pages)
     metrics = ServerMetrics(client, names[0] if config.metrics_names == "vllm" else None)
     metrics.refusals = access.refusals
@@ -60,7 +67,7 @@ def create_app(
     )
     app.state.fd.responses = ResponseStore(config.response_store)
     generating = (chat, messages, responses, completions, embeddings)
-    for family in (*generating, models, tokenize, admin, health, kv_events):
+    for family in (*generating, models, tokenize, admin, adapters, health, kv_events):
         app.include_router(family.router)
     if config.batch_api:
         app.include_router(routes.router)

@@ -70,6 +70,8 @@ class Job:
     priority: int
     tenant: str
     cache_salt: str
+    adapter: str = ""
+    """Digest of the LoRA adapter that the model's name stands for; empty for the model itself."""
     reading: AnswerReading | None = None
     """How answers are read; None for plain text."""
     prompt_logprobs: int | None = None
@@ -359,6 +361,7 @@ class Generation:
             priority=job.priority,
             tenant=job.tenant,
             cache_salt=job.cache_salt,
+            adapter=job.adapter,
             # A prompt that is scored is computed here in any case.
             traceparent="" if self._span is None or not job.prefill_at else self._span.headers["traceparent"],
             prefill_at=job.prefill_at if job.params[which].prompt_logprobs is None else "",

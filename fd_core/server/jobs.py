@@ -51,6 +51,7 @@ def build_job(
     return Job(
         request_id=request.state.request_id,
         model=state.model_name(body.model),
+        adapter=state.adapter(body.model),
         fingerprint=state.fingerprint,
         arrived=request.state.arrived,
         prompts=prompts,

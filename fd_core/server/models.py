@@ -19,7 +19,7 @@ router = APIRouter()
 
 @router.get("/v1/models", **endpoint("List the names of the model", None, ModelList))
 async def list_models(request: Request) -> Response:
-    """List every name under which the model answers."""
+    """List every name under which the model answers, and its adapters."""
     state = state_of(request)
     names = state.model_names
     return _json(ModelList(data=[_card(state, name) for name in names], first_id=names[0], last_id=names[-1]))
@@ -38,6 +38,7 @@ def _card(state: ServerState, name: str) -> ModelCard:
         id=name,
         created=state.created,
         root=info.model,
+        parent=state.base_names[0] if state.adapter(name) else None,
         max_model_len=info.max_model_len,
         display_name=name,
         created_at=datetime.fromtimestamp(state.created, UTC).isoformat().replace("+00:00", "Z"),

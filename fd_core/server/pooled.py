@@ -166,6 +166,7 @@ class PooledTexts:
             priority=body.priority or 0,
             tenant=body.user or "",
             salt=body.cache_salt or "",
+            adapter=self._state.adapter(body.model),
         )
         vector: bytes | None = None
         async with aclosing(cast(AsyncGenerator[Delta, None], self._state.client.submit(spec))) as deltas:

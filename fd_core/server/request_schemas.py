@@ -227,6 +227,22 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """False if left out: the text of every id, control tokens included."""
 
 
+class LoadAdapterRequest(msgspec.Struct, kw_only=True):
+    """The body of /v1/load_lora_adapter."""
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=255)]
+    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    """Folder below --lora-folder."""
+
+
+class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
+    """The body of /v1/unload_lora_adapter."""
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=255)]
+    lora_int_id: int | None = None
+    """vLLM's number of the adapter; the name says it all."""
+
+
 class AbortRequest(msgspec.Struct, kw_only=True):
     """The body of /v1/abort_requests: one of the two."""
 

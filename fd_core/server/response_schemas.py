@@ -196,6 +196,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     owned_by: str = "fd_core"
     root: str
     """The model as the engine knows it."""
+    parent: str | None = None
+    """Name of the model that an adapter belongs to; null for the model itself."""
     max_model_len: int
     """Longest prompt plus output, tokens."""
     type: Literal["model"] = "model"
@@ -261,6 +263,12 @@ class AbortAnswer(msgspec.Struct):
 
     aborted: list[str]
     not_found: list[str]
+
+
+class AdapterAnswer(msgspec.Struct):
+    """What became of a request to load or unload an adapter."""
+
+    message: str
 
 
 class HealthAnswer(msgspec.Struct):

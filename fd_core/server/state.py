@@ -75,13 +75,26 @@ class ServerState:
         """OpenAI's `system_fingerprint`: equal where equal requests with a seed get equal texts."""
         info = self.client.info
         forms = sorted({use.computed for use in info.weights})
+        adapters = [adapter.digest for adapter in info.adapters]
         computing = (fd_core.__version__, info.model, info.num_parameters, info.backend, info.device, info.dtype, forms)
-        return f"fp_{hashlib.blake2b(repr(computing).encode(), digest_size=6).hexdigest()}"
+        return f"fp_{hashlib.blake2b(repr((computing, adapters)).encode(), digest_size=6).hexdigest()}"
+
+    @property
+    def base_names(self) -> tuple[str, ...]:
+        """Names under which the model itself answers, the main one first."""
+        return self.config.served_model_names or (self.client.info.model,)
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """Names under which the model answers, the main one first."""
-        return self.config.served_model_names or (self.client.info.model,)
+        """Names under which the model answers, the main one first, and those of its adapters."""
+        own = self.base_names
+        return (*own, *(adapter.name for adapter in self.client.info.adapters if adapter.name not in own))
+
+    def adapter(self, asked: str | None) -> str:
+        """Return the digest of the adapter that a name stands for, empty for the model's own names."""
+        if not asked or asked in self.base_names:
+            return ""
+        return next((adapter.digest for adapter in self.client.info.adapters if adapter.name == asked), "")
 
     def model_name(self, asked: str | None) -> str:
         """Return the name to answer under; `ApiError` (404) for a model that is not served."""

@@ -93,7 +93,8 @@ _BOTH: Mapping[str, Refusal] = {
     "prompt_embeds": Refusal("prompts are text or token ids"),
     "completion_token_ids": Refusal("put them behind the prompt, in prompt_token_ids", ([],)),
     **dict.fromkeys(
-        ("lora_path", "lora", "lora_request", "adapter_id"), Refusal("the model is served without adapters", ("", []))
+        ("lora_path", "lora", "lora_request", "adapter_id"),
+        Refusal("adapters are asked for by their names, as model", ("", [])),
     ),
     **dict.fromkeys(("web_search_options", "enable_search"), Refusal("web search is not served", (False,))),
     "logits_processors": _PROCESSORS,
