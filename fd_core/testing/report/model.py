@@ -35,6 +35,7 @@ SECTIONS: Final = (
     "signals",
     "budget",
     "kv",
+    "quantized_kv",
     "golden",
     "lifetime",
     "scale",

@@ -226,7 +226,7 @@ const E* Attention<E>::expanded(Scratch& s, int block, int head, size_t first, i
     const char* stored = layer_.head(block, head);
     if (!layer_.layout->quantized) return reinterpret_cast<const E*>(stored) + first;
     const int8_t* from = reinterpret_cast<const int8_t*>(stored) + first;
-    for (int r = 0; r < runs; r++) expand(from + r * stride, count, s.panel + r * stride);
+    expand(from, runs, count, stride, s.panel);
     return s.panel;
 }
 
