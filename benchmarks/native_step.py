@@ -22,6 +22,9 @@ import torch
 
 from benchmarks.harness.machine import BandwidthProbe, describe, load_average
 from fd_core.models.decoder import Attention, Decoder, DecoderModel, Layer, Mlp
+from fd_core.models.llama import llama
+from fd_core.models.loading.config import ModelConfig
+from fd_core.models.spec import decoder_spec
 from fd_core.ops.contract import Heads, KVCache, Norm, Ops, Rope, StepInput
 from fd_core.ops.native import load_native_ops
 from fd_core.ops.native.pack import NativeOps, ProgramForward
@@ -93,8 +96,23 @@ def random_model(ops: Ops, form: str) -> DecoderModel:
     table = ops.prepare_embedding(random_weight(rng, PLAIN, VOCABULARY, HIDDEN).expanded())
     head = ops.tied_head(table, random_weight(rng, form, VOCABULARY, HIDDEN))
     decoder = Decoder(table, 1.0, layers, norm, head, "silu", None)
+    config = ModelConfig(
+        {
+            "hidden_size": HIDDEN,
+            "num_attention_heads": HEADS,
+            "num_key_value_heads": KV_HEADS,
+            "intermediate_size": INNER,
+            "num_hidden_layers": LAYERS,
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": MAX_POSITIONS,
+            "rms_norm_eps": norm.eps,
+            "hidden_act": "silu",
+            "tie_word_embeddings": True,
+        }
+    )
     return DecoderModel(
         ops,
+        decoder_spec("LlamaForCausalLM", config, llama(config)),
         decoder,
         architecture="random",
         vocab_size=VOCABULARY,
