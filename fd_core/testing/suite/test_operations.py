@@ -87,8 +87,11 @@ def test_packed_weights_equal_what_they_stand_for(ops: Ops, values: Values) -> N
             found = ops.linear(activations(ops, x), ops.prepare_linear([weight, other]))
             both = np.hstack([expected, x @ other.to_float32().T])
             assert_near(ops, found, both, PACKED_TOLERANCE)
-        gated = ops.gated_linear(activations(ops, x), ops.prepare_linear([weight, up], gated=True), "silu")
+        gate_up = ops.prepare_linear([weight, up], gated=True)
+        gated = ops.gated_linear(activations(ops, x), gate_up, "silu")
         assert_near(ops, gated, expected / (1 + np.exp(-expected)) * expected_up, PACKED_TOLERANCE)
+        apart = ops.gate_up(activations(ops, x), gate_up)
+        assert_near(ops, apart, np.hstack([expected, expected_up]), PACKED_TOLERANCE)
 
 
 # Rows by themselves -------------------------------------------------------------------------------------------

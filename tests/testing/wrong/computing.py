@@ -108,6 +108,7 @@ class RotatesHalvesOnly:
 @wrong(
     "reference",
     "fusions:test_fusions_equal_the_composition*",
+    "models:test_adapters_in_one_batch_compute_what_merged_weights_compute*",
     "models:test_a_model_computes_what_the_oracle_computes*",
     "operations:test_attention_reads_scattered_blocks*",
     "operations:test_attention_keeps_to_its_window*",
@@ -161,7 +162,10 @@ class ForgetsTheNormBehind:
     "reference",
     "fusions:test_fusions_equal_the_composition*",
     "models:test_a_model_computes_what_the_oracle_computes*",
+    "models:test_adapters_in_one_batch_compute_what_merged_weights_compute*",
+    "operations:test_gate_and_up_come_one_after_the_other",
     "operations:test_gated_linear_activates_the_gate*",
+    "operations:test_packed_weights_equal_what_they_stand_for",
     "operations:test_moe_adds_the_weighted_outputs_of_the_chosen_experts*",
     "signals:test_rows_beside_a_revocation_keep_their_tokens*",
     "signals:test_an_unfinished_chunk_says_nothing",
@@ -264,3 +268,30 @@ class GivesStatesOfTheTokenBefore:
             return found
 
         return shifted
+
+
+@wrong(
+    "reference",
+    "operations:test_the_numbers_of_an_adapter_reach_no_token_of_another",
+)
+class WeighsAdaptersInsteadOfChoosing:
+    """Right as long as every product is finite."""
+
+    def lora(self, x, lora, rows):
+        places = np.arange(lora.places)
+        mine = rows.reshape(len(x), lora.places) == np.arange(len(x))[:, None] * lora.places + places
+        weights = np.repeat(mine & (places > 0), lora.rank, axis=1).astype(np.float32)
+        return self.linear(self.linear(x, lora.down) * weights, lora.up)
+
+
+@wrong(
+    "reference",
+    "models:test_adapters_in_one_batch_compute_what_merged_weights_compute*",
+    "operations:test_lora_adds_what_the_adapter_of_each_token_says",
+    spreads_to=("operations:test_the_numbers_of_an_adapter_reach_no_token_of_another",),
+)
+class GivesEachTokenTheAdapterOfTheOneBefore:
+    def lora(self, x, lora, rows):
+        first = np.arange(len(x), dtype=np.int32)[:, None] * lora.places
+        places = np.roll(rows.reshape(len(x), lora.places) - first, 1, axis=0)
+        return super().lora(x, lora, (places + first).reshape(-1).astype(np.int32))
