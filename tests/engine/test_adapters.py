@@ -17,6 +17,9 @@ from fd_core.testing.stepping import parts_of
 from fd_core.testing.target import Target
 from fd_core.testing.texts import greedy, run
 from fd_core.types import Pooling
+from tests.engine.test_kv_transfer import Pair, secret
+
+__all__ = ["secret"]
 
 NAMES = (None, "one", "two")
 LENGTH = 24
@@ -164,6 +167,36 @@ def test_an_adapter_that_is_unloaded_serves_the_requests_that_it_has(folder, mer
     assert digest not in {adapter.digest for adapter in engine._adapters.held}
     engine.load_adapter("three", folder / "three")
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("names", "outcome"), [(("two", "one"), "transferred"), (("two",), "refused"), ((), "refused")]
+)
+@pytest.mark.law("5.3", "6.3")
+def test_a_prefill_worker_computes_with_the_adapter_or_refuses(folder, merged, secret, names, outcome):
+    """Adapters are known by their digests, so the places that they have on two workers do not matter."""
+    both = {"transfer_secret_file": secret, "lease_seconds": 5.0, "block_size": 4}
+    prefill = make_engine(folder, *names, role="prefill", **both)
+    decode = make_engine(folder, "one", "two", role="decode", **both)
+    two = Pair(prefill, decode)
+    # One prompt after the other: each is known from another adapter before it is asked for.
+    for pair in specs_for(NAMES):
+        two.run(*adapted(decode, [pair]))
+    assert two.texts.tokens == merged
+    assert (two.outcomes["one-0"], two.outcomes["None-0"]) == (outcome, "transferred")
+    prefill.close()
+    decode.close()
+
+
+def test_kv_outside_the_device_knows_the_adapter(folder, merged, tmp_path):
+    settings = {"kv_store": f"disk:{tmp_path / 'store'}", "block_size": 4}
+    for _ in range(2):
+        engine = make_engine(folder, "one", "two", **settings)
+        for pair in specs_for(NAMES):
+            assert run(engine, adapted(engine, [pair])).tokens == {pair[1].request_id: merged[pair[1].request_id]}
+        loaded = engine.stats().scheduler.offload.loads
+        engine.close()
+    assert loaded > 0
 
 
 def test_vectors_and_scores_of_prompts_come_from_the_adapter(folder):
