@@ -84,6 +84,14 @@ def embeddings(session: nox.Session) -> None:
 
 
 @nox.session
+def peft(session: nox.Session) -> None:
+    """LoRA adapters beside those of PEFT."""
+    session.install("-e", ".[cpu]")
+    session.install("-e", ".[cpu,test]", "peft>=0.17")
+    session.run("pytest", "tests/models/test_peft.py", *session.posargs)
+
+
+@nox.session
 def paddle(session: nox.Session) -> None:
     """The Paddle pack and the backends on it, with Paddle and the plugins of its vendors."""
     session.install("-e", ".[cpu]")
