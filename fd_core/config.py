@@ -22,6 +22,13 @@ _OTHER_KV_DTYPES: Final = {
     **dict.fromkeys(("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "float8_e4m3fn"), "int8, which takes as much memory"),
     **dict.fromkeys(("float32", "float16", "bfloat16"), "auto, which keeps KV in the type that --dtype chooses"),
 }
+_OTHER_QUANTIZATION: Final = {
+    **dict.fromkeys(
+        ("awq", "awq_marlin", "gptq", "gptq_marlin", "gguf", "compressed-tensors"),
+        "auto, which reads what the checkpoint says of itself",
+    ),
+    "fp8": "int8, which takes as much memory",
+}
 LOG_LEVELS: Final = OneOf("debug", "info", "warning", "error", "critical")
 
 
@@ -48,7 +55,7 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     revision: str | None = None
     backend: str = "auto"
     dtype: Annotated[str, OneOf("auto", "float32", "bfloat16")] = "auto"
-    quantization: Annotated[str, OneOf("auto", "int8", "int4")] = "auto"
+    quantization: Annotated[str, OneOf("auto", "int8", "int4", instead=_OTHER_QUANTIZATION)] = "auto"
     """What the weights of linear layers become when they are loaded; `auto` leaves them as they are stored."""
     kv_cache_dtype: Annotated[str, OneOf("auto", "int8", instead=_OTHER_KV_DTYPES)] = "auto"
     """`auto` keeps keys and values in the dtype of activations, `int8` in 8 bits with scales."""

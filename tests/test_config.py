@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fd_core.config import EngineConfig, Limits, SpeculativeConfig, resolve_limits
+from fd_core.constraints import make_settings
 from fd_core.errors import ConfigError
 
 
@@ -16,6 +17,12 @@ def limits(free_bytes: int = 10**9, **settings: object) -> Limits:
         bytes_per_block=1000,
         free_bytes=free_bytes,
     )
+
+
+@pytest.mark.parametrize("word", ["awq", "gguf", "fp8"])
+def test_other_names_of_quantization_are_answered_with_what_there_is(word: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{word}' is not served here; use (auto|int8), which"):
+        make_settings(EngineConfig, {"model": "x", "quantization": word})
 
 
 def test_the_cache_never_exceeds_what_all_slots_could_fill() -> None:

@@ -12,7 +12,7 @@ from fd_core.cli.report import reports_errors
 if TYPE_CHECKING:
     from fd_core.models.loading.checkpoint import Checkpoint
 
-__all__ = ["quantize"]
+__all__ = ["files_beside", "quantize"]
 
 _COPIED: Final = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
@@ -49,12 +49,12 @@ def quantize(
     with startup_bars(Console(stderr=True)) as bars:
         found = resolve_model(model, revision=revision, progress=bars)
         with open_checkpoint(found.path) as checkpoint:
-            others = _files_beside(checkpoint)
+            others = files_beside(checkpoint)
             write_quantized(checkpoint, form, output, others, lambda done, total: bars("quantize", done, total))
     print(output)
 
 
-def _files_beside(checkpoint: Checkpoint) -> dict[str, bytes]:
+def files_beside(checkpoint: Checkpoint) -> dict[str, bytes]:
     """Return the tokenizer and what else lies beside weights: copied from a folder, made from a GGUF file."""
     import json
 
