@@ -132,7 +132,7 @@ def test_the_document_describes_every_endpoint_with_limits(server: LiveServer) -
         *("/v1/embeddings", "/v1/score", "/v1/rerank"),
         "/v1/models",
         "/v1/models/{model}",
-        "/v1/abort_requests",
+        *("/v1/abort_requests", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
         "/tokenize",
         "/detokenize",
         "/tokenizer_info",

@@ -484,7 +484,7 @@ class TellsOfAPromptWithEveryToken(Answers):
 @breaks("5.3", "blocks:test_requests_of_other_salts_share_nothing")
 class LooksAtTheBeginningOfASalt(Changed):
     def change(self):
-        instead(self._prefixes, "root", lambda prefixes, right, salt: right(salt[:6]))
+        instead(self._prefixes, "root", lambda prefixes, right, salt, adapter: right(salt[:6], adapter))
 
 
 @breaks("3.1", "signals:test_an_abort_between_two_chunks_of_a_prompt_takes_the_slot_back")
