@@ -133,8 +133,9 @@ class NullBackend(Backend):
         from fd_core.ops.numpy_ops import NumpyOps
 
         class NullOps(NumpyOps):
-            """The numpy pack with the null cache."""
+            """The numpy pack with the null cache, and without weights to quantize."""
 
+            weight_formats = frozenset()
             kv_dtypes = ()
 
             def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:  # type: ignore[override]  # any KVCache

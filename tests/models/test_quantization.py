@@ -12,6 +12,7 @@ from fd_core.errors import ConfigError
 from fd_core.models.quantization import quantize, require_formats
 from fd_core.ops.numpy_ops import NumpyOps
 from fd_core.weights import RawTensor
+from tests.engine.helpers import null_engine
 
 
 def error(found: np.ndarray, weight: np.ndarray) -> float:
@@ -60,3 +61,8 @@ def test_a_backend_that_does_not_compute_the_format_is_named() -> None:
     require_formats("auto", ops, "chip")
     with pytest.raises(ConfigError, match="the chip backend does not compute int8 weights; it computes int4"):
         require_formats("int4", ops, "chip")
+
+
+def test_the_null_backend_has_no_weights_to_quantize() -> None:
+    with pytest.raises(ConfigError, match="the null backend does not compute int4 and int8 weights"):
+        null_engine(quantization="int4")

@@ -192,6 +192,15 @@ def _packed(form: str, bits: int, values: _Bytes, scales: _Floats, zeros: npt.ND
 
 def _gptq(own: _Pieces) -> TensorView:
     """Rows of words along the inputs; zeros are stored less one, but for the second version of the format."""
+    overrides = own.settings.part("dynamic")
+    own_sizes = [] if overrides is None else [name for name in overrides.values if not name.startswith("-:")]
+    if own_sizes:  # behind `-:` stand modules that were left as they are, which their tensors tell
+        raise ModelError(
+            f"{own.settings.origin}: quantization_config.dynamic gives modules like {own_sizes[0][:80]!r} sizes of "
+            "their own, which is not supported",
+            field="model",
+            hint="take a version whose layers share bits and group_size",
+        )
     bits = own.bits()
     a_word = 32 // bits
     words = own.matrix("qweight", ("I32",))
