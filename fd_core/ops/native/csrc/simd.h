@@ -217,7 +217,8 @@ inline float exp2_of(float x) {
     return lane[0];
 }
 
-inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+/// Fetch a line into the second-level cache: a core can wait for twice as many lines on their way there as to the first.
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // Product<E>: acc += a * b over kLanes columns and kStep consecutive k ------------------------------------------------
 // Operands hold, for each lane, kStep consecutive elements along k: one float, or a pair of bf16 in one 32-bit word.
