@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "FP8",
     "ITEM_BYTES",
     "RAW_TYPES",
     "WEIGHT_FORMATS",
@@ -22,8 +23,11 @@ __all__ = [
     "WeightUse",
 ]
 
+FP8: Final = "F8_E4M3"
+"""The format whose values are floating-point numbers of 8 bits: a sign, 4 bits of exponent, 3 of mantissa."""
+
 WEIGHT_FORMATS: Final = frozenset(
-    {"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "int8", "int4", "gptq", "awq"}
+    {"Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "int8", "int4", "gptq", "awq", FP8}
 )
 """Every `PackedTensor.format`: those of GGUF by ggml's names, and those of safetensors or `--quantization`."""
 
@@ -68,7 +72,7 @@ class RawTensor:
 class PackedTensor:
     """A weight [out, in] as it was quantized: value * scale + minimum, where `group` values of a row share a scale.
 
-    Every format of weights in whole numbers is told in these terms, so that a pack knows one form: a reader of files
+    Every format is told in these terms, so that a pack knows one form, and a second one for `FP8`: a reader of files
     unpacks the bits, a pack packs them in the order that its kernels read.
     """
 
@@ -78,7 +82,7 @@ class PackedTensor:
     """Of a value: 4, 5, 6 or 8."""
     values: npt.NDArray[np.int8]
     """int8[out, in]: from 0 to 2^bits - 1 where there are minima and less than 8 bits, else from -2^(bits - 1) to
-    2^(bits - 1) - 1."""
+    2^(bits - 1) - 1. Of `FP8` the bits of the numbers, none of which is NaN."""
     scales: npt.NDArray[np.float32]
     """float32[out, in / group], finite."""
     minima: npt.NDArray[np.float32] | None = None
@@ -103,7 +107,8 @@ class PackedTensor:
     def to_float32(self) -> npt.NDArray[np.float32]:
         """Return the weight as float32: a product and a sum, each rounded once."""
         out, groups = self.scales.shape
-        grouped = self.values.reshape(out, groups, -1) * self.scales[:, :, np.newaxis]
+        values = _FP8_VALUES[self.values.view(np.uint8)] if self.format == FP8 else self.values
+        grouped = values.reshape(out, groups, -1) * self.scales[:, :, np.newaxis]
         if self.minima is not None:
             grouped += self.minima[:, :, np.newaxis]
         return grouped.reshape(self.shape)
@@ -117,6 +122,19 @@ class PackedTensor:
         minima = None if self.minima is None else self.minima[order]
         return PackedTensor(self.format, self.bits, self.values[order], self.scales[order], minima)
 
+
+def _fp8_values() -> npt.NDArray[np.float32]:
+    """Return the number of each byte: exponents begin at -6, there are no infinities and two NaN."""
+    codes = np.arange(256)
+    exponent, mantissa = (codes >> 3) & 15, codes & 7
+    whole = np.where(exponent == 0, 2 * mantissa, 8 + mantissa)
+    size = np.ldexp(whole, exponent - 10)
+    size[(codes & 127) == 127] = np.nan
+    signed: npt.NDArray[np.float32] = np.where(codes < 128, size, -size).astype(np.float32)
+    return signed
+
+
+_FP8_VALUES: Final = _fp8_values()
 
 Weight = RawTensor | PackedTensor
 """A weight of a linear layer as read from a checkpoint."""

@@ -11,9 +11,10 @@ import numpy.typing as npt
 
 from fd_core.ops.contract import Array, Ops, PenaltyInput, SampleInput, StepInput
 from fd_core.types import IntArray
-from fd_core.weights import PackedTensor, RawTensor
+from fd_core.weights import FP8, PackedTensor, RawTensor
 
 __all__ = [
+    "FP8_TOLERANCE",
     "PACKED_TOLERANCE",
     "TOLERANCE",
     "Values",
@@ -52,6 +53,9 @@ class Values:
 PACKED_TOLERANCE: Final = 4e-2
 """The same for products with packed weights: a pack may quantize what it multiplies them by to 8 bits."""
 
+FP8_TOLERANCE: Final = 8e-2
+"""The same for `FP8`: a pack may round what it multiplies them by to that type, which keeps 4 bits of a number."""
+
 
 def assert_near(ops: Ops, found: Array, expected: npt.NDArray[Any], tolerance: float | None = None) -> None:
     """Compare what a pack computed with what is right, by default as exactly as its dtype allows."""
@@ -83,6 +87,7 @@ _PACKED: Final = {
     "int4": (4, 32, False),
     "gptq": (4, 64, True),
     "awq": (4, 64, True),
+    FP8: (8, 128, False),
 }
 
 
@@ -93,6 +98,8 @@ def packed_weight(kind: str, out: int, inputs: int, group: int | None = None, sc
     rng = np.random.default_rng([out, inputs, bits])
     low = 0 if minima and bits < 8 else -(2 ** (bits - 1))
     values = rng.integers(low, low + 2**bits, (out, inputs)).astype(np.int8)
+    if kind == FP8:
+        values = np.where((values & 127) == 127, np.int8(0), values)  # no NaN
     # In half precision, as files have them.
     scales = (scale * rng.uniform(0.5, 1.5, (out, inputs // group)) / 2 ** (bits - 1)).astype(np.float16)
     lowest = (scale * rng.uniform(-1.5, -0.5, scales.shape)).astype(np.float16).astype(np.float32) if minima else None

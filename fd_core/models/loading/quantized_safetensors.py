@@ -9,6 +9,7 @@ https://github.com/casper-hansen/AutoAWQ (WQLinear_GEMM), and the FP8 checkpoint
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -20,19 +21,21 @@ from fd_core.errors import ModelError
 from fd_core.models.loading.checkpoint import WEIGHT_DTYPES, TensorView
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.mapped_file import StoredTensor
-from fd_core.weights import PackedTensor, RawTensor, Weight
+from fd_core.weights import FP8, PackedTensor, RawTensor, Weight
 
 __all__ = ["quantized_views"]
 
-_FP8: Final = "F8_E4M3"
-_CODES: Final = {"I8": "i1", "U8": "u1", "I32": "<i4", "I64": "<i8", _FP8: "u1", **WEIGHT_DTYPES}
+_CODES: Final = {"I8": "i1", "U8": "u1", "I32": "<i4", "I64": "<i8", FP8: "u1", **WEIGHT_DTYPES}
+_LARGEST_FP8_SCALE: Final = np.finfo(np.float32).max / 448
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where the columns of a word lie in it."""
 _FORMS: Final = (
     *("dense", "int-quantized", "pack-quantized", "float-quantized", "naive-quantized", "mixed-precision"),
 )
 """Values of `format`, which only compressed-tensors has."""
-_NOT_WEIGHTS: Final = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale")
+_NOT_WEIGHTS: Final = (
+    *("input_scale", "input_scale_ub", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale"),
+)
 """Scales of activations and KV that were measured ahead; here each row and block has its own."""
 
 _Bytes = npt.NDArray[np.uint8]
@@ -251,11 +254,11 @@ def _fp8(own: _Pieces) -> TensorView:
 
 
 def _fp8_view(own: _Pieces, kind: str, block: object) -> TensorView:
-    """One scale for the whole, for each row, or for each block of rows and columns; always expanded."""
-    weight = own.take("weight", (_FP8, *WEIGHT_DTYPES))
-    if weight.dtype != _FP8 and kind not in own.tensors:
+    """One scale for the whole, for each row, or for each block of rows and columns."""
+    weight = own.take("weight", (FP8, *WEIGHT_DTYPES))
+    if weight.dtype != FP8 and kind not in own.tensors:
         return TensorView(weight.shape, weight)  # a weight that was left as it is
-    weight = own.matrix("weight", (_FP8,))
+    weight = own.matrix("weight", (FP8,))
     out, width = weight.shape
     shapes: list[tuple[int, ...]] = [(), (1,), (1, 1), (out,), (out, 1)]
     rows, columns = 1, width
@@ -267,35 +270,21 @@ def _fp8_view(own: _Pieces, kind: str, block: object) -> TensorView:
             )
         rows, columns = block
         shapes = [(-(-out // rows), -(-width // columns))]
+    group = width if columns >= width else math.gcd(columns, width)
     scales = own.shaped(kind, WEIGHT_DTYPES, *shapes)
 
     def read() -> Weight:
-        values: _Floats = _FP8_VALUES[_array(weight)]
-        found = _scales(scales)
-        if block is not None:
-            found = np.repeat(np.repeat(found, rows, axis=0)[:out], columns, axis=1)[:, :width]
-        elif found.size > 1:
-            found = found.reshape(out, 1)
-        values *= found
-        if not np.isfinite(values).all():
+        values, found = _array(weight), _scales(scales)
+        if ((values & 127) == 127).any():
             raise _wrong(weight, "has values that are not finite numbers", hint="the file is damaged")
-        return RawTensor("F32", values)
+        if (np.abs(found) > _LARGEST_FP8_SCALE).any():
+            raise _wrong(scales, "has scales that make numbers too large", hint="the file is damaged")
+        found = np.repeat(found.reshape(-1, found.shape[-1] if block else 1), rows, axis=0)[:out]
+        found = np.repeat(found, columns // group, axis=1)[:, : width // group]
+        whole = np.ascontiguousarray(np.broadcast_to(found, (out, width // group)))
+        return PackedTensor(FP8, 8, values.view(np.int8), whole)
 
-    return TensorView((out, width), weight, stored_format=_FP8, joined=read)
-
-
-def _fp8_values() -> _Floats:
-    """Return the value of each byte: a sign, 4 bits of exponent from -7, 3 of mantissa, no infinities, two NaN."""
-    codes = np.arange(256)
-    exponent, mantissa = (codes >> 3) & 15, codes & 7
-    whole = np.where(exponent == 0, 2 * mantissa, 8 + mantissa)
-    size = np.ldexp(whole, exponent - 10)
-    size[(codes & 127) == 127] = np.nan
-    signed: _Floats = np.where(codes < 128, size, -size).astype(np.float32)
-    return signed
-
-
-_FP8_VALUES: Final = _fp8_values()
+    return TensorView((out, width), weight, stored_format=FP8, joined=read)
 
 
 # compressed-tensors ---------------------------------------------------------------------------------------------
@@ -306,10 +295,10 @@ def _compressed_tensors(own: _Pieces) -> TensorView:
     schemes = _schemes(own)
     if "weight_packed" in own.tensors:
         return _packed_words(own, schemes)
-    weight = own.take("weight", ("I8", _FP8, *WEIGHT_DTYPES))
+    weight = own.take("weight", ("I8", FP8, *WEIGHT_DTYPES))
     if weight.dtype in WEIGHT_DTYPES and "weight_scale" not in own.tensors:
         return TensorView(weight.shape, weight)  # a weight that was left as it is
-    if weight.dtype == _FP8:
+    if weight.dtype == FP8:
         blocks = [each.values["block_structure"] for each in schemes if each.values.get("block_structure") is not None]
         return _fp8_view(own, "weight_scale", blocks[0] if blocks else None)
     weight = own.matrix("weight", ("I8",))
@@ -386,6 +375,7 @@ _METHODS: Final[Mapping[str, tuple[tuple[str, ...], Callable[[_Pieces], TensorVi
     "compressed-tensors": (("weight_packed", "weight", "weight_scale"), _compressed_tensors),
     "gptq": (("qweight", "qzeros", "scales"), _gptq),
     "awq": (("qweight", "qzeros", "scales"), _awq),
+    "fbgemm_fp8": (("weight", "weight_scale"), _fp8),
     "fp8": (("weight", "weight_scale", "weight_scale_inv"), _fp8),
 }
 """Of each `quant_method`: the tensors that show that a module has a weight, and what makes one of them."""

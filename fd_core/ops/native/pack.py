@@ -40,7 +40,7 @@ from fd_core.ops.native.program import CaptureError, Eager, ProgramRecorder, Pro
 from fd_core.ops.native.weights import Arena, NativeLinear, pack
 from fd_core.ops.philox import uniform
 from fd_core.ops.torch_ops import TorchOps
-from fd_core.weights import WEIGHT_FORMATS, RawTensor, Weight
+from fd_core.weights import FP8, WEIGHT_FORMATS, RawTensor, Weight
 
 __all__ = ["NativeOps", "ProgramForward"]
 
@@ -54,7 +54,7 @@ class NativeOps(TorchOps):
     """Operations on torch tensors of the CPU, computed by the library that `build.load` returned."""
 
     name = "native"
-    weight_formats = WEIGHT_FORMATS
+    weight_formats = WEIGHT_FORMATS - {FP8}
 
     def __init__(self, library: ctypes.CDLL, dtype: str = "bfloat16", threads: int = 1) -> None:
         super().__init__(dtype)

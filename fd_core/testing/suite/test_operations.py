@@ -16,6 +16,7 @@ from fd_core.ops.contract import Activation, Array, Experts, Heads, KVShape, Lor
 from fd_core.ops.kv_int8 import dequantize_kv, quantize_kv
 from fd_core.runner.inputs import lora_rows
 from fd_core.testing.arrays import (
+    FP8_TOLERANCE,
     PACKED_TOLERANCE,
     Values,
     activations,
@@ -25,7 +26,7 @@ from fd_core.testing.arrays import (
     raw,
     step_input,
 )
-from fd_core.weights import WEIGHT_FORMATS, RawTensor
+from fd_core.weights import FP8, WEIGHT_FORMATS, RawTensor
 
 REQUIRES = ("primitives",)
 
@@ -78,20 +79,21 @@ def test_packed_weights_equal_what_they_stand_for(ops: Ops, values: Values) -> N
     x = values(5, 256)
     other = packed_weight("Q6_K", 24, 256, scale=0.1)
     for kind in sorted(ops.weight_formats):
+        tolerance = FP8_TOLERANCE if kind == FP8 else PACKED_TOLERANCE
         weight, up = packed_weight(kind, 40, 256, scale=0.1), packed_weight(kind, 40, 256, scale=0.05)
         expected, expected_up = x @ weight.to_float32().T, x @ up.to_float32().T
         bias = raw(np.arange(40))
         found = ops.linear(activations(ops, x), ops.prepare_linear([weight], [bias]))
-        assert_near(ops, found, expected + np.arange(40), PACKED_TOLERANCE)
+        assert_near(ops, found, expected + np.arange(40), tolerance)
         if other.format in ops.weight_formats:
             found = ops.linear(activations(ops, x), ops.prepare_linear([weight, other]))
             both = np.hstack([expected, x @ other.to_float32().T])
-            assert_near(ops, found, both, PACKED_TOLERANCE)
+            assert_near(ops, found, both, tolerance)
         gate_up = ops.prepare_linear([weight, up], gated=True)
         gated = ops.gated_linear(activations(ops, x), gate_up, "silu")
-        assert_near(ops, gated, expected / (1 + np.exp(-expected)) * expected_up, PACKED_TOLERANCE)
+        assert_near(ops, gated, expected / (1 + np.exp(-expected)) * expected_up, tolerance)
         apart = ops.gate_up(activations(ops, x), gate_up)
-        assert_near(ops, apart, np.hstack([expected, expected_up]), PACKED_TOLERANCE)
+        assert_near(ops, apart, np.hstack([expected, expected_up]), tolerance)
 
 
 # Rows by themselves -------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from fd_core.errors import ModelError
 from fd_core.models.loading.checkpoint import open_checkpoint
-from fd_core.weights import WEIGHT_FORMATS, PackedTensor
+from fd_core.weights import WEIGHT_FORMATS, PackedTensor, RawTensor
 
 OUT, IN, GROUP = 24, 64, 16
 GROUPS = IN // GROUP
@@ -157,40 +157,92 @@ def test_a_weight_is_what_its_tool_says(tmp_path: Path, case: str) -> None:
     np.testing.assert_array_equal(expanded.to_float32(), packed.to_float32())
 
 
-def e4m3(values: np.ndarray) -> np.ndarray:
-    torch = pytest.importorskip("torch")
-    return torch.from_numpy(values).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+def fp8(
+    method: str, kind: str, scale: np.ndarray, block: int | None = None, codes: np.ndarray | None = None
+) -> Written:
+    """Every finite number of the type, and scales."""
+    pytest.importorskip("torch")
+    if codes is None:
+        codes = np.concatenate([np.arange(127), np.arange(128, 255)] * 7)[: OUT * IN]
+    weight = torch_fp8(codes.astype(np.uint8)).reshape(OUT, IN)
+    config: dict[str, Any] = {"quant_method": method}
+    if method == "compressed-tensors":
+        blocks = {} if block is None else {"strategy": "block", "block_structure": [block, block]}
+        config = compressed("float-quantized", num_bits=8, **blocks | {"type": "float"})
+    elif block is not None:
+        config["weight_block_size"] = [block, block]
+    factor = scale.astype(np.float64)
+    if block is not None:
+        factor = factor.repeat(block, 0)[:OUT].repeat(block, 1)[:, :IN]
+    with np.errstate(invalid="ignore"):
+        expected = weight.double().numpy() * factor
+    return config, {"weight": weight, kind: scale}, expected
+
+
+def torch_fp8(codes: np.ndarray) -> Any:
+    import torch
+
+    return torch.from_numpy(codes).view(torch.float8_e4m3fn)
+
+
+def write_fp8(folder: Path, written: Written) -> Path:
+    """numpy has no such type."""
+    import torch
+    from safetensors.torch import save_file as save_torch
+
+    (folder / "config.json").write_text(json.dumps({"quantization_config": written[0]}))
+    save_torch(
+        {f"{NAME}.{kind}": torch.as_tensor(each).contiguous() for kind, each in written[1].items()},
+        folder / "model.safetensors",
+    )
+    return folder
+
+
+FP8_SCALES = [
+    ("fp8", "weight_scale", (), None, 1),
+    ("fp8", "weight_scale", (1,), None, 1),
+    ("fbgemm_fp8", "weight_scale", (OUT, 1), None, 1),
+    ("fp8", "weight_scale_inv", (2, 4), 16, 4),
+    ("fp8", "weight_scale_inv", (1, 2), 48, 4),
+    ("fp8", "weight_scale_inv", (1, 1), 128, 1),
+    ("compressed-tensors", "weight_scale", (OUT, 1), None, 1),
+    ("compressed-tensors", "weight_scale", (1, 2), 32, 2),
+]
+
+
+@pytest.mark.parametrize(("method", "kind", "shape", "block", "groups"), FP8_SCALES)
+def test_fp8_is_what_torch_says(
+    tmp_path: Path, method: str, kind: str, shape: tuple[int, ...], block: int | None, groups: int
+) -> None:
+    """Packed where that is computed, with the scales of its blocks for each row; a block may end with the row."""
+    written = fp8(method, kind, np.asarray(RNG.uniform(0.5, 2, shape), np.float32), block)
+    with open_checkpoint(write_fp8(tmp_path, written)) as checkpoint:
+        assert checkpoint.names() == (f"{NAME}.weight",)
+        assert checkpoint.stored_format(f"{NAME}.weight") == "F8_E4M3"
+        packed = checkpoint.read_weight(f"{NAME}.weight", WEIGHT_FORMATS)
+        expanded = checkpoint.read_weight(f"{NAME}.weight", WEIGHT_FORMATS - {"F8_E4M3"})
+    assert isinstance(packed, PackedTensor) and packed.format == "F8_E4M3"
+    assert packed.scales.shape == (OUT, groups) and packed.minima is None
+    np.testing.assert_array_equal(packed.to_float32(), written[2].astype(np.float32))
+    assert isinstance(expanded, RawTensor)
+    np.testing.assert_array_equal(expanded.to_float32(), packed.to_float32())
 
 
 @pytest.mark.parametrize(
-    ("method", "kind", "shape"),
+    ("scale", "code", "says"),
     [
-        ("fp8", "weight_scale", ()),
-        ("fp8", "weight_scale", (1,)),
-        ("fp8", "weight_scale", (OUT, 1)),
-        ("fp8", "weight_scale_inv", (2, 4)),
-        ("compressed-tensors", "weight_scale", (OUT, 1)),
+        (1.0, 0x7F, r"up_proj\.weight' has values that are not finite"),
+        (1.0, 0xFF, r"up_proj\.weight' has values that are not finite"),
+        (np.nan, 0, r"up_proj\.weight_scale' has scales that are not finite"),
+        (1e37, 0, r"up_proj\.weight_scale' has scales that make numbers too large"),
     ],
 )
-def test_fp8_is_expanded(tmp_path: Path, method: str, kind: str, shape: tuple[int, ...]) -> None:
-    torch = pytest.importorskip("torch")
-    from safetensors.torch import save_file as save_torch
-
-    codes = torch.from_numpy(np.concatenate([np.arange(127), np.arange(128, 255)] * 7)[: OUT * IN].astype(np.uint8))
-    weight = codes.view(torch.float8_e4m3fn).reshape(OUT, IN)
-    scale = torch.from_numpy(np.asarray(RNG.uniform(0.5, 2, shape), np.float32))
-    config = compressed("float-quantized", num_bits=8, type="float") if method != "fp8" else {"quant_method": "fp8"}
-    factor = scale.double()
-    if shape == (2, 4):
-        config["weight_block_size"] = [16, 16]
-        factor = factor.repeat_interleave(16, 0)[:OUT].repeat_interleave(16, 1)
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
-    save_torch({f"{NAME}.weight": weight, f"{NAME}.{kind}": scale}, tmp_path / "model.safetensors")
-    with open_checkpoint(tmp_path) as checkpoint:
-        assert checkpoint.names() == (f"{NAME}.weight",)
-        assert checkpoint.stored_format(f"{NAME}.weight") == "F8_E4M3"
-        found = checkpoint.read_weight(f"{NAME}.weight", WEIGHT_FORMATS)
-    np.testing.assert_allclose(found.to_float32(), (weight.double() * factor).numpy(), rtol=1e-6)
+def test_fp8_that_is_damaged_is_refused_by_name(tmp_path: Path, scale: float, code: int, says: str) -> None:
+    codes = np.zeros(OUT * IN, np.uint8)
+    codes[7] = code
+    folder = write_fp8(tmp_path, fp8("fp8", "weight_scale", np.full(1, scale, np.float32), codes=codes))
+    with open_checkpoint(folder) as checkpoint, pytest.raises(ModelError, match=rf"model\.safetensors: .*{says}"):
+        checkpoint.read_weight(f"{NAME}.weight", WEIGHT_FORMATS)
 
 
 def without(written: Written, kind: str) -> Written:

@@ -5,10 +5,11 @@ import pytest
 import torch
 
 from fd_core.ops.contract import Ops
+from fd_core.ops.native.pack import NativeOps
 from fd_core.ops.numpy_ops import NumpyOps
 from fd_core.testing.arrays import packed_weight
 from fd_core.testing.layers import Geometry, LayerOn
-from fd_core.weights import WEIGHT_FORMATS, PackedTensor, RawTensor
+from fd_core.weights import PackedTensor, RawTensor
 from tests.ops.native.test_program import model_on
 
 # Of each instruction set a library is built, which takes seconds.
@@ -45,7 +46,7 @@ def rows_of(count, inputs):
 
 
 @pytest.mark.parametrize("isa", SETS)
-@pytest.mark.parametrize("kind", sorted(WEIGHT_FORMATS))
+@pytest.mark.parametrize("kind", sorted(NativeOps.weight_formats))
 def test_every_format_equals_the_same_arithmetic_in_numpy(native, kind, isa):
     parts, x = [packed_weight(kind, 75, 768)], rows_of(9, 768)
     found, expected = multiply(native(isa=isa), parts, x), product(parts, x)
@@ -118,7 +119,7 @@ def test_gate_and_up(native, kinds, isa):
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("kind", sorted(WEIGHT_FORMATS))
+@pytest.mark.parametrize("kind", sorted(NativeOps.weight_formats))
 def test_every_format_stays_near_the_expanded_weights(native, kind):
     """Quantizing the activations costs less than one part in 100 of a result, on average."""
     parts, x = [packed_weight(kind, 75, 768)], np.random.default_rng(1).standard_normal((9, 768)).astype(np.float32)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from fd_core.ops.numpy_ops import NumpyLinear
-from fd_core.weights import PackedTensor
+from fd_core.weights import FP8, PackedTensor
 from tests.testing.wrong.fault import wrong
 
 
@@ -31,6 +31,14 @@ class DropsBiases:
 class ForgetsTheMinimaOfPackedWeights:
     def prepare_linear(self, parts, biases=None, *, gated=False):
         parts = [replace(part, minima=None) if isinstance(part, PackedTensor) else part for part in parts]
+        return super().prepare_linear(parts, biases, gated=gated)
+
+
+@wrong("reference", "operations:test_packed_weights_equal_what_they_stand_for")
+class TakesFloatsOf8BitsForWholeNumbers:
+    def prepare_linear(self, parts, biases=None, *, gated=False):
+        fp8 = [part for part in parts if isinstance(part, PackedTensor) and part.format == FP8]
+        parts = [replace(part, format="int8") for part in fp8] if fp8 else parts
         return super().prepare_linear(parts, biases, gated=gated)
 
 
