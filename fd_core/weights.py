@@ -35,8 +35,8 @@ WEIGHT_FORMATS: Final = frozenset(
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element of each `Ops.dtype`."""
 
-RAW_TYPES: Final = frozenset({"F32", "F16", "BF16"})
-"""Every `RawTensor.dtype`."""
+RAW_TYPES: Final[Mapping[str, str]] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+"""Every `RawTensor.dtype`, and numpy's code of its elements."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,9 +98,9 @@ class AdaptableModel(Model, Protocol):
         """
 
 
-def cache_shape(model: Model, config: EngineConfig) -> KVShape:
-    """Return the size of the model's KV cache in the dtype that the settings ask for."""
-    return replace(model.kv_shape(config.block_size), dtype=config.kv_cache_dtype)
+def cache_shape(model: Model, block_size: int, dtype: str) -> KVShape:
+    """Return the size of the model's KV cache for blocks of `block_size` tokens; `dtype` is one of `KVShape.dtype`."""
+    return replace(model.kv_shape(block_size), dtype=dtype)
 
 
 class Backend(abc.ABC):

@@ -116,17 +116,8 @@ TRANSFER_SECRET_FILE: Final = Flag(
 ENGINE_FLAGS: Final = (
     Flag("backend", "Hardware backend that runs the model, or `auto` for the best one available.", "NAME"),
     Flag("dtype", "Number type in which the model computes.", "TYPE"),
-    Flag(
-        "quantization",
-        "What the weights of linear layers become when they are loaded; `auto` leaves them as they are stored.",
-        "FORM",
-    ),
-    Flag(
-        "kv_cache_dtype",
-        "Number type in which keys and values are kept: auto for that of the model, or int8 for half of bfloat16's "
-        "memory.",
-        "TYPE",
-    ),
+    Flag("quantization", "What weights of linear layers become at loading; `auto` leaves them as stored.", "FORM"),
+    Flag("kv_cache_dtype", "Number type of keys and values: auto for the model's own, or int8 to halve them.", "TYPE"),
     Flag(
         "max_model_len",
         "Longest request, prompt and output together, in tokens; by default the model's own limit.",
@@ -147,11 +138,7 @@ ENGINE_FLAGS: Final = (
         "NAME=FOLDER",
         repeated=True,
     ),
-    Flag(
-        "lora_folder",
-        "Folder from which /v1/load_lora_adapter may load adapters while the server runs; by default none are.",
-        "FOLDER",
-    ),
+    Flag("lora_folder", "Folder from which /v1/load_lora_adapter may load adapters; by default none.", "FOLDER"),
     Flag("max_loras", "Adapters that are loaded at a time.", "N"),
     Flag("max_lora_rank", "Largest rank of an adapter.", "N"),
     Flag("scheduler", "What plans steps: continuous or a plugin's scheduler.", "NAME"),

@@ -32,12 +32,9 @@ class ServingCommand(TyperCommand):
     """A command for which people have flags of another server at hand."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the command line."""
-        try:
-            return super().parse_args(ctx, args)
-        except Exception as error:
-            flag = getattr(error, "option_name", "")
-            if flag not in _IN_PLACE:
-                raise
-            say(ConfigError(f"it is not a flag of fdcore: {_IN_PLACE[flag]}", field=flag))
-            raise typer.Exit(ConfigError.exit_code) from None
+        """Read the command line, unless it has a flag of the other server."""
+        for flag in (arg.partition("=")[0] for arg in args):
+            if flag in _IN_PLACE:
+                say(ConfigError(f"it is not a flag of fdcore: {_IN_PLACE[flag]}", field=flag))
+                raise typer.Exit(ConfigError.exit_code)
+        return super().parse_args(ctx, args)

@@ -62,7 +62,7 @@ class EngineAdapters:
         """Requests to the adapter that they use; some of them may have ended."""
         for name, folder in lora_modules(config).items():
             try:
-                self._read(name, folder)
+                self._serve(name, folder, self._read(folder))
             except ModelError as error:
                 if not restarted:
                     raise
@@ -109,17 +109,12 @@ class EngineAdapters:
                 f"{len(self._adapters)} adapters are loaded or still in use, which is the limit (--max-loras)",
                 field="lora_name",
             )
-        before = dict(self._adapters)
-        info = self._read(name, folder)
+        adapter = self._read(folder)
         try:
-            hold(self.held)
-        except BaseException as error:
-            self._adapters = before
-            del self._named[name]
-            if isinstance(error, MemoryError):
-                raise BadRequest("there is not enough memory for the adapter", field="lora_path") from error
-            raise
-        return info
+            hold((self._adapters | {adapter.digest: adapter}).values())
+        except MemoryError as error:
+            raise BadRequest("there is not enough memory for the adapter", field="lora_path") from error
+        return self._serve(name, folder, adapter)
 
     def unload(self, name: str) -> AdapterInfo:
         """Serve an adapter no longer; requests that use it go on. Raises `BadRequest` if there is none."""
@@ -138,8 +133,10 @@ class EngineAdapters:
             self._adapters = {digest: self._adapters[digest] for digest in used}
             hold(self.held)
 
-    def _read(self, name: str, folder: Path) -> AdapterInfo:
-        adapter = read_adapter(folder, self._spec().adaptable(), self._config.max_lora_rank)
+    def _read(self, folder: Path) -> Adapter:
+        return read_adapter(folder, self._spec().adaptable(), self._config.max_lora_rank)
+
+    def _serve(self, name: str, folder: Path, adapter: Adapter) -> AdapterInfo:
         info = AdapterInfo(name, adapter.digest, str(folder), adapter.rank)
         self._named[name], self._adapters[adapter.digest] = info, adapter
         return info

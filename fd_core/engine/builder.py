@@ -179,7 +179,8 @@ class _EngineBuilder:
     def _bytes_per_block(self) -> int:
         """Bytes of a block with its drafter's share."""
         item_bytes = ITEM_BYTES[self._ops.dtype]
-        size = cache_shape(self._model, self._config).bytes_per_block(item_bytes)
+        shape = cache_shape(self._model, self._config.block_size, self._config.kv_cache_dtype)
+        size = shape.bytes_per_block(item_bytes)
         if self._drafter is not None and self._drafter.kv_shape is not None:
             size += self._drafter.kv_shape.bytes_per_block(item_bytes)
         return size
@@ -187,7 +188,7 @@ class _EngineBuilder:
     @cached_property
     def _identity(self) -> str:
         forms = "+".join(sorted({use.computed for use in self._model.weights}))
-        shape = cache_shape(self._model, self._config)
+        shape = cache_shape(self._model, self._config.block_size, self._config.kv_cache_dtype)
         return kv_identity(self._path, f"{self._ops.name}/{self._ops.dtype}/{forms}/{shape}")
 
     @cached_property

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import msgspec
 
+from fd_core.config import EngineConfig
 from fd_core.engine.messages import (
     Abort,
     AdaptersChanged,
@@ -100,7 +101,9 @@ class EngineClient(abc.ABC):
     kv_log: KVEventLog | None = None
     """Events about the prefixes that the device holds; None unless `kv_events` is on. The log outlives the engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        """What engines are started with: a later one serves the adapters that were loaded meanwhile."""
         self._ledger = RequestLedger()
         self._streams: dict[str, DeltaStream] = {}
         """The stream of each request in the ledger."""
@@ -198,12 +201,10 @@ class EngineClient(abc.ABC):
     def _send(self, message: ClientMessage) -> None:
         """Carry a message to the engine without waiting."""
 
-    def _remember_adapters(self, modules: tuple[str, ...]) -> None:  # noqa: B027 - for those who restart engines
-        """Start later engines with these adapters, each NAME=FOLDER."""
-
     def _adapters_changed(self, answer: AdaptersChanged) -> None:
         self.info = msgspec.structs.replace(self.info, adapters=answer.adapters)
-        self._remember_adapters(tuple(f"{each.name}={each.path}" for each in answer.adapters))
+        modules = tuple(f"{each.name}={each.path}" for each in answer.adapters)
+        self._config = msgspec.structs.replace(self._config, lora_modules=modules)
         waiting = self._changes.get(answer.ticket)
         if waiting is None or waiting.done():
             return

@@ -100,9 +100,7 @@ class Engine:
         """Queue a request; one that can never run is answered with its last delta at once."""
         try:
             self._require_structure(spec)
-            self._adapters.require(spec.adapter)
-            self._perform(self._scheduler.add(spec))
-            self._adapters.began(spec)
+            self._add(spec)
         except BadRequest as error:
             return [Delta(spec.request_id, finish_reason=FinishReason.ERROR, error=str(error))]
         return []
@@ -241,14 +239,16 @@ class Engine:
         reason = "the prefill worker is shutting down" if self._stopping else refusal(job, self.info.vocab_size)
         if reason is None:
             try:
-                spec = prefill_request(job)
-                self._adapters.require(spec.adapter)
-                self._perform(self._scheduler.add(spec))
-                self._adapters.began(spec)
+                self._add(prefill_request(job))
             except BadRequest as error:
                 reason = error.message
         if reason is not None:
             self._outside.perform([GiveUp(job.lease, reason, refused=True)])
+
+    def _add(self, spec: RequestSpec) -> None:
+        self._adapters.require(spec.adapter)
+        self._perform(self._scheduler.add(spec))
+        self._adapters.began(spec)
 
     def _hold(self, adapters: Collection[Adapter]) -> None:
         self._device.perform(lambda runner: runner.adapters.replace(adapters))

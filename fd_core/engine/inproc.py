@@ -11,8 +11,6 @@ import time
 from collections.abc import Coroutine
 from pathlib import Path
 
-import msgspec
-
 from fd_core.config import EngineConfig
 from fd_core.engine.builder import load_engine
 from fd_core.engine.client import EngineClient, StartProgress
@@ -56,8 +54,7 @@ class InprocClient(EngineClient):
     """
 
     def __init__(self, config: EngineConfig, path: Path | None) -> None:
-        super().__init__()
-        self._config = config
+        super().__init__(config)
         self._path = path
         self._epoch = 0
         self._inbox = _QueueInbox()
@@ -95,9 +92,6 @@ class InprocClient(EngineClient):
 
     def _send(self, message: ClientMessage) -> None:
         self._inbox.queue.put(message)
-
-    def _remember_adapters(self, modules: tuple[str, ...]) -> None:
-        self._config = msgspec.structs.replace(self._config, lora_modules=modules)
 
     async def _start(self, progress: StartProgress) -> None:
         """Load an engine for the next epoch and run it in a thread of its own."""

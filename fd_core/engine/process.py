@@ -55,8 +55,7 @@ class ProcessClient(EngineClient):
     """Speaks to an engine in a child process; if it dies, starts another that takes up its requests in a new epoch."""
 
     def __init__(self, config: EngineConfig, path: Path | None, progress: StartProgress) -> None:
-        super().__init__()
-        self._config = config
+        super().__init__(config)
         self._path = path
         self._progress = progress
         self._epoch = 0
@@ -113,9 +112,6 @@ class ProcessClient(EngineClient):
         if self._socket is None:
             raise EngineDead(self._death)
         self._socket.send(message)
-
-    def _remember_adapters(self, modules: tuple[str, ...]) -> None:
-        self._config = msgspec.structs.replace(self._config, lora_modules=modules)
 
     async def _start(self, patience: float | None) -> None:
         """Start a process for the next epoch and wait until it is ready.

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from fd_core.errors import ConfigError, ModelError
 from fd_core.models.build import ProgressSink, check_tensors
 from fd_core.models.loading.checkpoint import Checkpoint
+from fd_core.models.loading.safetensors_format import DTYPE_BYTES
 from fd_core.models.quantization import INT4_GROUP, quantized
 from fd_core.models.registry import spec_of
 from fd_core.models.spec import DecoderSpec, MoeSpec
@@ -26,7 +27,6 @@ __all__ = ["write_quantized"]
 
 _Header = dict[str, tuple[str, list[int]]]
 """Name to type and shape, in the order of the file."""
-_ITEM_BYTES: Final = {"I8": 1, "F16": 2, "BF16": 2, "I32": 4, "F32": 4, "I64": 8}
 
 
 def write_quantized(
@@ -95,7 +95,7 @@ def _write_weights(
         header |= _described(checkpoint, name, shape, form if name in linears else None)
     entries, end = {}, 0
     for name, (dtype, dims) in header.items():
-        begin, end = end, end + math.prod(dims) * _ITEM_BYTES[dtype]
+        begin, end = end, end + math.prod(dims) * DTYPE_BYTES[dtype]
         entries[name] = {"dtype": dtype, "shape": dims, "data_offsets": [begin, end]}
     text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
     text += b" " * (-len(text) % 8)

@@ -10,7 +10,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.backends.contract import LoadProgress, Model
+from fd_core.backends.contract import LoadProgress, Model, cache_shape
 from fd_core.config import Limits
 from fd_core.metrics import snapshot
 from fd_core.ops.contract import Array, Ops, StepInput
@@ -65,8 +65,7 @@ class Runner:
         self.drafter = drafter
         self.ops = ops
         ops.configure(limits)
-        shape = replace(model.kv_shape(limits.block_size), dtype=kv_cache_dtype)
-        self.cache = ops.allocate_kv(shape, limits.num_kv_blocks)
+        self.cache = ops.allocate_kv(cache_shape(model, limits.block_size, kv_cache_dtype), limits.num_kv_blocks)
         if drafter is not None:
             drafter.allocate(limits)
         self._forward = ops.compile(model.forward)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.backends.contract import Model
+from fd_core.backends.contract import Model, cache_shape
 from fd_core.ops.contract import Ops, StepInput
 from fd_core.runner.inputs import lora_rows
 from fd_core.types import IntArray
@@ -55,7 +55,7 @@ class PagedDriver:
         num_blocks = width * len(prompts) + 3
         shuffled = np.random.default_rng(seed).permutation(num_blocks)[: width * len(prompts)]
         self.tables = shuffled.reshape(len(prompts), width).astype(np.int32)
-        self.cache = ops.allocate_kv(replace(model.kv_shape(BLOCK_SIZE), dtype=kv_dtype), num_blocks)
+        self.cache = ops.allocate_kv(cache_shape(model, BLOCK_SIZE, kv_dtype), num_blocks)
 
     def step(self, work: list[tuple[int, int]]) -> None:
         """Compute (row, number of tokens) pairs; keeps the logits of every position."""

@@ -54,5 +54,5 @@ class FairThread:
             return
         try:
             future.set_result(work())
-        except BaseException as error:  # noqa: BLE001  # whoever waits gets it
+        except BaseException as error:  # noqa: BLE001  # a panic in Rust is no Exception; whoever waits gets it
             future.set_exception(error)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import msgspec
 import pytest
 
+from fd_core.config import EngineConfig
 from fd_core.engine.client import EngineClient
 from fd_core.engine.messages import Abort, ClientMessage, EngineStats, StepEvents, Submit
 from fd_core.errors import EngineDead
@@ -22,7 +23,7 @@ class Client(EngineClient):
     """Keeps what it is asked to send; a test plays the engine."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(EngineConfig(model="fake"))
         self.sent: list[ClientMessage] = []
         self.come_up(1)
 

@@ -17,7 +17,7 @@ import uvloop
 from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from fd_core.config import ServerConfig
+from fd_core.config import EngineConfig, ServerConfig
 from fd_core.engine.client import EngineClient
 from fd_core.engine.messages import Abort, ClientMessage, EngineInfo, EngineStats, StepEvents, Submit
 from fd_core.kv.blocks import BlockStats
@@ -88,7 +88,7 @@ class FakeClient(EngineClient):
     """Answers every request with the bytes of `reply`, then EOS, `per_step` tokens a step."""
 
     def __init__(self, reply: str | bytes = "Hello, world!", *, step_seconds: float = 0.0, **info: Any) -> None:
-        super().__init__()
+        super().__init__(EngineConfig(model="fake"))
         self.reply: Callable[[RequestSpec], bytes] = lambda _: reply.encode() if isinstance(reply, str) else reply
         self.step_seconds = step_seconds
         self.per_step = 1

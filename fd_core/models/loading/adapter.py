@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.errors import ModelError
-from fd_core.models.loading.checkpoint import PICKLE_HINT, WEIGHT_DTYPES
+from fd_core.models.loading.checkpoint import PICKLE_HINT
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.json_file import read_json_object
 from fd_core.models.loading.mapped_file import StoredTensor
 from fd_core.models.loading.safetensors_format import read_safetensors
-from fd_core.weights import Adapter, LowRank, RawTensor
+from fd_core.weights import RAW_TYPES, Adapter, LowRank, RawTensor
 
 __all__ = ["read_adapter"]
 
@@ -159,7 +159,7 @@ def _check_targets(config: ModelConfig, path: Path, found: Mapping[str, Any], li
 
 
 def _read(path: Path, tensor: StoredTensor, shape: tuple[int, int], digest: Any, scale: float = 1.0) -> Floats:
-    code = WEIGHT_DTYPES.get(tensor.dtype)
+    code = RAW_TYPES.get(tensor.dtype)
     if code is None:
         raise ModelError(f"{path}: tensor {tensor.name!r} is stored as {tensor.dtype}", field="lora_modules")
     if tensor.shape != shape:

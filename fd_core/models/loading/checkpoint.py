@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -25,15 +25,12 @@ import numpy.typing as npt
 from fd_core.errors import ModelError
 from fd_core.models.loading.digest import digest_of
 from fd_core.models.loading.mapped_file import StoredTensor
-from fd_core.weights import PackedTensor, RawTensor, Weight
+from fd_core.weights import RAW_TYPES, PackedTensor, RawTensor, Weight
 
 __all__ = [
     *("Checkpoint", "GgmlTokenizerSource", "JsonTokenizerSource", "TensorView", "TokenizerSource"),
     "open_checkpoint",
 ]
-
-WEIGHT_DTYPES: Final[Mapping[str, str]] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-"""Stored types that are mapped as they are, with numpy's code."""
 
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"})
 PICKLE_HINT = (
@@ -171,7 +168,7 @@ class Checkpoint(ABC):
         self.close()
 
     def _stored_weight(self, tensor: StoredTensor) -> Weight:
-        code = WEIGHT_DTYPES.get(tensor.dtype)
+        code = RAW_TYPES.get(tensor.dtype)
         return self._decoded(tensor) if code is None else RawTensor(tensor.dtype, tensor.view(code))
 
     @abstractmethod

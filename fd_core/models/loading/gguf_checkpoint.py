@@ -12,14 +12,14 @@ from gguf.constants import GGMLQuantizationType
 from numpy.typing import NDArray
 
 from fd_core.errors import ModelError
-from fd_core.models.loading.checkpoint import WEIGHT_DTYPES, Checkpoint, GgmlTokenizerSource, TokenizerSource
+from fd_core.models.loading.checkpoint import Checkpoint, GgmlTokenizerSource, TokenizerSource
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.gguf_blocks import PACKED_TYPES, unpack_blocks
 from fd_core.models.loading.gguf_config import config_from, token_id
 from fd_core.models.loading.gguf_format import read_gguf
 from fd_core.models.loading.gguf_names import views_of
 from fd_core.models.loading.mapped_file import StoredTensor
-from fd_core.weights import RawTensor, Weight
+from fd_core.weights import RAW_TYPES, RawTensor, Weight
 
 __all__ = ["SUPPORTED_TYPES", "GgufCheckpoint"]
 
@@ -27,7 +27,7 @@ _EXPANDED_TYPES: Final = frozenset(
     {"Q2_K", "Q3_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"}
 )
 """Types that are read, and have no packed form."""
-SUPPORTED_TYPES: Final = (*WEIGHT_DTYPES, *PACKED_TYPES, *sorted(_EXPANDED_TYPES))
+SUPPORTED_TYPES: Final = (*RAW_TYPES, *PACKED_TYPES, *sorted(_EXPANDED_TYPES))
 
 # Control tokens that end a turn; files do not always say so in their metadata.
 _TURN_ENDS = frozenset({"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>"})

@@ -18,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.errors import ModelError
-from fd_core.models.loading.checkpoint import WEIGHT_DTYPES, TensorView
+from fd_core.models.loading.checkpoint import TensorView
 from fd_core.models.loading.config import ModelConfig
 from fd_core.models.loading.mapped_file import StoredTensor
-from fd_core.weights import FP8, PackedTensor, RawTensor, Weight
+from fd_core.weights import FP8, RAW_TYPES, PackedTensor, RawTensor, Weight
 
 __all__ = ["quantized_views"]
 
-_CODES: Final = {"I8": "i1", "U8": "u1", "I32": "<i4", "I64": "<i8", FP8: "u1", **WEIGHT_DTYPES}
+_CODES: Final = {"I8": "i1", "U8": "u1", "I32": "<i4", "I64": "<i8", FP8: "u1", **RAW_TYPES}
 _LARGEST_FP8_SCALE: Final = np.finfo(np.float32).max / 448
 _AWQ_ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where the columns of a word lie in it."""
@@ -209,7 +209,7 @@ def _gptq(own: _Pieces) -> TensorView:
     words = own.matrix("qweight", ("I32",))
     width, out = words.shape[0] * a_word, words.shape[1]
     groups = own.groups(width)
-    scales = own.shaped("scales", WEIGHT_DTYPES, (groups, out))
+    scales = own.shaped("scales", RAW_TYPES, (groups, out))
     zeros = own.shaped("qzeros", ("I32",), (groups, -(-out // a_word)))
     own.in_order("g_idx", width, groups)
     less = 0 if own.settings.text("checkpoint_format", "gptq") == "gptq_v2" else 1
@@ -232,7 +232,7 @@ def _awq(own: _Pieces) -> TensorView:
     words = own.matrix("qweight", ("I32",))
     width, out = words.shape[0], words.shape[1] * 8
     groups = own.groups(width)
-    scales = own.shaped("scales", WEIGHT_DTYPES, (groups, out))
+    scales = own.shaped("scales", RAW_TYPES, (groups, out))
     zeros = own.shaped("qzeros", ("I32",), (groups, out // 8)) if own.settings.flag("zero_point", True) else None
 
     def columns(tensor: StoredTensor) -> _Bytes:
@@ -255,7 +255,7 @@ def _fp8(own: _Pieces) -> TensorView:
 
 def _fp8_view(own: _Pieces, kind: str, block: object) -> TensorView:
     """One scale for the whole, for each row, or for each block of rows and columns."""
-    weight = own.take("weight", (FP8, *WEIGHT_DTYPES))
+    weight = own.take("weight", (FP8, *RAW_TYPES))
     if weight.dtype != FP8 and kind not in own.tensors:
         return TensorView(weight.shape, weight)  # a weight that was left as it is
     weight = own.matrix("weight", (FP8,))
@@ -271,7 +271,7 @@ def _fp8_view(own: _Pieces, kind: str, block: object) -> TensorView:
         rows, columns = block
         shapes = [(-(-out // rows), -(-width // columns))]
     group = width if columns >= width else math.gcd(columns, width)
-    scales = own.shaped(kind, WEIGHT_DTYPES, *shapes)
+    scales = own.shaped(kind, RAW_TYPES, *shapes)
 
     def read() -> Weight:
         values, found = _array(weight), _scales(scales)
@@ -295,8 +295,8 @@ def _compressed_tensors(own: _Pieces) -> TensorView:
     schemes = _schemes(own)
     if "weight_packed" in own.tensors:
         return _packed_words(own, schemes)
-    weight = own.take("weight", ("I8", FP8, *WEIGHT_DTYPES))
-    if weight.dtype in WEIGHT_DTYPES and "weight_scale" not in own.tensors:
+    weight = own.take("weight", ("I8", FP8, *RAW_TYPES))
+    if weight.dtype in RAW_TYPES and "weight_scale" not in own.tensors:
         return TensorView(weight.shape, weight)  # a weight that was left as it is
     if weight.dtype == FP8:
         blocks = [each.values["block_structure"] for each in schemes if each.values.get("block_structure") is not None]
@@ -343,7 +343,7 @@ def _scales_and_zeros(
     """Return what reads the scales [out, groups], and the zeros counted from 0; None where they are in the middle."""
     out, width = shape
     sizes = [size for each in schemes if (size := each.values.get("group_size")) not in (None, -1)]
-    stored = own.take("weight_scale", WEIGHT_DTYPES)
+    stored = own.take("weight_scale", RAW_TYPES)
     groups = stored.shape[1] if len(stored.shape) == 2 else 1
     if stored.shape not in ((), (1,), (1, 1), (out,), (out, groups)) or not groups:
         raise _wrong(stored, f"has shape {stored.shape}, which does not fit {out} rows of {width} values")

@@ -8,7 +8,6 @@ from typing import Any
 
 from fd_core.errors import ModelError
 from fd_core.models.loading.checkpoint import (
-    WEIGHT_DTYPES,
     Checkpoint,
     JsonTokenizerSource,
     TokenizerSource,
@@ -18,7 +17,7 @@ from fd_core.models.loading.json_file import read_json_object, read_limited
 from fd_core.models.loading.mapped_file import StoredTensor
 from fd_core.models.loading.quantized_safetensors import quantized_views
 from fd_core.models.loading.safetensors_format import read_safetensors
-from fd_core.weights import Weight
+from fd_core.weights import RAW_TYPES, Weight
 
 __all__ = ["SafetensorsCheckpoint"]
 
@@ -60,7 +59,7 @@ class SafetensorsCheckpoint(Checkpoint):
         raise ModelError(
             f"{tensor.file.path}: tensor {tensor.name!r} is stored as {tensor.dtype}",
             field="model",
-            hint=f"supported are {', '.join(WEIGHT_DTYPES)}, and what a quantization_config in config.json describes",
+            hint=f"supported are {', '.join(RAW_TYPES)}, and what a quantization_config in config.json describes",
         )
 
 

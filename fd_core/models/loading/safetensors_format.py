@@ -12,20 +12,20 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 
 from fd_core.errors import ModelError
 from fd_core.models.loading.mapped_file import MappedFile, StoredTensor
 
-__all__ = ["read_safetensors"]
+__all__ = ["DTYPE_BYTES", "read_safetensors"]
 
 _MAX_HEADER = 100_000_000
 _MAX_NAME = 1024
 _MAX_DIMS = 8
 _MAX_ELEMENTS = 1 << 48
-_ITEM_BYTES = {
+DTYPE_BYTES: Final = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
     **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
     **dict.fromkeys(("I32", "U32", "F32"), 4),
@@ -69,13 +69,13 @@ def _placed(file: MappedFile, name: str, raw: msgspec.Raw, start: int) -> Stored
         entry = msgspec.json.decode(raw, type=_Entry)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise _bad(path, f"{what}: {error}") from error
-    if entry.dtype not in _ITEM_BYTES:
+    if entry.dtype not in DTYPE_BYTES:
         raise _bad(path, f"{what} has the unknown type {entry.dtype[:40]!r}")
     # an empty tensor fits any file, whatever its other sizes claim
     if math.prod(filter(None, entry.shape)) > _MAX_ELEMENTS:
         raise _bad(path, f"{what} has the impossible shape {str(entry.shape)[:60]}")
     begin, end = entry.data_offsets
-    expected = math.prod(entry.shape) * _ITEM_BYTES[entry.dtype]
+    expected = math.prod(entry.shape) * DTYPE_BYTES[entry.dtype]
     if end - begin != expected:
         raise _bad(path, f"{what} of shape {entry.shape} in {entry.dtype} takes {expected} bytes, not {end - begin}")
     return StoredTensor(file, name, entry.dtype, tuple(entry.shape), start + begin, expected)

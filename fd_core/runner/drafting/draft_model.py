@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
+from fd_core.backends.contract import cache_shape
 from fd_core.config import Limits
 from fd_core.errors import ConfigError
 from fd_core.ops.contract import Array, KVShape, Ops, SampleInput
@@ -39,7 +40,7 @@ class DraftModelDrafter(Drafter):
                 field=FLAG,
                 hint="a draft model must share the model's tokenizer",
             )
-        self.kv_shape = dataclasses.replace(model.kv_shape(context.block_size), dtype=context.kv_cache_dtype)
+        self.kv_shape = cache_shape(model, context.block_size, context.kv_cache_dtype)
         self._model = model
         self._ops = context.ops
         self._cheap_tokens = context.cheap_tokens

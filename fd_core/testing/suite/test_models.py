@@ -56,6 +56,14 @@ def oracle_logits(case: str, folder: Path, tokens: tuple[int, ...]) -> Logits:
     return np.stack(driver.rows[0].logits)
 
 
+def written(case: str, checkpoints: Path) -> Path:
+    """Return the folder of a checkpoint, written at the first call."""
+    folder = checkpoints / case
+    if not (folder / "model.safetensors").exists():
+        write_checkpoint(case, folder)
+    return folder
+
+
 ADAPTERS: dict[str, dict[str, Any]] = {
     "everything": {"seed": 1, "rank": 4},
     "queries": {"seed": 2, "rank": 6, "targets": ("q_proj", "v_proj")},
@@ -70,9 +78,7 @@ def test_adapters_in_one_batch_compute_what_merged_weights_compute(
     target: Target, ops: Ops, checkpoints: Path, require: Callable[..., None], case: str, way: str
 ) -> None:
     require(*abilities_of(case))
-    folder = checkpoints / case
-    if not (folder / "model.safetensors").exists():
-        write_checkpoint(case, folder)
+    folder = written(case, checkpoints)
     merged = [folder]
     for name, settings in ADAPTERS.items():
         merged.append(checkpoints / f"{case}-{name}-merged")
@@ -111,9 +117,7 @@ def test_a_model_computes_what_the_oracle_computes(
     target: Target, ops: Ops, checkpoints: Path, require: Callable[..., None], case: str, way: str
 ) -> None:
     require(*abilities_of(case))
-    folder = checkpoints / case
-    if not (folder / "model.safetensors").exists():
-        write_checkpoint(case, folder)
+    folder = written(case, checkpoints)
     for row in computed(target, ops, folder, way):
         expected = oracle_logits(case, folder, tuple(row.tokens[:-1]))
         error = np.abs(np.stack(row.logits) - expected)

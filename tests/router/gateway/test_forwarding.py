@@ -7,6 +7,7 @@ import gzip
 import json
 import socket
 import time
+from typing import Any
 
 import aiohttp
 import pytest
@@ -230,13 +231,19 @@ async def test_an_answer_that_stands_still_ends_when_its_worker_is_not_reached()
         assert live.router.snapshot().tally.failed == 1
 
 
+async def begun(live: Live, worker: FakeWorker, pause: float, chunks: int) -> asyncio.Task[tuple[int, Any, bytes]]:
+    """Return a request whose answer has begun; from then on the worker answers no health check."""
+    worker.pause, worker.chunks = pause, chunks
+    running = asyncio.create_task(live.post())
+    await eventually(lambda: worker.written >= 1)
+    worker.hangs = True
+    return running
+
+
 @in_loop
 async def test_an_answer_that_goes_on_is_not_ended_by_checks_that_are_not_answered() -> None:
     async with FakeWorker() as worker, routed(worker, unreachable_seconds=0.5) as live:
-        worker.pause, worker.chunks = 0.05, 30
-        running = asyncio.create_task(live.post())
-        await eventually(lambda: worker.written >= 1)
-        worker.hangs = True
+        running = await begun(live, worker, pause=0.05, chunks=30)
         status, _, body = await running
         assert (status, events(body)[-1]) == (200, "[DONE]")
 
@@ -244,10 +251,7 @@ async def test_an_answer_that_goes_on_is_not_ended_by_checks_that_are_not_answer
 @in_loop
 async def test_a_router_that_stood_still_blames_no_worker_for_it() -> None:
     async with FakeWorker() as worker, routed(worker, unreachable_seconds=1.0) as live:
-        worker.pause, worker.chunks = 0.2, 8
-        running = asyncio.create_task(live.post())
-        await eventually(lambda: worker.written >= 1)
-        worker.hangs = True
+        running = await begun(live, worker, pause=0.2, chunks=8)
         await asyncio.sleep(0.1)  # a check is on its way, and the stream waits
         time.sleep(2.5)  # as if the process had been stopped
         worker.hangs = False
