@@ -31,7 +31,7 @@ def test_a_processor_without_instructions_computes_in_float32_unless_asked(
     asked: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch")
-    monkeypatch.setenv("FD_NATIVE_ISA", "generic")
+    monkeypatch.setenv("FD_ISA", "generic")
     backend = CpuBackend(EngineConfig(model="m", dtype=asked))
     ops = backend.make_ops()
     if ops.name != "native":

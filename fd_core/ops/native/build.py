@@ -20,7 +20,7 @@ from pathlib import Path
 
 from fd_core.cache_dir import find_cache_dir
 
-__all__ = ["BuildError", "library_folder", "library_path", "load"]
+__all__ = ["BuildError", "compiler_flags", "library_folder", "library_path", "load"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +32,12 @@ _COMMON_FLAGS = (
     *("-fPIC", "-fvisibility=hidden", "-pthread"),
 )
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c")
+_AVX512_BF16 = (*_AVX512, "-mavx512vnni", "-mavx512bf16")  # which come with each other
 _ISA_FLAGS = {
     "native": ("-march=native",),
     "native_without_amx": ("-march=native", "-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8"),
-    # Every processor with the instructions of bfloat16 has those of int8.
-    "avx512_bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16"),
+    "amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+    "avx512_bf16": _AVX512_BF16,
     "avx512_vnni": (*_AVX512, "-mavx512vnni"),
     "avx512": _AVX512,
     "avx_vnni": ("-mavx2", "-mfma", "-mf16c", "-mavxvnni"),
@@ -45,6 +46,10 @@ _ISA_FLAGS = {
     # Intel's tile instructions in plain C++: slow, to test the code that uses them.
     "amx_emulated": ("-march=native", "-DFD_AMX_EMULATED"),
 }
+_NEEDED = {"amx": "amx_int8", "avx512": "avx512bw"} | {
+    isa: isa for isa in ("avx512_bf16", "avx512_vnni", "avx_vnni", "avx2")
+}
+"""What Linux calls the newest instructions of a set."""
 
 
 class BuildError(Exception):
@@ -59,11 +64,13 @@ def library_folder() -> Path:
 def load(isa: str | None = None) -> ctypes.CDLL:
     """Return the library for this processor, compiling it if it is not in the cache.
 
-    `isa`, or FD_NATIVE_ISA, chooses another instruction set than the processor's own. Raises `BuildError`.
+    `isa`, or FD_ISA, chooses another instruction set than the best that the processor has. Raises `BuildError`.
     """
-    isa = isa or os.environ.get("FD_NATIVE_ISA") or "native"
+    isa = isa or os.environ.get("FD_ISA") or "native"
     if isa not in _ISA_FLAGS:
-        raise BuildError(f"FD_NATIVE_ISA is {isa!r}; known: {', '.join(_ISA_FLAGS)}")
+        raise BuildError(f"FD_ISA is {isa!r}; known: {', '.join(_ISA_FLAGS)}")
+    if isa in _NEEDED and _NEEDED[isa] not in _processor().split():
+        raise BuildError(f"FD_ISA is {isa!r}, but the processor lacks {_NEEDED[isa]}")
     library = _load(isa)
     if library.fd_usable():
         return library
@@ -71,12 +78,17 @@ def load(isa: str | None = None) -> ctypes.CDLL:
     return _load("native_without_amx")
 
 
+def compiler_flags(isa: str) -> tuple[str, ...]:
+    """Return how the sources are compiled for an instruction set."""
+    return (*_COMMON_FLAGS, *_ISA_FLAGS[isa])
+
+
 def library_path(isa: str) -> Path:
     """Return where the library of an instruction set is kept: named by sources, flags and processor."""
     digest = hashlib.sha256()
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    digest.update("\0".join((*_COMMON_FLAGS, *_ISA_FLAGS[isa], _processor())).encode())
+    digest.update("\0".join((*compiler_flags(isa), _processor())).encode())
     return library_folder() / f"fd_native-{isa}-{digest.hexdigest()[:16]}.so"
 
 
@@ -112,7 +124,7 @@ def _compile(isa: str, path: Path) -> None:
 
         def compiled(source: Path) -> Path:
             unit = Path(folder, source.stem + ".o")
-            _run([compiler, *_COMMON_FLAGS, *_ISA_FLAGS[isa], "-c", source, "-o", unit])
+            _run([compiler, *compiler_flags(isa), "-c", source, "-o", unit])
             return unit
 
         library = Path(folder, path.name)

@@ -5,8 +5,8 @@ recorded, and `compile` replays the whole forward with one call for each step. T
 the pack's dtype is, and so is what the kernels hold between a product and its rounding to the pack's dtype.
 
 Packed weights of linear layers and experts stay packed; what they are multiplied by is rounded to 8 bits, with a scale
-for each 32 values. VNNI instructions compute the products where there are any (also beside AMX, whose 8-bit products
-are not used), else AVX-512, AVX2 or plain C++, all with the same integers.
+for each 32 values. Tiles of AMX compute the products of many rows where there are any; VNNI those of few, or all; else
+AVX-512, AVX2 or plain C++. All have the same integers.
 """
 
 from __future__ import annotations

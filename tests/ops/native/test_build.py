@@ -1,4 +1,8 @@
 import logging
+import platform
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -20,7 +24,7 @@ def test_the_library_is_named_by_its_flags():
 @pytest.mark.parametrize(
     ("variable", "value", "reason"),
     [
-        ("FD_NATIVE_ISA", "abacus", "FD_NATIVE_ISA is 'abacus'; known: native"),
+        ("FD_ISA", "abacus", "FD_ISA is 'abacus'; known: native"),
         ("CXX", "/nowhere/c++", "no C++ compiler"),
         ("CXX", "false", "did not compile"),
     ],
@@ -36,6 +40,22 @@ def test_without_a_library_one_line_says_why_and_there_is_no_pack(
     assert len(messages) == 1
     assert reason in messages[0]
     assert "\n" not in messages[0]
+
+
+def test_an_instruction_set_that_the_processor_lacks_is_refused(monkeypatch):
+    monkeypatch.setattr(build, "_processor", lambda: "flags\t\t: fpu avx2 fma")
+    with pytest.raises(build.BuildError, match="FD_ISA is 'amx', but the processor lacks amx_int8"):
+        build.load("amx")
+
+
+def test_tiles_of_amx_compile_to_their_instructions(tmp_path):
+    """Which no processor of the tests may have; what they compute is tested by emulation."""
+    compiler = shutil.which("c++")
+    if compiler is None or platform.machine() != "x86_64":
+        pytest.skip("needs a compiler for x86-64")
+    source, text = Path(build.__file__).parent / "csrc" / "packed.cpp", tmp_path / "packed.s"
+    subprocess.run([compiler, *build.compiler_flags("amx"), "-S", source, "-o", text], check=True, timeout=120)
+    assert {"tdpbsud", "tileloadd", "tilestored"} <= set(text.read_text().split())
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch, tmp_path):

@@ -15,7 +15,7 @@ from tests.ops.native.test_program import model_on
 # Of each instruction set a library is built, which takes seconds.
 pytestmark = pytest.mark.slow
 
-SETS = [None, "avx512", "avx2", "generic"]
+SETS = [None, "avx512", "avx2", "generic", "amx_emulated"]
 
 
 def quantized(x):
@@ -63,7 +63,7 @@ def test_scales_that_half_precision_does_not_hold_keep_their_values(native, kind
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("isa", [None, "avx2", "generic"])
+@pytest.mark.parametrize("isa", [None, "avx2", "generic", "amx_emulated"])
 @pytest.mark.parametrize("shape", [(1, 32), (16, 32), (33, 96), (70, 64), (5, 1024)])
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0"])
 def test_any_shape(native, kind, shape, isa):
@@ -72,12 +72,13 @@ def test_any_shape(native, kind, shape, isa):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("isa", [None, "amx_emulated"])
 @pytest.mark.parametrize("group", [16, 32, 96, 192, 48, 24])
 @pytest.mark.parametrize("kind", ["int8", "int4", "gptq"])
-def test_any_group(native, kind, group):
+def test_any_group(native, kind, group, isa):
     """Groups of 24 and 48 are expanded."""
-    parts, x = [packed_weight(kind, 40, 192, group)], rows_of(5, 192)
-    found = multiply(native(), parts, x)
+    parts, x = [packed_weight(kind, 40, 192, group)], rows_of(9, 192)
+    found = multiply(native(isa=isa), parts, x)
     expected = x @ parts[0].to_float32().T if group in (24, 48) else product(parts, x)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
@@ -105,7 +106,7 @@ def test_a_packed_part_beside_one_that_is_not_is_expanded(native):
     np.testing.assert_allclose(found, np.hstack([expected, expected]), rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("isa", [None, "avx512", "avx2", "generic"])
+@pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("kinds", [("Q4_0", "Q4_0"), ("Q8_0", "Q8_0"), ("Q4_K", "Q6_K")])
 def test_gate_and_up(native, kinds, isa):
     ops = native(isa=isa)
@@ -131,11 +132,11 @@ def test_every_format_stays_near_the_expanded_weights(native, kind):
 @pytest.mark.parametrize("isa", SETS)
 @pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q6_K", "int8"])
 def test_a_row_has_the_same_bits_alone_and_in_every_batch(native, kind, isa):
-    ops, x = native(isa=isa, threads=2), rows_of(23, 512)
+    ops, x = native(isa=isa, threads=2), rows_of(71, 512)
     weight = ops.prepare_linear([packed_weight(kind, 100, 512)])
     together = ops.to_host(ops.linear(torch.from_numpy(x), weight))
-    for count in (1, 2, 3, 5, 7, 12):
-        pieces = [ops.to_host(ops.linear(torch.from_numpy(x[i : i + count]), weight)) for i in range(0, 23, count)]
+    for count in (1, 2, 3, 5, 7, 12, 23, 39):
+        pieces = [ops.to_host(ops.linear(torch.from_numpy(x[i : i + count]), weight)) for i in range(0, 71, count)]
         np.testing.assert_array_equal(np.concatenate(pieces), together)
 
 

@@ -20,6 +20,7 @@ using I = __m512i;
 inline I iload(const void* p) { return _mm512_loadu_si512(p); }
 inline I iset(int x) { return _mm512_set1_epi32(x); }
 inline I iand(I a, I b) { return _mm512_and_si512(a, b); }
+inline I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
 inline V to_float(I x) { return _mm512_cvtepi32_ps(x); }
 inline I high_nibbles(I x) { return iand(_mm512_srli_epi16(x, 4), iset(0x0f0f0f0f)); }
 
@@ -29,6 +30,7 @@ using I = __m256i;
 inline I iload(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
 inline I iset(int x) { return _mm256_set1_epi32(x); }
 inline I iand(I a, I b) { return _mm256_and_si256(a, b); }
+inline I iadd(I a, I b) { return _mm256_add_epi32(a, b); }
 inline V to_float(I x) { return _mm256_cvtepi32_ps(x); }
 inline I high_nibbles(I x) { return iand(_mm256_srli_epi16(x, 4), iset(0x0f0f0f0f)); }
 
@@ -40,8 +42,9 @@ inline I iload(const void* p) {
     std::memcpy(&x, p, sizeof x);
     return x;
 }
-inline I iset(int x) { return I{x, x, x, x, x, x, x, x}; }
+inline I iset(int x) { return I{} + x; }
 inline I iand(I a, I b) { return a & b; }
+inline I iadd(I a, I b) { return a + b; }
 inline V to_float(I x) { return __builtin_convertvector(x, V); }
 inline I high_nibbles(I x) { return (x >> 4) & iset(0x0f0f0f0f); }
 
@@ -148,13 +151,11 @@ constexpr int kDotRows = kLanes == 16 ? 6 : 3;
 inline I multiply_pairs(I w, I x) { return _mm512_maddubs_epi16(w, x); }
 inline I add_pairs(I a, I b) { return _mm512_add_epi16(a, b); }
 inline I widen_pairs(I x) { return _mm512_madd_epi16(x, _mm512_set1_epi16(1)); }
-inline I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
 inline I times16(I x) { return _mm512_slli_epi32(x, 4); }
 #else
 inline I multiply_pairs(I w, I x) { return _mm256_maddubs_epi16(w, x); }
 inline I add_pairs(I a, I b) { return _mm256_add_epi16(a, b); }
 inline I widen_pairs(I x) { return _mm256_madd_epi16(x, _mm256_set1_epi16(1)); }
-inline I iadd(I a, I b) { return _mm256_add_epi32(a, b); }
 inline I times16(I x) { return _mm256_slli_epi32(x, 4); }
 #endif
 
@@ -204,9 +205,13 @@ constexpr int kDotRows = 2;
 
 #endif
 
-/// Name of the instructions that `Dot` uses.
+/// Name of the instructions that products of packed weights use.
 inline const char* dot_name() {
-#if defined(__AVX512F__) && defined(__AVX512VNNI__)
+#if defined(FD_AMX_EMULATED)
+    return "amx_int8_emulated";
+#elif defined(FD_AMX)
+    return "amx_int8";
+#elif defined(__AVX512F__) && defined(__AVX512VNNI__)
     return "avx512_vnni";
 #elif defined(__AVX512F__)
     return "avx512";

@@ -92,6 +92,90 @@ void tile_of(const Linear& w, const PackedCall& call) {
         for (int v = 0; v < N; v++) vstore(call.c + (r * N + v) * kLanes, y[r][v] * factor[v]);
 }
 
+#if defined(FD_AMX)
+
+/// The same by tiles, of which R have 16 rows each: the integers of a unit are summed from nothing and stored, and what
+/// `tile_of` does with them follows, in its order.
+template <int Bits, int R>
+void amx_tile_of(const Linear& w, int rows, const PackedCall& call) {
+    constexpr int N = kWeightVecs, T = amx::kTile, kStep = N * kLanes * kDotK;
+    static_assert(kLanes == T, "a tile is as wide as a vector");
+    alignas(64) int32_t sums[R * T][N * kLanes];
+    alignas(64) uint8_t unpacked[kActivationK / kDotK * kStep];
+    const QuantizedRow at(w);
+    const int unit = unit_of(w), units = w.group / unit;
+    const bool whole = w.group == w.padded_k && !w.minima;
+    for (int i = 0; i < rows * N; i++) vstore(call.c + i * kLanes, vset(0.0f));
+
+    const char* ahead = call.ahead;
+    const uint8_t* b = reinterpret_cast<const uint8_t*>(call.panel);
+    for (int k = 0, index = 0; k < w.padded_k;) {
+        V factor[N], minimum[N];
+        load_scales(w, b, factor);
+        if (w.minima) load_scales(w, b + scales_bytes(w), minimum);
+        b += (w.minima ? 2 : 1) * scales_bytes(w);
+        for (int u = 0; u < units; u++, index++, k += unit) {
+            for (int i = 0; i < call.ahead_lines * unit / 16; i++, ahead += kCacheLine) prefetch(ahead);
+            const uint8_t* columns = b;
+            if (Bits == 4) {
+                for (int s = 0; s < unit / kDotK; s++) {
+                    const I x = iload(b + s * kStepBytes<4>), nibbles[] = {low_nibbles(x), high_nibbles(x)};
+                    std::memcpy(unpacked + s * kStep, nibbles, kStep);
+                }
+                columns = unpacked;
+                asm volatile("" ::: "memory");  // a compiler does not know that loads of tiles read memory
+            }
+            b += unit / kDotK * kStepBytes<Bits>;
+            const char* a = call.rows + k;
+            amx::zero<0>();
+            amx::zero<1>();
+            amx::load<4>(a, call.stride);
+            amx::load<6>(columns, kStep);
+            amx::load<7>(columns + kStep / N, kStep);
+            amx::multiply_add_bytes<0, 4, 6>();
+            amx::multiply_add_bytes<1, 4, 7>();
+            if constexpr (R > 1) {
+                amx::zero<2>();
+                amx::zero<3>();
+                amx::load<5>(a + T * call.stride, call.stride);
+                amx::multiply_add_bytes<2, 5, 6>();
+                amx::multiply_add_bytes<3, 5, 7>();
+                amx::store<2>(sums[T], sizeof sums[0]);
+                amx::store<3>(sums[T] + kLanes, sizeof sums[0]);
+            }
+            amx::store<0>(sums[0], sizeof sums[0]);
+            amx::store<1>(sums[0] + kLanes, sizeof sums[0]);
+            for (int r = 0; r < rows; r++) {
+                const char* row = call.rows + r * call.stride;
+                const float scale = reinterpret_cast<const float*>(row + at.scale)[k / kActivationK];
+                const I start = iset(reinterpret_cast<const int32_t*>(row + at.start)[index]);
+                const V x = vset(scale), sum = vset(reinterpret_cast<const float*>(row + at.sum)[index]);
+                for (int v = 0; v < N; v++) {
+                    float* c = call.c + (r * N + v) * kLanes;
+                    const V total = to_float(iadd(iload(sums[r] + v * kLanes), start));
+                    V y = vfma(total, whole ? x : factor[v] * x, vload(c));
+                    if (w.minima) y = vfma(minimum[v], sum, y);
+                    vstore(c, y);
+                }
+            }
+        }
+    }
+    if (!whole) return;
+    V factor[N];
+    load_scales(w, reinterpret_cast<const uint8_t*>(call.panel), factor);
+    for (int i = 0; i < rows * N; i++) vstore(call.c + i * kLanes, vload(call.c + i * kLanes) * factor[i % N]);
+}
+
+void amx_tile(const Linear& w, int rows, const PackedCall& call) {
+    const bool two = rows > amx::kTile;
+    if (w.type == Type::u4)
+        two ? amx_tile_of<4, 2>(w, rows, call) : amx_tile_of<4, 1>(w, rows, call);
+    else
+        two ? amx_tile_of<8, 2>(w, rows, call) : amx_tile_of<8, 1>(w, rows, call);
+}
+
+#endif
+
 template <int Bits, size_t... I>
 void dispatch(std::index_sequence<I...>, const Linear& w, int rows, const PackedCall& call) {
     static constexpr std::array<void (*)(const Linear&, const PackedCall&), sizeof...(I)> table{tile_of<Bits, I + 1>...};
@@ -100,9 +184,10 @@ void dispatch(std::index_sequence<I...>, const Linear& w, int rows, const Packed
 
 }  // namespace
 
-int packed_tile_rows(const Linear& w) { return w.type == Type::u4 ? kDotRows<4> : kDotRows<8>; }
-
 void packed_tile(const Linear& w, int rows, const PackedCall& call) {
+#if defined(FD_AMX)
+    if (in_tiles(w, rows)) return amx_tile(w, rows, call);
+#endif
     if (w.type == Type::u4)
         dispatch<4>(std::make_index_sequence<kDotRows<4>>{}, w, rows, call);
     else

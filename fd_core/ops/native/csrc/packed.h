@@ -7,7 +7,8 @@
 //
 // Rows are quantized to int8 with one scale for each kActivationK values. For each group of both, the integer dot product
 // is exact; its float value is added to the element's one accumulator, in the order of k whatever the number of rows: a
-// row's result does not depend on which rows it is computed with.
+// row's result does not depend on which rows it is computed with. Where there are tiles of AMX they multiply blocks of
+// many rows, vectors the others, with the same bits.
 #pragma once
 
 #include "dot.h"
@@ -93,18 +94,30 @@ struct PackedCall {
 /// Most cache lines fetched ahead for each 16 k: all of a panel, if a product of one block of rows comes by it.
 constexpr int kMostAheadPacked = 12;
 
-/// Rows that `packed_tile` computes at most.
-int packed_tile_rows(const Linear& w);
-/// Compute `rows` rows of one panel.
+/// Rows that vectors compute at once.
+inline int vector_rows(const Linear& w) { return w.type == Type::u4 ? kDotRows<4> : kDotRows<8>; }
+#if defined(FD_AMX)
+constexpr int kMostPackedRows = 2 * amx::kTile;
+/// Whether tiles compute a block of so many rows. They take whole tiles: rows after the last one must be readable.
+inline bool in_tiles(const Linear& w, int rows) { return rows > vector_rows(w); }
+#else
+constexpr int kMostPackedRows = 8;
+inline bool in_tiles(const Linear&, int) { return false; }
+#endif
+/// Compute `rows` rows of one panel: at most kMostPackedRows in tiles, else at most vector_rows(w).
 void packed_tile(const Linear& w, int rows, const PackedCall& call);
 
 /// `matmul` of linear.h over packed weights; `x` are quantized rows, `stride` bytes apart.
 template <class Epilogue>
 void packed_matmul(const Linear& w, const char* x, size_t stride, int rows, Range vecs, Following after,
                    Epilogue&& epilogue) {
-    constexpr int kColumns = kWeightVecs * kLanes, kMostRows = 8;
-    alignas(64) float c[kMostRows * kColumns];
-    const int most = packed_tile_rows(w);
+    constexpr int kColumns = kWeightVecs * kLanes;
+    alignas(64) float c[kMostPackedRows * kColumns];
+    const bool tiles = in_tiles(w, rows);
+    const int most = tiles ? kMostPackedRows : vector_rows(w);
+#if defined(FD_AMX)
+    const amx::Depth depth(tiles ? unit_of(w) / kDotK : amx::kDepth);
+#endif
     const size_t bytes = packed_panel_bytes(w);
     const int groups = int((size_t(rows) * QuantizedRow(w).bytes + kGroupBytes - 1) / kGroupBytes);
     for (int g = 0; g < groups; g++) {
@@ -119,7 +132,7 @@ void packed_matmul(const Linear& w, const char* x, size_t stride, int rows, Rang
             call.ahead_lines =
                 int(std::min<size_t>(kMostAheadPacked, (next.bytes / kCacheLine + chances - 1) / chances));
             for (int i = 0; i < blocks; i++) {
-                const Range r = share(count, i, blocks);
+                const Range r = tiles ? Range{i * most, std::min(count, (i + 1) * most)} : share(count, i, blocks);
                 call.rows = x + (group.begin + r.begin) * stride;
                 packed_tile(w, r.end - r.begin, call);
                 call.ahead += size_t(call.ahead_lines) * (w.padded_k / 16) * kCacheLine;

@@ -9,6 +9,9 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(FD_AMX_EMULATED) && !defined(__AVX512F__)
+#undef __AVX2__  // tiles are as wide as vectors of 16 lanes: without AVX-512, those of plain C++
+#endif
 #if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
 #endif
@@ -128,9 +131,13 @@ inline void vstore(bf16* p, V x) {
 
 #else
 
+#if defined(FD_AMX_EMULATED)
+constexpr int kLanes = 16;
+#else
 constexpr int kLanes = 8;
+#endif
 typedef float V __attribute__((vector_size(4 * kLanes)));
-inline V vset(float x) { return V{x, x, x, x, x, x, x, x}; }
+inline V vset(float x) { return x - V{}; }
 inline V vload(const float* p) {
     V x;
     std::memcpy(&x, p, sizeof x);
@@ -274,7 +281,7 @@ struct Product<bf16> {
     static Operand broadcast(const bf16* p) {
         uint32_t u;
         std::memcpy(&u, p, 4);
-        return Operand{u, u, u, u, u, u, u, u};
+        return Operand{} + u;
     }
     static V low(Operand x) { return (V)(x << 16); }
     static V high(Operand x) { return (V)(x & 0xffff0000u); }

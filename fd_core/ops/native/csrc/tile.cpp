@@ -52,7 +52,7 @@ void dispatch(int rows, int vecs, const TileCall<E>& call) {
 // R and N count 16-row and 16-column tiles: a block of up to 2 x 2 accumulators.
 template <int R, int N>
 void amx_tile(const TileCall<bf16>& call) {
-    constexpr int kTile = 16, kTileK = 32;
+    constexpr int kTile = amx::kTile, kTileK = 2 * amx::kDepth;
     const size_t c_bytes = call.c_stride * sizeof(float), a_bytes = call.a_stride * sizeof(bf16);
     const size_t b_bytes = call.b_step * sizeof(bf16);
     float* lower = call.c + kTile * call.c_stride;
