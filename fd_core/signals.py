@@ -32,6 +32,10 @@ class Outcome(enum.IntEnum):
     ERROR = 3
 
 
+_EMPTY: Final = np.uint8(Outcome.EMPTY)
+_TOKENS: Final = np.uint8(Outcome.TOKENS)
+
+
 class MalformedOutput(ValueError):
     """A backend wrote a token matrix that the protocol does not allow."""
 
@@ -61,7 +65,7 @@ def read(tokens: IntArray, errors: tuple[tuple[int, str], ...] = ()) -> Outcomes
     is_token = tokens >= 0
     released = first == PREEMPTED_TOKEN_ID
     counts = is_token.sum(axis=1, dtype=np.int32)
-    kinds = np.where(counts > 0, np.uint8(Outcome.TOKENS), np.uint8(Outcome.EMPTY))
+    kinds = np.where(counts > 0, _TOKENS, _EMPTY)
     kinds[released] = Outcome.RELEASED
     # A row is well formed when its tokens are a prefix and everything else is -1, or it is -9 followed by -1.
     empty_cells = (tokens == EMPTY_TOKEN_ID).sum(axis=1, dtype=np.int32)

@@ -56,6 +56,7 @@ class TorchOps(TorchSampling, Ops):
             raise ValueError(f"dtype {dtype!r} is not one of {', '.join(_DTYPES)}")
         self.dtype = dtype
         self.device = torch.device(device)
+        self._on_host = self.device.type == "cpu"
         self.torch_dtype = _DTYPES[dtype]
         self._planned: tuple[StepInput, TorchAttentionPlan] | None = None
 
@@ -65,14 +66,13 @@ class TorchOps(TorchSampling, Ops):
             array = array.view(np.int64)
         if not array.flags.writeable:  # torch does not know read-only memory
             array = array.copy()
-        return torch.from_numpy(array).to(self.device)
+        shared = torch.from_numpy(array)
+        return shared if self._on_host else shared.to(self.device)
 
     def to_host(self, array: Array) -> npt.NDArray[Any]:
         """Share or copy a tensor; bfloat16 becomes float32."""
-        host = array.detach()
-        if host.dtype == torch.bfloat16:
-            host = host.float()
-        values: npt.NDArray[Any] = host.cpu().numpy()
+        host = array.float() if array.dtype == torch.bfloat16 else array
+        values: npt.NDArray[Any] = (host if self._on_host else host.cpu()).numpy()
         return values
 
     def prepare_vector(self, values: npt.NDArray[np.float32]) -> Array:

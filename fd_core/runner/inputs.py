@@ -58,6 +58,8 @@ class Rows(Spans):
 
     def cells(self, width: int) -> IntArray:
         """Return int32[N, width], the row of logits behind each cell of the sampling rows; the last one repeats."""
+        if not self.drafts.any():
+            return np.repeat(np.arange(len(self.drafts), dtype=np.int32), width).reshape(-1, width)
         firsts = np.cumsum(self.drafts + 1) - (self.drafts + 1)
         return (firsts[:, None] + np.minimum(np.arange(width), self.drafts[:, None])).astype(np.int32)
 
@@ -87,25 +89,33 @@ def resolve_rows(
     if astray.any():
         slot = int(slots[astray][0])
         raise RuntimeError(f"step {plan.step} plans tokens of slot {slot} that the runner does not have")
-    sampling = np.flatnonzero(plan.samples).astype(np.int32)
+    sampling = plan.samples.nonzero()[0].astype(np.int32)
     verified = drafts[sampling]
     ends = np.cumsum(counts, dtype=np.int32)[sampling]
-    row_of = np.repeat(np.arange(len(sampling)), verified + 1)
-    firsts = np.cumsum(verified + 1) - (verified + 1)
-    columns = (np.arange(len(row_of)) - firsts[row_of]).astype(np.int32)
+    row_of, columns = _rows_and_columns(verified)
     sampled_slots = slots[sampling]
     return Rows(
         slots=slots,
-        starts=starts.astype(np.int32),
-        counts=counts.astype(np.int32),
+        starts=starts,
+        counts=counts,
         sampling=sampling,
         drafts=verified,
-        logits_rows=(ends[row_of] - 1 - verified[row_of] + columns).astype(np.int32),
+        logits_rows=ends[row_of] - 1 - verified[row_of] + columns,
         logits_slots=sampled_slots[row_of],
         positions=batch.length[sampled_slots][row_of] + columns,
         columns=columns,
         padding=padding,
     )
+
+
+def _rows_and_columns(drafts: IntArray) -> tuple[IntArray, IntArray]:
+    """Return int32[R] each: for every row of logits, which of the N rows with `drafts` it is of, and its column."""
+    rows = np.arange(len(drafts), dtype=np.int32)
+    if not drafts.any():
+        return rows, np.zeros(len(drafts), np.int32)
+    firsts = np.cumsum(drafts + 1, dtype=np.int32) - (drafts + 1)
+    row_of = np.repeat(rows, drafts + 1)
+    return row_of, np.arange(len(row_of), dtype=np.int32) - firsts[row_of]
 
 
 def build_inputs(
@@ -125,19 +135,26 @@ def build_inputs(
     """
     slots, counts = spans.slots, spans.counts
     total = int(counts.sum())
-    query_start = np.zeros(len(slots) + 1, np.int32)
-    np.cumsum(counts, out=query_start[1:])
-    row_of = np.repeat(np.arange(len(slots), dtype=np.int32), counts)
-    positions = np.arange(total, dtype=np.int32) - query_start[row_of] + spans.starts[row_of]
-    slot_of = slots[row_of]
+    if total == len(slots):  # one token each
+        query_start = np.arange(total + 1, dtype=np.int32)
+        positions, slot_of = spans.starts, slots
+    else:
+        query_start = np.zeros(len(slots) + 1, np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        row_of = np.repeat(np.arange(len(slots), dtype=np.int32), counts)
+        positions = np.arange(total, dtype=np.int32) - query_start[row_of] + spans.starts[row_of]
+        slot_of = slots[row_of]
     context = spans.starts + counts
     max_context = int(context.max())
     more, spare = spans.padding, 0 if spare_block is None else spare_block
     if more and spare_block is None:
         raise RuntimeError(f"the pack {ops.name} pads steps, but its KV cache has no spare block")
-    kv_slots = tables[slot_of, positions // size] * size + positions % size
+    entries, offsets = np.divmod(positions, size)
+    kv_slots = tables[slot_of, entries] * size + offsets
     host = HostStep(
-        query_start=np.concatenate([query_start, np.arange(total + 1, total + more + 1, dtype=np.int32)]),
+        query_start=np.concatenate([query_start, np.arange(total + 1, total + more + 1, dtype=np.int32)])
+        if more
+        else query_start,
         context_len=_padded(context, more, 1),
         block_tables=_padded(tables[slots, : -(-max_context // size)], more, spare),
     )

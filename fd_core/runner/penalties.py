@@ -55,6 +55,8 @@ class Penalties:
 
     def extend(self, slots: IntArray, tokens: IntArray, accepted: IntArray) -> None:
         """Count delivered tokens: int32[N, 1 + k], of which row i keeps the first 1 + accepted[i]."""
+        if not self._num_rows:
+            return
         rows = self._row_of[slots]
         kept = (np.arange(tokens.shape[1]) <= accepted[:, None]) & (rows >= 0)[:, None]
         ids = tokens[kept]
@@ -68,6 +70,8 @@ class Penalties:
 
         The token in column c of a slot follows c drafts, which stand in `tokens` before its position.
         """
+        if not self._num_rows:
+            return logits
         rows = np.flatnonzero(self._row_of[slots] >= 0).astype(np.int32)
         if not len(rows):
             return logits

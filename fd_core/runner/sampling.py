@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import numpy as np
@@ -64,10 +64,13 @@ class Sampler:
         self._extras: dict[int, _Extras] = {}
         self._allowed: dict[int, IntArray] = {}
         """Bits of the tokens that may be chosen, as `Ops.mask_logits` takes them."""
+        self._known: tuple[bytes, SampleInput] | None = None
+        """What `Ops.sample` was told last and of which slots: most steps sample for those of the step before."""
 
     def admit(self, admission: Admission) -> None:
         """Remember the parameters of a new residency. Raises `ValueError` for token ids outside the vocabulary."""
         slot, params = admission.slot, admission.params
+        self._known = None
         self._temperature[slot] = params.temperature
         self._top_k[slot] = params.top_k
         self._top_p[slot] = params.top_p
@@ -118,7 +121,7 @@ class Sampler:
         yield, whatever else changes their logits; log-probabilities are those of the model, without masks.
         """
         ops = self._ops
-        wanted = np.flatnonzero(self._logprobs[slots] >= 0)
+        wanted = (self._logprobs[slots] >= 0).nonzero()[0]
         raw = ops.gather_rows(logits, ops.from_host(wanted.astype(np.int32))) if len(wanted) else None
         logits = self._penalties.apply(logits, slots, positions, columns, tokens)
         if self._extras:
@@ -135,11 +138,13 @@ class Sampler:
         return Sampled(chosen, peaks, wanted, ops.logprobs(raw, rows, top_n))
 
     def _rows(self, slots: IntArray, positions: IntArray) -> SampleInput:
-        ops = self._ops
+        ops, key = self._ops, slots.tobytes()
+        if self._known is not None and self._known[0] == key:
+            return replace(self._known[1], positions=ops.from_host(positions))
         temperature, top_k = self._temperature[slots], self._top_k[slots]
         top_p, min_p = self._top_p[slots], self._min_p[slots]
         random = temperature > 0
-        return SampleInput(
+        rows = SampleInput(
             temperature=ops.from_host(temperature),
             top_k=ops.from_host(top_k),
             top_p=ops.from_host(top_p),
@@ -149,6 +154,8 @@ class Sampler:
             all_greedy=not random.any(),
             any_filter=bool((random & ((top_k > 0) | (top_p < 1) | (min_p > 0))).any()),
         )
+        self._known = key, rows
+        return rows
 
     def _adjust(self, logits: Array, slots: IntArray, positions: IntArray, tokens: IntArray) -> Array:
         """Apply logit_bias, min_tokens and banned sequences."""

@@ -47,7 +47,8 @@ class Runtime:
         dtype = torch.float32 if wide else self.torch_dtype
         padded = -(-width // _ROW_ALIGN) * _ROW_ALIGN
         whole = torch.empty((rows + self.row_slack, padded), dtype=dtype)
-        whole[:, width:] = 0
+        if width < padded:
+            whole[:, width:] = 0
         return whole[:rows, :width]
 
 

@@ -22,7 +22,10 @@ class TorchPostprocess(Postprocess):
         """Build the token matrix of the step."""
         width, device = sampled.shape[1], sampled.device
         matrix = torch.full((self.limits.max_num_seqs, width), EMPTY_TOKEN_ID, dtype=torch.int32, device=device)
-        delivered = torch.arange(width, device=device) <= accepted[:, None]
-        matrix[slots.long()] = torch.where(delivered, sampled, EMPTY_TOKEN_ID)
-        matrix[:, 0].index_fill_(0, revoked.long(), PREEMPTED_TOKEN_ID)
+        if width > 1:
+            delivered = torch.arange(width, device=device) <= accepted[:, None]
+            sampled = torch.where(delivered, sampled, EMPTY_TOKEN_ID)
+        matrix[slots] = sampled
+        if len(revoked):
+            matrix[:, 0].index_fill_(0, revoked.long(), PREEMPTED_TOKEN_ID)
         return matrix
