@@ -14,7 +14,7 @@ __all__ = ["CpuBackend"]
 
 
 class CpuBackend(Backend):
-    """torch on the host's processors; by default bfloat16 where native kernels have instructions for it."""
+    """torch on the host's processors; by default bfloat16 with native kernels and float32 without them."""
 
     name: ClassVar[str] = "cpu"
     default_pipeline_depth: ClassVar[int] = 1
@@ -36,8 +36,8 @@ class CpuBackend(Backend):
                 f"the cpu backend needs torch: {error}", field="--backend", hint="pip install 'fd-core[cpu]'"
             ) from error
         torch.set_num_threads(self.threads)
-        # The native pack accumulates in float32, so it takes bfloat16 where the processor multiplies it. Eager torch
-        # rounds every intermediate result to the dtype, which can change a text, so it takes float32.
+        # The native pack accumulates in float32, so it takes bfloat16. Eager torch rounds every intermediate result to
+        # the dtype, which can change a text, so it takes float32.
         wanted = self.dtype_asked_for("float32", "bfloat16")
         if self.config.native_kernels:
             from fd_core.ops.native import load_native_ops
@@ -45,8 +45,7 @@ class CpuBackend(Backend):
             native = load_native_ops(wanted, self.threads)
             if native is not None:
                 self._kernels = native.describe()
-                verb = "has" if native.dtype == "bfloat16" else "lacks"
-                self.dtype_reason = f"the processor {verb} bfloat16 instructions ({native.instruction_set})"
+                self.dtype_reason = native.dtype_reason
                 return native
         from fd_core.ops.torch_ops import TorchOps
 

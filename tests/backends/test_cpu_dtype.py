@@ -1,4 +1,4 @@
-"""`--dtype auto` on the processor: bfloat16 only where the kernels have instructions for it, and the reason is told."""
+"""`--dtype auto` on the processor: bfloat16 with native kernels, and the reason is told."""
 
 from __future__ import annotations
 
@@ -7,27 +7,11 @@ import pytest
 from fd_core.backends.cpu import CpuBackend
 from fd_core.cli.summary import summary
 from fd_core.config import EngineConfig, ServerConfig
-from fd_core.ops.native import fastest_dtype
 from tests.server.fakes import engine_info
 
 
-@pytest.mark.parametrize(
-    ("instruction_set", "dtype"),
-    [
-        ("amx_bf16", "bfloat16"),
-        ("amx_emulated", "bfloat16"),
-        ("avx512_bf16", "bfloat16"),
-        ("avx512", "float32"),
-        ("avx2", "float32"),
-        ("generic", "float32"),
-    ],
-)
-def test_bfloat16_needs_instructions(instruction_set: str, dtype: str) -> None:
-    assert fastest_dtype(instruction_set) == dtype
-
-
-@pytest.mark.parametrize(("asked", "dtype"), [("auto", "float32"), ("bfloat16", "bfloat16"), ("float32", "float32")])
-def test_a_processor_without_instructions_computes_in_float32_unless_asked(
+@pytest.mark.parametrize(("asked", "dtype"), [("auto", "bfloat16"), ("bfloat16", "bfloat16"), ("float32", "float32")])
+def test_a_processor_without_instructions_computes_in_bfloat16_unless_asked(
     asked: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch")
@@ -37,8 +21,28 @@ def test_a_processor_without_instructions_computes_in_float32_unless_asked(
     if ops.name != "native":
         pytest.skip("the native kernels cannot be built here")
     assert ops.dtype == dtype
-    if asked == "auto":
-        assert backend.dtype_reason == "the processor lacks bfloat16 instructions (generic)"
+    assert backend.dtype_reason.startswith("the processor lacks bfloat16 instructions (generic), but")
+
+
+@pytest.mark.parametrize(
+    ("instructions", "products", "words"),
+    [
+        ("amx_bf16", "amx_int8", "has bfloat16 instructions"),
+        ("avx512_bf16", "avx512_vnni", "has bfloat16 instructions"),
+        ("avx512", "avx512_vnni", "--quantization int8 takes half of the time"),
+        ("avx2", "avx_vnni", "--quantization int8 takes half of the time"),
+        ("avx2", "avx2", "reading half as much is faster"),
+    ],
+)
+def test_the_reason_tells_what_is_faster(
+    instructions: str, products: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack = pytest.importorskip("fd_core.ops.native.pack")
+    monkeypatch.setattr(pack.NativeOps, "instruction_set", instructions)
+    monkeypatch.setattr(pack.NativeOps, "packed_products", products)
+    reason = pack.NativeOps.__new__(pack.NativeOps).dtype_reason
+    assert words in reason
+    assert ("int8" in reason) == ("vnni" in products and "bf16" not in instructions)
 
 
 def test_eager_torch_says_why_it_takes_float32() -> None:
@@ -49,6 +53,6 @@ def test_eager_torch_says_why_it_takes_float32() -> None:
 
 
 def test_the_summary_gives_the_reason() -> None:
-    info = engine_info(dtype="float32", dtype_reason="the processor lacks bfloat16 instructions (avx2)")
+    info = engine_info(dtype="bfloat16", dtype_reason="the processor has bfloat16 instructions (amx_bf16)")
     rows = dict(summary(info, ServerConfig(), "http://here"))
-    assert rows["dtype"] == "float32 (the processor lacks bfloat16 instructions (avx2))"
+    assert rows["dtype"] == "bfloat16 (the processor has bfloat16 instructions (amx_bf16))"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fd_core.ops.native.pack import NativeOps
 
-__all__ = ["fastest_dtype", "load_native_ops"]
+__all__ = ["load_native_ops"]
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +16,8 @@ logger = logging.getLogger(__name__)
 def load_native_ops(dtype: str | None, threads: int) -> NativeOps | None:
     """Return the native pack, or None, with one line logged, where its library cannot be built or used.
 
-    `dtype` is `float32`, `bfloat16`, or None for what the processor multiplies fastest. Needs torch.
+    `dtype` is `float32` or `bfloat16`; None is `bfloat16`, which is faster also where it has to be widened.
+    Needs torch.
     """
     try:
         from fd_core.ops.native.build import BuildError, load
@@ -31,9 +32,4 @@ def load_native_ops(dtype: str | None, threads: int) -> NativeOps | None:
         return None
     from fd_core.ops.native.pack import NativeOps
 
-    return NativeOps(library, dtype or fastest_dtype(library.fd_instruction_set().decode()), threads)
-
-
-def fastest_dtype(instruction_set: str) -> str:
-    """Return `bfloat16` for an instruction set that multiplies it, else `float32`, which others would expand it to."""
-    return "bfloat16" if instruction_set.startswith(("avx512_bf16", "amx")) else "float32"
+    return NativeOps(library, dtype or "bfloat16", threads)
