@@ -98,7 +98,7 @@ class CudaBackend(Backend):
         return f"{device}, {self._kernels}, decodes as CUDA graphs"
 
     def _load_kernels(self, dtype: str, cuda: Cuda) -> Kernels:
-        from fd_gpu_cuda.kernels import attention, sampling
+        from fd_gpu_cuda.kernels import attention, products, sampling
         from fd_gpu_cuda.ops import Kernels
 
         planned = None
@@ -110,7 +110,8 @@ class CudaBackend(Backend):
             if flashinfer is not None:
                 planned = FlashInferAttention(flashinfer, cuda.device)
                 self._kernels = "Triton kernels, FlashInfer for prefill"
-        return Kernels(attention.paged_attention, sampling.sample, sampling.mask_logits, planned)
+        product = products.packed_product(cuda.multiprocessors)
+        return Kernels(attention.paged_attention, sampling.sample, sampling.mask_logits, product, planned)
 
     def _fastest_dtype(self, cuda: Cuda) -> str:
         verb = "multiplies" if cuda.has_bfloat16 else "does not multiply"

@@ -35,6 +35,17 @@ class Cuda:
         """Whether the device multiplies bfloat16 matrices itself: Ampere (compute capability 8.0) and later do."""
         return torch.cuda.get_device_capability(self.device) >= (8, 0)
 
+    @property
+    def multiplies_fp8(self) -> bool:
+        """Whether the device multiplies FP8 itself: Ada (compute capability 8.9) and later do."""
+        return torch.cuda.get_device_capability(self.device) >= (8, 9)
+
+    @property
+    def multiprocessors(self) -> int:
+        """How many multiprocessors the device has."""
+        count: int = torch.cuda.get_device_properties(self.device).multi_processor_count
+        return count
+
     def upload(self, host: Array) -> Array:
         """Queue a copy of a host tensor. torch keeps the pinned memory until the copy has read it."""
         return host.pin_memory().to(self.device, non_blocking=True) if host.numel() else host.to(self.device)

@@ -12,10 +12,12 @@ from fd_core.config import Limits
 from fd_core.ops.contract import Activation, Array, Experts, Forward, Heads, KVCache, KVShape, SampleInput, StepInput
 from fd_core.ops.torch_attention import TorchLayer
 from fd_core.ops.torch_ops import TorchOps, route
+from fd_core.weights import WEIGHT_FORMATS, PackedTensor, RawTensor, Weight
 
 from fd_gpu_cuda.device import Cuda
 from fd_gpu_cuda.graphs import GraphedForward
 from fd_gpu_cuda.kv_cache import CudaKVCache
+from fd_gpu_cuda.packed import PackedLinear, PackedProduct, pack_linear
 from fd_gpu_cuda.sizes import graph_sizes, padded
 
 __all__ = ["CudaOps", "Kernels"]
@@ -31,6 +33,7 @@ class Kernels(NamedTuple):
     sample: Callable[[Array, SampleInput], tuple[Array, Array]]
     """Without filters."""
     mask_logits: Callable[[Array, Array, Array], Array]
+    packed_product: PackedProduct
     planned_attention: AttentionKernel | None = None
     """Of steps whose metadata is on the host too; never captured."""
 
@@ -39,6 +42,7 @@ class CudaOps(TorchOps):
     """Operations on torch tensors of one CUDA device."""
 
     name = "torch"
+    weight_formats = WEIGHT_FORMATS
     kv_dtypes = ()  # its attention kernels read blocks of its own dtype
 
     def __init__(self, dtype: str, cuda: Cuda, kernels: Kernels) -> None:
@@ -67,6 +71,29 @@ class CudaOps(TorchOps):
     def to_host(self, array: Array) -> npt.NDArray[Any]:
         """Bring one array over."""
         return self.fetch([array])[0]
+
+    def prepare_linear(
+        self, parts: Sequence[Weight], biases: Sequence[RawTensor] | None = None, *, gated: bool = False
+    ) -> Any:
+        """Keep packed parts packed, but where a group is no multiple of 16 values or a part is not packed."""
+        packed = pack_linear(parts, biases, self.device, self._multiplies_8_bits)
+        return super().prepare_linear(parts, biases, gated=gated) if packed is None else packed
+
+    def _multiplies_8_bits(self, fp8: bool) -> bool:
+        """Say whether activations are rounded to 8 bits: where the device multiplies those, beside bfloat16 only."""
+        return self.dtype == "bfloat16" and (not fp8 or self._cuda.multiplies_fp8)
+
+    def tied_head(self, embedding: Array, weight: Weight) -> Any:
+        """Share the embedding unless the projection is packed."""
+        if isinstance(weight, PackedTensor):
+            return self.prepare_linear([weight])
+        return super().tied_head(embedding, weight)
+
+    def linear(self, x: Array, weight: Any) -> Array:
+        """Multiply by the transposed weight and add the bias."""
+        if isinstance(weight, PackedLinear):
+            return weight(x, self._kernels.packed_product)
+        return super().linear(x, weight)
 
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:
         """Allocate blocks, and one more for padding."""

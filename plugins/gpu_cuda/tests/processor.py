@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fd_gpu_cuda.backend import CudaBackend
 from fd_gpu_cuda.device import Cuda, Replay
 from fd_gpu_cuda.ops import CudaOps, Kernels
+from fd_gpu_cuda.packed import PackedPart
 
 torch.set_num_threads(1)
 
@@ -36,6 +37,7 @@ class Processor(Cuda):
     name = "processor"  # type: ignore[assignment]  # a property of the class above
     # Here every intermediate result would be rounded to bfloat16.
     has_bfloat16 = False  # type: ignore[assignment]  # as above
+    multiplies_fp8 = False  # type: ignore[assignment]  # as above
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -101,8 +103,25 @@ def plain_mask(logits: Array, rows: Array, bits: Array) -> Array:
     return TorchOps().mask_logits(logits, rows, bits)
 
 
+def plain_product(x: Array, part: PackedPart, y: Array) -> None:
+    """Expand the weight, and multiply."""
+    values = part.values
+    if part.fp8:
+        numbers = values.view(torch.float8_e4m3fn).float()
+    elif part.bits == 4:
+        spans = values.unflatten(1, (-1, part.span))
+        numbers = torch.stack((spans & 15, spans >> 4), dim=2).flatten(1).float() - part.middle
+    else:
+        numbers = values.float()
+    numbers = numbers[:, : part.inputs]
+    weight = numbers * part.scales.float().repeat_interleave(part.group, 1)
+    if part.minima is not None:
+        weight += part.minima.float().repeat_interleave(part.group, 1)
+    y.copy_(torch.nn.functional.linear(x, weight.to(x.dtype), None if part.bias is None else part.bias.to(x.dtype)))
+
+
 def make_ops(processor: Processor | None = None, dtype: str = "float32") -> CudaOps:
-    return CudaOps(dtype, processor or Processor(), Kernels(plain_attention, plain_sample, plain_mask))
+    return CudaOps(dtype, processor or Processor(), Kernels(plain_attention, plain_sample, plain_mask, plain_product))
 
 
 class OnProcessor(CudaBackend):

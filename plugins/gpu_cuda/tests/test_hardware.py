@@ -15,7 +15,9 @@ from fd_core.config import EngineConfig  # noqa: E402 - only where torch is inst
 from fd_core.ops.torch_ops import TorchOps  # noqa: E402
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess  # noqa: E402
 from fd_core.runner.runner import Runner  # noqa: E402
+from fd_core.testing.arrays import activations, packed_weight  # noqa: E402
 from fd_core.testing.checkpoints import write_checkpoint  # noqa: E402
+from fd_core.weights import WEIGHT_FORMATS  # noqa: E402
 from test_steps import CASES, LIMITS, MIXED, conversation  # noqa: E402
 
 from fd_gpu_cuda.backend import CudaBackend  # noqa: E402
@@ -33,6 +35,18 @@ def test_steps_on_the_device_give_what_the_processor_gives(case: str, tmp_path: 
         outputs.append([runner.execute(each).tokens for each in conversation(MIXED)])
     np.testing.assert_array_equal(outputs[0], outputs[1])
     assert backend.free_memory() > 0
+
+
+@pytest.mark.parametrize("kind", sorted(WEIGHT_FORMATS))
+def test_packed_weights_on_the_device_are_near_what_they_stand_for(kind: str) -> None:
+    """Few rows and many, beside each other: 8-bit products round what they multiply by."""
+    ops = CudaBackend(EngineConfig(model="x", dtype="bfloat16")).make_ops()
+    weight = packed_weight(kind, 1500, 4096)
+    prepared, x = ops.prepare_linear([weight]), np.random.default_rng(1).standard_normal((300, 4096), "f4")
+    expected = x @ weight.to_float32().T
+    for rows in (1, 16, 300):
+        found = ops.to_host(ops.linear(activations(ops, x[:rows]), prepared))
+        assert np.sqrt(np.square(found - expected[:rows]).mean()) < 0.04 * expected.std()
 
 
 def test_nothing_but_the_fetch_synchronises(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from fd_core.ops.contract import KVShape, Ops  # noqa: E402
 from fd_core.ops.numpy_ops import NumpyOps  # noqa: E402
 from fd_core.ops.torch_ops import TorchOps  # noqa: E402
 from fd_core.runner.inputs import BudgetExceeded  # noqa: E402
+from fd_core.runner.postprocess.numpy_matrix import NumpyPostprocess  # noqa: E402
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess  # noqa: E402
 from fd_core.runner.runner import Runner  # noqa: E402
 from fd_core.testing.arrays import Values, on_device, sample_input  # noqa: E402
@@ -91,6 +92,19 @@ def test_steps_give_what_the_core_s_pack_gives(folder: Path) -> None:
         if expected.logprobs is not None:
             np.testing.assert_allclose(found.logprobs.top, expected.logprobs.top, atol=1e-4)
     assert processor.captured == [6, 4, 2, 1]
+    assert processor.replays == 5
+
+
+def test_packed_weights_are_replayed_like_others(folder: Path) -> None:
+    """Experts and the output projection, too; the oracle multiplies by what they stand for."""
+    processor = Processor()
+    config, outputs = EngineConfig(model=str(folder), quantization="int8"), []
+    for ops in (NumpyOps(), make_ops(processor)):
+        model = OnProcessor(config).load_model(folder, ops, lambda done, total: None)
+        assert {use.computed for use in model.weights} == {"int8", "float32"}
+        runner = Runner(ops, model, LIMITS, NumpyPostprocess if isinstance(ops, NumpyOps) else TorchPostprocess)
+        outputs.append([runner.execute(each).tokens for each in conversation(MIXED)])
+    np.testing.assert_array_equal(outputs[0], outputs[1])
     assert processor.replays == 5
 
 

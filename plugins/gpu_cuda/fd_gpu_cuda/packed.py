@@ -1,0 +1,146 @@
+"""Packed weights of linear layers as the kernels of `kernels.products` read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from fd_core.ops.contract import Array
+from fd_core.weights import FP8, PackedTensor, RawTensor, Weight
+
+__all__ = ["PackedLinear", "PackedPart", "PackedProduct", "pack_linear"]
+
+_LONGEST_SPAN = 64
+_LONGEST_SPAN_OF_8_BITS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPart:
+    """Rows of a packed linear that are stored alike: (value - middle) * scale + minimum."""
+
+    values: Array
+    """int8[out, n], where FP8 has the bits of its numbers; with 4 bits uint8[out, n / 2].
+
+    Rows end with zeros, so that n is whole spans, or whole pairs of them. A byte of 4-bit values holds one of a span,
+    and above it one of the next.
+    """
+    scales: Array
+    """[out, groups]: float16 where that holds all of them exactly, else float32."""
+    minima: Array | None
+    bias: Array | None
+    """float32[out]"""
+    bits: int
+    """4 or 8."""
+    fp8: bool
+    middle: int
+    """8 where values of 4 bits are signed, else 0."""
+    group: int
+    span: int
+    """Values of a row that are multiplied at a time: a power of two that divides the group, or a row has one group."""
+    inputs: int
+    eight: bool
+    """Whether what they are multiplied by is rounded to their own 8 bits, with a scale for each row."""
+
+    @property
+    def out(self) -> int:
+        """Number of rows."""
+        return int(self.values.shape[0])
+
+
+PackedProduct = Callable[[Array, PackedPart, Array], None]
+"""Multiplies x [T, in] into y [T, out], whose rows may lie apart; waits for nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinear:
+    """A prepared linear whose weights stay packed; the results of its parts lie side by side."""
+
+    parts: tuple[PackedPart, ...]
+
+    def __call__(self, x: Array, product: PackedProduct) -> Array:
+        """[T, in] -> [T, out]"""
+        y = x.new_empty(len(x), sum(part.out for part in self.parts))
+        if len(x):
+            x = x if x.stride(1) == 1 else x.contiguous()
+            for part, mine in zip(self.parts, y.split([part.out for part in self.parts], dim=1), strict=True):
+                product(x, part, mine)
+        return y
+
+
+def pack_linear(
+    parts: Sequence[Weight], biases: Sequence[RawTensor] | None, device: Any, eight: Callable[[bool], bool]
+) -> PackedLinear | None:
+    """Bring packed weights to the device; None where one is not packed, or has groups that the kernels do not take.
+
+    `eight` says whether the device multiplies whole numbers (False) or floating-point numbers (True) of 8 bits.
+    """
+    packed = [part for part in parts if isinstance(part, PackedTensor) and _span(part, _LONGEST_SPAN)]
+    if len(packed) < len(parts):
+        return None
+    found = [None] * len(packed) if biases is None else [bias.to_float32() for bias in biases]
+    runs: list[tuple[list[PackedTensor], list[npt.NDArray[np.float32] | None]]] = []
+    for part, bias in zip(packed, found, strict=True):
+        if not runs or _form(runs[-1][0][0]) != _form(part):
+            runs.append(([], []))
+        runs[-1][0].append(part)
+        runs[-1][1].append(bias)
+    return PackedLinear(tuple(_packed(run, biases, device, eight) for run, biases in runs))
+
+
+def _span(part: PackedTensor, longest: int) -> int:
+    """Return the longest span that a group holds whole times, 0 if that is below 16."""
+    if part.scales.shape[1] == 1:
+        return longest
+    span = min(part.group & -part.group, longest)
+    return span if span >= 16 else 0
+
+
+def _form(part: PackedTensor) -> tuple[Any, ...]:
+    return part.format == FP8, 4 if part.bits == 4 else 8, part.minima is None, part.group
+
+
+def _packed(
+    parts: Sequence[PackedTensor],
+    biases: Sequence[npt.NDArray[np.float32] | None],
+    device: Any,
+    eight: Callable[[bool], bool],
+) -> PackedPart:
+    first = parts[0]
+    fp8, bits, _, group = _form(first)
+    rows = first.scales.shape[1] == 1
+    # Products of 8 bits are scaled once for a group, which short groups are not worth.
+    exact = bits == 8 and first.minima is None and (rows or group % _LONGEST_SPAN_OF_8_BITS == 0) and eight(fp8)
+    span = _span(first, _LONGEST_SPAN_OF_8_BITS if exact else _LONGEST_SPAN)
+    middle = 8 if bits == 4 and first.minima is None else 0
+    inputs = first.shape[1]
+    values = np.concatenate([part.values for part in parts])
+    values = np.pad(values, ((0, 0), (0, -inputs % (2 * span if bits == 4 else span))))
+    if bits == 4:
+        pairs = (values + np.int8(middle)).view(np.uint8).reshape(len(values), -1, 2, span)
+        values = (pairs[:, :, 0] | (pairs[:, :, 1] << 4)).reshape(len(values), -1)
+    minima = [part.minima for part in parts if part.minima is not None]
+    bias = [each for each in biases if each is not None]
+    return PackedPart(
+        torch.from_numpy(values).to(device),
+        _factors([part.scales for part in parts], device),
+        _factors(minima, device) if minima else None,
+        torch.from_numpy(np.concatenate(bias)).to(device) if bias else None,
+        bits,
+        fp8,
+        middle,
+        group,
+        span,
+        inputs,
+        exact,
+    )
+
+
+def _factors(parts: Sequence[npt.NDArray[np.float32]], device: Any) -> Array:
+    whole = np.concatenate(parts)
+    with np.errstate(over="ignore"):
+        half = whole.astype(np.float16)
+    return torch.from_numpy(half if (half == whole).all() else whole).to(device)

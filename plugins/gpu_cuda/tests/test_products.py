@@ -1,0 +1,173 @@
+"""Products with packed weights: the kernels in Triton's interpreter and the layout they read, against the oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from fd_core.testing.arrays import packed_weight  # noqa: E402 - only where both are installed
+from fd_core.weights import FP8, WEIGHT_FORMATS, PackedTensor, RawTensor  # noqa: E402
+from processor import plain_product  # noqa: E402
+
+from fd_gpu_cuda.kernels.products import packed_product, quantize_rows, tile_of  # noqa: E402
+from fd_gpu_cuda.packed import PackedLinear, pack_linear  # noqa: E402
+
+IN_THE_INTERPRETER = packed_product(multiprocessors=2)
+
+
+def linear(
+    parts: list[PackedTensor], biases: list[RawTensor] | None = None, *, eight: bool = False
+) -> PackedLinear | None:
+    return pack_linear(parts, biases, "cpu", lambda fp8: eight)
+
+
+def multiply(x: Any, weight: PackedLinear | None, product: Any = IN_THE_INTERPRETER) -> Any:
+    assert weight is not None
+    return weight(x, product)
+
+
+def rows_of(count: int, inputs: int, dtype: Any = torch.float32) -> Any:
+    x = np.random.default_rng(4).standard_normal((count, inputs)).astype(np.float32)
+    x[:, ::37] *= 9  # outliers
+    return torch.from_numpy(x).to(dtype)
+
+
+def expected(x: Any, weight: PackedTensor, dtype: Any = torch.float32) -> Any:
+    return x.double() @ torch.from_numpy(weight.to_float32()).to(dtype).double().T
+
+
+@pytest.mark.parametrize("product", [IN_THE_INTERPRETER, plain_product], ids=["kernel", "plain"])
+@pytest.mark.parametrize("kind", sorted(WEIGHT_FORMATS))
+def test_every_format_is_what_it_stands_for(kind: str, product: Any) -> None:
+    weight, x = packed_weight(kind, 150, 768), rows_of(9, 768)
+    right = expected(x, weight)
+    assert torch.allclose(multiply(x, linear([weight]), product).double(), right, rtol=0, atol=1e-5 * right.abs().max())
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q6_K", "int8", FP8])
+def test_weights_are_rounded_as_expanded_ones_are(kind: str) -> None:
+    """float16, because the interpreter cannot multiply matrices of bfloat16."""
+    weight, x = packed_weight(kind, 70, 768), rows_of(17, 768, torch.float16)
+    right, found = expected(x, weight, torch.float16), multiply(x, linear([weight]))
+    assert found.dtype == torch.float16
+    assert torch.allclose(found.double(), right, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("out", "inputs"), [(1, 16), (65, 48), (3, 1040), (200, 2048)])
+@pytest.mark.parametrize("kind", ["int4", "int8", FP8])
+def test_rows_of_one_scale_have_any_length(kind: str, out: int, inputs: int) -> None:
+    weight, x = packed_weight(kind, out, inputs, group=inputs), rows_of(5, inputs)
+    right = expected(x, weight)
+    assert torch.allclose(multiply(x, linear([weight])).double(), right, rtol=0, atol=2e-5 * right.abs().max())
+
+
+def test_parts_keep_their_order_their_forms_and_their_biases() -> None:
+    kinds, outs = ("Q4_K", "Q4_K", "Q6_K", "int8"), (33, 7, 40, 5)
+    parts = [packed_weight(kind, out, 256) for kind, out in zip(kinds, outs, strict=True)]
+    biases = [RawTensor("F32", np.arange(out, dtype=np.float32) * 10) for out in outs]
+    weight, x = linear(parts, biases), rows_of(3, 256)
+    assert weight is not None and [part.out for part in weight.parts] == [40, 40, 5]
+    right = torch.cat(
+        [expected(x, part) + torch.from_numpy(bias.data) for part, bias in zip(parts, biases, strict=True)], 1
+    )
+    assert torch.allclose(multiply(x, weight).double(), right, rtol=0, atol=1e-5 * right.abs().max())
+
+
+def test_what_the_kernels_do_not_take_is_left_to_be_expanded() -> None:
+    assert linear([packed_weight("int4", 8, 96, group=24)]) is None
+    assert (
+        pack_linear([packed_weight("int4", 8, 64), RawTensor("F32", np.ones((8, 64), "f4"))], None, "cpu", bool) is None
+    )
+
+
+def test_bytes_on_the_device_are_those_of_the_form() -> None:
+    weight = linear([packed_weight("Q4_0", 64, 512)])
+    assert weight is not None
+    (part,) = weight.parts
+    assert part.values.nbytes == 64 * 256 and part.scales.dtype == torch.float16
+
+
+# Products of 8 bits -------------------------------------------------------------------------------------------
+
+EIGHT = [("int8", None, 768), ("Q8_0", 128, 768), (FP8, None, 768), (FP8, 128, 1024), ("int8", None, 200)]
+
+
+def rounded(x: Any, fp8: bool) -> tuple[Any, Any]:
+    """What the kernel makes of rows, in torch's own operations."""
+    limit = 448 if fp8 else 127
+    largest = x.float().abs().amax(1, keepdim=True)
+    scaled = x.float() * (limit / largest)
+    return (scaled.to(torch.float8_e4m3fn) if fp8 else scaled.round().to(torch.int8)), largest / limit
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_rows_are_rounded_to_8_bits(fp8: bool, dtype: Any) -> None:
+    x = rows_of(7, 1500, dtype)
+    values, scales = quantize_rows(x, torch.float8_e4m3fn if fp8 else torch.int8)
+    right, sizes = rounded(x, fp8)
+    assert torch.equal(values.float(), right.float())
+    assert torch.allclose(scales[:, None], sizes, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "group", "inputs"), EIGHT)
+def test_products_of_8_bits_equal_the_same_arithmetic(kind: str, group: int | None, inputs: int) -> None:
+    weight, x = packed_weight(kind, 150, inputs, group), rows_of(9, inputs, torch.float16)
+    packed = linear([weight], eight=True)
+    assert packed is not None and packed.parts[0].eight
+    values, scales = rounded(x, kind == FP8)
+    right = expected(values, weight) * scales
+    assert torch.allclose(multiply(x, packed).double(), right, rtol=1e-3, atol=1e-3 * right.abs().max())
+
+
+@pytest.mark.parametrize(("kind", "worst"), [("int8", 0.015), (FP8, 0.04)])
+def test_rounding_to_8_bits_costs_little(kind: str, worst: float) -> None:
+    weight, x = packed_weight(kind, 60, 512), torch.from_numpy(np.random.default_rng(0).standard_normal((9, 512), "f4"))
+    right = expected(x, weight)
+    error = multiply(x, linear([weight], eight=True)).double() - right
+    assert error.square().mean().sqrt() < worst * right.std()
+
+
+@pytest.mark.parametrize(("kind", "group"), [("Q8_0", 32), ("Q4_1", 128), ("int4", 32), ("int8", 64)])
+def test_short_groups_and_minima_are_widened(kind: str, group: int) -> None:
+    packed = linear([packed_weight(kind, 8, 256, group)], eight=True)
+    assert packed is not None and not packed.parts[0].eight
+
+
+@pytest.mark.parametrize(("kind", "eight"), [("Q4_1", False), ("int8", True), (FP8, False), (FP8, True)])
+def test_a_row_has_the_same_bits_alone_and_in_every_batch(kind: str, eight: bool) -> None:
+    weight, x = linear([packed_weight(kind, 40, 256)], eight=eight), rows_of(130, 256, torch.float16)
+    together = multiply(x, weight)
+    for rows in (slice(0, 1), slice(3, 20), slice(40, 80), slice(129, 130)):
+        assert torch.equal(multiply(x[rows], weight), together[rows])
+
+
+@pytest.mark.parametrize("eight", [False, True])
+@pytest.mark.parametrize("kind", ["int8", FP8])
+def test_what_is_not_finite_reaches_its_own_row_only(kind: str, eight: bool) -> None:
+    weight, x = linear([packed_weight(kind, 40, 256)], eight=eight), rows_of(4, 256)
+    right = multiply(x, weight)
+    x[1, 70], x[3, 5] = np.nan, np.inf
+    found = multiply(x, weight)
+    assert not torch.isfinite(found[[1, 3]]).any()
+    assert torch.equal(found[[0, 2]], right[[0, 2]])
+
+
+def test_rows_of_zeros_stay_zeros() -> None:
+    x = torch.zeros(2, 256)
+    x[1] = 1e-38
+    for kind in ("int8", FP8):
+        assert not multiply(x, linear([packed_weight(kind, 40, 256)], eight=True)).any()
+
+
+def test_instructions_do_not_depend_on_the_number_of_rows() -> None:
+    weight = linear([packed_weight("int4", 600, 64)])
+    assert weight is not None
+    tiles = [tile_of(tokens, weight.parts[0], 132) for tokens in (1, 17, 128, 5000)]
+    assert {tile.outputs for tile in tiles} == {32}
+    assert [tile.tokens for tile in tiles] == [16, 32, 128, 128]
