@@ -1,9 +1,11 @@
 """Time one step of the native kernels on SmolLM2-135M's shape, and say what share of the machine's limit it reaches.
 
     python -m benchmarks.native_step [--dtype bfloat16] [--weights plain int8 Q4_1] [--threads 2] [--only decode32]
+    python -m benchmarks.native_step --adapters 0 1 4 16 --weights plain Q4_1 --only decode1 decode32 prefill128
 
 Weights are random: a step takes the same time whatever they are; `plain` ones have the dtype, others are formats of
-packed weights. Cases run interleaved, round by round, because the machine drifts; the table gives the fastest and the
+packed weights. With `--adapters`, so many LoRA adapters of rank 16 on every linear are held, and requests have them in
+turn. Cases run interleaved, round by round, because the machine drifts; the table gives the fastest and the
 median round. The limit of a step is the larger of the time to read its bytes (weights once, keys and values once) and
 the time for its products, at the rates measured just before.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -28,12 +30,14 @@ from fd_core.models.spec import decoder_spec
 from fd_core.ops.contract import Heads, KVCache, Norm, Ops, Rope, StepInput
 from fd_core.ops.native import load_native_ops
 from fd_core.ops.native.pack import NativeOps, ProgramForward
+from fd_core.runner.inputs import adapter_rows
 from fd_core.testing.arrays import packed_weight
-from fd_core.weights import PackedTensor, RawTensor, Weight
+from fd_core.weights import Adapter, LowRank, PackedTensor, RawTensor, Weight
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS, VOCABULARY = 576, 9, 3, 64, 1536, 30, 49152
 BLOCK_SIZE = 32
 MAX_POSITIONS = 4096
+RANK = 16
 PLAIN = "plain"
 """Weights in the pack's dtype."""
 
@@ -122,6 +126,24 @@ def random_model(ops: Ops, form: str) -> DecoderModel:
     )
 
 
+def random_adapter(model: DecoderModel, index: int) -> Adapter:
+    """Return an adapter of rank `RANK` on every linear that one may change; all share their values."""
+    values = np.random.default_rng(index).standard_normal((RANK, INNER), np.float32) * 0.02
+    deltas = {
+        name: LowRank(values[:, :ins].copy(), np.ascontiguousarray(values[:, :out].T))
+        for name, (out, ins) in model.spec.adaptable().items()
+    }
+    return Adapter(f"adapter {index}", RANK, deltas)
+
+
+def with_adapters(step: StepInput, case: Case, count: int, ops: Ops) -> StepInput:
+    """Return the step with the adapters 1 to `count` in turn, request by request."""
+    if not count:
+        return step
+    places = np.repeat(np.arange(case.rows) % count + 1, case.queries).astype(np.int32)
+    return replace(step, **adapter_rows(places, ops))
+
+
 def step_of(case: Case) -> StepInput:
     rng = np.random.default_rng(1)
     width = -(-case.context // BLOCK_SIZE)
@@ -155,7 +177,7 @@ class Rates:
     """Floating-point operations per second of products of activations."""
 
 
-def limits(case: Case, form: str, itemsize: int, rates: Rates) -> tuple[float, float]:
+def limits(case: Case, form: str, adapters: int, itemsize: int, rates: Rates) -> tuple[float, float]:
     """Return the seconds that a step's bytes and its products take at least."""
     layer = HIDDEN * (HEADS + 2 * KV_HEADS) * HEAD_DIM + HIDDEN * HIDDEN + 3 * HIDDEN * INNER
     head = VOCABULARY * HIDDEN
@@ -167,8 +189,12 @@ def limits(case: Case, form: str, itemsize: int, rates: Rates) -> tuple[float, f
     pairs = case.rows * case.queries * (case.context - (case.queries - 1) / 2)
     linear = 2 * (tokens * LAYERS * layer + case.rows * head)
     attention = 2 * pairs * LAYERS * 2 * HEADS * HEAD_DIM
-    read = ((LAYERS * layer + head) * item_bytes + kv_bytes) / rates.bandwidth
-    return read, linear / rates.linear + attention / rates.attention
+    # Of the parts' ins and outs: q, k and v, output, gate and up, down.
+    widths = 3 * HIDDEN + (HEADS + 2 * KV_HEADS) * HEAD_DIM + HIDDEN + HEADS * HEAD_DIM + 3 * (HIDDEN + INNER)
+    lora = LAYERS * RANK * widths * min(adapters, 1)
+    read = (LAYERS * layer + head) * item_bytes + kv_bytes + min(adapters, case.rows) * lora * itemsize
+    compute = linear / rates.linear + (attention + 2 * tokens * lora) / rates.attention
+    return read / rates.bandwidth, compute
 
 
 def measured_rate(ops: NativeOps, form: str, rows: int, width: int, repeats: int) -> float:
@@ -207,6 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--weights", nargs="+", default=[PLAIN], metavar="FORM", help="plain, or formats such as Q4_1")
+    parser.add_argument("--adapters", type=int, nargs="+", default=[0], metavar="N")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", nargs="+", default=[""], help="run cases whose name starts so")
@@ -229,38 +256,43 @@ def main() -> None:
         rates[form] = Rates(bandwidth, 2 * measured_rate(ops, form, 240, 1024, 20), attention)
         model = random_model(ops, form)
         cache = cache or ops.allocate_kv(model.kv_shape(BLOCK_SIZE), most)
-        forwards[form] = ops.compile(model.forward)
+        for count in arguments.adapters:
+            held = model.with_adapters([random_adapter(model, index) for index in range(count)])
+            forwards[form, count] = ops.compile(held.forward)
     assert cache is not None
-    steps = [step_of(case) for case in cases]
-    times: dict[tuple[str, str], list[float]] = {(case.name, form): [] for case in cases for form in forwards}
+    steps = {(case.name, n): with_adapters(step_of(case), case, n, ops) for case in cases for n in arguments.adapters}
+    times: dict[tuple[str, tuple[str, int]], list[float]] = {(case.name, key): [] for case in cases for key in forwards}
     load = load_average()
     for measured in (False, *[True] * arguments.rounds):
-        for case, step in zip(cases, steps, strict=True):
-            for form, forward in forwards.items():
+        for case in cases:
+            for key, forward in forwards.items():
                 start = time.perf_counter()
-                forward(step, cache)
+                forward(steps[case.name, key[1]], cache)
                 if measured:
-                    times[case.name, form].append(time.perf_counter() - start)
+                    times[case.name, key].append(time.perf_counter() - start)
 
     print(f"{ops.describe()}, {arguments.threads} threads, load {load:.1f}")
     for form, rate in rates.items():
         print(f"{form}: read {bandwidth / 1e9:.1f} GB/s, products {rate.linear / 1e9:.0f} G operations/s")
-    print(f"{'case':18}{'weights':>9}{'fastest':>9}{'median':>9}{'bytes':>8}{'flops':>8}{'share':>7}   of which")
+    columns = "".join(f"{name:>9}" for name in ("weights", "adapters", "fastest", "median"))
+    print(f"{'case':18}{columns}{'bytes':>8}{'flops':>8}{'share':>7}   of which")
     results = []
-    for case, step in zip(cases, steps, strict=True):
-        for form, forward in forwards.items():
+    for case in cases:
+        for (form, count), forward in forwards.items():
             assert isinstance(forward, ProgramForward)
-            kept = times[case.name, form]
-            read, compute = limits(case, form, itemsize, rates[form])
+            kept, step = times[case.name, (form, count)], steps[case.name, count]
+            read, compute = limits(case, form, count, itemsize, rates[form])
             share = max(read, compute) / min(kept)
             parts = shares(forward, step, cache)
             named = ", ".join(f"{name} {seconds * 1e3:.2f}" for name, seconds in parts.items())
-            columns = (
+            figures = (
                 f"{min(kept) * 1e3:9.2f}{median(kept) * 1e3:9.2f}{read * 1e3:8.2f}{compute * 1e3:8.2f}{share:7.0%}"
             )
-            print(f"{case.name:18}{form:>9}{columns}   {named}")
+            print(f"{case.name:18}{form:>9}{count:>9}{figures}   {named}")
             limit = {"limit_bytes_s": read, "limit_flops_s": compute, "share": share}
-            results.append(asdict(case) | {"weights": form, "seconds": kept, "operations_s": parts} | limit)
+            results.append(
+                asdict(case) | {"weights": form, "adapters": count, "seconds": kept, "operations_s": parts} | limit
+            )
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     summary = {"machine": describe(), "kernels": ops.describe()}
     summary |= {"rates": {form: asdict(rate) for form, rate in rates.items()}}

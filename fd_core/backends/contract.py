@@ -91,8 +91,8 @@ class Model(Protocol):
 class AdaptableModel(Model, Protocol):
     """A model that serves LoRA adapters."""
 
-    def with_adapters(self, places: Sequence[Adapter | None]) -> Model:
-        """Return the same model, sharing its weights, whose `forward` and `states` take steps with `lora_rows`.
+    def with_adapters(self, places: Sequence[Adapter | None]) -> AdaptableModel:
+        """Return the same model, sharing its weights, whose `forward` and `states` take steps with adapters.
 
         Entry i belongs to place i + 1; None is an empty place. Raises `MemoryError` if they do not fit.
         """

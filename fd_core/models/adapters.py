@@ -1,60 +1,63 @@
-"""Adapters on a device: what all of them add to each linear, side by side."""
+"""Adapters on a device: what each adds to the linears of every layer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import Any
 
 from fd_core.models.spec import DecoderSpec, LinearSpec
-from fd_core.ops.contract import Lora, Ops
-from fd_core.weights import Adapter, RawTensor
+from fd_core.ops.contract import Ops
+from fd_core.weights import Adapter
 
-__all__ = ["LayerLoras", "adapters_bytes", "prepare_adapters"]
+__all__ = ["AdapterWeights", "LayerLoras", "adapters_bytes", "layer_loras", "prepare_adapter"]
+
+AdapterWeights = tuple[tuple[Any | None, ...], ...]
+"""For each layer what `Ops.prepare_lora` made for each of its adaptable linears; None where one is left alone."""
+_GATE_UP = 2
+"""Place of gate and up among the adaptable linears of a layer."""
+_RANK_ALIGN = 16
+"""Ranks that a pack may round up to."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerLoras:
-    """What adapters add to the linears of one layer; None where none of them does."""
+    """What adapters add to the linears of one layer, place by place; None where none of them does."""
 
-    qkv: Lora | None = None
-    output: Lora | None = None
-    gate_up: Lora | None = None
-    down: Lora | None = None
+    qkv: Sequence[Any | None] | None = None
+    output: Sequence[Any | None] | None = None
+    gate_up: Sequence[Any | None] | None = None
+    down: Sequence[Any | None] | None = None
 
 
-def prepare_adapters(spec: DecoderSpec, places: Sequence[Adapter | None], ops: Ops) -> tuple[LayerLoras, ...]:
-    """Prepare adapters that were read for `spec`; entry i of `places` takes place i + 1."""
+def prepare_adapter(spec: DecoderSpec, adapter: Adapter, ops: Ops) -> AdapterWeights:
+    """Prepare an adapter that was read for `spec`."""
+
+    def prepared(linear: LinearSpec, *, gated: bool) -> Any | None:
+        parts = [adapter.deltas.get(name) for name in linear.names]
+        return ops.prepare_lora(parts, linear.outs, gated=gated) if any(part is not None for part in parts) else None
+
     with ops.replaceable_weights():
-        return tuple(LayerLoras(*(_lora(each, places, ops) for each in layer.adaptable)) for layer in spec.layers)
+        return tuple(
+            tuple(prepared(linear, gated=index == _GATE_UP) for index, linear in enumerate(layer.adaptable))
+            for layer in spec.layers
+        )
+
+
+def layer_loras(places: Sequence[AdapterWeights | None]) -> tuple[LayerLoras, ...]:
+    """Return what the adapters in the places 1 and up add to each layer; at least one place is taken."""
+    layers = next(len(weights) for weights in places if weights is not None)
+    loras = []
+    for layer in range(layers):
+        of_places = [() if weights is None else weights[layer] for weights in places]
+        count = max(map(len, of_places))
+        columns = [[deltas[linear] if deltas else None for deltas in of_places] for linear in range(count)]
+        loras.append(LayerLoras(*(column if any(each is not None for each in column) else None for column in columns)))
+    return tuple(loras)
 
 
 def adapters_bytes(spec: DecoderSpec, count: int, rank: int, item_bytes: int) -> int:
     """Return the bytes that `count` adapters of a rank take on a device."""
     linears = [linear for layer in spec.layers for linear in layer.adaptable]
     elements = sum(len(linear.names) * (linear.ins + sum(linear.outs)) for linear in linears)
-    return (count + 1) * rank * elements * item_bytes
-
-
-def _lora(linear: LinearSpec, places: Sequence[Adapter | None], ops: Ops) -> Lora | None:
-    """Stack what the adapters add to a linear; parts such as q, k and v have ranks of their own, side by side."""
-    deltas = [[None if adapter is None else adapter.deltas.get(name) for name in linear.names] for adapter in places]
-    most = max((len(delta.down) for of_place in deltas for delta in of_place if delta is not None), default=0)
-    if not most:
-        return None
-    rank, count = most * len(linear.names), len(places) + 1
-    down = np.zeros((count, len(linear.names), most, linear.ins), np.float32)
-    up = np.zeros((sum(linear.outs), count, len(linear.names), most), np.float32)
-    for place, of_place in enumerate(deltas, start=1):
-        for part, (delta, end) in enumerate(zip(of_place, np.cumsum(linear.outs), strict=True)):
-            if delta is not None:
-                own = len(delta.down)
-                down[place, part, :own] = delta.down
-                up[end - linear.outs[part] : end, place, part, :own] = delta.up
-    return Lora(
-        ops.prepare_linear([RawTensor("F32", down.reshape(count * rank, linear.ins))]),
-        ops.prepare_linear([RawTensor("F32", up.reshape(-1, count * rank))]),
-        count,
-        rank,
-    )
+    return count * -(-rank // _RANK_ALIGN) * _RANK_ALIGN * elements * item_bytes

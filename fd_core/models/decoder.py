@@ -6,10 +6,11 @@ over symbolic arrays, when a pack builds a graph from it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from fd_core.models.adapters import LayerLoras, prepare_adapters
+from fd_core.models.adapters import AdapterWeights, LayerLoras, layer_loras, prepare_adapter
 from fd_core.models.spec import DecoderSpec
 from fd_core.ops.contract import Activation, Array, Experts, Heads, KVCache, KVShape, Lora, Norm, Ops, StepInput
 from fd_core.weights import Adapter, WeightUse
@@ -83,12 +84,20 @@ class DecoderModel:
     weights: tuple[WeightUse, ...] = ()
     state_size: int = 0
     generates: bool = True
+    adapters: Mapping[str, AdapterWeights] = field(default_factory=dict)
+    """By digest."""
     loras: tuple[LayerLoras, ...] | None = None
-    """What adapters add to each layer, for steps that have `lora_rows`; None computes none."""
+    """What adapters add to each layer, for steps in which tokens have some; None computes none."""
 
     def with_adapters(self, places: Sequence[Adapter | None]) -> DecoderModel:
-        """Return the same model with adapters in the places 1 and up; it shares the weights."""
-        return replace(self, loras=prepare_adapters(self.spec, places, self.ops))
+        """Return the same model with adapters in the places 1 and up; it shares the weights, and those of adapters."""
+        wanted = {each.digest: each for each in places if each is not None}
+        weights = {
+            digest: self.adapters.get(digest) or prepare_adapter(self.spec, each, self.ops)
+            for digest, each in wanted.items()
+        }
+        held = [None if each is None else weights[each.digest] for each in places]
+        return replace(self, adapters=weights, loras=layer_loras(held) if weights else None)
 
     def kv_shape(self, block_size: int) -> KVShape:
         """Return the size of the KV cache that `forward` needs, for blocks of `block_size` tokens."""
@@ -114,14 +123,10 @@ class DecoderModel:
         for index, layer in enumerate(decoder.layers):
             attention, kv = layer.attention, cache.layer(index)
             loras = LayerLoras() if self.loras is None else self.loras[index]
-            if loras.qkv is None:
-                q = ops.attention_inputs(x, attention.norm, attention.qkv, attention.heads, kv, step)
-            else:
-                normed = ops.rms_norm(x, attention.norm)
-                qkv = self._added(ops.linear(normed, attention.qkv), normed, loras.qkv, step)
-                q = ops.attention_heads(qkv, attention.heads, kv, step)
-            a = ops.attention(q, attention.heads, kv, step)
-            x = self._project(a, attention.output, loras.output, x, attention.post_norm, step)
+            heads, lora = attention.heads, _of_step(loras.qkv, step)
+            q = ops.attention_inputs(x, attention.norm, attention.qkv, heads, kv, step, lora)
+            a = ops.attention(q, heads, kv, step)
+            x = ops.project_residual(a, attention.output, x, attention.post_norm, _of_step(loras.output, step))
             x = self._feed_forward(x, layer.feed_forward, loras, step)
         return x
 
@@ -129,22 +134,9 @@ class DecoderModel:
         ops, activation = self.ops, self.decoder.activation
         if isinstance(block, Moe):
             return ops.moe_residual(x, block.norm, block.experts, activation)
-        if loras.gate_up is None:
-            inner = ops.mlp_inputs(x, block.norm, block.gate_up, activation)
-        else:
-            normed = ops.rms_norm(x, block.norm)
-            inner = ops.gate(self._added(ops.gate_up(normed, block.gate_up), normed, loras.gate_up, step), activation)
-        return self._project(inner, block.down, loras.down, x, block.post_norm, step)
+        inner = ops.mlp_inputs(x, block.norm, block.gate_up, activation, _of_step(loras.gate_up, step))
+        return ops.project_residual(inner, block.down, x, block.post_norm, _of_step(loras.down, step))
 
-    def _project(
-        self, x: Array, weight: Array, lora: Lora | None, residual: Array, post_norm: Norm | None, step: StepInput
-    ) -> Array:
-        ops = self.ops
-        if lora is None:
-            return ops.project_residual(x, weight, residual, post_norm)
-        y = self._added(ops.linear(x, weight), x, lora, step)
-        return ops.add(residual, y if post_norm is None else ops.rms_norm(y, post_norm))
 
-    def _added(self, y: Array, x: Array, lora: Lora, step: StepInput) -> Array:
-        """Return a product y of x with what the step's adapters add to it."""
-        return self.ops.add(y, self.ops.lora(x, lora, step.lora_rows))
+def _of_step(deltas: Sequence[Any | None] | None, step: StepInput) -> Lora | None:
+    return None if deltas is None else Lora(deltas, step)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from fd_core.config import Limits
 from fd_core.types import IntArray
-from fd_core.weights import RawTensor, Weight
+from fd_core.weights import LowRank, RawTensor, Weight
 
 __all__ = [
     "SCALE_BYTES",
@@ -169,22 +169,6 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
-class Lora:
-    """What all loaded adapters add to one linear: up(down(x)) of the place that a token's adapter has.
-
-    Hu et al., "LoRA" (2021). Place 0 belongs to tokens without an adapter; its weights are zero.
-    """
-
-    down: Array
-    """Prepared by `prepare_linear`: [places * rank, in], place after place."""
-    up: Array
-    """Prepared by `prepare_linear`: [out, places * rank]; the adapters' scales are in it."""
-    places: int
-    rank: int
-    """Of every place; adapters of smaller rank are filled up with zeros."""
-
-
-@dataclass(frozen=True, slots=True)
 class HostStep:
     """Metadata of a step on the host, for packs that plan their kernels there; the arrays are those of `StepInput`."""
 
@@ -223,9 +207,23 @@ class StepInput:
     max_context: int
     host: HostStep | None = None
     """The same metadata on the host; None where the step was not built there."""
-    lora_rows: Array | None = None
-    """[T * places], what `Ops.lora` keeps: entry t * places + p is itself where p is the place of token t's adapter,
-    and t * places, a row of zeros, elsewhere. None where no token of the step has an adapter."""
+    lora_places: Array | None = None
+    """[T], the place of each token's adapter, 0 for none. None where no token of the step has an adapter."""
+    lora_groups: Sequence[tuple[int, Array]] = ()
+    """The same by adapter: each place that tokens have, and those tokens, indices into T."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """What adapters add to one linear in a step: up(down(x)) of the adapter that a token has.
+
+    Hu et al., "LoRA" (2021).
+    """
+
+    deltas: Sequence[Any | None]
+    """What `Ops.prepare_lora` returned for the places 1 and up; None where an adapter leaves the linear alone."""
+    step: StepInput
+    """Its `lora_places` and `lora_groups` are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,6 +344,19 @@ class Ops(abc.ABC):
         """Prepare weights in memory that is freed with them: adapters come and go while the model stays."""
         return nullcontext()
 
+    def prepare_lora(self, parts: Sequence[LowRank | None], outs: Sequence[int], *, gated: bool = False) -> Any:
+        """Prepare what one adapter adds to a linear that stacks parts of `outs` columns; it may leave parts alone.
+
+        `gated` says that they are gate and up. By default two linears, of which the second has blocks of zeros.
+        """
+        ranks = [0 if part is None else len(part.down) for part in parts]
+        up = np.zeros((sum(outs), sum(ranks)), np.float32)
+        for part, row, column, rank in zip(parts, np.cumsum(outs), np.cumsum(ranks), ranks, strict=True):
+            if part is not None:
+                up[row - len(part.up) : row, column - rank : column] = part.up
+        down = [RawTensor("F32", part.down) for part in parts if part is not None]
+        return self.prepare_linear(down), self.prepare_linear([RawTensor("F32", up)])
+
     def tied_head(self, embedding: Array, weight: Weight) -> Array:
         """Return the output projection of a model that ties it to its embedding."""
         return self.prepare_linear([weight])
@@ -440,7 +451,7 @@ class Ops(abc.ABC):
 
     @abc.abstractmethod
     def write_rows(self, x: Array, rows: Array, values: Array) -> Array:
-        """Overwrite rows: x[rows[i]] = values[i]. int32[R, V], int32[n], int32[n, V] -> int32[R, V].
+        """Overwrite rows: x[rows[i]] = values[i]. [R, V], int32[n], [n, V] -> [R, V], all int32 or all activations.
 
         No row occurs twice; may write into `x`.
         """
@@ -497,24 +508,31 @@ class Ops(abc.ABC):
         """[T, in] -> [T, out]: activation(gate(x)) * up(x)."""
         return self.gate(self.gate_up(x, weight), activation)
 
-    def lora(self, x: Array, lora: Lora, rows: Array) -> Array:
-        """What the adapters of a step's tokens add to a linear: [T, in] -> [T, out]; `rows` is `StepInput.lora_rows`.
+    def lora(self, y: Array, x: Array, lora: Lora) -> Array:
+        """Add what the adapters of a step's tokens make of x: [T, out], [T, in] -> [T, out]. May write into `y`.
 
-        All places are multiplied in one product, and each token keeps its own: it is chosen, not weighed with 0, so
-        that no adapter's numbers reach the token of another, whatever they are.
+        Each adapter multiplies its own tokens and no others, so none of its numbers reaches the token of another,
+        whatever they are. Gate and up stand one behind the other in `y`, as `gate_up` returns them.
         """
-        kept = self.gather_rows(self.linear(x, lora.down).reshape(-1, lora.rank), rows)
-        return self.linear(kept.reshape(-1, lora.places * lora.rank), lora.up)
+        for place, rows in lora.step.lora_groups:
+            delta = lora.deltas[place - 1]
+            if delta is not None:
+                down, up = delta
+                more = self.linear(self.linear(self.gather_rows(x, rows), down), up)
+                y = self.write_rows(y, rows, self.add(self.gather_rows(y, rows), more))
+        return y
 
     # Fusions: what models call ----------------------------------------------------------------------------
 
-    def attention_inputs(self, x: Array, norm: Norm, qkv: Array, heads: Heads, layer: Any, step: StepInput) -> Array:
+    def attention_inputs(
+        self, x: Array, norm: Norm, qkv: Array, heads: Heads, layer: Any, step: StepInput, lora: Lora | None = None
+    ) -> Array:
         """Norm, q/k/v projection, head norms, rope, KV write: [T, H] -> q [T, nh, d]."""
-        return self.attention_heads(self.linear(self.rms_norm(x, norm), qkv), heads, layer, step)
-
-    def attention_heads(self, qkv: Array, heads: Heads, layer: Any, step: StepInput) -> Array:
-        """Head norms, rope and KV write of what was projected: [T, (nh + 2 nkv) d] -> q [T, nh, d]."""
-        q, k, v = self.split_heads(qkv, heads)
+        normed = self.rms_norm(x, norm)
+        projected = self.linear(normed, qkv)
+        if lora is not None:
+            projected = self.lora(projected, normed, lora)
+        q, k, v = self.split_heads(projected, heads)
         if heads.q_norm is not None:
             q = self.rms_norm(q, heads.q_norm)
         if heads.k_norm is not None:
@@ -528,16 +546,25 @@ class Ops(abc.ABC):
         """Paged attention: q [T, nh, d] -> [T, nh * d]."""
         return self.paged_attention(q, layer, heads, step)
 
-    def project_residual(self, x: Array, weight: Array, residual: Array, post_norm: Norm | None = None) -> Array:
+    def project_residual(
+        self, x: Array, weight: Array, residual: Array, post_norm: Norm | None = None, lora: Lora | None = None
+    ) -> Array:
         """residual + post_norm(linear(x)): [T, in], [T, H] -> [T, H]. May write into `residual`."""
         y = self.linear(x, weight)
+        if lora is not None:
+            y = self.lora(y, x, lora)
         if post_norm is not None:
             y = self.rms_norm(y, post_norm)
         return self.add(residual, y)
 
-    def mlp_inputs(self, x: Array, norm: Norm, gate_up: Array, activation: Activation) -> Array:
+    def mlp_inputs(
+        self, x: Array, norm: Norm, gate_up: Array, activation: Activation, lora: Lora | None = None
+    ) -> Array:
         """Norm, gate and up projection, gated activation: [T, H] -> [T, I]."""
-        return self.gated_linear(self.rms_norm(x, norm), gate_up, activation)
+        normed = self.rms_norm(x, norm)
+        if lora is None:
+            return self.gated_linear(normed, gate_up, activation)
+        return self.gate(self.lora(self.gate_up(normed, gate_up), normed, lora), activation)
 
     def add_shared(self, y: Array, x: Array, experts: Experts, activation: Activation) -> Array:
         """Return y [T, H] plus what the experts that every token passes make of x; may write into `y`."""

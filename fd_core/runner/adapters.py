@@ -38,6 +38,7 @@ class RunnerAdapters:
             raise ModelError(f"{self._model.architecture} on this backend takes no adapters", field="lora_modules")
         model = self._model.with_adapters(places)
         self._forwards = self._ops.compile_adapted(model.forward), self._ops.compile_adapted(model.states)
+        self._model = model
         self._places = places
 
     def place(self, digest: str) -> int:
@@ -49,9 +50,9 @@ class RunnerAdapters:
                 return index
         raise RuntimeError(f"the runner does not hold the adapter {digest[:12]}")
 
-    def of_step(self, places: IntArray, slots: IntArray) -> tuple[IntArray, int] | None:
+    def of_step(self, places: IntArray, slots: IntArray) -> IntArray | None:
         """Return what `build_inputs` takes for a step of these slots; None if none of them has an adapter."""
-        return (places, len(self._places) + 1) if self._places and places[slots].any() else None
+        return places if self._places and places[slots].any() else None
 
     @property
     def forwards(self) -> tuple[Forward, Forward]:

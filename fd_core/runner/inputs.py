@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from fd_core.ops.contract import HostStep, Ops, StepInput
 from fd_core.runner.batch import PersistentBatch
 from fd_core.types import IntArray, StepPlan
 
-__all__ = ["BudgetExceeded", "Rows", "Spans", "build_inputs", "lora_rows", "resolve_rows"]
+__all__ = ["BudgetExceeded", "Rows", "Spans", "adapter_rows", "build_inputs", "resolve_rows"]
 
 
 class BudgetExceeded(RuntimeError):
@@ -125,13 +126,13 @@ def build_inputs(
     size: int,
     ops: Ops,
     spare_block: int | None = None,
-    adapters: tuple[IntArray, int] | None = None,
+    adapters: IntArray | None = None,
 ) -> StepInput:
     """Gather tokens, positions, cache slots and block tables of the spans, at least one.
 
     `tokens` int32[num_slots, *] and `tables` int32[num_slots, blocks] hold what is known of every slot; `size` is
     the number of tokens in a block; `spare_block` is the block that padding rows read and write.
-    `adapters` has the place of each slot's adapter, int32[num_slots], and the number of places; None for none.
+    `adapters` has the place of each slot's adapter, int32[num_slots]; None if none of these slots has one.
     """
     slots, counts = spans.slots, spans.counts
     total = int(counts.sum())
@@ -169,17 +170,15 @@ def build_inputs(
         max_query=int(counts.max()),
         max_context=max_context,
         host=host,
-        lora_rows=None
-        if adapters is None
-        else ops.from_host(lora_rows(_padded(adapters[0][slot_of], more, 0), adapters[1])),
+        **({} if adapters is None else adapter_rows(_padded(adapters[slot_of], more, 0), ops)),
     )
 
 
-def lora_rows(places: IntArray, count: int) -> IntArray:
-    """Return what `StepInput.lora_rows` holds for the place of each token's adapter."""
-    every = np.arange(count, dtype=np.int32)
-    kept = np.where(every == places[:, None], every, 0) + np.arange(len(places), dtype=np.int32)[:, None] * count
-    return kept.astype(np.int32).reshape(-1)
+def adapter_rows(places: IntArray, ops: Ops) -> dict[str, Any]:
+    """Return the fields of `StepInput` that tell the place of each token's adapter, int32[T]."""
+    hit = np.unique(places[places > 0]).tolist()
+    groups = tuple((place, ops.from_host(np.flatnonzero(places == place).astype(np.int32))) for place in hit)
+    return {"lora_places": ops.from_host(places), "lora_groups": groups}
 
 
 def _padded(array: IntArray, more: int, value: int) -> IntArray:

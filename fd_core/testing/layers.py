@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from fd_core.ops.contract import Activation, Experts, Heads, KVShape, Norm, Ops, Rope
+from fd_core.ops.contract import Activation, Experts, Heads, KVShape, Lora, Norm, Ops, Rope
 from fd_core.ops.kv_int8 import quantize_kv
+from fd_core.runner.inputs import adapter_rows
 from fd_core.testing.arrays import Values, activations, on_device, packed_weight, raw, step_input
-from fd_core.weights import Weight
+from fd_core.weights import LowRank, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class Geometry:
     packed: str | None = None
     """Format of all linear layers; None where they are float32."""
     kv_dtype: str = "auto"
+    adapters: bool = False
+    """Whether tokens have adapters: of ranks 5 and 8, or none."""
 
 
 ROWS: Final = [(1, 150), (40, 40), (1, 9), (3, 137), (1, 1), (20, 33)]
@@ -97,12 +101,36 @@ class LayerOn:
         self.kv = self.cache.layer(1)
         self.step = on_device(ops, step_input(rows, g.block_size, tables))
         self.tokens = sum(count for count, _ in rows)
+        # Changing within rows as well, which no request does, so that every cut of a block is met.
+        self.places = (np.arange(self.tokens) // 3 % 3).astype(np.int32)
+        if g.adapters:
+            self.step = replace(self.step, **adapter_rows(self.places, ops))
         self.x = make(self.tokens, g.hidden)
 
     def _parts(self, make: Values, *shapes: tuple[int, int]) -> list[Weight]:
         if self.g.packed is not None:
             return [packed_weight(self.g.packed, *shape, scale=shape[1] ** -0.5) for shape in shapes]
         return [raw(make(*shape, scale=shape[1] ** -0.5)) for shape in shapes]
+
+    def loras(self) -> list[Lora | None]:
+        """Return what adapters add: to q, k and v, to the output, to gate and up, and to what follows them."""
+        g = self.g
+        heads, hidden, inner = [n * g.d for n in (g.heads, g.kv_heads, g.kv_heads)], g.hidden, g.inner
+        shapes = (heads, hidden), ([hidden], g.heads * g.d), ([inner, inner], hidden), ([hidden], inner)
+        return [self._lora(outs, ins, gated=outs == [inner, inner]) for outs, ins in shapes]
+
+    def _lora(self, outs: Sequence[int], ins: int, *, gated: bool = False) -> Lora | None:
+        """Return two adapters on a linear, the second of which leaves its first part alone if there are several."""
+        if not self.g.adapters:
+            return None
+        make = Values(ins)
+
+        def delta(rank: int, out: int) -> LowRank:
+            return LowRank(make(rank, ins, scale=ins**-0.5), make(out, rank, scale=rank**-0.5))
+
+        parts = [[delta(rank, out) for out in outs] for rank in (5, 8)]
+        adapters: list[list[LowRank | None]] = [[*parts[0]], [None, *parts[1][1:]] if outs[1:] else [*parts[1]]]
+        return Lora([self.ops.prepare_lora(each, outs, gated=gated) for each in adapters], self.step)
 
     def _experts(self, make: Values) -> Experts:
         ops, g = self.ops, self.g
@@ -132,14 +160,15 @@ class LayerOn:
             return getattr(fusions, name)(ops, *arguments)
 
         x = activations(ops, self.x)
-        q = call("attention_inputs", x, self.norm, self.qkv, self.heads, self.kv, self.step)
+        qkv, output, gate_up, down = self.loras()
+        q = call("attention_inputs", x, self.norm, self.qkv, self.heads, self.kv, self.step, qkv)
         a = call("attention", q, self.heads, self.kv, self.step)
-        y = call("project_residual", a, self.output, x, self.post_norm)
+        y = call("project_residual", a, self.output, x, self.post_norm, output)
         # What follows may write into `y`.
         results = [np.array(ops.to_host(result), np.float32) for result in (q, a, y)]
         if self.experts is not None:
             more = [call("moe_residual", y, self.norm, self.experts, self.g.activation)]
         else:
-            inner = call("mlp_inputs", y, self.norm, self.gate_up, self.g.activation)
-            more = [inner, call("project_residual", inner, self.down, y, self.post_norm)]
+            inner = call("mlp_inputs", y, self.norm, self.gate_up, self.g.activation, gate_up)
+            more = [inner, call("project_residual", inner, self.down, y, self.post_norm, down)]
         return results + [np.array(ops.to_host(result), np.float32) for result in more]

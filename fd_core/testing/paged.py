@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fd_core.backends.contract import Model, cache_shape
 from fd_core.ops.contract import Ops, StepInput
-from fd_core.runner.inputs import lora_rows
+from fd_core.runner.inputs import adapter_rows
 from fd_core.types import IntArray
 
 __all__ = ["BLOCK_SIZE", "PagedDriver", "Row"]
@@ -44,9 +43,9 @@ class PagedDriver:
         longest: int,
         seed: int = 0,
         kv_dtype: str = "auto",
-        places: tuple[list[int], int] | None = None,
+        places: list[int] | None = None,
     ) -> None:
-        """`places`: the place of each row's adapter and the number of places, for a model with adapters."""
+        """`places`: the place of each row's adapter, for a model with adapters."""
         self.ops = ops
         self.places = places
         self.forward = ops.compile(model.forward) if places is None else ops.compile_adapted(model.forward)
@@ -81,7 +80,7 @@ class PagedDriver:
             logits_rows=device(np.arange(len(tokens), dtype=np.int32)),
             max_query=int(counts.max()),
             max_context=int(contexts.max()),
-            lora_rows=self._lora_rows(row_of),
+            **({} if self.places is None else adapter_rows(np.array(self.places, np.int32)[row_of], self.ops)),
         )
         logits = self.ops.to_host(self.forward(step, self.cache))
         for index, (row, count) in enumerate(work):
@@ -103,12 +102,6 @@ class PagedDriver:
             for index, row in enumerate(self.rows)
             if len(row.generated) < count
         ]
-
-    def _lora_rows(self, row_of: IntArray) -> Any:
-        if self.places is None:
-            return None
-        of_rows, count = self.places
-        return self.ops.from_host(lora_rows(np.array(of_rows, np.int32)[row_of], count))
 
     def _tables(self, rows: list[int], contexts: IntArray) -> IntArray:
         tables = self.tables[rows]

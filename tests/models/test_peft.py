@@ -42,6 +42,6 @@ def test_logits_are_those_of_merged_weights(tmp_path, case, settings):
     with open_checkpoint(folder) as checkpoint:
         adapter = read_adapter(tmp_path / "adapter", spec_of(checkpoint).adaptable(), 8)
         ours = load_model(checkpoint, ops, 64).with_adapters([adapter])
-    driver = PagedDriver(ours, ops, [tokens.tolist()], 64, places=([1], 2))
+    driver = PagedDriver(ours, ops, [tokens.tolist()], 64, places=[1])
     driver.step([(0, len(tokens))])
     np.testing.assert_allclose(np.stack(driver.rows[0].logits), expected, rtol=0, atol=2e-4)

@@ -9,8 +9,8 @@ from typing import Any
 from fd_core.ops.native.build import BuildError
 
 __all__ = [
-    *("AttentionShape", "MaskRows", "MoeGeometry", "PackedForm", "PenaltyRows", "SampleRows", "Step", "checked"),
-    "declare",
+    *("AttentionShape", "LoraDelta", "LoraTable", "MaskRows", "MoeGeometry", "PackedForm", "PenaltyRows", "SampleRows"),
+    *("Step", "checked", "declare"),
 ]
 
 
@@ -24,7 +24,7 @@ class Step(Structure):
     _fields_ = (
         *_all(c_int, "tokens", "rows", "logits", "max_blocks"),
         *_all(c_void_p, "token_ids", "positions", "kv_slots", "query_start", "context_len"),
-        *_all(c_void_p, "block_tables", "logits_rows"),
+        *_all(c_void_p, "block_tables", "logits_rows", "lora_places"),
     )
 
 
@@ -35,6 +35,18 @@ class AttentionShape(Structure):
         *_all(c_int, "heads", "kv_heads", "d", "window", "half", "interleaved"),
         *_all(c_float, "scale", "softcap"),
     )
+
+
+class LoraDelta(Structure):
+    """`fd::LoraDelta`: one adapter on one linear."""
+
+    _fields_ = (*_all(c_void_p, "down", "up"), ("starts", c_int * 3))
+
+
+class LoraTable(Structure):
+    """`fd::LoraTable`: all adapters on one linear."""
+
+    _fields_ = (("places", c_int), ("ends", c_int * 3), ("deltas", POINTER(LoraDelta)))
 
 
 class PackedForm(Structure):
@@ -84,6 +96,7 @@ class MaskRows(Structure):
 
 
 _NORM = (c_void_p, c_float)
+_LORA = (POINTER(LoraTable), c_int)
 _EXPERTS = (POINTER(c_void_p), POINTER(c_void_p), c_void_p, c_void_p, c_int, c_int)
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fd_instruction_set": (c_char_p, ()),
@@ -117,11 +130,11 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fd_add_linear": (c_int, (c_void_p, c_void_p, c_int, c_int)),
     "fd_add_attention_inputs": (
         c_int,
-        (c_void_p, c_int, *_NORM, c_void_p, POINTER(AttentionShape), *_NORM, *_NORM, *(c_void_p,) * 3, c_int, c_int),
+        (c_void_p, c_int, *_NORM, c_void_p, POINTER(AttentionShape), *_NORM, *_NORM, *(c_void_p,) * 3, c_int, *_LORA),
     ),
     "fd_add_attention": (c_int, (c_void_p, POINTER(AttentionShape), c_void_p, c_int, c_int, c_int)),
-    "fd_add_project_residual": (c_int, (c_void_p, c_void_p, *_NORM, c_int, c_int)),
-    "fd_add_gated_linear": (c_int, (c_void_p, c_int, *_NORM, c_void_p, c_int, c_int)),
+    "fd_add_project_residual": (c_int, (c_void_p, c_void_p, *_NORM, c_int, *_LORA)),
+    "fd_add_gated_linear": (c_int, (c_void_p, c_int, *_NORM, c_void_p, c_int, *_LORA)),
     "fd_add_logits": (c_int, (c_void_p, c_int, *_NORM, c_void_p, c_float, c_int)),
     "fd_add_moe_residual": (
         c_int,

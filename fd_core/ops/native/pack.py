@@ -29,18 +29,28 @@ from fd_core.ops.contract import (
     Heads,
     KVCache,
     KVShape,
+    Lora,
     Norm,
     PenaltyInput,
     SampleInput,
     StepInput,
 )
 from fd_core.ops.native.kv_cache import NativeKVCache
-from fd_core.ops.native.library import AttentionShape, MaskRows, MoeGeometry, PenaltyRows, SampleRows, checked
+from fd_core.ops.native.library import (
+    AttentionShape,
+    LoraDelta,
+    LoraTable,
+    MaskRows,
+    MoeGeometry,
+    PenaltyRows,
+    SampleRows,
+    checked,
+)
 from fd_core.ops.native.program import CaptureError, Eager, ProgramRecorder, ProgramSymbol, Runtime, symbolic_step
-from fd_core.ops.native.weights import Arena, NativeLinear, pack
+from fd_core.ops.native.weights import Arena, NativeLinear, NativeLora, pack, pack_lora
 from fd_core.ops.philox import uniform
 from fd_core.ops.torch_ops import TorchOps
-from fd_core.weights import FP8, WEIGHT_FORMATS, RawTensor, Weight
+from fd_core.weights import FP8, WEIGHT_FORMATS, LowRank, RawTensor, Weight
 
 __all__ = ["NativeOps", "ProgramForward"]
 
@@ -108,6 +118,10 @@ class NativeOps(TorchOps):
         finally:
             self._arena = model
 
+    def prepare_lora(self, parts: Sequence[LowRank | None], outs: Sequence[int], *, gated: bool = False) -> NativeLora:
+        """Pack without the blocks of zeros."""
+        return pack_lora(self.runtime, self._arena, parts, outs, gated=gated)
+
     def tied_head(self, embedding: Array, weight: Weight) -> NativeLinear:
         """Pack the table a second time: lookups read it by row, products by column."""
         return self.prepare_linear([weight])
@@ -155,6 +169,23 @@ class NativeOps(TorchOps):
     def gated_linear(self, x: Array, weight: NativeLinear, activation: Activation) -> Array:
         """Multiply by gate and up, which are interleaved, and combine them."""
         return self._gated(x, None, weight, activation)
+
+    def lora(self, y: Array, x: Array, lora: Lora) -> Array:
+        """Add part by part; the fusions, which models call, do it in their own kernels."""
+        _refuse_symbols("lora", x)
+        for place, rows in lora.step.lora_groups:
+            delta = lora.deltas[place - 1]
+            if delta is None:
+                continue
+            down, end, rank = self.linear(x[rows], delta.down), 0, delta.up.inputs
+            for start, out in zip(delta.starts, delta.outs, strict=True):
+                if start >= 0:
+                    of_part = down[:, start : start + rank].contiguous()
+                    gated = delta.up.width < sum(delta.outs)
+                    more = self.gate_up(of_part, delta.up) if gated else self.linear(of_part, delta.up)
+                    y[rows, end : end + out] += more[:, end : end + out]
+                end += out
+        return y
 
     def write_kv(self, layer: Any, k: Array, v: Array, kv_slots: Array) -> None:
         """Write keys and values to their slots."""
@@ -233,7 +264,14 @@ class NativeOps(TorchOps):
         return logits
 
     def attention_inputs(
-        self, x: Array, norm: Norm, qkv: NativeLinear, heads: Heads, layer: Any, step: StepInput
+        self,
+        x: Array,
+        norm: Norm,
+        qkv: NativeLinear,
+        heads: Heads,
+        layer: Any,
+        step: StepInput,
+        lora: Lora | None = None,
     ) -> Array:
         """Norm, q/k/v projection, head norms, rope and KV write as one operation."""
         with self._call(x, step) as call:
@@ -252,22 +290,29 @@ class NativeOps(TorchOps):
                 call.pointer(heads.rope.sin),
                 layer.cache.handle,
                 layer.index,
+                _lora_table(call, lora),
                 buffer,
             )
         return q if isinstance(q, ProgramSymbol) else q.unflatten(1, (heads.num_heads, heads.head_dim))
 
-    def project_residual(self, x: Array, weight: NativeLinear, residual: Array, post_norm: Norm | None = None) -> Array:
+    def project_residual(
+        self, x: Array, weight: NativeLinear, residual: Array, post_norm: Norm | None = None, lora: Lora | None = None
+    ) -> Array:
         """Add a projection to the residual stream, in place where it is recorded."""
-        with self._call(x) as call:
+        with self._call(x, None if lora is None else lora.step) as call:
             call.keep(weight)
             source = call.input(x, weight.inputs, self.runtime.wide)
             buffer, y = call.inout(residual, weight.width)
-            call.add("project_residual", weight.handle, *_norm(call, post_norm), source, buffer)
+            call.add(
+                "project_residual", weight.handle, *_norm(call, post_norm), source, _lora_table(call, lora), buffer
+            )
         return y
 
-    def mlp_inputs(self, x: Array, norm: Norm, gate_up: NativeLinear, activation: Activation) -> Array:
+    def mlp_inputs(
+        self, x: Array, norm: Norm, gate_up: NativeLinear, activation: Activation, lora: Lora | None = None
+    ) -> Array:
         """Norm, gate and up projection and gated activation as one operation."""
-        return self._gated(x, norm, gate_up, activation)
+        return self._gated(x, norm, gate_up, activation, lora)
 
     def moe_residual(self, x: Array, norm: Norm, experts: Experts, activation: Activation) -> Array:
         """Add a mixture of experts to the residual stream."""
@@ -284,12 +329,15 @@ class NativeOps(TorchOps):
         recorder.add("logits", source, *_norm(recorder, norm), head.handle, softcap or 0.0, buffer)
         return y
 
-    def _gated(self, x: Array, norm: Norm | None, weight: NativeLinear, activation: Activation) -> Array:
-        with self._call(x) as call:
+    def _gated(
+        self, x: Array, norm: Norm | None, weight: NativeLinear, activation: Activation, lora: Lora | None = None
+    ) -> Array:
+        with self._call(x, None if lora is None else lora.step) as call:
             call.keep(weight)
             source = call.input(x, weight.inputs, True if norm is not None else self.runtime.wide)
             buffer, y = call.output(x, weight.width, self.runtime.wide)
-            call.add("gated_linear", source, *_norm(call, norm), weight.handle, _ACTIVATIONS[activation], buffer)
+            kind, table = _ACTIVATIONS[activation], _lora_table(call, lora)
+            call.add("gated_linear", source, *_norm(call, norm), weight.handle, kind, table, buffer)
         return y
 
     def _moe(self, x: Array, norm: Norm | None, experts: Experts, activation: Activation, residual: Array) -> Array:
@@ -325,6 +373,10 @@ class NativeOps(TorchOps):
     def compile(self, forward: Forward) -> Forward:
         """Return a forward that is recorded on its first call and replayed from then on."""
         return ProgramForward(self.runtime, forward)
+
+    def compile_adapted(self, forward: Forward) -> Forward:
+        """Record it as well: its operations compute the adapters that rows of the step have."""
+        return self.compile(forward)
 
 
 class ProgramForward:
@@ -373,6 +425,22 @@ def _addresses(*tensors: Array) -> list[int]:
 
 def _norm(call: ProgramRecorder | Eager, norm: Norm | None) -> tuple[int | None, float]:
     return _NO_NORM if norm is None else (call.pointer(norm.weight), norm.eps)
+
+
+def _lora_table(call: ProgramRecorder | Eager, lora: Lora | None) -> Any:
+    """Return what adapters add to a linear as the kernels read it; the program keeps it."""
+    if lora is None:
+        return None
+    deltas, ends = (LoraDelta * len(lora.deltas))(), (0,)
+    for entry, delta in zip(deltas, lora.deltas, strict=True):
+        if delta is not None:
+            entry.down, entry.up = delta.down.handle, delta.up.handle
+            entry.starts[: len(delta.starts)] = delta.starts
+            ends = tuple(int(end) // call.runtime.lanes for end in np.cumsum(delta.outs)[:-1])
+    # The last part ends nowhere.
+    table = LoraTable(len(deltas), (*ends, *[2**31 - 1] * 3)[:3], deltas)
+    call.keep(lora.deltas, deltas, table)
+    return ctypes.byref(table)
 
 
 def _geometry(heads: Heads) -> AttentionShape:

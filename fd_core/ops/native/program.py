@@ -88,7 +88,16 @@ class Program:
     def run(self, step: StepInput, tokens: int) -> None:
         """Run all operations on a step."""
         contexts, tables, rows = step.context_len, step.block_tables, step.logits_rows
-        arrays = (step.token_ids, step.positions, step.kv_slots, step.query_start, contexts, tables, rows)
+        arrays = (
+            step.token_ids,
+            step.positions,
+            step.kv_slots,
+            step.query_start,
+            contexts,
+            tables,
+            rows,
+            step.lora_places,
+        )
         batch = Step(
             tokens,
             0 if contexts is None else len(contexts),

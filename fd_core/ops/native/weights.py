@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from fd_core.ops.native.library import PackedForm, checked
 from fd_core.ops.native.program import Runtime
-from fd_core.weights import PackedTensor, RawTensor, Weight
+from fd_core.weights import LowRank, PackedTensor, RawTensor, Weight
 
-__all__ = ["Arena", "NativeLinear", "pack"]
+__all__ = ["Arena", "NativeLinear", "NativeLora", "pack", "pack_lora"]
 
 _TYPE_CODES = {"F32": 0, "BF16": 1, "F16": 2}
 
@@ -41,6 +41,52 @@ class NativeLinear:
     """Columns of the result: of gate alone where gate and up are interleaved."""
     inputs: int
     arena: Arena
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLora:
+    """What one adapter adds to a linear, as `fd::LoraDelta` has it."""
+
+    down: NativeLinear
+    """[sum of ranks, in]"""
+    up: NativeLinear
+    """[out, rank of a part], in the order of the linear; of all parts, with zeros, where one ends inside a vector."""
+    starts: tuple[int, ...]
+    """The column of `down` that each part begins at; -1 for a part that is left alone."""
+    outs: tuple[int, ...]
+    """Columns of each part."""
+
+
+def pack_lora(
+    runtime: Runtime, arena: Arena, parts: Sequence[LowRank | None], outs: Sequence[int], *, gated: bool
+) -> NativeLora:
+    """Copy what an adapter adds to a linear whose parts have `outs` columns into the order that the kernels read."""
+    there = [part for part in parts if part is not None]
+    # Ranks are even, since elements of bfloat16 are multiplied in pairs.
+    rank = max(len(part.down) for part in there)
+    rank += rank % 2
+    downs = [_filled(part.down, rank, part.down.shape[1]) for part in there]
+    places = [
+        -1 if part is None else rank * sum(each is not None for each in parts[:i]) for i, part in enumerate(parts)
+    ]
+    nothing = np.zeros((0, 0), np.float32)
+    ups = [_filled(nothing if each is None else each.up, out, rank) for each, out in zip(parts, outs, strict=True)]
+    if not gated and any(end % runtime.lanes for end in np.cumsum(outs)[:-1]):
+        whole = np.zeros((sum(outs), rank * len(there)), np.float32)
+        for of_part, start, end in zip(ups, places, np.cumsum(outs), strict=True):
+            if start >= 0:
+                whole[end - len(of_part) : end, start : start + rank] = of_part
+        ups, places, outs = [whole], [0], [sum(outs)]
+    down, up = (
+        pack(runtime, arena, [RawTensor("F32", each) for each in weights], None, gated=of_gate)
+        for weights, of_gate in ((downs, False), (ups, gated))
+    )
+    return NativeLora(down, up, tuple(places), tuple(outs))
+
+
+def _filled(values: npt.NDArray[np.float32], rows: int, columns: int) -> npt.NDArray[np.float32]:
+    """Return the values with zeros behind them."""
+    return np.pad(values, ((0, rows - values.shape[0]), (0, columns - values.shape[1])))
 
 
 def pack(

@@ -84,15 +84,20 @@ class OnnxOps(NumpyOps):
         """Activate the first half and multiply."""
         return self._call(lambda graph, x: _gate(graph, x, activation), gate_up)
 
-    def lora(self, x: Array, lora: Lora, rows: Array) -> Array:
-        """Choose each token's place between the two products of all of them."""
+    def lora(self, y: Array, x: Array, lora: Lora) -> Array:
+        """Find the tokens of every place in the graph; an adapter that none has computes on no rows."""
 
-        def emit(graph: Graph, x: GraphSymbol, rows: GraphSymbol) -> GraphSymbol:
-            down = graph.reshape(_linear(graph, x, lora.down), -1, lora.rank)
-            kept = graph.reshape(graph.op("Gather", down, rows), -1, lora.places * lora.rank)
-            return _linear(graph, kept, lora.up)
+        def emit(graph: Graph, y: GraphSymbol, x: GraphSymbol, places: GraphSymbol) -> GraphSymbol:
+            for place, delta in enumerate(lora.deltas, 1):
+                if delta is not None:
+                    here = graph.op("Equal", places, graph.constant(place, np.int32))
+                    rows = graph.op("Transpose", graph.op("NonZero", here), perm=[1, 0])
+                    mine = graph.op("GatherND", x, rows)
+                    more = _linear(graph, _linear(graph, mine, delta[0]), delta[1])
+                    y = graph.op("ScatterND", y, rows, more, reduction="add")
+            return y
 
-        return self._call(emit, x, rows)
+        return self._call(emit, y, x, lora.step.lora_places)
 
     def split_heads(self, qkv: Array, heads: Heads) -> tuple[Array, Array, Array]:
         """Cut queries, keys and values apart."""
@@ -186,7 +191,7 @@ class OnnxOps(NumpyOps):
 
     def compile_adapted(self, forward: Forward) -> Forward:
         """Trace it as a session of its own; it shares the model's weights."""
-        return SessionForward(self, forward, (*_STEP_ARRAYS, "lora_rows"))
+        return SessionForward(self, forward, (*_STEP_ARRAYS, "lora_places"))
 
     def _call(self, emit: Callable[..., Any], *arrays: Array) -> Any:
         """Emit into the graph of the symbols, or run a graph of these operators on arrays."""

@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.ops.contract import Activation, Array, KVShape, Lora, Norm, Ops, Rope
-from fd_core.runner.inputs import lora_rows
-from fd_core.testing.arrays import Values, activations, on_device, penalty_input, raw, sample_input
+from fd_core.runner.inputs import adapter_rows
+from fd_core.testing.arrays import Values, activations, on_device, penalty_input, raw, sample_input, step_input
 from fd_core.testing.layers import Geometry, LayerOn
+from fd_core.weights import LowRank
 
 __all__ = ["CHECKS", "SIZES", "OpCheck", "Prepared", "Size"]
 
@@ -148,14 +149,16 @@ def _gate_up(ops: Ops, size: Size) -> Prepared:
 
 
 def _lora(ops: Ops, size: Size) -> Prepared:
-    make, hidden, places, rank = Values(), size.geometry.hidden, 3, 8
-    x = _rows(ops, size, make, hidden)
-    parts = make(places * rank, hidden, scale=hidden**-0.5), make(hidden, places * rank, scale=rank**-0.5)
-    parts[0][:rank] = 0
-    down, up = (ops.prepare_linear([raw(part)]) for part in parts)
-    rows = ops.from_host(lora_rows(np.arange(size.tokens, dtype=np.int32) % places, places))
-    moved = 2 * (hidden * places * rank + size.tokens * (hidden + places * rank)) * _width(ops)
-    return Prepared(lambda: ops.lora(x, Lora(down, up, places, rank), rows), moved)
+    make, hidden, adapters, rank = Values(), size.geometry.hidden, 2, 8
+    y, x = (_rows(ops, size, make, hidden) for _ in range(2))
+    parts = [
+        LowRank(make(rank, hidden, scale=hidden**-0.5), make(hidden, rank, scale=rank**-0.5)) for _ in range(adapters)
+    ]
+    places = np.arange(size.tokens, dtype=np.int32) % (adapters + 1)
+    step = step_input([(size.tokens, size.tokens)], size.tokens, np.zeros((1, 1), np.int32))
+    lora = Lora([ops.prepare_lora([part], [hidden]) for part in parts], replace(step, **adapter_rows(places, ops)))
+    moved = 2 * (hidden * adapters * rank + size.tokens * (2 * hidden + rank)) * _width(ops)
+    return Prepared(lambda: ops.lora(y, x, lora), moved)
 
 
 def _add(ops: Ops, size: Size) -> Prepared:

@@ -91,7 +91,7 @@ def test_adapters_in_one_batch_compute_what_merged_weights_compute(
         linears = spec_of(checkpoint).adaptable()
     adapted = model.with_adapters([read_adapter(checkpoints / f"{case}-{name}", linears, 6) for name in ADAPTERS])
     places = [2, 0, 1, 2][: len(lengths)]
-    driver = PagedDriver(adapted, ops, prompts(model.vocab_size, lengths), 64, places=(places, 3))
+    driver = PagedDriver(adapted, ops, prompts(model.vocab_size, lengths), 64, places=places)
     driver.generate(GENERATED, chunk)
     for row, place in zip(driver.rows, places, strict=True):
         expected = oracle_logits(case, merged[place], tuple(row.tokens[:-1]))

@@ -14,7 +14,7 @@ import pytest
 
 from fd_core.ops.contract import Activation, Array, Experts, Heads, KVShape, Lora, Norm, Ops, Rope
 from fd_core.ops.kv_int8 import dequantize_kv, quantize_kv
-from fd_core.runner.inputs import lora_rows
+from fd_core.runner.inputs import adapter_rows
 from fd_core.testing.arrays import (
     FP8_TOLERANCE,
     PACKED_TOLERANCE,
@@ -26,7 +26,7 @@ from fd_core.testing.arrays import (
     raw,
     step_input,
 )
-from fd_core.weights import FP8, WEIGHT_FORMATS, RawTensor
+from fd_core.weights import FP8, WEIGHT_FORMATS, LowRank, RawTensor
 
 REQUIRES = ("primitives",)
 
@@ -155,36 +155,43 @@ def test_gate_and_up_come_one_after_the_other(ops: Ops, values: Values) -> None:
 
 
 PLACES = np.array([0, 2, 1, 0, 2], np.int32)
-"""The place of the adapter of each of five tokens; there are three with the one for none."""
+"""The place of the adapter of each of five tokens, 0 for none."""
 
 
-def lora_of(ops: Ops, down: Floats, up: Floats) -> Lora:
-    """Prepare adapters, down [places, rank, in] and up [places, out, rank]."""
-    places, rank, width = down.shape
-    stacked = up.transpose(1, 0, 2).reshape(-1, places * rank)
+def lora_of(ops: Ops, adapters: Sequence[Sequence[LowRank | None] | None], *, gated: bool = False) -> Lora:
+    """Prepare adapters of a linear with parts of 7 columns, for tokens that have the places `PLACES`."""
+    step = step_input([(5, 5)], 8, np.zeros((1, 1), np.int32))
     with ops.replaceable_weights():
-        prepared = [ops.prepare_linear([raw(part)]) for part in (down.reshape(-1, width), stacked)]
-    return Lora(prepared[0], prepared[1], places, rank)
+        deltas = [
+            None if parts is None else ops.prepare_lora(parts, [7] * len(parts), gated=gated) for parts in adapters
+        ]
+    return Lora(deltas, replace(step, **adapter_rows(PLACES, ops)))
 
 
-def test_lora_adds_what_the_adapter_of_each_token_says(ops: Ops, values: Values) -> None:
-    x, down, up = values(5, 12), values(3, 3, 12), values(3, 7, 3)
-    down[0] = 0
-    found = ops.lora(activations(ops, x), lora_of(ops, down, up), ops.from_host(lora_rows(PLACES, 3)))
-    expected = np.stack([up[place] @ (down[place] @ token) for place, token in zip(PLACES, x, strict=True)])
+@pytest.mark.parametrize("gated", [False, True], ids=["stacked", "gated"])
+def test_lora_adds_what_the_adapter_of_each_token_says(ops: Ops, values: Values, gated: bool) -> None:
+    """Parts have ranks of their own, and one adapter leaves a part alone."""
+    y, x = values(5, 14), values(5, 12)
+    first = [LowRank(values(rank, 12), values(7, rank)) for rank in (3, 2)]
+    second = [None, LowRank(values(5, 12), values(7, 5))]
+    found = ops.lora(activations(ops, y), activations(ops, x), lora_of(ops, [first, second], gated=gated))
+    expected = y.copy()
+    for row, place in enumerate(PLACES):
+        for part, each in enumerate(([None, None], first, second)[place]):
+            if each is not None:
+                expected[row, 7 * part : 7 * part + 7] += each.up @ (each.down @ x[row])
     assert_near(ops, found, expected)
 
 
 def test_the_numbers_of_an_adapter_reach_no_token_of_another(ops: Ops, values: Values) -> None:
     """An adapter whose products overflow spoils its own tokens only."""
-    x, down, up = values(5, 12), values(3, 3, 12), values(3, 7, 3)
-    down[0] = 0
-    down[1] = 3e38
+    y, x, well = values(5, 7), values(5, 12), LowRank(values(3, 12), values(7, 3))
     x[2] = 3e38
-    found = ops.lora(activations(ops, x), lora_of(ops, down, up), ops.from_host(lora_rows(PLACES, 3)))
+    wild = LowRank(np.full((3, 12), 3e38, np.float32), values(7, 3))
+    found = ops.lora(activations(ops, y), activations(ops, x), lora_of(ops, [[wild], [well]]))
     others = np.flatnonzero(PLACES != 1)
-    expected = np.stack([up[place] @ (down[place] @ x[token]) for token, place in enumerate(PLACES) if place != 1])
-    assert_near(ops, ops.gather_rows(found, ops.from_host(others.astype(np.int32))), expected)
+    added = np.where(PLACES[:, None] == 2, x, 0) @ well.down.T @ well.up.T
+    assert_near(ops, ops.gather_rows(found, ops.from_host(others.astype(np.int32))), (y + added)[others])
 
 
 def test_split_heads_takes_queries_then_keys_then_values(ops: Ops, values: Values) -> None:

@@ -7,10 +7,11 @@ import pytest
 
 from fd_core.ops.contract import Ops
 from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.runner.inputs import adapter_rows
 from fd_core.testing.arrays import Values
 from fd_core.testing.suite import test_operations, test_quantized_kv
 from fd_core.testing.suite.test_fusions import GEOMETRIES
-from tests.ops.native.layers import LayerOn
+from tests.ops.native.layers import Geometry, LayerOn
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +31,19 @@ def compare(ops, geometry):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("isa", OTHER_SETS)
-@pytest.mark.parametrize("name", ["smollm2", "odd sizes", "d80", "softcap", "window", "shared experts"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "smollm2",
+        "odd sizes",
+        "d80",
+        "softcap",
+        "window",
+        "adapters on odd sizes",
+        "adapters, norms behind",
+        "shared experts",
+    ],
+)
 def test_every_instruction_set_computes_the_same(native, name, isa, dtype):
     compare(native(dtype, isa=isa), GEOMETRIES[name][0])
 
@@ -82,3 +95,32 @@ def test_rows_that_share_a_prefix_are_computed_as_if_alone(native, dtype, thread
         )
         single = ops.to_host(ops.attention(ops.from_host(q[row : row + 1]), layer.heads, layer.kv, alone))
         np.testing.assert_array_equal(single[0], together[row])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("packed", [None, "Q4_1"])
+def test_a_row_with_an_adapter_has_the_bits_that_it_has_alone(native, dtype, packed):
+    """Also beside rows of other adapters and of none, which have those of a step without adapters."""
+    geometry = Geometry(heads=9, kv_heads=3, d=64, hidden=96, inner=160, block_size=32, packed=packed, adapters=True)
+    rows = [(1, count) for count in range(1, 60)]
+    ops = native(dtype, 2)
+    together = LayerOn(ops, geometry, rows)
+    found = together.run(ops)
+    plain = LayerOn(ops, replace(geometry, adapters=False), rows).run(ops)
+    for row in (0, 3, 7, 31, 58):
+        alone = LayerOn(ops, geometry, rows)
+        index = np.full(1, row)
+        alone.x = together.x[index]
+        step = alone.step
+        alone.step = replace(
+            step,
+            **{name: getattr(step, name)[row : row + 1] for name in ("token_ids", "positions", "kv_slots")},
+            query_start=step.query_start[:2],
+            context_len=step.context_len[row : row + 1],
+            block_tables=step.block_tables[row : row + 1].contiguous(),
+            **adapter_rows(together.places[index], ops),
+        )
+        for ours, theirs in zip(alone.run(ops), found, strict=True):
+            np.testing.assert_array_equal(ours[0], theirs[row])
+        same = all((theirs[row] == without[row]).all() for theirs, without in zip(found, plain, strict=True))
+        assert same == (together.places[row] == 0)

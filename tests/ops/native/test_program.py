@@ -43,6 +43,39 @@ def test_a_recorded_forward_equals_its_operations(native, dtype, threads):
         np.testing.assert_allclose(replayed, once, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_forward_with_adapters_is_recorded_and_serves_steps_with_and_without(native, dtype, caplog):
+    plain, adapted = (LayerOn(native(dtype, 2), Geometry(adapters=adapters)) for adapters in (False, True))
+    ops, layers = plain.ops, {False: plain, True: adapted}
+
+    def forward_of(layer):
+        def forward(step, cache):
+            layer.step = step
+            (qkv, output, gate_up, down), kv = layer.loras(), cache.layer(1)
+            x = ops.embedding(table, step.token_ids)
+            q = ops.attention_inputs(x, layer.norm, layer.qkv, layer.heads, kv, step, qkv)
+            x = ops.project_residual(ops.attention(q, layer.heads, kv, step), layer.output, x, None, output)
+            inner = ops.mlp_inputs(x, layer.norm, layer.gate_up, "silu", gate_up)
+            x = ops.project_residual(inner, layer.down, x, None, down)
+            return ops.logits(x, layer.norm, head, step.logits_rows)
+
+        return forward
+
+    rng = np.random.default_rng(0)
+    table = ops.prepare_embedding(raw(rng.standard_normal((4, plain.g.hidden)).astype(np.float32)))
+    head = ops.prepare_linear([raw(rng.standard_normal((200, plain.g.hidden)).astype(np.float32))])
+    steps = {name: layer.step for name, layer in layers.items()}
+    compiled = ops.compile_adapted(forward_of(adapted))
+    once = ops.to_host(forward_of(adapted)(steps[True], adapted.cache))
+    unadapted = ops.to_host(ops.compile(forward_of(plain))(steps[False], plain.cache)).copy()
+    for _ in range(2):
+        with_adapters = ops.to_host(compiled(steps[True], adapted.cache))
+        np.testing.assert_allclose(with_adapters, once, rtol=0, atol=1e-5)
+        np.testing.assert_array_equal(ops.to_host(compiled(steps[False], adapted.cache)), unadapted)
+    assert np.abs(once - unadapted).max() > 0.1
+    assert not caplog.records
+
+
 def test_a_forward_that_cannot_be_recorded_runs_eagerly_and_says_so(native, caplog):
     layer = LayerOn(native(), Geometry())
     ops = layer.ops

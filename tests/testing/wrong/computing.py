@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from fd_core.ops.numpy_ops import NumpyLinear
+from fd_core.runner.inputs import adapter_rows
 from fd_core.weights import FP8, PackedTensor
 from tests.testing.wrong.fault import wrong
 
@@ -151,8 +152,8 @@ class ReadsTheNextBlock:
     "models:test_a_model_computes_what_the_oracle_computes[qwen3-yarn-*",
 )
 class SkipsTheNormOfKeys:
-    def attention_inputs(self, x, norm, qkv, heads, layer, step):
-        return super().attention_inputs(x, norm, qkv, replace(heads, k_norm=None), layer, step)
+    def attention_inputs(self, x, norm, qkv, heads, layer, step, lora=None):
+        return super().attention_inputs(x, norm, qkv, replace(heads, k_norm=None), layer, step, lora)
 
 
 @wrong(
@@ -163,8 +164,8 @@ class SkipsTheNormOfKeys:
 class ForgetsTheNormBehind:
     """An override of a fusion that leaves out what only Gemma has."""
 
-    def project_residual(self, x, weight, residual, post_norm=None):
-        return residual + self.linear(x, weight)
+    def project_residual(self, x, weight, residual, post_norm=None, lora=None):
+        return super().project_residual(x, weight, residual, None, lora)
 
 
 @wrong(
@@ -287,11 +288,12 @@ class GivesStatesOfTheTokenBefore:
 class WeighsAdaptersInsteadOfChoosing:
     """Right as long as every product is finite."""
 
-    def lora(self, x, lora, rows):
-        places = np.arange(lora.places)
-        mine = rows.reshape(len(x), lora.places) == np.arange(len(x))[:, None] * lora.places + places
-        weights = np.repeat(mine & (places > 0), lora.rank, axis=1).astype(np.float32)
-        return self.linear(self.linear(x, lora.down) * weights, lora.up)
+    def lora(self, y, x, lora):
+        for place, delta in enumerate(lora.deltas, 1):
+            if delta is not None:
+                mine = (lora.step.lora_places == place)[:, None]
+                y = y + self.linear(self.linear(x, delta[0]), delta[1]) * mine.astype(np.float32)
+        return y
 
 
 @wrong(
@@ -301,7 +303,6 @@ class WeighsAdaptersInsteadOfChoosing:
     spreads_to=("operations:test_the_numbers_of_an_adapter_reach_no_token_of_another",),
 )
 class GivesEachTokenTheAdapterOfTheOneBefore:
-    def lora(self, x, lora, rows):
-        first = np.arange(len(x), dtype=np.int32)[:, None] * lora.places
-        places = np.roll(rows.reshape(len(x), lora.places) - first, 1, axis=0)
-        return super().lora(x, lora, (places + first).reshape(-1).astype(np.int32))
+    def lora(self, y, x, lora):
+        rows = adapter_rows(np.roll(lora.step.lora_places, 1), self)
+        return super().lora(y, x, replace(lora, step=replace(lora.step, **rows)))

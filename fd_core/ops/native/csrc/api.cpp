@@ -304,7 +304,8 @@ struct Recording {
     Program program;
     int type;
     std::vector<std::unique_ptr<GeometryPlan>> plans;
-    int normed = -1, quantized = -1, qkv = -1, projected = -1;  // scratch buffers, as wide as their widest user
+    // Scratch buffers, as wide as their widest user.
+    int normed = -1, quantized = -1, qkv = -1, projected = -1, adapted = -1, shrunk = -1;
 
     int scratch(int& index, int width, bool wide) {
         if (index < 0) index = program.add_buffer(width, wide);
@@ -313,15 +314,21 @@ struct Recording {
         b.stride = std::max(b.stride, size_t(round_up(width, 64)));
         return index;
     }
-    /// The rows of `in` for a product with w, normed if there is a norm.
+    /// The rows of `in` for a product with w, normed if there is a norm, and what the adapters of `lora` add to it.
     template <class E>
-    InputRows<E> rows(const Linear& w, int in, const float* norm = nullptr, float eps = 0) {
+    InputRows<E> rows(const Linear& w, int in, const float* norm = nullptr, float eps = 0,
+                      const void* lora_table = nullptr) {
         int made = -1;
         if (w.packed())
             made = scratch(quantized, QuantizedRow(w).floats(), true);
         else if (norm)
             made = scratch(normed, w.k, false);
-        return {w, {norm, eps}, in, made};
+        auto* lora = static_cast<const LoraTable*>(lora_table);
+        if (lora == nullptr) return {w, {norm, eps}, in, made, nullptr, -1, -1};
+        int rank = 0;
+        for (int i = 0; i < lora->places; i++)
+            if (const LoraDelta* delta = lora->of(i + 1)) rank = std::max(rank, delta->down->n);
+        return {w, {norm, eps}, in, made, lora, scratch(adapted, w.k, false), scratch(shrunk, rank, false)};
     }
     template <class E>
     NormRows<E> norm(int in, int width, const float* weight, float eps) {
@@ -401,12 +408,12 @@ int fd_add_linear(void* program, const void* linear, int in, int out) {
 
 int fd_add_attention_inputs(void* program, int in, const float* norm, float eps, const void* linear,
                             const AttentionShape* shape, const float* q_norm, float q_eps, const float* k_norm, float k_eps,
-                            const float* cos, const float* sin, const void* cache, int layer, int q) {
+                            const float* cos, const float* sin, const void* cache, int layer, const void* lora, int q) {
     return add(program, [&](auto e) -> Operation* {
         using E = decltype(e);
         const Linear& w = *static_cast<const Linear*>(linear);
         Recording& r = recording(program);
-        return new AttentionInputs<E>(r.rows<E>(w, in, norm, eps), *shape, {q_norm, q_eps}, {k_norm, k_eps}, {cos, sin},
+        return new AttentionInputs<E>(r.rows<E>(w, in, norm, eps, lora), *shape, {q_norm, q_eps}, {k_norm, k_eps}, {cos, sin},
                                       KvLayer<E>(static_cast<const Cache*>(cache)->layout, layer),
                                       r.scratch(r.qkv, w.n, true), q);
     });
@@ -421,22 +428,22 @@ int fd_add_attention(void* program, const AttentionShape* shape, const void* cac
 }
 
 int fd_add_project_residual(void* program, const void* linear, const float* post_norm, float eps, int in,
-                            int residual) {
+                            const void* lora, int residual) {
     return add(program, [&](auto e) -> Operation* {
         using E = decltype(e);
         const Linear& w = *static_cast<const Linear*>(linear);
         Recording& r = recording(program);
         const int projected = post_norm ? r.scratch(r.projected, w.n, true) : -1;
-        return new ProjectResidual<E>(r.rows<E>(w, in), {post_norm, eps}, projected, residual);
+        return new ProjectResidual<E>(r.rows<E>(w, in, nullptr, 0, lora), {post_norm, eps}, projected, residual);
     });
 }
 
 int fd_add_gated_linear(void* program, int in, const float* norm, float eps, const void* linear, int activation,
-                        int out) {
+                        const void* lora, int out) {
     return add(program, [&](auto e) -> Operation* {
         using E = decltype(e);
         const Linear& w = *static_cast<const Linear*>(linear);
-        return new GatedLinear<E>(recording(program).rows<E>(w, in, norm, eps), Activation(activation), out);
+        return new GatedLinear<E>(recording(program).rows<E>(w, in, norm, eps, lora), Activation(activation), out);
     });
 }
 

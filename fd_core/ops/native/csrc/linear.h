@@ -49,9 +49,9 @@ Range row_block(int rows, int i, int blocks) {
 /// Part of a product: rows from `row` times vectors of columns from `vec`; c has a row of `stride` floats for each.
 struct Block {
     int row, rows, vec, vecs;
-    const float* c;
+    float* c;
     int stride;
-    const float* at(int r, int v) const { return c + r * stride + v * kLanes; }
+    float* at(int r, int v) const { return c + r * stride + v * kLanes; }
 };
 
 /// Memory that a thread reads when it is done with a product.

@@ -27,8 +27,9 @@ void NormRows<E>::run(const Context& context, int count) const {
 
 template <class E>
 void InputRows<E>::prepare(const Context& context, const int32_t* rows, int count) const {
-    if (scratch < 0) return;
-    const Range mine = context.share(count);
+    const bool adapting = adapts(context);
+    if (scratch < 0 && !adapting) return;
+    const Range mine = context.share(scratch < 0 ? 0 : count);
     for (int i = mine.begin; i < mine.end; i++) {
         const int from = rows ? rows[i] : i;
         if (!norm.weight)
@@ -39,6 +40,24 @@ void InputRows<E>::prepare(const Context& context, const int32_t* rows, int coun
         else
             rms_norm(context.row<float>(in, from), norm.weight, w.k, norm.eps, context.row<E>(scratch, i));
     }
+    const LoraPlan& plan = context.program.lora;
+    if (adapting) {
+        const Range gathered = context.share(int(plan.order.size()));
+        for (int i = gathered.begin; i < gathered.end; i++) {
+            E* to = context.row<E>(adapted, i);
+            if (norm.weight)
+                rms_norm(context.row<float>(in, plan.order[i]), norm.weight, w.k, norm.eps, to);
+            else
+                std::memcpy(to, context.row<E>(in, plan.order[i]), w.k * sizeof(E));
+            std::memset(to + w.k, 0, (context.stride(adapted) - w.k) * sizeof(E));  // a wider linear may have used it
+        }
+    }
+    context.wait_for_all();
+    if (!adapting) return;
+    multiply_down<E>(*lora, plan, context.row<E>(adapted, 0), context.stride(adapted), context.thread,
+                     context.team.size(), [&](int row, int vec, V x) {
+                         vstore(context.row<E>(shrunk, row) + vec * kLanes, x);
+                     });
     context.wait_for_all();
 }
 

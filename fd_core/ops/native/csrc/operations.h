@@ -35,9 +35,13 @@ struct InputRows {
     NormWeights norm;
     int in;       // a buffer of E, or of float32 where there is a norm
     int scratch;  // for what is made of it, or -1 where it is used as it is
+    const LoraTable* lora;  // what adapters add to the product, or null
+    int adapted, shrunk;    // scratch of E: rows with adapters, adapter by adapter, and what `down` makes of each row
 
     /// Make them of the wanted rows: `rows` of `in` if given, else all. All threads have met when it returns.
     void prepare(const Context& context, const int32_t* rows, int count) const;
+    /// Whether a row of the step has an adapter; they are rows of `in` then.
+    bool adapts(const Context& context) const { return lora != nullptr && !context.program.lora.order.empty(); }
     /// Multiply this thread's columns and hand each block of the result to `take(block)`.
     template <class Take>
     void multiply(const Context& context, int rows, Take&& take) const;
@@ -157,8 +161,13 @@ template <class Take>
 void InputRows<E>::multiply(const Context& context, int rows, Take&& take) const {
     const int from = scratch < 0 ? in : scratch;
     const void* x = w.packed() ? (const void*)context.row<float>(from, 0) : context.row<E>(from, 0);
-    multiply_rows<E>(context, w, x, context.stride(from), rows,
-                     first_panel(context.upcoming, context.thread, context.team.size()), take);
+    const Following after = first_panel(context.upcoming, context.thread, context.team.size());
+    if (!adapts(context)) return multiply_rows<E>(context, w, x, context.stride(from), rows, after, take);
+    const E* h = context.row<E>(shrunk, 0);
+    multiply_rows<E>(context, w, x, context.stride(from), rows, after, [&](const Block& block) {
+        add_up(*lora, context.program.lora, h, context.stride(shrunk), block);
+        take(block);
+    });
 }
 
 template <class E>

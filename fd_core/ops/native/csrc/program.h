@@ -10,6 +10,7 @@
 #include "attention_plan.h"
 #include "kv.h"
 #include "linear.h"
+#include "lora.h"
 #include "memory.h"
 #include "rows.h"
 #include "threads.h"
@@ -26,6 +27,7 @@ struct Step {
     const int32_t* context_len;
     const int32_t* block_tables;
     const int32_t* logits_rows;
+    const int32_t* lora_places;  // null where no token has an adapter
 };
 
 /// An activation matrix: one row for each token of the step, rows padded so that vectors may run over their ends.
@@ -85,6 +87,7 @@ class Program {
     void add(Operation* operation) { operations_.emplace_back(operation); }
 
     void run(const Step& step, Team& team, size_t element_size) {
+        lora.build(step.lora_places, step.tokens);
         reserve(step.tokens > step.logits ? step.tokens : step.logits, element_size);
         if (counters_.size() != operations_.size()) counters_ = std::vector<Counter>(operations_.size());
         upcoming_.resize(operations_.size());
@@ -101,6 +104,7 @@ class Program {
     std::atomic<int>& counter(size_t operation) { return counters_[operation].value; }
     const std::vector<std::unique_ptr<Operation>>& operations() const { return operations_; }
     bool timed = false;
+    LoraPlan lora;
 
    private:
     struct Counter {
