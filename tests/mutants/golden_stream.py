@@ -28,7 +28,7 @@ MUTANTS = (
     mutant(
         "kv-slot-off-by-one",
         "4: the KV of a position is written where it is read",
-        (INPUTS, "* size + positions % size\n", "* size + (positions + 1) % size\n"),
+        (INPUTS, "* size + offsets\n", "* size + (offsets + 1) % size\n"),
     ),
     mutant(
         "a-prefix-counts-as-computed-to-the-last-token",
