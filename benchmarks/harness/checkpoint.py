@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,44 @@ _CONTROL_TOKEN = 3
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Paths of one model in every format, and the bytes of its weights in bf16 (what one decode step must read)."""
+    """One model in every format, each converted when it is first asked for, and kept."""
 
     original: Path
-    folder: Path
-    gguf_bf16: Path
-    gguf_f16: Path
-    gguf_q8_0: Path
+    kept: Path
+    """The folder of what was converted."""
     weight_bytes: int
+    """Of the weights in bf16, which is what one decode step must read."""
+
+    @property
+    def folder(self) -> Path:
+        """A Hugging Face folder in bf16."""
+        return self._made("hf", partial(_write_folder, self.original))
+
+    @property
+    def folder_w8a8(self) -> Path:
+        """A folder of compressed-tensors: int8 with a scale for each row, activations rounded token by token."""
+        return self._made("hf-w8a8", partial(_write_quantized, self.folder))
+
+    @property
+    def gguf_bf16(self) -> Path:
+        return self._made("model-bf16.gguf", partial(_write_gguf, self.original, "BF16"))
+
+    @property
+    def gguf_f16(self) -> Path:
+        return self._made("model-f16.gguf", partial(_write_gguf, self.original, "F16"))
+
+    @property
+    def gguf_q8_0(self) -> Path:
+        return self._made("model-q8_0.gguf", partial(_write_gguf, self.original, "Q8_0"))
+
+    def _made(self, name: str, write: Callable[[Path], None]) -> Path:
+        target, scratch = self.kept / name, self.kept / f"{name}.partial"
+        if not target.exists():
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.unlink(missing_ok=True)
+            write(scratch)
+            scratch.rename(target)
+        return target
 
 
 def fetch_default() -> Path:
@@ -58,25 +89,16 @@ def fetch_default() -> Path:
 
 
 def prepare(source: Path, cache: Path) -> Checkpoint:
-    """Convert the GGUF file `source` (architecture llama) under `cache`; later calls find the result there."""
-    digest = hashlib.sha256(_RECIPE.encode() + source.read_bytes()).hexdigest()[:16]
-    target = cache / f"{source.stem}-{digest}"
-    if not (target / "weight_bytes").exists():
-        scratch = target.with_suffix(".partial")
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-        size = _convert(source, scratch)
-        (scratch / "weight_bytes").write_text(str(size))
-        shutil.rmtree(target, ignore_errors=True)
-        scratch.rename(target)
-    return Checkpoint(
-        original=source,
-        folder=target / "hf",
-        gguf_bf16=target / "model-bf16.gguf",
-        gguf_f16=target / "model-f16.gguf",
-        gguf_q8_0=target / "model-q8_0.gguf",
-        weight_bytes=int((target / "weight_bytes").read_text()),
-    )
+    """Return the GGUF file `source` (architecture llama) in every format; what is converted is kept under `cache`."""
+    with source.open("rb") as file:
+        digest = hashlib.file_digest(file, lambda: hashlib.sha256(_RECIPE.encode())).hexdigest()[:16]
+    reader = gguf.GGUFReader(source)
+    architecture = _metadata(reader)["general.architecture"]
+    if architecture != "llama":
+        raise ValueError(f"{source.name}: architecture {architecture!r}; this benchmark converts llama")
+    kept = cache / f"{source.stem}-{digest}"
+    kept.mkdir(parents=True, exist_ok=True)
+    return Checkpoint(source, kept, 2 * sum(int(tensor.n_elements) for tensor in reader.tensors))
 
 
 def tokenizer_of(source: Path) -> Tokenizer:
@@ -101,20 +123,6 @@ def _metadata(reader: gguf.GGUFReader) -> dict[str, Any]:
     return {name: field.contents() for name, field in reader.fields.items()}
 
 
-def _convert(source: Path, target: Path) -> int:
-    reader = gguf.GGUFReader(source)
-    meta = _metadata(reader)
-    if meta["general.architecture"] != "llama":
-        raise ValueError(f"{source.name}: architecture {meta['general.architecture']!r}; this benchmark converts llama")
-    weights = dict(_bf16_weights(reader))
-    _write_folder(source, meta, weights, target / "hf")
-    kinds = gguf.GGMLQuantizationType
-    _write_gguf(reader, weights, kinds.BF16, target / "model-bf16.gguf", gguf.LlamaFileType.MOSTLY_BF16)
-    _write_gguf(reader, weights, kinds.F16, target / "model-f16.gguf", gguf.LlamaFileType.MOSTLY_F16)
-    _write_gguf(reader, weights, kinds.Q8_0, target / "model-q8_0.gguf", gguf.LlamaFileType.MOSTLY_Q8_0)
-    return sum(raw.nbytes for raw in weights.values())
-
-
 def _bf16_weights(reader: gguf.GGUFReader) -> Iterator[tuple[str, np.ndarray]]:
     """Yield each tensor as uint16 bit patterns of bf16, rounded to nearest even."""
     for tensor in reader.tensors:
@@ -127,8 +135,19 @@ def _as_float32(raw: np.ndarray) -> np.ndarray:
     return (raw.astype(np.uint32) << 16).view(np.float32)
 
 
-def _write_folder(source: Path, meta: dict[str, Any], weights: dict[str, np.ndarray], folder: Path) -> None:
+def _write_quantized(source: Path, target: Path) -> None:
+    from fd_core.cli.quantize import files_beside
+    from fd_core.models.loading.checkpoint import open_checkpoint
+    from fd_core.models.quantized_folder import write_quantized
+
+    with open_checkpoint(source) as checkpoint:
+        write_quantized(checkpoint, "int8", target, files_beside(checkpoint), lambda *_: None)
+
+
+def _write_folder(source: Path, folder: Path) -> None:
     folder.mkdir()
+    reader = gguf.GGUFReader(source)
+    meta, weights = _metadata(reader), dict(_bf16_weights(reader))
     heads, kv_heads = meta["llama.attention.head_count"], meta["llama.attention.head_count_kv"]
     hidden = meta["llama.embedding_length"]
     tensors = {}
@@ -208,22 +227,17 @@ def _undo_rope_permutation(raw: np.ndarray, heads: int) -> np.ndarray:
     )
 
 
-def _write_gguf(
-    reader: gguf.GGUFReader,
-    weights: dict[str, np.ndarray],
-    kind: gguf.GGMLQuantizationType,
-    target: Path,
-    file_type: gguf.LlamaFileType,
-) -> None:
-    """Write the bf16 values as `kind`, vectors as float32, with the metadata of the file that they came from."""
-    writer = gguf.GGUFWriter(target, "llama")
+def _write_gguf(source: Path, form: str, target: Path) -> None:
+    """Write the bf16 values in another type, vectors as float32, with the metadata of the file that they came from."""
+    reader, kind = gguf.GGUFReader(source), gguf.GGMLQuantizationType[form]
+    writer = gguf.GGUFWriter(target, "llama", use_temp_file=True)
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
             continue
         value_type, *item_type = field.types
         writer.add_key_value(name, field.contents(), value_type, item_type[0] if item_type else None)
-    writer.add_file_type(file_type)
-    for name, raw in weights.items():
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{form}"])
+    for name, raw in _bf16_weights(reader):
         values = _as_float32(raw)
         if values.ndim == 1:
             writer.add_tensor(name, values)

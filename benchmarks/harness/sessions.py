@@ -52,10 +52,7 @@ class WorkerSession:
             reply = self._worker.ask(
                 op="load",
                 engine=engine.adapter,
-                model={
-                    name: str(getattr(checkpoint, name))
-                    for name in ("original", "folder", "gguf_bf16", "gguf_f16", "gguf_q8_0")
-                },
+                model=str(engine.weights(checkpoint)),
                 threads=limits.threads,
                 max_requests=limits.max_requests,
                 max_length=limits.max_length,
@@ -85,14 +82,15 @@ class ServerSession:
         self.engine = engine
         self.notes: dict[str, Any] = {"measured": "over HTTP"}
         self._server: Server = engine.server
-        self._model = engine.server.model(checkpoint)
+        weights = engine.weights(checkpoint)
+        self._model = engine.server.model or str(weights)
         self._log = log
         port = _free_port()
         self._url = f"http://127.0.0.1:{port}"
         start = time.perf_counter()
         with log.open("w") as output:
             self._process = subprocess.Popen(
-                engine.server.command(python, checkpoint, limits, port),
+                engine.server.command(python, weights, limits, port),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

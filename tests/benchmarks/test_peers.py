@@ -31,4 +31,4 @@ def test_wrong_flags_are_explained(arguments, said, capsys):
 
 def test_the_recorded_command_carries_no_folder_of_the_machine():
     arguments = ["--rounds", "3", "--env", "ov=/home/me/ov", "--model=/home/me/m.gguf", "--http", "--cache", "/home/me"]
-    assert peers.shown(arguments) == ["--rounds", "3", "--http"]
+    assert peers.shown(arguments) == ["--rounds", "3", "--model", "m.gguf", "--http"]

@@ -22,22 +22,21 @@ _COUNTERS = {
 
 
 class Engine:
-    """fd_core's `LLM` with what `fdcore serve` would take by itself, except for bf16, `weights` and `settings`."""
+    """fd_core's `LLM` with what `fdcore serve` would take by itself, except for bf16 and `settings`."""
 
     counted = tuple(_COUNTERS)
 
     def __init__(
         self,
-        model: dict[str, str],
+        model: str,
         threads: int,
         max_requests: int,
         max_length: int,
-        weights: str = "folder",
         **settings: Any,
     ) -> None:
         self.version = fd_core.__version__
         self._llm = LLM(
-            model[weights],
+            model,
             backend="cpu",
             dtype="bfloat16",
             num_threads=threads,

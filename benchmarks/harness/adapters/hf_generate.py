@@ -24,12 +24,12 @@ class _StepClock(StoppingCriteria):
 class Engine:
     """A causal LM in bf16 with torch's scaled dot product attention."""
 
-    def __init__(self, model: dict[str, str], threads: int, max_requests: int, max_length: int) -> None:
+    def __init__(self, model: str, threads: int, max_requests: int, max_length: int) -> None:
         torch.set_num_threads(threads)
         self.version = f"transformers {transformers.__version__}, torch {torch.__version__}"
         self.notes: dict[str, Any] = {"dtype": "bfloat16", "attention": "sdpa", "batch": "left-padded"}
         self._model = AutoModelForCausalLM.from_pretrained(
-            model["folder"], dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True
+            model, dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True
         ).eval()
 
     def run(self, prompts: list[list[int]], max_tokens: list[int]) -> list[tuple[list[int], float, float]]:

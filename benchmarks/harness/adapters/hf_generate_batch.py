@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 class Engine:
     """A causal LM in bf16 with transformers' paged attention over torch's scaled dot product attention."""
 
-    def __init__(self, model: dict[str, str], threads: int, max_requests: int, max_length: int) -> None:
+    def __init__(self, model: str, threads: int, max_requests: int, max_length: int) -> None:
         torch.set_num_threads(threads)
         self.version = f"transformers {transformers.__version__}, torch {torch.__version__}"
         self.notes: dict[str, Any] = {"dtype": "bfloat16", "attention": "paged sdpa"}
         self._model = AutoModelForCausalLM.from_pretrained(
-            model["folder"], dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True
+            model, dtype=torch.bfloat16, attn_implementation="sdpa", local_files_only=True
         ).eval()
         # Its default takes most of the free memory, and time to clear it.
         blocks = max_requests * -(-max_length // 32)

@@ -12,11 +12,17 @@ import openvino_genai as genai
 
 
 class Engine:
-    """Paged attention in bf16, stepped in this process until all requests have finished."""
+    """Paged attention, stepped in this process until all requests have finished.
 
-    def __init__(self, model: dict[str, str], threads: int, max_requests: int, max_length: int) -> None:
+    It computes in bf16 where the processor has the instructions, else in float32, with KV of as many bits in float16:
+    there the pipeline ends at KV in bf16.
+    """
+
+    def __init__(self, model: str, threads: int, max_requests: int, max_length: int) -> None:
         self.version = genai.__version__
-        self.notes: dict[str, Any] = {"inference_precision": "bf16", "kv_cache_precision": "bf16"}
+        has_bf16 = "BF16" in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        computed, kept = ("bf16", "bf16") if has_bf16 else ("f32", "f16")
+        self.notes: dict[str, Any] = {"inference_precision": computed, "kv_cache_precision": kept}
         scheduler = genai.SchedulerConfig()
         scheduler.max_num_seqs = max_requests
         scheduler.max_num_batched_tokens = 2048
@@ -24,12 +30,12 @@ class Engine:
         scheduler.enable_prefix_caching = True
         scheduler.dynamic_split_fuse = True
         self._pipe = genai.ContinuousBatchingPipeline(
-            Path(model["gguf_f16"]),  # its GGUF loader reads no BF16
+            Path(model),
             scheduler,
             "CPU",
             {
-                "INFERENCE_PRECISION_HINT": "bf16",
-                "KV_CACHE_PRECISION": "bf16",
+                "INFERENCE_PRECISION_HINT": computed,
+                "KV_CACHE_PRECISION": kept,
                 "INFERENCE_NUM_THREADS": threads,
             },
         )

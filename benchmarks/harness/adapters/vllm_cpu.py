@@ -43,13 +43,11 @@ class _Counting:
 class Engine:
     """vLLM's `LLM` with the defaults of its CPU build (compiled graph, prefix caching), except for `settings`."""
 
-    def __init__(
-        self, model: dict[str, str], threads: int, max_requests: int, max_length: int, **settings: Any
-    ) -> None:
+    def __init__(self, model: str, threads: int, max_requests: int, max_length: int, **settings: Any) -> None:
         self.version = vllm.__version__
         self.notes: dict[str, Any] = {"dtype": "bfloat16", "skip_tokenizer_init": True, **settings}
         self._llm = LLM(
-            model=model["folder"],
+            model=model,
             dtype="bfloat16",
             max_model_len=max_length,
             max_num_seqs=max_requests,
