@@ -33,7 +33,12 @@ __all__ = [
     "startup_bars",
 ]
 
-_PHASES: Final = {"load": "Loading weights", "warmup": "Warming up", "quantize": "Quantizing"}
+_PHASES: Final = {
+    "prepare": "Preparing kernels, which the first start compiles",
+    "load": "Loading weights",
+    "warmup": "Warming up",
+    "quantize": "Quantizing",
+}
 _BYTES_PHASES: Final = ("load", "quantize")
 
 

@@ -96,7 +96,9 @@ class _EngineBuilder:
         self._victims = self._plugins.load(VICTIMS, config.victim_policy)()
         self._plugins.load(CONNECTOR, config.kv_connector)  # a name that no plugin offers is refused whatever the role
         self._backend: Backend = self._choice.cls(config)
+        progress("prepare", 0, 1)
         self._ops = self._backend.make_ops()
+        progress("prepare", 1, 1)
         require_formats(config.quantization, self._ops, self._choice.name)
         self._backend.require_kv_dtype(self._ops)
         postprocess = config.postprocess or self._ops.framework

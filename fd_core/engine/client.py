@@ -31,7 +31,8 @@ from fd_core.types import Delta, FinishReason, PrefillTrace, RequestSpec
 __all__ = ["DeltaStream", "EngineClient", "StartProgress"]
 
 StartProgress = Callable[[str, int, int], None]
-"""Called with (phase, done, total) while an engine starts; phases are `load` (bytes) and `warmup` (steps)."""
+"""Called with (phase, done, total) while an engine starts; phases are `prepare` (the backend's kernels), `load` (bytes)
+and `warmup` (steps)."""
 
 
 class DeltaStream(AsyncIterator[Delta]):

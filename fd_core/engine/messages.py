@@ -142,7 +142,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
-    """The engine is starting: `phase` is `load` or `warmup`; units are bytes or steps."""
+    """The engine is starting: phases and units are those of `fd_core.engine.client.StartProgress`."""
 
     phase: str
     done: int

@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -119,7 +120,8 @@ def _compile(isa: str, path: Path) -> None:
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         raise BuildError("no C++ compiler (c++) was found")
-    logger.info("compiling native kernels for %s; this happens once", isa)
+    logger.info("compiling native kernels for %s, which takes about a minute and happens once", isa)
+    begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as folder, ThreadPoolExecutor() as pool:
 
         def compiled(source: Path) -> Path:
@@ -130,6 +132,7 @@ def _compile(isa: str, path: Path) -> None:
         library = Path(folder, path.name)
         _run([compiler, "-shared", "-pthread", *pool.map(compiled, _SOURCES.glob("*.cpp")), "-o", library])
         library.replace(path)
+    logger.info("compiled native kernels in %.0f s", time.monotonic() - begun)
 
 
 def _run(command: list[str | Path]) -> None:
