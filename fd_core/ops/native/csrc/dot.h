@@ -171,8 +171,13 @@ struct Dot {
     I low, high;
     void begin(int) { low = high = iset(0); }
     void add(const Weights& w, I x) {
+        // One after the other: gcc 12 adds the products of several steps first, and spills them.
         low = add_pairs(low, multiply_pairs(w.low, x));
-        if constexpr (Bits == 8) high = add_pairs(high, multiply_pairs(w.high, x));
+        asm("" : "+v"(low));
+        if constexpr (Bits == 8) {
+            high = add_pairs(high, multiply_pairs(w.high, x));
+            asm("" : "+v"(high));
+        }
     }
     I total(int start) const {
         const I sum = iadd(iset(start), widen_pairs(low));
@@ -181,7 +186,7 @@ struct Dot {
     }
 };
 template <int Bits>
-constexpr int kDotRows = kLanes == 16 && Bits == 8 ? 3 : 4;
+constexpr int kDotRows = kLanes == 8 && Bits == 8 ? 3 : 4;
 
 #else
 
