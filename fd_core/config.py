@@ -96,7 +96,7 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     max_forced_tokens: Annotated[int, Range(0, _MAX_DRAFTS)] = 8
     """Tokens forced by a grammar that a step takes as drafts for one request; a drafter's own number replaces it."""
     lora_modules: tuple[str, ...] = ()
-    """LoRA adapters that are served from the start, each NAME=FOLDER."""
+    """LoRA adapters that are served from the start, each NAME=FOLDER or JSON: {"name": NAME, "path": FOLDER}."""
     lora_folder: str | None = None
     """Folder whose adapters may be loaded while the engine serves; None allows none."""
     max_loras: Annotated[int, Range(1, 1024)] = 8

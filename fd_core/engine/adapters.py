@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from fd_core.config import EngineConfig
 from fd_core.errors import BadRequest, ConfigError, ModelError
 from fd_core.models.adapters import adapters_bytes
@@ -28,10 +30,7 @@ def lora_modules(config: EngineConfig) -> dict[str, Path]:
     """Return the folders of the adapters that are served from the start, by name; `ConfigError` if that is unclear."""
     found: dict[str, Path] = {}
     for module in config.lora_modules:
-        name, equals, folder = module.partition("=")
-        if not equals or not folder or not _NAME.fullmatch(name):
-            hint = "write --lora-modules sql=/adapters/sql"
-            raise ConfigError(f"{module[:200]!r} is not NAME=FOLDER", field="--lora-modules", hint=hint)
+        name, folder = _named_folder(module)
         if name in found:
             raise ConfigError(f"there are two adapters named {name!r}", field="--lora-modules")
         found[name] = Path(folder).expanduser()
@@ -42,6 +41,31 @@ def lora_modules(config: EngineConfig) -> dict[str, Path]:
             hint="raise --max-loras",
         )
     return found
+
+
+def _named_folder(module: str) -> tuple[str, str]:
+    """Return name and folder of NAME=FOLDER or of vLLM's JSON form."""
+    hint = "write --lora-modules sql=/adapters/sql"
+    name, _, folder = module.partition("=")
+    if module.lstrip().startswith("{"):
+        hint = """write --lora-modules '{"name": "sql", "path": "/adapters/sql"}'"""
+        try:
+            read = msgspec.json.decode(module, type=_LoraModule)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{module[:200]!r}: {error}", field="--lora-modules", hint=hint) from error
+        name, folder = read.name, read.path
+    if not folder or not _NAME.fullmatch(name):
+        raise ConfigError(f"{module[:200]!r} is not NAME=FOLDER", field="--lora-modules", hint=hint)
+    return name, folder
+
+
+class _LoraModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An adapter as vLLM's --lora-modules takes it."""
+
+    name: str
+    path: str
+    base_model_name: str | None = None
+    """Whose it is; not compared, since a model has several names: its shapes are."""
 
 
 class EngineAdapters:

@@ -101,9 +101,7 @@ class LLM:
             raise BadRequest(f"{len(items)} prompts, but {len(given)} sampling parameters", field="params")
         for parameters in given:
             check_sampling(parameters, self.info.vocab_size)
-        digests = self._digests([adapter] * len(items) if adapter is None or isinstance(adapter, str) else [*adapter])
-        if len(digests) != len(items):
-            raise BadRequest(f"{len(items)} prompts, but {len(digests)} adapters", field="adapter")
+        digests = self._digests(adapter, len(items))
         prefix = secrets.token_hex(4)
         index_of = {f"{prefix}-{self._requests + index}": index for index in range(len(items))}
         self._requests += len(items)
@@ -151,7 +149,11 @@ class LLM:
             result.text = self.tokenizer.decode(result.token_ids)
         return results
 
-    def _digests(self, names: Sequence[str | None]) -> list[str]:
+    def _digests(self, adapter: str | Sequence[str | None] | None, count: int) -> list[str]:
+        """Return the digest of each prompt's adapter, empty for none."""
+        names = [adapter] * count if adapter is None or isinstance(adapter, str) else [*adapter]
+        if len(names) != count:
+            raise BadRequest(f"{count} prompts, but {len(names)} adapters", field="adapter")
         known = {info.name: info.digest for info in self.info.adapters}
         for name in names:
             if name is not None and name not in known:
@@ -159,18 +161,28 @@ class LLM:
                 raise BadRequest(f"there is no adapter named {name!r}; there are {there}", field="adapter")
         return ["" if name is None else known[name] for name in names]
 
-    def embed(self, prompts: Prompt | Sequence[Prompt], *, dimensions: int | None = None) -> npt.NDArray[np.float32]:
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        adapter: str | Sequence[str | None] | None = None,
+    ) -> npt.NDArray[np.float32]:
         """Make a vector of each prompt, text or token ids: float32[n, H], or [n, dimensions] of their first elements.
 
-        Pooling and length are those of the checkpoint, see `EngineInfo.vectors`, and of the setting `pooling`. Raises
-        `BadRequest` for a prompt that can never run and for `dimensions` out of range.
+        Pooling and length are those of the checkpoint, see `EngineInfo.vectors`, and of the setting `pooling`;
+        `adapter` is what `generate` takes. Raises `BadRequest` for a prompt that can never run, for an adapter that is
+        not there and for `dimensions` out of range.
         """
         check_dimensions(dimensions, self.info.state_size)
-        vectors = [vector_of(pooled, self.info.vectors, dimensions) for pooled in self._pooled(prompts)]
+        vectors = [vector_of(pooled, self.info.vectors, dimensions) for pooled in self._pooled(prompts, adapter)]
         return np.array(vectors, np.float32).reshape(len(vectors), dimensions or self.info.state_size)
 
-    def _pooled(self, prompts: Prompt | Sequence[Prompt]) -> list[bytes]:
+    def _pooled(
+        self, prompts: Prompt | Sequence[Prompt], adapter: str | Sequence[str | None] | None = None
+    ) -> list[bytes]:
         items = _as_list(prompts)
+        digests = self._digests(adapter, len(items))
         pooling, prefix = Pooling(self.info.vectors.pooling), secrets.token_hex(4)
         found: dict[str, bytes] = {}
 
@@ -184,7 +196,8 @@ class LLM:
 
         for index, item in enumerate(items):
             ids = self.tokenizer.encode(item) if isinstance(item, str) else item
-            take(self._engine.submit(pooling_request(f"{prefix}-{index}", tuple(ids), pooling)))
+            request = pooling_request(f"{prefix}-{index}", tuple(ids), pooling, adapter=digests[index])
+            take(self._engine.submit(request))
         try:
             while self._engine.has_work:
                 take(self._engine.step())

@@ -64,7 +64,7 @@ class Placer:
         roles = PARTS[self._mode(pools)]
         keys: tuple[bytes, ...] = ()
         if any(self.policies[role].uses_prefix for role in roles):
-            keys = block_keys(self.hasher, request.tokens, request.salt)
+            keys = block_keys(self.hasher, request.tokens, request.salt, self._adapter(request))
         members, hits, missing = [], 0, request.length
         for role, number in zip(roles, (random, random * _SECOND_DRAW % 1.0), strict=False):
             chosen = self._choose(role, pools[role], request, keys, now, number)
@@ -148,11 +148,17 @@ class Placer:
         """Return how many leading blocks a worker holds, and how many it holds or computes for others.
 
         A worker holds the blocks that it reports; if it does not report, those that it served. Reports can be compared
-        only with token ids of the workers, and do not cover prompts with a salt.
+        only with token ids of the workers, and do not cover prompts with a salt or an adapter.
         """
-        reported = self.reported_kv.leading_tokens(worker, prompt) if request.tokenized and not request.salt else None
+        told = request.tokenized and not request.salt and not self._adapter(request)
+        reported = self.reported_kv.leading_tokens(worker, prompt) if told else None
         hits = self.index.match(worker, keys, now) if reported is None else reported // self.hasher.block_size
         return hits, max(hits, self.in_flight.match(worker, keys))
+
+    def _adapter(self, request: RouteRequest) -> str:
+        """Return the adapter that a request asks for, empty if no worker says that its model is one."""
+        name = request.model or ""
+        return name if any(name in member.adapters for member in self.registry) else ""
 
     def _missing(self, request: RouteRequest, chosen: Candidate) -> int:
         """Return the prompt tokens that the chosen worker has to compute: at least one, since the last always is."""

@@ -21,10 +21,10 @@ def block_hasher(block_size: int) -> PrefixHasher:
     return PrefixHasher(block_size=block_size, identity="router")
 
 
-def block_keys(hasher: PrefixHasher, tokens: IntArray, salt: str = "") -> tuple[bytes, ...]:
-    """Return the keys of the full blocks of `tokens`, int32 of shape [n]; keys of different salts differ."""
+def block_keys(hasher: PrefixHasher, tokens: IntArray, salt: str = "", adapter: str = "") -> tuple[bytes, ...]:
+    """Return the keys of the full blocks of `tokens`, int32 of shape [n]; keys of other salts or adapters differ."""
     chain: list[bytes] = []
-    hasher.extend(chain, hasher.root(salt), tokens, len(tokens))
+    hasher.extend(chain, hasher.root(salt, adapter), tokens, len(tokens))
     return tuple(chain)
 
 

@@ -113,11 +113,14 @@ class Router:
         """Return what is known of an incarnation; None if it is gone or was replaced."""
         return self._registry.member(worker)
 
-    def serves(self, worker: RouterWorker, models: Collection[str]) -> None:
-        """Note the models that `worker` serves: it gets no request for a model that only other workers serve."""
+    def serves(self, worker: RouterWorker, models: Collection[str], adapters: Collection[str] = ()) -> None:
+        """Note the models that `worker` serves: it gets no request for a model that only other workers serve.
+
+        Prompts of `adapters`, which are some of them, are compared with prompts of the same adapter only.
+        """
         member = self.member(worker)
         if member is not None:
-            member.models = frozenset(models)
+            member.models, member.adapters = frozenset(models), frozenset(adapters)
 
     def workers(self) -> tuple[RouterWorker, ...]:
         """Return every incarnation whose health is to be checked: all that are there, draining ones too."""

@@ -87,6 +87,8 @@ class Member:
     """Whether this process said that it shuts down."""
     models: frozenset[str] | None = None
     """Names of the models that the worker serves; None if they are not known."""
+    adapters: frozenset[str] = frozenset()
+    """Those of them that are adapters, whose prompts share no KV with others."""
 
     def turn(self, state: WorkerState, now: float) -> None:
         """Change the state, and remember since when; does nothing where the state is the same."""

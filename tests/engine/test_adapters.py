@@ -229,6 +229,11 @@ def test_an_llm_takes_adapters_by_name(folder, merged):
         llm.generate(prompts, params, adapter="three")
     with pytest.raises(BadRequest, match="6 prompts, but 1 adapters"):
         llm.generate(prompts, params, adapter=["one"])
+    vectors = llm.embed(prompts[:2], adapter=["one", None])
+    np.testing.assert_array_equal(vectors[1], llm.embed(prompts[1])[0])
+    assert np.abs(vectors[0] - llm.embed(prompts[0])[0]).max() > 1e-3
+    with pytest.raises(BadRequest, match="no adapter named 'three'"):
+        llm.embed(prompts[:1], adapter="three")
     llm.close()
 
 
@@ -236,6 +241,10 @@ def test_an_llm_takes_adapters_by_name(folder, merged):
     ("modules", "words"),
     [
         (("one",), "NAME=FOLDER"),
+        (('{"name": "a"}',), "path"),
+        (('{"name": "a", "path": "x", "rank": 3}',), "rank"),
+        (('{"name": "", "path": "x"}',), "NAME=FOLDER"),
+        (("a=x", '{"name": "a", "path": "y"}'), "two adapters named 'a'"),
         (("=x",), "NAME=FOLDER"),
         (("a=x", "a=y"), "two adapters named 'a'"),
         (tuple(f"a{index}=x" for index in range(9)), "--max-loras"),
@@ -245,6 +254,14 @@ def test_settings_that_make_no_sense_are_refused(folder, modules, words):
     with pytest.raises(ConfigError) as caught:
         make_engine(folder, lora_modules=modules)
     assert words in f"{caught.value} {caught.value.hint}"
+
+
+def test_the_form_of_vllm_names_an_adapter_too(folder):
+    module = msgspec.json.encode({"name": "sql", "path": str(folder / "one"), "base_model_name": "x"}).decode()
+    engine = make_engine(folder, lora_modules=(module,))
+    (plain,) = make_engine(folder, "one").info.adapters
+    assert [(info.name, info.digest) for info in engine.info.adapters] == [("sql", plain.digest)]
+    engine.close()
 
 
 def test_a_bad_adapter_stops_the_start_before_the_model_is_read(folder, monkeypatch):

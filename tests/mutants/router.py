@@ -39,7 +39,7 @@ MUTANTS = (
     mutant(
         "a-salted-prompt-is-compared-with-what-is-told",
         _HELD,
-        (PLACEMENT, "if request.tokenized and not request.salt else None", "if request.tokenized else None"),
+        (PLACEMENT, "request.tokenized and not request.salt and", "request.tokenized and"),
     ),
     mutant(
         "prefill-tokens-are-not-released",
@@ -181,9 +181,19 @@ MUTANTS = (
         "7.2: requests of different salts share no prefix",
         (
             PLACEMENT,
-            "block_keys(self.hasher, request.tokens, request.salt)",
-            "block_keys(self.hasher, request.tokens)",
+            "request.tokens, request.salt, self._adapter(request))",
+            'request.tokens, "", self._adapter(request))',
         ),
+    ),
+    mutant(
+        "the-router-ignores-the-adapter",
+        "7.2: prompts of different adapters share no prefix",
+        (PLACEMENT, "request.salt, self._adapter(request))", "request.salt)"),
+    ),
+    mutant(
+        "a-prompt-of-an-adapter-is-compared-with-what-is-told",
+        _HELD,
+        (PLACEMENT, " and not self._adapter(request)\n", "\n"),
     ),
     mutant(
         "a-retry-goes-to-the-same-worker",

@@ -20,7 +20,7 @@ MUTANTS = (
     mutant(
         "the-router-looks-at-the-first-letter-of-the-salt",
         _LAW,
-        ("router/placement.py", "request.tokens, request.salt)", "request.tokens, request.salt[:1])"),
+        ("router/placement.py", "request.tokens, request.salt,", "request.tokens, request.salt[:1],"),
     ),
     mutant(
         "a-prefill-worker-is-not-told-the-salt",

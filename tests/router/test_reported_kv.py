@@ -101,6 +101,16 @@ def test_the_cache_decides_between_one_who_tells_and_one_who_does_not() -> None:
     assert place(router, prompt).decode == second
 
 
+def test_prompts_of_adapters_are_not_compared_with_what_is_told() -> None:
+    """Workers tell the blocks of the model itself only."""
+    router = router_of(mixed=1, **SETTINGS)
+    (worker,) = router.workers()
+    prompt = list(range(16))
+    router.serves(worker, ["base", "sql"], ["sql"])
+    telling(router, worker, 4, stored(prompt, 4))
+    assert (hits(router, prompt, model="sql"), hits(router, prompt, model="base")) == (0, 4)
+
+
 def test_salted_prompts_and_prompts_without_tokens_are_not_compared_with_what_is_told() -> None:
     router = router_of(mixed=1, **SETTINGS)
     (worker,) = router.workers()

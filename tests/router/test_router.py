@@ -172,6 +172,18 @@ def test_one_check_that_failed_does_not_make_up_for_a_port() -> None:
     assert refused(router.select(request(), 0.0, 0.0)).reason == "none_healthy"
 
 
+def test_prompts_of_an_adapter_share_nothing_with_others() -> None:
+    router = router_of(mixed=1, policy="cache_aware", cache_block_size=4)
+    (worker,) = router.workers()
+    router.serves(worker, ["base", "alias", "sql", "chat"], ["sql", "chat"])
+    found = {}
+    for name in ("base", "alias", "sql", "chat", "sql"):
+        with chosen(router.select(request(range(16), model=name), 0.0, 0.0)) as selection:
+            found.setdefault(name, []).append(selection.hits)
+            router.served(selection, 0.0)
+    assert found == {"base": [0], "alias": [4], "sql": [0, 4], "chat": [0]}
+
+
 def test_who_serves_another_model_is_not_asked() -> None:
     router = router_of(mixed=2)
     one, other = router.workers()

@@ -13,7 +13,7 @@ from typing import Final
 import aiohttp
 
 from fd_core.disagg.ticket import KV_PORT_HEADER, ROLE_HEADER
-from fd_core.router.gateway.models import names
+from fd_core.router.gateway.models import served
 from fd_core.router.gateway.relaying import TROUBLE, is_own_lack
 from fd_core.router.gateway.state import GatewayState
 from fd_core.router.workers import ROLES, Member, RouterWorker, WorkerState
@@ -140,9 +140,9 @@ class HealthChecks:
         if now - self._asked.get(worker, -math.inf) < _MODELS_SECONDS:
             return
         self._asked[worker] = now
-        served = await names(self._state, worker)
-        if served is not None:
-            self._router.serves(worker, served)
+        models = await served(self._state, worker)
+        if models is not None:
+            self._router.serves(worker, *models)
 
     def _forget_others(self, urls: set[str]) -> None:
         for kept in (self._unreached, self._complaints):

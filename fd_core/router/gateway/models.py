@@ -14,7 +14,7 @@ from fd_core.router.gateway.state import GatewayState
 from fd_core.router.workers import RouterWorker, WorkerState
 from fd_core.server.errors import ApiError, unavailable
 
-__all__ = ["first_root", "names", "union"]
+__all__ = ["first_root", "served", "union"]
 
 _MAX_BYTES: Final = 1 << 20
 _TIMEOUT: Final = aiohttp.ClientTimeout(total=5)
@@ -59,12 +59,13 @@ async def first_root(state: GatewayState) -> str | None:
     return root if isinstance(root, str) else None
 
 
-async def names(state: GatewayState, worker: RouterWorker) -> frozenset[str] | None:
-    """Return the names of the models of one worker; None if it does not answer."""
+async def served(state: GatewayState, worker: RouterWorker) -> tuple[frozenset[str], frozenset[str]] | None:
+    """Return the names of the models of one worker, and those that are adapters; None if it does not answer."""
     found = await _of(state, worker, state.own_headers)
     if isinstance(found, ApiError):
         return None
-    return frozenset(name for model in found if isinstance(name := model.get("id"), str))
+    named = [(name, model.get("parent")) for model in found if isinstance(name := model.get("id"), str)]
+    return frozenset(name for name, _ in named), frozenset(name for name, parent in named if parent)
 
 
 async def _of(state: GatewayState, worker: RouterWorker, headers: Mapping[str, str]) -> list[dict[str, Any]] | ApiError:
