@@ -47,11 +47,15 @@ class CpuBackend(Backend):
                 self._kernels = native.describe()
                 self.dtype_reason = native.dtype_reason
                 return native
+        from fd_core.ops.torch_int8 import TorchInt8Ops, multiplies_bytes_exactly
         from fd_core.ops.torch_ops import TorchOps
 
-        self._kernels = "torch eager"
         self.dtype_reason = "torch's own kernels round every intermediate result, which bfloat16 would show"
-        return TorchOps(dtype=wanted or "float32")
+        if multiplies_bytes_exactly():
+            self._kernels = "torch eager, int8 weights by oneDNN"
+            return TorchInt8Ops(wanted or "float32")
+        self._kernels = "torch eager"
+        return TorchOps(wanted or "float32")
 
     def free_memory(self) -> int:
         """Return a quarter of the memory that the system can give without swapping."""
