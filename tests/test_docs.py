@@ -24,7 +24,7 @@ TOUR = (ROOT / "docs" / "tour.md").read_text()
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
 SERVING = (*ENGINE_FLAGS, *SERVER_FLAGS, API_KEY_FILE, CONFIG_FILE)
 FLAGS = tuple(dict.fromkeys((*SERVING, *GATEWAY_FLAGS, *ROUTER_FLAGS)))
-ELSEWHERE = {"--index-url", "--model", "--rounds", "--tasks", "--tokens", "--types", "--write"}
+ELSEWHERE = {"--index-url", "--llama", "--model", "--rounds", "--tasks", "--tokens", "--types", "--write"}
 """Flags of other programs and of scripts of this repository that the documents name."""
 
 

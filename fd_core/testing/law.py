@@ -60,7 +60,8 @@ RULES: Final[Mapping[str, str]] = {
     "5.1": "Storage is an effect outside planning: no plan waits for a store.",
     "5.2": "At a preemption the victim's settled blocks are pinned, copied and written; at its return the longest "
     "stored prefix is loaded and the rest computed.",
-    "5.3": "Keys chain over format, weights, tokenizer, dtype, block size, layout, rank, salt, parent and token ids.",
+    "5.3": "Keys chain over format, weights and their forms, adapter, tokenizer, dtypes, block size, layout, rank, "
+    "salt, parent and token ids.",
     "5.4": "A stored value carries header, lengths, payload and a keyed digest; anything wrong is a counted miss.",
     "5.5": "Storage is best effort: requests complete without it, every wait has a deadline, and a circuit breaker "
     "leaves a dead store alone.",

@@ -130,6 +130,25 @@ def test_a_limit_that_the_backend_states_is_no_fault():
     assert findings(NumpyOps(), "add", {"primitives": "graphs only"})[""].outcome == "limit"
 
 
+class CoarseKV(NumpyOps):
+    def write_kv(self, layer, k, v, kv_slots):
+        super().write_kv(layer, k, v, kv_slots)
+        if layer.dtype == np.int8:
+            layer[..., :-4] &= -16
+
+
+class WideKV(NumpyOps):
+    kv_dtypes = ()
+
+
+def test_kv_of_8_bits_is_examined_where_the_pack_computes_it():
+    kept = findings(CoarseKV(), "write_kv")
+    assert (kept[""].outcome, kept["int8"].outcome) == ("ok", "wrong")
+    lacking = findings(WideKV(), "paged_attention")
+    assert (lacking[""].outcome, lacking["int8"].outcome) == ("ok", "limit")
+    assert lacking["int8"].reason == "its pack keeps no KV in int8"
+
+
 def test_the_largest_size_is_timed_beside_what_must_move():
     ops = NumpyOps()
     bandwidth = copy_bandwidth(ops)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.ops.contract import Activation, Array, KVShape, Lora, Norm, Ops, Rope
+from fd_core.ops.kv_int8 import dequantize_kv
 from fd_core.runner.inputs import adapter_rows
 from fd_core.testing.arrays import Values, activations, on_device, penalty_input, raw, sample_input, step_input
 from fd_core.testing.layers import Geometry, LayerOn
@@ -73,6 +74,8 @@ class OpCheck:
     """All packs return the same bits; otherwise the kit's tolerance for the dtype holds."""
     asks: tuple[str, ...] = ()
     """Abilities that a backend may lack."""
+    kv_dtype: str = "auto"
+    """The dtype of its KV, which a pack may not compute."""
 
 
 def _width(ops: Ops) -> int:
@@ -177,8 +180,14 @@ def _gather_rows(ops: Ops, size: Size) -> Prepared:
 # Attention ----------------------------------------------------------------------------------------------------
 
 
-def _layer(ops: Ops, size: Size, experts: int = 0) -> LayerOn:
-    return LayerOn(ops, replace(size.geometry, experts=experts), size.rows())
+def _layer(ops: Ops, size: Size, experts: int = 0, kv_dtype: str = "auto") -> LayerOn:
+    return LayerOn(ops, replace(size.geometry, experts=experts, kv_dtype=kv_dtype), size.rows())
+
+
+def _kept(ops: Ops, layer: LayerOn) -> int:
+    """Bytes of the keys, or of the values, that the cache keeps of one token."""
+    shape = layer.cache.shape
+    return shape.num_kv_heads * shape.stored_head * (1 if shape.quantized else _width(ops))
 
 
 def _heads(ops: Ops, layer: LayerOn) -> tuple[Array, Array, Array]:
@@ -202,11 +211,11 @@ def _rope(ops: Ops, size: Size, interleaved: bool) -> Prepared:
     return Prepared(lambda: ops.rope(q, rope, layer.step.positions), moved)
 
 
-def _write_kv(ops: Ops, size: Size) -> Prepared:
-    layer = _layer(ops, size)
+def _write_kv(ops: Ops, size: Size, kv_dtype: str = "auto") -> Prepared:
+    layer = _layer(ops, size, kv_dtype=kv_dtype)
     _, k, v = _heads(ops, layer)
-    moved = 4 * layer.tokens * layer.g.kv_heads * layer.g.d * _width(ops)
     g = layer.g
+    moved = 2 * layer.tokens * (g.kv_heads * g.d * _width(ops) + _kept(ops, layer))
 
     def written(_: Any) -> list[Array]:
         # What follows a context in its last block means nothing; a pack may clear it.
@@ -224,7 +233,10 @@ def _blocks(layer: LayerOn) -> npt.NDArray[Any]:
 def _exported(ops: Ops, layer: LayerOn) -> Array:
     """Return what the cache holds, as float32 on the device."""
     held = layer.cache.export_blocks(_blocks(layer))
-    floats = held if held.dtype == np.float32 else (held.astype(np.uint32) << 16).view(np.float32)
+    if held.dtype == np.int8:
+        floats = dequantize_kv(held)
+    else:
+        floats = held if held.dtype == np.float32 else (held.astype(np.uint32) << 16).view(np.float32)
     return ops.from_host(floats.reshape(len(floats), -1).copy())
 
 
@@ -237,12 +249,12 @@ def _transfer(ops: Ops, size: Size, method: str) -> Prepared:
     return Prepared(lambda: layer.cache.import_blocks(turned, held), 2 * held.nbytes, lambda _: [_exported(ops, layer)])
 
 
-def _attention(ops: Ops, size: Size, method: str = "paged_attention") -> Prepared:
-    layer = _layer(ops, size)
+def _attention(ops: Ops, size: Size, method: str = "paged_attention", kv_dtype: str = "auto") -> Prepared:
+    layer = _layer(ops, size, kv_dtype=kv_dtype)
     q, _, _ = _heads(ops, layer)
     g = layer.g
-    read = 2 * sum(context for _, context in layer.rows) * g.kv_heads * g.d
-    moved = (read + 2 * layer.tokens * g.heads * g.d) * _width(ops)
+    read = 2 * sum(context for _, context in layer.rows) * _kept(ops, layer)
+    moved = read + 2 * layer.tokens * g.heads * g.d * _width(ops)
     if method == "attention":
         return Prepared(lambda: ops.attention(q, layer.heads, layer.kv, layer.step), moved)
     return Prepared(lambda: ops.paged_attention(q, layer.kv, layer.heads, layer.step), moved)
@@ -400,7 +412,10 @@ def _checks() -> Iterator[OpCheck]:
     yield OpCheck("rope", partial(_rope, interleaved=False))
     yield OpCheck("rope", partial(_rope, interleaved=True), "interleaved", asks=("interleaved_rope",))
     yield OpCheck("write_kv", _write_kv)
+    yield OpCheck("write_kv", partial(_write_kv, kv_dtype="int8"), "int8", kv_dtype="int8")
     yield OpCheck("paged_attention", _attention, asks=("paged_kv",))
+    narrow = partial(_attention, kv_dtype="int8")
+    yield OpCheck("paged_attention", narrow, "int8", asks=("paged_kv",), kv_dtype="int8")
     for method in ("export_blocks", "import_blocks"):
         yield OpCheck(method, partial(_transfer, method=method), exact=True, asks=("kv_transfer",))
     yield OpCheck("moe", _moe, asks=("moe",))

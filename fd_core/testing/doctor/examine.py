@@ -47,6 +47,8 @@ def examine(
     for ability in ("primitives", *check.asks):
         if ability in limits:
             return msgspec.structs.replace(found, outcome="limit", reason=f"{ability}: {limits[ability]}")
+    if check.kv_dtype not in ("auto", *ops.kv_dtypes):
+        return msgspec.structs.replace(found, outcome="limit", reason=f"its pack keeps no KV in {check.kv_dtype}")
     said()
     try:
         with warnings.catch_warnings(record=True) as warned:
