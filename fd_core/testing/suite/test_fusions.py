@@ -33,10 +33,7 @@ GEOMETRIES = {
     "window over chunks": (Geometry(window=130, block_size=32, activation="gelu"), ("window",)),
     "softcap": (Geometry(softcap=5.0), ("softcap",)),
     "adapters": (Geometry(adapters=True), ()),
-    "adapters on odd sizes": (
-        Geometry(heads=3, kv_heads=3, d=10, hidden=38, inner=50, adapters=True, biases=True),
-        ("biases",),
-    ),
+    "adapters on odd sizes": (Geometry(heads=3, kv_heads=3, d=10, hidden=38, inner=50, adapters=True), ()),
     "adapters, norms behind": (Geometry(post_norm=True, d=64, block_size=32, inner=150, adapters=True), ()),
     "experts": (Geometry(experts=5), ("moe",)),
     "shared experts": (Geometry(experts=7, shared_expert=True, correction_bias=True, inner=24), ("moe",)),

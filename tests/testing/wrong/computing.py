@@ -150,6 +150,7 @@ class ReadsTheNextBlock:
     "models:test_a_model_computes_what_the_oracle_computes[gemma3-*",
     "models:test_a_model_computes_what_the_oracle_computes[qwen3-moe-*",
     "models:test_a_model_computes_what_the_oracle_computes[qwen3-yarn-*",
+    spreads_to=("models:test_adapters_in_one_batch_compute_what_merged_weights_compute*",),
 )
 class SkipsTheNormOfKeys:
     def attention_inputs(self, x, norm, qkv, heads, layer, step, lora=None):
@@ -160,6 +161,10 @@ class SkipsTheNormOfKeys:
     "reference",
     "fusions:test_fusions_equal_the_composition[norms behind]",
     "models:test_a_model_computes_what_the_oracle_computes[gemma3-*",
+    spreads_to=(
+        "fusions:test_fusions_equal_the_composition[adapters, norms behind]",
+        "models:test_adapters_in_one_batch_compute_what_merged_weights_compute[gemma3-*",
+    ),
 )
 class ForgetsTheNormBehind:
     """An override of a fusion that leaves out what only Gemma has."""
@@ -299,7 +304,8 @@ class WeighsAdaptersInsteadOfChoosing:
 @wrong(
     "reference",
     "models:test_adapters_in_one_batch_compute_what_merged_weights_compute*",
-    "operations:test_lora_adds_what_the_adapter_of_each_token_says",
+    "fusions:test_fusions_equal_the_composition[adapters*",
+    "operations:test_lora_adds_what_the_adapter_of_each_token_says*",
     spreads_to=("operations:test_the_numbers_of_an_adapter_reach_no_token_of_another",),
 )
 class GivesEachTokenTheAdapterOfTheOneBefore:
