@@ -227,6 +227,15 @@ inline float exp2_of(float x) {
 /// Fetch a line into the second-level cache: a core can wait for twice as many lines on their way there as to the first.
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
+/// Keep in a register what was loaded; gcc 12 would load it again for each use.
+template <class T>
+inline T pinned(T x) {
+#if defined(__AVX2__) || defined(__AVX512F__)
+    asm("" : "+v"(x));
+#endif
+    return x;
+}
+
 // Product<E>: acc += a * b over kLanes columns and kStep consecutive k ------------------------------------------------
 // Operands hold, for each lane, kStep consecutive elements along k: one float, or a pair of bf16 in one 32-bit word.
 

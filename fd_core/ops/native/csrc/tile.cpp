@@ -6,32 +6,41 @@
 namespace fd {
 namespace {
 
+/// f(0) to f(N - 1), unrolled before the rest is optimized, so that arrays which f indexes become registers. The function
+/// that calls it has to be [[gnu::flatten]].
+template <class F, int... I>
+inline void unroll(std::integer_sequence<int, I...>, F&& f) {
+    (f(I), ...);
+}
+template <int N, class F>
+inline void unroll(F&& f) {
+    unroll(std::make_integer_sequence<int, N>{}, f);
+}
+
 template <class E, int R, int N>
-void vector_tile(const TileCall<E>& call) {
+[[gnu::flatten]] void vector_tile(const TileCall<E>& call) {
     using P = Product<E>;
-    V acc[R][N];
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < N; v++)
-            acc[r][v] = call.accumulate ? vload(call.c + r * call.c_stride + v * kLanes) : vset(0.0f);
+    V acc[R * N];
+    auto place = [c = call.c, stride = call.c_stride](int i) { return c + i / N * stride + i % N * kLanes; };
+    if (call.accumulate)
+        unroll<R * N>([&](int i) { acc[i] = vload(place(i)); });
+    else
+        unroll<R * N>([&](int i) { acc[i] = vset(0.0f); });
 
-    const E* a = call.a;
-    const E* b = call.b;
+    const E *a = call.a, *b = call.b;
     const char* ahead = call.ahead;
-    for (int k = 0; k < call.steps; k++, a += P::kStep, b += call.b_step) {
-        for (int i = 0; i < call.ahead_lines; i++, ahead += kCacheLine) prefetch(ahead);
+    const size_t a_stride = call.a_stride, b_step = call.b_step;
+    const int ahead_lines = call.ahead_lines;
+    for (int k = 0; k < call.steps; k++, a += P::kStep, b += b_step) {
+        for (int i = 0; i < ahead_lines; i++, ahead += kCacheLine) prefetch(ahead);
         typename P::Operand columns[N];
-#pragma GCC unroll 4
-        for (int v = 0; v < N; v++) columns[v] = P::load(b + v * kLanes * P::kStep);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            typename P::Operand x = P::broadcast(a + r * call.a_stride);
-#pragma GCC unroll 4
-            for (int v = 0; v < N; v++) acc[r][v] = P::multiply_add(acc[r][v], x, columns[v]);
-        }
+        unroll<N>([&](int v) { columns[v] = pinned(P::load(b + v * kLanes * P::kStep)); });
+        unroll<R>([&](int r) {
+            const typename P::Operand x = P::broadcast(a + r * a_stride);
+            unroll<N>([&](int v) { acc[r * N + v] = P::multiply_add(acc[r * N + v], x, columns[v]); });
+        });
     }
-
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < N; v++) vstore(call.c + r * call.c_stride + v * kLanes, acc[r][v]);
+    unroll<R * N>([&](int i) { vstore(place(i), acc[i]); });
 }
 
 template <class E, size_t... I>
