@@ -45,7 +45,8 @@ struct Attention<E>::Fetcher {
     size_t visited = 0, fetched = 0;  // blocks
     size_t offset = 0;                // bytes fetched of block `fetched`
 
-    void attach(TileCall<E>& call) {
+    template <class Call>
+    void attach(Call& call) {
         if (fetched < visited + lead) {  // too late for the blocks before
             fetched = visited + lead;
             offset = 0;
@@ -53,8 +54,11 @@ struct Attention<E>::Fetcher {
         call.ahead_lines = 0;
         if (fetched >= blocks.size() || (fetched - visited) * block_bytes > kDistance) return;
         call.ahead = blocks[fetched] + offset;
-        call.ahead_lines = ceil_div(kLinesPerCall, call.steps);
-        offset += size_t(call.ahead_lines) * call.steps * kCacheLine;
+        const int left = ceil_div(int(block_bytes - offset), kCacheLine);  // what lies behind a block is not needed
+        const int lines = left <= kLinesPerCall + kLinesPerCall / 4 ? left : kLinesPerCall;
+        call.ahead_lines = ceil_div(lines, call.steps);
+        call.ahead_steps = ceil_div(lines, call.ahead_lines);
+        offset += size_t(lines) * kCacheLine;
         if (offset >= block_bytes) {
             fetched++;
             offset = 0;
@@ -80,8 +84,14 @@ struct Attention<E>::Scratch {
     int d;             // columns of sums
     E* q;              // [rows, q_stride]
     float* scores;     // [rows, columns]
+    float *key_scales, *value_scales;  // [columns] of a quantized chunk
     E* weights;        // [rows, columns]
-    E* panel;          // keys or values of a quantized block
+    E* panel;          // keys or values of a quantized block, where they are multiplied as floats
+    // Where they are multiplied as integers, instead of q and weights:
+    SplitRow *split_q, *split_weights;   // [rows]
+    int8_t *q_bytes, *weight_bytes;      // [rows, 2, half]
+    size_t half;
+    std::vector<const char*> blocks;  // of a chunk
     float* sums;       // [rows, d] of one chunk
     float* chunk_max;  // [rows] of one chunk, base 2
     float* chunk_sum;
@@ -99,17 +109,26 @@ struct Attention<E>::Scratch {
         columns = plan.chunk_blocks * layout.block_k;
         q_stride = layout.d_k;
         d = layout.d_v;
-        const size_t wide = size_t(rows) * (columns + 2 * d + 6) * sizeof(float);
-        const size_t panel_elements = layout.quantized ? std::max(layout.key_elements(), size_t(layout.block_v) * d) : 0;
+        const size_t wide = (size_t(rows) * (columns + 2 * d + 6) + 2 * columns) * sizeof(float);
+        half = std::max(columns, round_up(layout.d_k, kLanes));
+        const size_t split = layout.integers ? size_t(rows) * 2 * (2 * half + sizeof(SplitRow)) : 0;
+        const size_t panel_elements = layout.quantized && !layout.integers ? std::max(layout.key_elements(), size_t(layout.block_v) * d) : 0;
         const size_t narrow = (size_t(rows) * (columns + q_stride) + panel_elements) * sizeof(E);
-        memory.resize(wide + narrow + 16 * kCacheLine);
+        memory.resize(wide + narrow + split + 20 * kCacheLine);
         char* free = (char*)((size_t(memory.data()) + kCacheLine - 1) / kCacheLine * kCacheLine);
         q = carve<E>(free, rows * q_stride);
         scores = carve<float>(free, size_t(rows) * columns);
         weights = carve<E>(free, size_t(rows) * columns);
         panel = carve<E>(free, panel_elements);
+        if (layout.integers) {
+            split_q = carve<SplitRow>(free, rows);
+            split_weights = carve<SplitRow>(free, rows);
+            q_bytes = carve<int8_t>(free, rows * 2 * half);
+            weight_bytes = carve<int8_t>(free, rows * 2 * half);
+        }
         sums = carve<float>(free, size_t(rows) * d);
         total = carve<float>(free, size_t(rows) * d);
+        for (float** vector : {&key_scales, &value_scales}) *vector = carve<float>(free, columns);
         for (float** vector : {&chunk_max, &chunk_sum, &max, &sum, &before, &now}) *vector = carve<float>(free, rows);
         fetcher.block_bytes = layout.head_bytes();
         fetcher.lead = plan.chunk_blocks;
@@ -179,8 +198,14 @@ void Attention<E>::run_unit(const Context& context, Scratch& s, const Unit& unit
     s.queries = &plan_->queries[tile.first];
     for (int row = 0; row < rows; row++) {
         const E* q = context.row<E>(q_, s.queries[row / group].token) + (unit.head * group + row % group) * d;
-        std::memcpy((void*)(s.q + row * s.q_stride), q, d * sizeof(E));
-        std::memset((void*)(s.q + row * s.q_stride + d), 0, (s.q_stride - d) * sizeof(E));
+        if (layer_.layout->integers) {
+            float* x = s.scores;  // free until the first product
+            for (int j = 0; j < round_up(d, kLanes); j++) x[j] = j < d ? to_float(q[j]) : 0.0f;
+            s.split_q[row] = split_row(x, round_up(d, kLanes), s.half, s.q_bytes + row * 2 * s.half);
+        } else {
+            std::memcpy((void*)(s.q + row * s.q_stride), q, d * sizeof(E));
+            std::memset((void*)(s.q + row * s.q_stride + d), 0, (s.q_stride - d) * sizeof(E));
+        }
         std::memset(s.total + row * s.d, 0, s.d * sizeof(float));
         s.max[row] = kHidden;
         s.sum[row] = 0;
@@ -206,7 +231,7 @@ void Attention<E>::run_pass(Scratch& s, const Pass& pass, int head) const {
         auto column = [&](int block) { return (block - begin) * layout.block_k; };
         for (int b = begin; b < end; b++) score(s, pass, head, b, column(b));
         softmax(s, pass, head, begin, end);
-        for (int b = begin; b < end; b++) weigh(s, pass, head, b, column(b), b == begin);
+        weigh(s, pass, head, begin, end);
         merge(s, pass);
         s.fetcher.visited += end - begin;
         begin = end;
@@ -226,7 +251,8 @@ const E* Attention<E>::expanded(Scratch& s, int block, int head, size_t first, i
     const char* stored = layer_.head(block, head);
     if (!layer_.layout->quantized) return reinterpret_cast<const E*>(stored) + first;
     const int8_t* from = reinterpret_cast<const int8_t*>(stored) + first;
-    expand(from, runs, count, stride, s.panel);
+    for (int r = 0; r < runs; r++, from += stride)
+        for (int i = 0; i < count; i += kLanes) vstore(s.panel + r * stride + i, vload(from + i));
     return s.panel;
 }
 
@@ -250,11 +276,36 @@ void Attention<E>::multiply(Scratch& s, Range rows, int vecs, TileCall<E> call) 
     }
 }
 
+template <class E>
+void Attention<E>::multiply(Scratch& s, Range rows, int vecs, SplitCall call) const {
+    const SplitCall whole = call;
+    const int count = rows.end - rows.begin, row_blocks = ceil_div(count, kSplitRows);
+    for (int v = 0; v < vecs; v += kSplitVecs)
+        for (int i = 0; i < row_blocks; i++) {
+            const Range r = share(count, i, row_blocks);
+            const size_t first = rows.begin + r.begin;
+            call.a = whole.a + first * 2 * call.half;
+            call.rows = whole.rows + first;
+            call.first = whole.first + v * sizeof(I);
+            call.c = whole.c + first * call.c_stride + v * kLanes;
+            s.fetcher.attach(call);
+            split_product(r.end - r.begin, std::min(kSplitVecs, vecs - v), call);
+        }
+}
+
 /// scores = q * keys for one block.
 template <class E>
 void Attention<E>::score(Scratch& s, const Pass& pass, int head, int block, int column) const {
     const KvLayout& layout = *layer_.layout;
     const int columns = columns_of(layout, pass.high, block);
+    if (layout.integers) {
+        const char* stored = layer_.head(pass.table[block], head);
+        const int steps = layout.d_k / kDotK;
+        multiply(s, pass.rows, columns / kLanes,
+                 SplitCall{s.q_bytes, s.half, s.split_q, &stored, 0, size_t(layout.block_k) * kDotK, 0, steps, steps,
+                           s.scores + column, size_t(s.columns)});
+        return;
+    }
     TileCall<E> call{};
     call.a = s.q;
     call.a_stride = s.q_stride;
@@ -269,66 +320,89 @@ void Attention<E>::score(Scratch& s, const Pass& pass, int head, int block, int 
 /// Turn the chunk's scores into weights 2^(score - max), with their max and sum, for each row.
 template <class E>
 void Attention<E>::softmax(Scratch& s, const Pass& pass, int head, int first_block, int end_block) const {
-    const KvLayout& layout = *layer_.layout;
-    const int block_size = layout.block_size;
+    const KvLayout layout = *layer_.layout;
     const float factor = shape_.softcap ? shape_.scale : shape_.scale * kLog2e;
+    const int blocks = end_block - first_block;
+    float *const key_scales = s.key_scales, *const value_scales = s.value_scales;
+    for (int b = 0; layout.quantized && b < blocks; b++) {
+        const int32_t block = pass.table[first_block + b];
+        std::memcpy(key_scales + b * layout.block_k, layer_.key_scales(block, head), layout.block_k * sizeof(float));
+        std::memcpy(value_scales + b * layout.block_k, layer_.value_scales(block, head), layout.block_k * sizeof(float));
+    }
+    // Blocks without padding are one span of columns.
+    const int span = layout.block_k == layout.block_size ? blocks : 1;
+    const int span_tokens = span * layout.block_size, columns = s.columns, group = shape_.group();
     for (int row = pass.rows.begin; row < pass.rows.end; row++) {
-        const int high = s.queries[row / shape_.group()].position + 1;
+        const int high = s.queries[row / group].position + 1;
         const int low = shape_.window ? std::max(0, high - shape_.window) : 0;
-        float* scores = s.scores + size_t(row) * s.columns;
-        E* weights = s.weights + size_t(row) * s.columns;
-
+        float* const scores = s.scores + size_t(row) * columns;
+        E* const weights = s.weights + size_t(row) * columns;
+        // f(column, vector of it, first lane that is seen, end of those that are)
+        auto each = [&](auto f) {
+            int column = 0;
+            for (int b = 0; b < blocks; b += span) {
+                const int begin = (first_block + b) * layout.block_size, seen = std::min(high, begin + span_tokens) - begin;
+                const int last = std::min(span * layout.block_k, round_up(std::min(span_tokens, pass.high - begin), kLanes));
+                const int end = b + span < blocks ? span * layout.block_k : last;
+                for (int i = 0; i < end; i += kLanes) f(b * layout.block_k + i, low - begin - i, seen - i);
+                column = b * layout.block_k + end;
+            }
+            return column;
+        };
         V largest = vset(kHidden);
-        for (int b = first_block; b < end_block; b++) {
-            float* x = scores + (b - first_block) * layout.block_k;
-            const int begin = b * block_size, end = begin + block_size, columns = columns_of(layout, pass.high, b);
-            const float* scales = layout.quantized ? layer_.key_scales(pass.table[b], head) : nullptr;
-            for (int i = 0; i < columns; i += kLanes) {
-                V v = vload(x + i) * vset(factor);
-                if (scales) v = v * vload(scales + i);
-                if (shape_.softcap) v = softcapped(v, shape_.softcap) * vset(kLog2e);
-                const int from = low - begin - i, to = std::min(high, end) - begin - i;
-                if (from > 0 || to < kLanes) v = vkeep(v, from, to, vset(kHidden));
-                vstore(x + i, v);
-                largest = vmax(largest, v);
-            }
-        }
-        const float max = vmaximum(largest);
+        each([&](int column, int from, int to) {
+            V v = vload(scores + column) * vset(factor);
+            if (layout.quantized) v = v * vload(key_scales + column);
+            if (shape_.softcap) v = softcapped(v, shape_.softcap) * vset(kLog2e);
+            if (from > 0 || to < kLanes) v = vkeep(v, from, to, vset(kHidden));
+            vstore(scores + column, v);
+            largest = vmax(largest, v);
+        });
+        const V max = vset(vmaximum(largest));
         V sum = vset(0.0f);
-        for (int b = first_block; b < end_block; b++) {
-            const int column = (b - first_block) * layout.block_k;
-            const int begin = b * block_size, end = begin + block_size, columns = columns_of(layout, pass.high, b);
-            const float* scales = layout.quantized ? layer_.value_scales(pass.table[b], head) : nullptr;
-            int i = 0;
-            for (; i < columns; i += kLanes) {
-                V v = vexp2(vload(scores + column + i) - vset(max));
-                const int from = low - begin - i, to = std::min(high, end) - begin - i;
-                if (from > 0 || to < kLanes) v = vkeep(v, from, to, vset(0.0f));
-                sum = sum + v;
-                vstore(weights + column + i, scales ? v * vload(scales + i) : v);
-            }
-            for (; i < layout.block_v && i < round_up(columns, TileShape<E>::kAlign); i += kLanes)
-                vstore(weights + column + i, vset(0.0f));
-        }
-        s.chunk_max[row] = max;
+        const int end = each([&](int column, int from, int to) {
+            V v = vexp2(vload(scores + column) - max);
+            if (from > 0 || to < kLanes) v = vkeep(v, from, to, vset(0.0f));
+            sum = sum + v;
+            if (layout.quantized) v = v * vload(value_scales + column);
+            layout.integers ? vstore(scores + column, v) : vstore(weights + column, v);
+        });
+        if (layout.integers)
+            s.split_weights[row] = split_row(scores, end, s.half, s.weight_bytes + row * 2 * s.half);
+        else
+            for (int i = end; i < round_up(end, TileShape<E>::kAlign); i += kLanes) vstore(weights + i, vset(0.0f));
+        s.chunk_max[row] = vmaximum(max);
         s.chunk_sum[row] = vsum(sum);
     }
 }
 
-/// sums (+)= weights * values for one block.
+/// sums = weights * values of the chunk's blocks.
 template <class E>
-void Attention<E>::weigh(Scratch& s, const Pass& pass, int head, int block, int column, bool first) const {
+void Attention<E>::weigh(Scratch& s, const Pass& pass, int head, int first_block, int end_block) const {
     const KvLayout& layout = *layer_.layout;
+    const int last_columns = columns_of(layout, pass.high, end_block - 1);
+    if (layout.integers) {
+        s.blocks.clear();
+        for (int b = first_block; b < end_block; b++) s.blocks.push_back(layer_.head(pass.table[b], head));
+        const int steps = (int(s.blocks.size()) - 1) * layout.block_v / kDotK + last_columns / kDotK;
+        multiply(s, pass.rows, layout.d_v / kLanes,
+                 SplitCall{s.weight_bytes, s.half, s.split_weights, s.blocks.data(), layout.key_elements(),
+                           size_t(layout.d_v) * kDotK, layout.block_k, layout.block_v / kDotK, steps, s.sums, size_t(s.d)});
+        return;
+    }
     TileCall<E> call{};
-    call.a = s.weights + column;
     call.a_stride = s.columns;
     call.b_step = size_t(layout.d_v) * Product<E>::kStep;
-    call.steps = round_up(columns_of(layout, pass.high, block), TileShape<E>::kAlign) / Product<E>::kStep;
-    call.b = expanded(s, pass.table[block], head, layout.key_elements(), call.steps, int(call.b_step), call.b_step);
     call.c = s.sums;
     call.c_stride = s.d;
-    call.accumulate = !first;
-    multiply(s, pass.rows, layout.d_v / kLanes, call);
+    for (int b = first_block; b < end_block; b++) {
+        call.a = s.weights + (b - first_block) * layout.block_k;
+        const int columns = b + 1 < end_block ? layout.block_k : last_columns;
+        call.steps = round_up(columns, TileShape<E>::kAlign) / Product<E>::kStep;
+        call.b = expanded(s, pass.table[b], head, layout.key_elements(), call.steps, int(call.b_step), call.b_step);
+        multiply(s, pass.rows, layout.d_v / kLanes, call);
+        call.accumulate = true;
+    }
 }
 
 /// Add the chunk to what came before it, both rescaled to the larger maximum.

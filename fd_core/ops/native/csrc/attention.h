@@ -1,6 +1,7 @@
 // Paged attention with an online softmax: one kernel for decode, prefill and shared prefixes.
 #pragma once
 
+#include "attention_int8.h"
 #include "program.h"
 
 namespace fd {
@@ -33,8 +34,9 @@ class Attention : public Operation {
     void run_pass(Scratch&, const Pass&, int head) const;
     const E* expanded(Scratch&, int block, int head, size_t first, int runs, int count, size_t stride) const;
     void multiply(Scratch&, Range rows, int vecs, TileCall<E> call) const;
+    void multiply(Scratch&, Range rows, int vecs, SplitCall call) const;
     void score(Scratch&, const Pass&, int head, int block, int column) const;
-    void weigh(Scratch&, const Pass&, int head, int block, int column, bool first) const;
+    void weigh(Scratch&, const Pass&, int head, int first_block, int end_block) const;
     void softmax(Scratch&, const Pass&, int head, int first_block, int end_block) const;
     void merge(Scratch&, const Pass&) const;
 

@@ -50,6 +50,8 @@ inline I high_nibbles(I x) { return (x >> 4) & iset(0x0f0f0f0f); }
 
 #endif
 
+/// Bytes with a sign to bytes without one, 128 larger.
+inline I iflip(I x) { return x ^ iset(int(0x80808080)); }
 inline I low_nibbles(I x) { return iand(x, iset(0x0f0f0f0f)); }
 /// 4 consecutive activations in every lane.
 inline I ibroadcast(const void* p) {

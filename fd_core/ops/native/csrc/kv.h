@@ -6,13 +6,13 @@
 // so that attention multiplies with blocks in place and never gathers. The blocks of one head lie side by side: a request
 // whose blocks have consecutive numbers, as they mostly have, is read in one run.
 //
-// A quantized cache keeps int8 in the same order, and behind them the scales of keys and values, one for each token.
-// Whole numbers up to 127 are exact in float and bf16, so attention expands a block to the program's type as it is, and
-// applies the scales to scores and to weights.
+// A quantized cache keeps int8, and behind them the scales of keys and values, one for each token, which attention applies
+// to scores and to weights. A program of float expands a block; one of bf16 multiplies integers, four of them in a step.
 #pragma once
 
 #include <algorithm>
 
+#include "dot.h"
 #include "rows.h"
 #include "tile.h"
 
@@ -21,16 +21,20 @@ namespace fd {
 struct KvLayout {
     int layers, blocks, block_size, heads, d;
     bool quantized;
+    bool integers;         // quantized, and multiplied as integers
     int item_bytes;        // of an element as stored
+    int step;              // kStep above: consecutive elements that a product takes at once
     int block_k, block_v;  // tokens of a block as stored for keys (columns) and values (rows)
     int d_k, d_v;          // head dimension as stored for keys (rows) and values (columns)
     char* data;
 
     template <class E>
     void pad() {
-        constexpr int kAlign = TileShape<E>::kAlign;
-        block_k = block_v = round_up(block_size, kAlign > kLanes ? kAlign : kLanes);
-        d_k = round_up(d, kAlign);
+        integers = quantized && sizeof(E) == 2;
+        step = integers ? kDotK : Product<E>::kStep;
+        const int align = integers ? kDotK : TileShape<E>::kAlign;
+        block_k = block_v = round_up(block_size, align > kLanes ? align : kLanes);
+        d_k = round_up(d, align);
         d_v = round_up(d, kLanes);
         item_bytes = quantized ? 1 : sizeof(E);
     }
@@ -65,16 +69,6 @@ inline void convert_int8(const float* x, int n, float scale, int8_t* y) {
     }
 }
 
-/// Store whole numbers that the type holds: bf16 is the upper half of their bits.
-inline void store_whole(float* p, V x) { vstore(p, x); }
-inline void store_whole(bf16* p, V x) {
-#if defined(__AVX512BF16__) || !defined(__AVX512F__)
-    vstore(p, x);
-#else
-    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(x), 16)));
-#endif
-}
-
 template <class E>
 struct KvLayer {
     const KvLayout* layout;
@@ -92,9 +86,13 @@ struct KvLayer {
     float* value_scales(int block, int head) const { return key_scales(block, head) + layout->block_k; }
 
     // Places of element i of a token in a head's elements.
-    size_t key(int offset, int i) const { return (size_t(i / S) * layout->block_k + offset) * S + i % S; }
+    size_t key(int offset, int i) const {
+        const int step = layout->step;
+        return (size_t(i / step) * layout->block_k + offset) * step + i % step;
+    }
     size_t value(int offset, int i) const {
-        return layout->key_elements() + (size_t(offset / S) * layout->d_v + i) * S + offset % S;
+        const int step = layout->step;
+        return layout->key_elements() + (size_t(offset / step) * layout->d_v + i) * step + offset % step;
     }
     /// Called before the first token of a block is written. Attention multiplies values it must not see by zero, which
     /// would not hide a NaN that the block's previous owner left.
@@ -106,11 +104,11 @@ struct KvLayer {
         char* to = this->head(block, head);
         if (!layout->quantized) {
             auto round = [](const float* x, int n, E* y) { convert(x, n, y); };
-            write_token(reinterpret_cast<E*>(to), offset, k, v, round, round);
+            write_token<Product<E>::kStep>(reinterpret_cast<E*>(to), offset, k, v, round, round);
             return;
         }
         const float ks = int8_scale(k, layout->d), vs = int8_scale(v, layout->d);
-        write_token(
+        write_token<sizeof(E) == 2 ? kDotK : Product<E>::kStep>(
             reinterpret_cast<int8_t*>(to), offset, k, v,
             [&](const float* x, int n, int8_t* y) { convert_int8(x, n, ks, y); },
             [&](const float* x, int n, int8_t* y) { convert_int8(x, n, vs, y); });
@@ -119,10 +117,9 @@ struct KvLayer {
     }
 
    private:
-    static constexpr int S = Product<E>::kStep;
-    static constexpr int kMostElements = 256;  // of a head that are converted at once; even
+    static constexpr int kMostElements = 256;  // of a head that are converted at once
 
-    template <class T, class RoundKey, class RoundValue>
+    template <int S, class T, class RoundKey, class RoundValue>
     void write_token(T* to, int offset, const float* k, const float* v, RoundKey&& round_key,
                      RoundValue&& round_value) const {
         const int d = layout->d;
@@ -141,50 +138,5 @@ struct KvLayer {
         }
     }
 };
-
-#if defined(__AVX512VBMI__)
-/// 64 whole numbers to bf16 by looking up both bytes of their magnitudes: a third of the instructions of converting them.
-struct Int8Table {
-    alignas(64) uint8_t low[128], high[128];
-    Int8Table() {
-        for (int i = 0; i < 128; i++) {
-            const uint16_t bits = to_bf16(float(i)).bits;
-            low[i] = uint8_t(bits);
-            high[i] = uint8_t(bits >> 8);
-        }
-    }
-};
-inline const Int8Table int8_table;
-#endif
-
-/// Elements of a quantized cache as a program's type, which holds them exactly: in each of `runs` runs the first
-/// `count`, a multiple of kLanes.
-template <class E>
-void expand(const int8_t* from, int runs, int count, size_t stride, E* to) {
-    if (size_t(count) == stride) {
-        count *= runs;
-        runs = 1;
-    }
-#if defined(__AVX512VBMI__)
-    const __m512i low0 = _mm512_load_si512(int8_table.low), low1 = _mm512_load_si512(int8_table.low + 64);
-    const __m512i high0 = _mm512_load_si512(int8_table.high), high1 = _mm512_load_si512(int8_table.high + 64);
-    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), sign = _mm512_set1_epi8(int8_t(0x80));
-#endif
-    for (int r = 0; r < runs; r++, from += stride, to += stride) {
-        int i = 0;
-#if defined(__AVX512VBMI__)
-        if constexpr (sizeof(E) == 2)
-            for (; i + 64 <= count; i += 64) {
-                const __m512i x = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(from + i)), size = _mm512_abs_epi8(x);
-                const __m512i low = _mm512_permutex2var_epi8(low0, size, low1);
-                const __m512i high = _mm512_permutex2var_epi8(high0, size, high1);
-                const __m512i signed_high = _mm512_ternarylogic_epi64(high, x, sign, 0xf8);  // high | (x & sign)
-                _mm512_storeu_si512(to + i, _mm512_unpacklo_epi8(low, signed_high));
-                _mm512_storeu_si512(to + i + 32, _mm512_unpackhi_epi8(low, signed_high));
-            }
-#endif
-        for (; i < count; i += kLanes) store_whole(to + i, vload(from + i));
-    }
-}
 
 }  // namespace fd

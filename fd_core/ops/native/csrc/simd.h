@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(FD_AMX_EMULATED) && !defined(__AVX512F__)
 #undef __AVX2__  // tiles are as wide as vectors of 16 lanes: without AVX-512, those of plain C++
@@ -226,6 +227,17 @@ inline float exp2_of(float x) {
 
 /// Fetch a line into the second-level cache: a core can wait for twice as many lines on their way there as to the first.
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+/// f(0) to f(N - 1), unrolled before the rest is optimized, so that arrays which f indexes become registers. The function
+/// that calls it has to be [[gnu::flatten]].
+template <class F, int... I>
+inline void unroll(std::integer_sequence<int, I...>, F&& f) {
+    (f(I), ...);
+}
+template <int N, class F>
+inline void unroll(F&& f) {
+    unroll(std::make_integer_sequence<int, N>{}, f);
+}
 
 /// Keep in a register what was loaded; gcc 12 would load it again for each use.
 template <class T>

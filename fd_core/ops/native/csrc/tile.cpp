@@ -1,21 +1,9 @@
 #include "tile.h"
 
 #include <array>
-#include <utility>
 
 namespace fd {
 namespace {
-
-/// f(0) to f(N - 1), unrolled before the rest is optimized, so that arrays which f indexes become registers. The function
-/// that calls it has to be [[gnu::flatten]].
-template <class F, int... I>
-inline void unroll(std::integer_sequence<int, I...>, F&& f) {
-    (f(I), ...);
-}
-template <int N, class F>
-inline void unroll(F&& f) {
-    unroll(std::make_integer_sequence<int, N>{}, f);
-}
 
 template <class E, int R, int N>
 [[gnu::flatten]] void vector_tile(const TileCall<E>& call) {
@@ -30,9 +18,10 @@ template <class E, int R, int N>
     const E *a = call.a, *b = call.b;
     const char* ahead = call.ahead;
     const size_t a_stride = call.a_stride, b_step = call.b_step;
-    const int ahead_lines = call.ahead_lines;
+    const int ahead_lines = call.ahead_lines, ahead_steps = call.ahead_steps;
     for (int k = 0; k < call.steps; k++, a += P::kStep, b += b_step) {
-        for (int i = 0; i < ahead_lines; i++, ahead += kCacheLine) prefetch(ahead);
+        if (k < ahead_steps)
+            for (int i = 0; i < ahead_lines; i++, ahead += kCacheLine) prefetch(ahead);
         typename P::Operand columns[N];
         unroll<N>([&](int v) { columns[v] = pinned(P::load(b + v * kLanes * P::kStep)); });
         unroll<R>([&](int r) {
@@ -80,7 +69,7 @@ void amx_tile(const TileCall<bf16>& call) {
     for (int k = 0; k < call.steps; k += kTileK / 2) {
         const bf16* a = call.a + k * 2;
         const bf16* b = call.b + k * call.b_step;
-        for (int i = 0; i < call.ahead_lines * kTileK / 2; i++, ahead += kCacheLine) prefetch(ahead);
+        for (int i = 0; k < call.ahead_steps && i < call.ahead_lines * kTileK / 2; i++, ahead += kCacheLine) prefetch(ahead);
         amx::load<4>(a, a_bytes);
         amx::load<6>(b, b_bytes);
         amx::multiply_add<0, 4, 6>();

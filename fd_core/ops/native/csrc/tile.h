@@ -74,6 +74,7 @@ struct TileCall {
     bool accumulate = false;
     const char* ahead = nullptr;  // memory that will be needed next, fetched while this is computed
     int ahead_lines = 0;          // cache lines of it for each k step
+    int ahead_steps = 1 << 30;    // of the first k steps
 };
 
 /// Compute one block; 1 <= rows <= kRows, 1 <= vecs <= kVecs. C has kRows rows where the shape has row slack.
