@@ -123,6 +123,8 @@ from fd_core.cli import startup
 from fd_core.cli.main import main
 from fd_core.errors import ModelError
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup of the tests would hide it
+
 def find_model(*_):
     os.kill(os.getpid(), signal.SIGHUP)
     raise ModelError("still there")
