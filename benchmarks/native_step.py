@@ -2,12 +2,14 @@
 
     python -m benchmarks.native_step [--dtype bfloat16] [--weights plain int8 Q4_1] [--threads 2] [--only decode32]
     python -m benchmarks.native_step --adapters 0 1 4 16 --weights plain Q4_1 --only decode1 decode32 prefill128
+    python -m benchmarks.native_step --context 2000 8000 32000 --only decode1 --kv-dtype int8
 
 Weights are random: a step takes the same time whatever they are; `plain` ones have the dtype, others are formats of
-packed weights. With `--adapters`, so many LoRA adapters of rank 16 on every linear are held, and requests have them in
-turn. Cases run interleaved, round by round, because the machine drifts; the table gives the fastest and the
-median round. The limit of a step is the larger of the time to read its bytes (weights once, keys and values once) and
-the time for its products, at the rates measured just before.
+packed weights. With `--adapters`, so many LoRA adapters of rank 16 on every linear are held, and requests have them
+in turn. With `--context`, each case runs at these contexts instead of its own. Cases run interleaved, round by round,
+because the machine drifts; the table gives the fastest and the median round. The limit of a step is the larger of the
+time to read its bytes (weights once, keys and values once) and the time for its products, at the rates measured just
+before.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from fd_core.weights import Adapter, LowRank, PackedTensor, RawTensor, Weight
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, LAYERS, VOCABULARY = 576, 9, 3, 64, 1536, 30, 49152
 BLOCK_SIZE = 32
-MAX_POSITIONS = 4096
+MAX_POSITIONS = 65536
 RANK = 16
 PLAIN = "plain"
 """Weights in the pack's dtype."""
@@ -177,14 +179,14 @@ class Rates:
     """Floating-point operations per second of products of activations."""
 
 
-def limits(case: Case, form: str, adapters: int, itemsize: int, rates: Rates) -> tuple[float, float]:
+def limits(case: Case, form: str, adapters: int, itemsize: int, kv_token: int, rates: Rates) -> tuple[float, float]:
     """Return the seconds that a step's bytes and its products take at least."""
     layer = HIDDEN * (HEADS + 2 * KV_HEADS) * HEAD_DIM + HIDDEN * HIDDEN + 3 * HIDDEN * INNER
     head = VOCABULARY * HIDDEN
     sample = random_weight(np.random.default_rng(0), form, HIDDEN, HIDDEN)
     item_bytes = sample.nbytes / HIDDEN**2 if isinstance(sample, PackedTensor) else itemsize
     seen = case.rows * (case.context - case.shared) + case.shared
-    kv_bytes = seen * LAYERS * 2 * KV_HEADS * HEAD_DIM * itemsize
+    kv_bytes = seen * LAYERS * kv_token
     tokens = case.rows * case.queries
     pairs = case.rows * case.queries * (case.context - (case.queries - 1) / 2)
     linear = 2 * (tokens * LAYERS * layer + case.rows * head)
@@ -234,6 +236,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--weights", nargs="+", default=[PLAIN], metavar="FORM", help="plain, or formats such as Q4_1")
     parser.add_argument("--adapters", type=int, nargs="+", default=[0], metavar="N")
+    parser.add_argument("--context", type=int, nargs="+", default=[], metavar="TOKENS")
+    parser.add_argument("--kv-dtype", default="auto", choices=("auto", "int8"))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--only", nargs="+", default=[""], help="run cases whose name starts so")
@@ -244,8 +248,13 @@ def main() -> None:
     if ops is None:
         raise SystemExit("the native kernels cannot be built here")
     cases = [case for case in CASES if case.name.startswith(tuple(arguments.only))]
+    if arguments.context:
+        contexts = (replace(case, name=f"{case.name} {n}", context=n) for case in cases for n in arguments.context)
+        cases = [case for case in contexts if max(case.queries, case.shared + 1) <= case.context <= MAX_POSITIONS]
     most = max(case.rows * -(-case.context // BLOCK_SIZE) + case.shared // BLOCK_SIZE + 1 for case in cases)
     itemsize = 4 if arguments.dtype == "float32" else 2
+    # A scale of four bytes goes with the bytes of a key and of a value.
+    kv_token = 2 * KV_HEADS * (HEAD_DIM + 4 if arguments.kv_dtype == "int8" else HEAD_DIM * itemsize)
     # Reading: a weight of 256 MiB or more for one row. Products: operands that stay in the caches.
     weight_rate = itemsize * measured_rate(ops, PLAIN, 1, 5 * VOCABULARY, 3)
     bandwidth = max(BandwidthProbe(arguments.threads).measure(), weight_rate)
@@ -255,7 +264,7 @@ def main() -> None:
     for form in arguments.weights:
         rates[form] = Rates(bandwidth, 2 * measured_rate(ops, form, 240, 1024, 20), attention)
         model = random_model(ops, form)
-        cache = cache or ops.allocate_kv(model.kv_shape(BLOCK_SIZE), most)
+        cache = cache or ops.allocate_kv(replace(model.kv_shape(BLOCK_SIZE), dtype=arguments.kv_dtype), most)
         for count in arguments.adapters:
             held = model.with_adapters([random_adapter(model, index) for index in range(count)])
             forwards[form, count] = ops.compile(held.forward)
@@ -281,7 +290,7 @@ def main() -> None:
         for (form, count), forward in forwards.items():
             assert isinstance(forward, ProgramForward)
             kept, step = times[case.name, (form, count)], steps[case.name, count]
-            read, compute = limits(case, form, count, itemsize, rates[form])
+            read, compute = limits(case, form, count, itemsize, kv_token, rates[form])
             share = max(read, compute) / min(kept)
             parts = shares(forward, step, cache)
             named = ", ".join(f"{name} {seconds * 1e3:.2f}" for name, seconds in parts.items())

@@ -12,8 +12,6 @@ T* carve(char*& memory, size_t count) {
     return p;
 }
 
-int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
 }  // namespace
 
 /// Rows [rows.begin, rows.end) of a tile go through blocks [begin, end) of one table.
@@ -25,10 +23,10 @@ struct Attention<E>::Pass {
     int high;  // no row sees a position from here on
 };
 
-/// A tile and a KV head: first what all queries share, then what each sees beyond.
+/// A part of a tile and a KV head: first what all queries share, then what each sees beyond.
 template <class E>
 struct Attention<E>::Unit {
-    const QueryTile* tile;
+    const TilePart* part;
     int head;
     std::vector<Pass> passes;
 };
@@ -75,6 +73,14 @@ struct Attention<E>::Fetcher {
     static constexpr size_t kDistance = 192 << 10;  // bytes: a fraction of a second-level cache
 };
 
+/// What a part of the context comes to for some rows. A row that has seen nothing has a sum of 0.
+template <class E>
+struct Attention<E>::Sums {
+    float* total;  // [rows, d] values times weights, which are relative to max
+    float* max;    // [rows] of the scores, base 2
+    float* sum;    // [rows] of the weights
+};
+
 /// Memory of one thread: `rows` are (query, head of the KV head's group) pairs, queries outermost.
 template <class E>
 struct Attention<E>::Scratch {
@@ -92,14 +98,10 @@ struct Attention<E>::Scratch {
     int8_t *q_bytes, *weight_bytes;      // [rows, 2, half]
     size_t half;
     std::vector<const char*> blocks;  // of a chunk
-    float* sums;       // [rows, d] of one chunk
-    float* chunk_max;  // [rows] of one chunk, base 2
-    float* chunk_sum;
-    float* total;  // [rows, d] of all chunks so far, relative to max
-    float* max;
-    float* sum;
-    float* before;  // [rows] factor of what came before the chunk
-    float* now;     // [rows] factor of the chunk
+    Sums chunk, own, whole;  // of one chunk, the chunks of its span so far, the spans before
+    Sums span;               // `own` or, where a span is computed apart, the plan's
+    float* before;           // [rows] factor of what came before what is merged
+    float* now;              // [rows] factor of what is merged
     Unit unit, next;
     Fetcher fetcher;
     std::vector<char> memory;
@@ -109,12 +111,12 @@ struct Attention<E>::Scratch {
         columns = plan.chunk_blocks * layout.block_k;
         q_stride = layout.d_k;
         d = layout.d_v;
-        const size_t wide = (size_t(rows) * (columns + 2 * d + 6) + 2 * columns) * sizeof(float);
+        const size_t wide = (size_t(rows) * (columns + 3 * d + 8) + 2 * columns) * sizeof(float);
         half = std::max(columns, round_up(layout.d_k, kLanes));
         const size_t split = layout.integers ? size_t(rows) * 2 * (2 * half + sizeof(SplitRow)) : 0;
         const size_t panel_elements = layout.quantized && !layout.integers ? std::max(layout.key_elements(), size_t(layout.block_v) * d) : 0;
         const size_t narrow = (size_t(rows) * (columns + q_stride) + panel_elements) * sizeof(E);
-        memory.resize(wide + narrow + split + 20 * kCacheLine);
+        memory.resize(wide + narrow + split + 24 * kCacheLine);
         char* free = (char*)((size_t(memory.data()) + kCacheLine - 1) / kCacheLine * kCacheLine);
         q = carve<E>(free, rows * q_stride);
         scores = carve<float>(free, size_t(rows) * columns);
@@ -126,10 +128,10 @@ struct Attention<E>::Scratch {
             q_bytes = carve<int8_t>(free, rows * 2 * half);
             weight_bytes = carve<int8_t>(free, rows * 2 * half);
         }
-        sums = carve<float>(free, size_t(rows) * d);
-        total = carve<float>(free, size_t(rows) * d);
         for (float** vector : {&key_scales, &value_scales}) *vector = carve<float>(free, columns);
-        for (float** vector : {&chunk_max, &chunk_sum, &max, &sum, &before, &now}) *vector = carve<float>(free, rows);
+        for (Sums* sums : {&chunk, &own, &whole})
+            *sums = {carve<float>(free, size_t(rows) * d), carve<float>(free, rows), carve<float>(free, rows)};
+        for (float** vector : {&before, &now}) *vector = carve<float>(free, rows);
         fetcher.block_bytes = layout.head_bytes();
         fetcher.lead = plan.chunk_blocks;
     }
@@ -150,11 +152,11 @@ void Attention<E>::run(const Context& context) {
     Scratch& s = *kept;
     s.fetcher.blocks.clear();
     s.fetcher.visited = s.fetcher.fetched = s.fetcher.offset = 0;
-    const int units = int(plan_->tiles.size()) * shape_.kv_heads;
+    const int units = int(plan_->parts.size()) * shape_.kv_heads;
     auto draw = [&](Unit& unit) {
         const int i = context.counter().fetch_add(1, std::memory_order_relaxed);
         if (i >= units) return false;
-        plan_unit(context, plan_->tiles[i / shape_.kv_heads], i % shape_.kv_heads, unit);
+        plan_unit(context, plan_->parts[i / shape_.kv_heads], i % shape_.kv_heads, unit);
         for (const Pass& pass : unit.passes)
             for (int b = pass.begin; b < pass.end; b++)
                 s.fetcher.blocks.push_back(layer_.head(pass.table[b], unit.head));
@@ -165,14 +167,34 @@ void Attention<E>::run(const Context& context) {
         run_unit(context, s, s.unit);
         s.fetcher.forget_visited();
     }
+    if (plan_->split.empty()) return;
+    context.wait_for_all();
+    combine(context, s);
+}
+
+/// Merge the spans of this thread's share of the tiles whose spans were computed apart.
+template <class E>
+void Attention<E>::combine(const Context& context, Scratch& s) const {
+    const Range mine = context.share(int(plan_->split.size()) * shape_.kv_heads);
+    for (int i = mine.begin; i < mine.end; i++) {
+        const QueryTile& tile = plan_->tiles[plan_->split[i / shape_.kv_heads]];
+        const int head = i % shape_.kv_heads, rows = tile.count * shape_.group();
+        std::fill_n(s.whole.sum, rows, 0.0f);
+        for (int span = 0; span < tile.spans; span++) end_span(s, partial(tile, head, span), {0, rows});
+        put_rows(context, tile, head, s.whole);
+    }
 }
 
 template <class E>
-void Attention<E>::plan_unit(const Context& context, const QueryTile& tile, int head, Unit& unit) const {
+void Attention<E>::plan_unit(const Context& context, const TilePart& part, int head, Unit& unit) const {
+    const QueryTile& tile = plan_->tiles[part.tile];
     const Query* queries = &plan_->queries[tile.first];
     const int group = shape_.group(), block_size = layer_.layout->block_size;
-    // What queries [first, end) see of the positions [from, to).
+    // What queries [first, end) see of the positions [from, to) that are in the part.
     auto add_pass = [&](int first, int end, int from, int to) {
+        from = std::max(from, part.begin);
+        to = std::min(to, part.end);
+        if (from >= to) return;
         int low = to, high = 0;
         for (int i = first; i < end; i++) {
             low = std::min(low, shape_.window ? std::max(0, queries[i].position + 1 - shape_.window) : 0);
@@ -183,7 +205,7 @@ void Attention<E>::plan_unit(const Context& context, const QueryTile& tile, int 
         const int begin = std::max(from, low) / block_size;
         unit.passes.push_back({{first * group, end * group}, table, begin, ceil_div(high, block_size), high});
     };
-    unit.tile = &tile;
+    unit.part = &part;
     unit.head = head;
     unit.passes.clear();
     add_pass(0, tile.count, 0, tile.shared);
@@ -193,9 +215,12 @@ void Attention<E>::plan_unit(const Context& context, const QueryTile& tile, int 
 
 template <class E>
 void Attention<E>::run_unit(const Context& context, Scratch& s, const Unit& unit) const {
-    const QueryTile& tile = *unit.tile;
+    const TilePart& part = *unit.part;
+    const QueryTile& tile = plan_->tiles[part.tile];
     const int group = shape_.group(), d = shape_.d, rows = tile.count * group;
     s.queries = &plan_->queries[tile.first];
+    const int span_tokens = plan_->span_blocks * layer_.layout->block_size;
+    s.span = tile.spans == 0 ? s.own : partial(tile, unit.head, part.begin / span_tokens);
     for (int row = 0; row < rows; row++) {
         const E* q = context.row<E>(q_, s.queries[row / group].token) + (unit.head * group + row % group) * d;
         if (layer_.layout->integers) {
@@ -206,15 +231,34 @@ void Attention<E>::run_unit(const Context& context, Scratch& s, const Unit& unit
             std::memcpy((void*)(s.q + row * s.q_stride), q, d * sizeof(E));
             std::memset((void*)(s.q + row * s.q_stride + d), 0, (s.q_stride - d) * sizeof(E));
         }
-        std::memset(s.total + row * s.d, 0, s.d * sizeof(float));
-        s.max[row] = kHidden;
-        s.sum[row] = 0;
+        std::memset(s.span.total + row * s.d, 0, s.d * sizeof(float));
+        s.span.max[row] = kHidden;
+        s.span.sum[row] = s.whole.sum[row] = 0;
     }
-    for (const Pass& pass : unit.passes) run_pass(s, pass, unit.head);
-    for (int row = 0; row < rows; row++) {
-        const float* total = s.total + row * s.d;
-        E* out = context.row<E>(out_, s.queries[row / group].token) + (unit.head * group + row % group) * d;
-        const float inverse = 1.0f / s.sum[row];
+    for (const Pass& pass : unit.passes) run_pass(s, pass, unit);
+    if (tile.spans > 0) return;
+    if (part.end <= span_tokens) return put_rows(context, tile, unit.head, s.span);
+    end_span(s, s.span, {0, rows});
+    put_rows(context, tile, unit.head, s.whole);
+}
+
+/// Where a span of a tile is kept until its spans are combined.
+template <class E>
+typename Attention<E>::Sums Attention<E>::partial(const QueryTile& tile, int head, int span) const {
+    const int rows = round_up(tile.count * shape_.group(), kLanes);
+    float* kept = plan_->partials.data() + tile.partials + size_t(head * tile.spans + span) * rows * plan_->span_floats;
+    return {kept + 2 * rows, kept, kept + rows};
+}
+
+/// Write the rows of a tile and a KV head: totals by sums.
+template <class E>
+void Attention<E>::put_rows(const Context& context, const QueryTile& tile, int head, const Sums& sums) const {
+    const int group = shape_.group(), d = shape_.d;
+    for (int row = 0; row < tile.count * group; row++) {
+        const float* total = sums.total + row * layer_.layout->d_v;
+        const int token = plan_->queries[tile.first + row / group].token;
+        E* out = context.row<E>(out_, token) + (head * group + row % group) * d;
+        const float inverse = 1.0f / sums.sum[row];
         int j = 0;
         for (; j + kLanes <= d; j += kLanes) vstore(out + j, vload(total + j) * vset(inverse));
         for (; j < d; j++) put(out + j, total[j] * inverse);
@@ -222,17 +266,18 @@ void Attention<E>::run_unit(const Context& context, Scratch& s, const Unit& unit
 }
 
 template <class E>
-void Attention<E>::run_pass(Scratch& s, const Pass& pass, int head) const {
+void Attention<E>::run_pass(Scratch& s, const Pass& pass, const Unit& unit) const {
     const KvLayout& layout = *layer_.layout;
-    const int blocks = plan_->chunk_blocks;
+    const int blocks = plan_->chunk_blocks, first = unit.part->begin / layout.block_size, head = unit.head;
     for (int begin = pass.begin; begin < pass.end;) {
         const int chunk_begin = begin / blocks * blocks;
         const int end = std::min(pass.end, chunk_begin + blocks);
+        if (begin % plan_->span_blocks == 0 && begin > first) end_span(s, s.span, pass.rows);
         auto column = [&](int block) { return (block - begin) * layout.block_k; };
         for (int b = begin; b < end; b++) score(s, pass, head, b, column(b));
         softmax(s, pass, head, begin, end);
         weigh(s, pass, head, begin, end);
-        merge(s, pass);
+        merge(s, s.span, s.chunk, pass.rows);
         s.fetcher.visited += end - begin;
         begin = end;
     }
@@ -371,8 +416,8 @@ void Attention<E>::softmax(Scratch& s, const Pass& pass, int head, int first_blo
             s.split_weights[row] = split_row(scores, end, s.half, s.weight_bytes + row * 2 * s.half);
         else
             for (int i = end; i < round_up(end, TileShape<E>::kAlign); i += kLanes) vstore(weights + i, vset(0.0f));
-        s.chunk_max[row] = vmaximum(max);
-        s.chunk_sum[row] = vsum(sum);
+        s.chunk.max[row] = vmaximum(max);
+        s.chunk.sum[row] = vsum(sum);
     }
 }
 
@@ -387,13 +432,14 @@ void Attention<E>::weigh(Scratch& s, const Pass& pass, int head, int first_block
         const int steps = (int(s.blocks.size()) - 1) * layout.block_v / kDotK + last_columns / kDotK;
         multiply(s, pass.rows, layout.d_v / kLanes,
                  SplitCall{s.weight_bytes, s.half, s.split_weights, s.blocks.data(), layout.key_elements(),
-                           size_t(layout.d_v) * kDotK, layout.block_k, layout.block_v / kDotK, steps, s.sums, size_t(s.d)});
+                           size_t(layout.d_v) * kDotK, layout.block_k, layout.block_v / kDotK, steps, s.chunk.total,
+                           size_t(s.d)});
         return;
     }
     TileCall<E> call{};
     call.a_stride = s.columns;
     call.b_step = size_t(layout.d_v) * Product<E>::kStep;
-    call.c = s.sums;
+    call.c = s.chunk.total;
     call.c_stride = s.d;
     for (int b = first_block; b < end_block; b++) {
         call.a = s.weights + (b - first_block) * layout.block_k;
@@ -405,22 +451,42 @@ void Attention<E>::weigh(Scratch& s, const Pass& pass, int head, int first_block
     }
 }
 
-/// Add the chunk to what came before it, both rescaled to the larger maximum.
+/// Add `from` to `into`, which came before it, both rescaled to the larger maximum.
 template <class E>
-void Attention<E>::merge(Scratch& s, const Pass& pass) const {
-    for (int row = pass.rows.begin; row < pass.rows.end; row += kLanes) {
-        const V max = vmax(vload(s.max + row), vload(s.chunk_max + row));
-        vstore(s.before + row, vexp2(vload(s.max + row) - max));
-        vstore(s.now + row, vexp2(vload(s.chunk_max + row) - max));
+void Attention<E>::merge(Scratch& s, const Sums& into, const Sums& from, Range rows) const {
+    for (int row = rows.begin; row < rows.end; row += kLanes) {
+        const V max = vmax(vload(into.max + row), vload(from.max + row));
+        vstore(s.before + row, vexp2(vload(into.max + row) - max));
+        vstore(s.now + row, vexp2(vload(from.max + row) - max));
     }
-    for (int row = pass.rows.begin; row < pass.rows.end; row++) {
-        if (s.chunk_max[row] == kHidden) continue;  // this row sees nothing of the chunk
-        float* total = s.total + size_t(row) * s.d;
-        const float* sums = s.sums + size_t(row) * s.d;
+    for (int row = rows.begin; row < rows.end; row++) {
+        if (from.sum[row] == 0) continue;  // this row sees nothing of it
+        float* total = into.total + size_t(row) * s.d;
+        const float* more = from.total + size_t(row) * s.d;
         const V before = vset(s.before[row]), now = vset(s.now[row]);
-        for (int j = 0; j < s.d; j += kLanes) vstore(total + j, vfma(vload(total + j), before, vload(sums + j) * now));
-        s.sum[row] = s.sum[row] * s.before[row] + s.chunk_sum[row] * s.now[row];
-        s.max[row] = std::max(s.max[row], s.chunk_max[row]);
+        for (int j = 0; j < s.d; j += kLanes) vstore(total + j, vfma(vload(total + j), before, vload(more + j) * now));
+        into.sum[row] = into.sum[row] * s.before[row] + from.sum[row] * s.now[row];
+        into.max[row] = std::max(into.max[row], from.max[row]);
+    }
+}
+
+/// Add a span to the whole of those before it, and begin another in its place.
+template <class E>
+void Attention<E>::end_span(Scratch& s, const Sums& span, Range rows) const {
+    const Sums& whole = s.whole;
+    for (int row = rows.begin; row < rows.end; row++) {
+        if (whole.sum[row] != 0) continue;
+        // Not merged with nothing: a row's first span keeps its bits.
+        std::memcpy(whole.total + size_t(row) * s.d, span.total + size_t(row) * s.d, s.d * sizeof(float));
+        whole.max[row] = span.max[row];
+        whole.sum[row] = span.sum[row];
+        span.sum[row] = 0;
+    }
+    merge(s, whole, span, rows);
+    for (int row = rows.begin; row < rows.end; row++) {
+        std::memset(span.total + size_t(row) * s.d, 0, s.d * sizeof(float));
+        span.max[row] = kHidden;
+        span.sum[row] = 0;
     }
 }
 

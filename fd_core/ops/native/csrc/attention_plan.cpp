@@ -4,36 +4,72 @@
 
 namespace fd {
 
+constexpr int kShareParts = 8;  // of a thread's share of the work
+
 void AttentionPlan::build(const Step& step, int block_size, int heads_per_kv, int kv_heads, int threads) {
     queries.clear();
     tiles.clear();
     chunk_blocks = std::max(1, kChunkTokens / block_size);
+    span_blocks = std::max(1, kSpanTokens / (chunk_blocks * block_size)) * chunk_blocks;
     tile_queries = std::max(1, kTileRows / heads_per_kv);
 
     std::vector<int> decodes;
+    int units = 0;
     for (int row = 0; row < step.rows; row++) {
         const int count = step.query_start[row + 1] - step.query_start[row];
         if (count > 1) add_prefill(step, row);
-        if (count == 1) decodes.push_back(row);
+        if (count == 1) {
+            decodes.push_back(row);
+            units += kv_heads * ceil_div(step.context_len[row], span_blocks * block_size);
+        }
     }
     // Sharing must leave every thread several units to draw.
-    const int units = int(decodes.size()) * kv_heads;
     add_decodes(step, block_size, decodes, std::clamp(units / (3 * threads), 1, tile_queries));
+    cut_tiles(block_size, heads_per_kv, kv_heads, threads);
+}
 
-    const int chunk = chunk_blocks * block_size;
-    for (QueryTile& tile : tiles) {
-        tile.cost = int64_t(tile.shared) * (8 + tile.count * heads_per_kv);
+/// Make each tile one part, or one for each of its spans where it is too much for one thread.
+void AttentionPlan::cut_tiles(int block_size, int heads_per_kv, int kv_heads, int threads) {
+    const int chunk = chunk_blocks * block_size, span = span_blocks * block_size;
+    auto part_of = [&](int index, int begin, int end) {
+        const QueryTile& tile = tiles[index];
+        auto inside = [&](int from, int to) { return int64_t(std::max(0, std::min(to, end) - std::max(from, begin))); };
+        int64_t cost = inside(0, tile.shared) * (8 + tile.count * heads_per_kv);
         for (int i = tile.first; i < tile.first + tile.count; i++)
-            tile.cost += int64_t(std::max(0, queries[i].position + 1 - tile.shared) + chunk) * (8 + heads_per_kv);
+            cost += (inside(tile.shared, queries[i].position + 1) + chunk) * (8 + heads_per_kv);
+        return TilePart{index, begin, end, cost};
+    };
+    int64_t total = 0;
+    parts.clear();
+    split.clear();
+    for (int i = 0; i < int(tiles.size()); i++) {
+        int end = 0;
+        for (int j = tiles[i].first; j < tiles[i].first + tiles[i].count; j++) end = std::max(end, queries[j].position + 1);
+        parts.push_back(part_of(i, 0, end));
+        total += parts.back().cost;
     }
-    std::stable_sort(tiles.begin(), tiles.end(),
-                     [](const QueryTile& a, const QueryTile& b) { return a.cost > b.cost; });
+    size_t floats = 0;
+    for (int i = 0; i < int(tiles.size()); i++) {
+        const TilePart whole = parts[i];
+        const int spans = ceil_div(whole.end, span);
+        // The last unit that a thread draws keeps the others waiting: it must be a small part of a thread's share.
+        if (threads == 1 || spans == 1 || kShareParts * threads * whole.cost <= total * kv_heads) continue;
+        tiles[i].spans = spans;
+        tiles[i].partials = floats;
+        floats += size_t(kv_heads) * spans * round_up(tiles[i].count * heads_per_kv, kLanes) * span_floats;
+        split.push_back(i);
+        parts[i] = part_of(i, 0, span);
+        for (int begin = span; begin < whole.end; begin += span)
+            parts.push_back(part_of(i, begin, std::min(begin + span, whole.end)));
+    }
+    if (partials.size() < floats) partials.resize(floats);
+    std::stable_sort(parts.begin(), parts.end(), [](const TilePart& a, const TilePart& b) { return a.cost > b.cost; });
 }
 
 void AttentionPlan::add_prefill(const Step& step, int row) {
     const int end = step.query_start[row + 1];
     for (int token = step.query_start[row]; token < end; token += tile_queries) {
-        QueryTile tile{int(queries.size()), std::min(tile_queries, end - token), 0, 0};
+        QueryTile tile{int(queries.size()), std::min(tile_queries, end - token), 0, 0, 0};
         for (int i = token; i < token + tile.count; i++)
             queries.push_back({i, row, step.context_len[row] - (end - i)});
         tile.shared = queries.back().position + 1;
@@ -59,7 +95,7 @@ void AttentionPlan::add_decodes(const Step& step, int block_size, std::vector<in
         const int count = int(end - begin), cuts = (count + most - 1) / most;
         for (int i = 0; i < cuts; i++) {
             const Range part = share(count, i, cuts);
-            QueryTile tile{int(queries.size()), part.end - part.begin, 0, 0};
+            QueryTile tile{int(queries.size()), part.end - part.begin, 0, 0, 0};
             const int first = rows[begin + part.begin];
             int shared = step.context_len[first];
             for (int j = part.begin; j < part.end; j++) {

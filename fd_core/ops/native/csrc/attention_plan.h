@@ -18,25 +18,41 @@ struct Query {
 struct QueryTile {
     int first, count;  // in AttentionPlan::queries
     int shared;        // tokens, a whole number of chunks (or all that any query of the tile sees)
+    int spans;         // that are computed apart, or 0 where one thread goes through all
+    size_t partials;   // where they are kept, in AttentionPlan::partials
+};
+
+/// What a thread computes for a KV head: a tile's positions [begin, end).
+struct TilePart {
+    int tile;
+    int begin, end;
     int64_t cost;
 };
 
 /// The context is cut into chunks from position 0 on, whatever the query: each chunk's softmax is computed apart and
-/// then merged in order, so a row's result depends neither on its batch nor on how its prompt was cut.
+/// then merged in order, so a row's result depends neither on its batch nor on how its prompt was cut. The chunks of a span
+/// are merged first, and then the spans: so the threads may share a long context, and no number of them changes a bit.
 constexpr int kChunkTokens = 128;
+constexpr int kSpanTokens = 512;
 /// Rows (tokens times query heads of a KV head) of one tile: enough to reuse keys and values from registers, few enough
 /// for their scores to stay in the first-level cache.
 constexpr int kTileRows = 48;
 
 struct AttentionPlan {
     std::vector<Query> queries;
-    std::vector<QueryTile> tiles;  // dearest first
+    std::vector<QueryTile> tiles;
+    std::vector<TilePart> parts;   // dearest first
+    std::vector<int> split;        // tiles whose spans are computed apart
+    std::vector<float> partials;   // of each of these and each KV head: what its spans come to
+    int span_floats = 0;           // of one row: a head as stored, maximum and sum; the most that a layer needs
     int chunk_blocks = 0;          // blocks of a chunk
+    int span_blocks = 0;
     int tile_queries = 0;          // largest number of queries of a tile
 
     void build(const Step& step, int block_size, int heads_per_kv, int kv_heads, int threads);
 
    private:
+    void cut_tiles(int block_size, int heads_per_kv, int kv_heads, int threads);
     void add_prefill(const Step& step, int row);
     void add_decodes(const Step& step, int block_size, std::vector<int>& rows, int most);
     int common_blocks(const Step& step, int block_size, int a, int b) const;

@@ -81,6 +81,7 @@ struct TileCall {
 template <class E>
 void tile(int rows, int vecs, const TileCall<E>& call);
 
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 constexpr int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 constexpr size_t kCacheLine = 64;
 

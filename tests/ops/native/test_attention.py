@@ -1,0 +1,136 @@
+"""Attention over long contexts, whose spans threads share, and the rounding of what meets an int8 cache."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fd_core.ops.native import build
+from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.testing.arrays import Values, assert_near, on_device, step_input
+from tests.ops.native.layers import Geometry, LayerOn
+
+SPAN, CHUNK = 512, 40
+AROUND = [SPAN - 1, SPAN, SPAN + 1, 2 * SPAN - 1, 2 * SPAN, 2 * SPAN + 1, 3 * SPAN + 40, 9]
+SHARED = [1100, 1300, 3 * SPAN, 3 * SPAN + 1, 1700, 4 * SPAN]  # whose first 1,088 tokens are the same
+KEPT = [("float32", "auto"), ("bfloat16", "auto"), ("float32", "int8"), ("bfloat16", "int8")]
+SETS = ["native", *(pytest.param(isa, marks=pytest.mark.slow) for isa in ("avx512", "avx2", "generic", "amx_emulated"))]
+
+
+def layer_on(ops, contexts, kv_dtype="auto", window=None):
+    geometry = Geometry(heads=6, kv_heads=2, d=20, hidden=16, inner=16, block_size=32, window=window, kv_dtype=kv_dtype)
+    return LayerOn(ops, geometry, [(1, context) for context in contexts], 34 if contexts is SHARED else 0)
+
+
+def attend(layer, indices, count):
+    """Return what attention makes of the last token of some rows in a step that computes their last `count` tokens."""
+    ops, rows = layer.ops, [(min(count, layer.rows[i][1]), layer.rows[i][1]) for i in indices]
+    queries = Values(3)(len(layer.rows), CHUNK, layer.g.heads, layer.g.d)
+    q = np.concatenate([queries[i, CHUNK - tokens :] for i, (tokens, _) in zip(indices, rows, strict=True)])
+    step = on_device(ops, step_input(rows, layer.g.block_size, layer.blocks[indices]))
+    found = np.array(ops.to_host(ops.attention(ops.from_host(q), layer.heads, layer.kv, step)), np.float32)
+    return found.reshape(len(q), -1)[np.cumsum([tokens for tokens, _ in rows]) - 1]
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize("window", [None, 600])
+@pytest.mark.parametrize("contexts", [AROUND, SHARED], ids=["around spans", "shared prefix"])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), KEPT)
+def test_a_long_row_has_the_same_bits_in_any_batch_and_chunk_and_with_any_threads(
+    native, dtype, kv_dtype, contexts, window, isa
+):
+    one = layer_on(native(dtype, 1, isa), contexts, kv_dtype, window)
+    every = range(len(contexts))
+    expected = np.concatenate([attend(one, [i], 1) for i in every])
+    for threads in (1, 2, 3):
+        layer = layer_on(native(dtype, threads, isa), contexts, kv_dtype, window)
+        for count in (1, 4, CHUNK):  # a decode, one with drafts, a chunk of a prompt
+            np.testing.assert_array_equal(attend(layer, list(every), count), expected)
+            np.testing.assert_array_equal(np.concatenate([attend(layer, [i], count) for i in every]), expected)
+
+
+@pytest.mark.parametrize("isa", SETS)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), KEPT)
+def test_a_long_row_is_the_oracles(native, dtype, kv_dtype, isa):
+    contexts = [5 * SPAN + 77]
+    ours, oracle = (layer_on(ops, contexts, kv_dtype) for ops in (native(dtype, 2, isa), NumpyOps()))
+    assert_near(ours.ops, ours.ops.from_host(attend(ours, [0], 1)), attend(oracle, [0], 1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_value_that_is_no_number_is_seen_from_every_span(native, dtype):
+    """It must not pass for a span that the row does not see."""
+    layer = layer_on(native(dtype, 2), [3 * SPAN])
+    for block in (0, 20, 47):
+        blocks = layer.blocks[0, block : block + 1]
+        before = layer.cache.export_blocks(blocks)
+        keys = before.copy()
+        keys[:, 1, 0, 5] = np.nan if dtype == "float32" else 0x7FC0
+        layer.cache.import_blocks(blocks, keys)
+        assert np.isnan(attend(layer, [0], 1)).all()
+        layer.cache.import_blocks(blocks, before)
+    assert np.isfinite(attend(layer, [0], 1)).all()
+
+
+@pytest.fixture(scope="module", params=SETS)
+def split_row(request, tmp_path_factory):
+    """Return `split_row`, compiled apart: [n] float32 to high bytes, low bytes, scale and start."""
+    compiler, isa = shutil.which("c++"), request.param
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    if isa in build._NEEDED and build._NEEDED[isa] not in build._processor().split():
+        pytest.skip(f"the processor lacks {build._NEEDED[isa]}")
+    folder = tmp_path_factory.mktemp("split_row")
+    source = folder / "split_row.cpp"
+    source.write_text(
+        '#include "attention_int8.h"\n'
+        'extern "C" __attribute__((visibility("default")))\n'
+        "void split(const float* x, int count, int half, signed char* bytes, fd::SplitRow* row) {\n"
+        "    *row = fd::split_row(x, count, half, bytes);\n}\n"
+    )
+    flags = [*build.compiler_flags(isa), "-O1", "-shared", "-I", Path(build.__file__).parent / "csrc"]
+    subprocess.run([compiler, *flags, source, "-o", folder / "split_row.so"], check=True, timeout=120)
+    library = ctypes.CDLL(str(folder / "split_row.so"))
+
+    def split(x):
+        x, half = np.ascontiguousarray(x, np.float32), 64
+        split_bytes, row = np.full((2, half), 99, np.int8), np.empty(2, np.float32)
+        source, to, made = (ctypes.c_void_p(array.ctypes.data) for array in (x, split_bytes, row))
+        library.split(source, len(x), half, to, made)
+        assert (split_bytes[:, len(x) :] == 99).all()
+        high, low = split_bytes[:, : len(x)].astype(int)
+        return high, low, *row
+
+    return split
+
+
+@pytest.mark.parametrize("size", [1e-28, 1e-3, 1.0, 3e38])
+def test_a_row_is_split_to_the_nearest_step(split_row, size):
+    x = np.random.default_rng(0).uniform(-size, size, 48).astype(np.float32)
+    x[5], x[6] = -size, size
+    high, low, scale, start = split_row(x)
+    assert np.abs(low).max() <= 64
+    assert {high[5], high[6]} == {-127, 127} and low[5] == low[6] == 0
+    np.testing.assert_allclose((128 * high + low) * np.float64(scale), x, rtol=0, atol=0.501 * size / (127 * 128))
+    assert start == -128 * (128 * high + low).sum()
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-45, 1e-39, 9e-31])
+def test_a_row_too_small_to_divide_by_is_zero(split_row, size):
+    high, low, scale, start = split_row(np.full(48, size))
+    assert not high.any() and not low.any()
+    assert scale < 1e-30 and start == 0
+
+
+@pytest.mark.parametrize("place", [0, 17, 47])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_row_that_is_not_finite_stays_so(split_row, value, place):
+    """All its products must be, whatever bytes it has."""
+    x = np.ones(48)
+    x[place] = value
+    _, _, scale, start = split_row(x)
+    assert np.isnan(start)
+    assert not np.isfinite(start * scale)
