@@ -228,6 +228,8 @@ class ServerConfig(ListenConfig, frozen=True, kw_only=True):
     """Answers of /v1/responses that are kept for later requests; 0 keeps none."""
     engine: Annotated[str, OneOf("process", "inproc")] = "process"
     """Whether the engine runs in a process of its own or in the server's."""
+    data_parallel_size: Annotated[int, Range(1, 1024)] = 1
+    """Engines behind the server, each with the whole model, processors or a device of its own, and its own KV."""
     max_queued_requests: Annotated[int, Range(0)] = 1024
     """Requests waiting beyond this are answered with 503."""
     max_n: Annotated[int, Range(1, 128)] = 128

@@ -14,10 +14,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache, partial
+from itertools import zip_longest
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-__all__ = ["MetricSpec", "Samples", "counter", "declared_metrics", "gauge", "read_metrics", "snapshot", "state"]
+__all__ = [
+    *("MetricSpec", "Samples", "counter", "declared_metrics", "gauge", "read_metrics", "snapshot", "state"),
+    "total",
+]
+
+T = TypeVar("T")
 
 Samples = Sequence[tuple[tuple[str, ...], float]]
 """Values of a metric's labels, in the order of `MetricSpec.label_names`, and the number that belongs to them."""
@@ -96,6 +102,26 @@ def declared_metrics(stats: type[Any]) -> Iterator[MetricSpec]:
 
 snapshot = copy.deepcopy
 """Returns a copy of statistics that later counting leaves alone."""
+
+
+def total(parts: Sequence[T]) -> T:
+    """Return the sum of statistics of one type, field by field; `parts` is not empty.
+
+    Numbers add up, and so do the entries of mappings and sequences that stand for the same.
+    """
+    found: T = _total(parts)
+    return found
+
+
+def _total(parts: Sequence[Any]) -> Any:
+    first = parts[0]
+    if isinstance(first, int | float):
+        return sum(parts)
+    if isinstance(first, Mapping):
+        return {key: sum(part.get(key, 0) for part in parts) for part in parts for key in part}
+    if isinstance(first, Sequence):
+        return tuple(map(sum, zip_longest(*parts, fillvalue=0)))
+    return type(first)(**{name: _total([getattr(part, name) for part in parts]) for name in first.__struct_fields__})
 
 
 @cache

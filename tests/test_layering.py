@@ -54,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     "simulation": BASE | {"kv", "scheduling", "signals"},
     "tracing": BASE | {"kv", "scheduling", "signals"},
     "engine": BASE
-    | {"backends", "disagg", "kv", "logs", "models", "parent_watch", "plugins", "runner", "scheduling"}
+    | {"backends", "disagg", "kv", "logs", "models", "parent_watch", "plugins", "router", "runner", "scheduling"}
     | {"signals", "structured", "text", "tracing"},
     "server": BASE | {"disagg", "engine", "kv", "logs", "pages", "structured", "text"},
     "cli": BASE

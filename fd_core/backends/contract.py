@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar, Protocol, runtime_checkable
 
+from fd_core.backends.places import EnginePlace
 from fd_core.config import EngineConfig
 from fd_core.errors import ConfigError
 from fd_core.ops.contract import Array, KVCache, KVShape, Ops, StepInput
@@ -131,6 +132,19 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def probe(cls) -> Availability:
         """Say whether the backend can run here, without initialising its device."""
+
+    @classmethod
+    def places(cls, count: int) -> Sequence[EnginePlace]:
+        """Return where each of `count` engines on this machine computes, without initialising a device.
+
+        Backends that know it use `fd_core.backends.places`. Raises `ConfigError` if there are not enough places, and by
+        default.
+        """
+        raise ConfigError(
+            f"the {cls.name} backend does not say which device each of {count} engines would have",
+            field="--data-parallel-size",
+            hint="leave it out, or start one server for each device and `fdcore route` in front of them",
+        )
 
     @abc.abstractmethod
     def make_ops(self) -> Ops:

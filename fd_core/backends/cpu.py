@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import ClassVar
 
 from fd_core.backends.contract import Availability, Backend
 from fd_core.backends.memory import available_memory
+from fd_core.backends.places import EnginePlace, places_on_cores
 from fd_core.errors import PluginError
 from fd_core.ops.contract import Ops
 
@@ -26,6 +28,11 @@ class CpuBackend(Backend):
         if importlib.util.find_spec("torch") is None:
             return Availability(False, "torch is not installed; pip install 'fd-core[cpu]'")
         return Availability(True, "torch is installed")
+
+    @classmethod
+    def places(cls, count: int) -> Sequence[EnginePlace]:
+        """Divide the processors."""
+        return places_on_cores(count)
 
     def make_ops(self) -> Ops:
         """The native pack if it can be built and is wanted, else the eager torch pack."""

@@ -7,6 +7,7 @@ stale slot changes the text.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.backends.contract import Availability, Backend, LoadProgress
+from fd_core.backends.places import EnginePlace, places_on_cores
 from fd_core.ops.contract import KVCache, KVShape, Ops, StepInput
 from fd_core.types import IntArray
 
@@ -127,6 +129,11 @@ class NullBackend(Backend):
     def probe(cls) -> Availability:
         """Always available."""
         return Availability(True, "needs nothing")
+
+    @classmethod
+    def places(cls, count: int) -> Sequence[EnginePlace]:
+        """Divide the processors."""
+        return places_on_cores(count)
 
     def make_ops(self) -> Ops:
         """The numpy pack samples and post-processes; the model itself uses no ops."""

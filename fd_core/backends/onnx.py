@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import ClassVar
 
 from fd_core.backends.contract import Availability, Backend
 from fd_core.backends.memory import available_memory
+from fd_core.backends.places import EnginePlace, places_on_cores
 from fd_core.errors import PluginError
 from fd_core.ops.contract import Ops
 
@@ -33,6 +35,11 @@ class OnnxBackend(Backend):
         if missing:
             return Availability(False, f"{' and '.join(missing)} not installed; {cls.hint}")
         return Availability(True, "ONNX Runtime is installed")
+
+    @classmethod
+    def places(cls, count: int) -> Sequence[EnginePlace]:
+        """Divide the processors; a provider for another device says itself how that is divided."""
+        return places_on_cores(count) if cls.provider[1] == "cpu" else super().places(count)
 
     def make_ops(self) -> Ops:
         """The onnx pack; refuses any dtype but float32."""

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
@@ -13,6 +14,7 @@ from typing import ClassVar, Final
 
 from fd_core.backends.contract import Availability, Backend
 from fd_core.backends.memory import available_memory
+from fd_core.backends.places import EnginePlace, places_on_cores
 from fd_core.config import EngineConfig
 from fd_core.errors import PluginError
 from fd_core.ops.contract import Ops
@@ -173,3 +175,8 @@ class CpuPaddleBackend(PaddleBackend):
         if not paddle_installed():
             return Availability(False, f"Paddle is not installed; {cls.paddle_hint}")
         return Availability(True, "Paddle is installed")
+
+    @classmethod
+    def places(cls, count: int) -> Sequence[EnginePlace]:
+        """Divide the processors."""
+        return places_on_cores(count)

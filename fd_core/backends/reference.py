@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import ClassVar
 
 from fd_core.backends.contract import Availability, Backend
 from fd_core.backends.memory import available_memory
+from fd_core.backends.places import EnginePlace, places_on_cores
 from fd_core.ops.contract import Ops
 
 __all__ = ["ReferenceBackend"]
@@ -24,6 +26,11 @@ class ReferenceBackend(Backend):
     def probe(cls) -> Availability:
         """Available wherever the core is."""
         return Availability(True, "numpy is always there; slow")
+
+    @classmethod
+    def places(cls, count: int) -> Sequence[EnginePlace]:
+        """Divide the processors."""
+        return places_on_cores(count)
 
     def make_ops(self) -> Ops:
         """The numpy pack; refuses any dtype but float32."""

@@ -53,6 +53,8 @@ class Flag:
     """Reads values that the field's own type and constraint do not tell how to read."""
     name: str = ""
     """Flag; from the field if empty."""
+    short: str = ""
+    """Another name that it may be typed by."""
     repeated: bool = False
 
     @property
@@ -102,7 +104,9 @@ class Flag:
         kind: Any = list[str] if self.repeated else str
         return Annotated[
             kind | None,
-            typer.Option(self.flag, help=self.described, metavar=self.metavar, show_default=False),
+            typer.Option(
+                self.flag, *filter(None, (self.short,)), help=self.described, metavar=self.metavar, show_default=False
+            ),
         ]
 
 
@@ -353,6 +357,12 @@ SERVER_FLAGS: Final = (
         "N",
     ),
     Flag("engine", "Where the engine runs: in a process of its own, or inside the server's process.", "WHERE"),
+    Flag(
+        "data_parallel_size",
+        "Engines behind this server, each with the whole model, processors or a device of its own, and its own KV.",
+        "N",
+        short="-dp",
+    ),
     Flag("max_n", "Texts that one request may ask for, all its prompts and choices together.", "N"),
     Flag("max_logprobs", "Most likely tokens that a request may ask for beside each token.", "N"),
     Flag("max_queued_requests", "Requests that may wait for a slot; further requests are answered with 503.", "N"),

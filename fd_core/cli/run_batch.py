@@ -97,7 +97,10 @@ async def _run(settings: Settings, source: Path, answers: AnswerFile, console: C
     async with contextlib.AsyncExitStack() as stack:
         with startup_bars(console) as bars:
             model = await asyncio.to_thread(find_model, settings.engine, settings.server.chat_template, bars)
-            client = await stack.enter_async_context(running_engine(model, settings.server.engine, bars))
+            engines = settings.server.data_parallel_size
+            client = await stack.enter_async_context(
+                running_engine(model, settings.server.engine, bars, engines=engines)
+            )
         server = settings.server
         chosen = choose_parsers(
             server.tool_call_parser, server.reasoning_parser, model.template, client.info.architecture

@@ -104,7 +104,10 @@ async def _serve(settings: Settings, listener: socket.socket, console: Console, 
     async with contextlib.AsyncExitStack() as stack:
         with startup_bars(console) as bars:
             model = await asyncio.to_thread(find_model, settings.engine, settings.server.chat_template, bars)
-            client = await stack.enter_async_context(running_engine(model, settings.server.engine, bars))
+            engines = settings.server.data_parallel_size
+            client = await stack.enter_async_context(
+                running_engine(model, settings.server.engine, bars, engines=engines)
+            )
         chosen = choose_parsers(
             settings.server.tool_call_parser,
             settings.server.reasoning_parser,

@@ -152,11 +152,13 @@ def find_model(config: EngineConfig, chat_template: str | None, bars: StartupBar
 
 
 @contextlib.asynccontextmanager
-async def running_engine(model: LocalModel, where: str, bars: StartupBars | None = None) -> AsyncIterator[EngineClient]:
-    """Start an engine for the block and stop it afterwards; `where` is `process` or `inproc`."""
+async def running_engine(
+    model: LocalModel, where: str, bars: StartupBars | None = None, *, engines: int = 1
+) -> AsyncIterator[EngineClient]:
+    """Start engines for the block and stop them afterwards; `where` is `process` or `inproc`."""
     from fd_core.engine.launch import open_client
 
-    client = await open_client(model.config, model.path, where=where, progress=bars)
+    client = await open_client(model.config, model.path, where=where, engines=engines, progress=bars)
     if bars is not None and client.info.emulated:
         bars.warn(f"Backend {client.info.backend} is emulated, slow and no sign of what the hardware does.")
     try:

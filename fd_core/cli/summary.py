@@ -34,6 +34,7 @@ def summary(
         ("Architecture", f"{info.architecture}, {info.num_parameters / 1e6:,.1f} M parameters"),
         ("Backend", f"{info.backend} ({info.backend_reason})"),
         ("Device", info.device),
+        *([("Engines", _engines(info, server.data_parallel_size))] if server.data_parallel_size > 1 else []),
         ("Scheduler", info.scheduler),
         *([("Postprocess", info.postprocess)] if info.postprocess else []),
         ("dtype", f"{info.dtype} ({info.dtype_reason})" if info.dtype_reason else info.dtype),
@@ -46,7 +47,7 @@ def summary(
         ("KV on the host", format_size(info.host_kv_bytes) if info.host_kv_bytes else "none"),
         ("KV store", _store(info)),
         *([("Role", _role(info))] if info.role != "mixed" else []),
-        ("max_num_seqs", f"{info.max_num_seqs:,}"),
+        ("max_num_seqs", f"{info.max_num_seqs:,}" + (" in all" if server.data_parallel_size > 1 else "")),
         ("max_num_batched_tokens", f"{info.max_num_batched_tokens:,}"),
         ("max_model_len", f"{info.max_model_len:,}"),
         ("Tool calls", tools),
@@ -65,6 +66,13 @@ def show_summary(console: Console, rows: list[tuple[str, str]], title: str = "fd
         table.add_row(label, value, style="bold red" if value.startswith(_LOUD) else None)
     console.print(table, markup=False, highlight=False)
     console.print("Ctrl-C stops it after running requests have ended.")
+
+
+def _engines(info: EngineInfo, count: int) -> str:
+    return (
+        f"{count}, each on its share of the machine with {info.max_num_seqs // count:,} slots; requests are placed by "
+        "cached prefix and load"
+    )
 
 
 def _weights(info: EngineInfo) -> str:

@@ -1,4 +1,4 @@
-"""Entry point of an engine's own process: `python -m fd_core.engine.child`, started by `fd_core.engine.process`."""
+"""An engine's own process; `fd_core.engine.process` starts it through `fd_core.engine.child_on_cores`."""
 
 from __future__ import annotations
 
@@ -104,7 +104,3 @@ def main() -> int:
         socket.close(linger=2000)
         context.term()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

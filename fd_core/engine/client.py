@@ -1,4 +1,4 @@
-"""How servers and notebooks speak to an engine, wherever it runs: one stream of deltas for each request."""
+"""How servers and notebooks speak to engines, wherever they run: one stream of deltas for each request."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -28,7 +29,7 @@ from fd_core.kv.event_log import KVEventLog
 from fd_core.scheduling.contract import SchedulerStats
 from fd_core.types import Delta, FinishReason, PrefillTrace, RequestSpec
 
-__all__ = ["DeltaStream", "EngineClient", "StartProgress"]
+__all__ = ["DeltaStream", "EngineClient", "SingleEngineClient", "StartProgress"]
 
 StartProgress = Callable[[str, int, int], None]
 """Called with (phase, done, total) while an engine starts; phases are `prepare` (the backend's kernels), `load` (bytes)
@@ -38,7 +39,7 @@ and `warmup` (steps)."""
 class DeltaStream(AsyncIterator[Delta]):
     """Deltas of one request; deltas that piled up are merged into one."""
 
-    def __init__(self, client: EngineClient, request_id: str) -> None:
+    def __init__(self, client: SingleEngineClient, request_id: str) -> None:
         self._client = client
         self._request_id = request_id
         self._pending: list[Delta] = []
@@ -49,15 +50,19 @@ class DeltaStream(AsyncIterator[Delta]):
         """When the request was given to the engine, in seconds of `time.perf_counter`."""
         self.admitted: float | None = None
         """When it entered a slot for the first time; None before."""
+        self.on_news: Callable[[Delta | None], None] = lambda _: None
+        """Called with each delta once it arrives, read or not, and with None if the request ends without a last one."""
 
     def push(self, delta: Delta) -> None:
         """Take the next delta."""
         self._pending.append(delta)
+        self.on_news(delta)
         self._notify()
 
     def fail(self, message: str) -> None:
         """End with `EngineDead` once what arrived was fetched."""
         self._failure = message
+        self.on_news(None)
         self._notify()
 
     async def __anext__(self) -> Delta:
@@ -83,16 +88,82 @@ class DeltaStream(AsyncIterator[Delta]):
         if not self._done:
             self._done = True
             self._client._leave(self._request_id)
+            self.on_news(None)
 
     def _notify(self) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
 
-class EngineClient(abc.ABC):
+class EngineClient(Protocol):
+    """What a server uses: one engine, or several of one model on this machine, from one asyncio event loop.
+
+    Opened by `fd_core.engine.launch.open_client`.
+    """
+
+    on_prefill: Callable[[PrefillTrace], None]
+    """Called with each traced job of a decode worker that is over; for a prefill worker."""
+
+    @property
+    def engines(self) -> Sequence[SingleEngineClient]:
+        """The engines, each with slots and KV of its own."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """What runs, all engines together; `epoch` grows whenever one of them starts again."""
+
+    @property
+    def stats(self) -> EngineStats:
+        """The latest statistics, summed over engines; of several, what cannot be summed is left out."""
+
+    @property
+    def kv_log(self) -> KVEventLog | None:
+        """Events about the prefixes that the device holds; None unless `kv_events` is on."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are taken: at least one engine answers."""
+
+    @property
+    def restarts(self) -> bool:
+        """Whether an engine is gone and another one will resume its requests."""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are taken and no engine is gone for good."""
+
+    @property
+    def missing(self) -> str:
+        """Which engines do not answer, in words; empty if all do."""
+
+    @property
+    def active_requests(self) -> int:
+        """Requests that have not ended, including requests that are being aborted."""
+
+    @property
+    def requests_requeued(self) -> int:
+        """Requests given to a new epoch because the one before died with them; only grows."""
+
+    def submit(self, spec: RequestSpec) -> DeltaStream:
+        """Start a request and return its deltas, as `SingleEngineClient.submit` does."""
+
+    def abort(self, request_ids: Sequence[str]) -> list[str]:
+        """Abort the named requests and return those that were running or waiting. Idempotent."""
+
+    def abort_all(self) -> list[str]:
+        """Abort everything and return the ids."""
+
+    async def change_adapters(self, name: str, path: str | None) -> None:
+        """Load the LoRA adapter in a folder under a name, or unload the one of that name, in every engine."""
+
+    async def close(self, drain_seconds: float = 0.0) -> None:
+        """Let running requests finish for up to `drain_seconds`, abort the rest and stop."""
+
+
+class SingleEngineClient(abc.ABC):
     """A connection to one engine, used from one asyncio event loop; subclasses carry messages and start engines.
 
-    Opened by `fd_core.engine.launch.open_client`. Every method is safe after the engine has died. When another will be
+    It is an `EngineClient` by itself. Every method is safe after the engine has died. When another will be
     started, streams pause, and the new epoch resumes each request with the same text; until then new requests are
     refused. When none will be started, streams end.
     """
@@ -135,6 +206,25 @@ class EngineClient(abc.ABC):
         """Whether the engine is gone and another one will resume its requests."""
         return self._interrupted
 
+    @property
+    def engines(self) -> Sequence[SingleEngineClient]:
+        """This one."""
+        return (self,)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the engine answers."""
+        return self.alive
+
+    @property
+    def missing(self) -> str:
+        """Say that the engine does not answer; empty if it does."""
+        return "" if self.alive else "the engine is not running"
+
+    def runs(self, request_id: str) -> bool:
+        """Whether a request with this id has not ended."""
+        return request_id in self._streams or request_id in self._left
+
     def submit(self, spec: RequestSpec) -> DeltaStream:
         """Start a request and return its deltas; the last one carries a finish reason.
 
@@ -146,7 +236,7 @@ class EngineClient(abc.ABC):
         """
         if not self.alive:
             raise EngineDead(self._death)
-        if spec.request_id in self._streams or spec.request_id in self._left:
+        if self.runs(spec.request_id):
             raise BadRequest(f"a request with id {spec.request_id!r} is already running", field="request_id")
         stream = DeltaStream(self, spec.request_id)
         self._ledger.begin(spec)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fd_core.config import EngineConfig
 from fd_core.engine.builder import load_engine
-from fd_core.engine.client import EngineClient, StartProgress
+from fd_core.engine.client import SingleEngineClient, StartProgress
 from fd_core.engine.core import Engine
 from fd_core.engine.device import DeviceStalled
 from fd_core.engine.messages import AdaptersChanged, ClientMessage, EngineMessage, Shutdown, StepEvents
@@ -45,7 +45,7 @@ class _QueueInbox:
         self.queue.put(None)
 
 
-class InprocClient(EngineClient):
+class InprocClient(SingleEngineClient):
     """Speaks to an engine that runs in a thread.
 
     A step that fails ends that engine; another is loaded in its place and takes up its requests. A step that stalls

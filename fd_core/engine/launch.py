@@ -1,4 +1,4 @@
-"""Opens an engine where the settings want it: in a process of its own, or in a thread."""
+"""Opens engines where the settings want them: in processes of their own, or one in a thread."""
 
 from __future__ import annotations
 
@@ -12,14 +12,27 @@ __all__ = ["open_client"]
 
 
 async def open_client(
-    config: EngineConfig, path: Path | None, *, where: str = "process", progress: StartProgress | None = None
+    config: EngineConfig,
+    path: Path | None,
+    *,
+    where: str = "process",
+    engines: int = 1,
+    progress: StartProgress | None = None,
 ) -> EngineClient:
-    """Start an engine for the checkpoint at `path` and return a client once it is ready.
+    """Start engines for the checkpoint at `path` and return their client once all are ready.
 
     `where` is `process` or `inproc`; `path` is None only for backends that need no checkpoint. Raises what loading
     raises: `ConfigError`, `ModelError`, `PluginError`.
     """
     report = progress or (lambda *_: None)
+    if engines > 1:
+        if where == "inproc":
+            raise ConfigError(
+                "several engines need processes of their own", field="--data-parallel-size", hint="leave out --engine"
+            )
+        from fd_core.engine.data_parallel import open_engines
+
+        return await open_engines(config, path, report, engines)
     if where == "inproc":
         from fd_core.engine.inproc import InprocClient
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import shutil
 import sys
 import tempfile
@@ -14,8 +15,9 @@ from typing import Final
 import msgspec
 import zmq
 
+from fd_core.backends.places import EnginePlace
 from fd_core.config import EngineConfig
-from fd_core.engine.client import EngineClient, StartProgress
+from fd_core.engine.client import SingleEngineClient, StartProgress
 from fd_core.engine.engine_socket import EngineSocket
 from fd_core.engine.messages import (
     AdaptersChanged,
@@ -51,12 +53,15 @@ class Start(msgspec.Struct, frozen=True):
     epoch: int
 
 
-class ProcessClient(EngineClient):
+class ProcessClient(SingleEngineClient):
     """Speaks to an engine in a child process; if it dies, starts another that takes up its requests in a new epoch."""
 
-    def __init__(self, config: EngineConfig, path: Path | None, progress: StartProgress) -> None:
+    def __init__(
+        self, config: EngineConfig, path: Path | None, progress: StartProgress, place: EnginePlace | None = None
+    ) -> None:
         super().__init__(config)
         self._path = path
+        self._place = place or EnginePlace()
         self._progress = progress
         self._epoch = 0
         self._folder = Path(tempfile.mkdtemp(prefix="fdcore-"))
@@ -72,9 +77,11 @@ class ProcessClient(EngineClient):
         self._closing = False
 
     @classmethod
-    async def open(cls, config: EngineConfig, path: Path | None, progress: StartProgress) -> ProcessClient:
-        """Start the process and wait until it is ready."""
-        client = cls(config, path, progress)
+    async def open(
+        cls, config: EngineConfig, path: Path | None, progress: StartProgress, place: EnginePlace | None = None
+    ) -> ProcessClient:
+        """Start the process and wait until it is ready; `place` is where it computes, everywhere if None."""
+        client = cls(config, path, progress, place)
         try:
             await client._start(None)
         except BaseException:
@@ -125,7 +132,10 @@ class ProcessClient(EngineClient):
         self._socket = EngineSocket(self._context, address, self._handle, self._failed)
         try:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "fd_core.engine.child", stdin=asyncio.subprocess.PIPE, start_new_session=True
+                *(sys.executable, "-m", "fd_core.engine.child_on_cores", ",".join(map(str, self._place.cores))),
+                stdin=asyncio.subprocess.PIPE,
+                start_new_session=True,
+                env=os.environ | self._place.environment,
             )
             self._watch = asyncio.create_task(self._watch_over(self._process, self._socket, patience))
             await self._tell(Start(address, self._config, str(self._path) if self._path else None, self._epoch))
@@ -207,11 +217,11 @@ class ProcessClient(EngineClient):
                 reason = await self._end
                 if self._closing:
                     return
-                _log.error("engine of epoch %d is gone: %s", self._epoch, reason)
+                _log.error("%s of epoch %d is gone: %s", self._place.name, self._epoch, reason)
                 self._went_away(f"the engine failed: {reason}")
                 if not await start_again(self._start_another):
                     return
-                _log.warning("engine restarted as epoch %d", self._epoch)
+                _log.warning("%s restarted as epoch %d", self._place.name, self._epoch)
         finally:
             # Whatever ended this task: no request may wait for an engine that nobody starts.
             if not self._closing:

@@ -109,6 +109,10 @@ class Router:
         if member is not None:
             member.leaving = True
 
+    def emptied(self, worker: RouterWorker) -> None:
+        """Forget the prefixes that `worker` served: its cache is empty, while its requests stay with it."""
+        self._index.remove(worker)
+
     def member(self, worker: RouterWorker) -> Member | None:
         """Return what is known of an incarnation; None if it is gone or was replaced."""
         return self._registry.member(worker)

@@ -25,9 +25,12 @@ router = APIRouter()
 
 @router.get("/health", **endpoint("Whether the server lives", None, HealthAnswer, errors=(), unhealthy=True))
 async def health(request: Request) -> Response:
-    """Answer 200 unless the engine is dead, also while the server shuts down."""
+    """Answer 200 unless the engine is dead, also while the server shuts down.
+
+    Of several engines one may be on its way back; it is named.
+    """
     state = state_of(request)
-    answer = _health(None if state.client.alive else "the engine is not running", "dead")
+    answer = _health(state.client.missing, "ok" if state.client.healthy else "dead")
     answer.headers["X-Instance"] = state.incarnation
     if kv_events.offers(state):
         answer.headers[kv_events.OFFER_HEADER] = "1"
@@ -39,8 +42,10 @@ async def health(request: Request) -> Response:
 
 @router.get("/ready", **endpoint("Whether requests are served", None, HealthAnswer, errors=(), unhealthy=True))
 async def ready(request: Request) -> Response:
-    """Answer 200 while requests are served, 503 with the reason otherwise."""
-    return _health(state_of(request).not_ready(), "not ready")
+    """Answer 200 while requests are served, by whichever engine, 503 with the reason otherwise."""
+    state = state_of(request)
+    reason = state.not_ready()
+    return _health(state.client.missing, "ok") if reason is None else _health(reason, "not ready")
 
 
 @router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
@@ -92,6 +97,7 @@ async def status(request: Request) -> Response:
         "version": fd_core.__version__,
         "models": state.model_names,
         "not_ready": state.not_ready(),
+        "missing": state.client.missing,
         "engine": state.client.info,
         "stats": state.client.stats,
         "seconds": state.metrics.durations(),
@@ -100,9 +106,9 @@ async def status(request: Request) -> Response:
     return Response(msgspec.json.encode(shown), media_type="application/json", headers={"Cache-Control": "no-store"})
 
 
-def _health(reason: str | None, status: str) -> Response:
-    answer = HealthAnswer("ok") if reason is None else HealthAnswer(status, reason)
-    return Response(msgspec.json.encode(answer), 200 if reason is None else 503, media_type="application/json")
+def _health(reason: str, status: str) -> Response:
+    answer = HealthAnswer(status, reason or None)
+    return Response(msgspec.json.encode(answer), 200 if status == "ok" else 503, media_type="application/json")
 
 
 @cache

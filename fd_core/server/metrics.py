@@ -10,16 +10,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Final
+from typing import Annotated, Final
 
+import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 import fd_core
-from fd_core.engine.client import EngineClient
-from fd_core.metrics import MetricSpec, read_metrics
+from fd_core.engine.client import EngineClient, SingleEngineClient
+from fd_core.metrics import MetricSpec, counter, gauge, read_metrics
 from fd_core.server.doors.bodies import BodyStats
 from fd_core.server.doors.connections import ConnectionStats
 
@@ -30,8 +31,6 @@ _INTER_TOKEN: Final = (0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.025, 0.05, 0.1
 _WAITS: Final = (0.001, 0.005, 0.02, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 600.0)
 _FINISHED: Final = {"disconnect": "abort"}
 """vLLM's word for an outcome, where it is another one."""
-_ENGINE: Final = "0"
-"""vLLM numbers its engines; this server has one."""
 _END_TO_END: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
@@ -63,6 +62,14 @@ class Histogram:
         family = HistogramMetricFamily(name or self.name, self.help, labels=tuple(labels))
         family.add_metric(tuple(labels.values()), buckets, self.total)
         return family
+
+
+class EngineStarts(msgspec.Struct, frozen=True):
+    """Deaths and restarts of one engine, as its client knows them."""
+
+    up: Annotated[int, gauge("engine_up", "1 while the engine answers, 0 otherwise.")]
+    epoch: Annotated[int, gauge("engine_epoch", "Number of starts of the engine.")]
+    requeued: Annotated[int, counter("requests_requeued", "Requests given to a restarted engine.")]
 
 
 class ServerMetrics(Collector):
@@ -178,11 +185,13 @@ class ServerMetrics(Collector):
         for stats in self.doors:
             yield from metric_families("fdcore_", [({}, stats)])
         if self._vllm_model is not None:
-            yield from self._as_vllm({"model_name": self._vllm_model, "engine": _ENGINE})
+            yield from self._as_vllm({"model_name": self._vllm_model})
 
-    def _as_vllm(self, labels: Mapping[str, str]) -> Iterator[Metric]:
-        """Yield what vLLM has a name for under that name."""
-        yield from metric_families("vllm:", [(labels, self._client.stats)], lambda spec: spec.vllm)
+    def _as_vllm(self, model: Mapping[str, str]) -> Iterator[Metric]:
+        """Yield what vLLM has a name for under that name; of several engines, what the server counts has no engine."""
+        engines = [({**model, "engine": str(index)}, each) for index, each in enumerate(self._client.engines)]
+        yield from metric_families("vllm:", [(labels, each.stats) for labels, each in engines], lambda spec: spec.vllm)
+        labels = engines[0][0] if len(engines) == 1 else model
         for histogram in self._histograms:
             yield from (histogram.family(f"vllm:{name}", labels) for name in histogram.vllm)
         counts: Counter[str] = Counter()
@@ -194,25 +203,18 @@ class ServerMetrics(Collector):
         for reason, count in counts.items():
             success.add_metric((*labels.values(), reason), count)
         yield success
-        info = self._client.info
-        facts = {
-            "block_size": str(info.block_size),
-            "num_gpu_blocks": str(info.num_kv_blocks),
-            "cache_dtype": info.kv_dtype,
-            "engine": _ENGINE,
-        }
-        cache = GaugeMetricFamily("vllm:cache_config_info", "Layout of the KV cache.", labels=tuple(facts))
-        cache.add_metric(tuple(facts.values()), 1.0)
+        facts = ("block_size", "num_gpu_blocks", "cache_dtype", "engine")
+        cache = GaugeMetricFamily("vllm:cache_config_info", "Layout of the KV cache.", labels=facts)
+        for index, each in enumerate(self._client.engines):
+            info = each.info
+            cache.add_metric((str(info.block_size), str(info.num_kv_blocks), info.kv_dtype, str(index)), 1.0)
         yield cache
 
     def _engine(self) -> Iterator[Metric]:
-        client = self._client
-        yield from metric_families("fdcore_", [({}, client.stats)])
-        yield _gauge("engine_up", "1 while the engine answers, 0 otherwise.", float(client.alive))
-        yield _gauge("engine_epoch", "Number of starts of the engine.", client.info.epoch)
-        yield CounterMetricFamily(
-            "fdcore_requests_requeued", "Requests given to a restarted engine.", client.requests_requeued
-        )
+        client, alone = self._client, len(self._client.engines) == 1
+        engines = [({} if alone else {"engine": str(index)}, each) for index, each in enumerate(client.engines)]
+        yield from metric_families("fdcore_", [(labels, each.stats) for labels, each in engines])
+        yield from metric_families("fdcore_", [(labels, _starts(each)) for labels, each in engines])
         yield _gauge("active_requests", "Generations of this server that have not ended.", client.active_requests)
         info = InfoMetricFamily("fdcore", "Model, backend and version of this server.")
         facts = {key: str(getattr(client.info, key)) for key in ("model", "architecture", "backend", "device", "dtype")}
@@ -256,6 +258,10 @@ def _one_two_five(largest: int) -> tuple[float, ...]:
     """Return 1, 2, 5, 10, 20, 50 and so on, up to `largest`."""
     steps = (float(step * 10**power) for power in range(len(str(largest))) for step in (1, 2, 5))
     return tuple(step for step in steps if step <= largest)
+
+
+def _starts(engine: SingleEngineClient) -> EngineStarts:
+    return EngineStarts(int(engine.alive), engine.info.epoch, engine.requests_requeued)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

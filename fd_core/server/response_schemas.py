@@ -276,6 +276,7 @@ class HealthAnswer(msgspec.Struct):
 
     status: str
     reason: str | None = None
+    """Beside `ok`: which of several engines is missing."""
 
 
 class LoadAnswer(msgspec.Struct):

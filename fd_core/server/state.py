@@ -32,7 +32,7 @@ __all__ = ["ServerState", "state_of"]
 
 @dataclass
 class ServerState:
-    """One engine behind one HTTP server."""
+    """The engine, or the engines, behind one HTTP server."""
 
     config: ServerConfig
     client: EngineClient
@@ -114,9 +114,7 @@ class ServerState:
         """Say why requests are refused, or return None if they are served."""
         if self.drain.leaving:
             return "the server is shutting down"
-        if not self.client.alive:
-            return "the engine is not running"
-        return None
+        return None if self.client.alive else self.client.missing
 
     def admit(self, count: int) -> None:
         """Raise `ApiError` (503) if `count` more generations cannot be taken, 400 if none ever is."""
@@ -127,7 +125,7 @@ class ServerState:
                 code="prefill_worker",
             )
         if not self.client.alive:
-            raise unavailable("the engine is not running", "engine_dead", retry_after=5)
+            raise unavailable(self.client.missing, "engine_dead", retry_after=5)
         queue = self.config.max_queued_requests
         if self.client.active_requests + count > self.client.info.max_num_seqs + queue:
             raise unavailable(

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from fd_core.config import EngineConfig
-from fd_core.engine.client import EngineClient
+from fd_core.engine.client import SingleEngineClient
 from fd_core.engine.messages import Abort, ClientMessage, EngineStats, StepEvents, Submit
 from fd_core.errors import EngineDead
 from fd_core.types import Delta, FinishReason
@@ -19,7 +19,7 @@ from tests.engine.stepping import greedy
 A, B = greedy("a", [1], 9), greedy("b", [2], 9)
 
 
-class Client(EngineClient):
+class Client(SingleEngineClient):
     """Keeps what it is asked to send; a test plays the engine."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from fd_core.config import EngineConfig, ServerConfig
-from fd_core.engine.client import EngineClient
+from fd_core.engine.client import EngineClient, SingleEngineClient
 from fd_core.engine.messages import Abort, ClientMessage, EngineInfo, EngineStats, StepEvents, Submit
 from fd_core.kv.blocks import BlockStats
 from fd_core.scheduling.contract import SchedulerStats
@@ -84,7 +84,7 @@ def engine_info(**changes: Any) -> EngineInfo:
     return EngineInfo(**(values | changes))
 
 
-class FakeClient(EngineClient):
+class FakeClient(SingleEngineClient):
     """Answers every request with the bytes of `reply`, then EOS, `per_step` tokens a step."""
 
     def __init__(self, reply: str | bytes = "Hello, world!", *, step_seconds: float = 0.0, **info: Any) -> None:
@@ -325,7 +325,7 @@ def live(
 
     async def client() -> EngineClient:
         made = make()
-        return made if isinstance(made, EngineClient) else await made
+        return await made if isinstance(made, Coroutine) else made
 
     config = ServerConfig(**({"drain_seconds": 2.0, "batch_api": False} | settings))
     server = LiveServer(client, config, ticket_key, parsers, tokenizer, spans)

@@ -37,8 +37,8 @@ function showNow(sample) {
   byId("model").textContent = raw.models[0];
   document.title = `${raw.models[0]} · fd_core`;
   byId("about").textContent = `${engine.architecture} · ${engine.backend} · ${engine.device} · ${engine.dtype} · fd_core ${raw.version}`;
-  byId("state").textContent = raw.not_ready ? `Not ready: ${raw.not_ready}.` : "Ready.";
-  byId("state").className = raw.not_ready ? "bad" : "";
+  byId("state").textContent = raw.not_ready ? `Not ready: ${raw.not_ready}.` : raw.missing ? `Ready, but ${raw.missing}.` : "Ready.";
+  byId("state").className = raw.not_ready || raw.missing ? "bad" : "";
   const proposed = sum(drafts.proposed_per_position);
   showFigures(byId("figures"), [
     ["running", `${whole(sample.running)} of ${whole(engine.max_num_seqs)}`], ["waiting", whole(slots.waiting)],

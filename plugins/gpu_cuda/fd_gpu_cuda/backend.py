@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fd_core.backends.contract import Availability, Backend, LoadProgress, Model
+from fd_core.backends.places import EnginePlace
 from fd_core.config import EngineConfig
 from fd_core.errors import PluginError
 from fd_core.ops.contract import Ops
 from fd_core.runner.prompt_scores import SCORED_CELLS
 
-from fd_gpu_cuda.probe import cuda_of_torch, device_problem, missing
+from fd_gpu_cuda.probe import cuda_of_torch, cuda_places, device_problem, missing
 
 if TYPE_CHECKING:
     from fd_gpu_cuda.device import Cuda
@@ -58,6 +60,11 @@ class CudaBackend(Backend):
         if problem:
             return Availability(False, problem)
         return Availability(True, f"torch {version} for CUDA {cuda}; the driver has {count} device(s)")
+
+    @classmethod
+    def places(cls, count: int) -> Sequence[EnginePlace]:
+        """Give each engine a device."""
+        return cuda_places(count)
 
     def make_ops(self) -> Ops:
         """Create the pack on the first visible device; initialises CUDA."""

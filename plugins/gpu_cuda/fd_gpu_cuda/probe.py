@@ -6,9 +6,12 @@ import ctypes
 import importlib.util
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["cuda_of_torch", "device_problem", "missing"]
+from fd_core.backends.places import EnginePlace, places_on_devices
+
+__all__ = ["cuda_of_torch", "cuda_places", "device_problem", "missing"]
 
 _NVML = "libnvidia-ml.so.1"
 _CUDA_LINE = re.compile(r"^cuda\b[^=]*=\s*(?:'([^']*)'|None)", re.MULTILINE)
@@ -46,6 +49,11 @@ def device_problem() -> tuple[int, str]:
     except OSError:
         return 0, f"no NVIDIA driver is installed: {_NVML} is not found"
     return _count(nvml)
+
+
+def cuda_places(count: int) -> Sequence[EnginePlace]:
+    """Return a place for each of `count` engines, a device each. Raises `ConfigError` if there are too few."""
+    return places_on_devices("CUDA_VISIBLE_DEVICES", device_problem()[0], count)
 
 
 def _count(nvml: ctypes.CDLL) -> tuple[int, str]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import cache
 from typing import ClassVar, Final
 
 from fd_core.backends.contract import Availability
 from fd_core.backends.onnx import OnnxBackend
+from fd_core.backends.places import EnginePlace
 
-from fd_gpu_cuda.probe import device_problem, missing
+from fd_gpu_cuda.probe import cuda_places, device_problem, missing
 
 __all__ = ["PROVIDER", "CudaOnnxBackend", "provider_problem"]
 
@@ -70,6 +72,11 @@ class CudaOnnxBackend(OnnxBackend):
             return Availability(False, problem)
         version, problem = provider_problem()
         return Availability(False, problem) if problem else Availability(True, f"ONNX Runtime {version} on CUDA")
+
+    @classmethod
+    def places(cls, count: int) -> Sequence[EnginePlace]:
+        """Give each engine a device."""
+        return cuda_places(count)
 
     def describe(self) -> str:
         """Name the provider, and what its pack leaves to the host."""

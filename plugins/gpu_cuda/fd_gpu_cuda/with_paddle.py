@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 from fd_core.backends import paddle
 from fd_core.backends.contract import Availability
 from fd_core.backends.paddle import PaddleBackend
+from fd_core.backends.places import EnginePlace
 
-from fd_gpu_cuda.probe import device_problem
+from fd_gpu_cuda.probe import cuda_places, device_problem
 
 __all__ = ["CudaPaddleBackend"]
 
@@ -39,6 +41,11 @@ class CudaPaddleBackend(PaddleBackend):
             if not found.built_for_cuda:
                 return Availability(False, f"Paddle {found.version} is built for processors only; {cls.paddle_hint}")
         return super().probe()
+
+    @classmethod
+    def places(cls, count: int) -> Sequence[EnginePlace]:
+        """Give each engine a device."""
+        return cuda_places(count)
 
 
 def _is_old(version: str) -> bool:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fd_core.backends.contract import Backend
 from fd_core.backends.paddle import PaddleDevices
 from fd_core.config import EngineConfig
 from fd_core.errors import ConfigError
@@ -55,6 +56,15 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
         return nvml
 
     return installed
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_each_of_several_engines_is_shown_one_device(driver: Any, kind: type[Backend]) -> None:
+    driver(count=2)
+    shown = [place.environment["CUDA_VISIBLE_DEVICES"] for place in kind.places(2)]
+    assert shown == ["0", "1"]
+    with pytest.raises(ConfigError, match="3 engines need a device each, and there are 2"):
+        kind.places(3)
 
 
 class SimpleCall:
