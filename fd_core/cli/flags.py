@@ -370,7 +370,12 @@ SERVER_FLAGS: Final = (
     Flag("batch_store", "Folder of files and batches; by default one in the cache folder.", "FOLDER"),
     Flag("batch_store_limit", "Size of all files that are kept.", "SIZE"),
     Flag("metrics_names", "Names in /metrics: fdcore's own, or vLLM's beside them.", "NAMES"),
-    Flag("router", "Admin address of the router with which this server registers.", "URL"),
+    Flag(
+        "router",
+        "Admin address of the router with which this server registers; a name with several addresses means a router at "
+        "each.",
+        "URL",
+    ),
     Flag(
         "router_secret",
         "File with the secret shared by a router and its workers: one line of at least 16 characters.",

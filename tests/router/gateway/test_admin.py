@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from fd_core.config import ServerConfig
 from fd_core.errors import ConfigError
@@ -120,6 +124,66 @@ async def test_a_router_that_is_not_there_does_not_disturb_a_server(caplog: pyte
     await asyncio.sleep(0.1)
     await registration.leave()
     assert "did not register this server" in caplog.text and SECRET not in caplog.text
+
+
+@contextlib.asynccontextmanager
+async def two_routers(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[str, list[str], set[str]]]:
+    """Yield an address that stands for two routers, what was posted to which, and those that refuse the secret."""
+    posted: list[str] = []
+    refusing: set[str] = set()
+
+    async def answer(request: web.BaseRequest) -> web.Response:
+        at = request.transport.get_extra_info("sockname")[0]
+        posted.append(f"{at}{request.path} {request.host.partition(':')[0]}")
+        return web.Response(status=401 if at in refusing else 200)
+
+    real, server = socket.getaddrinfo, web.Server(answer)
+    loop = asyncio.get_running_loop()
+    first = await loop.create_server(server, "127.0.0.1", 0)
+    port = first.sockets[0].getsockname()[1]
+    second = await loop.create_server(server, "127.0.0.2", port)
+
+    def lookup(host: str, *rest: Any, **options: Any) -> Any:
+        if host != "routers.test":
+            return real(host, *rest, **options)
+        return [real(each, *rest, **options)[0] for each in ("127.0.0.1", "127.0.0.2")]
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    try:
+        yield f"http://routers.test:{port}", posted, refusing
+    finally:
+        first.close()
+        second.close()
+        await server.shutdown()
+
+
+@in_loop
+async def test_a_name_that_stands_for_several_routers_has_the_server_registered_with_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with two_routers(monkeypatch) as (address, posted, _):
+        registration = registration_of(ServerConfig(router=address, router_secret=SECRET), "http://w:1", lambda: "i")
+        assert registration is not None
+        registration.start()
+        await eventually(lambda: len(posted) == 2)
+        await registration.leave()
+    both = {"127.0.0.1/{} routers.test", "127.0.0.2/{} routers.test"}
+    assert set(posted[:2]) == {each.format("register") for each in both}
+    assert set(posted[2:]) == {each.format("deregister") for each in both}
+
+
+@in_loop
+async def test_one_router_of_several_that_refuses_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with two_routers(monkeypatch) as (address, _, refusing):
+        refusing.add("127.0.0.2")
+        registration = registration_of(ServerConfig(router=address, router_secret=SECRET), "http://w:1", lambda: "i")
+        assert registration is not None
+        registration.start()
+        await eventually(lambda: "127.0.0.2" in caplog.text)
+        await registration.leave()
+    assert "127.0.0.1" not in caplog.text and "it answered 401" in caplog.text
 
 
 @pytest.mark.parametrize(
