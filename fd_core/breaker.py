@@ -39,8 +39,9 @@ class Breaker:
 
     def success(self) -> None:
         """Report a call that went well; one that was let through before the breaker opened proves nothing."""
-        if self.state != "open":
+        if self.state == "half_open":
             self.state = "closed"
+        if self.state == "closed":
             self._failures = 0
             self._pause = self._first
 

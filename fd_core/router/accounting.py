@@ -6,7 +6,7 @@ of a worker is the sum over its selections, so at idle every counter is exactly 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Final
 
 import msgspec
@@ -63,6 +63,10 @@ class WorkerLoads:
     def of(self, worker: RouterWorker) -> WorkerLoad:
         """Return the load of one incarnation, gone or not."""
         return self._by_worker.get(worker, IDLE)
+
+    def of_each(self, workers: Iterable[RouterWorker]) -> list[WorkerLoad]:
+        """Return the load of each of `workers`."""
+        return [self._by_worker.get(worker, IDLE) for worker in workers]
 
     def by_worker(self) -> dict[RouterWorker, WorkerLoad]:
         """Return the load of every incarnation that has one, gone or not."""

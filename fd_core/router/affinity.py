@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import math
+from functools import lru_cache
 from typing import ClassVar, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from fd_core.router.config import RouterConfig
 from fd_core.router.expiring import Expiring
-from fd_core.router.policies import Candidate, RouterPolicy, RoutingContext, by_requests, by_tokens, least
+from fd_core.router.policies import Candidate, RouterPolicy, RoutingContext, by_requests, by_tokens, cheapest, least
 
 __all__ = ["CacheAware", "PrefixHash", "SessionAffinity"]
 
@@ -43,13 +45,15 @@ class CacheAware(RouterPolicy):
         if apart > self.config.balance_abs_threshold and apart > self.config.balance_rel_threshold * largest:
             return least(context.candidates, by_tokens, context.random)
 
-        def cost(candidate: Candidate) -> tuple[float, ...]:
-            missing = len(context.tokens) - candidate.expected_hits * self.config.cache_block_size
-            load = candidate.load.prefill_tokens + candidate.load.requests * _REQUEST_TOKENS
-            weights = (self.config.hit_ratio_weight, self.config.load_balance_weight)
-            return (missing * _MISSING_WEIGHT * weights[0] + load * weights[1],)
+        length, block = len(context.tokens), self.config.cache_block_size
+        of_missing, of_load = self.config.hit_ratio_weight * _MISSING_WEIGHT, self.config.load_balance_weight
 
-        return least(context.candidates, cost, context.random)
+        costs = [
+            (length - each.expected_hits * block) * of_missing
+            + (each.load.prefill_tokens + each.load.requests * _REQUEST_TOKENS) * of_load
+            for each in context.candidates
+        ]
+        return cheapest(context.candidates, costs, context.random)
 
 
 class PrefixHash(RouterPolicy):
@@ -63,11 +67,13 @@ class PrefixHash(RouterPolicy):
     def choose(self, context: RoutingContext) -> Candidate:
         """Return the first candidate in the prefix's order that has room."""
         head = context.tokens[: self.config.cache_block_size * self.config.prefix_hash_blocks]
-        prefix = np.ascontiguousarray(head, "<i4").tobytes()
-        ranked = sorted(context.candidates, key=lambda one: _weight(one.worker.url, prefix), reverse=True)
-        total = sum(candidate.load.requests for candidate in ranked) + 1
-        room = math.ceil((1 + self.config.prefix_hash_slack) * total / len(ranked))
-        return next((candidate for candidate in ranked if candidate.load.requests < room), ranked[0])
+        prefix = _hash(np.ascontiguousarray(head, "<i4").tobytes())
+        urls = np.array([_hash_of_url(one.worker.url) for one in context.candidates], np.uint64)
+        loads = np.array([one.load.requests for one in context.candidates])
+        room = math.ceil((1 + self.config.prefix_hash_slack) * (int(loads.sum()) + 1) / len(loads))
+        # At least one has room: the one with the fewest requests.
+        weights = np.where(loads < room, _mixed(urls ^ np.uint64(prefix)), np.uint64(0))
+        return context.candidates[int(weights.argmax())]
 
 
 class SessionAffinity(RouterPolicy):
@@ -95,5 +101,17 @@ class SessionAffinity(RouterPolicy):
         self._homes.sweep(now)
 
 
-def _weight(url: str, prefix: bytes) -> bytes:
-    return hashlib.blake2b(url.encode() + b"\n" + prefix, digest_size=8).digest()
+def _hash(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+
+@lru_cache(maxsize=1 << 16)
+def _hash_of_url(url: str) -> int:
+    return _hash(url.encode())
+
+
+def _mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return numbers of which each bit depends on all bits of the one given (SplitMix64, Steele and others 2014)."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
+    return numbers ^ (numbers >> np.uint64(31))

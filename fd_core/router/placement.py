@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fd_core.errors import PluginError
@@ -20,6 +20,10 @@ __all__ = ["PARTS", "Placement", "Placer"]
 PARTS: Mapping[Mode, tuple[Role, ...]] = {"mixed": ("mixed",), "pd": ("prefill", "decode")}
 """Roles that serve a request together, the prefill side first."""
 
+Pools = Mapping[Role, Sequence[Member]]
+"""Workers by role."""
+_MODELS = 64
+"""Models for which it is kept who may be chosen."""
 _SHORTEST_WAIT = 1.0
 """Seconds: a client is never asked to try again sooner."""
 _SECOND_DRAW = 2.0**26
@@ -52,12 +56,19 @@ class Placer:
     in_flight: PrefixesInFlight
     reported_kv: ReportedKV
     hasher: PrefixHasher = field(init=False)
+    _kept: dict[str | None, Pools] = field(default_factory=dict)
+    """Who may be chosen for each model, as long as nothing changes in the registry."""
+    _adapters: frozenset[str] = frozenset()
+    """Models of all workers that are adapters."""
+    _version: int = -1
+    """That of the registry, for which both are kept."""
 
     def __post_init__(self) -> None:
         self.hasher = block_hasher(self.config.cache_block_size)
 
     def place(self, request: RouteRequest, tried: frozenset[str], now: float, random: float) -> Placement | NoWorker:
         """Choose workers for a request that failed on the addresses `tried`."""
+        self._forget_what_changed()
         pools = self._eligible(request, tried, now)
         if isinstance(pools, NoWorker):
             return pools
@@ -67,10 +78,10 @@ class Placer:
             keys = block_keys(self.hasher, request.tokens, request.salt, self._adapter(request))
         members, hits, missing = [], 0, request.length
         for role, number in zip(roles, (random, random * _SECOND_DRAW % 1.0), strict=False):
-            chosen = self._choose(role, pools[role], request, keys, now, number)
+            member, chosen = self._choose(role, pools[role], request, keys, now, number)
             if role != "decode":
                 hits, missing = chosen.hits, self._missing(request, chosen)
-            members.append(next(member for member in pools[role] if member.worker == chosen.worker))
+            members.append(member)
         return Placement(tuple(members), keys, hits, missing)
 
     def possible(self) -> bool:
@@ -78,14 +89,45 @@ class Placer:
         fit = [one for one in self.registry if one.state is WorkerState.HEALTHY and not one.unfit]
         return _sufficient({role: [one for one in fit if one.worker.role == role] for role in ROLES})
 
-    def _eligible(
-        self, request: RouteRequest, tried: frozenset[str], now: float
-    ) -> dict[Role, list[Member]] | NoWorker:
+    def _eligible(self, request: RouteRequest, tried: frozenset[str], now: float) -> Pools | NoWorker:
         """Return the workers that may be chosen, by role, or the first reason that leaves too few of them."""
-        pools: dict[Role, list[Member]] = {role: [] for role in ROLES}
+        if tried or request.home is not None:
+            pools = self._open(request, tried, now)
+        else:
+            pools = self._usual(request, now)
+        if isinstance(pools, NoWorker) or not (limit := self.config.max_requests_per_worker):
+            return pools
+        free = _where(pools, lambda one: self.loads.of(one.worker).requests < limit)
+        return free if _sufficient(free) else NoWorker("all_busy", "every worker is busy", _SHORTEST_WAIT)
+
+    def _forget_what_changed(self) -> None:
+        if self._version != self.registry.version:
+            self._version = self.registry.version
+            self._kept.clear()
+            self._adapters = frozenset().union(*(member.adapters for member in self.registry))
+
+    def _usual(self, request: RouteRequest, now: float) -> Pools | NoWorker:
+        """Return the same for the first attempt of a request, which is found once for each state of the registry.
+
+        While a circuit breaker is open or half open, time alone changes the answer, and nothing is kept.
+        """
+        kept = self._kept.get(request.model)
+        if kept is not None:
+            return kept
+        pools = self._open(request, frozenset(), now)
+        if not isinstance(pools, NoWorker) and all(one.circuit.state == "closed" for one in self.registry):
+            if len(self._kept) >= _MODELS:  # clients choose the names
+                self._kept.clear()
+            self._kept[request.model] = pools
+        return pools
+
+    def _open(self, request: RouteRequest, tried: frozenset[str], now: float) -> Pools | NoWorker:
+        """Return who is there, serves the model, is healthy and has not failed on the request."""
+        found: dict[Role, list[Member]] = {role: [] for role in ROLES}
         for member in self.registry:
             if member.state is not WorkerState.DRAINING:
-                pools[member.worker.role].append(member)
+                found[member.worker.role].append(member)
+        pools: Pools = found
         if request.model is not None:
             pools = _serving(request.model, pools)
         if request.home is not None:
@@ -104,61 +146,69 @@ class Placer:
         staying = _where(untried, lambda one: not one.leaving)
         if _sufficient(staying):
             untried = staying
-        if limit := self.config.max_requests_per_worker:
-            free = _where(untried, lambda one: self.loads.of(one.worker).requests < limit)
-            return free if _sufficient(free) else NoWorker("all_busy", "every worker is busy", _SHORTEST_WAIT)
         return untried
 
-    def _mode(self, pools: Mapping[Role, list[Member]]) -> Mode:
+    def _mode(self, pools: Pools) -> Mode:
         """Return the mode that has fewer requests for each of its workers, if there is a choice."""
         modes = [mode for mode, roles in PARTS.items() if all(pools[role] for role in roles)]
-        return min(modes, key=lambda mode: self._crowding(pools, PARTS[mode]))
+        return min(modes, key=lambda mode: self._crowding(pools, PARTS[mode])) if len(modes) > 1 else modes[0]
 
-    def _crowding(self, pools: Mapping[Role, list[Member]], roles: tuple[Role, ...]) -> float:
+    def _crowding(self, pools: Pools, roles: tuple[Role, ...]) -> float:
         members = [member for role in roles for member in pools[role]]
-        return sum(self.loads.of(member.worker).requests for member in members) / len(members)
+        loads = self.loads.of_each(member.worker for member in members)
+        return sum(load.requests for load in loads) / len(members)
 
     def _choose(
         self,
         role: Role,
-        pool: list[Member],
+        pool: Sequence[Member],
         request: RouteRequest,
         keys: tuple[bytes, ...],
         now: float,
         random: float,
-    ) -> Candidate:
+    ) -> tuple[Member, Candidate]:
         policy = self.policies[role]
-        prompt = HashedPrompt(request.tokens, self.hasher, keys)
-        candidates = tuple(
-            Candidate(one.worker, self.loads.of(one.worker), *self._hits(one.worker, request, prompt, keys, now))
-            if policy.uses_prefix
-            else Candidate(one.worker, self.loads.of(one.worker))
-            for one in pool
-        )
+        workers = [one.worker for one in pool]
+        loads = self.loads.of_each(workers)
+        if policy.uses_prefix:
+            held = self._held(workers, request, keys, now)
+            computed = self.in_flight.match(workers, keys)
+            expected = [one if one > other else other for one, other in zip(held, computed, strict=True)]
+            candidates = tuple(map(Candidate, workers, loads, held, expected))
+        else:
+            candidates = tuple(map(Candidate, workers, loads))
         seen = keys if policy.uses_prefix else ()
         chosen = policy.choose(RoutingContext(candidates, request.tokens, seen, request.session, random, now))
-        if chosen not in candidates:
+        try:
+            return pool[candidates.index(chosen)], chosen
+        except ValueError:
             name = self.config.policy_of(role)
-            raise PluginError(f"router policy {name} chose {chosen!r:.200}, which is not one of the candidates")
-        return chosen
+            raise PluginError(
+                f"router policy {name} chose {chosen!r:.200}, which is not one of the candidates"
+            ) from None
 
-    def _hits(
-        self, worker: RouterWorker, request: RouteRequest, prompt: HashedPrompt, keys: tuple[bytes, ...], now: float
-    ) -> tuple[int, int]:
-        """Return how many leading blocks a worker holds, and how many it holds or computes for others.
+    def _held(
+        self, workers: Sequence[RouterWorker], request: RouteRequest, keys: tuple[bytes, ...], now: float
+    ) -> list[int]:
+        """Return how many leading blocks each of `workers` holds.
 
         A worker holds the blocks that it reports; if it does not report, those that it served. Reports can be compared
         only with token ids of the workers, and do not cover prompts with a salt or an adapter.
         """
-        told = request.tokenized and not request.salt and not self._adapter(request)
-        reported = self.reported_kv.leading_tokens(worker, prompt) if told else None
-        hits = self.index.match(worker, keys, now) if reported is None else reported // self.hasher.block_size
-        return hits, max(hits, self.in_flight.match(worker, keys))
+        if not request.tokenized or request.salt or self._adapter(request) or not len(self.reported_kv):
+            return self.index.match(workers, keys, now)
+        told, silent = self.reported_kv.leading_tokens(workers, HashedPrompt(request.tokens, self.hasher, keys))
+        held = [tokens // self.hasher.block_size for tokens in told]
+        if silent:
+            served = self.index.match([workers[place] for place in silent], keys, now)
+            for place, hits in zip(silent, served, strict=True):
+                held[place] = hits
+        return held
 
     def _adapter(self, request: RouteRequest) -> str:
         """Return the adapter that a request asks for, empty if no worker says that its model is one."""
         name = request.model or ""
-        return name if any(name in member.adapters for member in self.registry) else ""
+        return name if name in self._adapters else ""
 
     def _missing(self, request: RouteRequest, chosen: Candidate) -> int:
         """Return the prompt tokens that the chosen worker has to compute: at least one, since the last always is."""
@@ -166,7 +216,7 @@ class Placer:
         return min(request.length, max(1, left))
 
 
-def _serving(model: str, pools: dict[Role, list[Member]]) -> dict[Role, list[Member]]:
+def _serving(model: str, pools: Pools) -> Pools:
     """Return the pools without workers of other models, if a worker is known to serve `model`.
 
     If none is, nobody is left out, and a worker refuses the name. Prefill workers may have the model under another
@@ -184,10 +234,10 @@ def _serving(model: str, pools: dict[Role, list[Member]]) -> dict[Role, list[Mem
     }
 
 
-def _where(pools: Mapping[Role, list[Member]], test: Callable[[Member], bool]) -> dict[Role, list[Member]]:
+def _where(pools: Pools, test: Callable[[Member], bool]) -> dict[Role, list[Member]]:
     return {role: [member for member in pool if test(member)] for role, pool in pools.items()}
 
 
-def _sufficient(pools: Mapping[Role, list[Member]]) -> bool:
+def _sufficient(pools: Pools) -> bool:
     """Whether the pools hold a mixed worker or both sides of a pair."""
     return any(all(pools[role] for role in roles) for roles in PARTS.values())

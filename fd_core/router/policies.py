@@ -9,7 +9,8 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from operator import attrgetter
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -28,6 +29,7 @@ __all__ = [
     "RoundRobin",
     "RouterPolicy",
     "RoutingContext",
+    "cheapest",
     "least",
 ]
 
@@ -81,11 +83,17 @@ class RouterPolicy(abc.ABC):
         """Forget what has expired; called every `eviction-interval-secs`."""
 
 
-def least(candidates: Sequence[Candidate], key: Callable[[Candidate], tuple[float, ...]], random: float) -> Candidate:
+def least(
+    candidates: Sequence[Candidate], key: Callable[[Candidate], float | tuple[float, ...]], random: float
+) -> Candidate:
     """Return the candidate with the smallest key; `random`, in [0, 1), decides between equal ones."""
-    keys = [key(candidate) for candidate in candidates]
-    smallest = min(keys)
-    equal = [candidate for candidate, value in zip(candidates, keys, strict=True) if value == smallest]
+    return cheapest(candidates, [*map(key, candidates)], random)
+
+
+def cheapest(candidates: Sequence[Candidate], costs: Sequence[Any], random: float) -> Candidate:
+    """Return the candidate with the smallest of `costs`, one for each; `random` decides between equal ones."""
+    smallest = min(costs)
+    equal = [candidate for candidate, cost in zip(candidates, costs, strict=True) if cost == smallest]
     return equal[int(random * len(equal))]
 
 
@@ -104,9 +112,8 @@ class RoundRobin(RouterPolicy):
 
     def choose(self, context: RoutingContext) -> Candidate:
         """Return the candidate whose address follows that of the last choice."""
-        by_address = sorted(context.candidates, key=lambda candidate: candidate.worker.url)
-        later = (candidate for candidate in by_address if candidate.worker.url > self._last)
-        chosen = next(later, by_address[0])
+        later = [candidate for candidate in context.candidates if candidate.worker.url > self._last]
+        chosen = min(later or context.candidates, key=attrgetter("worker.url"))
         self._last = chosen.worker.url
         return chosen
 
@@ -155,11 +162,7 @@ class MetricsScore(RouterPolicy):
         )
 
 
-def by_requests(candidate: Candidate) -> tuple[float, ...]:
-    """Sort key: requests, then prefill tokens."""
-    return (candidate.load.requests, candidate.load.prefill_tokens)
-
-
-def by_tokens(candidate: Candidate) -> tuple[float, ...]:
-    """Sort key: prefill tokens, then requests."""
-    return (candidate.load.prefill_tokens, candidate.load.requests)
+by_requests: Callable[[Candidate], tuple[float, ...]] = attrgetter("load.requests", "load.prefill_tokens")
+"""Sort key: requests, then prefill tokens."""
+by_tokens: Callable[[Candidate], tuple[float, ...]] = attrgetter("load.prefill_tokens", "load.requests")
+"""Sort key: prefill tokens, then requests."""

@@ -1,15 +1,17 @@
 """Prefixes that workers served or compute: radix trees over blocks of prompts.
 
 A block's key is the hash of the whole path that leads to it, so a node of the tree is found by its key and needs no
-links. Each worker has a tree of its own: it gets credit for its own longest prefix, and its tree goes when it goes.
+links. Each worker has a tree of its own: it gets credit for its own longest prefix, and its tree goes when it goes. For
+matching, `Holders` has the trees of all workers in one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Sequence
 
 from fd_core.kv.prefix import PrefixHasher
-from fd_core.router.expiring import Expiring
+from fd_core.router.holders import Holders
 from fd_core.router.workers import RouterWorker
 from fd_core.types import IntArray
 
@@ -33,13 +35,18 @@ class PrefixIndex:
 
     A block is believed to be held for `duration` seconds, and at most `capacity` blocks of each worker are. Recording
     costs time in proportion to the blocks of the prompt, matching to their logarithm, whatever the index holds. The end
-    of a prefix leaves before its beginning, so the index always holds whole paths from the root.
+    of a prefix leaves before its beginning, so the index always holds whole paths from the root. The readings of the
+    clock that are passed in never go backwards.
     """
 
     def __init__(self, *, duration: float, capacity: int) -> None:
         self._duration = duration
         self._capacity = capacity
-        self._held: dict[RouterWorker, Expiring[bytes, None]] = {}
+        self._held: dict[RouterWorker, OrderedDict[bytes, float]] = {}
+        """When each block was last served, the one that was served longest ago first."""
+        self._holders = Holders()
+        self._served: deque[tuple[float, RouterWorker]] = deque()
+        """Who served when: whose blocks expire next."""
 
     def __len__(self) -> int:
         """Blocks that take memory, of all workers together."""
@@ -47,29 +54,58 @@ class PrefixIndex:
 
     def record(self, worker: RouterWorker, keys: Sequence[bytes], now: float) -> None:
         """`worker` served a prompt of these blocks."""
+        if not keys:
+            return
+        self.sweep(now)
         held = self._held.get(worker)
         if held is None:
-            held = self._held[worker] = Expiring(duration=self._duration, capacity=self._capacity)
+            held = self._held[worker] = OrderedDict()
+        new = []
         for key in reversed(keys[: self._capacity]):  # the first block last, so that it is the last to leave
-            held.put(key, None, now)
+            if key in held:
+                held.move_to_end(key)
+            else:
+                new.append(key)
+            held[key] = now
+        bit = self._holders.bit(worker)
+        self._holders.add(bit, new)
+        self._holders.discard(bit, [held.popitem(last=False)[0] for _ in range(len(held) - self._capacity)])
+        if not self._served or self._served[-1] != (now, worker):
+            self._served.append((now, worker))
 
-    def match(self, worker: RouterWorker, keys: Sequence[bytes], now: float) -> int:
-        """Return how many leading blocks `worker` is believed to hold."""
-        held = self._held.get(worker)
-        if held is None:
-            return 0
-        return _leading(keys, lambda key: held.has(key, now))
+    def match(self, workers: Sequence[RouterWorker], keys: Sequence[bytes], now: float) -> list[int]:
+        """Return how many leading blocks each of `workers` is believed to hold."""
+        self.sweep(now)
+        return self._holders.leading(keys, workers)
 
     def remove(self, worker: RouterWorker) -> None:
         """Forget all blocks of `worker`: it is gone, or came back empty."""
-        self._held.pop(worker, None)
+        held = self._held.pop(worker, None)
+        if held is not None:
+            self._holders.discard(self._holders.bit(worker), held)
+            self._holders.leave(worker)
 
     def sweep(self, now: float) -> None:
-        """Give back the memory of expired blocks."""
-        for worker, held in list(self._held.items()):
-            held.sweep(now)
-            if not len(held):
-                del self._held[worker]
+        """Forget expired blocks; costs time in proportion to what has expired since the last call."""
+        if self._served and now - self._served[-1][0] >= self._duration:  # all of them
+            self._served.clear()
+            self._held.clear()
+            self._holders = Holders()
+        while self._served and now - self._served[0][0] >= self._duration:
+            _, worker = self._served.popleft()
+            held = self._held.get(worker)
+            if held is None:
+                continue
+            gone = []
+            for key, served in held.items():
+                if now - served < self._duration:
+                    break
+                gone.append(key)
+            for key in gone:
+                del held[key]
+            self._holders.discard(self._holders.bit(worker), gone)
+            if not held:
+                self.remove(worker)
 
     def blocks(self, worker: RouterWorker) -> int:
         """Return how many blocks the index keeps for `worker`, expired ones included until a sweep."""
@@ -86,6 +122,7 @@ class PrefixesInFlight:
 
     def __init__(self) -> None:
         self._nodes: dict[RouterWorker, dict[bytes, int]] = {}
+        self._holders = Holders()
 
     def __len__(self) -> int:
         """Distinct blocks, of all workers together."""
@@ -96,37 +133,32 @@ class PrefixesInFlight:
         if not keys:
             return
         nodes = self._nodes.setdefault(worker, {})
+        new = []
         for key in reversed(keys):
             nodes[key] = count = nodes.get(key, 0) + 1
             if count > 1:  # then all blocks before it are there already
-                return
+                break
+            new.append(key)
+        self._holders.add(self._holders.bit(worker), new)
 
     def end(self, worker: RouterWorker, keys: tuple[bytes, ...]) -> None:
         """`worker` is through with a prompt that began, well or not."""
         if not keys:
             return
         nodes = self._nodes[worker]
+        gone = []
         for key in reversed(keys):
-            nodes[key] -= 1
-            if nodes[key]:
-                return
+            left = nodes[key] - 1
+            if left:
+                nodes[key] = left
+                break
             del nodes[key]
+            gone.append(key)
+        self._holders.discard(self._holders.bit(worker), gone)
         if not nodes:
             del self._nodes[worker]
+            self._holders.leave(worker)
 
-    def match(self, worker: RouterWorker, keys: Sequence[bytes]) -> int:
-        """Return how many leading blocks of a prompt `worker` is computing for others."""
-        nodes = self._nodes.get(worker)
-        return _leading(keys, nodes.__contains__) if nodes else 0
-
-
-def _leading(keys: Sequence[bytes], is_held: Callable[[bytes], bool]) -> int:
-    """Return how many leading keys are held, given that none is held behind one that is not."""
-    low, high = 0, len(keys)
-    while low < high:
-        middle = (low + high) // 2
-        if is_held(keys[middle]):
-            low = middle + 1
-        else:
-            high = middle
-    return low
+    def match(self, workers: Sequence[RouterWorker], keys: Sequence[bytes]) -> list[int]:
+        """Return how many leading blocks of a prompt each of `workers` is computing for others."""
+        return self._holders.leading(keys, workers)

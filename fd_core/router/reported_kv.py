@@ -7,13 +7,14 @@ some worker holds its blocks. So block sizes need not agree, and matches are exa
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
 
 from fd_core.kv.events import BEGINNING, TOKEN_BYTES, Cleared, KVEvent, Removed, Stored
 from fd_core.kv.prefix import PrefixHasher
+from fd_core.router.holders import Holders
 from fd_core.router.prefix_index import block_hasher
 from fd_core.router.workers import Registry, RouterWorker
 from fd_core.types import IntArray
@@ -22,6 +23,8 @@ __all__ = ["MAX_BLOCK_SIZE", "HashedPrompt", "ReportedKV"]
 
 MAX_BLOCK_SIZE: Final = 1 << 16
 """Tokens; larger block sizes are taken for nonsense."""
+_AHEAD: Final = 16
+"""Blocks that are hashed together: one by one takes twice as long."""
 
 
 class HashedPrompt:
@@ -32,17 +35,16 @@ class HashedPrompt:
         self._tokens = tokens
         self._chains = {hasher.block_size: (hasher, list(keys))}
 
-    def leading_tokens(self, block_size: int, keys: Container[bytes]) -> int:
-        """Return how many leading tokens lie in blocks that `keys` contains."""
+    def keys(self, block_size: int) -> Iterator[bytes]:
+        """Yield the keys of the full blocks of this size, hashed a few ahead of those that are asked for."""
         if block_size not in self._chains:
             self._chains[block_size] = (block_hasher(block_size), [])
         hasher, chain = self._chains[block_size]
-        for index in range(len(self._tokens) // block_size):
+        blocks = len(self._tokens) // block_size
+        for index in range(blocks):
             if index == len(chain):
-                hasher.extend(chain, hasher.root(""), self._tokens, (index + 1) * block_size)
-            if chain[index] not in keys:
-                return index * block_size
-        return len(self._tokens) // block_size * block_size
+                hasher.extend(chain, hasher.root(""), self._tokens, min(blocks, index + _AHEAD) * block_size)
+            yield chain[index]
 
 
 class ReportedKV:
@@ -53,7 +55,15 @@ class ReportedKV:
         self._capacity = capacity
         self._registry = registry
         self._mirrors: dict[RouterWorker, _Mirror] = {}
+        self._sizes: dict[RouterWorker, int] = {}
+        """Tokens in a block of each worker that reports."""
+        self._holders: dict[int, Holders] = {}
+        """Who holds a block, by the size of blocks."""
         self._num_events: dict[RouterWorker, int] = {}
+
+    def __len__(self) -> int:
+        """Workers that report."""
+        return len(self._mirrors)
 
     def begin(self, worker: RouterWorker, block_size: int, instance: str) -> bool:
         """The process `instance` begins to report for `worker`; return whether it is that worker's process.
@@ -65,7 +75,10 @@ class ReportedKV:
         member = self._registry.member(worker)
         if member is None or member.instance not in (None, instance):
             return False
-        self._mirrors[worker] = _Mirror(block_size, self._capacity)
+        self.end(worker)
+        holders = self._holders.setdefault(block_size, Holders())
+        self._mirrors[worker] = _Mirror(worker, block_size, self._capacity, holders)
+        self._sizes[worker] = block_size
         return True
 
     def apply(self, worker: RouterWorker, event: KVEvent) -> bool:
@@ -82,22 +95,38 @@ class ReportedKV:
 
     def end(self, worker: RouterWorker) -> None:
         """Forget the blocks of `worker`: it reports no more."""
-        self._mirrors.pop(worker, None)
+        mirror = self._mirrors.pop(worker, None)
+        if mirror is not None:
+            mirror.close()
+            if self._sizes.pop(worker) not in self._sizes.values():
+                del self._holders[mirror.block_size]
 
     def remove(self, worker: RouterWorker) -> None:
         """Forget an incarnation that is gone."""
         self.end(worker)
         self._num_events.pop(worker, None)
 
-    def leading_tokens(self, worker: RouterWorker, prompt: HashedPrompt) -> int | None:
-        """Return how many leading tokens of a prompt `worker` holds; None if it does not report."""
-        mirror = self._mirrors.get(worker)
-        return None if mirror is None else prompt.leading_tokens(mirror.block_size, mirror.held)
+    def leading_tokens(self, workers: Sequence[RouterWorker], prompt: HashedPrompt) -> tuple[list[int], list[int]]:
+        """Return how many leading tokens of a prompt each of `workers` holds, and the places of those that are silent.
+
+        A silent worker does not report, and has 0.
+        """
+        if len(self._holders) == 1 and all(map(self._sizes.__contains__, workers)):
+            ((size, holders),) = self._holders.items()
+            return [count * size for count in holders.unbroken(prompt.keys(size), workers)], []
+        sizes = [self._sizes.get(worker, 0) for worker in workers]
+        tokens = [0] * len(workers)
+        for size, holders in self._holders.items():
+            blocks = holders.unbroken(prompt.keys(size), workers)
+            tokens = [
+                count * size if of == size else held for count, of, held in zip(blocks, sizes, tokens, strict=True)
+            ]
+        return tokens, [place for place, size in enumerate(sizes) if not size]
 
     def num_blocks(self, worker: RouterWorker) -> int | None:
         """Return how many blocks `worker` holds; None if it does not report."""
         mirror = self._mirrors.get(worker)
-        return None if mirror is None else len(mirror.held)
+        return None if mirror is None else len(mirror)
 
     def num_events(self, worker: RouterWorker) -> int:
         """Return how many events of this incarnation were taken."""
@@ -107,24 +136,38 @@ class ReportedKV:
 class _Mirror:
     """The blocks that one incarnation reports to hold, named as the router names them."""
 
-    def __init__(self, block_size: int, capacity: int) -> None:
+    def __init__(self, worker: RouterWorker, block_size: int, capacity: int, holders: Holders) -> None:
         self.block_size = block_size
-        self.held: set[bytes] = set()
+        self._worker = worker
+        self._holders = holders
+        self._bit = holders.bit(worker)
         self._capacity = capacity
         self._hasher = block_hasher(block_size)
         self._root = self._hasher.root("")
         self._names: dict[bytes, bytes] = {}
         """The worker's keys of the blocks that it holds, to the router's."""
 
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def close(self) -> None:
+        """Hold nothing any longer."""
+        self._clear()
+        self._holders.leave(self._worker)
+
     def apply(self, event: KVEvent) -> None:
         match event:
             case Stored():
                 self._store(event)
             case Removed(keys):
-                self.held -= {name for key in keys if (name := self._names.pop(key, None)) is not None}
+                gone = [name for key in keys if (name := self._names.pop(key, None)) is not None]
+                self._holders.discard(self._bit, gone)
             case Cleared():
-                self._names.clear()
-                self.held.clear()
+                self._clear()
+
+    def _clear(self) -> None:
+        self._holders.discard(self._bit, self._names.values())
+        self._names.clear()
 
     def _store(self, event: Stored) -> None:
         parent = self._root if event.parent == BEGINNING else self._names.get(event.parent)
@@ -137,5 +180,6 @@ class _Mirror:
         tokens = np.frombuffer(event.tokens, f"<i{TOKEN_BYTES}")
         chain: list[bytes] = []
         self._hasher.extend(chain, parent, tokens, len(tokens))
+        self._holders.discard(self._bit, [name for key in event.keys if (name := self._names.get(key)) is not None])
         self._names.update(zip(event.keys, chain, strict=True))
-        self.held.update(chain)
+        self._holders.add(self._bit, chain)

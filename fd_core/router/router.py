@@ -105,9 +105,7 @@ class Router:
 
     def leaving(self, worker: RouterWorker) -> None:
         """Note that `worker` says that it shuts down: it is chosen only where no other one can be, until it is gone."""
-        member = self.member(worker)
-        if member is not None:
-            member.leaving = True
+        self._registry.leaving(worker)
 
     def emptied(self, worker: RouterWorker) -> None:
         """Forget the prefixes that `worker` served: its cache is empty, while its requests stay with it."""
@@ -122,9 +120,7 @@ class Router:
 
         Prompts of `adapters`, which are some of them, are compared with prompts of the same adapter only.
         """
-        member = self.member(worker)
-        if member is not None:
-            member.models, member.adapters = frozenset(models), frozenset(adapters)
+        self._registry.serves(worker, models, adapters)
 
     def workers(self) -> tuple[RouterWorker, ...]:
         """Return every incarnation whose health is to be checked: all that are there, draining ones too."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
@@ -41,7 +41,7 @@ class WorkerState(enum.Enum):
     GONE = "gone"
 
 
-class RouterWorker(msgspec.Struct, frozen=True):
+class RouterWorker(msgspec.Struct, frozen=True, cache_hash=True):
     """One incarnation of a worker."""
 
     url: str
@@ -53,6 +53,24 @@ class RouterWorker(msgspec.Struct, frozen=True):
 
 class Circuit(Breaker):
     """A worker's circuit breaker; a request that was let through may also end without a verdict on the worker."""
+
+    def __init__(
+        self,
+        *,
+        first: float = 1.0,
+        longest: float = 30.0,
+        patience: int = 3,
+        on_turn: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_turn` is called whenever the state changes."""
+        self._on_turn = on_turn
+        super().__init__(first=first, longest=longest, patience=patience)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Tell of another state."""
+        super().__setattr__(name, value)
+        if name == "state":
+            self._on_turn()
 
     def withdraw(self) -> None:
         """The one request that was let through ended without a verdict: let another one through."""
@@ -119,6 +137,8 @@ class Registry:
     """Every worker that may get requests, by address. Health checks and failures change states here, never counters."""
 
     config: RouterConfig
+    version: int = 0
+    """Grows whenever the answer to who may be chosen could change, but for the passing of time."""
     _members: dict[str, Member] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -160,7 +180,22 @@ class Registry:
         worker = self.at(url)
         if worker is not None:
             self._members[worker.url].turn(WorkerState.DRAINING, now)
+            self._changed()
         return worker
+
+    def leaving(self, worker: RouterWorker) -> None:
+        """Note that `worker` says that it shuts down."""
+        member = self.member(worker)
+        if member is not None:
+            member.leaving = True
+            self._changed()
+
+    def serves(self, worker: RouterWorker, models: Collection[str], adapters: Collection[str]) -> None:
+        """Note the models that `worker` serves, and which of them are adapters."""
+        member, known = self.member(worker), (frozenset(models), frozenset(adapters))
+        if member is not None and (member.models, member.adapters) != known:
+            member.models, member.adapters = known
+            self._changed()
 
     def idle(self, worker: RouterWorker) -> bool:
         """Note that nothing runs on `worker`; return whether it had been draining, and so is gone."""
@@ -169,6 +204,7 @@ class Registry:
             return False
         member.state = WorkerState.GONE
         del self._members[worker.url]
+        self._changed()
         return True
 
     def health(
@@ -192,11 +228,15 @@ class Registry:
             return worker
         if not ok:
             member.passed, member.missed = 0, member.missed + 1
-            if member.missed >= self.config.health_failure_threshold:
+            if member.missed >= self.config.health_failure_threshold and member.state is not WorkerState.UNHEALTHY:
                 member.turn(WorkerState.UNHEALTHY, now)
+                self._changed()
             return worker
+        before = member.state, member.says, member.kv_port
         member = self._passed(member, now, instance)
         member.says, member.kv_port = role, kv_port
+        if (member.state, role, kv_port) != before:
+            self._changed()
         return member.worker
 
     def _passed(self, member: Member, now: float, instance: str | None) -> Member:
@@ -221,10 +261,15 @@ class Registry:
             first=self.config.circuit_open_secs,
             longest=self.config.circuit_max_open_secs,
             patience=self.config.circuit_failure_threshold,
+            on_turn=self._changed,
         )
         worker = RouterWorker(url, role, next(self._numbers))
         self._members[url] = member = Member(worker, instance, circuit, now)
+        self._changed()
         return member
+
+    def _changed(self) -> None:
+        self.version += 1
 
 
 def checked_url(url: str) -> str:

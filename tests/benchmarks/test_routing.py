@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import zipfile
+from dataclasses import asdict
 
 import pytest
 import routing
@@ -13,6 +14,7 @@ from harness.routing.fake_worker import Settings, text_of_messages
 from harness.routing.figures import DIRECT, Cell, Played, conversing, passing, percentile
 from harness.routing.http import dechunked, request
 from harness.routing.load import Think
+from harness.routing.scale import Load, events, placing
 from harness.routing.simulation import prompt_of, simulate
 from harness.routing.trace import MEMBER, Limits, conversations, longest, read_sessions, size_of, split
 from hypothesis import given
@@ -203,3 +205,12 @@ def test_what_cannot_be_measured_is_refused(arguments, capsys):
         routing.parse(arguments)
     assert arguments[0] in capsys.readouterr().err
     assert routing.parse([]).bursts[:2] == [("s", 1), ("q", 1)]
+
+
+def test_a_small_fleet_is_placed_on_and_followed():
+    small = Load(shared_tokens=128, own_tokens=128, in_flight=2)
+    for policy, told in (("cache_aware", True), ("cache_aware", False), ("request_num", False)):
+        found = placing(3, policy, told=told, load=small, times=20)
+        assert min(asdict(found).values()) > 0
+    followed = events(blocks=256, prompt_blocks=8, workers=2)
+    assert min(asdict(followed).values()) > 0 and followed.wire_bytes > 4 * 32

@@ -6,6 +6,7 @@ from tests.mutants.mutant import mutant
 
 ACCOUNTING = "router/accounting.py"
 AFFINITY = "router/affinity.py"
+HOLDERS = "router/holders.py"
 INDEX = "router/prefix_index.py"
 PLACEMENT = "router/placement.py"
 REPORTED_KV = "router/reported_kv.py"
@@ -34,12 +35,12 @@ MUTANTS = (
     mutant(
         "what-is-dropped-still-counts",
         _HELD,
-        (REPORTED_KV, "self.held -= {name for key in keys if", "{name for key in keys if"),
+        (REPORTED_KV, "                self._holders.discard(self._bit, gone)\n", ""),
     ),
     mutant(
         "a-salted-prompt-is-compared-with-what-is-told",
         _HELD,
-        (PLACEMENT, "request.tokenized and not request.salt and", "request.tokenized and"),
+        (PLACEMENT, "if not request.tokenized or request.salt or ", "if not request.tokenized or "),
     ),
     mutant(
         "prefill-tokens-are-not-released",
@@ -157,19 +158,15 @@ MUTANTS = (
         "credit-only-for-the-deepest-match",
         "7.2: credit for the longest prefix of each worker",
         (
-            INDEX,
-            "        return _leading(keys, lambda key: held.has(key, now))\n",
-            "        return len(keys) if keys and held.has(keys[-1], now) else 0\n",
+            HOLDERS,
+            "            if on != here:\n                open_.append((least, middle - 1, here ^ on))\n",
+            "",
         ),
     ),
     mutant(
         "an-expired-prefix-still-attracts",
         "7.2: entries expire",
-        (
-            "router/expiring.py",
-            "return entry is not None and now - entry[0] < self._duration",
-            "return entry is not None",
-        ),
+        (INDEX, "        self._duration = duration\n", '        self._duration = float("inf")\n'),
     ),
     mutant(
         "the-beginning-of-a-prefix-leaves-first",
@@ -193,7 +190,7 @@ MUTANTS = (
     mutant(
         "a-prompt-of-an-adapter-is-compared-with-what-is-told",
         _HELD,
-        (PLACEMENT, " and not self._adapter(request)\n", "\n"),
+        (PLACEMENT, " or self._adapter(request) or ", " or "),
     ),
     mutant(
         "a-retry-goes-to-the-same-worker",
@@ -282,6 +279,21 @@ MUTANTS = (
         ),
     ),
     mutant(
+        "who-may-be-chosen-is-kept-when-workers-change",
+        "7.2: unhealthy workers count nowhere",
+        (WORKERS, "        self.version += 1\n", "        pass\n"),
+    ),
+    mutant(
+        "a-breaker-that-opens-is-not-noticed",
+        "7.2: unhealthy workers count nowhere",
+        (WORKERS, '        if name == "state":\n            self._on_turn()\n', ""),
+    ),
+    mutant(
+        "a-place-is-given-on-with-the-blocks-of-another",
+        _BACK,
+        (INDEX, "            self._holders.discard(self._holders.bit(worker), held)\n", ""),
+    ),
+    mutant(
         "an-unhealthy-worker-counts",
         "7.2: unhealthy workers count nowhere",
         (
@@ -295,14 +307,18 @@ MUTANTS = (
         "7.2: a worker is believed to compute a prefix only while a request that computes it runs",
         (
             INDEX,
-            "                return\n            del nodes[key]\n",
-            "                return\n            nodes[key] = 1\n",
+            "        self._holders.discard(self._holders.bit(worker), gone)\n        if not nodes:\n",
+            "        if not nodes:\n",
         ),
     ),
     mutant(
         "a-prefix-ends-with-the-first-of-its-prompts",
         "7.2: a worker is believed to compute a prefix as long as a request that computes it runs",
-        (INDEX, "            nodes[key] -= 1\n            if nodes[key]:\n                return\n", ""),
+        (
+            INDEX,
+            "            if left:\n                nodes[key] = left\n                break\n",
+            "",
+        ),
     ),
     mutant(
         "an-unhealthy-worker-counts-as-load",

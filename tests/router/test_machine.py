@@ -359,6 +359,15 @@ class Interleavings(RuleBasedStateMachine):
             worker: (self.states[url], len(self.holds.get(worker, ()))) for url, worker in self.there.items()
         }
 
+    @invariant()
+    def who_may_be_chosen_is_who_would_be_found_anew(self) -> None:
+        if self.router is None:
+            return
+        placer, asked = self.router._placer, request()
+        placer._forget_what_changed()
+        kept, anew = placer._usual(asked, self.now), placer._open(asked, frozenset(), self.now)
+        assert kept == anew
+
     def teardown(self) -> None:
         while self.running:
             self.end(0)

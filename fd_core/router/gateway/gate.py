@@ -113,7 +113,7 @@ class RouterGate:
         if shown is not None:
             if request.method not in ("GET", "HEAD"):
                 raise _wrong_method(("GET",))
-            return shown(self._state)
+            return await shown(self._state)
         if path == "/v1/models" or path.startswith("/v1/models/"):
             if request.method not in ("GET", "HEAD"):
                 raise _wrong_method(("GET",))

@@ -48,35 +48,43 @@ class HealthChecks:
         self._lacks = False
         """Whether the last check could not be made for want of something here."""
         self._wake = asyncio.Event()
-        self._round = math.inf
+        self._round = -math.inf
         """When the last round of checks began."""
         self._timeout = aiohttp.ClientTimeout(total=state.router.config.health_check_timeout_secs)
 
     def wake(self) -> None:
-        """Check at once: a worker has registered or deregistered."""
+        """Check workers at once that were never checked: one has registered, or one has deregistered."""
         self._wake.set()
 
     async def run(self) -> None:
         """Check until cancelled."""
+        interval = self._router.config.health_check_interval_secs
         try:
             while True:
                 self._wake.clear()
                 now = time.monotonic()
-                if now - self._round > self._router.config.health_check_interval_secs + _STANDSTILL_SECONDS:
-                    self._unreached.clear()  # this process stood still, not the workers
-                self._round = now
-                for worker in [worker for worker, task in self._running.items() if task.done()]:
-                    self._running.pop(worker).result()
-                self._forget_others({worker.url for worker in self._router.workers()})
-                for worker in self._router.workers():
-                    if worker not in self._running:
-                        self._running[worker] = asyncio.create_task(self._check(worker))
+                due = now - self._round >= interval
+                if due:
+                    if now - self._round > interval + _STANDSTILL_SECONDS:
+                        self._unreached.clear()  # this process stood still, not the workers
+                    self._round = now
+                self._begin(due)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._router.config.health_check_interval_secs):
+                    async with asyncio.timeout(self._round + interval - now):
                         await self._wake.wait()
         finally:
             for task in [*self._running.values()]:
                 task.cancel()
+
+    def _begin(self, due: bool) -> None:
+        """Begin to check every worker if a round is `due`, otherwise those that were never checked."""
+        for worker in [worker for worker, task in self._running.items() if task.done()]:
+            self._running.pop(worker).result()
+        workers = self._router.workers()
+        self._forget_others({worker.url for worker in workers})
+        for worker in workers:
+            if worker not in self._running and (due or _state(self._router.member(worker)) is WorkerState.UNKNOWN):
+                self._running[worker] = asyncio.create_task(self._check(worker))
 
     async def _check(self, worker: RouterWorker) -> None:
         ok, reached, begun = False, False, time.monotonic()

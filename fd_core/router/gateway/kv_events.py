@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
@@ -111,20 +112,23 @@ class KVFollowers:
     def __init__(self, state: GatewayState) -> None:
         self._state = state
         self._tasks: dict[RouterWorker, asyncio.Task[None]] = {}
+        self._ended: deque[RouterWorker] = deque()
+        """Whose task has ended."""
         self._logged: dict[str, str] = {}
         """The trouble that was logged last, by address."""
 
     def offered(self, worker: RouterWorker) -> None:
         """Follow a healthy worker that offers KV events, if the policy can use them."""
-        for other in [other for other, task in self._tasks.items() if task.done()]:
-            self._tasks.pop(other).result()
+        while self._ended:
+            self._tasks.pop(self._ended.popleft()).result()
         state, fingerprint = self._state, self._state.reader.fingerprint
         if worker in self._tasks or fingerprint is None or not state.config.router_secret:
             return
         if not state.router.uses_prefix(worker):
             return
         follower = _Follower(state, worker, self._log_trouble)
-        self._tasks[worker] = asyncio.create_task(follower.run(fingerprint))
+        self._tasks[worker] = task = asyncio.create_task(follower.run(fingerprint))
+        task.add_done_callback(lambda _: self._ended.append(worker))
 
     async def close(self) -> None:
         """Cancel all tasks. Raises the error of a task that failed."""

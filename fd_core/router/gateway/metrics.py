@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Annotated, Final
 
 import msgspec
@@ -14,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from fd_core.metrics import counter
 from fd_core.router.router import Router
-from fd_core.router.snapshot import OUTCOMES
+from fd_core.router.snapshot import OUTCOMES, RouterSnapshot
 from fd_core.server.doors.bodies import BodyStats
 from fd_core.server.doors.connections import ConnectionStats
 from fd_core.server.metrics import Histogram, metric_families, refusal_family
@@ -41,8 +43,8 @@ class GatewayCounts(msgspec.Struct):
     ] = msgspec.field(default_factory=Counter)
 
 
-class GatewayMetrics(Collector):
-    """All metrics of one gateway, in a registry of its own."""
+class GatewayMetrics:
+    """All metrics of one gateway."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -62,23 +64,22 @@ class GatewayMetrics(Collector):
         """Of `AccessControl`."""
         self.doors: tuple[object, ...] = (ConnectionStats(), BodyStats())
         """Of what listens; others once the gateway does."""
-        self.registry = CollectorRegistry()
-        self.registry.register(self)
-        ProcessCollector(registry=self.registry)
+        self._process = ProcessCollector(registry=CollectorRegistry())
 
-    def text(self) -> bytes:
-        """Return everything in Prometheus' text format."""
-        return generate_latest(self.registry)
-
-    def describe(self) -> Iterable[Metric]:
-        """Return nothing: names are known without asking."""
-        return ()
+    async def text(self) -> bytes:
+        """Return everything in Prometheus' text format, written on another thread: a worker takes 0.1 ms."""
+        snapshot = self._router.snapshot()
+        others = [*self._others(snapshot), *self._process.collect()]
+        return await asyncio.to_thread(lambda: generate_latest(_Collected(_of_workers(snapshot), others)))
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric as it is at this moment."""
         snapshot = self._router.snapshot()
-        workers = [({"worker": one.worker.url, "role": one.worker.role}, one) for one in snapshot.workers]
-        yield from metric_families("fdcore_router_worker_", workers)
+        yield from _of_workers(snapshot)
+        yield from self._others(snapshot)
+
+    def _others(self, snapshot: RouterSnapshot) -> Iterator[Metric]:
+        """Yield what does not grow with the workers."""
         yield from metric_families("fdcore_router_", [({}, snapshot)])
         for stats in (self.counts, *self.doors):
             yield from metric_families("fdcore_router_", [({}, stats)])
@@ -100,3 +101,19 @@ class GatewayMetrics(Collector):
             answers.add_metric((path, str(status)), count)
         yield answers
         yield refusal_family("fdcore_router_", self.refusals)
+
+
+def _of_workers(snapshot: RouterSnapshot) -> Iterator[Metric]:
+    workers = [({"worker": one.worker.url, "role": one.worker.role}, one) for one in snapshot.workers]
+    yield from metric_families("fdcore_router_worker_", workers)
+
+
+class _Collected(Collector):
+    """What is written when it is asked for."""
+
+    def __init__(self, *parts: Iterable[Metric]) -> None:
+        self._parts = parts
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric."""
+        return chain(*self._parts)

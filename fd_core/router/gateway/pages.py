@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import cache
 from typing import Any, Final
 
@@ -20,35 +20,35 @@ from fd_core.server.response_schemas import HealthAnswer, VersionAnswer
 __all__ = ["PAGES"]
 
 
-def health(_: GatewayState) -> web.Response:
+async def health(_: GatewayState) -> web.Response:
     """Answer 200 while the gateway lives."""
     return json_response(HealthAnswer("ok"))
 
 
-def ready(state: GatewayState) -> web.Response:
+async def ready(state: GatewayState) -> web.Response:
     """Answer 200 while requests are served, 503 with the reason otherwise."""
     reason = _not_ready(state)
     return json_response(HealthAnswer("not ready", reason), 503) if reason else json_response(HealthAnswer("ok"))
 
 
-def version(_: GatewayState) -> web.Response:
+async def version(_: GatewayState) -> web.Response:
     """Return the version of fd_core."""
     return json_response(VersionAnswer(fd_core.__version__))
 
 
-def metrics(state: GatewayState) -> web.Response:
+async def metrics(state: GatewayState) -> web.Response:
     """Return every metric in Prometheus' text format."""
-    return web.Response(body=state.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    return web.Response(body=await state.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-def live_page(_: GatewayState) -> web.Response:
+async def live_page(_: GatewayState) -> web.Response:
     """Return the live page."""
     return web.Response(
         body=_page(), content_type="text/html", charset="utf-8", headers={"Content-Security-Policy": PAGE_POLICY}
     )
 
 
-def status(state: GatewayState) -> web.Response:
+async def status(state: GatewayState) -> web.Response:
     """Return everything that the live page shows, as JSON."""
     snapshot, counts, config = state.router.snapshot(), state.metrics.counts, state.router.config
     shown: dict[str, Any] = msgspec.to_builtins(snapshot) | msgspec.to_builtins(counts)
@@ -62,7 +62,7 @@ def status(state: GatewayState) -> web.Response:
     return json_response(shown)
 
 
-PAGES: Final[Mapping[str, Callable[[GatewayState], web.Response]]] = {
+PAGES: Final[Mapping[str, Callable[[GatewayState], Awaitable[web.Response]]]] = {
     "/": live_page,
     "/status": live_page,
     "/status.json": status,

@@ -71,6 +71,8 @@ class FakeWorker:
         """What it does with requests that hold certain bytes, whatever the script says."""
         self.models = models
         self.healthy = True
+        self.checks = 0
+        """Health checks that were answered."""
         self.hangs = False
         self.instance = f"{name}-1"
         self.pause = 0.0
@@ -106,6 +108,7 @@ class FakeWorker:
         if self.hangs:
             await asyncio.sleep(3600)
         if request.path == "/health":
+            self.checks += 1
             return web.Response(status=200 if self.healthy else 503, headers=self._itself())
         if request.path == "/v1/models":
             data = [{"id": name, "object": "model", "root": name} for name in self.models]

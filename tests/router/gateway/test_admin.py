@@ -47,6 +47,21 @@ async def test_a_worker_registers_serves_and_leaves() -> None:
         assert (await tell(live, "deregister", {"url": worker.url}))[0] == 404
 
 
+@in_loop
+async def test_a_worker_that_registers_has_only_itself_checked_before_the_next_round() -> None:
+    """With a thousand workers that start together, checks of everybody for each of them would be a million."""
+    async with (
+        FakeWorker("one") as one,
+        FakeWorker("two") as two,
+        FakeWorker("three") as three,
+        routed(router_secret=SECRET, router={"health_check_interval_secs": 60.0}) as live,
+    ):
+        for count, worker in enumerate((one, two, three), 1):
+            await tell(live, "register", {"url": worker.url, "instance": worker.instance})
+            await live.healthy(count)
+        assert [worker.checks for worker in (one, two, three)] == [1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("what", "body", "secret", "status"),
     [

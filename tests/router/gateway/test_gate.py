@@ -9,7 +9,7 @@ import logging
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.router.gateway.fakes import ABORT, CHAT, COMPLETIONS, FakeWorker, in_loop, routed, turn
+from tests.router.gateway.fakes import ABORT, CHAT, COMPLETIONS, FakeWorker, eventually, in_loop, routed, turn
 
 
 @in_loop
@@ -124,7 +124,7 @@ async def test_requests_go_to_who_serves_their_model(path: str) -> None:
         FakeWorker("b", "json", models=("n",)) as b,
         routed(a, b, worker_api_keys=("worker-key",)) as live,
     ):
-        await asyncio.sleep(0.15)
+        await eventually(lambda: all(live.router.member(each).models for each in live.router.workers()))
         for _ in range(3):
             assert json.loads((await live.post(path, {"prompt": "x", "model": "n"}))[2])["worker"] == "b"
         assert not a.seen and len(b.seen) == 3
