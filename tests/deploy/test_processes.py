@@ -78,7 +78,7 @@ def asked(url: str, body: Any = None, key: str | None = None) -> Any:
 
 def test_workers_of_every_role_register_and_serve_those_who_have_a_key(router: str) -> None:
     states: dict[str, str] = {}
-    until = time.monotonic() + 120
+    until = time.monotonic() + 240
     while set(states.values()) != {"healthy"} or len(states) < 3:
         assert time.monotonic() < until, states
         time.sleep(0.2)
