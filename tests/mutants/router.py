@@ -267,7 +267,11 @@ MUTANTS = (
     mutant(
         "who-is-gone-still-holds-prefixes",
         _BACK,
-        (ROUTER, "        self._index.remove(worker)\n", ""),
+        (
+            ROUTER,
+            '        """Forget an incarnation; requests that run there stay counted until their selections give them back."""\n        self._index.remove(worker)\n',
+            '        """Forget an incarnation; requests that run there stay counted until their selections give them back."""\n',
+        ),
     ),
     mutant(
         "a-success-is-recorded-for-who-is-gone",
