@@ -269,8 +269,8 @@ MUTANTS = (
         _BACK,
         (
             ROUTER,
-            '        """Forget an incarnation; requests that run there stay counted until their selections give them back."""\n        self._index.remove(worker)\n',
-            '        """Forget an incarnation; requests that run there stay counted until their selections give them back."""\n',
+            "        self._index.remove(worker)\n        self.reported_kv.remove(worker)\n",
+            "        self.reported_kv.remove(worker)\n",
         ),
     ),
     mutant(
