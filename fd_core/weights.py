@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -63,9 +64,13 @@ class RawTensor:
         """Return itself: it is not packed."""
         return self
 
-    def take_rows(self, order: npt.NDArray[np.intp]) -> RawTensor:
-        """Return the rows (outermost entries) in another order."""
+    def take_rows(self, order: npt.NDArray[np.intp] | slice) -> RawTensor:
+        """Return some rows (outermost entries), in an order of their own."""
         return RawTensor(self.dtype, self.data[order])
+
+    def take_columns(self, columns: slice) -> RawTensor:
+        """Return some elements of each row."""
+        return RawTensor(self.dtype, self.data[:, columns])
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +122,18 @@ class PackedTensor:
         """Return what it stands for."""
         return RawTensor("F32", self.to_float32())
 
-    def take_rows(self, order: npt.NDArray[np.intp]) -> PackedTensor:
-        """Return the rows in another order."""
+    def take_rows(self, order: npt.NDArray[np.intp] | slice) -> PackedTensor:
+        """Return some rows, in an order of their own."""
         minima = None if self.minima is None else self.minima[order]
         return PackedTensor(self.format, self.bits, self.values[order], self.scales[order], minima)
+
+    def take_columns(self, columns: slice) -> PackedTensor:
+        """Return some values of each row; they stand for what they stood for, in smaller groups if need be."""
+        start, stop, _ = columns.indices(self.values.shape[1])
+        group = math.gcd(self.group, start, stop - start) if self.scales.shape[1] > 1 else stop - start
+        places = np.arange(start, stop, group) // self.group
+        minima = None if self.minima is None else self.minima[:, places]
+        return PackedTensor(self.format, self.bits, self.values[:, start:stop], self.scales[:, places], minima)
 
 
 def _fp8_values() -> npt.NDArray[np.float32]:

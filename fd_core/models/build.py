@@ -15,6 +15,7 @@ from fd_core.models.decoder import Attention, Decoder, Layer, Mlp, Moe
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.quantization import head_format, quantized
 from fd_core.models.rope import RopeSpec, rope_tables
+from fd_core.models.sharding import head_shares, times, vocabulary_share, width_share
 from fd_core.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec, MoeSpec, VectorSpec
 from fd_core.ops.contract import Array, Experts, Heads, Norm, Ops, Rope
 from fd_core.weights import ITEM_BYTES, PackedTensor, RawTensor, Weight, WeightUse
@@ -70,11 +71,14 @@ def build_decoder(
     embedding = reader.read(spec.embedding.name)
     reader.count(spec.embedding.name, embedding, table=True)
     table = ops.prepare_embedding(embedding)
-    head = reader.head(table, embedding)
+    tokens = vocabulary_share(spec.embedding.shape[0], ops.parallel)
+    head = reader.head(table, embedding, tokens)
     del embedding
     layers = tuple(reader.layer(layer.attention, layer.feed_forward) for layer in spec.layers)
     final_norm = reader.norm(spec.final_norm)
-    decoder = Decoder(table, spec.embedding_scale, layers, final_norm, head, spec.activation, spec.softcap)
+    decoder = Decoder(
+        table, spec.embedding_scale, layers, final_norm, head, spec.activation, spec.softcap, tokens is not None
+    )
     return decoder, reader.uses()
 
 
@@ -96,6 +100,7 @@ class _Reader:
         self._max_positions = max_positions
         self._progress = progress
         self._quantization = quantization
+        self._parallel = ops.parallel
         self._done = 0
         self._total = sum(math.prod(shape) for _, shape in spec.tensors())
         self._ropes: dict[RopeSpec, Rope] = {}
@@ -141,10 +146,10 @@ class _Reader:
         """Return what was counted, the most parameters first."""
         return tuple(WeightUse(*use, count, self._nbytes[use]) for use, count in self._parameters.most_common())
 
-    def head(self, table: Array, embedding: RawTensor) -> Array:
-        """Read the output projection, which may be the embedding."""
+    def head(self, table: Array, embedding: RawTensor, tokens: slice | None) -> Array:
+        """Read the output projection, which may be the embedding; with `tokens`, their rows only."""
         head, bias = self._spec.head, self._spec.head_bias
-        if head is None and bias is None:
+        if head is None and bias is None and tokens is None:
             # A pack may look rows up in one form and multiply by another.
             weight = self._computed(self._spec.embedding.name, head_format(self._quantization))
             if isinstance(weight, PackedTensor):
@@ -155,7 +160,9 @@ class _Reader:
         self.count(head_name, weight)
         if head is not None:
             self._report(weight)
-        return self._ops.prepare_linear([weight], None if bias is None else [self.read(bias.name)])
+        rows = tokens or slice(None)
+        biases = None if bias is None else [self.read(bias.name).take_rows(rows)]
+        return self._ops.prepare_linear([weight.take_rows(rows)], biases)
 
     def layer(self, attention: AttentionSpec, feed_forward: MlpSpec | MoeSpec) -> Layer:
         return Layer(
@@ -164,9 +171,11 @@ class _Reader:
         )
 
     def attention(self, spec: AttentionSpec) -> Attention:
+        queries, kv = head_shares(spec, self._parallel)
+        queries_wide, kv_wide = times(queries, spec.head_dim), times(kv, spec.head_dim)
         heads = Heads(
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
+            num_heads=queries.stop - queries.start,
+            num_kv_heads=kv.stop - kv.start,
             head_dim=spec.head_dim,
             scale=spec.scale,
             rope=self.rope(spec.rope),
@@ -178,28 +187,35 @@ class _Reader:
         )
         return Attention(
             norm=self.norm(spec.norm),
-            qkv=self.linear(spec.qkv),
+            qkv=self.linear(spec.qkv, rows=(queries_wide, kv_wide, kv_wide)),
             heads=heads,
-            output=self.linear(spec.output),
+            output=self.linear(spec.output, columns=queries_wide),
             post_norm=self.optional_norm(spec.post_norm),
         )
 
     def mlp(self, spec: MlpSpec) -> Mlp:
-        gate_up = self.linear(spec.gate_up, gated=True)
-        return Mlp(self.norm(spec.norm), gate_up, self.linear(spec.down), self.optional_norm(spec.post_norm))
+        gate_up, down = self.feed_forward(spec.gate_up, spec.down)
+        return Mlp(self.norm(spec.norm), gate_up, down, self.optional_norm(spec.post_norm))
+
+    def feed_forward(self, gate_up: LinearSpec, down: LinearSpec) -> tuple[Array, Array]:
+        inner = width_share(down.ins, self._parallel)
+        return self.linear(gate_up, rows=(inner, inner), gated=True), self.linear(down, columns=inner)
 
     def moe(self, spec: MoeSpec) -> Moe:
         bias = spec.correction_bias
+        inner = width_share(spec.experts[0][1].ins, self._parallel)
+        ups, downs = ([pair[i] for pair in spec.experts] for i in range(2))
+        shared = (None, None) if spec.shared is None else self.feed_forward(*spec.shared)
         experts = Experts(
             router=self._ops.prepare_vector(self.values(spec.router)),
-            gate_up=self._ops.prepare_experts([self.weights(gate_up) for gate_up, _ in spec.experts], gated=True),
-            down=self._ops.prepare_experts([self.weights(down) for _, down in spec.experts], gated=False),
+            gate_up=self._ops.prepare_experts([self.weights(up, rows=(inner, inner)) for up in ups], gated=True),
+            down=self._ops.prepare_experts([self.weights(down, columns=inner) for down in downs], gated=False),
             top_k=spec.top_k,
             normalize=spec.normalize,
             correction_bias=None if bias is None else self._ops.prepare_vector(self.values(bias).reshape(-1)),
             norm_floor=spec.norm_floor,
-            shared_gate_up=None if spec.shared is None else self.linear(spec.shared[0], gated=True),
-            shared_down=None if spec.shared is None else self.linear(spec.shared[1]),
+            shared_gate_up=shared[0],
+            shared_down=shared[1],
         )
         return Moe(self.norm(spec.norm), experts)
 
@@ -217,12 +233,33 @@ class _Reader:
     def optional_norm(self, spec: VectorSpec | None) -> Norm | None:
         return None if spec is None else self.norm(spec)
 
-    def linear(self, spec: LinearSpec, *, gated: bool = False) -> Array:
-        biases = [self.read(f"{name}.bias") for name in spec.names] if spec.bias else None
-        return self._ops.prepare_linear(self.weights(spec), biases, gated=gated)
+    def linear(
+        self,
+        spec: LinearSpec,
+        *,
+        rows: tuple[slice, ...] | None = None,
+        columns: slice | None = None,
+        gated: bool = False,
+    ) -> Array:
+        """Read this rank's part of a linear: of each weight these rows, or these columns.
 
-    def weights(self, spec: LinearSpec) -> list[Weight]:
-        return [self.read_weight(f"{name}.weight") for name in spec.names]
+        Parts of a sum over ranks have their bias from rank 0.
+        """
+        biases = None
+        if spec.bias and (columns is None or self._parallel.rank == 0):
+            read = [self.read(f"{name}.bias") for name in spec.names]
+            biases = read if rows is None else [each.take_rows(part) for each, part in zip(read, rows, strict=True)]
+        return self._ops.prepare_linear(self.weights(spec, rows=rows, columns=columns), biases, gated=gated)
+
+    def weights(
+        self, spec: LinearSpec, *, rows: tuple[slice, ...] | None = None, columns: slice | None = None
+    ) -> list[Weight]:
+        weights = [self.read_weight(f"{name}.weight") for name in spec.names]
+        if self._parallel.size == 1:
+            return weights
+        if columns is not None:
+            return [weight.take_columns(columns) for weight in weights]
+        return weights if rows is None else [each.take_rows(part) for each, part in zip(weights, rows, strict=True)]
 
     def values(self, spec: VectorSpec) -> npt.NDArray[np.float32]:
         return self.read(spec.name).to_float32()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fd_core.models.adapters import AdapterWeights, LayerLoras, layer_loras, prepare_adapter
+from fd_core.models.sharding import head_shares
 from fd_core.models.spec import DecoderSpec
 from fd_core.ops.contract import Activation, Array, Experts, Heads, KVCache, KVShape, Lora, Norm, Ops, StepInput
 from fd_core.weights import Adapter, WeightUse
@@ -67,6 +68,8 @@ class Decoder:
     activation: Activation
     softcap: float | None
     """Softcap of the logits; None for none."""
+    head_split: bool = False
+    """Whether `head` yields a rank's share of the logits."""
 
 
 @dataclass(eq=False)
@@ -102,12 +105,13 @@ class DecoderModel:
     def kv_shape(self, block_size: int) -> KVShape:
         """Return the size of the KV cache that `forward` needs, for blocks of `block_size` tokens."""
         heads = self.decoder.layers[0].attention.heads
-        return KVShape(len(self.decoder.layers), heads.num_kv_heads, heads.head_dim, block_size)
+        _, kv = head_shares(self.spec.layers[0].attention, self.ops.parallel)
+        return KVShape(len(self.decoder.layers), heads.num_kv_heads, heads.head_dim, block_size, first_kv_head=kv.start)
 
     def forward(self, step: StepInput, cache: KVCache) -> Array:
         """Compute float32 logits [R, V] of the rows asked for and write the step's keys and values."""
         x, decoder = self._layers(step, cache), self.decoder
-        return self.ops.logits(x, decoder.final_norm, decoder.head, step.logits_rows, decoder.softcap)
+        return self._gathered(self.ops.logits(x, decoder.final_norm, decoder.head, step.logits_rows, decoder.softcap))
 
     def states(self, step: StepInput, cache: KVCache) -> Array:
         """Compute the normalized hidden states [T, H] of all tokens and write the step's keys and values."""
@@ -115,7 +119,10 @@ class DecoderModel:
 
     def head(self, states: Array) -> Array:
         """Project states [R, H] to float32 logits [R, V]."""
-        return self.ops.logits_of(states, self.decoder.head, self.decoder.softcap)
+        return self._gathered(self.ops.logits_of(states, self.decoder.head, self.decoder.softcap))
+
+    def _gathered(self, logits: Array) -> Array:
+        return self.ops.all_gather(logits) if self.decoder.head_split else logits
 
     def _layers(self, step: StepInput, cache: KVCache) -> Array:
         ops, decoder = self.ops, self.decoder

@@ -21,6 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fd_core.config import Limits
+from fd_core.errors import ConfigError
+from fd_core.ops.parallel import Parallel, RankGroup
 from fd_core.types import IntArray
 from fd_core.weights import LowRank, RawTensor, Weight
 
@@ -61,6 +63,8 @@ class KVShape:
     """Tokens in a KV block."""
     dtype: str = "auto"
     """`auto` for the pack's own dtype; `int8` for 8 bits, with a scale for each token, KV head, and key or value."""
+    first_kv_head: int = 0
+    """Which of the model's KV heads is the first of these: ranks hold a share of them."""
 
     @property
     def quantized(self) -> bool:
@@ -291,6 +295,22 @@ class Ops(abc.ABC):
     """Formats of packed weights that `prepare_linear` takes; the reader expands the others."""
     expands_weights: bool = False
     """Whether packed weights take as much memory as others: it keeps what they stand for, in `dtype`."""
+    parallel: Parallel = Parallel()
+    """Which rank of how many computes. Weights are prepared for it: linears that make heads or the inner width of a
+    feed-forward block have some of their rows; those that lead back have some of their columns, and their bias is rank
+    0's alone. So what the latter return is a part of a sum over ranks."""
+
+    def join(self, group: RankGroup) -> None:
+        """Compute as one of several ranks from now on; called before the first weight is prepared.
+
+        A pack that can sets `parallel`, and defines `all_reduce` and `all_gather`; one that overrides
+        `project_residual` or `moe_residual` takes the sum there. Raises `ConfigError` by default.
+        """
+        raise ConfigError(
+            f"the {self.name} pack computes on one device only",
+            field="--tensor-parallel-size",
+            hint="leave it out, or use --backend cpu",
+        )
 
     def configure(self, limits: Limits) -> None:  # noqa: B027 - most packs have nothing to do here
         """Receive the engine's final limits; called before the first KV cache is allocated."""
@@ -498,6 +518,16 @@ class Ops(abc.ABC):
         after draft j - 1, so a row with `a` accepted drafts delivers its first 1 + a sampled tokens.
         """
 
+    # Sums over ranks --------------------------------------------------------------------------------------
+
+    def all_reduce(self, x: Array) -> Array:
+        """Return the sum of what all ranks hold, the same bits on each; may be captured in a graph."""
+        return x
+
+    def all_gather(self, x: Array) -> Array:
+        """Return what all ranks hold, joined along the last axis in the order of ranks: float32 [R, V]."""
+        return x
+
     # Compositions that primitives and models share --------------------------------------------------------
 
     def gate_up(self, x: Array, weight: Array) -> Array:
@@ -549,10 +579,11 @@ class Ops(abc.ABC):
     def project_residual(
         self, x: Array, weight: Array, residual: Array, post_norm: Norm | None = None, lora: Lora | None = None
     ) -> Array:
-        """residual + post_norm(linear(x)): [T, in], [T, H] -> [T, H]. May write into `residual`."""
+        """residual + post_norm(all_reduce(linear(x))): [T, in], [T, H] -> [T, H]. May write into `residual`."""
         y = self.linear(x, weight)
         if lora is not None:
             y = self.lora(y, x, lora)
+        y = self.all_reduce(y)
         if post_norm is not None:
             y = self.rms_norm(y, post_norm)
         return self.add(residual, y)
@@ -573,8 +604,8 @@ class Ops(abc.ABC):
         return y
 
     def moe_residual(self, x: Array, norm: Norm, experts: Experts, activation: Activation) -> Array:
-        """x + moe(norm(x)): [T, H] -> [T, H]. May write into `x`."""
-        return self.add(x, self.moe(self.rms_norm(x, norm), experts, activation))
+        """x + all_reduce(moe(norm(x))): [T, H] -> [T, H]. May write into `x`."""
+        return self.add(x, self.all_reduce(self.moe(self.rms_norm(x, norm), experts, activation)))
 
     def logits(self, x: Array, norm: Norm, head: Array, rows: Array, softcap: float | None = None) -> Array:
         """Final norm and output projection of the wanted rows: [T, H] -> float32 [R, V]."""

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from fd_core.ops.contract import Activation, Experts, Heads, KVCache, KVShape, Norm, Ops, Rope, StepInput
 from fd_core.ops.kv_int8 import dequantize_kv, quantize_kv
 from fd_core.ops.numpy_sampling import NumpySampling
+from fd_core.ops.parallel import RankGroup
 from fd_core.types import IntArray
 from fd_core.weights import WEIGHT_FORMATS, PackedTensor, RawTensor, Weight
 
@@ -65,6 +66,11 @@ class NumpyOps(NumpySampling, Ops):
     weight_formats = WEIGHT_FORMATS
     expands_weights = True
     kv_dtypes: Collection[str] = ("int8",)
+    _group: RankGroup | None = None
+
+    def join(self, group: RankGroup) -> None:
+        """Compute as one of several ranks."""
+        self.parallel, self._group = group.parallel, group
 
     def from_host(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the array itself."""
@@ -174,6 +180,14 @@ class NumpyOps(NumpySampling, Ops):
     def gather_rows(self, x: npt.NDArray[Any], rows: IntArray) -> npt.NDArray[Any]:
         """Index the first axis."""
         return x[rows]
+
+    def all_reduce(self, x: Floats) -> Floats:
+        """Add up what the ranks hold, in their order."""
+        return x if self._group is None else self._group.all_reduce(x)
+
+    def all_gather(self, x: Floats) -> Floats:
+        """Join what the ranks hold."""
+        return x if self._group is None else self._group.all_gather(x)
 
     def logits_of(self, x: Floats, head: NumpyLinear, softcap: float | None) -> Floats:
         """Project to the vocabulary."""

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 
 from fd_core.ops.contract import Activation, Array, Experts, Heads, KVCache, KVShape, Norm, Ops, Rope, StepInput
+from fd_core.ops.parallel import RankGroup
 from fd_core.ops.torch_attention import TorchAttentionPlan, TorchKVCache, TorchLayer, quantize_heads
 from fd_core.ops.torch_sampling import TorchSampling
 from fd_core.weights import PackedTensor, RawTensor, Weight
@@ -50,6 +51,7 @@ class TorchOps(TorchSampling, Ops):
     name = "torch"
     framework = "torch"
     kv_dtypes: Collection[str] = ("int8",)
+    _group: RankGroup | None = None
 
     def __init__(self, dtype: str = "float32", device: str = "cpu") -> None:
         if dtype not in _DTYPES:
@@ -59,6 +61,12 @@ class TorchOps(TorchSampling, Ops):
         self._on_host = self.device.type == "cpu"
         self.torch_dtype = _DTYPES[dtype]
         self._planned: tuple[StepInput, TorchAttentionPlan] | None = None
+
+    def join(self, group: RankGroup) -> None:
+        """Compute as one of several ranks on the processor."""
+        if self.device.type != "cpu":
+            super().join(group)
+        self.parallel, self._group = group.parallel, group
 
     def from_host(self, array: npt.NDArray[Any]) -> Array:
         """Share or copy a numpy array; uint64 becomes int64 with the same bits."""
@@ -179,6 +187,14 @@ class TorchOps(TorchSampling, Ops):
     def add(self, x: Array, y: Array) -> Array:
         """Add."""
         return x + y
+
+    def all_reduce(self, x: Array) -> Array:
+        """Add up what the ranks hold, in their order and in float32."""
+        return x if self._group is None else torch.from_numpy(self._group.all_reduce(x.float().numpy())).to(x.dtype)
+
+    def all_gather(self, x: Array) -> Array:
+        """Join what the ranks hold."""
+        return x if self._group is None else torch.from_numpy(self._group.all_gather(x.numpy()))
 
     def gather_rows(self, x: Array, rows: Array) -> Array:
         """Index the first axis."""

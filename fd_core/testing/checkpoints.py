@@ -179,11 +179,14 @@ def abilities_of(case: str) -> tuple[str, ...]:
     return _NEEDS.get(case, ())
 
 
-def write_checkpoint(case: str, folder: Path) -> Path:
-    """Write the case into `folder`, which is made if it is not there, and return it: always the same bytes."""
+def write_checkpoint(case: str, folder: Path, **more: Any) -> Path:
+    """Write the case into `folder`, which is made if it is not there, and return it: always the same bytes.
+
+    `more` are fields of its config.
+    """
     kind, changes = CASES[case] if case in CASES else ("llama", _SIZES_OF[case])
     name = _ARCHITECTURE_OF[kind]
-    config = {**SIZES, **changes, "architectures": [name], "model_type": kind, "torch_dtype": "float32"}
+    config = {**SIZES, **changes, **more, "architectures": [name], "model_type": kind, "torch_dtype": "float32"}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     parsed = ModelConfig(config)

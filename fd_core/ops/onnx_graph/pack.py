@@ -27,6 +27,7 @@ from fd_core.ops.contract import (
     KVShape,
     Lora,
     Norm,
+    Ops,
     Rope,
     StepInput,
 )
@@ -36,6 +37,7 @@ from fd_core.ops.onnx_graph.graph import Graph, GraphSymbol, TraceError
 from fd_core.ops.onnx_graph.kv_cache import OnnxKVCache, TracedCache, TracedLayer, bound
 from fd_core.ops.onnx_graph.moe import routed_experts
 from fd_core.ops.onnx_graph.session import CPU, Binding, Provider, Session
+from fd_core.ops.parallel import RankGroup
 
 __all__ = ["OnnxOps", "SessionForward"]
 
@@ -57,6 +59,10 @@ class OnnxOps(NumpyOps):
     def allocate_kv(self, shape: KVShape, num_blocks: int) -> OnnxKVCache:
         """Allocate zeros."""
         return OnnxKVCache(shape, num_blocks)
+
+    def join(self, group: RankGroup) -> None:
+        """Refuse: a session has no part that waits for other ranks."""
+        Ops.join(self, group)
 
     def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
         """Look up rows."""

@@ -1,0 +1,67 @@
+"""Which part of a decoder's weights a rank holds: heads and inner width are divided, everything else is whole.
+
+Shares need not be equal: three KV heads on two ranks are two and one. Where there are more ranks than KV heads, several
+ranks hold the same KV head and divide the query heads that share it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fd_core.errors import ConfigError
+from fd_core.models.spec import AttentionSpec
+from fd_core.ops.parallel import Parallel
+
+__all__ = ["head_shares", "times", "vocabulary_share", "width_share"]
+
+_GRAIN: Final = 32
+"""Values of a row that share a scale where activations are quantized: cutting between them changes no value."""
+
+
+def times(share: slice, size: int) -> slice:
+    """Return the elements of some units of `size` elements each."""
+    return slice(share.start * size, share.stop * size)
+
+
+def head_shares(spec: AttentionSpec, parallel: Parallel) -> tuple[slice, slice]:
+    """Return the query heads and the KV heads of a rank. Raises `ConfigError` if there is not one for each."""
+    query, kv, size = spec.num_heads, spec.num_kv_heads, parallel.size
+    group = query // kv
+    if size <= kv:
+        share = parallel.share(kv)
+        return times(share, group), share
+    copies = size // kv
+    if size % kv or group % copies:
+        sizes = [n for n in range(2, query + 1) if n <= kv or (n % kv == 0 and group % (n // kv) == 0)]
+        raise ConfigError(
+            f"the model's {query} query heads, which share {kv} KV heads, cannot be divided over {size} ranks",
+            field="--tensor-parallel-size",
+            hint=f"use {_listed(sizes)}" if sizes else "leave it out",
+        )
+    each = group // copies
+    return slice(parallel.rank * each, (parallel.rank + 1) * each), slice(
+        parallel.rank // copies, parallel.rank // copies + 1
+    )
+
+
+def width_share(width: int, parallel: Parallel) -> slice:
+    """Return a rank's share of the inner width of a feed-forward block. Raises `ConfigError` if it is too narrow."""
+    if width < parallel.size:
+        raise ConfigError(
+            f"a feed-forward block of width {width} cannot be divided over {parallel.size} ranks",
+            field="--tensor-parallel-size",
+            hint=f"use at most {width}",
+        )
+    grain = _GRAIN
+    while width % grain or width // grain < parallel.size:
+        grain //= 2
+    return times(parallel.share(width // grain), grain)
+
+
+def vocabulary_share(size: int, parallel: Parallel) -> slice | None:
+    """Return the tokens whose logits a rank computes; None where each computes all."""
+    return parallel.share(size) if parallel.size > 1 and size % parallel.size == 0 else None
+
+
+def _listed(sizes: list[int]) -> str:
+    return str(sizes[0]) if len(sizes) == 1 else f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}"

@@ -1,0 +1,104 @@
+"""Ranks that hold shares of a model: what one rank computes, from weights that no rank holds whole."""
+
+import numpy as np
+import pytest
+
+from fd_core.errors import ConfigError
+from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.registry import load_model, spec_of
+from fd_core.models.sharding import head_shares, width_share
+from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.ops.parallel import Parallel
+from fd_core.ops.torch_ops import TorchOps
+from fd_core.testing.checkpoints import write_checkpoint
+from fd_core.testing.ranks import on_ranks
+from fd_core.weights import PackedTensor
+from tests.models.paged import PagedDriver
+
+CASES = ("llama-biases-wide-heads", "qwen2", "qwen3-moe", "gemma3", "ernie-moe")
+NINE_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
+PROMPTS = [[3], list(range(7, 30)), [11, 5, 159, 5]]
+GENERATED = 12
+
+
+def run(folder, ops, quantization="auto"):
+    with open_checkpoint(folder) as checkpoint:
+        model = load_model(checkpoint, ops, 64, quantization=quantization)
+    driver = PagedDriver(model, ops, PROMPTS, 64)
+    driver.generate(GENERATED, 5)
+    return [row.generated for row in driver.rows], np.concatenate([np.stack(row.logits) for row in driver.rows])
+
+
+def run_on_ranks(folder, make_ops, size, quantization="auto"):
+    def work(group):
+        ops = make_ops()
+        ops.join(group)
+        return run(folder, ops, quantization)
+
+    return on_ranks(size, work)
+
+
+def checked(folder, make_ops, size, quantization="auto", atol=2e-5):
+    texts, logits = run(folder, make_ops(), quantization)
+    ranks = run_on_ranks(folder, make_ops, size, quantization)
+    for rank_texts, rank_logits in ranks:
+        assert rank_texts == texts
+        np.testing.assert_array_equal(rank_logits, ranks[0][1])  # the same bits
+        np.testing.assert_allclose(rank_logits, logits, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("pack", [NumpyOps, TorchOps])
+def test_two_ranks_compute_what_one_does(case, pack, tmp_path):
+    checked(write_checkpoint(case, tmp_path / case), pack, 2)
+
+
+@pytest.mark.parametrize("size", [2, 3, 9])
+def test_heads_need_not_divide_evenly_and_may_be_held_by_several_ranks(size, tmp_path):
+    checked(write_checkpoint("llama", tmp_path / "model", **NINE_HEADS), NumpyOps, size)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_packed_weights_stand_for_the_same_on_each_rank(form, tmp_path):
+    checked(write_checkpoint("llama", tmp_path / "model"), NumpyOps, 2, form)
+
+
+def test_heads_that_cannot_be_divided_are_refused_with_sizes_that_can(tmp_path):
+    with open_checkpoint(write_checkpoint("llama", tmp_path / "model", **NINE_HEADS)) as checkpoint:
+        attention = spec_of(checkpoint).layers[0].attention
+    with pytest.raises(ConfigError, match=r"9 query heads, which share 3 KV heads, .* over 4 ranks") as refused:
+        head_shares(attention, Parallel(0, 4))
+    assert refused.value.hint == "use 2, 3 or 9"
+
+
+def test_each_query_head_and_each_column_belongs_to_one_rank(tmp_path):
+    with open_checkpoint(write_checkpoint("llama", tmp_path / "model", **NINE_HEADS)) as checkpoint:
+        attention = spec_of(checkpoint).layers[0].attention
+    for size in (2, 3, 9):
+        shares = [head_shares(attention, Parallel(rank, size)) for rank in range(size)]
+        assert [head for queries, _ in shares for head in range(9)[queries]] == list(range(9))
+        for queries, kv in shares:  # a rank has the KV heads that its query heads read
+            assert sorted({head // 3 for head in range(9)[queries]}) == list(range(3)[kv])
+    for width, size in ((1536, 2), (96, 2), (96, 5), (100, 3), (7, 7)):
+        shares = [width_share(width, Parallel(rank, size)) for rank in range(size)]
+        assert [place for share in shares for place in range(width)[share]] == list(range(width))
+    with pytest.raises(ConfigError, match="use at most 7"):
+        raise_from_refusal(lambda: width_share(7, Parallel(0, 8)))
+
+
+def raise_from_refusal(refused):
+    """Show the hint in the text, for `match`."""
+    try:
+        refused()
+    except ConfigError as error:
+        raise ConfigError(str(error)) from error
+
+
+@pytest.mark.parametrize("columns", [slice(0, 64), slice(64, 96), slice(48, 96), slice(5, 12)])
+@pytest.mark.parametrize("group", [32, 96])
+def test_columns_of_a_packed_weight_stand_for_what_they_stood_for(columns, group):
+    rng = np.random.default_rng(3)
+    values = rng.integers(0, 16, (8, 96)).astype(np.int8)
+    scales, minima = (rng.normal(size=(8, 96 // group)).astype(np.float32) for _ in range(2))
+    whole = PackedTensor("Q4_1", 4, values, scales, minima)
+    np.testing.assert_array_equal(whole.take_columns(columns).to_float32(), whole.to_float32()[:, columns])
