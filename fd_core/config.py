@@ -86,7 +86,11 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     pipeline_depth: Annotated[int, Range(1, 16)] | None = None
     """Steps in flight; None takes what the backend measures best."""
     num_threads: Annotated[int, Range(1, 4096)] | None = None
-    """CPU threads of the backend; None takes the processors available."""
+    """CPU threads of the backend, of each rank; None takes the processors available, divided over the ranks."""
+    tensor_parallel_size: Annotated[int, Range(1, 64)] = 1
+    """Ranks that compute the model together, each with a share of every layer, on a device of its own."""
+    distributed_executor_backend: Annotated[str, OneOf("uni", "mp", "ray")] | None = None
+    """How ranks are started: `uni` in the engine's process, which holds one; `mp` as processes of this machine."""
     native_kernels: bool = True
     """Whether the CPU backend may compile and use its C++ kernels."""
     speculative: SpeculativeConfig | None = None
@@ -137,6 +141,11 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     """File that receives a trace of every step, for `fdcore trace`; None writes no trace."""
     trace_limit: Annotated[int, ByteSize()] = 256 * 2**20
     """Bytes after which nothing more is written to `trace`."""
+
+    @property
+    def rank_seconds(self) -> float:
+        """Seconds for which ranks wait for each other: less than the watchdog's, so that the one at fault is named."""
+        return self.watchdog_seconds / 2
 
 
 class ListenConfig(CheckedStruct, frozen=True, kw_only=True):

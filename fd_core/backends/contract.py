@@ -160,8 +160,8 @@ class Backend(abc.ABC):
 
     @property
     def threads(self) -> int:
-        """Threads to compute with on the processor: `--num-threads`, or as many as the process may use."""
-        return self.config.num_threads or len(os.sched_getaffinity(0))
+        """Threads of a rank on the processor: `--num-threads`, or its share of what the process may use."""
+        return self.config.num_threads or max(1, len(os.sched_getaffinity(0)) // self.config.tensor_parallel_size)
 
     def dtype_asked_for(self, *offered: str) -> str | None:
         """Return the dtype that `--dtype` names, None for `auto`; `ConfigError` if it is not one of `offered`."""

@@ -65,8 +65,8 @@ class CpuBackend(Backend):
         return TorchOps(wanted or "float32")
 
     def free_memory(self) -> int:
-        """Return a quarter of the memory that the system can give without swapping."""
-        return available_memory() // 4
+        """Return a quarter of the memory that the system can give without swapping; of several ranks, a share of it."""
+        return available_memory() // (4 * self.config.tensor_parallel_size)
 
     def describe(self) -> str:
         """Name the processor count and the kernels."""

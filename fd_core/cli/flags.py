@@ -214,7 +214,18 @@ ENGINE_FLAGS: Final = (
         "Silence after which a decode worker gives up a prefill worker and computes the prompt itself, in seconds.",
         "SECONDS",
     ),
-    Flag("num_threads", "Processor threads of the backend; by default all processors available.", "N"),
+    Flag("num_threads", "Processor threads of each rank; by default all processors available, shared by ranks.", "N"),
+    Flag(
+        "tensor_parallel_size",
+        "Ranks that compute the model together, each with a share of every layer.",
+        "N",
+        short="-tp",
+    ),
+    Flag(
+        "distributed_executor_backend",
+        "How ranks are started: mp as processes of this machine; uni is one rank; ray is not built yet.",
+        "HOW",
+    ),
     Flag("native_kernels", "Compile and use native kernels if the backend has any."),
     Flag(
         "speculative",

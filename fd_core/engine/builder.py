@@ -6,48 +6,43 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from fd_core.backends.contract import Backend, Model, cache_shape
+from fd_core.backends.contract import cache_shape
 from fd_core.config import EngineConfig, Limits, resolve_limits
 from fd_core.disagg.prefill.sender import Sender
 from fd_core.engine.adapters import EngineAdapters
 from fd_core.engine.client import StartProgress
+from fd_core.engine.computing import Computing
 from fd_core.engine.core import AdmissionSink, Engine
 from fd_core.engine.device import make_device
 from fd_core.engine.kv_offload import KVStorage, kv_identity, open_kv_storage, start_kv_offload
 from fd_core.engine.kv_transfer import open_kv_transfer, require_role
 from fd_core.engine.messages import EngineInfo
-from fd_core.errors import ConfigError, ModelError, PluginError
+from fd_core.engine.ranks.leading import JoinedKVCache, LeadingRunner, RankProcesses, joined_shape, require_ranks
+from fd_core.engine.ranks.messages import RankLoaded
+from fd_core.errors import ConfigError, PluginError
 from fd_core.kv.port import CompletionQueue, JoinedEffectPort, LockedKVCache
-from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.loading.pooling import VectorSettings, read_vector_settings
-from fd_core.models.quantization import require_formats
+from fd_core.ops.contract import KVCache
 from fd_core.plugins import (
     CONNECTOR,
-    DRAFTER,
     OBSERVER,
-    POSTPROCESS,
     SCHEDULER,
     SCHEDULING_POLICY,
     VICTIMS,
     installed_plugins,
 )
-from fd_core.runner.drafting import Drafter, make_drafter
 from fd_core.runner.observing import ObserverThread
-from fd_core.runner.postprocess.contract import require_fit
 from fd_core.runner.runner import Runner
 from fd_core.scheduling.contract import Scheduler, SchedulerSetup
 from fd_core.scheduling.drafts import DraftControl
 from fd_core.structured.compiler import GrammarCompiler, GrammarError
 from fd_core.structured.port import GrammarPort
-from fd_core.structured.vocabulary import grammar_vocabulary
-from fd_core.text.byte_tokenizer import byte_tokenizer
-from fd_core.text.tokenizer import Tokenizer, load_tokenizer
 from fd_core.tracing.format import TraceHeader
 from fd_core.tracing.writer import TraceWriter, require_trace_file
 from fd_core.weights import ITEM_BYTES
@@ -74,7 +69,12 @@ def load_engine(
     something that nobody submitted; `admitted` is called with the ids of requests that enter a slot, before a step
     computes them. Raises `ConfigError`, `ModelError` or `PluginError`.
     """
-    return _EngineBuilder(config, path, epoch, progress).build(wake, admitted)
+    builder = _EngineBuilder(config, path, epoch, progress)
+    try:
+        return builder.build(wake, admitted)
+    except BaseException:
+        builder.give_up()
+        raise
 
 
 class _EngineBuilder:
@@ -90,38 +90,41 @@ class _EngineBuilder:
         self._epoch = epoch
         self._progress = progress
         self._plugins = installed_plugins()
-        self._choice = self._plugins.choose_backend(config.backend)
         self._scheduler_class = _fitting(self._plugins.load(SCHEDULER, config.scheduler), config)
         self._policy = self._plugins.load(SCHEDULING_POLICY, config.scheduling_policy)()
         self._victims = self._plugins.load(VICTIMS, config.victim_policy)()
         self._plugins.load(CONNECTOR, config.kv_connector)  # a name that no plugin offers is refused whatever the role
-        self._backend: Backend = self._choice.cls(config)
-        progress("prepare", 0, 1)
-        self._ops = self._backend.make_ops()
-        progress("prepare", 1, 1)
-        require_formats(config.quantization, self._ops, self._choice.name)
-        self._backend.require_kv_dtype(self._ops)
-        postprocess = config.postprocess or self._ops.framework
-        self._postprocess = self._plugins.load(POSTPROCESS, postprocess)
-        require_fit(self._postprocess, postprocess, self._ops.framework, self._choice.name)
+        require_ranks(config)
+        self._ranks = RankProcesses(config, path) if config.tensor_parallel_size > 1 else None
+        try:
+            self._computing = Computing(config, path, progress, None if self._ranks is None else self._ranks.group)
+        except BaseException:
+            self.give_up()
+            raise
+
+    def give_up(self) -> None:
+        """End the processes of other ranks."""
+        if self._ranks is not None:
+            self._ranks.kill()
+            self._ranks.close()
 
     def build(self, wake: Callable[[], None], admitted: AdmissionSink) -> Engine:
         """Make the parts that start threads last, and join them."""
-        adapters = self._adapters
+        adapters, compiler = self._adapters, self._computing.compiler
         scheduler, runner = self._scheduler(), self._runner
         with ThreadPoolExecutor(1, "fdcore-vocabulary") as beside:
-            if self._compiler is not None:
-                beside.submit(_make_vocabulary, self._compiler)
+            if compiler is not None:
+                beside.submit(_make_vocabulary, compiler)
             if adapters.held:
                 runner.adapters.replace(adapters.held)
             prefill_token = runner.warm_up(lambda done, total: self._progress("warmup", done, total))
         trace = self._trace()
-        cache, queue = LockedKVCache(runner.cache), CompletionQueue(wake)
+        cache, queue = LockedKVCache(self._joined(runner.cache)), CompletionQueue(wake)
         transfer = open_kv_transfer(
-            self._config, self._plugins, self._limits, cache, self._ops.dtype, self._identity, queue
+            self._config, self._plugins, self._limits, cache, self._computing.ops.dtype, self._identity, queue
         )
-        offload = start_kv_offload(self._storage, self._config, cache, self._ops.dtype, queue)
-        grammars = None if self._compiler is None else GrammarPort(queue, self._compiler)
+        offload = start_kv_offload(self._storage, self._config, cache, self._computing.ops.dtype, queue)
+        grammars = None if compiler is None else GrammarPort(queue, compiler)
         return Engine(
             self._info(transfer.port if isinstance(transfer, Sender) else None),
             scheduler,
@@ -135,7 +138,7 @@ class _EngineBuilder:
             observer=self._observer_thread(),
         )
 
-    # The model on its device --------------------------------------------------------------------------------
+    # The model on its ranks ---------------------------------------------------------------------------------
 
     @cached_property
     def _adapters(self) -> EngineAdapters:
@@ -143,55 +146,35 @@ class _EngineBuilder:
         return EngineAdapters(self._config, self._path, restarted=self._epoch > 1)
 
     @cached_property
-    def _model(self) -> Model:
-        return self._backend.load_model(self._path, self._ops, lambda done, total: self._progress("load", done, total))
-
-    @cached_property
-    def _drafter(self) -> Drafter | None:
-        if self._config.speculative is None:
-            return None
-        chosen = self._plugins.load(DRAFTER, self._config.speculative.method)
-        model = self._model
-        return make_drafter(
-            chosen, self._config, self._backend, self._ops, model, lambda *parts: self._progress("load", *parts)
-        )
-
-    @cached_property
     def _runner(self) -> Runner:
-        return Runner(
-            self._ops,
-            self._model,
-            self._limits,
-            self._postprocess,
-            self._drafter,
-            self._compiler,
-            self._config.kv_cache_dtype,
-        )
+        limits = self._limits
+        if self._ranks is None:
+            return self._computing.runner(limits)
+        self._ranks.allocate(limits)
+        return self._computing.runner(limits, partial(LeadingRunner, self._ranks))
 
     @cached_property
-    def _compiler(self) -> GrammarCompiler | None:
-        if not self._config.structured_output:
-            return None
-        path, vocab_size, ends = self._path, self._model.vocab_size, self._model.eos_token_ids
-        return GrammarCompiler(lambda: grammar_vocabulary(_tokenizer(path), vocab_size, ends))
+    def _loaded(self) -> list[RankLoaded]:
+        """What each rank has once its weights are there, rank 0 first."""
+        own = self._computing.loaded()
+        return [own] if self._ranks is None else [own, *self._ranks.loaded()]
+
+    @property
+    def _heads(self) -> list[tuple[int, int]]:
+        return [rank.kv_heads for rank in self._loaded]
+
+    def _joined(self, cache: KVCache) -> KVCache:
+        return cache if self._ranks is None else JoinedKVCache(cache, self._ranks, self._heads)
 
     # KV -----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _bytes_per_block(self) -> int:
-        """Bytes of a block with its drafter's share."""
-        item_bytes = ITEM_BYTES[self._ops.dtype]
-        shape = cache_shape(self._model, self._config.block_size, self._config.kv_cache_dtype)
-        size = shape.bytes_per_block(item_bytes)
-        if self._drafter is not None and self._drafter.kv_shape is not None:
-            size += self._drafter.kv_shape.bytes_per_block(item_bytes)
-        return size
-
-    @cached_property
     def _identity(self) -> str:
-        forms = "+".join(sorted({use.computed for use in self._model.weights}))
-        shape = cache_shape(self._model, self._config.block_size, self._config.kv_cache_dtype)
-        return kv_identity(self._path, f"{self._ops.name}/{self._ops.dtype}/{forms}/{shape}")
+        model, ops = self._computing.model, self._computing.ops
+        forms = "+".join(sorted({use.computed for use in model.weights}))
+        shape = cache_shape(model, self._config.block_size, self._config.kv_cache_dtype)
+        shape = joined_shape(shape, self._heads)
+        return kv_identity(self._path, f"{ops.name}/{ops.dtype}/{forms}/{shape}")
 
     @cached_property
     def _storage(self) -> KVStorage:
@@ -209,13 +192,15 @@ class _EngineBuilder:
 
     @cached_property
     def _limits(self) -> Limits:
+        model, ranks = self._computing.model, self._loaded
+        reserved = self._adapters.reserved_bytes(ITEM_BYTES[self._computing.ops.dtype])
         return resolve_limits(
             self._config,
-            model_max_len=self._model.max_positions,
-            vocab_size=self._model.vocab_size,
-            bytes_per_block=self._bytes_per_block,
-            free_bytes=self._backend.free_memory() - self._adapters.reserved_bytes(ITEM_BYTES[self._ops.dtype]),
-            default_pipeline_depth=self._backend.default_pipeline_depth,
+            model_max_len=model.max_positions,
+            vocab_size=model.vocab_size,
+            bytes_per_block=max(rank.bytes_per_block for rank in ranks),
+            free_bytes=min(rank.free_memory for rank in ranks) - reserved,
+            default_pipeline_depth=self._computing.backend.default_pipeline_depth,
         )
 
     @property
@@ -251,7 +236,7 @@ class _EngineBuilder:
             return None
         header = TraceHeader(
             model=config.model,
-            backend=self._choice.name,
+            backend=self._computing.choice.name,
             device=self._device_line,
             epoch=self._epoch,
             started=time.time(),
@@ -275,25 +260,27 @@ class _EngineBuilder:
     @cached_property
     def _device_line(self) -> str:
         """The backend's line about its device, which says "emulated" where that is so."""
-        line = self._backend.describe()
-        return f"emulated: {line}" if self._backend.emulated and "emulated" not in line.lower() else line
+        backend, size = self._computing.backend, self._config.tensor_parallel_size
+        line = backend.describe() if size == 1 else f"{size} ranks of {backend.describe()}"
+        return f"emulated: {line}" if backend.emulated and "emulated" not in line.lower() else line
 
     def _info(self, kv_port: int | None) -> EngineInfo:
-        config, limits, model, storage = self._config, self._limits, self._model, self._storage
+        config, limits, storage, computing = self._config, self._limits, self._storage, self._computing
+        model, ops, backend = computing.model, computing.ops, computing.backend
         return EngineInfo(
             model=config.model,
             architecture=model.architecture,
             num_parameters=model.num_parameters,
-            backend=self._choice.name,
-            backend_reason=self._choice.reason,
+            backend=computing.choice.name,
+            backend_reason=computing.choice.reason,
             scheduler=config.scheduler,
-            postprocess=None if config.postprocess == self._ops.framework else config.postprocess,
+            postprocess=None if config.postprocess == ops.framework else config.postprocess,
             device=self._device_line,
-            dtype=self._ops.dtype,
-            dtype_reason=self._backend.dtype_reason if config.dtype == "auto" else "asked for",
-            weights=self._model.weights,
-            weight_formats=tuple(sorted(self._ops.weight_formats)),
-            kv_dtype=self._ops.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+            dtype=ops.dtype,
+            dtype_reason=backend.dtype_reason if config.dtype == "auto" else "asked for",
+            weights=model.weights,
+            weight_formats=tuple(sorted(ops.weight_formats)),
+            kv_dtype=ops.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
             vocab_size=limits.vocab_size,
             state_size=model.state_size,
             vectors=self._vectors,
@@ -304,7 +291,7 @@ class _EngineBuilder:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             block_size=limits.block_size,
             num_kv_blocks=limits.num_kv_blocks,
-            kv_cache_bytes=limits.num_kv_blocks * self._bytes_per_block,
+            kv_cache_bytes=limits.num_kv_blocks * sum(rank.bytes_per_block for rank in self._loaded),
             pipeline_depth=limits.pipeline_depth,
             host_kv_bytes=0 if storage.keep is None else config.host_kv_memory,
             kv_store=storage.summary,
@@ -312,24 +299,13 @@ class _EngineBuilder:
             role=config.role,
             kv_port=kv_port,
             kv_connector=config.kv_connector if config.role == "decode" else None,
-            emulated=self._backend.emulated,
+            emulated=backend.emulated,
             kv_events=self._kv_events,
             structured_output=config.structured_output,
             adapters=self._adapters.infos,
             lora_folder=config.lora_folder,
             epoch=self._epoch,
         )
-
-
-def _tokenizer(path: Path | None) -> Tokenizer:
-    """Return the tokenizer of a checkpoint; bytes for a model without one. Raises `ValueError` if there is none."""
-    if path is None:
-        return byte_tokenizer()
-    try:
-        with open_checkpoint(path) as checkpoint:
-            return load_tokenizer(checkpoint)
-    except ModelError as error:
-        raise ValueError(f"the model's tokenizer cannot be read: {error}") from error
 
 
 def _make_vocabulary(compiler: GrammarCompiler) -> None:

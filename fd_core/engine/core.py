@@ -209,6 +209,7 @@ class Engine:
         """Stop the engine's threads; what is in flight is computed and dropped, what waits for a store written."""
         self._outside.close()
         self._device.close()
+        self._device.runner.close()
         if self._observer is not None:
             self._observer.close()
         if self._trace is not None:

@@ -124,6 +124,9 @@ class Runner:
         self.batch = PersistentBatch(limits)
         return seconds[0] / length
 
+    def close(self) -> None:
+        """End what computes beside this process."""
+
     def watch_forward(self, watch: Callable[[StepInput], None]) -> None:
         """Have `watch` called with the input of every forward pass from now on."""
         self._watch = watch

@@ -1,0 +1,115 @@
+"""What one rank computes with: backend, pack, model, drafter, compiler of grammars, and the runner made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+
+from fd_core.backends.contract import Backend, Model, cache_shape
+from fd_core.config import EngineConfig, Limits
+from fd_core.engine.client import StartProgress
+from fd_core.engine.ranks.messages import RankLoaded
+from fd_core.errors import ModelError
+from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.quantization import require_formats
+from fd_core.ops.parallel import RankGroup
+from fd_core.plugins import DRAFTER, POSTPROCESS, installed_plugins
+from fd_core.runner.drafting import Drafter, make_drafter
+from fd_core.runner.postprocess.contract import require_fit
+from fd_core.runner.runner import Runner
+from fd_core.structured.compiler import GrammarCompiler
+from fd_core.structured.vocabulary import grammar_vocabulary
+from fd_core.text.byte_tokenizer import byte_tokenizer
+from fd_core.text.tokenizer import Tokenizer, load_tokenizer
+from fd_core.weights import ITEM_BYTES
+
+__all__ = ["Computing"]
+
+
+class Computing:
+    """The parts of one rank's runner. Each is made when another one needs it, and is complete from then on."""
+
+    def __init__(
+        self, config: EngineConfig, path: Path | None, progress: StartProgress, group: RankGroup | None = None
+    ) -> None:
+        """Check the settings before anything is loaded; `group` is None for a model on one rank."""
+        self._config = config
+        self._path = path
+        self._progress = progress
+        self._plugins = installed_plugins()
+        self.choice = self._plugins.choose_backend(config.backend)
+        self.backend: Backend = self.choice.cls(config)
+        progress("prepare", 0, 1)
+        self.ops = self.backend.make_ops()
+        progress("prepare", 1, 1)
+        if group is not None:
+            self.ops.join(group)
+        require_formats(config.quantization, self.ops, self.choice.name)
+        self.backend.require_kv_dtype(self.ops)
+        postprocess = config.postprocess or self.ops.framework
+        self._postprocess = self._plugins.load(POSTPROCESS, postprocess)
+        require_fit(self._postprocess, postprocess, self.ops.framework, self.choice.name)
+
+    @cached_property
+    def model(self) -> Model:
+        """The model, with its weights."""
+        return self.backend.load_model(self._path, self.ops, lambda done, total: self._progress("load", done, total))
+
+    @cached_property
+    def drafter(self) -> Drafter | None:
+        """What guesses tokens ahead, if anything does."""
+        if self._config.speculative is None:
+            return None
+        chosen = self._plugins.load(DRAFTER, self._config.speculative.method)
+        model = self.model
+        return make_drafter(
+            chosen, self._config, self.backend, self.ops, model, lambda *parts: self._progress("load", *parts)
+        )
+
+    @cached_property
+    def compiler(self) -> GrammarCompiler | None:
+        """What compiles grammars; None where structured output is switched off."""
+        if not self._config.structured_output:
+            return None
+        path, vocab_size, ends = self._path, self.model.vocab_size, self.model.eos_token_ids
+        return GrammarCompiler(lambda: grammar_vocabulary(_tokenizer(path), vocab_size, ends))
+
+    @cached_property
+    def bytes_per_block(self) -> int:
+        """Bytes of a block with its drafter's share."""
+        item_bytes = ITEM_BYTES[self.ops.dtype]
+        shape = cache_shape(self.model, self._config.block_size, self._config.kv_cache_dtype)
+        size = shape.bytes_per_block(item_bytes)
+        if self.drafter is not None and self.drafter.kv_shape is not None:
+            size += self.drafter.kv_shape.bytes_per_block(item_bytes)
+        return size
+
+    def loaded(self) -> RankLoaded:
+        """Load the weights and say what of the device is left."""
+        shape = self.model.kv_shape(self._config.block_size)
+        heads = (shape.first_kv_head, shape.first_kv_head + shape.num_kv_heads)
+        return RankLoaded(self.backend.free_memory(), self.bytes_per_block, heads)
+
+    def runner(self, limits: Limits, make: Callable[..., Runner] = Runner) -> Runner:
+        """Allocate the KV cache and return what executes plans."""
+        return make(
+            self.ops,
+            self.model,
+            limits,
+            self._postprocess,
+            self.drafter,
+            self.compiler,
+            self._config.kv_cache_dtype,
+        )
+
+
+def _tokenizer(path: Path | None) -> Tokenizer:
+    """Return the tokenizer of a checkpoint; bytes for a model without one. Raises `ValueError` if there is none."""
+    if path is None:
+        return byte_tokenizer()
+    try:
+        with open_checkpoint(path) as checkpoint:
+            return load_tokenizer(checkpoint)
+    except ModelError as error:
+        raise ValueError(f"the model's tokenizer cannot be read: {error}") from error

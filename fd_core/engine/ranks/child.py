@@ -1,0 +1,133 @@
+"""Entry point of a rank's own process: `python -m fd_core.engine.ranks.child`, started by `leading`."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import zmq
+
+from fd_core.engine.computing import Computing
+from fd_core.engine.messages import Fault
+from fd_core.engine.ranks.messages import (
+    WARM_UP,
+    BlockCopy,
+    RankLimits,
+    RankMessage,
+    RankReady,
+    RankStart,
+    StepDigest,
+    decode_blocks,
+    decode_plan,
+    encode_blocks,
+    step_digest,
+)
+from fd_core.errors import FdError
+from fd_core.logs import configure_logs
+from fd_core.ops.contract import KVCache
+from fd_core.ops.parallel import Parallel, RankGroup, RanksApart
+from fd_core.parent_watch import end_with_parent
+from fd_core.runner.runner import Runner
+
+_log = logging.getLogger(__name__)
+_LINGER_MS: Final = 2000
+
+
+def main() -> int:
+    """Execute what rank 0 says until it is gone."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    configure_logs(
+        os.environ.get("FD_LOG_LEVEL", "WARNING"),
+        os.environ.get("FD_LOG_FORMAT", "text"),
+        text="%(levelname)s %(message)s",
+    )
+    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankStart)
+    end_with_parent()
+    context = zmq.Context(1)
+    steps, copies = _connected(context, start.steps), _connected(context, start.copies)
+    parallel = Parallel(start.rank, start.config.tensor_parallel_size)
+    group = RankGroup(parallel, start.descriptor, start.config.rank_seconds)
+    os.close(start.descriptor)
+
+    def say(message: RankMessage) -> None:
+        steps.send(msgspec.msgpack.encode(message))
+
+    try:
+        runner = _load(start, group, steps, say)
+        threading.Thread(target=_copy, args=(copies, runner.cache), name="fdcore-copies", daemon=True).start()
+        # Loaded objects live as long as the process: the garbage collector need not visit them during a step.
+        gc.collect()
+        gc.freeze()
+        say(RankReady())
+        _execute(steps, runner, say)
+    except FdError as error:
+        say(Fault(error.message, error.field, error.hint, error.exit_code))
+    except RanksApart as error:
+        if not group.abandoned:  # else another rank has said, or cannot say any more, what happened
+            say(Fault(str(error)))
+    except MemoryError as error:
+        say(Fault("it has no memory left" + (f": {error}" if str(error) else "")))
+    except Exception as error:  # noqa: BLE001 - last frame of the process: tell rank 0, then end
+        _log.exception("rank %d failed", start.rank)
+        say(Fault(f"{type(error).__name__}: {error}"))
+    group.abandon()
+    steps.close(linger=_LINGER_MS)
+    context.term()
+    return 1
+
+
+def _connected(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+    socket.set_hwm(0)
+    socket.connect(address)
+    return socket
+
+
+def _load(start: RankStart, group: RankGroup, steps: zmq.Socket[bytes], say: Callable[[RankMessage], None]) -> Runner:
+    """Load this rank's share of the model, and allocate what rank 0 decides."""
+    path = Path(start.path) if start.path is not None else None
+    computing = Computing(start.config, path, lambda *_: None, group)
+    say(computing.loaded())
+    return computing.runner(msgspec.msgpack.decode(steps.recv(), type=RankLimits).limits)
+
+
+def _execute(steps: zmq.Socket[bytes], runner: Runner, say: Callable[[RankMessage], None]) -> None:
+    while True:
+        frame = steps.recv()
+        if frame == WARM_UP:
+            runner.warm_up(lambda *_: None)
+            continue
+        plan = decode_plan(frame)
+        say(StepDigest(plan.step, step_digest(frame, runner.execute(plan))))
+
+
+def _copy(socket: zmq.Socket[bytes], cache: KVCache) -> None:
+    """Copy blocks while steps are executed, until the context ends."""
+    try:
+        while True:
+            _, blocks, data = decode_blocks(socket.recv_multipart())
+            try:
+                if data is None:
+                    answer = encode_blocks(blocks, cache.export_blocks(blocks))
+                else:
+                    cache.import_blocks(blocks, data)
+                    answer = encode_blocks(blocks)
+            except Exception as error:  # noqa: BLE001 - it ends that copy only
+                text = f"{type(error).__name__}: {error}"
+                answer = [msgspec.msgpack.encode(BlockCopy(b"", error=text))]
+            socket.send_multipart(answer)
+    except zmq.ContextTerminated:
+        socket.close(linger=0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,350 @@
+"""Rank 0's side: it starts the other ranks, tells them what to execute, and compares what they made of it.
+
+    plan --frame--> ranks           every rank executes it; sums and gathers keep them together
+    output, digests <-- ranks       equal, or the engine is at fault and starts again with all ranks
+
+A rank that ends abandons the group, so that no other waits for it; one that stands still is noticed by whoever waits
+for it, within `EngineConfig.rank_seconds`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from fd_core.backends.contract import LoadProgress
+from fd_core.config import EngineConfig, Limits
+from fd_core.engine.messages import Fault
+from fd_core.engine.ranks.messages import (
+    WARM_UP,
+    RankLimits,
+    RankLoaded,
+    RankMessage,
+    RankReady,
+    RankStart,
+    StepDigest,
+    decode_blocks,
+    encode_blocks,
+    encode_plan,
+    step_digest,
+)
+from fd_core.errors import ConfigError, EngineDead, FdError, ModelError, PluginError
+from fd_core.ops.contract import KVCache, KVShape
+from fd_core.ops.parallel import Parallel, RankGroup, RanksApart, group_bytes
+from fd_core.runner.runner import Runner
+from fd_core.types import IntArray, StepOutput, StepPlan
+
+__all__ = ["JoinedKVCache", "LeadingRunner", "RankProcesses", "joined_shape", "require_ranks"]
+
+_ERRORS: Final[dict[int, type[FdError]]] = {error.exit_code: error for error in (ConfigError, ModelError, PluginError)}
+_LOOK_MS: Final = 50
+"""How often whoever waits for a rank looks whether it still runs."""
+_LAST_WORDS_SECONDS: Final = 1.0
+"""For which the reason of a rank that ended is waited for."""
+_END_SECONDS: Final = 5.0
+_Message = TypeVar("_Message", RankLoaded, RankReady, StepDigest)
+
+
+def require_ranks(config: EngineConfig) -> None:
+    """Raise `ConfigError` for settings that contradict several ranks."""
+    executor, size = config.distributed_executor_backend, config.tensor_parallel_size
+    if executor == "ray":
+        raise ConfigError(
+            "ranks are not placed by Ray yet",
+            field="--distributed-executor-backend",
+            hint="use mp, which starts them on this machine",
+        )
+    if size == 1:
+        return
+    if executor == "uni":
+        raise ConfigError(
+            f"uni is one process, but there are {size} ranks", field="--distributed-executor-backend", hint="use mp"
+        )
+    if config.lora_modules or config.lora_folder is not None:
+        raise ConfigError(
+            f"adapters are served by one rank only, but there are {size}",
+            field="--tensor-parallel-size",
+            hint="leave it out, or serve without --lora-modules and --lora-folder",
+        )
+
+
+class RankProcesses:
+    """The other ranks of an engine, one process each. Used from the thread that executes steps, copies of KV apart."""
+
+    def __init__(self, config: EngineConfig, path: Path | None) -> None:
+        """Start them; they load while rank 0 does."""
+        size = config.tensor_parallel_size
+        self._seconds = config.rank_seconds
+        self._closing = False
+        self._folder = Path(tempfile.mkdtemp(prefix="fdcore-ranks-"))
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
+        self._steps: list[zmq.Socket[bytes]] = []
+        self._copies: list[zmq.Socket[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._ended: list[tuple[int, int]] = []
+        """Ranks whose process ended, the first one first, with exit codes."""
+        descriptor = os.memfd_create("fdcore-ranks")
+        try:
+            os.ftruncate(descriptor, group_bytes(size))
+            self.group = RankGroup(Parallel(0, size), descriptor, config.rank_seconds)
+            """Rank 0's end of sums and gathers."""
+            for rank in range(1, size):
+                self._start(config, path, rank, descriptor)
+        except OSError as error:
+            self.close()
+            raise EngineDead(f"the ranks' processes could not be started: {error}") from error
+        finally:
+            os.close(descriptor)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids of the other ranks, from rank 1 on."""
+        return tuple(process.pid for process in self._processes)
+
+    def loaded(self) -> list[RankLoaded]:
+        """Wait until the other ranks have their weights. Raises what loading raised on one of them."""
+        return [self._hear(rank, RankLoaded, None) for rank in self._ranks]
+
+    def allocate(self, limits: Limits) -> None:
+        """Have the other ranks allocate what the limits say. Raises what that raised on one of them."""
+        self.tell(msgspec.msgpack.encode(RankLimits(limits)))
+        for rank in self._ranks:
+            self._hear(rank, RankReady, None)
+
+    def tell(self, frame: bytes) -> None:
+        """Send a frame to all other ranks."""
+        for socket in self._steps:
+            socket.send(frame)
+
+    def compare(self, step: int, digest: bytes) -> None:
+        """Wait until the other ranks have executed a step. Raises `EngineDead` if one made something else of it."""
+        for rank in self._ranks:
+            heard = self._hear(rank, StepDigest, self._seconds)
+            if (heard.step, heard.digest) != (step, digest):
+                raise EngineDead(f"rank {rank} made something else of step {step} than rank 0")
+
+    def copy(self, requests: Sequence[tuple[int, list[bytes]]]) -> list[list[bytes]]:
+        """Have some ranks copy blocks, at the same time, and return their answers. One call at a time, any thread."""
+        for rank, parts in requests:
+            self._copies[rank - 1].send_multipart(parts)
+        answers = []
+        for rank, _ in requests:
+            socket, deadline = self._copies[rank - 1], time.monotonic() + self._seconds
+            while not socket.poll(_LOOK_MS):
+                if self.group.abandoned or time.monotonic() > deadline:
+                    raise EngineDead(f"rank {rank} does not answer")
+            answers.append(socket.recv_multipart())
+        return answers
+
+    def reason(self, otherwise: str) -> str:
+        """Say why the ranks came apart: in the words of the rank at fault, if it had any."""
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        while self.group.abandoned and time.monotonic() < deadline:
+            for rank in self._ranks:
+                while self._steps[rank - 1].poll(0):
+                    if isinstance(message := self._receive(rank), Fault):
+                        return f"rank {rank}: {message.message}"
+            if self._ended and self._ended[0][1] < 0:
+                break  # by a signal: it has said nothing
+            time.sleep(_LOOK_MS / 1000)
+        return f"rank {self._ended[0][0]} {_how(self._ended[0][1])}" if self._ended else otherwise
+
+    def kill(self) -> None:
+        """End the processes at once, also those that stand still."""
+        for process in self._processes:
+            process.kill()
+
+    def close(self) -> None:
+        """End the processes. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        for process in self._processes:
+            with contextlib.suppress(OSError):
+                process.stdin.close()  # type: ignore[union-attr]  # its end tells the rank that this one is gone
+        for process in self._processes:
+            try:
+                process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for socket in (*self._steps, *self._copies):
+            socket.close(linger=0)
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # Inside -----------------------------------------------------------------------------------------------
+
+    @property
+    def _ranks(self) -> range:
+        return range(1, len(self._processes) + 1)
+
+    def _start(self, config: EngineConfig, path: Path | None, rank: int, descriptor: int) -> None:
+        addresses = []
+        for kind, sockets in (("steps", self._steps), ("copies", self._copies)):
+            addresses.append(f"ipc://{self._folder}/{kind}-{rank}")
+            socket = self._context.socket(zmq.PAIR)
+            socket.set_hwm(0)
+            socket.bind(addresses[-1])
+            sockets.append(socket)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fd_core.engine.ranks.child"],
+            stdin=subprocess.PIPE,
+            pass_fds=(descriptor,),
+            start_new_session=True,
+        )
+        self._processes.append(process)
+        start = RankStart(config, None if path is None else str(path), rank, descriptor, *addresses)
+        process.stdin.write(msgspec.json.encode(start) + b"\n")  # type: ignore[union-attr]  # asked for above
+        process.stdin.flush()  # type: ignore[union-attr]
+        # The pipe stays open: its end tells the rank that this process is gone.
+        threading.Thread(target=self._watch, args=(rank, process), name=f"fdcore-rank-{rank}", daemon=True).start()
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        """Let nobody wait for a rank that has ended."""
+        self._ended.append((rank, process.wait()))
+        self.group.abandon()
+
+    def _hear(self, rank: int, kind: type[_Message], seconds: float | None) -> _Message:
+        """Return a rank's next message, which has to be of a kind; None waits for as long as it runs."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while not self._steps[rank - 1].poll(_LOOK_MS):
+            if self.group.abandoned:
+                raise EngineDead(self.reason(f"rank {rank} is gone"))
+            if deadline is not None and time.monotonic() > deadline:
+                raise EngineDead(f"rank {rank} did not answer within {seconds:g} s")
+        message = self._receive(rank)
+        if isinstance(message, kind):
+            return message
+        if isinstance(message, Fault):
+            text = f"rank {rank}: {message.message}"
+            raise _ERRORS.get(message.exit_code, EngineDead)(text, field=message.field, hint=message.hint)
+        raise EngineDead(f"rank {rank} said {type(message).__name__} where {kind.__name__} was due")
+
+    def _receive(self, rank: int) -> RankMessage:
+        message: RankMessage = msgspec.msgpack.decode(self._steps[rank - 1].recv(), type=RankMessage)
+        return message
+
+
+class LeadingRunner(Runner):
+    """The runner of rank 0: whatever it executes, the other ranks execute as well."""
+
+    def __init__(self, ranks: RankProcesses, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._ranks = ranks
+        self._leads = False
+
+    def warm_up(self, progress: LoadProgress) -> float:
+        """Warm up, as every rank does by itself."""
+        self._ranks.tell(WARM_UP)
+        with self._together():
+            seconds = super().warm_up(progress)
+        self._leads = True
+        return seconds
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Compute one step on all ranks. Raises `EngineDead` if they come apart."""
+        if not self._leads:
+            return super().execute(plan)
+        with self._together():
+            frame = encode_plan(plan)
+            self._ranks.tell(frame)
+            output = super().execute(plan)
+            self._ranks.compare(plan.step, step_digest(frame, output))
+        return output
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self._ranks.close()
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """End all ranks if one fails: they start again together."""
+        try:
+            yield
+        except RanksApart as error:
+            reason = self._ranks.reason(str(error))
+            self._ranks.kill()
+            raise EngineDead(reason) from error
+        except BaseException:
+            self._ranks.kill()
+            raise
+
+
+class JoinedKVCache(KVCache):
+    """The KV heads of all ranks as one cache, for copies: what is exported knows nothing of ranks."""
+
+    def __init__(self, own: KVCache, ranks: RankProcesses, heads: Sequence[tuple[int, int]]) -> None:
+        """`heads` are those that each rank keeps, from rank 0 on: the first, and the one behind the last."""
+        self.shape = joined_shape(own.shape, heads)
+        self.num_blocks = own.num_blocks
+        self.spare_block = own.spare_block
+        self._own = own
+        self._ranks = ranks
+        self._heads = heads
+
+    def layer(self, index: int) -> Any:
+        """Return rank 0's handle of a layer."""
+        return self._own.layer(index)
+
+    def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:
+        """Copy blocks from all ranks; of ranks that keep the same heads, from the first."""
+        first = [rank for rank, heads in enumerate(self._heads) if heads not in self._heads[:rank]]
+        asked = encode_blocks(blocks)
+        parts = [self._own.export_blocks(blocks)]
+        for answer in self._copy([(rank, asked) for rank in first[1:]]):
+            if answer is None:
+                raise RuntimeError("a rank answers without KV")
+            parts.append(answer)
+        return np.concatenate(parts, axis=-2)
+
+    def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
+        """Write blocks on all ranks, to each its heads."""
+        begin, end = self._heads[0]
+        self._copy(
+            [
+                (rank, encode_blocks(blocks, data[..., slice(*heads), :]))
+                for rank, heads in enumerate(self._heads)
+                if rank > 0
+            ]
+        )
+        self._own.import_blocks(blocks, data[..., begin:end, :])
+
+    def _copy(self, requests: list[tuple[int, list[bytes]]]) -> list[npt.NDArray[Any] | None]:
+        copied = []
+        for (rank, _), parts in zip(requests, self._ranks.copy(requests), strict=True):
+            head, _, data = decode_blocks(parts)
+            if head.error is not None:
+                raise RuntimeError(f"rank {rank}: {head.error}")
+            copied.append(data)
+        return copied
+
+
+def joined_shape(own: KVShape, heads: Sequence[tuple[int, int]]) -> KVShape:
+    """Return the shape of the KV of all ranks, of which `own` is one's."""
+    return replace(own, num_kv_heads=max(end for _, end in heads), first_kv_head=0)
+
+
+def _how(code: int) -> str:
+    """Say how a process ended."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"was ended by signal {-code}"

@@ -1,0 +1,127 @@
+"""What rank 0 says to the other ranks and hears of them; encoded with msgspec, never pickled.
+
+On the socket of steps: `RankLoaded`, `RankLimits`, `RankReady`, `WARM_UP`, then a plan for each step and its digest; at
+any time a `Fault` instead. On the socket of copies: a `BlockCopy` and its answer, with the bytes of blocks behind it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.config import EngineConfig, Limits
+from fd_core.engine.messages import Fault
+from fd_core.types import StepOutput, StepPlan
+
+__all__ = [
+    *("WARM_UP", "BlockCopy", "RankLimits", "RankLoaded", "RankMessage", "RankReady", "RankStart", "StepDigest"),
+    *("decode_blocks", "decode_plan", "encode_blocks", "encode_plan", "step_digest"),
+]
+
+
+WARM_UP: Final = b""
+"""The frame before the first plan: every rank warms up by itself."""
+
+
+class RankStart(msgspec.Struct, frozen=True):
+    """What a rank's process is told on its standard input."""
+
+    config: EngineConfig
+    path: str | None
+    rank: int
+    descriptor: int
+    """Of the memory that all ranks share, see `fd_core.ops.parallel`."""
+    steps: str
+    """Address of the socket of steps."""
+    copies: str
+    """Address of the socket of copies of KV."""
+
+
+class RankLoaded(msgspec.Struct, frozen=True, tag="loaded"):
+    """A rank has its weights."""
+
+    free_memory: int
+    bytes_per_block: int
+    kv_heads: tuple[int, int]
+    """The first of the model's KV heads that it keeps, and the one behind the last."""
+
+
+class RankLimits(msgspec.Struct, frozen=True, tag="limits"):
+    """The limits that all ranks keep."""
+
+    limits: Limits
+
+
+class RankReady(msgspec.Struct, frozen=True, tag="ready"):
+    """A rank waits for plans."""
+
+
+class StepDigest(msgspec.Struct, frozen=True, tag="digest"):
+    """What a rank made of a step, in short."""
+
+    step: int
+    digest: bytes
+
+
+RankMessage = RankLoaded | RankReady | StepDigest | Fault
+"""What rank 0 hears on the socket of steps."""
+
+
+class BlockCopy(msgspec.Struct, frozen=True):
+    """Blocks int32[n] that are to be exported, or imported from the bytes that follow; the answer to either."""
+
+    blocks: bytes
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    """Of the bytes that follow; empty where none do."""
+    error: str | None = None
+
+
+def _encode_array(array: npt.NDArray[Any]) -> tuple[tuple[int, ...], str, bytes]:
+    return array.shape, array.dtype.char, array.tobytes()
+
+
+def _decode_array(_: type, packed: tuple[tuple[int, ...], str, bytes]) -> npt.NDArray[Any]:
+    shape, dtype, values = packed
+    return np.frombuffer(values, dtype).reshape(shape)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_DECODER: msgspec.msgpack.Decoder[StepPlan] = msgspec.msgpack.Decoder(StepPlan, dec_hook=_decode_array)
+
+
+def encode_plan(plan: StepPlan) -> bytes:
+    """Return a plan's frame."""
+    return _ENCODER.encode(plan)
+
+
+def decode_plan(frame: bytes) -> StepPlan:
+    """Return what `encode_plan` was given. Raises `msgspec.DecodeError` or `ValueError` for anything else."""
+    return _DECODER.decode(frame)
+
+
+def step_digest(frame: bytes, output: StepOutput) -> bytes:
+    """Return what has to be the same on all ranks: the plan, what was sampled, and the drafts for the next step."""
+    digest = hashlib.blake2b(frame, digest_size=8)
+    digest.update(output.tokens.tobytes())
+    if output.drafts_ready is not None:
+        digest.update(output.drafts_ready.tobytes())
+    return digest.digest()
+
+
+def encode_blocks(blocks: npt.NDArray[np.int32], data: npt.NDArray[Any] | None = None) -> list[bytes]:
+    """Return the parts of a message about blocks."""
+    shape, dtype = ((), "") if data is None else (data.shape, data.dtype.str)
+    head = msgspec.msgpack.encode(BlockCopy(blocks.astype("<i4").tobytes(), dtype, shape))
+    return [head] if data is None else [head, np.ascontiguousarray(data).tobytes()]
+
+
+def decode_blocks(parts: list[bytes]) -> tuple[BlockCopy, npt.NDArray[np.int32], npt.NDArray[Any] | None]:
+    """Return a message about blocks, the blocks, and their data if there is any."""
+    head = msgspec.msgpack.decode(parts[0], type=BlockCopy)
+    data = np.frombuffer(parts[1], np.dtype(head.dtype)).reshape(head.shape) if len(parts) > 1 else None
+    return head, np.frombuffer(head.blocks, "<i4").astype(np.int32), data
