@@ -111,7 +111,9 @@ class DecoderModel:
     def forward(self, step: StepInput, cache: KVCache) -> Array:
         """Compute float32 logits [R, V] of the rows asked for and write the step's keys and values."""
         x, decoder = self._layers(step, cache), self.decoder
-        return self._gathered(self.ops.logits(x, decoder.final_norm, decoder.head, step.logits_rows, decoder.softcap))
+        return self.ops.logits(
+            x, decoder.final_norm, decoder.head, step.logits_rows, decoder.softcap, split=decoder.head_split
+        )
 
     def states(self, step: StepInput, cache: KVCache) -> Array:
         """Compute the normalized hidden states [T, H] of all tokens and write the step's keys and values."""
@@ -119,9 +121,7 @@ class DecoderModel:
 
     def head(self, states: Array) -> Array:
         """Project states [R, H] to float32 logits [R, V]."""
-        return self._gathered(self.ops.logits_of(states, self.decoder.head, self.decoder.softcap))
-
-    def _gathered(self, logits: Array) -> Array:
+        logits = self.ops.logits_of(states, self.decoder.head, self.decoder.softcap)
         return self.ops.all_gather(logits) if self.decoder.head_split else logits
 
     def _layers(self, step: StepInput, cache: KVCache) -> Array:

@@ -607,9 +607,15 @@ class Ops(abc.ABC):
         """x + all_reduce(moe(norm(x))): [T, H] -> [T, H]. May write into `x`."""
         return self.add(x, self.all_reduce(self.moe(self.rms_norm(x, norm), experts, activation)))
 
-    def logits(self, x: Array, norm: Norm, head: Array, rows: Array, softcap: float | None = None) -> Array:
-        """Final norm and output projection of the wanted rows: [T, H] -> float32 [R, V]."""
-        return self.logits_of(self.rms_norm(self.gather_rows(x, rows), norm), head, softcap)
+    def logits(
+        self, x: Array, norm: Norm, head: Array, rows: Array, softcap: float | None = None, *, split: bool = False
+    ) -> Array:
+        """Final norm and output projection of the wanted rows: [T, H] -> float32 [R, V].
+
+        `split` says that `head` is this rank's share of the vocabulary, V / size tokens; what ranks have is joined.
+        """
+        logits = self.logits_of(self.rms_norm(self.gather_rows(x, rows), norm), head, softcap)
+        return self.all_gather(logits) if split else logits
 
     # Whole steps ------------------------------------------------------------------------------------------
 
@@ -623,7 +629,10 @@ class Ops(abc.ABC):
         return rows
 
     def compile(self, forward: Forward) -> Forward:
-        """Return a faster equivalent of a model's forward, such as a captured graph; by default itself."""
+        """Return a faster equivalent of a model's forward, such as a captured graph; by default itself.
+
+        What it returns is good until it is called again.
+        """
         return forward
 
     def compile_states(self, states: Forward) -> Forward:

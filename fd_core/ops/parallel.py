@@ -15,17 +15,17 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Parallel", "RankGroup", "RanksApart", "group_bytes"]
+__all__ = ["HEADER_BYTES", "SLOT_BYTES", "Parallel", "RankGroup", "RanksApart", "group_bytes"]
 
 _LINE: Final = 64
 """Bytes between two words of the header, so that ranks do not share a cache line."""
-_HEADER: Final = 1 << 13
-SLOT_BYTES: Final = 1 << 27
+HEADER_BYTES: Final = 1 << 13
+SLOT_BYTES: Final = 1 << 29
 """Of one slot; memory is taken when it is first written."""
 _SPINS: Final = 200
 _NAP_SECONDS: Final = 2e-5
@@ -51,7 +51,7 @@ class Parallel:
 
 def group_bytes(size: int) -> int:
     """Return the bytes of the memory that a group of `size` ranks maps."""
-    return _HEADER + 2 * size * SLOT_BYTES
+    return HEADER_BYTES + 2 * size * SLOT_BYTES
 
 
 class RankGroup:
@@ -69,9 +69,9 @@ class RankGroup:
         whole = np.frombuffer(self._memory, np.uint8)
         self.address = int(whole.ctypes.data)
         """Of the mapped memory."""
-        words = whole[:_HEADER].view(np.uint64)[:: _LINE // 8]
+        words = whole[:HEADER_BYTES].view(np.uint64)[:: _LINE // 8]
         self._abandoned, self._numbers = words[:1], words[1 : 1 + parallel.size]
-        self._slots = whole[_HEADER:].reshape(parallel.size, 2, SLOT_BYTES)
+        self._slots = whole[HEADER_BYTES:].reshape(parallel.size, 2, SLOT_BYTES)
 
     def abandon(self) -> None:
         """Have every exchange, of all ranks, end with `RanksApart`. Any thread."""
@@ -83,20 +83,35 @@ class RankGroup:
         return bool(self._abandoned[0])
 
     def all_reduce(self, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Return the sum of what all ranks hold, of the shape of `x`."""
+        """Return the sum of what all ranks hold, [n, ...] each."""
         total = np.zeros_like(x)
-        for part in self._exchange(x):
-            total += part
+        for rows in self._pieces(x):
+            for part in self._exchange(x[rows]):
+                total[rows] += part
         return total
 
     def all_gather(self, x: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return what all ranks hold, joined along the last axis in the order of ranks."""
-        return np.concatenate(list(self._exchange(x)), axis=-1)
+        """Return what all ranks hold, [n, ...] each, joined along the last axis in the order of ranks."""
+        pieces = [np.concatenate(list(self._exchange(x[rows])), axis=-1) for rows in self._pieces(x)]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def own_slot(self, exchanges: int, count: int) -> npt.NDArray[np.float32]:
+        """Return `count` numbers of the slot that this rank uses in the last of the next `exchanges`."""
+        rank = self.parallel.rank
+        place = (int(self._numbers[rank]) + exchanges) % 2
+        return self._slots[rank, place, : 4 * count].view(np.float32)
+
+    def refuse(self, rank: int) -> NoReturn:
+        """Say that a rank was waited for in vain."""
+        raise RanksApart(f"rank {rank} was not heard of for {self.patience:g} s in the middle of a step")
+
+    def _pieces(self, x: npt.NDArray[Any]) -> list[slice]:
+        """Return which rows of `x` are exchanged at a time."""
+        count = max(1, len(x) * SLOT_BYTES // max(x.nbytes, 1))
+        return [slice(begin, begin + count) for begin in range(0, max(len(x), 1), count)]
 
     def _exchange(self, x: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
         """Yield what each rank holds, as views that are good until the next exchange."""
-        if x.nbytes > SLOT_BYTES:
-            raise RanksApart(f"{x.nbytes} bytes are more than ranks exchange at a time, which is {SLOT_BYTES}")
         number = int(self._numbers[self.parallel.rank]) + 1
         place = number % 2
         np.copyto(self._slots[self.parallel.rank, place, : x.nbytes].view(x.dtype).reshape(x.shape), x)
@@ -117,5 +132,5 @@ class RankGroup:
             now = time.monotonic()
             deadline = deadline or now + self.patience
             if now > deadline:
-                raise RanksApart(f"rank {rank} was not heard of for {self.patience:g} s in the middle of a step")
+                self.refuse(rank)
             time.sleep(_NAP_SECONDS)

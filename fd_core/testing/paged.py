@@ -82,7 +82,7 @@ class PagedDriver:
             max_context=int(contexts.max()),
             **({} if self.places is None else adapter_rows(np.array(self.places, np.int32)[row_of], self.ops)),
         )
-        logits = self.ops.to_host(self.forward(step, self.cache))
+        logits = self.ops.to_host(self.forward(step, self.cache)).copy()
         for index, (row, count) in enumerate(work):
             self.rows[row].logits.extend(logits[query_start[index] : query_start[index + 1]])
             self.rows[row].computed += count

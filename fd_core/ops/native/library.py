@@ -97,7 +97,7 @@ class MaskRows(Structure):
 
 _NORM = (c_void_p, c_float)
 _LORA = (POINTER(LoraTable), c_int)
-_EXPERTS = (POINTER(c_void_p), POINTER(c_void_p), c_void_p, c_void_p, c_int, c_int)
+_EXPERTS = (POINTER(c_void_p), POINTER(c_void_p), c_void_p, c_void_p, c_int, c_void_p, c_int)
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fd_instruction_set": (c_char_p, ()),
     "fd_packed_products": (c_char_p, ()),
@@ -106,6 +106,9 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fd_lanes": (c_int, ()),
     "fd_team_new": (c_void_p, (c_int,)),
     "fd_team_free": (None, (c_void_p,)),
+    "fd_group_new": (c_void_p, (c_void_p, c_int, c_int, c_size_t, c_size_t, c_double)),
+    "fd_group_free": (None, (c_void_p,)),
+    "fd_group_failed": (c_int, (c_void_p,)),
     "fd_arena_new": (c_void_p, ()),
     "fd_arena_free": (None, (c_void_p,)),
     "fd_linear_new": (c_void_p, (c_void_p, c_int, c_int, c_int, c_int, c_int)),
@@ -122,6 +125,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fd_program_buffer": (c_int, (c_void_p, c_int, c_int)),
     "fd_program_bind": (None, (c_void_p, c_int, c_void_p, c_size_t)),
     "fd_program_run": (c_int, (c_void_p, POINTER(Step), c_void_p)),
+    "fd_program_exchanges": (c_int, (c_void_p,)),
     "fd_program_time": (None, (c_void_p, c_int)),
     "fd_program_length": (c_int, (c_void_p,)),
     "fd_program_name": (c_char_p, (c_void_p, c_int)),
@@ -133,9 +137,9 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (c_void_p, c_int, *_NORM, c_void_p, POINTER(AttentionShape), *_NORM, *_NORM, *(c_void_p,) * 3, c_int, *_LORA),
     ),
     "fd_add_attention": (c_int, (c_void_p, POINTER(AttentionShape), c_void_p, c_int, c_int, c_int)),
-    "fd_add_project_residual": (c_int, (c_void_p, c_void_p, *_NORM, c_int, *_LORA)),
+    "fd_add_project_residual": (c_int, (c_void_p, c_void_p, *_NORM, c_void_p, c_int, *_LORA)),
     "fd_add_gated_linear": (c_int, (c_void_p, c_int, *_NORM, c_void_p, c_int, *_LORA)),
-    "fd_add_logits": (c_int, (c_void_p, c_int, *_NORM, c_void_p, c_float, c_int)),
+    "fd_add_logits": (c_int, (c_void_p, c_int, *_NORM, c_void_p, c_float, c_void_p, c_int)),
     "fd_add_moe_residual": (
         c_int,
         (c_void_p, c_int, *_NORM, c_int, POINTER(MoeGeometry), c_void_p, c_void_p, *_EXPERTS),

@@ -46,8 +46,17 @@ from fd_core.ops.native.library import (
     SampleRows,
     checked,
 )
-from fd_core.ops.native.program import CaptureError, Eager, ProgramRecorder, ProgramSymbol, Runtime, symbolic_step
+from fd_core.ops.native.program import (
+    ROW_ALIGN,
+    CaptureError,
+    Eager,
+    ProgramRecorder,
+    ProgramSymbol,
+    Runtime,
+    symbolic_step,
+)
 from fd_core.ops.native.weights import Arena, NativeLinear, NativeLora, pack, pack_lora
+from fd_core.ops.parallel import RankGroup
 from fd_core.ops.philox import uniform
 from fd_core.ops.torch_ops import TorchOps
 from fd_core.weights import FP8, WEIGHT_FORMATS, LowRank, RawTensor, Weight
@@ -94,6 +103,11 @@ class NativeOps(TorchOps):
         if "vnni" in self.packed_products:
             reason += "; --quantization int8 takes half of the time"
         return reason
+
+    def join(self, group: RankGroup) -> None:
+        """Compute as one of several ranks: fusions add up inside, without a copy."""
+        super().join(group)
+        self.runtime.join(group)
 
     def describe(self) -> str:
         """Name the instruction sets that the kernels use."""
@@ -303,9 +317,8 @@ class NativeOps(TorchOps):
             call.keep(weight)
             source = call.input(x, weight.inputs, self.runtime.wide)
             buffer, y = call.inout(residual, weight.width)
-            call.add(
-                "project_residual", weight.handle, *_norm(call, post_norm), source, _lora_table(call, lora), buffer
-            )
+            group, table = self.runtime.group_handle, _lora_table(call, lora)
+            call.add("project_residual", weight.handle, *_norm(call, post_norm), group, source, table, buffer)
         return y
 
     def mlp_inputs(
@@ -316,17 +329,28 @@ class NativeOps(TorchOps):
 
     def moe_residual(self, x: Array, norm: Norm, experts: Experts, activation: Activation) -> Array:
         """Add a mixture of experts to the residual stream."""
-        return self._moe(x, norm, experts, activation, x)
+        return self._moe(x, norm, experts, activation, x, summed=True)
 
-    def logits(self, x: Array, norm: Norm, head: NativeLinear, rows: Array, softcap: float | None = None) -> Array:
+    def logits(
+        self,
+        x: Array,
+        norm: Norm,
+        head: NativeLinear,
+        rows: Array,
+        softcap: float | None = None,
+        *,
+        split: bool = False,
+    ) -> Array:
         """Final norm and output projection of the wanted rows."""
         if not isinstance(x, ProgramSymbol):
-            return super().logits(x, norm, head, rows, softcap)
+            return super().logits(x, norm, head, rows, softcap, split=split)
         recorder = x.recorder
         recorder.keep(head)
         source = recorder.input(x, head.inputs, True)
-        buffer, y = recorder.output(x, head.width, True)
-        recorder.add("logits", source, *_norm(recorder, norm), head.handle, softcap or 0.0, buffer)
+        buffer, y = recorder.output(x, head.width * (self.parallel.size if split else 1), True)
+        group = self.runtime.group_handle if split else None
+        recorder.add("logits", source, *_norm(recorder, norm), head.handle, softcap or 0.0, group, buffer)
+        recorder.logits_from_ranks = split
         return y
 
     def _gated(
@@ -340,7 +364,16 @@ class NativeOps(TorchOps):
             call.add("gated_linear", source, *_norm(call, norm), weight.handle, kind, table, buffer)
         return y
 
-    def _moe(self, x: Array, norm: Norm | None, experts: Experts, activation: Activation, residual: Array) -> Array:
+    def _moe(
+        self,
+        x: Array,
+        norm: Norm | None,
+        experts: Experts,
+        activation: Activation,
+        residual: Array,
+        *,
+        summed: bool = False,
+    ) -> Array:
         width = experts.gate_up[0].inputs
         gate_up = (ctypes.c_void_p * len(experts.gate_up))(*[e.handle for e in experts.gate_up])
         down = (ctypes.c_void_p * len(experts.down))(*[e.handle for e in experts.down])
@@ -362,6 +395,7 @@ class NativeOps(TorchOps):
                 down,
                 *[None if part is None else part.handle for part in shared],
                 _ACTIVATIONS[activation],
+                self.runtime.group_handle if summed else None,
                 buffer,
             )
         return y
@@ -402,10 +436,18 @@ class ProgramForward:
                 self._eager = True
                 return self._forward(step, cache)
         program, result = self._programs[cache]
-        logits = self._runtime.matrix(len(step.logits_rows), result.width, True)
+        logits = self._result(program, len(step.logits_rows), result.width)
         program.bind(result.buffer, logits)
         program.run(step, len(step.token_ids))
         return logits
+
+    def _result(self, program: ProgramRecorder, rows: int, width: int) -> Array:
+        """Return where logits go: those that ranks write for each other lie in the slot of the last exchange."""
+        group = self._runtime.group
+        if group is None or not program.logits_from_ranks:
+            return self._runtime.matrix(rows, width, True)
+        padded = -(-width // ROW_ALIGN) * ROW_ALIGN
+        return torch.from_numpy(group.own_slot(program.exchanges, rows * padded)).view(rows, padded)[:, :width]
 
     def program(self, cache: KVCache) -> ProgramRecorder:
         """Return the program of a cache that was run before; for timing."""

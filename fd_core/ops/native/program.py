@@ -9,13 +9,24 @@ from typing import Any, NoReturn
 
 import torch
 
+from fd_core.errors import ConfigError
 from fd_core.ops.contract import Array, StepInput
 from fd_core.ops.native.library import Step, checked
+from fd_core.ops.parallel import HEADER_BYTES, SLOT_BYTES, RankGroup, RanksApart
 from fd_core.ops.symbol import UnknownArray
 
-__all__ = ["CaptureError", "Eager", "Program", "ProgramRecorder", "ProgramSymbol", "Runtime", "symbolic_step"]
+__all__ = [
+    "ROW_ALIGN",
+    "CaptureError",
+    "Eager",
+    "Program",
+    "ProgramRecorder",
+    "ProgramSymbol",
+    "Runtime",
+    "symbolic_step",
+]
 
-_ROW_ALIGN = 64
+ROW_ALIGN = 64
 """Elements that rows are padded to, so that vectors may run over their ends."""
 _NO_STEP = StepInput(None, None, None, None, None, None, None, max_query=0, max_context=0)
 
@@ -36,16 +47,26 @@ class Runtime:
         self.lanes = library.fd_lanes()
         """Columns of a vector; a gated weight alternates vectors of gate and of up."""
         self.threads = threads
+        self.group: RankGroup | None = None
+        """Other ranks that compute the same model, if there are any."""
+        self.group_handle: Any = None
         self.team = checked(library.fd_team_new(threads), f"{threads} threads")
 
     def __del__(self) -> None:
         if hasattr(self, "team"):
+            self.library.fd_group_free(self.group_handle)
             self.library.fd_team_free(self.team)
+
+    def join(self, group: RankGroup) -> None:
+        """Have operations add up what ranks hold."""
+        ranks = (group.parallel.rank, group.parallel.size)
+        handle = self.library.fd_group_new(group.address, *ranks, HEADER_BYTES, SLOT_BYTES, group.patience)
+        self.group, self.group_handle = group, checked(handle, "a group of ranks")
 
     def matrix(self, rows: int, width: int, wide: bool) -> Array:
         """Return a matrix [rows, width] whose rows are padded as the kernels want them, the padding zero."""
         dtype = torch.float32 if wide else self.torch_dtype
-        padded = -(-width // _ROW_ALIGN) * _ROW_ALIGN
+        padded = -(-width // ROW_ALIGN) * ROW_ALIGN
         whole = torch.empty((rows + self.row_slack, padded), dtype=dtype)
         if width < padded:
             whole[:, width:] = 0
@@ -105,7 +126,27 @@ class Program:
             0 if tables is None else tables.shape[1],
             *(None if array is None else array.data_ptr() for array in arrays),
         )
-        checked(self._library.fd_program_run(self.handle, ctypes.byref(batch), self.runtime.team), "a step")
+        result = checked(self._library.fd_program_run(self.handle, ctypes.byref(batch), self.runtime.team), "a step")
+        if result < 0:
+            self._refuse_step(tokens, apart=result == -1)
+
+    @property
+    def exchanges(self) -> int:
+        """Operations that exchange rows with other ranks."""
+        count: int = self._library.fd_program_exchanges(self.handle)
+        return count
+
+    def _refuse_step(self, tokens: int, *, apart: bool) -> NoReturn:
+        if not apart:
+            raise ConfigError(
+                f"the ranks cannot exchange what a step of {tokens} tokens computes",
+                field="--max-num-batched-tokens",
+                hint="lower it",
+            )
+        group = self.runtime.group
+        if group is None or group.abandoned:
+            raise RanksApart("the other ranks are gone")
+        group.refuse(self._library.fd_group_failed(self.runtime.group_handle) - 1)
 
     def times(self) -> list[tuple[str, float]]:
         """Return name and seconds of each operation since timing was switched on."""
@@ -145,6 +186,8 @@ class ProgramRecorder(Program):
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
+        self.logits_from_ranks = False
+        """Whether ranks write parts of the logits for each other."""
         self._free: dict[tuple[int, bool], list[int]] = {}
 
     def input(self, x: Any, width: int, wide: bool) -> int:

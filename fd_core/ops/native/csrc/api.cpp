@@ -118,6 +118,13 @@ void* fd_team_new(int threads) {
     }
 }
 void fd_team_free(void* team) { delete static_cast<Team*>(team); }
+/// `base` is memory that all ranks map: a header, then slots; see group.h.
+void* fd_group_new(void* base, int rank, int size, size_t header, size_t slot, double patience) {
+    return guarded([&]() -> void* { return new Group(static_cast<char*>(base), rank, size, header, slot, patience); });
+}
+void fd_group_free(void* group) { delete static_cast<Group*>(group); }
+/// 0, or 1 and the rank that this one waited for in vain.
+int fd_group_failed(void* group) { return static_cast<Group*>(group)->failed(); }
 void* fd_arena_new() {
     return guarded([]() -> void* { return new Arena; });
 }
@@ -334,6 +341,9 @@ struct Recording {
     NormRows<E> norm(int in, int width, const float* weight, float eps) {
         return {in, scratch(normed, width, false), width, {weight, eps}};
     }
+    RankSum sum(void* group, int width) {
+        return {program.exchanging(static_cast<Group*>(group), RankSum::room(width), 0), width};
+    }
     AttentionPlan* plan(int group, int kv_heads, int block_size) {
         for (auto& p : plans)
             if (p->group == group && p->kv_heads == kv_heads && p->block_size == block_size) return &p->plan;
@@ -372,14 +382,15 @@ void fd_program_bind(void* program, int buffer, void* data, size_t stride) {
     recording(program).program.bind(buffer, data, stride);
 }
 
-/// Run a step; 0 if memory ran out.
+/// Run a step; 0 if memory ran out, -1 if the ranks came apart, -2 if they cannot exchange so many rows.
 int fd_program_run(void* program, const Step* step, void* team) {
     return guarded([&]() -> int {
         Recording& r = recording(program);
         Team& t = *static_cast<Team*>(team);
+        if (r.program.too_large(*step)) return -2;
         for (auto& p : r.plans) p->plan.build(*step, p->block_size, p->group, p->kv_heads, t.size());
         r.program.run(*step, t, Type(r.type) == Type::f32 ? 4 : 2);
-        return 1;
+        return r.program.group && r.program.group->failed() ? -1 : 1;
     });
 }
 
@@ -427,14 +438,18 @@ int fd_add_attention(void* program, const AttentionShape* shape, const void* cac
     });
 }
 
-int fd_add_project_residual(void* program, const void* linear, const float* post_norm, float eps, int in,
+/// How many operations of a program exchange rows with other ranks.
+int fd_program_exchanges(void* program) { return recording(program).program.exchanges; }
+
+int fd_add_project_residual(void* program, const void* linear, const float* post_norm, float eps, void* group, int in,
                             const void* lora, int residual) {
     return add(program, [&](auto e) -> Operation* {
         using E = decltype(e);
         const Linear& w = *static_cast<const Linear*>(linear);
         Recording& r = recording(program);
         const int projected = post_norm ? r.scratch(r.projected, w.n, true) : -1;
-        return new ProjectResidual<E>(r.rows<E>(w, in, nullptr, 0, lora), {post_norm, eps}, projected, residual);
+        return new ProjectResidual<E>(r.rows<E>(w, in, nullptr, 0, lora), r.sum(group, w.n), {post_norm, eps}, projected,
+                                      residual);
     });
 }
 
@@ -447,11 +462,15 @@ int fd_add_gated_linear(void* program, int in, const float* norm, float eps, con
     });
 }
 
-int fd_add_logits(void* program, int in, const float* norm, float eps, const void* linear, float softcap, int out) {
+/// With a group, the linear is this rank's share, and `out` has to be bound to this rank's slot of the last exchange.
+int fd_add_logits(void* program, int in, const float* norm, float eps, const void* linear, float softcap, void* group,
+                  int out) {
     return add(program, [&](auto e) -> Operation* {
         using E = decltype(e);
         const Linear& w = *static_cast<const Linear*>(linear);
-        return new Logits<E>(recording(program).rows<E>(w, in, norm, eps), softcap, out);
+        Recording& r = recording(program);
+        Group* with = r.program.exchanging(static_cast<Group*>(group), 0, r.program.buffer(out).stride);
+        return new Logits<E>(r.rows<E>(w, in, norm, eps), with, softcap, out);
     });
 }
 
@@ -462,7 +481,8 @@ struct MoeGeometry {
 
 int fd_add_moe_residual(void* program, int in, const float* norm, float eps, int width, const MoeGeometry* g,
                         const float* router, const float* bias, const void* const* gate_up, const void* const* down,
-                        const void* shared_gate_up, const void* shared_down, int activation, int residual) {
+                        const void* shared_gate_up, const void* shared_down, int activation, void* group,
+                        int residual) {
     return add(program, [&](auto e) -> Operation* {
         using E = decltype(e);
         Recording& r = recording(program);
@@ -479,7 +499,7 @@ int fd_add_moe_residual(void* program, int in, const float* norm, float eps, int
         w.normalize = g->normalize;
         w.norm_floor = g->norm_floor;
         return new MoeResidual<E>(r.program, r.norm<E>(in, width, norm, eps), std::move(w), Activation(activation),
-                                  residual);
+                                  r.sum(group, width), residual);
     });
 }
 

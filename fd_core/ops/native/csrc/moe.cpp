@@ -4,8 +4,8 @@ namespace fd {
 
 template <class E>
 MoeResidual<E>::MoeResidual(Program& program, NormRows<E> norm, ExpertWeights experts, Activation activation,
-                            int residual)
-    : norm_(norm), experts_(std::move(experts)), activation_(activation), residual_(residual) {
+                            RankSum sum, int residual)
+    : norm_(norm), experts_(std::move(experts)), activation_(activation), sum_(sum), residual_(residual) {
     const int k = experts_.top_k;
     gathered_ = program.add_buffer(norm.width, false, k);
     hidden_ = program.add_buffer(experts_.gate_up[0]->n, false, k);
@@ -167,8 +167,10 @@ void MoeResidual<E>::run_experts(const Context& context) const {
 template <class E>
 void MoeResidual<E>::combine(const Context& context) const {
     const Range mine = context.share(context.step.tokens);
+    const uint64_t number = sum_ ? sum_.begin() : 0;
     for (int t = mine.begin; t < mine.end; t++) {
-        float* to = context.row<float>(residual_, t);
+        float* to = sum_ ? sum_.row(number, t) : context.row<float>(residual_, t);
+        if (sum_) std::fill(to, to + round_up(norm_.width, kLanes), 0.0f);
         for (int i = 0; i < experts_.top_k; i++) {
             const float* y = context.row<float>(result_, place_[t * experts_.top_k + i]);
             const float weight = weights_[t * experts_.top_k + i];
@@ -179,6 +181,11 @@ void MoeResidual<E>::combine(const Context& context) const {
             for (int j = 0; j < norm_.width; j++) to[j] += y[j];
         }
     }
+    if (sum_)
+        sum_.finish(context, number, context.step.tokens, [&](int row, int column, V x) {
+            float* to = context.row<float>(residual_, row) + column;
+            vstore(to, vload(to) + x);
+        });
 }
 
 template class MoeResidual<float>;

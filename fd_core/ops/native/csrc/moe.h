@@ -16,11 +16,12 @@ struct ExpertWeights {
     float norm_floor;
 };
 
-/// residual += moe(norm(x)), the experts of a token added in the order of their rank.
+/// residual += moe(norm(x)), summed over ranks; the experts of a token are added in the order of their scores.
 template <class E>
 class MoeResidual : public Operation {
    public:
-    MoeResidual(Program& program, NormRows<E> norm, ExpertWeights experts, Activation activation, int residual);
+    MoeResidual(Program& program, NormRows<E> norm, ExpertWeights experts, Activation activation, RankSum sum,
+                int residual);
     const char* name() const override { return "moe_residual"; }
     void run(const Context& context) override;
 
@@ -35,6 +36,7 @@ class MoeResidual : public Operation {
     NormRows<E> norm_;
     ExpertWeights experts_;
     Activation activation_;
+    RankSum sum_;
     int residual_;
     int gathered_, hidden_, result_;         // buffers with top_k rows for each token, grouped by expert
     int shared_hidden_, shared_result_;      // one row for each token

@@ -113,16 +113,18 @@ template <class E>
 void ProjectResidual<E>::run(const Context& context) {
     const int rows = context.step.tokens, width = input.w.n;
     input.prepare(context, nullptr, rows);
-    if (!post_norm.weight) {
-        input.multiply_each(context, rows, [&](int row, int vec, V x) {
-            float* to = context.row<float>(residual, row) + vec * kLanes;
-            vstore(to, vload(to) + x);
-        });
-        return;
-    }
+    const uint64_t number = sum ? sum.begin() : 0;
     input.multiply_each(context, rows, [&](int row, int vec, V x) {
-        vstore(context.row<float>(projected, row) + vec * kLanes, x);
+        float* to = (sum ? sum.row(number, row) : context.row<float>(post_norm.weight ? projected : residual, row)) +
+                    vec * kLanes;
+        vstore(to, sum || post_norm.weight ? x : vload(to) + x);
     });
+    if (sum)
+        sum.finish(context, number, rows, [&](int row, int column, V x) {
+            float* to = context.row<float>(post_norm.weight ? projected : residual, row) + column;
+            vstore(to, post_norm.weight ? x : vload(to) + x);
+        });
+    if (!post_norm.weight) return;
     context.wait_for_all();
     const Range r = context.share(rows);
     for (int i = r.begin; i < r.end; i++) {
@@ -147,9 +149,23 @@ template <class E>
 void Logits<E>::run(const Context& context) {
     const int rows = context.step.logits;
     input.prepare(context, context.step.logits_rows, rows);
+    if (!group) {
+        input.multiply_each(context, rows, [&](int row, int vec, V x) {
+            vstore(context.row<float>(out, row) + vec * kLanes, softcap ? softcapped(x, softcap) : x);
+        });
+        return;
+    }
+    const uint64_t number = group->next();
+    const size_t stride = context.stride(out), first = size_t(group->rank) * input.w.n;
     input.multiply_each(context, rows, [&](int row, int vec, V x) {
-        vstore(context.row<float>(out, row) + vec * kLanes, softcap ? softcapped(x, softcap) : x);
+        alignas(64) float values[kLanes];
+        vstore(values, softcap ? softcapped(x, softcap) : x);
+        const int column = vec * kLanes, count = std::min(kLanes, input.w.n - column);
+        for (int r = 0; r < group->size && count > 0; r++)
+            std::memcpy(group->slot(r, number) + row * stride + first + column, values, count * sizeof(float));
     });
+    context.wait_for_all();
+    if (context.thread == 0) group->meet(number);
 }
 
 #define FD_INSTANTIATE(E)               \

@@ -58,6 +58,43 @@ struct NormRows {
     void run(const Context& context, int count) const;
 };
 
+/// A sum over ranks: each writes rows into its slot, and adds up all slots when all ranks have.
+class RankSum {
+   public:
+    /// Of rows of `width` floats; `group` is null where one rank computes alone.
+    RankSum(Group* group, int width) : group_(group), width_(width), stride_(room(width)) {}
+
+    /// Floats that a row takes: products may write whole panels.
+    static size_t room(int width) { return round_up(width, kWeightVecs * kLanes); }
+    explicit operator bool() const { return group_ != nullptr; }
+    uint64_t begin() const { return group_->next(); }
+    float* row(uint64_t number, int row) const { return group_->slot(group_->rank, number) + size_t(row) * stride_; }
+    /// Called by every thread when it has written; hands the sums of its share of rows to `take(row, column, sum)`, a
+    /// vector at a time, in the order of ranks.
+    template <class Take>
+    void finish(const Context& context, uint64_t number, int rows, Take&& take) const;
+
+   private:
+    Group* group_;
+    int width_;
+    size_t stride_;
+};
+
+template <class Take>
+void RankSum::finish(const Context& context, uint64_t number, int rows, Take&& take) const {
+    context.wait_for_all();
+    if (context.thread == 0) group_->meet(number);
+    context.wait_for_all();
+    if (group_->failed()) return;
+    const Range mine = context.share(rows);
+    for (int i = mine.begin; i < mine.end; i++)
+        for (int j = 0; j < width_; j += kLanes) {
+            V sum = vload(group_->slot(0, number) + size_t(i) * stride_ + j);
+            for (int r = 1; r < group_->size; r++) sum = sum + vload(group_->slot(r, number) + size_t(i) * stride_ + j);
+            take(i, j, sum);
+        }
+}
+
 /// out = x * w + bias.
 template <class E>
 struct LinearOperation : Operation {
@@ -86,14 +123,15 @@ struct AttentionInputs : Operation {
     void run(const Context& context) override;
 };
 
-/// residual += norm(x * w + bias); `projected` is a float32 scratch buffer, used with a norm only.
+/// residual += norm(x * w + bias, summed over ranks); `projected` is a float32 scratch buffer, used with a norm only.
 template <class E>
 struct ProjectResidual : Operation {
     InputRows<E> input;
+    RankSum sum;
     NormWeights post_norm;
     int projected, residual;
-    ProjectResidual(InputRows<E> input, NormWeights post_norm, int projected, int residual)
-        : input(input), post_norm(post_norm), projected(projected), residual(residual) {}
+    ProjectResidual(InputRows<E> input, RankSum sum, NormWeights post_norm, int projected, int residual)
+        : input(input), sum(sum), post_norm(post_norm), projected(projected), residual(residual) {}
     const char* name() const override { return "project_residual"; }
     const Linear* weights() const override { return &input.w; }
     void run(const Context& context) override;
@@ -111,13 +149,16 @@ struct GatedLinear : Operation {
     void run(const Context& context) override;
 };
 
-/// Norm of the wanted rows and projection to the vocabulary.
+/// Norm of the wanted rows and projection to the vocabulary. Of several ranks, each writes its columns into the slots of
+/// all, and `out` is bound to this rank's.
 template <class E>
 struct Logits : Operation {
     InputRows<E> input;
+    Group* group;
     float softcap;
     int out;
-    Logits(InputRows<E> input, float softcap, int out) : input(input), softcap(softcap), out(out) {}
+    Logits(InputRows<E> input, Group* group, float softcap, int out)
+        : input(input), group(group), softcap(softcap), out(out) {}
     const char* name() const override { return "logits"; }
     const Linear* weights() const override { return &input.w; }
     void run(const Context& context) override;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "attention_plan.h"
+#include "group.h"
 #include "kv.h"
 #include "linear.h"
 #include "lora.h"
@@ -85,6 +86,18 @@ class Program {
         buffers_[buffer].stride = stride;
     }
     void add(Operation* operation) { operations_.emplace_back(operation); }
+    /// Note that an operation exchanges rows with other ranks: so many floats for each token, and for each row of logits.
+    Group* exchanging(Group* with, size_t per_token, size_t per_logits) {
+        if (!with) return with;
+        group = with, exchanges++;
+        per_token_ = std::max(per_token_, per_token), per_logits_ = std::max(per_logits_, per_logits);
+        return with;
+    }
+    /// Whether the rows of a step are more than ranks exchange at a time.
+    bool too_large(const Step& step) const {
+        const size_t most = std::max(step.tokens * per_token_, step.logits * per_logits_);
+        return group && most * sizeof(float) > group->slot_bytes;
+    }
 
     void run(const Step& step, Team& team, size_t element_size) {
         lora.build(step.lora_places, step.tokens);
@@ -105,6 +118,8 @@ class Program {
     const std::vector<std::unique_ptr<Operation>>& operations() const { return operations_; }
     bool timed = false;
     LoraPlan lora;
+    Group* group = nullptr;  // of the operations that exchange rows with other ranks, or null
+    int exchanges = 0;       // in one run
 
    private:
     struct Counter {
@@ -152,6 +167,7 @@ class Program {
     std::vector<Counter> counters_;
     std::vector<const Linear*> upcoming_;
     int rows_ = 0;
+    size_t per_token_ = 0, per_logits_ = 0;  // floats exchanged
 };
 
 template <class E>
