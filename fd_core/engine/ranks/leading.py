@@ -53,6 +53,8 @@ from fd_core.types import IntArray, StepOutput, StepPlan
 __all__ = ["JoinedKVCache", "LeadingRunner", "RankProcesses", "joined_shape", "require_ranks"]
 
 _ERRORS: Final[dict[int, type[FdError]]] = {error.exit_code: error for error in (ConfigError, ModelError, PluginError)}
+CHILD: Final = (sys.executable, "-m", "fd_core.engine.ranks.child")
+"""The command of a rank's process."""
 _LOOK_MS: Final = 50
 """How often whoever waits for a rank looks whether it still runs."""
 _LAST_WORDS_SECONDS: Final = 1.0
@@ -204,7 +206,7 @@ class RankProcesses:
             socket.bind(addresses[-1])
             sockets.append(socket)
         process = subprocess.Popen(
-            [sys.executable, "-m", "fd_core.engine.ranks.child"],
+            CHILD,
             stdin=subprocess.PIPE,
             pass_fds=(descriptor,),
             start_new_session=True,

@@ -1,0 +1,179 @@
+"""Ranks in processes of their own: the same texts, whatever becomes of one of them, and its own words for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fd_core.config import EngineConfig, SpeculativeConfig
+from fd_core.engine.builder import load_engine
+from fd_core.engine.process import ProcessClient
+from fd_core.engine.ranks import leading
+from fd_core.errors import ConfigError, EngineDead, ModelError, PluginError
+from fd_core.testing.checkpoints import write_checkpoint
+from tests.engine.helpers import golden, null_engine, random_specs, run
+from tests.engine.stepping import greedy
+from tests.engine.test_restarts import opened, read, run_test
+
+SPECS = random_specs(32, seed=41, max_prompt=40, max_tokens=60)
+LONG = greedy("long", range(20), 300)
+TWO: dict[str, Any] = {"tensor_parallel_size": 2}
+
+
+@pytest.mark.parametrize("changes", [{"pipeline_depth": 2}, {"speculative": SpeculativeConfig(method="ngram")}])
+def test_ranks_make_the_texts_of_one_under_pressure(changes: dict[str, Any]) -> None:
+    engine = null_engine(num_kv_blocks=26, **TWO, **changes)  # so few that requests are preempted, stored and loaded
+    try:
+        assert run(engine, SPECS[:12]).tokens == golden(SPECS[:12])
+        assert engine.stats().scheduler.counters.preemptions > 0
+    finally:
+        engine.close()
+
+
+def test_a_real_model_on_ranks_makes_the_texts_of_one(tmp_path: Path) -> None:
+    """Nine query heads on three KV heads, as SmolLM2 has; some requests come back from KV that all ranks kept."""
+    sizes = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8, "vocab_size": 258}
+    path = write_checkpoint("llama", tmp_path / "model", **sizes)
+    values: dict[str, Any] = {"model": "tiny", "backend": "reference", "max_num_seqs": 4, "block_size": 4}
+    limits: dict[str, Any] = {"num_kv_blocks": 24, "max_model_len": 80, "max_num_batched_tokens": 32}
+    specs = [greedy(f"r{i}", range(3 + i, 13 + 2 * i), 40) for i in range(6)]
+    texts = []
+    for size in (1, 2):
+        config = EngineConfig(**values, **limits, tensor_parallel_size=size)
+        engine = load_engine(config, path, progress=lambda *_: None)
+        try:
+            texts.append(run(engine, specs).tokens)
+            stats = engine.stats()
+            assert stats.kv is not None and stats.scheduler.counters.preemptions > 0
+            cache = engine.probe().runner.cache
+            assert cache.shape.num_kv_heads == (3 if size == 1 else 2)
+        finally:
+            engine.close()
+    assert texts[0] == texts[1]
+
+
+def test_a_killed_rank_costs_no_token(caplog: pytest.LogCaptureFixture) -> None:
+    """In the middle of 32 streams."""
+    expected = golden(SPECS)
+
+    async def main() -> None:
+        async with opened(backend="null", max_num_seqs=32, num_kv_blocks=200, **TWO) as client:
+            assert isinstance(client, ProcessClient)
+            dead: list[int] = []
+
+            def kill(count: int) -> None:
+                if count > 8 and not dead:
+                    dead.append(count)
+                    os.kill(rank_of(client), signal.SIGKILL)
+
+            told = await asyncio.gather(*(read(client, spec, kill) for spec in SPECS))
+            assert {spec.request_id: each.tokens for spec, each in zip(SPECS, told, strict=True)} == expected
+            assert client.info.epoch == 2 and client.requests_requeued > 0
+        assert "engine of epoch 1 is gone: rank 1 was ended by SIGKILL" in caplog.text
+
+    with caplog.at_level(logging.ERROR):
+        run_test(main)
+
+
+def test_a_rank_that_stands_still_is_named_within_the_watchdogs_time(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with opened(backend="null", watchdog_seconds=6.0, **TWO) as client:
+            assert isinstance(client, ProcessClient)
+            stopped: list[int] = []
+
+            def stop(count: int) -> None:
+                if not stopped:
+                    stopped.append(rank_of(client))
+                    os.kill(stopped[0], signal.SIGSTOP)
+
+            told = await read(client, LONG, stop)
+            assert told.tokens == golden([LONG])["long"]
+            assert client.info.epoch == 2
+            assert not Path(f"/proc/{stopped[0]}").exists(), "the rank that stood still was left behind"
+        assert "rank 1 did not answer within 3 s" in caplog.text
+
+    with caplog.at_level(logging.ERROR):
+        run_test(main)
+
+
+def rank_of(client: ProcessClient) -> int:
+    """Return the process id of rank 1."""
+    return int(Path(f"/proc/{client.pid}/task/{client.pid}/children").read_text().split()[0])
+
+
+PLAYED = """
+import sys
+import msgspec, zmq
+from fd_core.engine.messages import Fault
+from fd_core.engine.ranks.messages import RankLoaded, RankReady, RankStart, StepDigest, decode_plan
+start = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankStart)
+socket = zmq.Context().socket(zmq.PAIR)
+socket.connect(start.steps)
+say = lambda message: socket.send(msgspec.msgpack.encode(message))
+{script}
+sys.stdin.buffer.read()
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "error", "words"),
+    [
+        ("say(Fault('it has no memory left: the model'))", EngineDead, "rank 1: it has no memory left: the model"),
+        ("say(Fault('a tensor is missing', 'model', None, 3))", ModelError, "rank 1: a tensor is missing"),
+        ("raise SystemExit(7)", EngineDead, "rank 1 ended with exit code 7"),
+        (
+            "say(RankLoaded(0, 1, (0, 1))); socket.recv(); say(RankReady())",
+            ConfigError,
+            "num_kv_blocks|KV block",  # free memory is the least of all ranks
+        ),
+        (
+            "say(RankLoaded(2**30, 1, (0, 1))); socket.recv(); say(RankReady()); socket.recv()\n"
+            "say(StepDigest(decode_plan(socket.recv()).step, b'else'))",
+            EngineDead,
+            "rank 1 made something else of step",
+        ),
+    ],
+)
+def test_the_error_is_the_ranks_own(
+    script: str, error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leading, "CHILD", (sys.executable, "-c", PLAYED.format(script=script)))
+    with pytest.raises(error, match=words):
+        run(null_engine(**TWO), SPECS[:1])
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"distributed_executor_backend": "ray"}, "not placed by Ray"),
+        ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, "uni is one process"),
+        ({"tensor_parallel_size": 2, "lora_modules": ("a=b",)}, "adapters are served by one rank"),
+    ],
+)
+def test_settings_that_contradict_ranks_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises((ConfigError, PluginError), match=words):
+        null_engine(**settings)
+
+
+def test_blocks_of_all_ranks_are_copied_as_one() -> None:
+    engine = null_engine(**TWO)
+    try:
+        cache = engine.probe().runner
+        ranks = cache._ranks  # type: ignore[attr-defined]  # a back door
+        joined = leading.JoinedKVCache(cache.cache, ranks, [(0, 1), (0, 1)])
+        data = np.arange(3 * 2 * 16, dtype=np.float32).reshape(3, 1, 2, 16, 1, 1)
+        joined.import_blocks(np.array([4, 2, 9], np.int32), data)
+        np.testing.assert_array_equal(joined.export_blocks(np.array([9, 4], np.int32)), data[[2, 0]])
+        of_rank_1 = leading.JoinedKVCache(cache.cache, ranks, [(0, 1), (1, 2)])
+        both = of_rank_1.export_blocks(np.array([2], np.int32))
+        np.testing.assert_array_equal(both[..., 1:, :], data[1:2])
+    finally:
+        engine.close()
