@@ -166,13 +166,14 @@ def test_settings_that_contradict_ranks_are_refused(settings: dict[str, Any], wo
 def test_blocks_of_all_ranks_are_copied_as_one() -> None:
     engine = null_engine(**TWO)
     try:
-        cache = engine.probe().runner
-        ranks = cache._ranks  # type: ignore[attr-defined]  # a back door
-        joined = leading.JoinedKVCache(cache.cache, ranks, [(0, 1), (0, 1)])
+        runner = engine.probe().runner
+        assert isinstance(runner, leading.LeadingRunner)
+        cache, ranks = runner.cache, runner.ranks
+        joined = leading.JoinedKVCache(cache, ranks, [(0, 1), (0, 1)])
         data = np.arange(3 * 2 * 16, dtype=np.float32).reshape(3, 1, 2, 16, 1, 1)
         joined.import_blocks(np.array([4, 2, 9], np.int32), data)
         np.testing.assert_array_equal(joined.export_blocks(np.array([9, 4], np.int32)), data[[2, 0]])
-        of_rank_1 = leading.JoinedKVCache(cache.cache, ranks, [(0, 1), (1, 2)])
+        of_rank_1 = leading.JoinedKVCache(cache, ranks, [(0, 1), (1, 2)])
         both = of_rank_1.export_blocks(np.array([2], np.int32))
         np.testing.assert_array_equal(both[..., 1:, :], data[1:2])
     finally:

@@ -249,12 +249,13 @@ class LeadingRunner(Runner):
 
     def __init__(self, ranks: RankProcesses, *parts: Any) -> None:
         super().__init__(*parts)
-        self._ranks = ranks
+        self.ranks = ranks
+        """The other ranks, for audits and benchmarks."""
         self._leads = False
 
     def warm_up(self, progress: LoadProgress) -> float:
         """Warm up, as every rank does by itself."""
-        self._ranks.tell(WARM_UP)
+        self.ranks.tell(WARM_UP)
         with self._together():
             seconds = super().warm_up(progress)
         self._leads = True
@@ -266,14 +267,14 @@ class LeadingRunner(Runner):
             return super().execute(plan)
         with self._together():
             frame = encode_plan(plan)
-            self._ranks.tell(frame)
+            self.ranks.tell(frame)
             output = super().execute(plan)
-            self._ranks.compare(plan.step, step_digest(frame, output))
+            self.ranks.compare(plan.step, step_digest(frame, output))
         return output
 
     def close(self) -> None:
         """End the other ranks."""
-        self._ranks.close()
+        self.ranks.close()
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
@@ -281,11 +282,11 @@ class LeadingRunner(Runner):
         try:
             yield
         except RanksApart as error:
-            reason = self._ranks.reason(str(error))
-            self._ranks.kill()
+            reason = self.ranks.reason(str(error))
+            self.ranks.kill()
             raise EngineDead(reason) from error
         except BaseException:
-            self._ranks.kill()
+            self.ranks.kill()
             raise
 
 

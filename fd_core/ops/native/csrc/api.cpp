@@ -342,7 +342,9 @@ struct Recording {
         return {in, scratch(normed, width, false), width, {weight, eps}};
     }
     RankSum sum(void* group, int width) {
-        return {program.exchanging(static_cast<Group*>(group), RankSum::room(width), 0), width};
+        if (!group) return {nullptr, -1};
+        const int part = scratch(projected, width, true);
+        return {program.exchanging(static_cast<Group*>(group), program.buffer(part).stride, 0), part};
     }
     AttentionPlan* plan(int group, int kv_heads, int block_size) {
         for (auto& p : plans)
@@ -447,7 +449,7 @@ int fd_add_project_residual(void* program, const void* linear, const float* post
         using E = decltype(e);
         const Linear& w = *static_cast<const Linear*>(linear);
         Recording& r = recording(program);
-        const int projected = post_norm ? r.scratch(r.projected, w.n, true) : -1;
+        const int projected = post_norm || group ? r.scratch(r.projected, w.n, true) : -1;
         return new ProjectResidual<E>(r.rows<E>(w, in, nullptr, 0, lora), r.sum(group, w.n), {post_norm, eps}, projected,
                                       residual);
     });

@@ -167,9 +167,8 @@ void MoeResidual<E>::run_experts(const Context& context) const {
 template <class E>
 void MoeResidual<E>::combine(const Context& context) const {
     const Range mine = context.share(context.step.tokens);
-    const uint64_t number = sum_ ? sum_.begin() : 0;
     for (int t = mine.begin; t < mine.end; t++) {
-        float* to = sum_ ? sum_.row(number, t) : context.row<float>(residual_, t);
+        float* to = context.row<float>(sum_ ? sum_.part : residual_, t);
         if (sum_) std::fill(to, to + round_up(norm_.width, kLanes), 0.0f);
         for (int i = 0; i < experts_.top_k; i++) {
             const float* y = context.row<float>(result_, place_[t * experts_.top_k + i]);
@@ -182,7 +181,7 @@ void MoeResidual<E>::combine(const Context& context) const {
         }
     }
     if (sum_)
-        sum_.finish(context, number, context.step.tokens, [&](int row, int column, V x) {
+        sum_.finish(context, context.step.tokens, norm_.width, [&](int row, int column, V x) {
             float* to = context.row<float>(residual_, row) + column;
             vstore(to, vload(to) + x);
         });

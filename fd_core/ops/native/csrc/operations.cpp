@@ -113,14 +113,13 @@ template <class E>
 void ProjectResidual<E>::run(const Context& context) {
     const int rows = context.step.tokens, width = input.w.n;
     input.prepare(context, nullptr, rows);
-    const uint64_t number = sum ? sum.begin() : 0;
+    const bool apart = sum || post_norm.weight;
     input.multiply_each(context, rows, [&](int row, int vec, V x) {
-        float* to = (sum ? sum.row(number, row) : context.row<float>(post_norm.weight ? projected : residual, row)) +
-                    vec * kLanes;
-        vstore(to, sum || post_norm.weight ? x : vload(to) + x);
+        float* to = context.row<float>(apart ? projected : residual, row) + vec * kLanes;
+        vstore(to, apart ? x : vload(to) + x);
     });
     if (sum)
-        sum.finish(context, number, rows, [&](int row, int column, V x) {
+        sum.finish(context, rows, width, [&](int row, int column, V x) {
             float* to = context.row<float>(post_norm.weight ? projected : residual, row) + column;
             vstore(to, post_norm.weight ? x : vload(to) + x);
         });

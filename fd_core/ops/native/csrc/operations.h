@@ -58,41 +58,42 @@ struct NormRows {
     void run(const Context& context, int count) const;
 };
 
-/// A sum over ranks: each writes rows into its slot, and adds up all slots when all ranks have.
-class RankSum {
-   public:
-    /// Of rows of `width` floats; `group` is null where one rank computes alone.
-    RankSum(Group* group, int width) : group_(group), width_(width), stride_(room(width)) {}
+/// A sum over ranks of the rows of a float32 buffer. Products go to that buffer and are copied from there: storing them into
+/// lines that another core has read is slower than a copy, which need not fetch a line that it replaces.
+struct RankSum {
+    Group* group;  // null where one rank computes alone
+    int part;      // the buffer
 
-    /// Floats that a row takes: products may write whole panels.
-    static size_t room(int width) { return round_up(width, kWeightVecs * kLanes); }
-    explicit operator bool() const { return group_ != nullptr; }
-    uint64_t begin() const { return group_->next(); }
-    float* row(uint64_t number, int row) const { return group_->slot(group_->rank, number) + size_t(row) * stride_; }
+    explicit operator bool() const { return group != nullptr; }
     /// Called by every thread when it has written; hands the sums of its share of rows to `take(row, column, sum)`, a
     /// vector at a time, in the order of ranks.
     template <class Take>
-    void finish(const Context& context, uint64_t number, int rows, Take&& take) const;
-
-   private:
-    Group* group_;
-    int width_;
-    size_t stride_;
+    void finish(const Context& context, int rows, int width, Take&& take) const;
 };
 
 template <class Take>
-void RankSum::finish(const Context& context, uint64_t number, int rows, Take&& take) const {
+void RankSum::finish(const Context& context, int rows, int width, Take&& take) const {
     context.wait_for_all();
-    if (context.thread == 0) group_->meet(number);
-    context.wait_for_all();
-    if (group_->failed()) return;
     const Range mine = context.share(rows);
-    for (int i = mine.begin; i < mine.end; i++)
-        for (int j = 0; j < width_; j += kLanes) {
-            V sum = vload(group_->slot(0, number) + size_t(i) * stride_ + j);
-            for (int r = 1; r < group_->size; r++) sum = sum + vload(group_->slot(r, number) + size_t(i) * stride_ + j);
+    const uint64_t number = group->next();
+    const size_t stride = context.stride(part);
+    if (mine.begin < mine.end)
+        std::memcpy(group->slot(group->rank, number) + mine.begin * stride, context.row<float>(part, mine.begin),
+                    (mine.end - mine.begin) * stride * sizeof(float));
+    context.wait_for_all();
+    if (context.thread == 0) group->meet(number);
+    context.wait_for_all();
+    if (group->failed()) return;
+    for (int i = mine.begin; i < mine.end; i++) {
+        auto row = [&](int r) {
+            return r == group->rank ? context.row<float>(part, i) : group->slot(r, number) + i * stride;
+        };
+        for (int j = 0; j < width; j += kLanes) {
+            V sum = vload(row(0) + j);
+            for (int r = 1; r < group->size; r++) sum = sum + vload(row(r) + j);
             take(i, j, sum);
         }
+    }
 }
 
 /// out = x * w + bias.
@@ -123,7 +124,7 @@ struct AttentionInputs : Operation {
     void run(const Context& context) override;
 };
 
-/// residual += norm(x * w + bias, summed over ranks); `projected` is a float32 scratch buffer, used with a norm only.
+/// residual += norm(x * w + bias, summed over ranks); `projected` is a float32 scratch buffer, used with a norm or a sum.
 template <class E>
 struct ProjectResidual : Operation {
     InputRows<E> input;

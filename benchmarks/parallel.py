@@ -1,0 +1,232 @@
+"""What ranks cost: the sum alone, whole workloads on two ranks of one thread beside one process of two, and plans.
+
+    python -m benchmarks.parallel sums
+    python -m benchmarks.parallel steps [--model smollm2] [--dtype float32] [--workloads w1,w2,w3] [--rounds 3]
+    python -m benchmarks.parallel plans [--ranks 8]
+
+`sums` compares a sum over shared memory, inside a fusion and from Python, with gloo's all_reduce. `steps` runs the
+shapes of `benchmarks/harness/workloads.py` on random prompts in engines of this process, interleaved. `plans` says what
+rank 0 adds to a step of the null backend before it computes, and until all ranks have answered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness.workloads import SHAPES
+from fd_core.config import EngineConfig
+from fd_core.engine.builder import load_engine
+from fd_core.engine.core import Engine
+from fd_core.engine.ranks.leading import LeadingRunner
+from fd_core.engine.ranks.messages import encode_plan
+from fd_core.models.catalog import resolve_model
+from fd_core.ops.parallel import Parallel, RankGroup, group_bytes
+from fd_core.testing.texts import greedy, run
+from fd_core.types import RequestSpec
+
+ROWS = (1, 8, 32, 128, 512)
+WIDTH = 576
+REPEATS = 200
+
+
+def typical(call: Callable[[], Any], repeats: int = REPEATS) -> float:
+    """Return the median microseconds of a call."""
+    seconds = []
+    for _ in range(repeats):
+        begun = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - begun)
+    return median(seconds) * 1e6
+
+
+def sums_of(kind: str, rank: int, where: str) -> dict[int, float]:
+    """Take sums of `ROWS` as one of two ranks, and return the microseconds of each."""
+    if kind == "gloo":
+        import torch
+        from torch import distributed
+
+        torch.set_num_threads(1)
+        distributed.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=2)
+        arrays = {rows: torch.ones(rows, WIDTH) for rows in ROWS}
+        return {rows: typical(partial(distributed.all_reduce, x)) for rows, x in arrays.items()}
+    descriptor = os.open(where, os.O_RDWR)
+    group = RankGroup(Parallel(rank, 2), descriptor, 60.0)
+    if kind == "python":
+        wholes = {rows: np.ones((rows, WIDTH), np.float32) for rows in ROWS}
+        return {rows: typical(partial(group.all_reduce, x)) for rows, x in wholes.items()}
+    return native_sums(group)
+
+
+def native_sums(group: RankGroup) -> dict[int, float]:
+    """Time a program of sums, each behind a product so small that it takes next to no time."""
+    import torch
+
+    from fd_core.ops.contract import StepInput
+    from fd_core.ops.native import load_native_ops
+    from fd_core.ops.native.program import ProgramRecorder, symbolic_step
+    from fd_core.weights import RawTensor
+
+    ops = load_native_ops("float32", 1)
+    assert ops is not None
+    ops.join(group)
+    recorder = ProgramRecorder(ops.runtime)
+    weight = ops.prepare_linear([RawTensor("F32", np.zeros((WIDTH, 16), np.float32))])
+    _, x = recorder.output(symbolic_step(recorder).token_ids, 16, True)
+    _, residual = recorder.output(x, WIDTH, True)
+    count = 60
+    for _ in range(count):
+        residual = ops.project_residual(x, weight, residual)
+    found = {}
+    for rows in ROWS:
+        one = torch.zeros(rows, dtype=torch.int32)
+        step = StepInput(one, one, one, one, one, one.reshape(-1, 1), one, max_query=1, max_context=1)
+        found[rows] = typical(lambda: recorder.run(step, rows), 20) / count  # noqa: B023 - called at once
+    return found
+
+
+def sums() -> None:
+    """Print the time of a sum by each way."""
+    print(f"microseconds of one sum of [rows, {WIDTH}] float32 over two ranks, median of {REPEATS}")
+    print("| way | " + " | ".join(f"{rows} rows" for rows in ROWS) + " |")
+    for kind in ("native", "python", "gloo"):
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            where = f"{folder}/meeting"
+            if kind != "gloo":
+                with Path(where).open("wb") as file:
+                    file.truncate(group_bytes(2))
+            command = [sys.executable, "-m", "benchmarks.parallel", "sums-of", kind, "1", where]
+            other = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+            try:
+                found = sums_of(kind, 0, where)
+            finally:
+                other.wait(60)
+        print(f"| {kind} | " + " | ".join(f"{found[rows]:.1f}" for rows in ROWS) + " |", flush=True)
+
+
+def requests(name: str, round_: int) -> list[RequestSpec]:
+    """Return random prompts of a workload's shape."""
+    shape, rng = SHAPES[name], np.random.default_rng(round_)
+    prefix = rng.integers(5, 40_000, shape.shared).tolist()
+    lengths = np.linspace(shape.min_input, shape.max_input, shape.requests).astype(int)
+    return [
+        greedy(f"{name}-{index}", prefix + rng.integers(5, 40_000, length).tolist(), shape.max_tokens)
+        for index, length in enumerate(lengths)
+    ]
+
+
+def steps(model: str, dtype: str, names: list[str], rounds: int) -> None:
+    """Print output tokens a second of one process with two threads and of two ranks with one each."""
+    path = resolve_model(model).path
+
+    def engine(size: int) -> Engine:
+        config = EngineConfig(
+            model=model,
+            backend="cpu",
+            dtype=dtype,
+            tensor_parallel_size=size,
+            max_model_len=1024,
+            num_threads=2 // size,
+        )
+        return load_engine(config, path, progress=lambda *_: None)
+
+    engines = {size: engine(size) for size in (1, 2)}
+    rates: dict[tuple[str, int], list[float]] = {}
+    for round_ in range(rounds):
+        for name in names:
+            for size in (1, 2) if round_ % 2 == 0 else (2, 1):
+                specs = requests(name, round_)
+                begun = time.perf_counter()
+                tokens = sum(map(len, run(engines[size], specs).tokens.values()))
+                rates.setdefault((name, size), []).append(tokens / (time.perf_counter() - begun))
+    print(f"{model}, {dtype}: output tokens a second, best and median of {rounds} rounds")
+    for name in names:
+        one, two = rates[name, 1], rates[name, 2]
+        print(
+            f"{name}: one process {max(one):.1f} ({median(one):.1f}), two ranks {max(two):.1f} ({median(two):.1f}): "
+            f"{max(two) / max(one):.2f}x ({median(two) / median(one):.2f}x)",
+            flush=True,
+        )
+    for each in engines.values():
+        each.close()
+
+
+def plans(ranks: int) -> None:
+    """Print what telling the ranks adds to a step of the null backend."""
+    settings: dict[str, Any] = {"max_num_seqs": 32, "num_kv_blocks": 512, "max_model_len": 512, "pipeline_depth": 1}
+    config = EngineConfig(model="null", backend="null", tensor_parallel_size=ranks, **settings)
+    engine = load_engine(config, None, progress=lambda *_: None)
+    runner = engine.probe().runner
+    assert isinstance(runner, LeadingRunner)
+    told, compared = [], []
+    processes = runner.ranks
+    tell, compare = processes.tell, processes.compare
+
+    def timed(call: Callable[..., None], seconds: list[float]) -> Callable[..., None]:
+        def timing(*arguments: Any) -> None:
+            begun = time.perf_counter()
+            call(*arguments)
+            seconds.append(time.perf_counter() - begun)
+
+        return timing
+
+    encoded: list[float] = []
+    execute = runner.execute
+
+    def executing(plan: Any) -> Any:
+        begun = time.perf_counter()
+        encode_plan(plan)
+        encoded.append(time.perf_counter() - begun)
+        return execute(plan)
+
+    processes.tell, processes.compare = timed(tell, told), timed(compare, compared)  # type: ignore[method-assign]
+    runner.execute = executing  # type: ignore[method-assign]
+    run(engine, [greedy(f"r{i}", range(1, 60), 200) for i in range(32)])
+    engine.close()
+    parts = [median(each) * 1e6 for each in (encoded, told, compared)]
+    print(f"{ranks} ranks, {len(told)} steps of 32 requests, median microseconds:")
+    ahead = parts[0] + parts[1]
+    print(f"encode {parts[0]:.0f}, send to {ranks - 1} ranks {parts[1]:.0f}: {ahead:.0f} before rank 0 computes")
+    print(f"until all have answered, their own steps on {len(os.sched_getaffinity(0))} cores included: {parts[2]:.0f}")
+
+
+def main() -> None:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = parser.add_subparsers(dest="part", required=True)
+    parts.add_parser("sums")
+    hidden = parts.add_parser("sums-of")
+    for argument in ("kind", "rank", "where"):
+        hidden.add_argument(argument)
+    stepping = parts.add_parser("steps")
+    stepping.add_argument("--model", default="smollm2")
+    stepping.add_argument("--dtype", default="bfloat16")
+    stepping.add_argument("--workloads", default="w1,w2,w3")
+    stepping.add_argument("--rounds", type=int, default=3)
+    planning = parts.add_parser("plans")
+    planning.add_argument("--ranks", type=int, default=8)
+    asked = parser.parse_args()
+    match asked.part:
+        case "sums":
+            sums()
+        case "sums-of":
+            sums_of(asked.kind, int(asked.rank), asked.where)
+        case "steps":
+            steps(asked.model, asked.dtype, asked.workloads.split(","), asked.rounds)
+        case "plans":
+            plans(asked.ranks)
+
+
+if __name__ == "__main__":
+    main()
