@@ -54,8 +54,8 @@ ALLOWED: dict[str, set[str]] = {
     "simulation": BASE | {"kv", "scheduling", "signals"},
     "tracing": BASE | {"kv", "scheduling", "signals"},
     "engine": BASE
-    | {"backends", "disagg", "kv", "logs", "models", "parent_watch", "plugins", "router", "runner", "scheduling"}
-    | {"signals", "structured", "text", "tracing"},
+    | {"backends", "disagg", "kv", "logs", "models", "ops", "parent_watch", "plugins", "router", "runner"}
+    | {"scheduling", "signals", "structured", "text", "tracing"},  # `ops.parallel`: the ranks of one model share memory
     "server": BASE | {"disagg", "engine", "kv", "logs", "pages", "structured", "text"},
     "cli": BASE
     | {"disagg", "engine", "hookspecs", "logs", "models", "pages", "plugins", "router", "router/gateway", "server"}

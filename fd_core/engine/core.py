@@ -134,6 +134,8 @@ class Engine:
         """Keep up to `pipeline_depth` plans in flight, then commit the oldest answer."""
         if self._trace is not None:
             self._trace.turn_began(time.monotonic_ns())
+        if not self._in_flight:
+            self._device.runner.check()
         self._adapters.sweep(self._scheduler.request_ids, self._hold)
         ended: list[Delta] = []
         while len(self._in_flight) < self.info.pipeline_depth:

@@ -132,6 +132,9 @@ class _Threaded(Device):
                 continue
             try:
                 output = self.runner.execute(plan)
+            except EngineDead as error:
+                self._answer(str(error))
+                return
             except Exception as error:  # noqa: BLE001 - the thread's last frame: whoever collects is told
                 self._answer(f"step {plan.step} failed: {type(error).__name__}: {error}")
                 return

@@ -124,6 +124,9 @@ class Runner:
         self.batch = PersistentBatch(limits)
         return seconds[0] / length
 
+    def check(self) -> None:
+        """Raise `EngineDead` if what computes beside this process is gone; called while nothing is executed."""
+
     def close(self) -> None:
         """End what computes beside this process."""
 

@@ -21,10 +21,13 @@ from fd_core.errors import ConfigError, EngineDead, ModelError, PluginError
 from fd_core.testing.checkpoints import write_checkpoint
 from tests.engine.helpers import golden, null_engine, random_specs, run
 from tests.engine.stepping import greedy
+from tests.engine.test_process import until
 from tests.engine.test_restarts import opened, read, run_test
 
 SPECS = random_specs(32, seed=41, max_prompt=40, max_tokens=60)
 LONG = greedy("long", range(20), 300)
+pytestmark = pytest.mark.slow
+
 TWO: dict[str, Any] = {"tensor_parallel_size": 2}
 
 
@@ -81,6 +84,18 @@ def test_a_killed_rank_costs_no_token(caplog: pytest.LogCaptureFixture) -> None:
 
     with caplog.at_level(logging.ERROR):
         run_test(main)
+
+
+def test_a_rank_that_is_killed_while_nothing_runs_is_missed_at_once() -> None:
+    async def main() -> None:
+        async with opened(backend="null", **TWO) as client:
+            assert isinstance(client, ProcessClient)
+            os.kill(rank_of(client), signal.SIGKILL)
+            await until(lambda: not client.alive)
+            await until(lambda: client.alive, 30.0)
+            assert client.info.epoch == 2
+
+    run_test(main)
 
 
 def test_a_rank_that_stands_still_is_named_within_the_watchdogs_time(caplog: pytest.LogCaptureFixture) -> None:

@@ -272,6 +272,12 @@ class LeadingRunner(Runner):
             self.ranks.compare(plan.step, step_digest(frame, output))
         return output
 
+    def check(self) -> None:
+        """Raise `EngineDead` if a rank is gone, so that nobody takes an idle engine for one that serves."""
+        if self.ranks.group.abandoned:
+            with self._together():
+                raise RanksApart("a rank is gone")
+
     def close(self) -> None:
         """End the other ranks."""
         self.ranks.close()
