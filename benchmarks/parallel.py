@@ -30,7 +30,7 @@ from fd_core.config import EngineConfig
 from fd_core.engine.builder import load_engine
 from fd_core.engine.core import Engine
 from fd_core.engine.ranks.leading import LeadingRunner
-from fd_core.engine.ranks.messages import encode_plan
+from fd_core.engine.ranks.messages import RankStep, encode_step
 from fd_core.models.catalog import resolve_model
 from fd_core.ops.parallel import Parallel, RankGroup, group_bytes
 from fd_core.testing.texts import greedy, run
@@ -186,7 +186,7 @@ def plans(ranks: int) -> None:
 
     def executing(plan: Any) -> Any:
         begun = time.perf_counter()
-        encode_plan(plan)
+        encode_step(RankStep(plan, *runner.batch.guesses()))
         encoded.append(time.perf_counter() - begun)
         return execute(plan)
 

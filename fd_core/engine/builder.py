@@ -23,12 +23,11 @@ from fd_core.engine.device import make_device
 from fd_core.engine.kv_offload import KVStorage, kv_identity, open_kv_storage, start_kv_offload
 from fd_core.engine.kv_transfer import open_kv_transfer, require_role
 from fd_core.engine.messages import EngineInfo
-from fd_core.engine.ranks.leading import JoinedKVCache, LeadingRunner, RankProcesses, joined_shape, require_ranks
+from fd_core.engine.ranks.leading import LeadingRunner, RankProcesses, joined_shape, require_ranks
 from fd_core.engine.ranks.messages import RankLoaded
 from fd_core.errors import ConfigError, PluginError
 from fd_core.kv.port import CompletionQueue, JoinedEffectPort, LockedKVCache
 from fd_core.models.loading.pooling import VectorSettings, read_vector_settings
-from fd_core.ops.contract import KVCache
 from fd_core.plugins import (
     CONNECTOR,
     OBSERVER,
@@ -119,7 +118,7 @@ class _EngineBuilder:
                 runner.adapters.replace(adapters.held)
             prefill_token = runner.warm_up(lambda done, total: self._progress("warmup", done, total))
         trace = self._trace()
-        cache, queue = LockedKVCache(self._joined(runner.cache)), CompletionQueue(wake)
+        cache, queue = LockedKVCache(runner.cache), CompletionQueue(wake)
         transfer = open_kv_transfer(
             self._config, self._plugins, self._limits, cache, self._computing.ops.dtype, self._identity, queue
         )
@@ -151,7 +150,7 @@ class _EngineBuilder:
         if self._ranks is None:
             return self._computing.runner(limits)
         self._ranks.allocate(limits)
-        return self._computing.runner(limits, partial(LeadingRunner, self._ranks))
+        return self._computing.runner(limits, partial(LeadingRunner, self._ranks, self._heads))
 
     @cached_property
     def _loaded(self) -> list[RankLoaded]:
@@ -162,9 +161,6 @@ class _EngineBuilder:
     @property
     def _heads(self) -> list[tuple[int, int]]:
         return [rank.kv_heads for rank in self._loaded]
-
-    def _joined(self, cache: KVCache) -> KVCache:
-        return cache if self._ranks is None else JoinedKVCache(cache, self._ranks, self._heads)
 
     # KV -----------------------------------------------------------------------------------------------------
 

@@ -56,3 +56,10 @@ class PersistentBatch:
             some = column < counts
             self.tokens[slots[some], begin[some] + column] = drafts[some, column]
         self.num_drafts[slots] = counts
+
+    def guesses(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Return all drafts as `guess` takes them: slots int32[n], drafts int32[n, k], counts int32[n]."""
+        slots = np.flatnonzero(self.num_drafts).astype(np.int32)
+        counts = self.num_drafts[slots]
+        places = self.length[slots][:, None] + np.arange(counts.max(initial=0))
+        return slots, self.tokens[slots[:, None], np.minimum(places, self.tokens.shape[1] - 1)], counts

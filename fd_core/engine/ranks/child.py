@@ -26,7 +26,7 @@ from fd_core.engine.ranks.messages import (
     RankStart,
     StepDigest,
     decode_blocks,
-    decode_plan,
+    decode_step,
     encode_blocks,
     step_digest,
 )
@@ -106,8 +106,10 @@ def _execute(steps: zmq.Socket[bytes], runner: Runner, say: Callable[[RankMessag
         if frame == WARM_UP:
             runner.warm_up(lambda *_: None)
             continue
-        plan = decode_plan(frame)
-        say(StepDigest(plan.step, step_digest(frame, runner.execute(plan))))
+        step = decode_step(frame)
+        runner.batch.num_drafts[:] = 0
+        runner.batch.guess(step.slots, step.drafts, step.counts)
+        say(StepDigest(step.plan.step, step_digest(frame, runner.execute(step.plan))))
 
 
 def _copy(socket: zmq.Socket[bytes], cache: KVCache) -> None:

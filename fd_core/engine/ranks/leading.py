@@ -38,10 +38,11 @@ from fd_core.engine.ranks.messages import (
     RankMessage,
     RankReady,
     RankStart,
+    RankStep,
     StepDigest,
     decode_blocks,
     encode_blocks,
-    encode_plan,
+    encode_step,
     step_digest,
 )
 from fd_core.errors import ConfigError, EngineDead, FdError, ModelError, PluginError
@@ -247,10 +248,12 @@ class RankProcesses:
 class LeadingRunner(Runner):
     """The runner of rank 0: whatever it executes, the other ranks execute as well."""
 
-    def __init__(self, ranks: RankProcesses, *parts: Any) -> None:
+    def __init__(self, ranks: RankProcesses, heads: Sequence[tuple[int, int]], *parts: Any) -> None:
+        """`heads` are the KV heads of each rank, see `JoinedKVCache`; `parts` what a `Runner` is made of."""
         super().__init__(*parts)
         self.ranks = ranks
         """The other ranks, for audits and benchmarks."""
+        self.cache = JoinedKVCache(self.cache, ranks, heads)
         self._leads = False
 
     def warm_up(self, progress: LoadProgress) -> float:
@@ -266,7 +269,7 @@ class LeadingRunner(Runner):
         if not self._leads:
             return super().execute(plan)
         with self._together():
-            frame = encode_plan(plan)
+            frame = encode_step(RankStep(plan, *self.batch.guesses()))
             self.ranks.tell(frame)
             output = super().execute(plan)
             self.ranks.compare(plan.step, step_digest(frame, output))

@@ -1,7 +1,8 @@
 """What rank 0 says to the other ranks and hears of them; encoded with msgspec, never pickled.
 
-On the socket of steps: `RankLoaded`, `RankLimits`, `RankReady`, `WARM_UP`, then a plan for each step and its digest; at
-any time a `Fault` instead. On the socket of copies: a `BlockCopy` and its answer, with the bytes of blocks behind it.
+On the socket of steps: `RankLoaded`, `RankLimits`, `RankReady`, `WARM_UP`, then for each step a `RankStep` and its
+digest; at any time a `Fault` instead. On the socket of copies: a `BlockCopy` and its answer, with the bytes of blocks
+behind it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import numpy.typing as npt
 
 from fd_core.config import EngineConfig, Limits
 from fd_core.engine.messages import Fault
-from fd_core.types import StepOutput, StepPlan
+from fd_core.types import IntArray, StepOutput, StepPlan
 
 __all__ = [
-    *("WARM_UP", "BlockCopy", "RankLimits", "RankLoaded", "RankMessage", "RankReady", "RankStart", "StepDigest"),
-    *("decode_blocks", "decode_plan", "encode_blocks", "encode_plan", "step_digest"),
+    *("WARM_UP", "BlockCopy", "RankLimits", "RankLoaded", "RankMessage", "RankReady", "RankStart", "RankStep"),
+    *("StepDigest", "decode_blocks", "decode_step", "encode_blocks", "encode_step", "step_digest"),
 ]
 
 
@@ -60,6 +61,15 @@ class RankReady(msgspec.Struct, frozen=True, tag="ready"):
     """A rank waits for plans."""
 
 
+class RankStep(msgspec.Struct, frozen=True, array_like=True):
+    """What every rank executes: a plan, and the drafts that rank 0 has for it, so that all verify the same."""
+
+    plan: StepPlan
+    slots: IntArray
+    drafts: IntArray
+    counts: IntArray
+
+
 class StepDigest(msgspec.Struct, frozen=True, tag="digest"):
     """What a rank made of a step, in short."""
 
@@ -91,25 +101,23 @@ def _decode_array(_: type, packed: tuple[tuple[int, ...], str, bytes]) -> npt.ND
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-_DECODER: msgspec.msgpack.Decoder[StepPlan] = msgspec.msgpack.Decoder(StepPlan, dec_hook=_decode_array)
+_DECODER: msgspec.msgpack.Decoder[RankStep] = msgspec.msgpack.Decoder(RankStep, dec_hook=_decode_array)
 
 
-def encode_plan(plan: StepPlan) -> bytes:
-    """Return a plan's frame."""
-    return _ENCODER.encode(plan)
+def encode_step(step: RankStep) -> bytes:
+    """Return the frame of a step."""
+    return _ENCODER.encode(step)
 
 
-def decode_plan(frame: bytes) -> StepPlan:
-    """Return what `encode_plan` was given. Raises `msgspec.DecodeError` or `ValueError` for anything else."""
+def decode_step(frame: bytes) -> RankStep:
+    """Return what `encode_step` was given. Raises `msgspec.DecodeError` or `ValueError` for anything else."""
     return _DECODER.decode(frame)
 
 
 def step_digest(frame: bytes, output: StepOutput) -> bytes:
-    """Return what has to be the same on all ranks: the plan, what was sampled, and the drafts for the next step."""
+    """Return what has to be the same on all ranks: what is executed, and what was sampled."""
     digest = hashlib.blake2b(frame, digest_size=8)
     digest.update(output.tokens.tobytes())
-    if output.drafts_ready is not None:
-        digest.update(output.drafts_ready.tobytes())
     return digest.digest()
 
 
