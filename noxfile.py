@@ -26,6 +26,7 @@ CONFORMING = (
     "cpu:dtype=bfloat16",
     "cpu:dtype=float32,native_kernels=false",
     "cpu:dtype=bfloat16,native_kernels=false",
+    "cpu:dtype=float32,tensor_parallel_size=2",
     "cpu+paddle",
     "cpu+onnx",
     "xpu",

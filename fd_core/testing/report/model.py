@@ -37,6 +37,7 @@ SECTIONS: Final = (
     "kv",
     "quantized_kv",
     "golden",
+    "ranks",
     "lifetime",
     "scale",
 )

@@ -1,0 +1,69 @@
+"""Several ranks, as threads: sums and gathers by their definition, and models that compute what one rank computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from fd_core.errors import ConfigError
+from fd_core.ops.contract import Ops
+from fd_core.ops.parallel import RankGroup
+from fd_core.testing.arrays import Values
+from fd_core.testing.paged import PagedDriver
+from fd_core.testing.ranks import on_ranks
+from fd_core.testing.requirements import lacks
+from fd_core.testing.target import Target
+
+REQUIRES = ("primitives",)
+
+PROMPTS = [[3], list(range(7, 30)), [11, 5, 159, 5]]
+
+
+def joined(target: Target, group: RankGroup) -> Ops:
+    """Return a pack of its own for a rank; skips where the backend computes on one device only."""
+    ops = target.cls(target.config()).make_ops()
+    try:
+        ops.join(group)
+    except ConfigError as error:
+        lacks(error.message)
+    return ops
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("shape", [(1, 576), (33, 70), (0, 16)])
+def test_sums_and_gathers_have_the_same_bits_on_all_ranks(target: Target, size: int, shape: tuple[int, int]) -> None:
+    """Sums are taken in the order of ranks."""
+    parts = [Values(seed=rank)(*shape) for rank in range(size)]
+
+    def work(group: RankGroup) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        ops = joined(target, group)
+        mine = ops.from_host(parts[group.parallel.rank])
+        return ops.to_host(ops.all_reduce(mine)).copy(), ops.to_host(ops.all_gather(mine)).copy()
+
+    total = parts[0].copy()
+    for part in parts[1:]:
+        total += part
+    for reduced, gathered in on_ranks(size, work):
+        np.testing.assert_array_equal(reduced, total)
+        np.testing.assert_array_equal(gathered, np.concatenate(parts, axis=1))
+
+
+@pytest.mark.parametrize("case", ["llama-biases-wide-heads", "qwen3-moe", "gemma3", "ernie-moe"])
+def test_two_ranks_compute_what_one_does(target: Target, case: str) -> None:
+    path = target.checkpoint(case)
+
+    def run(ops: Ops) -> tuple[list[list[int]], npt.NDArray[np.float32]]:
+        model = target.cls(target.config()).load_model(path, ops, lambda *_: None)
+        driver = PagedDriver(model, ops, PROMPTS, 64, kv_dtype=target.kv_dtype)
+        driver.generate(8, 5)
+        return [row.generated for row in driver.rows], np.concatenate([np.stack(row.logits) for row in driver.rows])
+
+    texts, logits = run(target.backend.make_ops())
+    ranks = on_ranks(2, lambda group: run(joined(target, group)))
+    np.testing.assert_array_equal(ranks[0][1], ranks[1][1])
+    if target.exact:
+        assert ranks[0][0] == texts
+        np.testing.assert_allclose(ranks[0][1], logits, rtol=0, atol=5e-5)
