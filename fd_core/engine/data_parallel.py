@@ -242,6 +242,7 @@ def _require_separable(config: EngineConfig) -> None:
         ("--role", config.role != "mixed", f"a {config.role} worker is one engine"),
         ("--trace", config.trace is not None, "a trace is that of one engine"),
         ("--kv-events", bool(config.kv_events), "the KV of several engines is not reported yet"),
+        ("--tensor-parallel-size", config.tensor_parallel_size > 1, "ranks have no devices of their own there yet"),
     )
     for flag, given, reason in refused:
         if given:

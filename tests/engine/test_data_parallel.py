@@ -266,6 +266,7 @@ def test_an_engine_that_cannot_start_ends_the_others() -> None:
         ({"role": "decode"}, "--role"),
         ({"trace": "steps.trace"}, "--trace"),
         ({"kv_events": True}, "--kv-events"),
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
     ],
 )
 def test_settings_that_mean_one_engine_are_refused(settings: dict[str, Any], named: str) -> None:
