@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -160,8 +161,8 @@ def test_the_error_is_the_ranks_own(
     script: str, error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leading, "CHILD", (sys.executable, "-c", PLAYED.format(script=script)))
-    with pytest.raises(error, match=words):
-        run(null_engine(**TWO), SPECS[:1])
+    with pytest.raises(error, match=words), contextlib.closing(null_engine(**TWO)) as engine:
+        run(engine, SPECS[:1])
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,7 @@ class RankProcesses:
             addresses.append(f"ipc://{self._folder}/{kind}-{rank}")
             socket = self._context.socket(zmq.PAIR)
             socket.set_hwm(0)
+            socket.linger = 0  # so that what a dead rank does not read holds up nothing
             socket.bind(addresses[-1])
             sockets.append(socket)
         process = subprocess.Popen(
