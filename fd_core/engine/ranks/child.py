@@ -53,7 +53,7 @@ def main() -> int:
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankStart)
     end_with_parent()
     context = zmq.Context(1)
-    steps, copies = _connected(context, start.steps), _connected(context, start.copies)
+    steps = _connected(context, start.steps)
     parallel = Parallel(start.rank, start.config.tensor_parallel_size)
     group = RankGroup(parallel, start.descriptor, start.config.rank_seconds)
     os.close(start.descriptor)
@@ -63,6 +63,8 @@ def main() -> int:
 
     try:
         runner = _load(start, group, steps, say)
+        # The thread closes its socket: one that is connected before could hold up the end of a rank that cannot load.
+        copies = _connected(context, start.copies)
         threading.Thread(target=_copy, args=(copies, runner.cache), name="fdcore-copies", daemon=True).start()
         # Loaded objects live as long as the process: the garbage collector need not visit them during a step.
         gc.collect()
