@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import signal
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -22,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from harness import checkpoint as checkpoints
 from harness import environments, machine, processes, report, rounds, sessions
 from harness.engines import ENGINES, ENVIRONMENTS, JUDGES, Engine, Limits
+from harness.processes import interrupted_by_sigterm
 from harness.stats import Run, summarise
 from harness.workloads import SHAPES
 from rich.console import Console
@@ -99,7 +99,7 @@ def names(parser: argparse.ArgumentParser, flag: str, text: str, known: Collecti
 def main(arguments: list[str] | None = None) -> int:
     """Run the comparison; return 1 where not a single engine finished."""
     options = parse(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that engines are ended then, too
+    interrupted_by_sigterm()
     console = Console() if sys.stdout.isatty() else Console(width=120)
     checkpoint, corpus = prepare(options, console)
     shapes = [SHAPES[name] for name in options.workloads]

@@ -15,7 +15,6 @@ import argparse
 import json
 import secrets
 import shlex
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness import machine, rounds, sessions
 from harness.engines import ENGINES, Engine, Limits
+from harness.processes import interrupted_by_sigterm
 from harness.stats import Run, paired_ratio
 from harness.workloads import SHAPES, build
 from peers import RESULTS, add_common, announcer, check_common, names, prepare, shown, start
@@ -244,7 +244,7 @@ def secret_in(folder: Path) -> Path:
 def main(arguments: list[str] | None = None) -> int:
     """Run the comparison; return 1 where not a single contender finished."""
     options = parse(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that engines are ended then, too
+    interrupted_by_sigterm()
     console = Console() if sys.stdout.isatty() else Console(width=160)
     checkpoint, corpus = prepare(options, console)
     both = pools(options)

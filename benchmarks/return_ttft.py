@@ -17,7 +17,6 @@ import json
 import random
 import secrets
 import shlex
-import signal
 import sys
 import tempfile
 import time
@@ -30,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness import machine, redis_server
-from harness.processes import EngineFailedError
+from harness.processes import EngineFailedError, interrupted_by_sigterm
 from peers import CACHE, CORPUS, RESULTS, names, prepare, shown
 from rich.console import Console
 from rich.table import Table
@@ -295,7 +294,7 @@ def _settings(way: str, scratch: Path, secret: Path, stack: contextlib.ExitStack
 def main(arguments: list[str] | None = None) -> int:
     """Run the comparison; return 1 where nothing could be measured."""
     options = parse(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server is ended then, too
+    interrupted_by_sigterm()
     console = Console() if sys.stdout.isatty() else Console(width=160)
     checkpoint, corpus = prepare(options, console)
     load_before = machine.load_average()

@@ -16,7 +16,6 @@ import itertools
 import random
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import uvloop
 from harness import machine
-from harness.processes import EngineFailedError
+from harness.processes import EngineFailedError, interrupted_by_sigterm
 from harness.routing import contenders, tables
 from harness.routing.contenders import Contender, Running, Workers, body
 from harness.routing.fake_worker import Settings, text_of_messages
@@ -264,7 +263,7 @@ def shown(arguments: Sequence[str]) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     """Run the comparison; return 1 where nothing could be measured."""
     options = parse(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that all processes are ended then, too
+    interrupted_by_sigterm()
     console = Console() if sys.stdout.isatty() else Console(width=160)
     trace: dict[str, object] = {}
     with tempfile.TemporaryDirectory(prefix="fd_core-routing-", ignore_cleanup_errors=True) as folder:

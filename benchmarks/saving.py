@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness import machine, rounds, sessions
 from harness.engines import ENGINES, Limits
+from harness.processes import interrupted_by_sigterm
 from harness.stats import Summary, summarise
 from harness.workloads import SHAPES
 from peers import RESULTS, add_common, announcer, check_common, names, prepare, shown, start
@@ -67,7 +67,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Run the comparison; return 1 where nothing finished."""
     options = parse(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that engines are ended then, too
+    interrupted_by_sigterm()
     console = Console() if sys.stdout.isatty() else Console(width=160)
     checkpoint, corpus = prepare(options, console)
     shapes = [SHAPES[name] for name in options.workloads]

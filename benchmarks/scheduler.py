@@ -14,7 +14,6 @@ import argparse
 import gc
 import json
 import shlex
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import numpy
 from harness import environments, machine
 from harness.engines import ENGINES, ENVIRONMENTS, Limits, environment_variables
-from harness.processes import EngineFailedError, Worker
+from harness.processes import EngineFailedError, Worker, interrupted_by_sigterm
 from peers import CACHE, RESULTS, shown
 from rich.console import Console
 from rich.table import Table
@@ -136,7 +135,7 @@ def _text(numbers: Sequence[int]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Run the comparison; return 1 where vLLM could not be started or broke."""
     options = parse(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the worker is ended then, too
+    interrupted_by_sigterm()
     console = Console() if sys.stdout.isatty() else Console(width=160)
     load = machine.load_average()
     if load > 0.5:

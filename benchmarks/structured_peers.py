@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from harness import machine
 from harness.engines import ENGINES, Limits
 from harness.forms import FREE_TOKENS, SCHEMA
 from harness.openai_stream import OpenAICompletions
+from harness.processes import interrupted_by_sigterm
 from harness.rounds import SETTLE_SECONDS, order_of
 from harness.sessions import ServerSession
 from harness.stats import RequestResult
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.engines = peers.names(parser, "--engines", options.engines, ENGINES)
     peers.check_common(parser, options)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that engines are ended then, too
+    interrupted_by_sigterm()
     console = Console(width=120)
     checkpoint, _ = peers.prepare(options, console)
     tokenizer = checkpoints.tokenizer_of(options.model or checkpoints.fetch_default())

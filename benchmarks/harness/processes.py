@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -10,12 +11,17 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-__all__ = ["ANSWER_SECONDS", "EngineFailedError", "Worker", "end"]
+__all__ = ["ANSWER_SECONDS", "EngineFailedError", "Worker", "end", "end_with_parent", "interrupted_by_sigterm"]
 
 ANSWER_SECONDS = 900
 """How long an engine may take to load or to finish one run; then it is ended and left out."""
+
+
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_PARENT_DEATH_SIGNAL = 1
+"""`PR_SET_PDEATHSIG` of prctl(2)."""
 
 
 class EngineFailedError(Exception):
@@ -36,6 +42,7 @@ class Worker:
                 text=True,
                 env=os.environ | variables,
                 start_new_session=True,
+                preexec_fn=end_with_parent,
             )
 
     def ask(self, **message: object) -> dict[str, Any]:
@@ -77,3 +84,19 @@ def end(process: subprocess.Popen[Any]) -> None:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
             print(f"process {process.pid} did not end within {seconds} s", file=sys.stderr)
+
+
+def interrupted_by_sigterm() -> None:
+    """Have the first SIGTERM end this process like Ctrl-C, so that it ends what it started: `timeout` sends two."""
+
+    def interrupt(number: int, _: object) -> NoReturn:
+        signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
+def end_with_parent() -> None:
+    """Have the kernel send this process, a child before its exec, SIGTERM when its parent ends in whatever way."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)

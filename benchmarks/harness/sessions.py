@@ -18,7 +18,7 @@ import aiohttp
 from .checkpoint import Checkpoint
 from .engines import Engine, Limits, Server, environment_variables
 from .openai_stream import Dialect, send_all
-from .processes import ANSWER_SECONDS, EngineFailedError, Worker, end
+from .processes import ANSWER_SECONDS, EngineFailedError, Worker, end, end_with_parent
 from .stats import RequestResult, Run
 from .workloads import Workload
 
@@ -96,6 +96,7 @@ class ServerSession:
                 stderr=output,
                 env=os.environ | environment_variables(engine, python, limits),
                 start_new_session=True,
+                preexec_fn=end_with_parent,
             )
         try:
             self._wait_until_healthy()
