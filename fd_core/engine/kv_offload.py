@@ -109,7 +109,8 @@ def start_kv_offload(
 def kv_identity(path: Path | None, numerics: str) -> str:
     """Name everything but the tokens that decides the bytes of a block: a change of any of it is another name.
 
-    `numerics` tells apart whatever computes or arranges the KV of one checkpoint differently: pack, dtype, shape.
+    `numerics` tells apart whatever computes or arranges the KV of one checkpoint differently: pack, dtype, shape. How
+    many ranks computed it is left out: blocks outside the device have the heads of all, as one rank has them.
     """
     weights = tokenizer = "none"
     if path is not None:

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -190,5 +191,27 @@ def test_blocks_of_all_ranks_are_copied_as_one() -> None:
         of_rank_1 = leading.JoinedKVCache(joined, ranks, [(0, 1), (1, 2)])
         both = of_rank_1.export_blocks(np.array([2], np.int32))
         np.testing.assert_array_equal(both[..., 1:, :], data[1:2])
+    finally:
+        engine.close()
+
+
+def test_what_a_rank_copies_too_late_is_taken_for_nothing_else() -> None:
+    engine = null_engine(**TWO)
+    try:
+        runner = engine.probe().runner
+        assert isinstance(runner, leading.LeadingRunner)
+        runner.ranks._seconds = 0.5  # a back door: those of the watchdog are no time to wait for here
+        of_rank_1 = leading.JoinedKVCache(runner.cache, runner.ranks, [(0, 1), (1, 2)])
+        (rank,) = runner.ranks.pids
+        os.kill(rank, signal.SIGSTOP)
+        while " T " not in Path(f"/proc/{rank}/stat").read_text():
+            time.sleep(0.001)
+        with pytest.raises(EngineDead, match="rank 1 did not answer"):
+            of_rank_1.export_blocks(np.array([2], np.int32))
+        os.kill(rank, signal.SIGCONT)
+        with pytest.raises(EngineDead):
+            of_rank_1.export_blocks(np.array([9], np.int32))
+        with pytest.raises(EngineDead, match=r"rank 1 did not answer within 0.5 s"):
+            runner.check()
     finally:
         engine.close()

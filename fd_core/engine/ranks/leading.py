@@ -102,6 +102,8 @@ class RankProcesses:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ended: list[tuple[int, int]] = []
         """Ranks whose process ended, the first one first, with exit codes."""
+        self._silent = ""
+        """What is to be said of a rank that did not copy in time."""
         descriptor = os.memfd_create("fdcore-ranks")
         try:
             os.ftruncate(descriptor, group_bytes(size))
@@ -143,20 +145,29 @@ class RankProcesses:
                 raise EngineDead(f"rank {rank} made something else of step {step} than rank 0")
 
     def copy(self, requests: Sequence[tuple[int, list[bytes]]]) -> list[list[bytes]]:
-        """Have some ranks copy blocks, at the same time, and return their answers. One call at a time, any thread."""
+        """Have some ranks copy blocks, at the same time, and return their answers. One call at a time, any thread.
+
+        Raises `EngineDead` if one of them does not answer: a later copy must not get its answer, nor may it write into
+        blocks that have other owners by then.
+        """
         for rank, parts in requests:
             self._copies[rank - 1].send_multipart(parts)
         answers = []
         for rank, _ in requests:
             socket, deadline = self._copies[rank - 1], time.monotonic() + self._seconds
-            while not socket.poll(_LOOK_MS):
-                if self.group.abandoned or time.monotonic() > deadline:
-                    raise EngineDead(f"rank {rank} does not answer")
+            while self.group.abandoned or not socket.poll(_LOOK_MS):
+                if not self.group.abandoned and time.monotonic() > deadline:
+                    self._silent = f"rank {rank} did not answer within {self._seconds:g} s"
+                    self.group.abandon()
+                if self.group.abandoned:
+                    raise EngineDead(self._silent or f"rank {rank} is gone")
             answers.append(socket.recv_multipart())
         return answers
 
     def reason(self, otherwise: str) -> str:
         """Say why the ranks came apart: in the words of the rank at fault, if it had any."""
+        if self._silent:
+            return self._silent
         deadline = time.monotonic() + _LAST_WORDS_SECONDS
         while self.group.abandoned and time.monotonic() < deadline:
             for rank in self._ranks:
