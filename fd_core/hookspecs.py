@@ -146,6 +146,16 @@ def fd_register_router_policies() -> Sequence[Entry]:
 
 
 @hookspec
+def fd_register_launchers() -> Sequence[Entry]:
+    """Offer launchers: what starts the processes of a deployment on nodes, places them and watches over them.
+
+    Each target is a subclass of `fd_core.launching.contract.Launcher`, made without arguments. It carries no tokens:
+    processes connect to each other. `fd_core.testing.launchers.LauncherSuite` proves it.
+    """
+    raise AssertionError("hook specification")
+
+
+@hookspec
 def fd_register_tool_parsers() -> Sequence[Entry]:
     """Offer tool parsers: what finds tool calls in the text of an answer.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -19,6 +20,7 @@ def end_with_parent() -> None:
 
 def _wait_for_the_end() -> None:
     # The bare descriptor: a thread that waits inside the buffered reader makes the interpreter's shutdown fail.
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
+    with contextlib.suppress(OSError):  # a socket whose other end had something left to read
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
     os._exit(0)

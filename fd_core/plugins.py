@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fd_core.backends.contract import Availability, Backend
     from fd_core.disagg.connectors.contract import Connector
     from fd_core.kv.stores.contract import KVStore
+    from fd_core.launching.contract import Launcher
     from fd_core.router.policies import RouterPolicy
     from fd_core.runner.drafting import Drafter
     from fd_core.runner.observing import Observer
@@ -42,6 +43,7 @@ __all__ = [
         "DRAFTER",
         "KINDS",
         "KNOWN_PLUGINS",
+        "LAUNCHER",
         "OBSERVER",
         "POSTPROCESS",
         "REASONING_PARSER",
@@ -74,6 +76,7 @@ _BUILTIN_MODULES: Final = (
     "fd_core.kv.stores.builtin",
     "fd_core.disagg.connectors.builtin",
     "fd_core.router.builtin",
+    "fd_core.launching.builtin",
     "fd_core.text.parsing.builtin",
 )
 
@@ -125,6 +128,9 @@ CONNECTOR: Final[Kind[Connector]] = Kind(
 ROUTER_POLICY: Final[Kind[RouterPolicy]] = Kind(
     "router policy", "fd_register_router_policies", "fd_core.router.policies:RouterPolicy", "--policy"
 )
+LAUNCHER: Final[Kind[Launcher]] = Kind(
+    "launcher", "fd_register_launchers", "fd_core.launching.contract:Launcher", "--distributed-executor-backend"
+)
 TOOL_PARSER: Final[Kind[ToolParser]] = Kind(
     "tool parser", "fd_register_tool_parsers", "fd_core.text.parsing.contract:ToolParser", "--tool-call-parser"
 )
@@ -145,6 +151,7 @@ KINDS: Final[tuple[Kind[Any], ...]] = (
     STORE,
     CONNECTOR,
     ROUTER_POLICY,
+    LAUNCHER,
     TOOL_PARSER,
     REASONING_PARSER,
 )

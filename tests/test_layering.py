@@ -38,13 +38,14 @@ ALLOWED: dict[str, set[str]] = {
     "signals": {"types"},
     "hookspecs": set(),
     "plugin_rules": {"hookspecs"},
-    "plugins": {"backends", "disagg", "errors", "hookspecs", "kv", "plugin_rules", "router", "runner"}
-    | {"scheduling", "text"},
+    "plugins": {"backends", "disagg", "errors", "hookspecs", "kv", "launching", "plugin_rules", "router"}
+    | {"runner", "scheduling", "text"},
     "kv": BASE | {"hookspecs", "ops"},  # the tiers copy from and to `ops.contract.KVCache`
     "disagg": BASE | {"hookspecs", "kv", "logs", "ops"},
     "scheduling": BASE | {"kv", "hookspecs", "signals"},
     "router": BASE | {"hookspecs", "kv"},
     "router/gateway": BASE | {"disagg", "kv", "models", "pages", "router", "server", "text"},
+    "launching": BASE | {"hookspecs", "parent_watch"},
     "ops": BASE,
     "models": BASE | {"ops"},
     "text": BASE | {"hookspecs", "models"},
@@ -54,15 +55,16 @@ ALLOWED: dict[str, set[str]] = {
     "simulation": BASE | {"kv", "scheduling", "signals"},
     "tracing": BASE | {"kv", "scheduling", "signals"},
     "engine": BASE
-    | {"backends", "disagg", "kv", "logs", "models", "ops", "parent_watch", "plugins", "router", "runner"}
-    | {"scheduling", "signals", "structured", "text", "tracing"},  # `ops.parallel`: the ranks of one model share memory
+    | {"backends", "disagg", "kv", "launching", "logs", "models", "ops", "parent_watch", "plugins", "router"}
+    # `ops.parallel`: the ranks of one model share memory
+    | {"runner", "scheduling", "signals", "structured", "text", "tracing"},
     "server": BASE | {"disagg", "engine", "kv", "logs", "pages", "structured", "text"},
     "cli": BASE
-    | {"disagg", "engine", "hookspecs", "logs", "models", "pages", "plugins", "router", "router/gateway", "server"}
-    | {"simulation"}
+    | {"disagg", "engine", "hookspecs", "launching", "logs", "models", "pages", "plugins", "router", "router/gateway"}
+    | {"server", "simulation"}
     | {"testing", "text", "tracing"},
     "testing": BASE
-    | {"backends", "disagg", "engine", "kv", "models", "ops", "parent_watch", "plugins"}
+    | {"backends", "disagg", "engine", "kv", "launching", "models", "ops", "parent_watch", "plugins"}
     | {"router", "runner", "scheduling", "signals", "text"},
 }
 """Part of fd_core to the other parts that it may import, anywhere in its files."""

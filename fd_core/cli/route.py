@@ -46,6 +46,7 @@ def route(given: Given) -> None:
         from fd_core.cli.serve import loop_factory, opened_spans
         from fd_core.cli.summary import show_summary
         from fd_core.errors import BadRequest, ConfigError
+        from fd_core.launching.announcing import announce
         from fd_core.logs import configure_logs
         from fd_core.plugins import ROUTER_POLICY, installed_plugins
         from fd_core.router.gateway.pairs import ticket_key
@@ -80,6 +81,7 @@ def route(given: Given) -> None:
         def ready(url: str) -> None:
             show_summary(console, summary(gateway, settings.router, url, text, uses_prefix), title="fdcore routes")
             settle()
+            announce(url)
 
         policies = [plugins.load(ROUTER_POLICY, settings.router.policy_of(role)) for role in gateway.roles]
         uses_prefix = any(policy.uses_prefix for policy in policies)

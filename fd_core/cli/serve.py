@@ -98,6 +98,7 @@ async def _serve(settings: Settings, listener: socket.socket, console: Console, 
     """Load, say what was loaded, serve until told to stop, drain."""
     from fd_core.cli.startup import choose_parsers, find_model, running_engine, startup_bars
     from fd_core.cli.summary import show_summary, summary
+    from fd_core.launching.announcing import announce
     from fd_core.server.listening import settle
     from fd_core.server.serve import serve_http
 
@@ -120,6 +121,7 @@ async def _serve(settings: Settings, listener: socket.socket, console: Console, 
                 console, summary(client.info, settings.server, url, tools=chosen.tools, reasoning=chosen.reasoning)
             )
             settle()
+            announce(url)
 
         await serve_http(
             settings.server,

@@ -1,0 +1,33 @@
+"""What the suite launches: a process that says what it sees and does what it is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from fd_core.launching.announcing import announce
+
+__all__ = ["main"]
+
+
+def main(action: str, *arguments: str) -> None:
+    """Announce what this process sees of itself, then wait; `fail` says a line instead, and ends with code 7."""
+    if action == "fail":
+        print("\n".join(arguments), file=sys.stderr)
+        sys.exit(7)
+    shown = {
+        "arguments": arguments,
+        "command": Path("/proc/self/cmdline").read_text().split("\0"),
+        "environment": {name: value for name, value in os.environ.items() if name.startswith("FD_SUITE")},
+        "cores": sorted(os.sched_getaffinity(0)),
+        "pid": os.getpid(),
+    }
+    announce(json.dumps(shown))
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,141 @@
+"""The cases that every launcher has to pass."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from fd_core.launching.contract import NODE_ADDRESS, LaunchedProcess, Launcher, LaunchError, ProcessSpec
+
+__all__ = ["LauncherSuite"]
+
+_HIDDEN: Final = "hidden-beside-every-command"
+
+
+class LauncherSuite:
+    """Derive a class `Test...` from it and name the launcher."""
+
+    launcher: str
+    """Name under which a plugin offers it."""
+    patience: float = 60.0
+    """Seconds for which anything is waited for."""
+
+    def launcher_class(self) -> type[Launcher]:
+        """Return the class of the launcher; override this for a class that no plugin offers."""
+        from fd_core.plugins import LAUNCHER, installed_plugins
+
+        return installed_plugins().load(LAUNCHER, self.launcher)
+
+    @pytest.fixture
+    def launching(self) -> Iterator[Launcher]:
+        """A launcher, closed after the test."""
+        launcher = self.launcher_class()()
+        yield launcher
+        launcher.close()
+
+    def spec(self, name: str, *words: str, **values: Any) -> ProcessSpec:
+        """Return the spec of a process that runs the suite's program, by default until it is ended."""
+        return ProcessSpec(name, ("-m", "fd_core.testing.launchers.program", *(words or ("stay",))), **values)
+
+    def until(self, condition: Callable[[], Any]) -> Any:
+        """Wait for a condition and return what it returns."""
+        deadline = time.monotonic() + self.patience
+        while not (found := condition()):
+            assert time.monotonic() < deadline, "waited for in vain"
+            time.sleep(0.02)
+        return found
+
+    def seen(self, process: LaunchedProcess) -> dict[str, Any]:
+        """Return what the process announces that it sees."""
+        seen: dict[str, Any] = json.loads(self.announced_by(process))
+        return seen
+
+    def announced_by(self, process: LaunchedProcess) -> str:
+        """Wait for what the process announces."""
+        self.until(lambda: process.announced() is not None or process.exit_code() is not None)
+        announced = process.announced()
+        assert announced is not None, process.reason()
+        return announced
+
+    def test_a_process_announces_itself_and_runs(self, launching: Launcher) -> None:
+        (process,) = launching.start([self.spec("one", "stay", "a b", "{c}")])
+        assert self.seen(process)["arguments"] == ["a b", "{c}"]
+        assert process.name == "one"
+        assert process.exit_code() is None and process.reason() == "" and process.wait(0.0) is None
+        node = next(node for node in launching.nodes() if node.id == process.node)
+        assert node.alive and node.address == process.address
+
+    def test_its_own_words_say_why_it_ended(self, launching: Launcher) -> None:
+        (process,) = launching.start([self.spec("one", "fail", "the disk is full")])
+        assert process.wait(self.patience) == process.exit_code() == 7
+        assert "ended with exit code 7" in process.reason() and "the disk is full" in process.reason()
+
+    @pytest.mark.parametrize(("method", "number"), [("terminate", signal.SIGTERM), ("kill", signal.SIGKILL)])
+    def test_it_is_ended_by_a_signal_and_says_by_which(
+        self, launching: Launcher, method: str, number: signal.Signals
+    ) -> None:
+        (process,) = launching.start([self.spec("one")])
+        self.seen(process)
+        getattr(process, method)()
+        assert process.wait(self.patience) == -number
+        assert f"was ended by {number.name}" in process.reason()
+        getattr(process, method)()  # does nothing any more
+
+    def test_the_address_of_its_node_is_told_to_it(self, launching: Launcher) -> None:
+        (process,) = launching.start([self.spec("one", "stay", NODE_ADDRESS, environment={"FD_SUITE_A": NODE_ADDRESS})])
+        seen = self.seen(process)
+        assert seen["arguments"] == [process.address] and seen["environment"] == {"FD_SUITE_A": process.address}
+
+    def test_secrets_reach_the_process_and_nothing_else(
+        self, launching: Launcher, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        spec = self.spec("one", secrets={"FD_SUITE_KEY": _HIDDEN}, environment={"FD_SUITE_A": "b"})
+        (process,) = launching.start([spec])
+        seen = self.seen(process)
+        assert seen["environment"] == {"FD_SUITE_KEY": _HIDDEN, "FD_SUITE_A": "b"}
+        assert _HIDDEN not in repr(spec) + repr(process) + repr(launching.nodes()) + "".join(seen["command"])
+        assert _HIDDEN not in "".join(capfd.readouterr())
+
+    def test_all_are_started_or_none(self, launching: Launcher) -> None:
+        there = sum(node.cores for node in launching.nodes())
+        specs = [self.spec("one", cores=1, group="pair"), self.spec("two", cores=there, group="pair")]
+        with pytest.raises(LaunchError, match=rf"{there + 1}.*{there}"):
+            launching.start(specs)
+        (process,) = launching.start([self.spec("one", cores=1)])  # so neither the name nor the processor is taken
+        self.seen(process)
+
+    def test_what_a_process_had_is_free_once_it_ended(self, launching: Launcher) -> None:
+        every = next(iter(launching.nodes())).cores
+        for _ in range(2):
+            (process,) = launching.start([self.spec("one", cores=every)])
+            self.seen(process)
+            process.kill()
+            assert process.wait(self.patience) is not None
+
+    def test_a_name_belongs_to_one_process(self, launching: Launcher) -> None:
+        launching.start([self.spec("one", cores=0)])
+        with pytest.raises(LaunchError, match="one"):
+            launching.start([self.spec("two", cores=0), self.spec("one", cores=0)])
+        launching.start([self.spec("two", cores=0)])
+
+    def test_devices_that_are_not_there_are_refused(self, launching: Launcher) -> None:
+        there = sum(node.devices for node in launching.nodes())
+        with pytest.raises(LaunchError, match=f"{there + 1} device"):
+            launching.start([self.spec("one", cores=0, devices=there + 1)])
+
+    def test_a_command_is_a_module(self, launching: Launcher) -> None:
+        with pytest.raises(LaunchError, match="-m"):
+            launching.start([ProcessSpec("one", ("-c", "pass"))])
+
+    def test_closing_ends_what_runs(self, launching: Launcher) -> None:
+        processes = launching.start([self.spec(name, cores=0, group="pair") for name in ("one", "two")])
+        pids = [self.seen(process)["pid"] for process in processes]
+        launching.close()
+        launching.close()
+        self.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))

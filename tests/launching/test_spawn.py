@@ -1,0 +1,80 @@
+"""The launcher of the core: its kit, and what only one machine can show."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from fd_core.launching import spawn
+from fd_core.launching.contract import NODE_ADDRESS, Launcher, ProcessSpec
+from fd_core.launching.spawn import SpawnLauncher
+from fd_core.testing.launchers import LauncherSuite
+
+
+class TestSpawn(LauncherSuite):
+    launcher = "spawn"
+
+    def test_processes_have_processors_of_their_own(self, launching: Launcher) -> None:
+        if launching.nodes()[0].cores < 2:
+            pytest.skip("one processor cannot be divided")
+        pinned = launching.start([self.spec(name) for name in ("one", "two")])
+        (free,) = launching.start([self.spec("three", cores=0)])
+        first, second, rest = (self.seen(process)["cores"] for process in (*pinned, free))
+        assert len(first) == len(second) == 1 and first != second and len(rest) > 1
+
+    def test_processes_see_devices_of_their_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(spawn, "_DEVICES", "FD_SUITE_DEVICES")
+        monkeypatch.setenv("FD_SUITE_DEVICES", "3,5,6")
+        launching = SpawnLauncher()
+        try:
+            specs = [self.spec(name, cores=0, devices=count) for name, count in (("a", 2), ("b", 1), ("c", 0))]
+            shown = [self.seen(process)["environment"] for process in launching.start(specs)]
+            assert [each["FD_SUITE_DEVICES"] for each in shown] == ["3,5", "6", ""]
+        finally:
+            launching.close()
+
+    def test_a_server_and_a_router_announce_their_addresses(self, launching: Launcher) -> None:
+        where = ("--host", NODE_ADDRESS, "--port", "0")
+        words = ("-m", "fd_core.cli", "serve", "null", "--backend", "null", *where)
+        (server,) = launching.start([ProcessSpec("server", words, cores=0)])
+        url = self.announced_by(server)
+        words = ("-m", "fd_core.cli", "route", "--worker", url, *where)
+        (router,) = launching.start([ProcessSpec("router", words, cores=0)])
+        body = {"model": "null", "prompt": [1, 2], "max_tokens": 3}
+        asked = urllib.request.Request(
+            self.announced_by(router) + "/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(asked, timeout=30) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 3
+        server.terminate()
+        assert server.wait(30) == 0
+
+
+def test_processes_end_with_whoever_launched_them() -> None:
+    """However it ended: nobody would watch over them."""
+    code = (
+        "from tests.launching.test_spawn import *\n"
+        "process, = SpawnLauncher().start([TestSpawn().spec('one', cores=0)])\n"
+        "while process.announced() is None: time.sleep(0.01)\n"
+        "print(process.pid, flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout as output:
+        pid = int(output.readline())
+        assert Path(f"/proc/{pid}").exists()
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+        deadline = time.monotonic() + 30
+        while Path(f"/proc/{pid}").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
