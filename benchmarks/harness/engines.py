@@ -112,7 +112,7 @@ def _fdcore(*flags: str) -> Server:
             str(weights),
             *("--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16"),
             *("--max-model-len", str(limits.max_length), "--max-num-seqs", str(limits.max_requests)),
-            *("--backend", "cpu", "--num-threads", str(limits.threads), "--kv-cache-memory", "1Gi"),
+            *("--backend", "cpu", "--num-threads", str(limits.threads), "--kv-cache-memory", "512Mi"),
             *("--served-model-name", "model", *flags),
         ]
 

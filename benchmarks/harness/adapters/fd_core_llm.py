@@ -42,7 +42,7 @@ class Engine:
             num_threads=threads,
             max_num_seqs=max_requests,
             max_model_len=max_length,
-            kv_cache_memory=2**30,
+            kv_cache_memory=2**29,  # enough for 32 requests, and little enough for the warm-up to touch its pages
             **settings,
         )
         info = self._llm.info
