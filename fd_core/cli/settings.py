@@ -102,8 +102,7 @@ def merge_layers(
 def _with_kv_events(settings: Settings) -> Settings:
     """Let a server that has a router tell it which prefixes it holds, unless that was decided."""
     engine, server = settings.engine, settings.server
-    tells = engine.enable_prefix_caching and server.data_parallel_size == 1
-    if engine.kv_events is None and server.router is not None and tells:
+    if engine.kv_events is None and server.router is not None and engine.enable_prefix_caching:
         return replace(settings, engine=msgspec.structs.replace(engine, kv_events=True))
     if engine.kv_events and not engine.enable_prefix_caching:
         raise ConfigError(

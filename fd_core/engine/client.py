@@ -118,7 +118,7 @@ class EngineClient(Protocol):
 
     @property
     def kv_log(self) -> KVEventLog | None:
-        """Events about the prefixes that the device holds; None unless `kv_events` is on."""
+        """Events about the prefixes that devices hold; None unless `kv_events` is on."""
 
     @property
     def alive(self) -> bool:
@@ -172,6 +172,8 @@ class SingleEngineClient(abc.ABC):
     """Valid from the moment the client was opened; replaced when the engine restarts with a new epoch."""
     kv_log: KVEventLog | None = None
     """Events about the prefixes that the device holds; None unless `kv_events` is on. The log outlives the engine."""
+    kv_place: int = 0
+    """Which of the log's engines this is."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -345,7 +347,7 @@ class SingleEngineClient(abc.ABC):
 
     def _forget_kv(self) -> None:
         if self.kv_log is not None:
-            self.kv_log.restart()
+            self.kv_log.restart(self.kv_place)
 
     def _dispatch(self, events: StepEvents) -> None:
         if not self.alive or events.epoch != self.info.epoch:
@@ -353,7 +355,7 @@ class SingleEngineClient(abc.ABC):
         if events.stats is not None:
             self.stats = events.stats
         if events.kv and self.kv_log is not None:
-            self.kv_log.extend(events.kv)
+            self.kv_log.extend(events.kv, self.kv_place)
         for trace in events.prefills:
             self.on_prefill(trace)
         self._ledger.admitted(events.admitted)

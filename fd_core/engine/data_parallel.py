@@ -1,8 +1,9 @@
 """Several engines of one model on this machine, as one: each request goes to the engine that will begin it soonest.
 
 Each engine is a process with processors or a device, slots, KV and restarts of its own. Requests are placed by the
-router's own accounting and its policy `cache_aware`, in this process: by the prefixes that engines served and by what
-they still have to compute. A text does not depend on the engine that makes it.
+router's own accounting and its policy `cache_aware`, in this process: by the prefixes that engines served, or with
+`--kv-events` by those that they hold, and by what they still have to compute. A text does not depend on the engine that
+makes it.
 """
 
 from __future__ import annotations
@@ -68,12 +69,13 @@ class DataParallelClient:
         self._reason = reason
         self.engines = tuple(engines)
         self.on_prefill: Callable[[PrefillTrace], None] = lambda _: None  # there are no prefill workers among them
-        self.kv_log: KVEventLog | None = None
         info = self.engines[0].info
         placing = RouterConfig(
             policy="cache_aware" if prefixes else "request_num",
             cache_block_size=info.block_size,
-            max_index_blocks=info.num_kv_blocks,
+            # An engine may report a path beside what it holds, for the one block of it that it holds.
+            max_index_blocks=max(each.info.num_kv_blocks for each in self.engines)
+            + info.max_model_len // info.block_size,
             balance_abs_threshold=info.max_num_seqs / 2,  # nobody waits for long while another engine has slots free
         )
         self._router = Router(placing, partial(installed_plugins().load, ROUTER_POLICY))
@@ -83,6 +85,14 @@ class DataParallelClient:
             self._router.register(f"http://{index}", "mixed", now, instance=str(index))
             for index in range(len(self.engines))
         ]
+        self.kv_log: KVEventLog | None = None
+        self._told: int | None = None
+        """Number of the first event that the router here does not know."""
+        if info.kv_events:
+            self.kv_log = KVEventLog(info.block_size, len(self.engines))
+            for index, engine in enumerate(self.engines):
+                engine.kv_log, engine.kv_place = self.kv_log, index
+                self._router.reported_kv.begin(self._workers[index], info.block_size, str(index))
         self._epochs = [engine.info.epoch for engine in self.engines]
         self._changing = asyncio.Lock()
 
@@ -164,7 +174,8 @@ class DataParallelClient:
         now = time.monotonic()
         self._look_after(now)
         # Prompts of another adapter or salt share no KV.
-        asked = RouteRequest(np.array(spec.prompt, np.int32), salt=f"{spec.adapter}/{spec.cache_salt}")
+        salt = f"{spec.adapter}/{spec.cache_salt}" if spec.adapter or spec.cache_salt else ""
+        asked = RouteRequest(np.array(spec.prompt, np.int32), salt=salt)
         chosen = self._router.select(asked, now, random.random())  # noqa: S311 - spreads load, hides nothing
         if not isinstance(chosen, Selection):
             raise EngineDead(self.missing)
@@ -217,12 +228,17 @@ class DataParallelClient:
             raise failures[0]
 
     def _look_after(self, now: float) -> None:
-        """Tell the router which engines answer, and which ones begin anew."""
+        """Tell the router which engines answer, which ones begin anew, and what they hold."""
         for index, engine in enumerate(self.engines):
             self._workers[index] = self._router.health(self._workers[index], engine.alive, now, instance=str(index))
             if engine.info.epoch != self._epochs[index]:
                 self._epochs[index] = engine.info.epoch
                 self._router.emptied(self._workers[index])
+        if self.kv_log is not None:
+            self._told, events = self.kv_log.read(self._told)
+            for event in events:
+                of_one = msgspec.structs.replace(event, engine=0)  # each engine is a worker of its own here
+                self._router.reported_kv.apply(self._workers[event.engine], of_one)
 
     def _account(self, selection: Selection, delta: Delta | None) -> None:
         """Count what arrived for a request, and give back what it held once it is over."""
@@ -241,7 +257,6 @@ def _require_separable(config: EngineConfig) -> None:
     refused = (
         ("--role", config.role != "mixed", f"a {config.role} worker is one engine"),
         ("--trace", config.trace is not None, "a trace is that of one engine"),
-        ("--kv-events", bool(config.kv_events), "the KV of several engines is not reported yet"),
         ("--tensor-parallel-size", config.tensor_parallel_size > 1, "ranks have no devices of their own there yet"),
     )
     for flag, given, reason in refused:

@@ -1,4 +1,4 @@
-"""The log of an engine's KV events, in the process of the engine's client, for routers that follow them."""
+"""The log of the KV events of a server's engines, in the server's process, for routers that follow them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import islice
 from typing import Final
+
+import msgspec
 
 from fd_core.kv.events import Cleared, KVEvent, StoredBlocks
 
@@ -19,10 +21,10 @@ _CAPACITY: Final = 1 << 14
 class KVEventLog:
     """The latest events, numbered, and the blocks that all events together leave stored. Used from one event loop."""
 
-    def __init__(self, block_size: int, capacity: int = _CAPACITY) -> None:
+    def __init__(self, block_size: int, engines: int = 1, capacity: int = _CAPACITY) -> None:
         self.block_size = block_size
         self._capacity = capacity
-        self._stored = StoredBlocks(block_size)
+        self._stored = tuple(StoredBlocks(block_size) for _ in range(engines))
         self._events: deque[tuple[KVEvent, int]] = deque()
         """Events with the number of blocks in each, oldest first."""
         self._size = 0
@@ -32,14 +34,19 @@ class KVEventLog:
         self._waiting: set[asyncio.Event] = set()
 
     @property
+    def engines(self) -> int:
+        """How many engines tell."""
+        return len(self._stored)
+
+    @property
     def closed(self) -> bool:
         """Whether the log gets no more events."""
         return self._closed
 
-    def extend(self, events: Iterable[KVEvent]) -> None:
-        """Append events of the engine."""
-        for event in events:
-            self._stored.apply(event)
+    def extend(self, events: Iterable[KVEvent], engine: int = 0) -> None:
+        """Append events that an engine told."""
+        for event in _of(engine, events):
+            self._stored[engine].apply(event)
             size = 1 if isinstance(event, Cleared) else len(event.keys)
             self._events.append((event, size))
             self._size += size
@@ -48,19 +55,20 @@ class KVEventLog:
             self._size -= self._events.popleft()[1]
         self._wake()
 
-    def restart(self) -> None:
-        """Note that the engine is gone, and its KV with it."""
-        self.extend((Cleared(),))
+    def restart(self, engine: int = 0) -> None:
+        """Note that an engine is gone, and its KV with it."""
+        self.extend((Cleared(),), engine)
 
     def read(self, after: int | None) -> tuple[int, tuple[KVEvent, ...]]:
         """Return the number of the next event and the events from number `after` on.
 
-        Without a number, or if the log lacks events from that number on, the events begin with `Cleared` and tell all
-        stored blocks.
+        Without a number, or if the log lacks events from that number on, the events of each engine begin with `Cleared`
+        and tell all its stored blocks.
         """
         first = self._next - len(self._events)
         if after is None or not first <= after <= self._next:
-            return self._next, self._stored.events()
+            whole = enumerate(self._stored)
+            return self._next, tuple(event for engine, stored in whole for event in _of(engine, stored.events()))
         return self._next, tuple(event for event, _ in islice(self._events, after - first, None))
 
     async def wait(self, after: int | None, seconds: float) -> None:
@@ -85,3 +93,8 @@ class KVEventLog:
     def _wake(self) -> None:
         for woken in self._waiting:
             woken.set()
+
+
+def _of(engine: int, events: Iterable[KVEvent]) -> Iterable[KVEvent]:
+    """Return what an engine told, with its name."""
+    return (msgspec.structs.replace(event, engine=engine) for event in events) if engine else events

@@ -7,6 +7,8 @@ keys of prefixes in its own way: the keys here depend on a secret. Pure.
 The law of the events: when blocks are stored, their parent is stored already or is the beginning of a prompt. A block
 may be stored while the block before it is not (another copy of that block was the known one, and was evicted). For such
 a block the whole path is told as stored, and then the missing blocks of the path as removed.
+
+A server with several engines tells of all of them. Each event names its engine, and the law holds for each by itself.
 """
 
 from __future__ import annotations
@@ -37,16 +39,21 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, tag="stored"):
     keys: tuple[bytes, ...]
     tokens: bytes
     """Token ids of the blocks, int32 in little-endian order, [len(keys) * block size]."""
+    engine: int = 0
+    """Which of the server's engines stores them."""
 
 
 class Removed(msgspec.Struct, frozen=True, array_like=True, tag="removed"):
     """Blocks were evicted; blocks behind them may still be stored."""
 
     keys: tuple[bytes, ...]
+    engine: int = 0
 
 
 class Cleared(msgspec.Struct, frozen=True, array_like=True, tag="cleared"):
-    """All events so far are void: only blocks in later `Stored` events are known to be stored."""
+    """All events of the engine so far are void: it stores only blocks in later `Stored` events."""
+
+    engine: int = 0
 
 
 KVEvent = Stored | Removed | Cleared
@@ -64,7 +71,8 @@ class KVPage(msgspec.Struct, frozen=True, kw_only=True):
     next: int
     """Number of the first event of the next page."""
     events: tuple[KVEvent, ...] = ()
-    """Events in order; on a reader's first page, or when it comes too late, they begin with `Cleared`."""
+    """Events in order; on a reader's first page, or when it comes too late, those of an engine begin with `Cleared`."""
+    engines: int = 1
 
 
 class Recorder:
@@ -142,7 +150,7 @@ class _Block:
 
 
 class StoredBlocks:
-    """The blocks that events leave stored, with the paths that lead to them."""
+    """The blocks that events of one engine leave stored, with the paths that lead to them."""
 
     def __init__(self, block_size: int) -> None:
         self._block_bytes = block_size * TOKEN_BYTES

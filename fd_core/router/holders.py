@@ -1,17 +1,17 @@
 """Which workers hold a block: for each block one number, in which each worker has a bit.
 
+Each engine of a worker that has several is a worker here.
+
 So a prompt is compared with what a thousand workers hold in a few operations a block, and not once for each worker.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Final
 
 import numpy as np
-
-from fd_core.router.workers import RouterWorker
 
 __all__ = ["Holders"]
 
@@ -23,7 +23,7 @@ class Holders:
     """The blocks of every worker. A worker has a bit from its first block until `leave`."""
 
     def __init__(self) -> None:
-        self._places: dict[RouterWorker, int] = {}
+        self._places: dict[Hashable, int] = {}
         self._free: list[int] = []
         """Places of workers that left, a heap: numbers stay as short as there are workers."""
         self._of: dict[bytes, int] = {}
@@ -32,7 +32,7 @@ class Holders:
         """Distinct blocks."""
         return len(self._of)
 
-    def bit(self, worker: RouterWorker) -> int:
+    def bit(self, worker: Hashable) -> int:
         """Return the number in which only this worker has its bit."""
         place = self._places.get(worker)
         if place is None:
@@ -58,13 +58,13 @@ class Holders:
             elif holders & bit:
                 of[key] = holders ^ bit
 
-    def leave(self, worker: RouterWorker) -> None:
+    def leave(self, worker: Hashable) -> None:
         """Give back the bit of a worker that holds nothing."""
         place = self._places.pop(worker, None)
         if place is not None:
             heapq.heappush(self._free, place)
 
-    def leading(self, keys: Sequence[bytes], workers: Sequence[RouterWorker]) -> list[int]:
+    def leading(self, keys: Sequence[bytes], workers: Sequence[Hashable]) -> list[int]:
         """Return how many leading blocks each of `workers` holds, given that none holds one without those before it.
 
         Looks at the logarithm of the blocks for each place where workers part.
@@ -84,7 +84,7 @@ class Holders:
                 open_.append((least, middle - 1, here ^ on))
         return self._by_worker(found, workers)
 
-    def unbroken(self, keys: Iterable[bytes], workers: Sequence[RouterWorker]) -> list[int]:
+    def unbroken(self, keys: Iterable[bytes], workers: Sequence[Hashable]) -> list[int]:
         """Return the same where workers may hold blocks without those before them; looks at one block after the other.
 
         Takes no more of `keys` than one behind the last that somebody holds.
@@ -103,7 +103,7 @@ class Holders:
     def _everyone(self) -> int:
         return (1 << (len(self._places) + len(self._free))) - 1
 
-    def _by_worker(self, found: Iterable[tuple[int, int]], workers: Sequence[RouterWorker]) -> list[int]:
+    def _by_worker(self, found: Iterable[tuple[int, int]], workers: Sequence[Hashable]) -> list[int]:
         """Return the count of each worker from counts and the workers that have them."""
         places = len(self._places) + len(self._free)
         counts = np.zeros(places + 1, np.int64)  # the last one is of those who hold nothing

@@ -3,11 +3,14 @@
 A worker names its blocks by keys that only it can make, and reports their tokens. Here each block gets the key
 that the router itself would give it, with the worker's block size; a prompt is hashed with each block size, as far as
 some worker holds its blocks. So block sizes need not agree, and matches are exact.
+
+A worker may have several engines with blocks of their own. It computes a request where most of the prompt is, so it
+holds as much of a prompt as that engine which holds the most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -19,10 +22,12 @@ from fd_core.router.prefix_index import block_hasher
 from fd_core.router.workers import Registry, RouterWorker
 from fd_core.types import IntArray
 
-__all__ = ["MAX_BLOCK_SIZE", "HashedPrompt", "ReportedKV"]
+__all__ = ["MAX_BLOCK_SIZE", "MAX_ENGINES", "HashedPrompt", "ReportedKV"]
 
 MAX_BLOCK_SIZE: Final = 1 << 16
 """Tokens; larger block sizes are taken for nonsense."""
+MAX_ENGINES: Final = 1 << 10
+"""Of one worker; more are taken for nonsense."""
 _AHEAD: Final = 16
 """Blocks that are hashed together: one by one takes twice as long."""
 
@@ -51,12 +56,15 @@ class ReportedKV:
     """The blocks of every worker that reports. Reports of an incarnation count from `begin` to `end` or `remove`."""
 
     def __init__(self, registry: Registry, capacity: int) -> None:
-        """`capacity`: blocks that one worker may report."""
+        """`capacity`: blocks that one engine may report."""
         self._capacity = capacity
         self._registry = registry
-        self._mirrors: dict[RouterWorker, _Mirror] = {}
-        self._sizes: dict[RouterWorker, int] = {}
-        """Tokens in a block of each worker that reports."""
+        self._mirrors: dict[RouterWorker, list[_Mirror]] = {}
+        """What each engine of a worker holds."""
+        self._sizes: dict[Hashable, int] = {}
+        """Tokens in a block of each engine that reports, by its name in `Holders`."""
+        self._further: dict[RouterWorker, tuple[Hashable, ...]] = {}
+        """Names of the engines behind the first, of workers that have several; the first has the worker's."""
         self._holders: dict[int, Holders] = {}
         """Who holds a block, by the size of blocks."""
         self._num_events: dict[RouterWorker, int] = {}
@@ -65,20 +73,25 @@ class ReportedKV:
         """Workers that report."""
         return len(self._mirrors)
 
-    def begin(self, worker: RouterWorker, block_size: int, instance: str) -> bool:
+    def begin(self, worker: RouterWorker, block_size: int, instance: str, engines: int = 1) -> bool:
         """The process `instance` begins to report for `worker`; return whether it is that worker's process.
 
-        Raises `ValueError` for a block size that cannot be.
+        Raises `ValueError` for a block size or a number of engines that cannot be.
         """
         if not 1 <= block_size <= MAX_BLOCK_SIZE:
             raise ValueError(f"it has blocks of {block_size} tokens")
+        if not 1 <= engines <= MAX_ENGINES:
+            raise ValueError(f"it has {engines} engines")
         member = self._registry.member(worker)
         if member is None or member.instance not in (None, instance):
             return False
         self.end(worker)
         holders = self._holders.setdefault(block_size, Holders())
-        self._mirrors[worker] = _Mirror(worker, block_size, self._capacity, holders)
-        self._sizes[worker] = block_size
+        names = (worker, *((worker, engine) for engine in range(1, engines)))
+        self._mirrors[worker] = [_Mirror(name, block_size, self._capacity, holders) for name in names]
+        self._sizes |= dict.fromkeys(names, block_size)
+        if engines > 1:
+            self._further[worker] = names[1:]
         return True
 
     def apply(self, worker: RouterWorker, event: KVEvent) -> bool:
@@ -86,20 +99,22 @@ class ReportedKV:
 
         Raises `ValueError` for an event that does not fit the events before it, and for more blocks than allowed.
         """
-        mirror = self._mirrors.get(worker)
-        if mirror is None:
+        mirrors = self._mirrors.get(worker)
+        if mirrors is None:
             return False
-        mirror.apply(event)
+        if not 0 <= event.engine < len(mirrors):
+            raise ValueError("it reported blocks of an engine that it does not have")
+        mirrors[event.engine].apply(event)
         self._num_events[worker] = self.num_events(worker) + 1
         return True
 
     def end(self, worker: RouterWorker) -> None:
         """Forget the blocks of `worker`: it reports no more."""
-        mirror = self._mirrors.pop(worker, None)
-        if mirror is not None:
+        for mirror in self._mirrors.pop(worker, ()):
             mirror.close()
-            if self._sizes.pop(worker) not in self._sizes.values():
+            if self._sizes.pop(mirror.name) not in self._sizes.values():
                 del self._holders[mirror.block_size]
+        self._further.pop(worker, None)
 
     def remove(self, worker: RouterWorker) -> None:
         """Forget an incarnation that is gone."""
@@ -111,6 +126,16 @@ class ReportedKV:
 
         A silent worker does not report, and has 0.
         """
+        if not self._further:
+            return self._of_each(workers, prompt)
+        further = [(place, name) for place, of in enumerate(workers) for name in self._further.get(of, ())]
+        tokens, silent = self._of_each([*workers, *(name for _, name in further)], prompt)
+        for (place, _), more in zip(further, tokens[len(workers) :], strict=True):
+            tokens[place] = max(tokens[place], more)
+        return tokens[: len(workers)], silent
+
+    def _of_each(self, workers: Sequence[Hashable], prompt: HashedPrompt) -> tuple[list[int], list[int]]:
+        """Return the same of engines by their names."""
         if len(self._holders) == 1 and all(map(self._sizes.__contains__, workers)):
             ((size, holders),) = self._holders.items()
             return [count * size for count in holders.unbroken(prompt.keys(size), workers)], []
@@ -125,8 +150,8 @@ class ReportedKV:
 
     def num_blocks(self, worker: RouterWorker) -> int | None:
         """Return how many blocks `worker` holds; None if it does not report."""
-        mirror = self._mirrors.get(worker)
-        return None if mirror is None else len(mirror)
+        mirrors = self._mirrors.get(worker)
+        return None if mirrors is None else sum(map(len, mirrors))
 
     def num_events(self, worker: RouterWorker) -> int:
         """Return how many events of this incarnation were taken."""
@@ -134,13 +159,14 @@ class ReportedKV:
 
 
 class _Mirror:
-    """The blocks that one incarnation reports to hold, named as the router names them."""
+    """The blocks that one engine of an incarnation reports to hold, named as the router names them."""
 
-    def __init__(self, worker: RouterWorker, block_size: int, capacity: int, holders: Holders) -> None:
+    def __init__(self, name: Hashable, block_size: int, capacity: int, holders: Holders) -> None:
+        """`name` is that in `holders`."""
+        self.name = name
         self.block_size = block_size
-        self._worker = worker
         self._holders = holders
-        self._bit = holders.bit(worker)
+        self._bit = holders.bit(name)
         self._capacity = capacity
         self._hasher = block_hasher(block_size)
         self._root = self._hasher.root("")
@@ -153,7 +179,7 @@ class _Mirror:
     def close(self) -> None:
         """Hold nothing any longer."""
         self._clear()
-        self._holders.leave(self._worker)
+        self._holders.leave(self.name)
 
     def apply(self, event: KVEvent) -> None:
         match event:

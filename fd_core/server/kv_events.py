@@ -1,4 +1,4 @@
-"""GET /kv_events: which prefixes this server's device holds, for its router and nobody else.
+"""GET /kv_events: which prefixes this server's devices hold, for its router and nobody else.
 
 The answer holds token ids, and so prompts. It is given only for the secret that router and workers share; API keys of
 clients do not open it.
@@ -61,6 +61,7 @@ async def kv_events(request: Request) -> Response:
         block_size=told.block_size,
         next=number,
         events=events,
+        engines=told.engines,
     )
     return Response(msgspec.msgpack.encode(page), media_type="application/msgpack")
 

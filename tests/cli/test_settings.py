@@ -316,7 +316,7 @@ def test_a_server_with_a_router_tells_it_what_it_holds(tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("a-secret-of-a-cluster\n")
     joins = {"router": "http://127.0.0.1:8081", "router_secret": str(secret)}
-    assert engine(joins).kv_events is True
+    assert engine(joins).kv_events is engine(joins, data_parallel_size=2).kv_events is True
     assert engine(joins, kv_events=False).kv_events is False
     assert engine(joins, enable_prefix_caching=False).kv_events is None
     assert engine(kv_events=True, router_secret=str(secret)).kv_events is True

@@ -16,20 +16,24 @@ from fd_core.backends.places import places_on_cores, places_on_devices
 from fd_core.engine.client import DeltaStream
 from fd_core.engine.data_parallel import DataParallelClient
 from fd_core.engine.launch import open_client
-from fd_core.engine.messages import AdaptersChanged, ChangeAdapters, Submit
+from fd_core.engine.messages import AdaptersChanged, ChangeAdapters, StepEvents, Submit
 from fd_core.errors import BadRequest, ConfigError, EngineDead
+from fd_core.kv.events import BEGINNING, Cleared, Stored
 from fd_core.types import AdapterInfo, Delta, FinishReason
 from tests.engine.helpers import golden, random_specs
 from tests.engine.stepping import greedy
 from tests.engine.test_process import CONFIG, until
 from tests.engine.test_streams import Client
+from tests.kv.following import ids
 
 two_processors = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two engines need two processors")
 
 
-def joined(count: int = 2) -> tuple[DataParallelClient, list[Client]]:
+def joined(count: int = 2, **info: Any) -> tuple[DataParallelClient, list[Client]]:
     """Return a client of engines that a test plays."""
     engines = [Client() for _ in range(count)]
+    for engine in engines:
+        engine._came_up(msgspec.structs.replace(engine.info, **info))
     return DataParallelClient(engines), engines
 
 
@@ -88,6 +92,29 @@ def test_prompts_of_another_adapter_or_salt_share_no_prefix() -> None:
         client.submit(msgspec.structs.replace(spec, request_id=f"r{index}", **change))
         answer(engines[1 - owner], f"r{index}")
     assert placed(engines)[1 - owner] == ["r0", "r1"]
+
+
+def test_a_prompt_goes_where_its_prefix_is_held_if_engines_report_that() -> None:
+    """Whoever served it may have lost it."""
+    client, engines = joined(kv_events=True)
+    prompt, size = range(96), engines[0].info.block_size
+    client.submit(greedy("first", prompt, 9))
+    owner = next(index for index, names in enumerate(placed(engines)) if names)
+    answer(engines[owner], "first")
+    other = engines[1 - owner]
+    keys = tuple(bytes([index]) for index in range(96 // size))
+    other._dispatch(StepEvents([], kv=(Stored(BEGINNING, keys, ids(prompt)),), epoch=other.info.epoch))
+    for index in range(3):
+        client.submit(greedy(f"r{index}", [*prompt, index], 9))
+        answer(other, f"r{index}")
+    assert placed([other]) == [["r0", "r1", "r2"]]
+    assert client.kv_log is not None and client.kv_log.engines == 2
+    assert {event.engine for event in client.kv_log.read(0)[1]} == {1 - owner}
+    other.die()
+    other.come_up(2)
+    client.submit(greedy("last", prompt, 9))
+    assert client._router.snapshot().workers[1 - owner].held_blocks == 0
+    assert client.kv_log.read(1)[1] == (Cleared(engine=1 - owner),)
 
 
 def test_an_engine_that_starts_again_holds_no_prefix_but_its_requests() -> None:
@@ -265,7 +292,6 @@ def test_an_engine_that_cannot_start_ends_the_others() -> None:
     [
         ({"role": "decode"}, "--role"),
         ({"trace": "steps.trace"}, "--trace"),
-        ({"kv_events": True}, "--kv-events"),
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
     ],
 )

@@ -64,6 +64,22 @@ def test_an_engine_that_died_holds_nothing() -> None:
     asyncio.run(scenario())
 
 
+def test_each_engine_of_a_server_tells_of_its_own_blocks() -> None:
+    """Engines that share a store name the same prefix by the same key."""
+    log = KVEventLog(SIZE, engines=2)
+    log.extend([A, B])
+    log.extend([A], 1)
+    log.extend([Removed((b"b",))])
+    readers = Reader(), Reader()
+    for event in log.read(0)[1]:
+        readers[event.engine].apply(event)
+    assert [reader.paths for reader in readers] == [{(1, 2)}, {(1, 2)}]
+    log.restart(1)
+    _, (first, second, third) = log.read(None)
+    assert (first, second, third) == (Cleared(), A, Cleared(engine=1))
+    assert log.read(4) == (5, (Cleared(engine=1),))
+
+
 def test_whoever_waits_is_woken_by_news_and_by_the_end() -> None:
     async def scenario() -> None:
         log = KVEventLog(SIZE)
@@ -94,9 +110,9 @@ def test_a_whole_engine_tells_what_its_pool_knows() -> None:
         events = engine.take_kv_events()
         told += len(events)
         log.extend(events)
-        assert set(log._stored) == set(engine.probe().scheduler.probe().pool._block_of)
+        assert set(log._stored[0]) == set(engine.probe().scheduler.probe().pool._block_of)
     assert engine.info.kv_events and told > 40
-    assert engine.stats().scheduler.blocks.cached == len(log._stored) > 0
+    assert engine.stats().scheduler.blocks.cached == len(log._stored[0]) > 0
 
 
 def test_an_engine_tells_nothing_unless_asked() -> None:

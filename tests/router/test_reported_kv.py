@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from fd_core.kv.events import BEGINNING, Cleared, KVEvent, Recorder, Removed, Stored, StoredBlocks
 from fd_core.kv.prefix import PrefixHasher
@@ -29,9 +30,11 @@ def stored(tokens: Sequence[int], size: int, parent: bytes = BEGINNING, name: st
     return Stored(parent, keys, ids(tokens))
 
 
-def telling(router: Router, worker: RouterWorker, size: int, *events: KVEvent) -> Callable[[KVEvent], bool]:
+def telling(
+    router: Router, worker: RouterWorker, size: int, *events: KVEvent, engines: int = 1
+) -> Callable[[KVEvent], bool]:
     """Let a worker begin to report; return what takes its next events."""
-    assert router.reported_kv.begin(worker, size, "p")
+    assert router.reported_kv.begin(worker, size, "p", engines)
     for event in events:
         assert router.reported_kv.apply(worker, event)
     return functools.partial(router.reported_kv.apply, worker)
@@ -81,6 +84,45 @@ def test_what_was_served_counts_for_nothing_while_the_worker_tells() -> None:
     assert hits(router, prompt) == 4 and shown(router, worker).held_blocks is None
     assert tell(stored(prompt, 4)) is False, "nobody follows any longer"
     assert shown(router, worker).held_blocks is None
+
+
+def test_a_worker_holds_as_much_of_a_prompt_as_one_of_its_engines() -> None:
+    """Engines name a prefix by the same key, or by different ones; nothing is put together from several engines."""
+    router = router_of(mixed=2, **SETTINGS)
+    worker, other = router.workers()
+    prompt = list(range(16))
+    whole, half = stored(prompt, 4), stored(prompt[:8], 4)
+    tell = telling(router, worker, 4, half, replace(whole, engine=2), engines=3)
+    telling(router, other, 4, stored(prompt[:12], 4))
+    with chosen(router.select(request(prompt), 0.0, 0.0)) as selection:
+        assert (selection.decode, selection.hits) == (worker, 4)
+    assert shown(router, worker).held_blocks == 2 + 4
+    tell(Removed(whole.keys[:1], engine=2))
+    with chosen(router.select(request(prompt), 0.0, 0.0)) as selection:
+        assert (selection.decode, selection.hits) == (other, 3)
+    router.deregister(other.url, 0.0)
+    assert hits(router, prompt) == 2, "two blocks of one engine do not go on with two of another"
+    tell(Cleared(engine=2))
+    assert hits(router, prompt) == 2 and shown(router, worker).held_blocks == 2
+    tell(Cleared())
+    assert hits(router, prompt) == 0
+    router.reported_kv.end(worker)
+    assert not router.reported_kv._holders and not router.reported_kv._sizes and not router.reported_kv._further
+
+
+@pytest.mark.parametrize("engine", [2, -1])
+def test_blocks_of_an_engine_that_a_worker_does_not_have_are_refused(engine: int) -> None:
+    router = router_of(mixed=1, **SETTINGS)
+    tell = telling(router, router.workers()[0], 4, engines=2)
+    with pytest.raises(ValueError, match="engine that it does not have"):
+        tell(Cleared(engine=engine))
+
+
+@pytest.mark.parametrize("engines", [0, 1 << 20])
+def test_a_number_of_engines_that_cannot_be_is_refused(engines: int) -> None:
+    router = router_of(mixed=1, **SETTINGS)
+    with pytest.raises(ValueError, match="engines"):
+        router.reported_kv.begin(router.workers()[0], 4, "p", engines)
 
 
 def test_what_is_held_does_not_expire() -> None:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from fd_core.config import ServerConfig
+from fd_core.engine.data_parallel import DataParallelClient
 from fd_core.engine.messages import StepEvents
 from fd_core.kv.events import BEGINNING, Cleared, KVEvent, KVPage, Removed, Stored
 from tests.kv.following import ids
@@ -60,6 +61,26 @@ def test_it_is_told_from_the_beginning_and_then_on(live: LiveServer) -> None:
     assert ask(live, after=page.next, instance="another").events == both, "a number of another process"
     assert ask(live, after=10**17, instance=page.instance).events == both
     assert live.request("GET", "/kv_events?after=-1", None, **OPEN).status == 400
+
+
+def test_several_engines_are_told_apart() -> None:
+    async def client() -> DataParallelClient:
+        return DataParallelClient([FakeClient(kv_events=True, block_size=2) for _ in range(2)])
+
+    live = LiveServer(client, ServerConfig(router_secret=SECRET))
+    live.start()
+    try:
+        engines = live.client.engines
+        live.call(lambda: engines[0]._dispatch(StepEvents([], kv=(A, B))))
+        live.call(lambda: engines[1]._dispatch(StepEvents([], kv=(A,))))
+        assert live.request("GET", "/health").headers["x-kv-events"] == "1"
+        page = ask(live)
+        both = Stored(BEGINNING, (b"a", b"b"), ids([11, 12, 13, 14]))
+        assert page.engines == 2
+        assert page.events == (Cleared(), both, Cleared(engine=1), msgspec.structs.replace(A, engine=1))
+    finally:
+        live.stop()
+        live.join()
 
 
 def test_it_waits_for_news(live: LiveServer) -> None:

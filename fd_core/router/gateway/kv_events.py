@@ -72,7 +72,7 @@ class _Follower:
         if page.reading != fingerprint:
             raise _Broken("its tokenizer or its chat template is not that of --tokenizer")
         reported, instance = self._router.reported_kv, page.instance
-        if not reported.begin(self._worker, page.block_size, instance):
+        if not reported.begin(self._worker, page.block_size, instance, page.engines):
             return
         while True:
             if page.instance != instance:

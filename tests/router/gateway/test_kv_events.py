@@ -62,7 +62,14 @@ class TellingWorker(FakeWorker):
         after = int(request.query["after"]) if request.query.get("instance") == self.instance else None
         await self.log.wait(after, 5)
         number, events = self.log.read(after)
-        page = KVPage(instance=self.instance, reading=self.reading, block_size=SIZE, next=number, events=events)
+        page = KVPage(
+            instance=self.instance,
+            reading=self.reading,
+            block_size=SIZE,
+            next=number,
+            events=events,
+            engines=self.log.engines,
+        )
         return web.Response(body=msgspec.msgpack.encode(page))
 
 
@@ -98,6 +105,20 @@ async def test_a_gateway_knows_what_a_worker_holds() -> None:
             assert f'fdcore_router_worker_tells_kv{{role="mixed",worker="{worker.url}"}} 1.0' in metrics
             assert f'fdcore_router_worker_kv_events_total{{role="mixed",worker="{worker.url}"}} 5.0' in metrics
         assert set(worker.asked) == {f"Bearer {SECRET}"}
+
+
+@in_loop
+async def test_a_gateway_knows_what_each_engine_of_a_worker_holds() -> None:
+    async with TellingWorker() as worker:
+        worker.log = KVEventLog(SIZE, engines=2)
+        worker.tell(stored("abcdefgh"))
+        worker.log.extend([stored("abcdefghijklmnop")], 1)
+        async with routed(worker, router=CACHED, text=TEXT) as live:
+            await eventually(lambda: held(live) == 6)
+            assert await hits(live, "abcdefghijklmnop") == 2
+            worker.log.restart(1)
+            await eventually(lambda: held(live) == 2)
+            assert await hits(live, "abcdefghijklmnop") == 1
 
 
 @in_loop
