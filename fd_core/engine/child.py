@@ -6,15 +6,18 @@ import contextlib
 import gc
 import logging
 import os
+import select
 import signal
+import socket
 import sys
 from pathlib import Path
+from typing import Final
 
 import msgspec
-import zmq
 
 from fd_core.engine.builder import load_engine
-from fd_core.engine.messages import ClientMessage, EngineMessage, Fault, Progress, Ready
+from fd_core.engine.message_stream import MessageStream
+from fd_core.engine.messages import ClientMessage, EngineMessage, Fault, Progress, Ready, Shutdown
 from fd_core.engine.process import Start
 from fd_core.engine.service import serve_engine, tells_admissions
 from fd_core.errors import FdError
@@ -22,32 +25,32 @@ from fd_core.logs import configure_logs
 from fd_core.parent_watch import end_with_parent
 
 _log = logging.getLogger(__name__)
+_LINGER_SECONDS: Final = 2.0
+"""How long the last words of an engine may take to leave."""
 
 
 class _SocketInbox:
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self._socket = socket
+    def __init__(self, stream: MessageStream) -> None:
+        self._stream = stream
         self._decoder = msgspec.msgpack.Decoder(ClientMessage)
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._woken, False)
         os.set_blocking(self._wake, False)
-        self._poller = zmq.Poller()
-        self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(self._woken, zmq.POLLIN)
+        self._poll = select.poll()
+        self._poll.register(self._woken, select.POLLIN)
 
     def receive(self, timeout: float) -> list[ClientMessage]:
-        messages: list[ClientMessage] = []
+        stream = self._stream
+        stream.flush()
         if timeout:
-            ready = dict(self._poller.poll(int(timeout * 1000)))
-            if self._woken in ready:
+            self._poll.register(stream, select.POLLIN | select.POLLOUT if stream.unsent else select.POLLIN)
+            if any(descriptor == self._woken for descriptor, _ in self._poll.poll(timeout * 1000)):
                 os.read(self._woken, 4096)
-            if self._socket not in ready:
-                return messages
-        try:
-            while True:
-                messages.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
-        except zmq.Again:
-            return messages
+        messages: list[ClientMessage] = []
+        while (frames := stream.receive()) is not None:
+            messages += map(self._decoder.decode, frames)
+        # Without a client there is nobody to compute for.
+        return [*messages, Shutdown(drain=False)] if stream.ended else messages
 
     def wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # full of calls already
@@ -64,17 +67,15 @@ def main() -> int:
     configure_logs(level, form, text="%(levelname)s %(message)s", access=access)
     start = msgspec.json.decode(sys.stdin.buffer.readline(), type=Start)
     end_with_parent()
-    context = zmq.Context(1)
-    socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
-    socket.set_hwm(0)
-    socket.connect(start.address)
+    os.set_inheritable(start.descriptor, False)
+    stream = MessageStream(socket.socket(fileno=start.descriptor))
     encoder = msgspec.msgpack.Encoder()
 
     def send(message: EngineMessage) -> None:
-        socket.send(encoder.encode(message))
+        stream.send(encoder.encode(message))
 
     try:
-        inbox = _SocketInbox(socket)
+        inbox = _SocketInbox(stream)
         path = Path(start.path) if start.path is not None else None
         engine = load_engine(
             start.config,
@@ -101,6 +102,5 @@ def main() -> int:
         send(Fault(f"{type(error).__name__}: {error}"))
         return 1
     finally:
-        socket.close(linger=2000)
-        context.term()
+        stream.close(_LINGER_SECONDS)
     return 0

@@ -1,38 +1,29 @@
 """The socket to an engine's process: `send` never waits, and the event loop hands over every message that arrives.
 
-No task and no future is made for a message. The descriptor of a ZeroMQ socket is readable once for each change, so the
-reader continues until no message is left, and looks again after each send, which may consume the readiness.
+No task, no future and no thread is made for a message.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import socket
 from collections.abc import Callable
-from typing import Final
 
 import msgspec
-import zmq
 
+from fd_core.engine.message_stream import MessageStream
 from fd_core.engine.messages import ClientMessage, EngineMessage
 
 __all__ = ["EngineSocket"]
 
-_BATCH: Final = 64
-"""Messages that are handed over before the event loop gets its turn."""
-
 
 class EngineSocket:
-    """One end of a pair of sockets, used from one event loop."""
+    """The client's end of a pair of sockets, used from one event loop."""
 
     def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        address: str,
-        receive: Callable[[EngineMessage], None],
-        failed: Callable[[Exception], None],
+        self, sock: socket.socket, receive: Callable[[EngineMessage], None], failed: Callable[[Exception], None]
     ) -> None:
-        """Listen at `address`. What `receive` raises, and what cannot be decoded, is given to `failed`."""
+        """Take over `sock`. What `receive` raises, and what cannot be decoded, is given to `failed`."""
         self.received = 0
         """Messages that arrived; only grows."""
         self._receive = receive
@@ -40,37 +31,39 @@ class EngineSocket:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(EngineMessage)
         self._loop = asyncio.get_running_loop()
-        self._socket = context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)
-        self._socket.linger = 0
-        self._socket.bind(address)
-        self._descriptor = self._socket.FD
+        self._stream = MessageStream(sock)
+        self._descriptor = self._stream.fileno()
+        self._closed = False
         self._loop.add_reader(self._descriptor, self._read)
 
     def send(self, message: ClientMessage) -> None:
         """Queue a message; one for an engine that is gone is lost."""
-        with contextlib.suppress(zmq.Again):
-            # The high-water mark is off: a send waits only where there is no engine.
-            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
-        if int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
-            self._loop.call_soon(self._read)
+        self._stream.send(self._encoder.encode(message))
+        if self._stream.unsent:
+            self._loop.add_writer(self._descriptor, self._flush)
 
     def close(self) -> None:
         """Hand nothing over any more; idempotent."""
-        if not self._socket.closed:
+        if not self._closed:
+            self._closed = True
             self._loop.remove_reader(self._descriptor)
-            self._socket.close()
+            self._loop.remove_writer(self._descriptor)
+            self._stream.close()
+
+    def _flush(self) -> None:
+        self._stream.flush()
+        if not self._stream.unsent:
+            self._loop.remove_writer(self._descriptor)
 
     def _read(self) -> None:
-        try:
-            for _ in range(_BATCH):
-                if self._socket.closed:
-                    return
-                message: EngineMessage = self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
+        messages = self._stream.receive()
+        if self._stream.ended:
+            self._loop.remove_reader(self._descriptor)
+        for message in messages or ():
+            if self._closed:
+                return
+            try:
                 self.received += 1
-                self._receive(message)
-        except zmq.Again:
-            return
-        except Exception as error:  # noqa: BLE001 - nobody else sees what a callback of the event loop raises
-            self._failed(error)
-        self._loop.call_soon(self._read)
+                self._receive(self._decoder.decode(message))
+            except Exception as error:  # noqa: BLE001 - nobody else sees what a callback of the event loop raises
+                self._failed(error)

@@ -1,4 +1,4 @@
-"""The process boundary: an engine in a process of its own, spoken to over ZeroMQ on a private Unix socket."""
+"""The process boundary: an engine in a process of its own, spoken to over sockets that no other process can reach."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
+import socket
 import sys
-import tempfile
 from pathlib import Path
 from typing import Final
 
 import msgspec
-import zmq
 
 from fd_core.backends.places import EnginePlace
 from fd_core.config import EngineConfig
@@ -47,7 +45,8 @@ _LAST_WORDS_SECONDS: Final = 0.2
 class Start(msgspec.Struct, frozen=True):
     """What an engine's process is told on its standard input."""
 
-    address: str
+    descriptor: int
+    """Its end of the pair of sockets, which it inherits."""
     config: EngineConfig
     path: str | None
     epoch: int
@@ -64,8 +63,6 @@ class ProcessClient(SingleEngineClient):
         self._place = place or EnginePlace()
         self._progress = progress
         self._epoch = 0
-        self._folder = Path(tempfile.mkdtemp(prefix="fdcore-"))
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: EngineSocket | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._ready = asyncio.Event()
@@ -110,8 +107,6 @@ class ProcessClient(SingleEngineClient):
         await _cancelled(self._keeper)
         await self._reap()
         self._went_down("the engine was closed")
-        self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     # Inside -----------------------------------------------------------------------------------------------
 
@@ -126,19 +121,22 @@ class ProcessClient(SingleEngineClient):
         Raises `EngineDead` if it ends or gives no sign for `patience` seconds, and what loading raises.
         """
         self._epoch += 1
-        address = f"ipc://{self._folder}/engine-{self._epoch}"
         self._ready.clear()
         self._end = asyncio.get_running_loop().create_future()
-        self._socket = EngineSocket(self._context, address, self._handle, self._failed)
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "fd_core.engine.child_on_cores", ",".join(map(str, self._place.cores))),
-                stdin=asyncio.subprocess.PIPE,
-                start_new_session=True,
-                env=os.environ | self._place.environment,
-            )
+            own, engines = socket.socketpair()
+            self._socket = EngineSocket(own, self._handle, self._failed)
+            with engines:
+                descriptor = engines.fileno()
+                self._process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "fd_core.engine.child_on_cores", ",".join(map(str, self._place.cores))),
+                    stdin=asyncio.subprocess.PIPE,
+                    start_new_session=True,
+                    pass_fds=(descriptor,),
+                    env=os.environ | self._place.environment,
+                )
             self._watch = asyncio.create_task(self._watch_over(self._process, self._socket, patience))
-            await self._tell(Start(address, self._config, str(self._path) if self._path else None, self._epoch))
+            await self._tell(Start(descriptor, self._config, str(self._path) if self._path else None, self._epoch))
         except OSError as error:
             raise EngineDead(f"the engine's process could not be started: {error}") from error
         ready = asyncio.create_task(self._ready.wait())

@@ -1,0 +1,92 @@
+"""Whole messages over a stream socket between processes of one machine: no thread carries them, and nobody waits."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from struct import Struct
+from typing import Final
+
+__all__ = ["MessageStream"]
+
+_LENGTH: Final = Struct("<I")
+_CHUNK: Final = 1 << 14
+"""Bytes read at a time, so that whoever reads between other things gets its turn."""
+
+
+class MessageStream:
+    """One end of a connected socket, used from one thread; each message goes out behind its length.
+
+    A message that the socket does not take yet is kept, see `unsent`; one for an end that is gone is lost.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Take over `sock`."""
+        sock.setblocking(False)
+        self._socket = sock
+        self._arrived = bytearray()
+        self._unsent = bytearray()
+        self.ended = False
+        """Whether the other end is gone and everything that it said was received."""
+
+    def fileno(self) -> int:
+        """Return the descriptor, to wait for."""
+        return self._socket.fileno()
+
+    @property
+    def unsent(self) -> bool:
+        """Whether something waits until the socket can be written to; then `flush` goes on."""
+        return bool(self._unsent)
+
+    def send(self, message: bytes) -> None:
+        """Send a message of less than 4 GiB, or keep what the socket does not take."""
+        data = _LENGTH.pack(len(message)) + message
+        if self._unsent:
+            self._unsent += data
+        elif (sent := self._write(data)) < len(data):
+            self._unsent += data[sent:]
+
+    def flush(self) -> None:
+        """Send as much of what was kept as the socket takes."""
+        if self._unsent:
+            del self._unsent[: self._write(self._unsent)]
+
+    def receive(self) -> list[bytes] | None:
+        """Return messages that arrived, which may be none; None if there is nothing to read."""
+        try:
+            data = self._socket.recv(_CHUNK)
+        except BlockingIOError:
+            return None
+        except ConnectionError:
+            data = b""
+        if not data:
+            self.ended = True
+            return None
+        arrived = self._arrived
+        arrived += data
+        messages, begin = [], 0
+        while (start := begin + _LENGTH.size) <= len(arrived):
+            end = start + _LENGTH.unpack_from(arrived, begin)[0]
+            if end > len(arrived):
+                break
+            messages.append(bytes(arrived[start:end]))
+            begin = end
+        del arrived[:begin]
+        return messages
+
+    def close(self, linger: float = 0.0) -> None:
+        """Send what was kept for up to `linger` seconds, then close; idempotent."""
+        if self._unsent and linger:
+            self._socket.settimeout(linger)
+            with contextlib.suppress(OSError):
+                self._socket.sendall(self._unsent)
+        self._unsent.clear()
+        self._socket.close()
+
+    def _write(self, data: bytes | bytearray) -> int:
+        try:
+            return self._socket.send(data)
+        except BlockingIOError:
+            return 0
+        except ConnectionError:
+            return len(data)
