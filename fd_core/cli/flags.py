@@ -138,7 +138,8 @@ ENGINE_FLAGS: Final = (
     Flag("enable_prefix_caching", "Reuse the KV of prompts with a common beginning."),
     Flag(
         "lora_modules",
-        "LoRA adapter in PEFT's form that is served as a model of its own; may be repeated.",
+        "LoRA adapter in PEFT's form that is served as a model of its own, as NAME=FOLDER or "
+        """'{"name": NAME, "path": FOLDER}'; may be repeated.""",
         "NAME=FOLDER",
         repeated=True,
     ),

@@ -31,6 +31,7 @@ def summary(
     return [
         ("URL", f"{url}/v1"),
         ("Model", names if names == info.model else f"{names} ({info.model})"),
+        *([("LoRA adapters", _adapters(info))] if info.adapters or info.lora_folder else []),
         ("Architecture", f"{info.architecture}, {info.num_parameters / 1e6:,.1f} M parameters"),
         ("Backend", f"{info.backend} ({info.backend_reason})"),
         ("Device", info.device),
@@ -73,6 +74,11 @@ def _engines(info: EngineInfo, count: int) -> str:
         f"{count}, each on its share of the machine with {info.max_num_seqs // count:,} slots; requests are placed by "
         "cached prefix and load"
     )
+
+
+def _adapters(info: EngineInfo) -> str:
+    loaded = ", ".join(f"{adapter.name} (rank {adapter.rank})" for adapter in info.adapters) or "none yet"
+    return loaded if info.lora_folder is None else f"{loaded}; others may be loaded from {info.lora_folder}"
 
 
 def _weights(info: EngineInfo) -> str:

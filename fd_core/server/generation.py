@@ -111,7 +111,18 @@ class ChoiceStream:
     """One text that is being generated."""
 
     __slots__ = (
-        *("_arrived", "_deltas", "_eos", "_every_token", "_first", "_include_stop", "_last", "_metrics", "_parser"),
+        *(
+            "_adapter",
+            "_arrived",
+            "_deltas",
+            "_eos",
+            "_every_token",
+            "_first",
+            "_include_stop",
+            "_last",
+            "_metrics",
+            "_parser",
+        ),
         *("_prompt_only", "_reading", "_scored", "_scorer", "_scores", "_spec", "_stop_ids", "_text"),
         *("cached_tokens", "called", "finished", "index"),
         *("prefill", "prompt_index", "reasoning_tokens", "tokens"),
@@ -164,6 +175,7 @@ class ChoiceStream:
             tail = spec.prompt[-_TAIL_TOKENS:]
             self._parser = reading.parser(state.tokenizer.decode(tail, skip_special=False))
         self._metrics = state.metrics
+        self._adapter = job.model if job.adapter else None
         self._arrived = self._first = self._last = job.arrived
         self._spec = spec
 
@@ -261,6 +273,9 @@ class ChoiceStream:
         self.finished = outcome
         self._scored.set()
         self._metrics.outcomes[outcome] += 1
+        if self._adapter is not None:
+            self._metrics.adapter_generations[self._adapter] += 1
+            self._metrics.adapter_tokens[self._adapter] += self.tokens
         moment, metrics, deltas = time.perf_counter(), self._metrics, self._deltas
         metrics.end_to_end.observe(moment - self._arrived)
         metrics.prompt_length.observe(len(self._spec.prompt))

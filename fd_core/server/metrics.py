@@ -145,6 +145,10 @@ class ServerMetrics(Collector):
             *(self.prompt_length, self.text_length, self.max_tokens),
         )
         self.outcomes: Counter[str] = Counter(dict.fromkeys(("stop", "length", "abort", "error", "disconnect"), 0))
+        self.adapter_generations: Counter[str] = Counter()
+        """Generations ended, by the adapter's name."""
+        self.adapter_tokens: Counter[str] = Counter()
+        """Tokens that these generated."""
         self.answers: Counter[tuple[str, int]] = Counter()
         self.refusals: Counter[tuple[str, str]] = Counter()
         """Of `AccessControl`."""
@@ -175,6 +179,10 @@ class ServerMetrics(Collector):
         for outcome, count in self.outcomes.items():
             generations.add_metric([outcome], count)
         yield generations
+        yield self._by_adapter("generations", "Generations ended, by LoRA adapter.", self.adapter_generations)
+        yield self._by_adapter(
+            "generated_tokens", "Tokens generated, by LoRA adapter, counted when generations end.", self.adapter_tokens
+        )
         answers = CounterMetricFamily(
             "fdcore_http_answers", "HTTP responses begun, by path and status.", labels=["path", "status"]
         )
@@ -186,6 +194,13 @@ class ServerMetrics(Collector):
             yield from metric_families("fdcore_", [({}, stats)])
         if self._vllm_model is not None:
             yield from self._as_vllm({"model_name": self._vllm_model})
+
+    def _by_adapter(self, name: str, text: str, counts: Mapping[str, int]) -> Metric:
+        """Return counts of the adapters that are loaded: names of others would add up for ever."""
+        family = CounterMetricFamily(f"fdcore_adapter_{name}", text, labels=["adapter"])
+        for adapter in self._client.info.adapters:
+            family.add_metric([adapter.name], counts.get(adapter.name, 0))
+        return family
 
     def _as_vllm(self, model: Mapping[str, str]) -> Iterator[Metric]:
         """Yield what vLLM has a name for under that name; of several engines, what the server counts has no engine."""

@@ -11,6 +11,7 @@ from rich.console import Console
 from fd_core.cli.summary import show_summary, summary
 from fd_core.config import ServerConfig
 from fd_core.engine.messages import EngineInfo
+from fd_core.types import AdapterInfo
 from fd_core.weights import WeightUse
 from tests.engine.helpers import null_engine
 
@@ -36,6 +37,17 @@ def test_host_memory_and_no_store(info: EngineInfo) -> None:
 def test_the_type_of_the_kv_is_told(info: EngineInfo) -> None:
     assert said(info)["KV cache"].endswith("MB of float32)")
     assert said(msgspec.structs.replace(info, kv_dtype="int8"))["KV cache"].endswith("MB of int8)")
+
+
+def test_loaded_adapters_are_named(info: EngineInfo) -> None:
+    assert "LoRA adapters" not in said(info)
+    served = msgspec.structs.replace(
+        info,
+        adapters=tuple(AdapterInfo(name, "digest", f"/a/{name}", rank) for name, rank in (("sql", 8), ("chat", 16))),
+    )
+    assert said(served)["LoRA adapters"] == "sql (rank 8), chat (rank 16)"
+    later = msgspec.structs.replace(info, lora_folder="/adapters")
+    assert said(later)["LoRA adapters"] == "none yet; others may be loaded from /adapters"
 
 
 def test_a_store_is_described_and_one_that_cannot_be_used_stands_out(info: EngineInfo) -> None:

@@ -18,7 +18,7 @@ from fd_core.server.app import create_app
 from fd_core.testing.adapters import merge_adapter, write_adapter
 from fd_core.testing.checkpoints import write_checkpoint
 from fd_core.types import AdapterInfo
-from tests.server.fakes import FakeClient, byte_tokenizer, live
+from tests.server.fakes import FakeClient, byte_tokenizer, live, samples
 from tests.server.test_disconnect import eventually
 
 PATH = "/v1/completions"
@@ -121,6 +121,25 @@ def test_adapters_come_and_go(server, expected):
     assert server.post(LOAD, {"lora_name": "late", "lora_path": "one"}).status == 200
     assert tokens(server, "late") == expected["one"], "the KV of another adapter of that name was read"
     assert server.post(UNLOAD, {"lora_name": "late"}).status == 200
+
+
+def test_metrics_count_by_adapter_those_that_are_loaded(server):
+    def counted():
+        return {name: value for name, value in samples(server).items() if name.startswith("fdcore_adapter_")}
+
+    assert server.post(LOAD, {"lora_name": "counted", "lora_path": "two"}).status == 200
+    before = counted()
+    assert before["fdcore_adapter_generations_total[counted]"] == 0
+    for name in ("counted", "base", "one", "counted"):
+        tokens(server, name)
+    assert {name: value - before[name] for name, value in counted().items()} == {
+        "fdcore_adapter_generations_total[one]": 1,
+        "fdcore_adapter_generations_total[counted]": 2,
+        "fdcore_adapter_generated_tokens_total[one]": 12,
+        "fdcore_adapter_generated_tokens_total[counted]": 24,
+    }
+    assert server.post(UNLOAD, {"lora_name": "counted"}).status == 200
+    assert "counted" not in "".join(counted())
 
 
 @pytest.mark.parametrize(

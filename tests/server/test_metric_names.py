@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
+
 from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.engine.messages import EngineStats, LeaseStats
 from fd_core.metrics import declared_metrics
@@ -13,12 +15,15 @@ from fd_core.scheduling.contract import SchedulerStats
 from fd_core.scheduling.kv_transferring import TransferCounters
 from fd_core.scheduling.load_or_recompute import Pace
 from fd_core.server.metrics import ServerMetrics
+from fd_core.types import AdapterInfo
 from tests.server.fakes import FakeClient, live, samples
 from tests.server.test_kv_metrics import KV
 
 PROMISED = {
     "fdcore": ("info", ["architecture", "backend", "device", "dtype", "model", "version"]),
     "fdcore_accept_errors": ("counter", []),
+    "fdcore_adapter_generated_tokens": ("counter", ["adapter"]),
+    "fdcore_adapter_generations": ("counter", ["adapter"]),
     "fdcore_active_requests": ("gauge", []),
     "fdcore_bodies_refused": ("counter", []),
     "fdcore_body_memory_bytes": ("gauge", []),
@@ -143,6 +148,7 @@ VLLM = {
 
 def served(leases: LeaseStats, vllm_model: str | None = None) -> dict[str, tuple[str, list[str]]]:
     client = FakeClient()
+    client.info = msgspec.structs.replace(client.info, adapters=(AdapterInfo("sql", "digest", "/sql", 8),))
     client.stats = EngineStats(
         kv=KV,
         leases=leases,
