@@ -11,10 +11,9 @@ import numpy.typing as npt
 
 from fd_core.ops.contract import Array, Ops, PenaltyInput, SampleInput, StepInput
 from fd_core.types import IntArray
-from fd_core.weights import FP8, PackedTensor, RawTensor
+from fd_core.weights import FP8, WEIGHT_FORMATS, PackedTensor, RawTensor
 
 __all__ = [
-    "FP8_TOLERANCE",
     "PACKED_TOLERANCE",
     "TOLERANCE",
     "Values",
@@ -50,11 +49,11 @@ class Values:
         return rounded
 
 
-PACKED_TOLERANCE: Final = 4e-2
-"""The same for products with packed weights: a pack may quantize what it multiplies them by to 8 bits."""
+PACKED_TOLERANCE: Final = dict.fromkeys(WEIGHT_FORMATS, 4e-2) | {FP8: 8e-2}
+"""The same for products with packed weights, by format.
 
-FP8_TOLERANCE: Final = 8e-2
-"""The same for `FP8`: a pack may round what it multiplies them by to that type, which keeps 4 bits of a number."""
+A pack may quantize what it multiplies them by to 8 bits; to `FP8`, which keeps 4 bits of a number, beside such weights.
+"""
 
 
 def assert_near(ops: Ops, found: Array, expected: npt.NDArray[Any], tolerance: float | None = None) -> None:

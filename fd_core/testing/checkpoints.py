@@ -24,6 +24,7 @@ __all__ = [
     "ENGINE_CASE",
     "LLAMA3_ROPE",
     "LONG_CASE",
+    "PACKED_ENGINE_CASE",
     "SIZES",
     "WIDE_CASE",
     "YARN_ROPE",
@@ -124,12 +125,14 @@ _ENGINE_SIZES: Final[Mapping[str, Any]] = {
     "vocab_size": 97,
     "max_position_embeddings": 512,
 }
+PACKED_ENGINE_CASE: Final = "packed_engine"
+"""The same where weights are quantized, in groups of 32 values."""
 LONG_CASE: Final = "long"
 """A small model with room for contexts beyond any split of a kernel."""
 WIDE_CASE: Final = "wide"
 """A small model whose vocabulary is larger than 2^17."""
 
-_PRODUCTION_SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
+_OTHER_SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
     LONG_CASE: {
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -141,8 +144,8 @@ _PRODUCTION_SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
         "max_position_embeddings": 4096,
     },
     WIDE_CASE: {
-        "hidden_size": 24,
-        "intermediate_size": 40,
+        "hidden_size": 32,
+        "intermediate_size": 64,
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
@@ -150,8 +153,9 @@ _PRODUCTION_SIZES: Final[Mapping[str, Mapping[str, Any]]] = {
         "vocab_size": 140_003,
         "max_position_embeddings": 512,
     },
+    PACKED_ENGINE_CASE: {**_ENGINE_SIZES, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4},
 }
-_SIZES_OF: Final[Mapping[str, Mapping[str, Any]]] = {ENGINE_CASE: _ENGINE_SIZES, **_PRODUCTION_SIZES}
+_SIZES_OF: Final[Mapping[str, Mapping[str, Any]]] = {ENGINE_CASE: _ENGINE_SIZES, **_OTHER_SIZES}
 _ARCHITECTURE_OF: Final[Mapping[str, str]] = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -191,7 +195,7 @@ def write_checkpoint(case: str, folder: Path, **more: Any) -> Path:
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     parsed = ModelConfig(config)
     spec = decoder_spec(name, parsed, ARCHITECTURES[name](parsed))
-    values = Values(seed=1000 + [*sorted([*CASES, ENGINE_CASE]), *_PRODUCTION_SIZES].index(case))
+    values = Values(seed=1000 + [*sorted([*CASES, ENGINE_CASE]), *_OTHER_SIZES].index(case))
     tensors = {tensor: _weight(values, tensor, shape, spec.norm_offset) for tensor, shape in spec.tensors()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -19,10 +19,11 @@ from fd_core.types import RequestSpec
 
 __all__ = ["MARGIN", "Golden", "margin_of"]
 
-MARGIN: Final[Mapping[str, float]] = {"float32": 0.0, "bfloat16": 0.5}
-"""A text may part from the oracle's only where the oracle's best logit leads by at most this much.
+MARGIN: Final[Mapping[str, float]] = {"float32": 0.0, "bfloat16": 0.5, "packed": 1.5}
+"""A text may part from the oracle's only where its best logit leads by at most this much, by `Target.precision`.
 
-The logits of the kit's models have a standard deviation of about 4; bfloat16 moves them by about a hundredth of that.
+The logits of the kit's models have a standard deviation of about 4; bfloat16 moves them by about a hundredth of that,
+activations of 8 bits by a fortieth, and a token that goes to another expert by more.
 """
 
 _INT8_MARGIN: Final = 0.1
@@ -35,12 +36,12 @@ _ALONE: Final[Mapping[str, Any]] = {
     "max_model_len": 400,
     "structured_output": True,
 }
-_KNOWN: dict[tuple[str, str, bytes], list[int]] = {}
+_KNOWN: dict[tuple[tuple[str, ...], bytes], list[int]] = {}
 
 
 def margin_of(target: Target) -> float:
     """Return by how much the oracle's best logit may lead a greedy token of the target."""
-    return MARGIN[target.ops.dtype] if target.kv_dtype == "auto" else max(MARGIN[target.ops.dtype], _INT8_MARGIN)
+    return MARGIN[target.precision] if target.kv_dtype == "auto" else max(MARGIN[target.precision], _INT8_MARGIN)
 
 
 class Golden:
@@ -53,7 +54,7 @@ class Golden:
         """Return the right text of each request."""
         found: dict[str, list[int]] = {}
         for spec in specs:
-            key = self.target.oracle_name, self.target.kv_dtype, msgspec.json.encode(spec)
+            key = self.target.right, msgspec.json.encode(spec)
             if key not in _KNOWN:
                 with self.target.oracle.engine(**_ALONE) as engine:
                     _KNOWN[key] = run(engine, [spec]).tokens[spec.request_id]
@@ -91,7 +92,7 @@ class Golden:
         path, ops = self.target.oracle.checkpoint(ENGINE_CASE), NumpyOps()
         assert path is not None
         with open_checkpoint(path) as checkpoint:
-            model = load_model(checkpoint, ops, len(tokens))
+            model = load_model(checkpoint, ops, len(tokens), quantization=self.target.quantization)
         driver = PagedDriver(model, ops, [tokens], len(tokens), kv_dtype=self.target.kv_dtype)
         driver.step([(0, len(tokens) - 1)])
         logits = np.stack(driver.rows[0].logits)[len(spec.prompt) - 1 :].astype(np.float64)

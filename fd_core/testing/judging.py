@@ -24,8 +24,8 @@ __all__ = ["SCORE_MARGIN", "Judge"]
 
 Floats = npt.NDArray[np.float32]
 
-SCORE_MARGIN: Final[Mapping[str, float]] = {"float32": 1e-3, "bfloat16": 0.5}
-"""Largest error of a log-probability by dtype."""
+SCORE_MARGIN: Final[Mapping[str, float]] = {"float32": 1e-3, "bfloat16": 0.5, "packed": 1.5}
+"""Largest error of a log-probability by `Target.precision`."""
 _FLOAT32_MARGIN: Final = 1e-3
 """Largest lead of the oracle's greedy token over another one in float32; below it the order of a sum decides."""
 _TRIALS: Final = 24
@@ -76,7 +76,7 @@ class Judge:
 
     def check_scores(self, name: str, at: int, chosen: float, top_ids: Sequence[int], top: Sequence[float]) -> None:
         """Compare the log-probabilities of token `at` of a text that is the oracle's up to there."""
-        right, margin = self.scores[name][at], max(SCORE_MARGIN[self._target.ops.dtype], margin_of(self._target))
+        right, margin = self.scores[name][at], max(SCORE_MARGIN[self._target.precision], margin_of(self._target))
         where = f"token {at} of {name}"
         assert abs(chosen - right.logprob) <= margin, f"{where} has {chosen}, not {right.logprob}"
         assert all(before >= after for before, after in pairwise(top)), f"{where}: not sorted: {top}"
@@ -120,7 +120,7 @@ class Judge:
         path, ops = self._target.oracle.checkpoint(self._case), NumpyOps()
         assert path is not None
         with open_checkpoint(path) as checkpoint:
-            model = load_model(checkpoint, ops, len(tokens))
+            model = load_model(checkpoint, ops, len(tokens), quantization=self._target.quantization)
         driver = PagedDriver(model, ops, [tokens], len(tokens), kv_dtype=self._target.kv_dtype)
         driver.step([(0, len(tokens) - 1)])
         return driver.rows[0].logits[len(spec.prompt) - 1 :]

@@ -5,9 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-__all__ = ["EXTRA", "OPEN", "PACKAGES", "Requirement", "closed", "lacks", "require_packages", "thorough_but"]
+if TYPE_CHECKING:
+    from fd_core.ops.contract import Ops
+
+__all__ = [
+    "EXTRA",
+    "OPEN",
+    "PACKAGES",
+    "Requirement",
+    "closed",
+    "lacks",
+    "require_format",
+    "require_packages",
+    "thorough_but",
+]
 
 EXTRA: Final = "fd-core[conformance]"
 """What to install for the kit."""
@@ -50,6 +63,12 @@ def lacks(reason: str) -> NoReturn:
     import pytest
 
     raise pytest.skip.Exception(f"not tested: {reason}")
+
+
+def require_format(ops: Ops, kind: str) -> None:
+    """Skip the running test if a pack expands weights of a format."""
+    if kind not in ops.weight_formats:
+        lacks("its pack expands weights of this format")
 
 
 def thorough_but(values: Iterable[Any], *quick: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -18,32 +19,61 @@ from fd_core.errors import ConfigError
 from fd_core.ops.contract import Ops
 from fd_core.plugins import POSTPROCESS, installed_plugins
 from fd_core.runner.postprocess.contract import Postprocess, require_fit
-from fd_core.testing.checkpoints import ENGINE_CASE, write_checkpoint
+from fd_core.testing.checkpoints import ENGINE_CASE, PACKED_ENGINE_CASE, write_checkpoint
 from fd_core.testing.drafting import KnowingDrafter, speculation
 from fd_core.testing.sizes import SMALL
 
-__all__ = ["Target", "parse_target"]
+__all__ = ["Target", "environment_of", "parse_target"]
 
 _MODEST: Final[Mapping[str, Any]] = {**SMALL, "num_threads": 1, "watchdog_seconds": 20.0}
+_ISA: Final = "FD_ISA"
+_OF_THE_ORACLE: Final = ("kv_cache_dtype", "quantization")
+"""Settings that decide what is right."""
 
 
 def parse_target(text: str, folder: Path) -> Target:
     """Return the backend that `NAME` or `NAME:FIELD=VALUE,FIELD=VALUE` names; fields are those of `EngineConfig`.
 
-    Checkpoints are written below `folder`. Raises `ConfigError` for a field that there is not.
+    The instruction set of native kernels may be among them, as in `cpu:FD_ISA=avx2`; it has to be in the environment
+    as well. Checkpoints are written below `folder`. Raises `ConfigError` for a field that there is not, and for an
+    instruction set that cannot be used here.
     """
-    name, _, rest = text.partition(":")
-    settings: dict[str, str] = {}
-    for part in filter(None, rest.split(",")):
-        field, equals, value = part.partition("=")
-        if not equals or field not in EngineConfig.__struct_fields__:
+    settings = _settings_of(text)
+    isa = settings.pop(_ISA, None)
+    for field, value in settings.items():
+        if not value or field not in EngineConfig.__struct_fields__:
             raise ConfigError(
-                f"{part!r} is not a setting", field="BACKEND", hint="such as cpu:dtype=bfloat16,native_kernels=false"
+                f"'{field}={value}' is not a setting",
+                field="BACKEND",
+                hint="such as cpu:dtype=bfloat16,native_kernels=false",
             )
-        settings[field] = value
-    target = Target(text, name, settings, folder)
+    target = Target(text, text.partition(":")[0], settings, folder)
     target.config()
+    if isa is not None:
+        _require_instructions(isa)
     return target
+
+
+def environment_of(text: str) -> dict[str, str]:
+    """Return the variables that the process of a target has to have."""
+    return {field: value for field, value in _settings_of(text).items() if field == _ISA}
+
+
+def _settings_of(text: str) -> dict[str, str]:
+    parts = filter(None, text.partition(":")[2].split(","))
+    return {field: value for field, _, value in (part.partition("=") for part in parts)}
+
+
+def _require_instructions(isa: str) -> None:
+    """Build the native kernels for an instruction set, since a backend would do without those that it cannot have."""
+    from fd_core.ops.native.build import BuildError, load
+
+    if os.environ.get(_ISA) != isa:
+        raise ConfigError(f"{_ISA} is not {isa!r} in the environment", field="BACKEND", hint=f"set {_ISA}={isa}")
+    try:
+        load()
+    except BuildError as error:
+        raise ConfigError(str(error), field="BACKEND") from error
 
 
 class Target:
@@ -107,8 +137,8 @@ class Target:
 
     @cached_property
     def oracle(self) -> Target:
-        """The oracle as a target of its own, which keeps KV in as many bits."""
-        kept = {name: value for name, value in self._settings.items() if name == "kv_cache_dtype"}
+        """The oracle as a target of its own, which keeps weights and KV in as many bits."""
+        kept = {name: value for name, value in self._settings.items() if name in _OF_THE_ORACLE}
         return Target(self.oracle_name, self.oracle_name, kept, self._folder)
 
     @property
@@ -117,9 +147,24 @@ class Target:
         return self.config().kv_cache_dtype
 
     @property
+    def quantization(self) -> str:
+        """What becomes of weights when a model is loaded."""
+        return self.config().quantization
+
+    @property
+    def right(self) -> tuple[str, ...]:
+        """What right texts depend on: the oracle and how it keeps weights and KV."""
+        return self.oracle_name, self.quantization, self.kv_dtype
+
+    @property
+    def precision(self) -> str:
+        """Which margins hold: those of the dtype, or of `packed` weights, beside which activations may have 8 bits."""
+        return self.ops.dtype if self.quantization == "auto" else "packed"
+
+    @property
     def exact(self) -> bool:
         """Whether its texts are the oracle's token by token: rounding to fewer bits may move a logit."""
-        return self.ops.dtype == "float32" and self.kv_dtype == "auto"
+        return self.precision == "float32" and self.kv_dtype == "auto"
 
     def quantized(self) -> Target:
         """Return the same backend with KV of 8 bits."""
@@ -130,6 +175,8 @@ class Target:
         """Return the folder of a tiny checkpoint, written at the first call; None for a backend that reads none."""
         if not self.cls.needs_checkpoint:
             return None
+        if case == ENGINE_CASE and self.quantization != "auto":
+            case = PACKED_ENGINE_CASE
         folder = self._folder / case
         return folder if (folder / "model.safetensors").exists() else write_checkpoint(case, folder)
 

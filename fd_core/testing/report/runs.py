@@ -26,6 +26,7 @@ from fd_core.testing.report.model import (
     Result,
 )
 from fd_core.testing.report.recorder import BackendDescribed, CaseEnded, CasesLeftOut, CaseStarted, read_events
+from fd_core.testing.target import environment_of
 
 __all__ = ["BACKENDS", "KITS", "Kit", "run_suite"]
 
@@ -104,7 +105,7 @@ def _card(kit: Kit, target: str, expression: str | None, quick: bool, progress: 
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env=os.environ | {"HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis")},
+                env=os.environ | environment_of(target) | {"HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis")},
             )
             try:
                 hung = _watch(process, folder / "results", target, progress)

@@ -11,9 +11,10 @@ import pytest
 
 from fd_core.ops.contract import Ops
 from fd_core.ops.numpy_ops import NumpyOps
-from fd_core.testing.arrays import assert_near
+from fd_core.testing.arrays import PACKED_TOLERANCE, assert_near
 from fd_core.testing.layers import Geometry, LayerOn
-from fd_core.testing.requirements import thorough_but
+from fd_core.testing.requirements import require_format, thorough_but
+from fd_core.weights import WEIGHT_FORMATS
 
 REQUIRES = ("primitives", "kv_transfer")
 
@@ -37,6 +38,7 @@ GEOMETRIES = {
     "adapters, norms behind": (Geometry(post_norm=True, d=64, block_size=32, inner=150, adapters=True), ()),
     "experts": (Geometry(experts=5), ("moe",)),
     "shared experts": (Geometry(experts=7, shared_expert=True, correction_bias=True, inner=24), ("moe",)),
+    **{f"packed {kind}": (Geometry(d=32, hidden=128, inner=256, packed=kind), ()) for kind in sorted(WEIGHT_FORMATS)},
 }
 QUICK = (
     "plain",
@@ -48,6 +50,7 @@ QUICK = (
     "softcap",
     "adapters",
     "shared experts",
+    "packed Q4_1",
 )
 NAMES = ("attention_inputs", "attention", "project_residual", "mlp_inputs or moe_residual", "project_residual")
 
@@ -62,9 +65,13 @@ def composed(name: str) -> list[npt.NDArray[np.float32]]:
 def test_fusions_equal_the_composition(ops: Ops, require: Callable[..., None], name: str) -> None:
     geometry, abilities = GEOMETRIES[name]
     require(*abilities)
+    tolerance = None
+    if geometry.packed is not None:
+        require_format(ops, geometry.packed)
+        tolerance = PACKED_TOLERANCE[geometry.packed]
     for fusion, found, expected in zip(NAMES, LayerOn(ops, geometry).run(ops), composed(name), strict=False):
         try:
-            assert_near(ops, ops.from_host(found), expected)
+            assert_near(ops, ops.from_host(found), expected, tolerance)
         except AssertionError as error:
             raise AssertionError(f"{fusion}: {error}") from error
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fd_core.backends.contract import AdaptableModel
+from fd_core.backends.contract import AdaptableModel, Model
 from fd_core.models.loading.adapter import read_adapter
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import load_model, spec_of
@@ -26,9 +26,12 @@ from fd_core.testing.target import Target
 
 REQUIRES = ("checkpoints",)
 
-LOGITS_ERROR = {"float32": 1e-4, "bfloat16": 4.0}
-"""Largest error of a logit by dtype: bfloat16 may send a token on the verge to another expert; logits deviate by 4."""
-MEAN_ERROR = {"float32": 2e-5, "bfloat16": 0.05}
+LOGITS_ERROR = {"float32": 1e-4, "bfloat16": 4.0, "packed": 12.0}
+"""Largest error of a logit by `Target.precision`; logits deviate by 4.
+
+Rounding may send a token on the verge to another expert.
+"""
+MEAN_ERROR = {"float32": 2e-5, "bfloat16": 0.05, "packed": 0.15}
 """Mean error as a share of that deviation."""
 
 Logits = npt.NDArray[np.float32]
@@ -47,11 +50,15 @@ def prompts(vocab: int, lengths: tuple[int, ...]) -> list[list[int]]:
 
 
 @cache
-def oracle_logits(case: str, folder: Path, tokens: tuple[int, ...]) -> Logits:
+def oracle_logits(
+    folder: Path, tokens: tuple[int, ...], quantization: str = "auto", adapter: Path | None = None
+) -> Logits:
     """Return the oracle's logits of every position of one sequence by itself."""
     with open_checkpoint(folder) as checkpoint:
-        model = load_model(checkpoint, NumpyOps(), 64)
-    driver = PagedDriver(model, NumpyOps(), [list(tokens)], 64)
+        model: Model = load_model(checkpoint, NumpyOps(), 64, quantization=quantization)
+    if adapter is not None:
+        model = adapted_by(model, folder, [adapter])
+    driver = PagedDriver(model, NumpyOps(), [list(tokens)], 64, places=None if adapter is None else [1])
     driver.step([(0, len(tokens))])
     return np.stack(driver.rows[0].logits)
 
@@ -64,11 +71,19 @@ def written(case: str, checkpoints: Path) -> Path:
     return folder
 
 
+def adapted_by(model: Model, folder: Path, adapters: Sequence[Path]) -> Model:
+    """Return the model with adapters, which fit the checkpoint in `folder`."""
+    assert isinstance(model, AdaptableModel)
+    with open_checkpoint(folder) as checkpoint:
+        linears = spec_of(checkpoint).adaptable()
+    return model.with_adapters([read_adapter(each, linears, 6) for each in adapters])
+
+
 ADAPTERS: dict[str, dict[str, Any]] = {
     "everything": {"seed": 1, "rank": 4},
     "queries": {"seed": 2, "rank": 6, "targets": ("q_proj", "v_proj")},
 }
-ADAPTED_ERROR = {"float32": 2e-4, "bfloat16": LOGITS_ERROR["bfloat16"]}
+ADAPTED_ERROR = {**LOGITS_ERROR, "float32": 2e-4}
 """Largest error of a logit beside merged weights, which are rounded once more."""
 
 
@@ -77,28 +92,33 @@ ADAPTED_ERROR = {"float32": 2e-4, "bfloat16": LOGITS_ERROR["bfloat16"]}
 def test_adapters_in_one_batch_compute_what_merged_weights_compute(
     target: Target, ops: Ops, checkpoints: Path, require: Callable[..., None], case: str, way: str
 ) -> None:
+    """Where weights are quantized, which merged ones would be after the sum, what the oracle computes with adapters."""
     require(*abilities_of(case))
     folder = written(case, checkpoints)
-    merged = [folder]
+    right = [partial(oracle_logits, folder, quantization=target.quantization)]
+    adapters = []
     for name, settings in ADAPTERS.items():
-        merged.append(checkpoints / f"{case}-{name}-merged")
-        if not merged[-1].exists():
-            merge_adapter(folder, write_adapter(folder, checkpoints / f"{case}-{name}", **settings), merged[-1])
+        adapters.append(checkpoints / f"{case}-{name}")
+        merged = checkpoints / f"{case}-{name}-merged"
+        if not merged.exists():
+            merge_adapter(folder, write_adapter(folder, adapters[-1], **settings), merged)
+        if target.quantization == "auto":
+            right.append(partial(oracle_logits, merged))
+        else:
+            right.append(partial(oracle_logits, folder, quantization=target.quantization, adapter=adapters[-1]))
     chunk, lengths = WAYS[way]
     model = type(target.backend)(target.config(max_model_len=64)).load_model(folder, ops, lambda *_: None)
-    assert isinstance(model, AdaptableModel)
-    with open_checkpoint(folder) as checkpoint:
-        linears = spec_of(checkpoint).adaptable()
-    adapted = model.with_adapters([read_adapter(checkpoints / f"{case}-{name}", linears, 6) for name in ADAPTERS])
     places = [2, 0, 1, 2][: len(lengths)]
-    driver = PagedDriver(adapted, ops, prompts(model.vocab_size, lengths), 64, places=places)
+    driver = PagedDriver(
+        adapted_by(model, folder, adapters), ops, prompts(model.vocab_size, lengths), 64, places=places
+    )
     driver.generate(GENERATED, chunk)
     for row, place in zip(driver.rows, places, strict=True):
-        expected = oracle_logits(case, merged[place], tuple(row.tokens[:-1]))
+        expected = right[place](tuple(row.tokens[:-1]))
         error = np.abs(np.stack(row.logits) - expected)
         assert np.isfinite(error).all()
-        assert error.max() < ADAPTED_ERROR[ops.dtype]
-        assert error.mean() < 2 * MEAN_ERROR[ops.dtype] * expected.std()
+        assert error.max() < ADAPTED_ERROR[target.precision]
+        assert error.mean() < 2 * MEAN_ERROR[target.precision] * expected.std()
 
 
 def computed(target: Target, ops: Ops, folder: Path, way: str) -> list[Row]:
@@ -119,11 +139,11 @@ def test_a_model_computes_what_the_oracle_computes(
     require(*abilities_of(case))
     folder = written(case, checkpoints)
     for row in computed(target, ops, folder, way):
-        expected = oracle_logits(case, folder, tuple(row.tokens[:-1]))
+        expected = oracle_logits(folder, tuple(row.tokens[:-1]), target.quantization)
         error = np.abs(np.stack(row.logits) - expected)
         assert np.isfinite(error).all()
-        assert error.max() < LOGITS_ERROR[ops.dtype]
-        assert error.mean() < MEAN_ERROR[ops.dtype] * expected.std()
+        assert error.max() < LOGITS_ERROR[target.precision]
+        assert error.mean() < MEAN_ERROR[target.precision] * expected.std()
         chosen = expected[row.prompt_len - 1 :]
         lead = chosen.max(axis=1) - chosen[np.arange(GENERATED), row.generated]
-        assert lead.max() <= MARGIN[ops.dtype], "a greedy token is not the oracle's"
+        assert lead.max() <= MARGIN[target.precision], "a greedy token is not the oracle's"

@@ -16,7 +16,6 @@ from fd_core.ops.contract import Activation, Array, Experts, Heads, KVShape, Lor
 from fd_core.ops.kv_int8 import dequantize_kv, quantize_kv
 from fd_core.runner.inputs import adapter_rows
 from fd_core.testing.arrays import (
-    FP8_TOLERANCE,
     PACKED_TOLERANCE,
     Values,
     activations,
@@ -26,7 +25,8 @@ from fd_core.testing.arrays import (
     raw,
     step_input,
 )
-from fd_core.weights import FP8, WEIGHT_FORMATS, LowRank, RawTensor
+from fd_core.testing.requirements import require_format
+from fd_core.weights import WEIGHT_FORMATS, LowRank, RawTensor
 
 REQUIRES = ("primitives",)
 
@@ -73,27 +73,30 @@ def test_weights_of_every_type_keep_their_values(ops: Ops, tensor: RawTensor, ex
     assert ops.to_host(ops.linear(row, ops.tied_head(table, tensor))).tolist() == [[6.25]]
 
 
-def test_packed_weights_equal_what_they_stand_for(ops: Ops, values: Values) -> None:
-    """For every format that the pack says it computes: alone, beside another format, and as gate and up."""
+def test_the_formats_of_packed_weights_are_known_ones(ops: Ops) -> None:
     assert set(ops.weight_formats) <= WEIGHT_FORMATS
+
+
+@pytest.mark.parametrize("kind", sorted(WEIGHT_FORMATS))
+def test_packed_weights_equal_what_they_stand_for(ops: Ops, values: Values, kind: str) -> None:
+    """Alone, beside another format, and as gate and up."""
+    require_format(ops, kind)
     x = values(5, 256)
     other = packed_weight("Q6_K", 24, 256, scale=0.1)
-    for kind in sorted(ops.weight_formats):
-        tolerance = FP8_TOLERANCE if kind == FP8 else PACKED_TOLERANCE
-        weight, up = packed_weight(kind, 40, 256, scale=0.1), packed_weight(kind, 40, 256, scale=0.05)
-        expected, expected_up = x @ weight.to_float32().T, x @ up.to_float32().T
-        bias = raw(np.arange(40))
-        found = ops.linear(activations(ops, x), ops.prepare_linear([weight], [bias]))
-        assert_near(ops, found, expected + np.arange(40), tolerance)
-        if other.format in ops.weight_formats:
-            found = ops.linear(activations(ops, x), ops.prepare_linear([weight, other]))
-            both = np.hstack([expected, x @ other.to_float32().T])
-            assert_near(ops, found, both, tolerance)
-        gate_up = ops.prepare_linear([weight, up], gated=True)
-        gated = ops.gated_linear(activations(ops, x), gate_up, "silu")
-        assert_near(ops, gated, expected / (1 + np.exp(-expected)) * expected_up, tolerance)
-        apart = ops.gate_up(activations(ops, x), gate_up)
-        assert_near(ops, apart, np.hstack([expected, expected_up]), tolerance)
+    tolerance = PACKED_TOLERANCE[kind]
+    weight, up = packed_weight(kind, 40, 256, scale=0.1), packed_weight(kind, 40, 256, scale=0.05)
+    expected, expected_up = x @ weight.to_float32().T, x @ up.to_float32().T
+    bias = raw(np.arange(40))
+    found = ops.linear(activations(ops, x), ops.prepare_linear([weight], [bias]))
+    assert_near(ops, found, expected + np.arange(40), tolerance)
+    if other.format in ops.weight_formats:
+        found = ops.linear(activations(ops, x), ops.prepare_linear([weight, other]))
+        assert_near(ops, found, np.hstack([expected, x @ other.to_float32().T]), tolerance)
+    gate_up = ops.prepare_linear([weight, up], gated=True)
+    gated = ops.gated_linear(activations(ops, x), gate_up, "silu")
+    assert_near(ops, gated, expected / (1 + np.exp(-expected)) * expected_up, tolerance)
+    apart = ops.gate_up(activations(ops, x), gate_up)
+    assert_near(ops, apart, np.hstack([expected, expected_up]), tolerance)
 
 
 # Rows by themselves -------------------------------------------------------------------------------------------

@@ -54,12 +54,12 @@ def requests(exact: bool) -> list[RequestSpec]:
     return found
 
 
-JUDGES: dict[tuple[str, str, str], Judge] = {}
+JUDGES: dict[tuple[tuple[str, ...], str], Judge] = {}
 
 
 @pytest.fixture
 def judge(target: Target) -> Judge:
-    key = target.oracle_name, target.ops.dtype, target.kv_dtype
+    key = target.right, target.ops.dtype
     if key not in JUDGES:
         specs = requests(target.exact)
         JUDGES[key] = Judge(target, LONG_CASE, specs, **ROOM | {"max_num_seqs": len(specs), "num_kv_blocks": 900})

@@ -40,12 +40,12 @@ WIDE: dict[str, Any] = {
     "max_num_batched_tokens": 1024,
     "watchdog_seconds": 60.0,
 }
-JUDGES: dict[tuple[str, str, str, str], Judge] = {}
+JUDGES: dict[tuple[str, tuple[str, ...], str], Judge] = {}
 
 
 def judge_of(target: Target, name: str, case: str, specs: list[RequestSpec], room: dict[str, Any]) -> Judge:
     """Return the oracle's texts of a test, computed once in a process."""
-    key = name, target.oracle_name, target.ops.dtype, target.kv_dtype
+    key = name, target.right, target.ops.dtype
     if key not in JUDGES:
         JUDGES[key] = Judge(target, case, specs, **room)
     JUDGES[key].use(target)
