@@ -11,9 +11,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from fd_core.errors import ConfigError
 from fd_core.testing.report.model import Card, ConformanceReport, Result, read_report
 from fd_core.testing.report.page import html_of, markdown_of
 from fd_core.testing.report.terminal import print_report
+from fd_core.testing.target import environment_of, parse_target
 
 pytestmark = pytest.mark.slow
 
@@ -61,6 +63,15 @@ def test_what_was_not_looked_at_is_always_said(show):
     assert "scale, signals (3 of 4 tests)" in show(report)
     whole = msgspec.structs.replace(card, sections=("signals",), deselected={})
     assert "not looked at" not in show(msgspec.structs.replace(REPORT, cards=[whole]))
+
+
+def test_the_table_has_a_line_for_each_backend_and_says_once_what_holds_for_several():
+    again = msgspec.structs.replace(PLAYED, target="played again")
+    shown = markdown_of(msgspec.structs.replace(REPORT, cards=[GOOD, PLAYED, again]))
+    assert "| backend | result | computes in | on | models | signals |" in shown
+    assert "| `good` | passes | float32 | a chip | not run | 1 pass |" in shown
+    assert "\n`played`, `played again`:\n" in shown
+    assert shown.count("- limit: no experts") == 1
 
 
 def test_the_page_escapes_what_backends_say_and_needs_no_network():
@@ -126,6 +137,8 @@ def test_quick_leaves_out_scale_and_says_so():
         ("nosuch", "there is no backend called"),
         ("null:speed=9", "is not a setting"),
         ("null:max_num_seqs=x", "null:max"),
+        ("null:dtype", "is not a setting"),
+        ("null:FD_ISA=abacus", "FD_ISA is 'abacus'; known: native"),
     ],
 )
 def test_what_cannot_be_run_is_said_in_one_line(backend, words):
@@ -133,6 +146,21 @@ def test_what_cannot_be_run_is_said_in_one_line(backend, words):
     assert ended.returncode == 4
     assert words in " ".join(ended.stdout.split())
     assert "Traceback" not in ended.stdout + ended.stderr
+
+
+def test_an_instruction_set_has_to_be_in_the_environment_of_the_process(tmp_path, monkeypatch):
+    monkeypatch.delenv("FD_ISA", raising=False)
+    assert environment_of("cpu:dtype=float32,FD_ISA=avx2") == {"FD_ISA": "avx2"}
+    with pytest.raises(ConfigError, match="FD_ISA is not 'avx2' in the environment"):
+        parse_target("cpu:dtype=float32,FD_ISA=avx2", tmp_path)
+
+
+def test_quantized_weights_are_compared_with_the_same_ones_of_the_oracle(tmp_path):
+    json = tmp_path / "card.json"
+    ended = conformance("reference:quantization=int4", "-k", "shared_prefix or llama-whole", "--json", str(json))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    [card] = read_report(json.read_bytes()).cards
+    assert {result.section for result in card.results} == {"golden", "models"}
 
 
 def test_the_card_of_a_scheduler_says_which_rules_it_holds():

@@ -40,15 +40,14 @@ def html_of(report: ConformanceReport) -> str:
 
 
 def markdown_of(report: ConformanceReport) -> str:
-    """Return the table by sections, then failures, limits and what was emulated."""
-    lines = ["| | " + " | ".join(f"`{card.target}`" for card in report.cards) + " |"]
-    lines.append("|---" * (1 + len(report.cards)) + "|")
-    lines.append(_markdown_row("", [_verdict(card) for card in report.cards]))
-    lines.append(_markdown_row("computes in", [card.dtype or "?" for card in report.cards]))
-    lines.append(_markdown_row("on", [card.device or "?" for card in report.cards]))
-    for line in _lines(report):
-        if line.is_section:
-            lines.append(_markdown_row(line.name, [cell.words for cell in line.cells]))
+    """Return the table of backends by sections, then failures, limits and what was emulated."""
+    sections = [line for line in _lines(report) if line.is_section]
+    heads = ["backend", "result", "computes in", "on", *(line.name for line in sections)]
+    lines = [_markdown_row(heads), "|---" * len(heads) + "|"]
+    for place, card in enumerate(report.cards):
+        about = [f"`{card.target}`", _verdict(card), card.dtype or "?", card.device or "?"]
+        lines.append(_markdown_row([*about, *(line.cells[place].words for line in sections)]))
+    noted: dict[tuple[str, ...], list[str]] = {}
     for card in report.cards:
         notes = [f"did not finish: {card.error}"] if card.error else []
         notes += [f"fails {result.section}: `{result.test}`: {result.reason}" for result in card.failures]
@@ -59,13 +58,15 @@ def markdown_of(report: ConformanceReport) -> str:
             notes.insert(0, f"**not looked at**: {', '.join(card.unseen)}")
         if card.emulated:
             notes.insert(0, "**emulated**: not run on the hardware it is for")
-        if notes:
-            lines += ["", f"`{card.target}`:", "", *(f"- {_one_line(note)}" for note in notes)]
+        noted.setdefault(tuple(map(_one_line, notes)), []).append(f"`{card.target}`")
+    for alike, targets in noted.items():
+        if alike:
+            lines += ["", f"{', '.join(targets)}:", "", *(f"- {note}" for note in alike)]
     return "\n".join(lines) + "\n"
 
 
-def _markdown_row(name: str, cells: list[str]) -> str:
-    return "| " + " | ".join([name, *(_one_line(cell).replace("|", "\\|") for cell in cells)]) + " |"
+def _markdown_row(cells: list[str]) -> str:
+    return "| " + " | ".join(_one_line(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
 def _one_line(text: str) -> str:
