@@ -32,7 +32,29 @@ CONFORMING = (
     "xpu",
     "metax",
 )
-"""Columns of docs/conformance.md; xpu and metax are emulated on machines without their hardware."""
+"""Backends of docs/conformance.md; xpu and metax are emulated on machines without their hardware."""
+
+FORMATS = (
+    "reference:quantization=int8",
+    "reference:quantization=int4",
+    "reference:kv_cache_dtype=int8",
+    "cpu:dtype=float32,quantization=int8",
+    "cpu:dtype=float32,quantization=int4",
+    "cpu:dtype=bfloat16,quantization=int8",
+    "cpu:dtype=bfloat16,quantization=int4",
+    "cpu:dtype=float32,kv_cache_dtype=int8",
+    "cpu:dtype=bfloat16,quantization=int4,kv_cache_dtype=int8",
+    "cpu:dtype=float32,native_kernels=false,quantization=int8",
+    "cpu:dtype=float32,native_kernels=false,kv_cache_dtype=int8",
+    *(
+        f"cpu:{settings},FD_ISA={isa}"
+        for isa in ("avx512_vnni", "avx512", "avx2", "generic", "amx_emulated")
+        for settings in ("dtype=float32,quantization=int8", "dtype=bfloat16,quantization=int4,kv_cache_dtype=int8")
+    ),
+)
+"""The same with weights and KV of fewer bits and with every instruction set that runs on any processor with AVX-512."""
+COMPUTING = "test_operations or test_fusions or test_models or test_golden or test_quantized_kv or test_ranks"
+"""What depends on formats and instructions: the rest of the kit has seen the same code."""
 
 
 @nox.session
@@ -122,11 +144,15 @@ def conformance(session: nox.Session) -> None:
     """The conformance kit on every backend that runs without a device of its own; writes the table in docs/."""
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test,paddle,onnx]", "-e", "plugins/xpu", "-e", "plugins/metax")
-    results = f"{session.create_tmp()}/conformance.json"
-    # A backend that does not pass gets its column first and fails the session then.
-    session.run("fdcore", "conformance", *(session.posargs or CONFORMING), "--json", results, success_codes=[0, 1, 4])
+    whole, formats = (f"{session.create_tmp()}/{name}.json" for name in ("conformance", "formats"))
+    # A backend that does not pass gets its line first and fails the session then.
+    session.run("fdcore", "conformance", *(session.posargs or CONFORMING), "--json", whole, success_codes=[0, 1, 4])
+    found = [whole]
+    if not session.posargs:
+        session.run("fdcore", "conformance", *FORMATS, "-k", COMPUTING, "--json", formats, success_codes=[0, 1, 4])
+        found.append(formats)
     table = ["--markdown", "docs/conformance.md", "--html", "docs/conformance.html"]
-    session.run("python", "-m", "fd_core.testing.report", results, *table, "--require-pass")
+    session.run("python", "-m", "fd_core.testing.report", *found, *table, "--require-pass")
 
 
 @nox.session

@@ -19,7 +19,7 @@ def conformance(
     backends: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[BACKEND]...", help="Installed backends, such as cpu, or cpu:dtype=float32,native_kernels=false."
+            metavar="[BACKEND]...", help="Installed backends, such as cpu, or cpu:dtype=float32,FD_ISA=avx2."
         ),
     ] = None,
     schedulers: Annotated[
