@@ -4,9 +4,9 @@
     python -m benchmarks.parallel steps [--model smollm2] [--dtype float32] [--workloads w1,w2,w3] [--rounds 3]
     python -m benchmarks.parallel plans [--ranks 8]
 
-`sums` compares a sum over shared memory, inside a fusion and from Python, with gloo's all_reduce. `steps` runs the
-shapes of `benchmarks/harness/workloads.py` on random prompts in engines of this process, interleaved. `plans` says what
-rank 0 adds to a step of the null backend before it computes, and until all ranks have answered.
+`sums` compares sums over shared memory and over gloo, inside a fusion and from Python, with gloo's own. `steps` runs
+the shapes of `benchmarks/harness/workloads.py` on random prompts in engines of this process, interleaved. `plans` says
+what rank 0 adds to a step of the null backend before it computes, and until all ranks have answered.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import argparse
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from benchmarks.harness.workloads import SHAPES
 from fd_core.config import EngineConfig
 from fd_core.engine.builder import load_engine
 from fd_core.engine.core import Engine
+from fd_core.engine.ranks.groups import joined_group, opened_group
 from fd_core.engine.ranks.leading import LeadingRunner
 from fd_core.engine.ranks.messages import RankStep, encode_step
 from fd_core.models.catalog import resolve_model
-from fd_core.ops.parallel import Parallel, RankGroup, group_bytes
+from fd_core.ops.parallel import Parallel, RankGroup, RankMeeting
 from fd_core.testing.texts import greedy, run
 from fd_core.types import RequestSpec
 
@@ -51,22 +51,35 @@ def typical(call: Callable[[], Any], repeats: int = REPEATS) -> float:
     return median(seconds) * 1e6
 
 
-def sums_of(kind: str, rank: int, where: str) -> dict[int, float]:
-    """Take sums of `ROWS` as one of two ranks, and return the microseconds of each."""
-    if kind == "gloo":
-        import torch
-        from torch import distributed
+SUMS: dict[str, str] = {
+    "shared memory, native": "shared_memory",
+    "shared memory, Python": "shared_memory",
+    "over gloo, native": "gloo",
+    "over gloo, Python": "gloo",
+    "gloo's own all_reduce": "gloo",
+    "tensors, as on devices": "gloo",
+}
+"""Ways to add up, and the groups of ranks that they need."""
 
-        torch.set_num_threads(1)
-        distributed.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=2)
-        arrays = {rows: torch.ones(rows, WIDTH) for rows in ROWS}
-        return {rows: typical(partial(distributed.all_reduce, x)) for rows, x in arrays.items()}
-    descriptor = os.open(where, os.O_RDWR)
-    group = RankGroup(Parallel(rank, 2), descriptor, 60.0)
-    if kind == "python":
+
+def sums_of(kind: str, group: RankGroup) -> dict[int, float]:
+    """Take sums of `ROWS` as one of two ranks, and return the microseconds of each."""
+    if kind.endswith("native"):
+        return native_sums(group)
+    if kind.endswith("Python"):
         wholes = {rows: np.ones((rows, WIDTH), np.float32) for rows in ROWS}
         return {rows: typical(partial(group.all_reduce, x)) for rows, x in wholes.items()}
-    return native_sums(group)
+    import torch
+
+    from fd_core.ops.torch_group import TorchCollectives, gloo_group, shared_store
+
+    torch.set_num_threads(1)
+    gloo = gloo_group(shared_store(group), group.parallel, group.host, 60.0)
+    arrays = {rows: torch.ones(rows, WIDTH) for rows in ROWS}
+    if kind.startswith("tensors"):
+        collectives = TorchCollectives(gloo, group.parallel)
+        return {rows: typical(partial(collectives.all_reduce, x)) for rows, x in arrays.items()}
+    return {rows: typical(lambda: gloo.allreduce([x]).wait()) for rows, x in arrays.items()}  # noqa: B023 - called at once
 
 
 def native_sums(group: RankGroup) -> dict[int, float]:
@@ -100,18 +113,15 @@ def sums() -> None:
     """Print the time of a sum by each way."""
     print(f"microseconds of one sum of [rows, {WIDTH}] float32 over two ranks, median of {REPEATS}")
     print("| way | " + " | ".join(f"{rows} rows" for rows in ROWS) + " |")
-    for kind in ("native", "python", "gloo"):
-        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-            where = f"{folder}/meeting"
-            if kind != "gloo":
-                with Path(where).open("wb") as file:
-                    file.truncate(group_bytes(2))
-            command = [sys.executable, "-m", "benchmarks.parallel", "sums-of", kind, "1", where]
-            other = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-            try:
-                found = sums_of(kind, 0, where)
-            finally:
-                other.wait(60)
+    for kind, transport in SUMS.items():
+        group, place = opened_group(2, 60.0, transport)
+        command = [sys.executable, "-m", "benchmarks.parallel", "sums-of", kind, msgspec.json.encode(place).decode()]
+        inherited = (place,) if isinstance(place, int) else ()
+        other = subprocess.Popen(command, stdout=subprocess.DEVNULL, pass_fds=inherited)
+        try:
+            found = sums_of(kind, group)
+        finally:
+            other.wait(60)
         print(f"| {kind} | " + " | ".join(f"{found[rows]:.1f}" for rows in ROWS) + " |", flush=True)
 
 
@@ -207,7 +217,7 @@ def main() -> None:
     parts = parser.add_subparsers(dest="part", required=True)
     parts.add_parser("sums")
     hidden = parts.add_parser("sums-of")
-    for argument in ("kind", "rank", "where"):
+    for argument in ("kind", "place"):
         hidden.add_argument(argument)
     stepping = parts.add_parser("steps")
     stepping.add_argument("--model", default="smollm2")
@@ -221,7 +231,8 @@ def main() -> None:
         case "sums":
             sums()
         case "sums-of":
-            sums_of(asked.kind, int(asked.rank), asked.where)
+            place = msgspec.json.decode(asked.place, type=int | RankMeeting)
+            sums_of(asked.kind, joined_group(Parallel(1, 2), place, 60.0))
         case "steps":
             steps(asked.model, asked.dtype, asked.workloads.split(","), asked.rounds)
         case "plans":

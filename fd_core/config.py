@@ -91,6 +91,8 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     """Ranks that compute the model together, each with a share of every layer, on a device of its own."""
     distributed_executor_backend: Annotated[str, OneOf("uni", "mp", "ray")] | None = None
     """How ranks are started: `uni` in the engine's process, which holds one; `mp` as processes of this machine."""
+    rank_transport: Annotated[str, OneOf("shared_memory", "gloo")] = "shared_memory"
+    """How ranks on processors exchange what they computed: over memory of this machine, or by gloo over the network."""
     native_kernels: bool = True
     """Whether the CPU backend may compile and use its C++ kernels."""
     speculative: SpeculativeConfig | None = None

@@ -227,6 +227,11 @@ ENGINE_FLAGS: Final = (
         "How ranks are started: mp as processes of this machine; uni is one rank; ray is not built yet.",
         "HOW",
     ),
+    Flag(
+        "rank_transport",
+        "How ranks on processors exchange what they computed: shared_memory of this machine, or gloo over the network.",
+        "HOW",
+    ),
     Flag("native_kernels", "Compile and use native kernels if the backend has any."),
     Flag(
         "speculative",

@@ -70,6 +70,7 @@ class NumpyOps(NumpySampling, Ops):
 
     def join(self, group: RankGroup) -> None:
         """Compute as one of several ranks."""
+        group.require_order()
         self.parallel, self._group = group.parallel, group
 
     def from_host(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:

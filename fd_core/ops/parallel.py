@@ -1,26 +1,38 @@
-"""Ranks that compute one model together: which share each has, and sums and gathers over memory that all of them map.
+"""Ranks that compute one model together: which share each has, and sums and gathers between them.
+
+What ranks exchange lies in memory that each of them maps:
 
     header   | a word that says whether the group was abandoned, and for each rank the number of its last exchange
     slots    | two for each rank, for even and odd exchanges
 
-An exchange has a number, the same on all ranks. A rank writes what it has into its slot, then its number into the
-header, and reads the others once their numbers are there. A slot is written again two exchanges later; by then every
-rank has begun the exchange between, so nobody reads it any more. `native/csrc/group.h` is the same in C++.
+An exchange has a number, the same on all ranks. A rank writes what it has into its own slot, shows it to the others,
+and reads their slots once they have shown theirs. A slot is written again two exchanges later; by then every rank has
+begun the exchange between, so nobody reads it any more. Ranks of one machine map the same memory, and show a slot by
+writing their number: `native/csrc/group.h` is the same in C++. `torch_group` carries slots between ranks that share no
+memory.
 """
 
 from __future__ import annotations
 
+import abc
 import mmap
 import os
+import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["HEADER_BYTES", "SLOT_BYTES", "Parallel", "RankGroup", "RanksApart", "group_bytes"]
+from fd_core.errors import ConfigError
+
+__all__ = [
+    *("HEADER_BYTES", "SLOT_BYTES", "Parallel", "RankGroup", "RankMeeting", "RanksApart", "SharedMemoryGroup"),
+    "group_memory",
+]
 
 _LINE: Final = 64
 """Bytes between two words of the header, so that ranks do not share a cache line."""
@@ -29,6 +41,8 @@ SLOT_BYTES: Final = 1 << 29
 """Of one slot; memory is taken when it is first written."""
 _SPINS: Final = 200
 _NAP_SECONDS: Final = 2e-5
+_STORES_IN_ORDER: Final = platform.machine() in ("x86_64", "AMD64", "i686")
+"""Whether other cores see what this one writes in the order in which it was written, without a fence."""
 
 
 class RanksApart(Exception):
@@ -49,23 +63,40 @@ class Parallel:
         return slice(first, first + each + (self.rank < more))
 
 
-def group_bytes(size: int) -> int:
-    """Return the bytes of the memory that a group of `size` ranks maps."""
-    return HEADER_BYTES + 2 * size * SLOT_BYTES
+class RankMeeting(msgspec.Struct, frozen=True):
+    """Where ranks that share no memory meet, as rank 0 tells the others."""
+
+    host: str
+    port: int
+    token: str
+    """Keeps groups apart that come to one place by mistake; no secret."""
 
 
-class RankGroup:
-    """One rank's end of the exchanges between all ranks. Used from one thread.
+def group_memory(size: int) -> int:
+    """Return the descriptor of a new file for the slots of `size` ranks, zeroed; the caller closes it."""
+    descriptor = os.memfd_create("fdcore-ranks")
+    os.ftruncate(descriptor, HEADER_BYTES + 2 * size * SLOT_BYTES)
+    return descriptor
+
+
+class RankGroup(abc.ABC):
+    """One rank's end of the exchanges between all ranks. Used from one thread, but for `abandon` and `abandoned`.
 
     Every rank must call the same methods in the same order, with arrays of the same shape. What they return has the
-    same bits on all ranks: sums are taken in the order of ranks.
+    same bits on all ranks: sums are taken in the order of ranks, element by element. So what becomes of a row does not
+    depend on the rows beside it.
     """
 
+    shares_memory: ClassVar[bool]
+    """Whether all ranks map the same memory, so that whoever knows its layout may exchange by itself."""
+    host = "127.0.0.1"
+    """Address under which the other ranks reach the machine of rank 0."""
+
     def __init__(self, parallel: Parallel, descriptor: int, patience: float) -> None:
-        """`descriptor` is a file of `group_bytes`, zeroed at first; others are awaited for `patience` seconds."""
+        """`descriptor` is of `group_memory`; others are awaited for `patience` seconds."""
         self.parallel = parallel
         self.patience = patience
-        self._memory = mmap.mmap(descriptor, group_bytes(parallel.size))
+        self._memory = mmap.mmap(descriptor, HEADER_BYTES + 2 * parallel.size * SLOT_BYTES)
         whole = np.frombuffer(self._memory, np.uint8)
         self.address = int(whole.ctypes.data)
         """Of the mapped memory."""
@@ -74,25 +105,28 @@ class RankGroup:
         self._slots = whole[HEADER_BYTES:].reshape(parallel.size, 2, SLOT_BYTES)
 
     def abandon(self) -> None:
-        """Have every exchange, of all ranks, end with `RanksApart`. Any thread."""
+        """Have the exchanges of all ranks end with `RanksApart`. Any thread."""
         self._abandoned[0] = 1
 
     @property
     def abandoned(self) -> bool:
-        """Whether a rank has abandoned the group."""
+        """Whether a rank has abandoned the group, or is gone."""
         return bool(self._abandoned[0])
+
+    def require_order(self) -> None:  # noqa: B027 - most need nothing
+        """Raise `ConfigError` where exchanges would not be sound; packs ask once they have joined."""
 
     def all_reduce(self, x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Return the sum of what all ranks hold, [n, ...] each."""
         total = np.zeros_like(x)
         for rows in self._pieces(x):
-            for part in self._exchange(x[rows]):
+            for part in self._exchange(x[rows], self.patience):
                 total[rows] += part
         return total
 
     def all_gather(self, x: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return what all ranks hold, [n, ...] each, joined along the last axis in the order of ranks."""
-        pieces = [np.concatenate(list(self._exchange(x[rows])), axis=-1) for rows in self._pieces(x)]
+        pieces = [np.concatenate(list(self._exchange(x[rows], self.patience)), axis=-1) for rows in self._pieces(x)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def own_slot(self, exchanges: int, count: int) -> npt.NDArray[np.float32]:
@@ -101,36 +135,104 @@ class RankGroup:
         place = (int(self._numbers[rank]) + exchanges) % 2
         return self._slots[rank, place, : 4 * count].view(np.float32)
 
+    def meet(self, number: int, count: int) -> int:
+        """Exchange the first `count` bytes of slots, for code that writes and reads them by itself.
+
+        Returns 0, or 1 and the rank that did not come.
+        """
+        self._show(number, count)
+        for rank in range(self.parallel.size):
+            if not self._awaited(rank, number, self.patience):
+                return 1 + rank
+        return 0
+
+    def wait_until(self, done: Callable[[], bool]) -> None:
+        """Wait for what all ranks compute together on devices of their own.
+
+        Raises `RanksApart` if it is not done in time, and names the rank that does not answer.
+        """
+        seconds = 0.75 * self.patience  # and as long again for the answers: less than the watchdog's time
+        if self._waited(done, seconds):
+            return
+        if not self.abandoned:
+            # All that still run wait in vain at the same time, and meet here.
+            for _ in self._exchange(np.zeros(1, np.uint8), seconds):
+                pass
+            raise RanksApart(f"the ranks' devices did not come to the end of a step within {seconds:g} s")
+        self.refuse(0)
+
     def refuse(self, rank: int) -> NoReturn:
         """Say that a rank was waited for in vain."""
+        if self.abandoned:
+            raise RanksApart("the other ranks are gone")
         raise RanksApart(f"rank {rank} was not heard of for {self.patience:g} s in the middle of a step")
+
+    @abc.abstractmethod
+    def _show(self, number: int, count: int) -> None:
+        """Begin an exchange: let the others read the first `count` bytes of this rank's slot."""
+
+    @abc.abstractmethod
+    def _awaited(self, rank: int, number: int, seconds: float) -> bool:
+        """Wait until a rank has shown its slot. Returns False if it does not, or the group is abandoned."""
 
     def _pieces(self, x: npt.NDArray[Any]) -> list[slice]:
         """Return which rows of `x` are exchanged at a time."""
         count = max(1, len(x) * SLOT_BYTES // max(x.nbytes, 1))
         return [slice(begin, begin + count) for begin in range(0, max(len(x), 1), count)]
 
-    def _exchange(self, x: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+    def _exchange(self, x: npt.NDArray[Any], seconds: float) -> Iterator[npt.NDArray[Any]]:
         """Yield what each rank holds, as views that are good until the next exchange."""
         number = int(self._numbers[self.parallel.rank]) + 1
         place = number % 2
         np.copyto(self._slots[self.parallel.rank, place, : x.nbytes].view(x.dtype).reshape(x.shape), x)
-        self._numbers[self.parallel.rank] = number
+        self._show(number, x.nbytes)
         for rank in range(self.parallel.size):
-            self._wait_for(rank, number)
+            if not self._awaited(rank, number, seconds):
+                self.refuse(rank)
             yield self._slots[rank, place, : x.nbytes].view(x.dtype).reshape(x.shape)
 
-    def _wait_for(self, rank: int, number: int) -> None:
+    def _waited(self, done: Callable[[], bool], seconds: float) -> bool:
+        """Look until something is done. Returns False if it is not, or the group is abandoned."""
         spins, deadline = 0, 0.0
-        while int(self._numbers[rank]) < number:
+        while not done():
             if self._abandoned[0]:
-                raise RanksApart("the other ranks are gone")
+                return False
             spins += 1
             if spins < _SPINS:
                 os.sched_yield()
                 continue
             now = time.monotonic()
-            deadline = deadline or now + self.patience
+            deadline = deadline or now + seconds
             if now > deadline:
-                self.refuse(rank)
+                return False
             time.sleep(_NAP_SECONDS)
+        return True
+
+
+class SharedMemoryGroup(RankGroup):
+    """Ranks of one machine, which map the same memory."""
+
+    shares_memory = True
+    fence: Callable[[], object] | None = None
+    """Keeps what was written or read before it from what comes after; native kernels have one. Without it, exchanges
+    rely on a processor that keeps the order of stores."""
+
+    def require_order(self) -> None:
+        """Raise `ConfigError` on a processor that needs a fence, where there is none."""
+        if self.fence is None and not _STORES_IN_ORDER:
+            raise ConfigError(
+                f"ranks share memory on {platform.machine()} with native kernels only",
+                field="--tensor-parallel-size",
+                hint="install a C++ compiler, or use --rank-transport gloo",
+            )
+
+    def _show(self, number: int, count: int) -> None:
+        if self.fence is not None:
+            self.fence()
+        self._numbers[self.parallel.rank] = number
+
+    def _awaited(self, rank: int, number: int, seconds: float) -> bool:
+        came = self._waited(lambda: int(self._numbers[rank]) >= number, seconds)
+        if self.fence is not None:
+            self.fence()
+        return came

@@ -66,6 +66,7 @@ class TorchOps(TorchSampling, Ops):
         """Compute as one of several ranks on the processor."""
         if self.device.type != "cpu":
             super().join(group)
+        group.require_order()
         self.parallel, self._group = group.parallel, group
 
     def from_host(self, array: npt.NDArray[Any]) -> Array:

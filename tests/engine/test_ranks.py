@@ -51,8 +51,8 @@ def test_a_real_model_on_ranks_makes_the_texts_of_one(tmp_path: Path) -> None:
     limits: dict[str, Any] = {"num_kv_blocks": 24, "max_model_len": 80, "max_num_batched_tokens": 32}
     specs = [greedy(f"r{i}", range(3 + i, 13 + 2 * i), 40) for i in range(6)]
     texts = []
-    for size in (1, 2):
-        config = EngineConfig(**values, **limits, tensor_parallel_size=size)
+    for size, transport in ((1, "shared_memory"), (2, "shared_memory"), (2, "gloo")):
+        config = EngineConfig(**values, **limits, tensor_parallel_size=size, rank_transport=transport)
         engine = load_engine(config, path, progress=lambda *_: None)
         try:
             texts.append(run(engine, specs).tokens)
@@ -61,7 +61,7 @@ def test_a_real_model_on_ranks_makes_the_texts_of_one(tmp_path: Path) -> None:
             assert engine.probe().runner.cache.shape.num_kv_heads == 3  # of all ranks
         finally:
             engine.close()
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] == texts[2]
 
 
 def test_a_killed_rank_costs_no_token(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,6 +17,7 @@ import zmq
 
 from fd_core.engine.computing import Computing
 from fd_core.engine.messages import Fault
+from fd_core.engine.ranks.groups import joined_group
 from fd_core.engine.ranks.messages import (
     WARM_UP,
     BlockCopy,
@@ -55,8 +56,7 @@ def main() -> int:
     context = zmq.Context(1)
     steps = _connected(context, start.steps)
     parallel = Parallel(start.rank, start.config.tensor_parallel_size)
-    group = RankGroup(parallel, start.descriptor, start.config.rank_seconds)
-    os.close(start.descriptor)
+    group = joined_group(parallel, start.place, start.config.rank_seconds)
 
     def say(message: RankMessage) -> None:
         steps.send(msgspec.msgpack.encode(message))

@@ -31,6 +31,7 @@ import zmq
 from fd_core.backends.contract import LoadProgress
 from fd_core.config import EngineConfig, Limits
 from fd_core.engine.messages import Fault
+from fd_core.engine.ranks.groups import opened_group
 from fd_core.engine.ranks.messages import (
     WARM_UP,
     RankLimits,
@@ -47,7 +48,7 @@ from fd_core.engine.ranks.messages import (
 )
 from fd_core.errors import ConfigError, EngineDead, FdError, ModelError, PluginError
 from fd_core.ops.contract import KVCache, KVShape
-from fd_core.ops.parallel import Parallel, RankGroup, RanksApart, group_bytes
+from fd_core.ops.parallel import RankMeeting, RanksApart
 from fd_core.runner.runner import Runner
 from fd_core.types import IntArray, StepOutput, StepPlan
 
@@ -104,18 +105,21 @@ class RankProcesses:
         """Ranks whose process ended, the first one first, with exit codes."""
         self._silent = ""
         """What is to be said of a rank that did not copy in time."""
-        descriptor = os.memfd_create("fdcore-ranks")
+        place: int | RankMeeting | None = None
         try:
-            os.ftruncate(descriptor, group_bytes(size))
-            self.group = RankGroup(Parallel(0, size), descriptor, config.rank_seconds)
+            self.group, place = opened_group(size, config.rank_seconds, config.rank_transport)
             """Rank 0's end of sums and gathers."""
             for rank in range(1, size):
-                self._start(config, path, rank, descriptor)
-        except OSError as error:
+                self._start(config, path, rank, place)
+        except (OSError, RuntimeError) as error:
             self.close()
             raise EngineDead(f"the ranks' processes could not be started: {error}") from error
+        except ConfigError:
+            self.close()
+            raise
         finally:
-            os.close(descriptor)
+            if isinstance(place, int):
+                os.close(place)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -209,7 +213,7 @@ class RankProcesses:
     def _ranks(self) -> range:
         return range(1, len(self._processes) + 1)
 
-    def _start(self, config: EngineConfig, path: Path | None, rank: int, descriptor: int) -> None:
+    def _start(self, config: EngineConfig, path: Path | None, rank: int, place: int | RankMeeting) -> None:
         addresses = []
         for kind, sockets in (("steps", self._steps), ("copies", self._copies)):
             addresses.append(f"ipc://{self._folder}/{kind}-{rank}")
@@ -221,11 +225,11 @@ class RankProcesses:
         process = subprocess.Popen(
             CHILD,
             stdin=subprocess.PIPE,
-            pass_fds=(descriptor,),
+            pass_fds=(place,) if isinstance(place, int) else (),
             start_new_session=True,
         )
         self._processes.append(process)
-        start = RankStart(config, None if path is None else str(path), rank, descriptor, *addresses)
+        start = RankStart(config, None if path is None else str(path), rank, place, *addresses)
         process.stdin.write(msgspec.json.encode(start) + b"\n")  # type: ignore[union-attr]  # asked for above
         process.stdin.flush()  # type: ignore[union-attr]
         # The pipe stays open: its end tells the rank that this process is gone.

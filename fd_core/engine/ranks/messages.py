@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from fd_core.config import EngineConfig, Limits
 from fd_core.engine.messages import Fault
+from fd_core.ops.parallel import RankMeeting
 from fd_core.types import IntArray, StepOutput, StepPlan
 
 __all__ = [
@@ -34,8 +35,8 @@ class RankStart(msgspec.Struct, frozen=True):
     config: EngineConfig
     path: str | None
     rank: int
-    descriptor: int
-    """Of the memory that all ranks share, see `fd_core.ops.parallel`."""
+    place: int | RankMeeting
+    """Where ranks exchange what they computed: the descriptor of memory that they share, or a meeting."""
     steps: str
     """Address of the socket of steps."""
     copies: str

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_size_t, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_size_t, c_uint64, c_void_p
 from typing import Any
 
 from fd_core.ops.native.build import BuildError
 
 __all__ = [
-    *("AttentionShape", "LoraDelta", "LoraTable", "MaskRows", "MoeGeometry", "PackedForm", "PenaltyRows", "SampleRows"),
-    *("Step", "checked", "declare"),
+    *("MEET", "AttentionShape", "LoraDelta", "LoraTable", "MaskRows", "MoeGeometry", "PackedForm", "PenaltyRows"),
+    *("SampleRows", "Step", "checked", "declare"),
 ]
 
 
@@ -95,6 +95,8 @@ class MaskRows(Structure):
     )
 
 
+MEET = ctypes.CFUNCTYPE(c_int, c_uint64, c_size_t)
+"""`fd::Meet`: what carries slots between ranks that share no memory."""
 _NORM = (c_void_p, c_float)
 _LORA = (POINTER(LoraTable), c_int)
 _EXPERTS = (POINTER(c_void_p), POINTER(c_void_p), c_void_p, c_void_p, c_int, c_void_p, c_int)
@@ -106,8 +108,9 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "fd_lanes": (c_int, ()),
     "fd_team_new": (c_void_p, (c_int,)),
     "fd_team_free": (None, (c_void_p,)),
-    "fd_group_new": (c_void_p, (c_void_p, c_int, c_int, c_size_t, c_size_t, c_double)),
+    "fd_group_new": (c_void_p, (c_void_p, c_int, c_int, c_size_t, c_size_t, c_double, MEET)),
     "fd_group_free": (None, (c_void_p,)),
+    "fd_fence": (None, ()),
     "fd_group_failed": (c_int, (c_void_p,)),
     "fd_arena_new": (c_void_p, ()),
     "fd_arena_free": (None, (c_void_p,)),

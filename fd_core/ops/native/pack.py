@@ -106,8 +106,8 @@ class NativeOps(TorchOps):
 
     def join(self, group: RankGroup) -> None:
         """Compute as one of several ranks: fusions add up inside, without a copy."""
-        super().join(group)
         self.runtime.join(group)
+        super().join(group)
 
     def describe(self) -> str:
         """Name the instruction sets that the kernels use."""
@@ -347,10 +347,12 @@ class NativeOps(TorchOps):
         recorder = x.recorder
         recorder.keep(head)
         source = recorder.input(x, head.inputs, True)
-        buffer, y = recorder.output(x, head.width * (self.parallel.size if split else 1), True)
-        group = self.runtime.group_handle if split else None
+        # Over shared memory, ranks write their parts where the others want them; else they are joined by the caller.
+        inside = split and self._group is not None and self._group.shares_memory
+        buffer, y = recorder.output(x, head.width * (self.parallel.size if inside else 1), True)
+        group = self.runtime.group_handle if inside else None
         recorder.add("logits", source, *_norm(recorder, norm), head.handle, softcap or 0.0, group, buffer)
-        recorder.logits_from_ranks = split
+        recorder.logits_from_ranks, recorder.logits_in_parts = inside, split and not inside
         return y
 
     def _gated(
@@ -439,7 +441,10 @@ class ProgramForward:
         logits = self._result(program, len(step.logits_rows), result.width)
         program.bind(result.buffer, logits)
         program.run(step, len(step.token_ids))
-        return logits
+        group = self._runtime.group
+        if group is None or not program.logits_in_parts:
+            return logits
+        return torch.from_numpy(group.all_gather(logits.numpy()))
 
     def _result(self, program: ProgramRecorder, rows: int, width: int) -> Array:
         """Return where logits go: those that ranks write for each other lie in the slot of the last exchange."""

@@ -11,8 +11,8 @@ import torch
 
 from fd_core.errors import ConfigError
 from fd_core.ops.contract import Array, StepInput
-from fd_core.ops.native.library import Step, checked
-from fd_core.ops.parallel import HEADER_BYTES, SLOT_BYTES, RankGroup, RanksApart
+from fd_core.ops.native.library import MEET, Step, checked
+from fd_core.ops.parallel import HEADER_BYTES, SLOT_BYTES, RankGroup, RanksApart, SharedMemoryGroup
 from fd_core.ops.symbol import UnknownArray
 
 __all__ = [
@@ -50,6 +50,8 @@ class Runtime:
         self.group: RankGroup | None = None
         """Other ranks that compute the same model, if there are any."""
         self.group_handle: Any = None
+        self._meet = MEET()
+        """What exchanges slots where the library cannot; none where ranks share memory."""
         self.team = checked(library.fd_team_new(threads), f"{threads} threads")
 
     def __del__(self) -> None:
@@ -60,7 +62,11 @@ class Runtime:
     def join(self, group: RankGroup) -> None:
         """Have operations add up what ranks hold."""
         ranks = (group.parallel.rank, group.parallel.size)
-        handle = self.library.fd_group_new(group.address, *ranks, HEADER_BYTES, SLOT_BYTES, group.patience)
+        if isinstance(group, SharedMemoryGroup):
+            group.fence = self.library.fd_fence
+        else:
+            self._meet = MEET(group.meet)
+        handle = self.library.fd_group_new(group.address, *ranks, HEADER_BYTES, SLOT_BYTES, group.patience, self._meet)
         self.group, self.group_handle = group, checked(handle, "a group of ranks")
 
     def matrix(self, rows: int, width: int, wide: bool) -> Array:
@@ -144,7 +150,7 @@ class Program:
                 hint="lower it",
             )
         group = self.runtime.group
-        if group is None or group.abandoned:
+        if group is None:
             raise RanksApart("the other ranks are gone")
         group.refuse(self._library.fd_group_failed(self.runtime.group_handle) - 1)
 
@@ -188,6 +194,8 @@ class ProgramRecorder(Program):
         super().__init__(runtime)
         self.logits_from_ranks = False
         """Whether ranks write parts of the logits for each other."""
+        self.logits_in_parts = False
+        """Whether the logits are this rank's part of them."""
         self._free: dict[tuple[int, bool], list[int]] = {}
 
     def input(self, x: Any, width: int, wide: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from fd_core.ops.contract import Ops
 from fd_core.ops.parallel import RankGroup
 from fd_core.testing.arrays import Values
 from fd_core.testing.paged import PagedDriver
-from fd_core.testing.ranks import on_ranks
+from fd_core.testing.ranks import gloo_ranks, on_ranks, shared_memory_ranks
 from fd_core.testing.requirements import lacks
 from fd_core.testing.target import Target
 
@@ -32,10 +33,21 @@ def joined(target: Target, group: RankGroup) -> Ops:
     return ops
 
 
+def transported(transport: str) -> Callable[[int, float], Sequence[RankGroup]]:
+    """Return what makes groups of a transport."""
+    if transport == "shared_memory":
+        return shared_memory_ranks
+    pytest.importorskip("torch")
+    return gloo_ranks
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("shape", [(1, 576), (33, 70), (0, 16)])
-def test_sums_and_gathers_have_the_same_bits_on_all_ranks(target: Target, size: int, shape: tuple[int, int]) -> None:
-    """Sums are taken in the order of ranks."""
+def test_sums_and_gathers_have_the_same_bits_on_all_ranks(
+    target: Target, size: int, shape: tuple[int, int], transport: str
+) -> None:
+    """Sums are taken in the order of ranks, so a row's do not depend on the rows beside it."""
     parts = [Values(seed=rank)(*shape) for rank in range(size)]
 
     def work(group: RankGroup) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
@@ -46,13 +58,22 @@ def test_sums_and_gathers_have_the_same_bits_on_all_ranks(target: Target, size: 
     total = parts[0].copy()
     for part in parts[1:]:
         total += part
-    for reduced, gathered in on_ranks(size, work):
+    for reduced, gathered in on_ranks(size, work, make=transported(transport)):
         np.testing.assert_array_equal(reduced, total)
         np.testing.assert_array_equal(gathered, np.concatenate(parts, axis=1))
 
 
-@pytest.mark.parametrize("case", ["llama-biases-wide-heads", "qwen3-moe", "gemma3", "ernie-moe"])
-def test_two_ranks_compute_what_one_does(target: Target, case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "transport"),
+    [
+        ("llama-biases-wide-heads", "shared_memory"),
+        ("llama-biases-wide-heads", "gloo"),
+        ("qwen3-moe", "shared_memory"),
+        ("gemma3", "shared_memory"),
+        ("ernie-moe", "gloo"),
+    ],
+)
+def test_two_ranks_compute_what_one_does(target: Target, case: str, transport: str) -> None:
     path = target.checkpoint(case)
 
     def run(ops: Ops) -> tuple[list[list[int]], npt.NDArray[np.float32]]:
@@ -62,7 +83,7 @@ def test_two_ranks_compute_what_one_does(target: Target, case: str) -> None:
         return [row.generated for row in driver.rows], np.concatenate([np.stack(row.logits) for row in driver.rows])
 
     texts, logits = run(target.backend.make_ops())
-    ranks = on_ranks(2, lambda group: run(joined(target, group)))
+    ranks = on_ranks(2, lambda group: run(joined(target, group)), make=transported(transport))
     np.testing.assert_array_equal(ranks[0][1], ranks[1][1])
     if target.exact:
         assert ranks[0][0] == texts

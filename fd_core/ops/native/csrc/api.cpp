@@ -118,13 +118,16 @@ void* fd_team_new(int threads) {
     }
 }
 void fd_team_free(void* team) { delete static_cast<Team*>(team); }
-/// `base` is memory that all ranks map: a header, then slots; see group.h.
-void* fd_group_new(void* base, int rank, int size, size_t header, size_t slot, double patience) {
-    return guarded([&]() -> void* { return new Group(static_cast<char*>(base), rank, size, header, slot, patience); });
+/// `base` is memory that all ranks map, unless `meet` exchanges it: a header, then slots; see group.h.
+void* fd_group_new(void* base, int rank, int size, size_t header, size_t slot, double patience, Meet meet) {
+    return guarded(
+        [&]() -> void* { return new Group(static_cast<char*>(base), rank, size, header, slot, patience, meet); });
 }
 void fd_group_free(void* group) { delete static_cast<Group*>(group); }
 /// 0, or 1 and the rank that this one waited for in vain.
 int fd_group_failed(void* group) { return static_cast<Group*>(group)->failed(); }
+/// Keep what this thread wrote and read before apart from what it writes and reads next.
+void fd_fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 void* fd_arena_new() {
     return guarded([]() -> void* { return new Arena; });
 }

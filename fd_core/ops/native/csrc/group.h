@@ -13,11 +13,14 @@
 
 namespace fd {
 
+/// Exchanges the first bytes of slots between ranks that share no memory; returns what `Group::failed` does.
+using Meet = int (*)(uint64_t number, size_t bytes);
+
 /// One rank's end. Threads of a team write, one of them meets the other ranks, then all read.
 class Group {
    public:
-    Group(char* base, int rank, int size, size_t header, size_t slot, double patience)
-        : rank(rank), size(size), slot_bytes(slot), base_(base), header_(header), patience_(patience) {}
+    Group(char* base, int rank, int size, size_t header, size_t slot, double patience, Meet meet)
+        : rank(rank), size(size), slot_bytes(slot), base_(base), header_(header), patience_(patience), meet_(meet) {}
 
     const int rank, size;
     const size_t slot_bytes;
@@ -27,8 +30,12 @@ class Group {
     float* slot(int of, uint64_t number) const {
         return reinterpret_cast<float*>(base_ + header_ + (size_t(of) * 2 + number % 2) * slot_bytes);
     }
-    /// Say that this rank has written, and wait until all have. Called by one thread when all have written.
-    void meet(uint64_t number) {
+    /// Say that this rank has written so many bytes, and wait until all have. Called by one thread when all have written.
+    void meet(uint64_t number, size_t bytes) {
+        if (meet_) {
+            if (!failed_) failed_ = meet_(number, bytes);
+            return;
+        }
         word(1 + rank).store(number, std::memory_order_release);
         for (int other = 0; other < size && !failed_; other++)
             if (!wait_for(other, number)) failed_ = 1 + other;
@@ -59,6 +66,7 @@ class Group {
     char* base_;
     size_t header_;
     double patience_;
+    Meet meet_;  // null where all ranks map the memory
     std::atomic<int> failed_{0};
 };
 

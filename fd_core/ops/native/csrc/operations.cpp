@@ -164,7 +164,7 @@ void Logits<E>::run(const Context& context) {
             std::memcpy(group->slot(r, number) + row * stride + first + column, values, count * sizeof(float));
     });
     context.wait_for_all();
-    if (context.thread == 0) group->meet(number);
+    if (context.thread == 0) group->meet(number, size_t(rows) * stride * sizeof(float));
 }
 
 #define FD_INSTANTIATE(E)               \

@@ -81,7 +81,7 @@ void RankSum::finish(const Context& context, int rows, int width, Take&& take) c
         std::memcpy(group->slot(group->rank, number) + mine.begin * stride, context.row<float>(part, mine.begin),
                     (mine.end - mine.begin) * stride * sizeof(float));
     context.wait_for_all();
-    if (context.thread == 0) group->meet(number);
+    if (context.thread == 0) group->meet(number, size_t(rows) * stride * sizeof(float));
     context.wait_for_all();
     if (group->failed()) return;
     for (int i = mine.begin; i < mine.end; i++) {

@@ -1,0 +1,54 @@
+"""The groups in which ranks exchange what they computed: over memory of this machine, or over the network."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from fd_core.errors import ConfigError
+from fd_core.ops.parallel import Parallel, RankGroup, RankMeeting, SharedMemoryGroup, group_memory
+
+if TYPE_CHECKING:
+    from fd_core.ops.torch_group import TorchGroup
+
+__all__ = ["joined_group", "opened_group"]
+
+
+def opened_group(
+    size: int, seconds: float, transport: str, host: str = "127.0.0.1"
+) -> tuple[RankGroup, int | RankMeeting]:
+    """Return rank 0's end of a new group, and what the other ranks are told of it; see `EngineConfig.rank_transport`.
+
+    A descriptor is the caller's to close once the other ranks have inherited it; `host` is where ranks meet if they do
+    not share memory. Raises `ConfigError`, or `OSError`.
+    """
+    if transport == "gloo":
+        group = _torch_group().open(size, seconds, host)
+        return group, group.meeting
+    memory = group_memory(size)
+    return SharedMemoryGroup(Parallel(0, size), memory, seconds), memory
+
+
+def joined_group(parallel: Parallel, place: int | RankMeeting, seconds: float) -> RankGroup:
+    """Return another rank's end of a group that rank 0 has opened; others are awaited for `seconds`.
+
+    A descriptor is closed. Raises `ConfigError`, or `RuntimeError` if nobody is at the meeting.
+    """
+    if isinstance(place, RankMeeting):
+        return _torch_group().join(parallel, place, seconds)
+    try:
+        return SharedMemoryGroup(parallel, place, seconds)
+    finally:
+        os.close(place)
+
+
+def _torch_group() -> type[TorchGroup]:
+    try:
+        from fd_core.ops.torch_group import TorchGroup
+    except ImportError as error:
+        raise ConfigError(
+            f"ranks exchange over gloo with torch, which cannot be imported: {error}",
+            field="--rank-transport",
+            hint="leave it out, or pip install 'fd-core[cpu]'",
+        ) from error
+    return TorchGroup

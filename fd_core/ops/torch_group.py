@@ -1,0 +1,202 @@
+"""Sums and gathers of ranks over torch.distributed: gloo between ranks that share no memory, and tensors on devices.
+
+gloo's and NCCL's own sums add up in an order that depends on how many numbers there are and on how ranks are connected.
+Here they only carry what ranks hold; each rank adds it up by itself, in the order of ranks and in float32.
+
+Nobody is asked who he is: ranks of several machines belong into a network of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+import time
+from datetime import timedelta
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+
+from fd_core.ops.contract import Array
+from fd_core.ops.parallel import Parallel, RankGroup, RankMeeting, group_memory
+
+__all__ = ["TorchCollectives", "TorchGroup", "gloo_group", "shared_store"]
+
+_LOOK_SECONDS: Final = 0.01
+"""Between two looks for a rank that has not come to the meeting yet."""
+_WHOLE_BYTES: Final = 1 << 18
+"""Of a sum: so much is sent to all ranks as it is; of more, each rank adds up a part for all."""
+
+
+class TorchGroup(RankGroup):
+    """Ranks that share no memory: slots travel over gloo. They connect at the first exchange."""
+
+    shares_memory = False
+
+    def __init__(self, parallel: Parallel, meeting: RankMeeting, store: TCPStore, patience: float) -> None:
+        """`store` is the meeting's; see `host` and `join`."""
+        memory = group_memory(parallel.size)
+        try:
+            super().__init__(parallel, memory, patience)
+        finally:
+            os.close(memory)
+        self.meeting, self.host = meeting, meeting.host
+        self.store = PrefixStore(meeting.token, store)
+        """What all ranks see, for others that have to meet."""
+        self._tensors = torch.from_numpy(self._slots)
+        self._lock = threading.Lock()
+        self._gloo: Any = None
+        self._absent: int | None = None
+        """A rank that did not come to the meeting."""
+        self._received: list[Any] = []
+        self._sent: list[Any] = []
+
+    @classmethod
+    def open(cls, size: int, patience: float, host: str = "127.0.0.1") -> TorchGroup:
+        """Open a meeting as rank 0, at an address of this machine that the other ranks reach; others get `meeting`."""
+        store, port = _listening(host)
+        return cls(Parallel(0, size), RankMeeting(host, port, secrets.token_hex(8)), store, patience)
+
+    @classmethod
+    def join(cls, parallel: Parallel, meeting: RankMeeting, patience: float) -> TorchGroup:
+        """Come to a meeting that rank 0 has opened. Raises `OSError` if it is not there."""
+        return cls(parallel, meeting, _connected(meeting.host, meeting.port, patience), patience)
+
+    def abandon(self) -> None:
+        """Have exchanges end: those of others, too, which lose their connections."""
+        super().abandon()
+        with contextlib.suppress(RuntimeError):
+            self.store.set("abandoned", b"1")
+        with self._lock:
+            # An exchange that another thread waits in keeps its connections until it ends, or this process does.
+            self._gloo, self._received, self._sent = None, [], []
+
+    def _show(self, number: int, count: int) -> None:
+        rank, place = self.parallel.rank, number % 2
+        self._numbers[rank] = number
+        others = [other for other in range(self.parallel.size) if other != rank]
+        slots = self._tensors[:, place, :count]
+        try:
+            for work in self._sent:
+                work.wait(timedelta(seconds=self.patience))
+            with self._lock:
+                if self._gloo is None and not self._connect(others):
+                    return
+                self._received = [None] * self.parallel.size
+                for other in others:
+                    self._received[other] = self._gloo.recv([slots[other]], other, 0)
+                self._sent = [self._gloo.send([slots[rank]], other, 0) for other in others]
+        except RuntimeError:  # a connection is lost
+            self._abandoned[0] = 1
+
+    def _awaited(self, rank: int, number: int, seconds: float) -> bool:
+        if rank == self.parallel.rank:
+            return True
+        if self.abandoned or self._absent is not None:
+            return rank != self._absent and not self.abandoned
+        begun = time.monotonic()
+        try:
+            self._received[rank].wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            if time.monotonic() - begun < 0.99 * seconds:  # else it is there and says nothing
+                self._abandoned[0] = 1
+            return False
+        return True
+
+    def _connect(self, others: list[int]) -> bool:
+        """Connect to all ranks, once all have come. Returns False if one does not."""
+        self.store.set(f"rank-{self.parallel.rank}", b"1")
+        for other in others:
+            if not self._waited(lambda: self._has_come(other), self.patience):  # noqa: B023 - called at once
+                self._absent = other
+                return False
+        store = PrefixStore("gloo", self.store)
+        self._gloo = gloo_group(store, self.parallel, _own_address(self.meeting), self.patience)
+        return True
+
+    def _has_come(self, rank: int) -> bool:
+        if self.store.check(["abandoned"]):
+            self._abandoned[0] = 1
+        if self.store.check([f"rank-{rank}"]):
+            return True
+        time.sleep(_LOOK_SECONDS)
+        return False
+
+
+class TorchCollectives:
+    """Sums and gathers of tensors over a process group, such as NCCL's; may be captured where that one may."""
+
+    def __init__(self, process_group: Any, parallel: Parallel) -> None:
+        self._group = process_group
+        self._size = parallel.size
+
+    def all_reduce(self, x: Array) -> Array:
+        """Return the sum of what all ranks hold, added up in float32 in the order of ranks, and rounded once."""
+        if self._size == 2 or x.nbytes <= _WHOLE_BYTES:
+            return self._sum(self._gather(x.flatten())).reshape(x.shape)
+        each = -(-x.numel() // self._size)
+        parts = x.new_zeros(self._size * each)
+        parts[: x.numel()] = x.flatten()
+        mine = torch.empty_like(parts)
+        self._group.alltoall_base(mine, parts, [], []).wait()
+        total = self._gather(self._sum(mine.unflatten(0, (self._size, each))))
+        return total.flatten()[: x.numel()].reshape(x.shape)
+
+    def all_gather(self, x: Array) -> Array:
+        """Return what all ranks hold, [n, ...] each, joined along the last axis in the order of ranks."""
+        whole = self._gather(x.flatten()).unflatten(1, x.shape)
+        return torch.cat(tuple(whole), dim=-1)
+
+    def _gather(self, x: Array) -> Array:
+        """[n] -> [ranks, n]"""
+        whole = x.new_empty(self._size * len(x))
+        if len(x):
+            self._group._allgather_base(whole, x).wait()
+        return whole.unflatten(0, (self._size, len(x)))
+
+    def _sum(self, parts: Array) -> Array:
+        """[ranks, n] -> [n]"""
+        total = parts[0].float()
+        for part in parts[1:]:
+            total = total + part
+        return total.to(parts.dtype)
+
+
+def shared_store(group: RankGroup) -> Any:
+    """Return a store that all ranks of a group see, for what has to meet once more, such as NCCL."""
+    if isinstance(group, TorchGroup):
+        return PrefixStore("device", group.store)
+    store, port = _listening(group.host) if group.parallel.rank == 0 else (None, 0)
+    ports = group.all_gather(np.array([port], np.int64))
+    return store or _connected(group.host, int(ports[0]), group.patience)
+
+
+def gloo_group(store: Any, parallel: Parallel, address: str, seconds: float) -> Any:
+    """Return gloo's process group, which takes tensors of the processor; blocks until all ranks have come."""
+    options = ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=seconds)
+    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    return ProcessGroupGloo(store, parallel.rank, parallel.size, options)
+
+
+def _listening(host: str) -> tuple[Any, int]:
+    """Return a store that listens at an address of this machine and nowhere else, and its port."""
+    with socket.create_server((host, 0), family=socket.getaddrinfo(host, 0)[0][0]) as listener:
+        port = int(listener.getsockname()[1])
+        # torch would listen at all addresses of the machine; of a socket that is handed over it becomes the owner.
+        descriptor = listener.detach()
+        return TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=descriptor), port
+
+
+def _connected(host: str, port: int, seconds: float) -> Any:
+    return TCPStore(host, port, None, False, timedelta(seconds=seconds), wait_for_workers=False)
+
+
+def _own_address(meeting: RankMeeting) -> str:
+    """Return the address under which this machine speaks to the meeting."""
+    with socket.create_connection((meeting.host, meeting.port)) as connection:
+        return str(connection.getsockname()[0])
