@@ -13,7 +13,10 @@ import msgspec
 from fd_core.constraints import ByteSize, CheckedStruct, OneOf, Range
 from fd_core.errors import ConfigError
 
-__all__ = ["EngineConfig", "Limits", "ListenConfig", "ServerConfig", "SpeculativeConfig", "resolve_limits"]
+__all__ = [
+    *("EngineConfig", "Limits", "ListenConfig", "ServerConfig", "SpeculativeConfig"),
+    *("resolve_limits", "step_budget"),
+]
 
 _MAX_DRAFTS: Final = 16
 """More drafts than this never pay."""
@@ -63,8 +66,8 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     """Longest prompt plus output, tokens; the model's own limit if None."""
     max_num_seqs: Annotated[int, Range(1, 65536)] = 32
     """Slots: requests that run at the same time."""
-    max_num_batched_tokens: Annotated[int, Range(1)] = 2048
-    """Step token budget."""
+    max_num_batched_tokens: Annotated[int, Range(1)] | None = None
+    """Step token budget; None takes what suits the backend, see `step_budget`."""
     block_size: Annotated[int, Range(1, 4096)] = 32
     """Tokens in a KV block."""
     num_kv_blocks: Annotated[int, Range(1)] | None = None
@@ -284,6 +287,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         return -(-self.max_model_len // self.block_size)
 
 
+def step_budget(config: EngineConfig, default: int) -> int:
+    """Return the most tokens of a step: those asked for, or `default` and at least one for each slot."""
+    return config.max_num_batched_tokens or max(default, config.max_num_seqs)
+
+
 def resolve_limits(
     config: EngineConfig,
     *,
@@ -292,17 +300,19 @@ def resolve_limits(
     bytes_per_block: int,
     free_bytes: int,
     default_pipeline_depth: int = 1,
+    default_batched_tokens: int = 2048,
 ) -> Limits:
     """Fix every limit for a loaded model, or say which setting contradicts which.
 
     `free_bytes` is device memory left once the weights are loaded. Raises `ConfigError` naming field and numbers.
     """
+    budget = step_budget(config, default_batched_tokens)
     max_drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
     if not max_drafts and config.structured_output:
-        max_drafts = min(config.max_forced_tokens, config.max_num_batched_tokens - 1)
-    if config.max_num_batched_tokens < 1 + max_drafts:
+        max_drafts = min(config.max_forced_tokens, budget - 1)
+    if budget < 1 + max_drafts:
         raise ConfigError(
-            f"max_num_batched_tokens is {config.max_num_batched_tokens}, but one decode with "
+            f"max_num_batched_tokens is {budget}, but one decode with "
             f"{max_drafts} drafts takes {1 + max_drafts} tokens",
             field="--max-num-batched-tokens",
             hint="raise it or use fewer draft tokens",
@@ -326,7 +336,7 @@ def resolve_limits(
         )
     return Limits(
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=budget,
         max_model_len=max_len,
         block_size=config.block_size,
         num_kv_blocks=blocks,

@@ -54,6 +54,25 @@ def test_settings_that_cannot_be_kept_are_refused(settings: dict[str, object], f
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize(
+    ("settings", "budget"), [({}, 512), ({"max_num_seqs": 600}, 600), ({"max_num_batched_tokens": 64}, 64)]
+)
+def test_a_budget_that_was_not_asked_for_suits_the_backend_and_holds_a_decode_of_every_slot(
+    settings: dict[str, object], budget: int
+) -> None:
+    assert (
+        resolve_limits(
+            EngineConfig(model="m", **settings),  # type: ignore[arg-type]
+            model_max_len=2048,
+            vocab_size=100,
+            bytes_per_block=1000,
+            free_bytes=10**9,
+            default_batched_tokens=512,
+        ).max_num_batched_tokens
+        == budget
+    )
+
+
 @pytest.mark.law("2.5")
 def test_a_budget_below_one_decode_with_its_drafts_is_refused() -> None:
     three = SpeculativeConfig(method="ngram", num_speculative_tokens=3)

@@ -109,6 +109,9 @@ class Backend(abc.ABC):
 
     name: ClassVar[str]
     default_pipeline_depth: ClassVar[int] = 2
+    default_batched_tokens: ClassVar[int] = 2048
+    """Step token budget where none is asked for: the fewest tokens that keep the device busy, for requests that decode
+    wait for a step as long as its prompts take."""
     needs_checkpoint: ClassVar[bool] = True
     """Whether `load_model` reads a checkpoint; false only for scripted models."""
     auto_rank: ClassVar[int] = 0

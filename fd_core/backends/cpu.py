@@ -20,6 +20,7 @@ class CpuBackend(Backend):
 
     name: ClassVar[str] = "cpu"
     default_pipeline_depth: ClassVar[int] = 1
+    default_batched_tokens: ClassVar[int] = 512
     auto_rank: ClassVar[int] = 10
 
     @classmethod

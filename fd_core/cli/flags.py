@@ -128,7 +128,7 @@ ENGINE_FLAGS: Final = (
         "TOKENS",
     ),
     Flag("max_num_seqs", "Requests that run at the same time.", "N"),
-    Flag("max_num_batched_tokens", "Most tokens computed in one step.", "TOKENS"),
+    Flag("max_num_batched_tokens", "Most tokens computed in one step; by default the backend's own choice.", "TOKENS"),
     Flag("block_size", "Tokens in one KV block.", "TOKENS"),
     Flag("num_kv_blocks", "Number of blocks in the KV cache.", "N"),
     Flag("kv_cache_memory", "Device memory for the KV cache, such as 256M or 2Gi.", "SIZE"),

@@ -197,6 +197,7 @@ class _EngineBuilder:
             bytes_per_block=max(rank.bytes_per_block for rank in ranks),
             free_bytes=min(rank.free_memory for rank in ranks) - reserved,
             default_pipeline_depth=self._computing.backend.default_pipeline_depth,
+            default_batched_tokens=self._computing.backend.default_batched_tokens,
         )
 
     @property

@@ -21,7 +21,7 @@ _RESERVED_BEFORE = (
     "        draft.budget.take(len(chosen))\n",
 )
 """Decodes are charged one token each: their drafts were paid for by the reserve."""
-_SMALLEST = "    if config.max_num_batched_tokens < 1 + max_drafts:\n"
+_SMALLEST = "    if budget < 1 + max_drafts:\n"
 
 MUTANTS = (
     mutant(
@@ -81,13 +81,13 @@ MUTANTS = (
         (
             "config.py",
             _SMALLEST,
-            "    if config.max_num_batched_tokens < config.max_num_seqs * (1 + max_drafts):\n",
+            "    if budget < config.max_num_seqs * (1 + max_drafts):\n",
         ),
     ),
     mutant(
         "accept-a-budget-below-one-decode",
         "2.5: a configuration that cannot keep the rule is refused at start",
-        ("config.py", _SMALLEST, "    if config.max_num_batched_tokens < 1:\n"),
+        ("config.py", _SMALLEST, "    if budget < 1:\n"),
     ),
     mutant(
         "prefills-go-first",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fd_core.backends.contract import Availability, Backend, LoadProgress, Model
 from fd_core.backends.places import EnginePlace
-from fd_core.config import EngineConfig
+from fd_core.config import EngineConfig, step_budget
 from fd_core.errors import PluginError
 from fd_core.ops.contract import Ops
 from fd_core.runner.prompt_scores import SCORED_CELLS
@@ -129,11 +129,12 @@ class CudaBackend(Backend):
 def largest_step(config: EngineConfig, model: Model) -> int:
     """Return the bytes that the largest step of a model takes beside weights and KV."""
     width = 1 + (0 if config.speculative is None else config.speculative.num_speculative_tokens)
+    budget = step_budget(config, CudaBackend.default_batched_tokens)
     table: Any = getattr(getattr(model, "decoder", None), "embedding", None)
     return step_bytes(
-        tokens=config.max_num_batched_tokens,
+        tokens=budget,
         # Beside those that are sampled from, the logits of prompts whose log-probabilities are wanted.
-        rows=min(config.max_num_seqs * width, config.max_num_batched_tokens) + max(SCORED_CELLS // model.vocab_size, 1),
+        rows=min(config.max_num_seqs * width, budget) + max(SCORED_CELLS // model.vocab_size, 1),
         hidden=model.vocab_size // 8 if table is None else int(table.shape[1]),
         vocabulary=model.vocab_size,
     )
