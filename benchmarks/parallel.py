@@ -30,7 +30,7 @@ from fd_core.engine.builder import load_engine
 from fd_core.engine.core import Engine
 from fd_core.engine.ranks.groups import joined_group, opened_group
 from fd_core.engine.ranks.leading import LeadingRunner
-from fd_core.engine.ranks.messages import RankStep, encode_step
+from fd_core.engine.ranks.messages import RankStep, encode_order
 from fd_core.models.catalog import resolve_model
 from fd_core.ops.parallel import Parallel, RankGroup, RankMeeting
 from fd_core.testing.texts import greedy, run
@@ -196,7 +196,7 @@ def plans(ranks: int) -> None:
 
     def executing(plan: Any) -> Any:
         begun = time.perf_counter()
-        encode_step(RankStep(plan, *runner.batch.guesses()))
+        encode_order(RankStep(plan, *runner.batch.guesses()))
         encoded.append(time.perf_counter() - begun)
         return execute(plan)
 

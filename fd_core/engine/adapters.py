@@ -17,6 +17,7 @@ from fd_core.models.loading.adapter import read_adapter
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import spec_of
 from fd_core.models.spec import DecoderSpec
+from fd_core.ops.parallel import Parallel
 from fd_core.types import AdapterInfo, RequestSpec
 from fd_core.weights import Adapter
 
@@ -103,11 +104,12 @@ class EngineAdapters:
         return self._adapters.values()
 
     def reserved_bytes(self, item_bytes: int) -> int:
-        """Return the bytes of the device that adapters take, with those that may be loaded later."""
+        """Return the bytes of a device that adapters take, with those that may be loaded later."""
         count, rank = len(self._adapters), max((adapter.rank for adapter in self.held), default=0)
         if self._config.lora_folder is not None:
             count, rank = self._config.max_loras, self._config.max_lora_rank
-        return adapters_bytes(self._spec(), count, rank, item_bytes) if count else 0
+        first = Parallel(0, self._config.tensor_parallel_size)  # no other rank has more
+        return adapters_bytes(self._spec(), count, rank, item_bytes, first) if count else 0
 
     def require(self, digest: str) -> None:
         """Raise `BadRequest` unless an adapter is served."""
@@ -137,7 +139,8 @@ class EngineAdapters:
         try:
             hold((self._adapters | {adapter.digest: adapter}).values())
         except MemoryError as error:
-            raise BadRequest("there is not enough memory for the adapter", field="lora_path") from error
+            who = f": {error}" if str(error) else ""
+            raise BadRequest(f"there is not enough memory for the adapter{who}", field="lora_path") from error
         return self._serve(name, folder, adapter)
 
     def unload(self, name: str) -> AdapterInfo:

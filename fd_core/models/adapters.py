@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fd_core.models.sharding import LinearShare, adaptable_shares
 from fd_core.models.spec import DecoderSpec, LinearSpec
 from fd_core.ops.contract import Ops
-from fd_core.weights import Adapter
+from fd_core.ops.parallel import Parallel
+from fd_core.weights import Adapter, LowRank
 
 __all__ = ["AdapterWeights", "LayerLoras", "adapters_bytes", "layer_loras", "prepare_adapter"]
 
@@ -31,17 +33,40 @@ class LayerLoras:
 
 
 def prepare_adapter(spec: DecoderSpec, adapter: Adapter, ops: Ops) -> AdapterWeights:
-    """Prepare an adapter that was read for `spec`."""
+    """Prepare an adapter that was read for `spec`: the part of it that belongs to this rank's part of each linear.
 
-    def prepared(linear: LinearSpec, *, gated: bool) -> Any | None:
+    Where products are added up over ranks, each rank adds what its inputs give to its own product before.
+    """
+
+    def prepared(linear: LinearSpec, share: LinearShare, *, gated: bool) -> Any | None:
+        rows = share.rows or (slice(None),) * len(linear.names)
         parts = [adapter.deltas.get(name) for name in linear.names]
-        return ops.prepare_lora(parts, linear.outs, gated=gated) if any(part is not None for part in parts) else None
+        if all(part is None for part in parts):
+            return None
+        mine = [None if each is None else _cut(each, of, share.columns) for each, of in zip(parts, rows, strict=True)]
+        return ops.prepare_lora(mine, _outs(linear, share), gated=gated)
 
     with ops.replaceable_weights():
         return tuple(
-            tuple(prepared(linear, gated=index == _GATE_UP) for index, linear in enumerate(layer.adaptable))
+            tuple(
+                prepared(linear, share, gated=index == _GATE_UP)
+                for index, (linear, share) in enumerate(
+                    zip(layer.adaptable, adaptable_shares(layer, ops.parallel), strict=True)
+                )
+            )
             for layer in spec.layers
         )
+
+
+def _cut(delta: LowRank, rows: slice, columns: slice | None) -> LowRank:
+    return LowRank(delta.down if columns is None else delta.down[:, columns], delta.up[rows])
+
+
+def _outs(linear: LinearSpec, share: LinearShare) -> list[int]:
+    """Return how many columns of its parts' products a rank has."""
+    if share.rows is None:
+        return list(linear.outs)
+    return [len(range(out)[rows]) for out, rows in zip(linear.outs, share.rows, strict=True)]
 
 
 def layer_loras(places: Sequence[AdapterWeights | None]) -> tuple[LayerLoras, ...]:
@@ -56,8 +81,11 @@ def layer_loras(places: Sequence[AdapterWeights | None]) -> tuple[LayerLoras, ..
     return tuple(loras)
 
 
-def adapters_bytes(spec: DecoderSpec, count: int, rank: int, item_bytes: int) -> int:
-    """Return the bytes that `count` adapters of a rank take on a device."""
-    linears = [linear for layer in spec.layers for linear in layer.adaptable]
-    elements = sum(len(linear.names) * (linear.ins + sum(linear.outs)) for linear in linears)
+def adapters_bytes(spec: DecoderSpec, count: int, rank: int, item_bytes: int, parallel: Parallel) -> int:
+    """Return the bytes that `count` adapters of rank `rank` take where this part of the model is computed."""
+    elements = 0
+    for layer in spec.layers:
+        for linear, share in zip(layer.adaptable, adaptable_shares(layer, parallel), strict=True):
+            ins = linear.ins if share.columns is None else len(range(linear.ins)[share.columns])
+            elements += len(linear.names) * (ins + sum(_outs(linear, share)))
     return count * -(-rank // _RANK_ALIGN) * _RANK_ALIGN * elements * item_bytes

@@ -15,7 +15,13 @@ from fd_core.models.decoder import Attention, Decoder, Layer, Mlp, Moe
 from fd_core.models.loading.checkpoint import Checkpoint
 from fd_core.models.quantization import head_format, quantized
 from fd_core.models.rope import RopeSpec, rope_tables
-from fd_core.models.sharding import head_shares, times, vocabulary_share, width_share
+from fd_core.models.sharding import (
+    LinearShare,
+    attention_shares,
+    feed_forward_shares,
+    head_shares,
+    vocabulary_share,
+)
 from fd_core.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec, MoeSpec, VectorSpec
 from fd_core.ops.contract import Array, Experts, Heads, Norm, Ops, Rope
 from fd_core.weights import ITEM_BYTES, PackedTensor, RawTensor, Weight, WeightUse
@@ -172,7 +178,7 @@ class _Reader:
 
     def attention(self, spec: AttentionSpec) -> Attention:
         queries, kv = head_shares(spec, self._parallel)
-        queries_wide, kv_wide = times(queries, spec.head_dim), times(kv, spec.head_dim)
+        qkv, output = attention_shares(spec, self._parallel)
         heads = Heads(
             num_heads=queries.stop - queries.start,
             num_kv_heads=kv.stop - kv.start,
@@ -187,9 +193,9 @@ class _Reader:
         )
         return Attention(
             norm=self.norm(spec.norm),
-            qkv=self.linear(spec.qkv, rows=(queries_wide, kv_wide, kv_wide)),
+            qkv=self.linear(spec.qkv, qkv),
             heads=heads,
-            output=self.linear(spec.output, columns=queries_wide),
+            output=self.linear(spec.output, output),
             post_norm=self.optional_norm(spec.post_norm),
         )
 
@@ -198,18 +204,18 @@ class _Reader:
         return Mlp(self.norm(spec.norm), gate_up, down, self.optional_norm(spec.post_norm))
 
     def feed_forward(self, gate_up: LinearSpec, down: LinearSpec) -> tuple[Array, Array]:
-        inner = width_share(down.ins, self._parallel)
-        return self.linear(gate_up, rows=(inner, inner), gated=True), self.linear(down, columns=inner)
+        rows, columns = feed_forward_shares(down, self._parallel)
+        return self.linear(gate_up, rows, gated=True), self.linear(down, columns)
 
     def moe(self, spec: MoeSpec) -> Moe:
         bias = spec.correction_bias
-        inner = width_share(spec.experts[0][1].ins, self._parallel)
+        rows, columns = feed_forward_shares(spec.experts[0][1], self._parallel)
         ups, downs = ([pair[i] for pair in spec.experts] for i in range(2))
         shared = (None, None) if spec.shared is None else self.feed_forward(*spec.shared)
         experts = Experts(
             router=self._ops.prepare_vector(self.values(spec.router)),
-            gate_up=self._ops.prepare_experts([self.weights(up, rows=(inner, inner)) for up in ups], gated=True),
-            down=self._ops.prepare_experts([self.weights(down, columns=inner) for down in downs], gated=False),
+            gate_up=self._ops.prepare_experts([self.weights(up, rows) for up in ups], gated=True),
+            down=self._ops.prepare_experts([self.weights(down, columns) for down in downs], gated=False),
             top_k=spec.top_k,
             normalize=spec.normalize,
             correction_bias=None if bias is None else self._ops.prepare_vector(self.values(bias).reshape(-1)),
@@ -233,32 +239,20 @@ class _Reader:
     def optional_norm(self, spec: VectorSpec | None) -> Norm | None:
         return None if spec is None else self.norm(spec)
 
-    def linear(
-        self,
-        spec: LinearSpec,
-        *,
-        rows: tuple[slice, ...] | None = None,
-        columns: slice | None = None,
-        gated: bool = False,
-    ) -> Array:
-        """Read this rank's part of a linear: of each weight these rows, or these columns.
-
-        Parts of a sum over ranks have their bias from rank 0.
-        """
-        biases = None
-        if spec.bias and (columns is None or self._parallel.rank == 0):
+    def linear(self, spec: LinearSpec, share: LinearShare, *, gated: bool = False) -> Array:
+        """Read this rank's share of a linear. Parts of a sum over ranks have their bias from rank 0."""
+        biases, rows = None, share.rows
+        if spec.bias and (share.columns is None or self._parallel.rank == 0):
             read = [self.read(f"{name}.bias") for name in spec.names]
             biases = read if rows is None else [each.take_rows(part) for each, part in zip(read, rows, strict=True)]
-        return self._ops.prepare_linear(self.weights(spec, rows=rows, columns=columns), biases, gated=gated)
+        return self._ops.prepare_linear(self.weights(spec, share), biases, gated=gated)
 
-    def weights(
-        self, spec: LinearSpec, *, rows: tuple[slice, ...] | None = None, columns: slice | None = None
-    ) -> list[Weight]:
-        weights = [self.read_weight(f"{name}.weight") for name in spec.names]
+    def weights(self, spec: LinearSpec, share: LinearShare) -> list[Weight]:
+        weights, rows = [self.read_weight(f"{name}.weight") for name in spec.names], share.rows
         if self._parallel.size == 1:
             return weights
-        if columns is not None:
-            return [weight.take_columns(columns) for weight in weights]
+        if share.columns is not None:
+            return [weight.take_columns(share.columns) for weight in weights]
         return weights if rows is None else [each.take_rows(part) for each, part in zip(weights, rows, strict=True)]
 
     def values(self, spec: VectorSpec) -> npt.NDArray[np.float32]:

@@ -6,16 +6,29 @@ ranks hold the same KV head and divide the query heads that share it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 from fd_core.errors import ConfigError
-from fd_core.models.spec import AttentionSpec
+from fd_core.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec
 from fd_core.ops.parallel import Parallel
 
-__all__ = ["head_shares", "times", "vocabulary_share", "width_share"]
+__all__ = [
+    *("LinearShare", "adaptable_shares", "attention_shares", "feed_forward_shares", "head_shares", "times"),
+    *("vocabulary_share", "width_share"),
+]
 
 _GRAIN: Final = 32
 """Values of a row that share a scale where activations are quantized: cutting between them changes no value."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShare:
+    """What a rank holds of a linear: of each of its parts these rows of the weight, or these columns; None for all."""
+
+    rows: tuple[slice, ...] | None = None
+    columns: slice | None = None
+    """The products of ranks are then added up."""
 
 
 def times(share: slice, size: int) -> slice:
@@ -42,6 +55,25 @@ def head_shares(spec: AttentionSpec, parallel: Parallel) -> tuple[slice, slice]:
     return slice(parallel.rank * each, (parallel.rank + 1) * each), slice(
         parallel.rank // copies, parallel.rank // copies + 1
     )
+
+
+def attention_shares(spec: AttentionSpec, parallel: Parallel) -> tuple[LinearShare, LinearShare]:
+    """Return a rank's share of q/k/v and of the output projection."""
+    queries, kv = (times(heads, spec.head_dim) for heads in head_shares(spec, parallel))
+    return LinearShare(rows=(queries, kv, kv)), LinearShare(columns=queries)
+
+
+def feed_forward_shares(down: LinearSpec, parallel: Parallel) -> tuple[LinearShare, LinearShare]:
+    """Return a rank's share of gate and up, and of `down`."""
+    inner = width_share(down.ins, parallel)
+    return LinearShare(rows=(inner, inner)), LinearShare(columns=inner)
+
+
+def adaptable_shares(layer: LayerSpec, parallel: Parallel) -> tuple[LinearShare, ...]:
+    """Return a rank's share of each of `layer.adaptable`."""
+    block = layer.feed_forward
+    more = feed_forward_shares(block.down, parallel) if isinstance(block, MlpSpec) else ()
+    return (*attention_shares(layer.attention, parallel), *more)
 
 
 def width_share(width: int, parallel: Parallel) -> slice:

@@ -22,6 +22,11 @@ class RunnerAdapters:
         self._places: list[Adapter | None] = []
         self._forwards: tuple[Forward, Forward] | None = None
 
+    @property
+    def held(self) -> list[Adapter]:
+        """The adapters that are there."""
+        return [adapter for adapter in self._places if adapter is not None]
+
     def replace(self, adapters: Iterable[Adapter]) -> None:
         """Hold these adapters and no others. Whoever calls knows that no request uses one that goes.
 

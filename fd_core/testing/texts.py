@@ -57,7 +57,8 @@ def run(engine: Engine, specs: Sequence[RequestSpec], max_steps: int = 20_000) -
 def greedy(name: str, prompt: Iterable[int], max_tokens: int, **changes: object) -> RequestSpec:
     """A request whose text goes on for exactly `max_tokens`, unless `stop_token_ids` end it."""
     params: dict[str, object] = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True}
-    spec = {field: changes.pop(field) for field in ("cache_salt", "priority", "tenant") if field in changes}
+    fields = ("adapter", "cache_salt", "priority", "tenant")
+    spec = {field: changes.pop(field) for field in fields if field in changes}
     return RequestSpec(
         request_id=name,
         prompt=tuple(prompt),

@@ -19,9 +19,10 @@ from fd_core.config import EngineConfig, SpeculativeConfig
 from fd_core.engine.builder import load_engine
 from fd_core.engine.process import ProcessClient
 from fd_core.engine.ranks import leading
-from fd_core.errors import ConfigError, EngineDead, ModelError, PluginError
+from fd_core.errors import BadRequest, ConfigError, EngineDead, ModelError, PluginError
+from fd_core.testing.adapters import write_adapter
 from fd_core.testing.checkpoints import write_checkpoint
-from tests.engine.helpers import golden, null_engine, random_specs, run
+from tests.engine.helpers import Texts, golden, null_engine, random_specs, run
 from tests.engine.stepping import greedy
 from tests.engine.test_process import until
 from tests.engine.test_restarts import opened, read, run_test
@@ -62,6 +63,79 @@ def test_a_real_model_on_ranks_makes_the_texts_of_one(tmp_path: Path) -> None:
         finally:
             engine.close()
     assert texts[0] == texts[1] == texts[2]
+
+
+def test_adapters_come_and_go_on_all_ranks_between_steps(tmp_path: Path) -> None:
+    """Requests of both adapters and of none share each batch; one adapter goes while a request uses it."""
+    sizes = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8, "vocab_size": 258}
+    path = write_checkpoint("llama", tmp_path / "model", **sizes)
+    for seed, name in enumerate(("one", "two"), 1):
+        write_adapter(path, tmp_path / name, seed=seed, rank=1 + seed)
+    values: dict[str, Any] = {"backend": "reference", "block_size": 4, "num_kv_blocks": 60, "max_model_len": 80}
+    values |= {"lora_modules": (f"one={tmp_path / 'one'}",), "lora_folder": str(tmp_path), "max_num_seqs": 4}
+    values |= {"structured_output": False}
+    texts = []
+    for size in (1, 2):
+        config = EngineConfig(model="tiny", **values, tensor_parallel_size=size)
+        engine = load_engine(config, path, progress=lambda *_: None)
+        try:
+            one = engine.info.adapters[0].digest
+            long = [greedy(f"long-{adapter}", range(5, 15), 50, adapter=adapter) for adapter in ("", one)]
+            for spec in long:
+                engine.submit(spec)
+            told = Texts()
+            for _ in range(5):
+                told.take(engine.step())
+            two = engine.load_adapter("two", tmp_path / "two").digest
+            engine.unload_adapter("one")
+            told.take(engine.submit(greedy("two", range(5, 15), 30, adapter=two)))
+            while engine.has_work:
+                told.take(engine.step())
+            engine.step()  # the adapter that nobody uses any more goes
+            runner = engine.probe().runner
+            assert [adapter.digest for adapter in runner.adapters.held] == [two]
+            texts.append(told.tokens)
+        finally:
+            engine.close()
+    assert texts[0] == texts[1]
+    assert len({tuple(text[:30]) for text in texts[0].values()}) == 3, "the adapters change too little"
+
+
+def test_an_adapter_that_one_rank_cannot_hold_is_refused_and_held_by_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_checkpoint("llama", tmp_path / "model", vocab_size=258)
+    for seed, name in enumerate(("one", "two"), 1):
+        write_adapter(path, tmp_path / name, seed=seed, rank=2)
+    # A rank that has no room for a second adapter.
+    script = (
+        "from fd_core.engine.ranks import child\n"
+        "from fd_core.runner.adapters import RunnerAdapters\n"
+        "replace = RunnerAdapters.replace\n"
+        "def full(self, adapters):\n"
+        "    adapters = list(adapters)\n"
+        "    if len(adapters) > 1: raise MemoryError('no room')\n"
+        "    replace(self, adapters)\n"
+        "RunnerAdapters.replace = full\n"
+        "child.main()"
+    )
+    monkeypatch.setattr(leading, "CHILD", (sys.executable, "-c", script))
+    config = EngineConfig(
+        model="tiny", backend="reference", num_kv_blocks=60, max_model_len=80, lora_folder=str(tmp_path), **TWO
+    )
+    engine = load_engine(config, path, progress=lambda *_: None)
+    try:
+        one = engine.load_adapter("one", tmp_path / "one")
+        with pytest.raises(BadRequest, match="not enough memory for the adapter: rank 1: no room"):
+            engine.load_adapter("two", tmp_path / "two")
+        assert engine.info.adapters == (one,)
+        assert [adapter.digest for adapter in engine.probe().runner.adapters.held] == [one.digest]
+        run(engine, [greedy("after", range(9), 20, adapter=one.digest)])
+        engine.unload_adapter("one")
+        engine.step()
+        engine.load_adapter("two", tmp_path / "two")
+    finally:
+        engine.close()
 
 
 def test_a_killed_rank_costs_no_token(caplog: pytest.LogCaptureFixture) -> None:
@@ -129,7 +203,7 @@ PLAYED = """
 import sys
 import msgspec, zmq
 from fd_core.engine.messages import Fault
-from fd_core.engine.ranks.messages import RankLoaded, RankReady, RankStart, StepDigest, decode_step
+from fd_core.engine.ranks.messages import RankLoaded, RankReady, RankStart, StepDigest, decode_order
 start = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankStart)
 socket = zmq.Context().socket(zmq.PAIR)
 socket.connect(start.steps)
@@ -152,7 +226,7 @@ sys.stdin.buffer.read()
         ),
         (
             "say(RankLoaded(2**30, 1, (0, 1))); socket.recv(); say(RankReady()); socket.recv()\n"
-            "say(StepDigest(decode_step(socket.recv()).plan.step, b'else'))",
+            "say(StepDigest(decode_order(socket.recv()).plan.step, b'else'))",
             EngineDead,
             "rank 1 made something else of step",
         ),
@@ -171,7 +245,6 @@ def test_the_error_is_the_ranks_own(
     [
         ({"distributed_executor_backend": "ray"}, "not placed by Ray"),
         ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, "uni is one process"),
-        ({"tensor_parallel_size": 2, "lora_modules": ("a=b",)}, "adapters are served by one rank"),
     ],
 )
 def test_settings_that_contradict_ranks_are_refused(settings: dict[str, Any], words: str) -> None:

@@ -4,12 +4,15 @@ import numpy as np
 import pytest
 
 from fd_core.errors import ConfigError
+from fd_core.models.adapters import adapters_bytes
+from fd_core.models.loading.adapter import read_adapter
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import load_model, spec_of
 from fd_core.models.sharding import head_shares, width_share
 from fd_core.ops.numpy_ops import NumpyOps
 from fd_core.ops.parallel import Parallel
 from fd_core.ops.torch_ops import TorchOps
+from fd_core.testing.adapters import EVERYTHING, write_adapter
 from fd_core.testing.checkpoints import write_checkpoint
 from fd_core.testing.ranks import on_ranks
 from fd_core.weights import PackedTensor
@@ -21,26 +24,29 @@ PROMPTS = [[3], list(range(7, 30)), [11, 5, 159, 5]]
 GENERATED = 12
 
 
-def run(folder, ops, quantization="auto"):
+def run(folder, ops, quantization="auto", adapters=()):
     with open_checkpoint(folder) as checkpoint:
         model = load_model(checkpoint, ops, 64, quantization=quantization)
-    driver = PagedDriver(model, ops, PROMPTS, 64)
+        linears = spec_of(checkpoint).adaptable()
+    if adapters:
+        model = model.with_adapters([read_adapter(adapter, linears, 8) for adapter in adapters])
+    driver = PagedDriver(model, ops, PROMPTS, 64, places=[2, 0, 1] if adapters else None)
     driver.generate(GENERATED, 5)
     return [row.generated for row in driver.rows], np.concatenate([np.stack(row.logits) for row in driver.rows])
 
 
-def run_on_ranks(folder, make_ops, size, quantization="auto"):
+def run_on_ranks(folder, make_ops, size, *how):
     def work(group):
         ops = make_ops()
         ops.join(group)
-        return run(folder, ops, quantization)
+        return run(folder, ops, *how)
 
     return on_ranks(size, work)
 
 
-def checked(folder, make_ops, size, quantization="auto", atol=2e-5):
-    texts, logits = run(folder, make_ops(), quantization)
-    ranks = run_on_ranks(folder, make_ops, size, quantization)
+def checked(folder, make_ops, size, *how, atol=2e-5):
+    texts, logits = run(folder, make_ops(), *how)
+    ranks = run_on_ranks(folder, make_ops, size, *how)
     for rank_texts, rank_logits in ranks:
         assert rank_texts == texts
         np.testing.assert_array_equal(rank_logits, ranks[0][1])  # the same bits
@@ -51,6 +57,24 @@ def checked(folder, make_ops, size, quantization="auto", atol=2e-5):
 @pytest.mark.parametrize("pack", [NumpyOps, TorchOps])
 def test_two_ranks_compute_what_one_does(case, pack, tmp_path):
     checked(write_checkpoint(case, tmp_path / case), pack, 2)
+
+
+@pytest.mark.parametrize("targets", [EVERYTHING, ("k_proj", "o_proj", "up_proj"), ("q_proj", "v_proj", "down_proj")])
+@pytest.mark.parametrize("pack", [NumpyOps, TorchOps])
+def test_adapters_are_cut_as_the_weights_are(pack, targets, tmp_path):
+    folder = write_checkpoint("llama", tmp_path / "model", **NINE_HEADS)
+    adapters = [
+        write_adapter(folder, tmp_path / str(seed), seed=seed, rank=2 + seed, targets=targets) for seed in (1, 2)
+    ]
+    checked(folder, pack, 2, "auto", adapters, atol=5e-5)
+
+
+def test_a_rank_needs_room_for_its_share_of_adapters_only(tmp_path):
+    with open_checkpoint(write_checkpoint("llama", tmp_path / "model", **NINE_HEADS)) as checkpoint:
+        spec = spec_of(checkpoint)
+    whole, first, last = (adapters_bytes(spec, 3, 16, 4, Parallel(*rank)) for rank in ((0, 1), (0, 3), (2, 3)))
+    assert first == last
+    assert whole / 3 < first < whole / 1.5  # one side of each adapter is whole
 
 
 @pytest.mark.parametrize("size", [2, 3, 9])

@@ -20,14 +20,17 @@ from fd_core.engine.messages import Fault
 from fd_core.engine.ranks.groups import joined_group
 from fd_core.engine.ranks.messages import (
     WARM_UP,
+    AdaptersHeld,
     BlockCopy,
+    HoldAdapters,
     RankLimits,
     RankMessage,
     RankReady,
     RankStart,
+    RankStep,
     StepDigest,
     decode_blocks,
-    decode_step,
+    decode_order,
     encode_blocks,
     step_digest,
 )
@@ -36,6 +39,7 @@ from fd_core.logs import configure_logs
 from fd_core.ops.contract import KVCache
 from fd_core.ops.parallel import Parallel, RankGroup, RanksApart
 from fd_core.parent_watch import end_with_parent
+from fd_core.runner.adapters import RunnerAdapters
 from fd_core.runner.runner import Runner
 
 _log = logging.getLogger(__name__)
@@ -108,10 +112,22 @@ def _execute(steps: zmq.Socket[bytes], runner: Runner, say: Callable[[RankMessag
         if frame == WARM_UP:
             runner.warm_up(lambda *_: None)
             continue
-        step = decode_step(frame)
-        runner.batch.num_drafts[:] = 0
-        runner.batch.guess(step.slots, step.drafts, step.counts)
-        say(StepDigest(step.plan.step, step_digest(frame, runner.execute(step.plan))))
+        match decode_order(frame):
+            case RankStep(plan, slots, drafts, counts):
+                runner.batch.num_drafts[:] = 0
+                runner.batch.guess(slots, drafts, counts)
+                say(StepDigest(plan.step, step_digest(frame, runner.execute(plan))))
+            case HoldAdapters() as asked:
+                say(_hold(runner.adapters, asked))
+
+
+def _hold(adapters: RunnerAdapters, asked: HoldAdapters) -> AdaptersHeld:
+    known = {adapter.digest: adapter for adapter in (*adapters.held, *asked.new)}
+    try:
+        adapters.replace(known[digest] for digest in asked.digests)
+    except MemoryError as error:
+        return AdaptersHeld(str(error) or "it has no memory left")
+    return AdaptersHeld()
 
 
 def _copy(socket: zmq.Socket[bytes], cache: KVCache) -> None:

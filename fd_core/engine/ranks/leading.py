@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -28,12 +28,14 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from fd_core.backends.contract import LoadProgress
+from fd_core.backends.contract import LoadProgress, Model
 from fd_core.config import EngineConfig, Limits
 from fd_core.engine.messages import Fault
 from fd_core.engine.ranks.groups import opened_group
 from fd_core.engine.ranks.messages import (
     WARM_UP,
+    AdaptersHeld,
+    HoldAdapters,
     RankLimits,
     RankLoaded,
     RankMessage,
@@ -43,14 +45,16 @@ from fd_core.engine.ranks.messages import (
     StepDigest,
     decode_blocks,
     encode_blocks,
-    encode_step,
+    encode_order,
     step_digest,
 )
 from fd_core.errors import ConfigError, EngineDead, FdError, ModelError, PluginError
-from fd_core.ops.contract import KVCache, KVShape
+from fd_core.ops.contract import KVCache, KVShape, Ops
 from fd_core.ops.parallel import RankMeeting, RanksApart
+from fd_core.runner.adapters import RunnerAdapters
 from fd_core.runner.runner import Runner
 from fd_core.types import IntArray, StepOutput, StepPlan
+from fd_core.weights import Adapter
 
 __all__ = ["JoinedKVCache", "LeadingRunner", "RankProcesses", "joined_shape", "require_ranks"]
 
@@ -62,7 +66,7 @@ _LOOK_MS: Final = 50
 _LAST_WORDS_SECONDS: Final = 1.0
 """For which the reason of a rank that ended is waited for."""
 _END_SECONDS: Final = 5.0
-_Message = TypeVar("_Message", RankLoaded, RankReady, StepDigest)
+_Message = TypeVar("_Message", RankLoaded, RankReady, StepDigest, AdaptersHeld)
 
 
 def require_ranks(config: EngineConfig) -> None:
@@ -79,12 +83,6 @@ def require_ranks(config: EngineConfig) -> None:
     if executor == "uni":
         raise ConfigError(
             f"uni is one process, but there are {size} ranks", field="--distributed-executor-backend", hint="use mp"
-        )
-    if config.lora_modules or config.lora_folder is not None:
-        raise ConfigError(
-            f"adapters are served by one rank only, but there are {size}",
-            field="--tensor-parallel-size",
-            hint="leave it out, or serve without --lora-modules and --lora-folder",
         )
 
 
@@ -148,6 +146,18 @@ class RankProcesses:
             if (heard.step, heard.digest) != (step, digest):
                 raise EngineDead(f"rank {rank} made something else of step {step} than rank 0")
 
+    def hold(self, adapters: Sequence[Adapter], known: Collection[Adapter]) -> str | None:
+        """Have the other ranks hold these adapters and no others; `known` are those that they hold.
+
+        Returns why one cannot, in its words; it holds what it held. None if all do.
+        """
+        there = {adapter.digest for adapter in known}
+        new = tuple(adapter for adapter in adapters if adapter.digest not in there)
+        with self.together():
+            self.tell(encode_order(HoldAdapters(tuple(adapter.digest for adapter in adapters), new)))
+            answers = [(rank, self._hear(rank, AdaptersHeld, self._seconds)) for rank in self._ranks]
+        return next((f"rank {rank}: {answer.error}" for rank, answer in answers if answer.error is not None), None)
+
     def copy(self, requests: Sequence[tuple[int, list[bytes]]]) -> list[list[bytes]]:
         """Have some ranks copy blocks, at the same time, and return their answers. One call at a time, any thread.
 
@@ -167,6 +177,19 @@ class RankProcesses:
                     raise EngineDead(self._silent or f"rank {rank} is gone")
             answers.append(socket.recv_multipart())
         return answers
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """End all ranks if one fails: they start again together."""
+        try:
+            yield
+        except RanksApart as error:
+            reason = self.reason(str(error))
+            self.kill()
+            raise EngineDead(reason) from error
+        except BaseException:
+            self.kill()
+            raise
 
     def reason(self, otherwise: str) -> str:
         """Say why the ranks came apart: in the words of the rank at fault, if it had any."""
@@ -264,18 +287,21 @@ class RankProcesses:
 class LeadingRunner(Runner):
     """The runner of rank 0: whatever it executes, the other ranks execute as well."""
 
-    def __init__(self, ranks: RankProcesses, heads: Sequence[tuple[int, int]], *parts: Any) -> None:
-        """`heads` are the KV heads of each rank, see `JoinedKVCache`; `parts` what a `Runner` is made of."""
-        super().__init__(*parts)
+    def __init__(
+        self, ranks: RankProcesses, heads: Sequence[tuple[int, int]], ops: Ops, model: Model, *parts: Any
+    ) -> None:
+        """`heads` are the KV heads of each rank, see `JoinedKVCache`; the rest is what a `Runner` is made of."""
+        super().__init__(ops, model, *parts)
         self.ranks = ranks
         """The other ranks, for audits and benchmarks."""
         self.cache = JoinedKVCache(self.cache, ranks, heads)
+        self.adapters = JoinedAdapters(ops, model, ranks)
         self._leads = False
 
     def warm_up(self, progress: LoadProgress) -> float:
         """Warm up, as every rank does by itself."""
         self.ranks.tell(WARM_UP)
-        with self._together():
+        with self.ranks.together():
             seconds = super().warm_up(progress)
         self._leads = True
         return seconds
@@ -284,8 +310,8 @@ class LeadingRunner(Runner):
         """Compute one step on all ranks. Raises `EngineDead` if they come apart."""
         if not self._leads:
             return super().execute(plan)
-        with self._together():
-            frame = encode_step(RankStep(plan, *self.batch.guesses()))
+        with self.ranks.together():
+            frame = encode_order(RankStep(plan, *self.batch.guesses()))
             self.ranks.tell(frame)
             output = super().execute(plan)
             self.ranks.compare(plan.step, step_digest(frame, output))
@@ -294,25 +320,30 @@ class LeadingRunner(Runner):
     def check(self) -> None:
         """Raise `EngineDead` if a rank is gone, so that nobody takes an idle engine for one that serves."""
         if self.ranks.group.abandoned:
-            with self._together():
+            with self.ranks.together():
                 raise RanksApart("a rank is gone")
 
     def close(self) -> None:
         """End the other ranks."""
         self.ranks.close()
 
-    @contextlib.contextmanager
-    def _together(self) -> Iterator[None]:
-        """End all ranks if one fails: they start again together."""
-        try:
-            yield
-        except RanksApart as error:
-            reason = self.ranks.reason(str(error))
-            self.ranks.kill()
-            raise EngineDead(reason) from error
-        except BaseException:
-            self.ranks.kill()
-            raise
+
+class JoinedAdapters(RunnerAdapters):
+    """The adapters of all ranks: what one of them cannot hold, none does."""
+
+    def __init__(self, ops: Ops, model: Model, ranks: RankProcesses) -> None:
+        super().__init__(ops, model)
+        self._ranks = ranks
+
+    def replace(self, adapters: Iterable[Adapter]) -> None:
+        """Hold these adapters and no others, on all ranks; otherwise as `RunnerAdapters.replace`."""
+        wanted, before = list(adapters), self.held
+        super().replace(wanted)
+        if (refusal := self._ranks.hold(wanted, known=before)) is not None:
+            super().replace(before)
+            if (again := self._ranks.hold(before, known=before)) is not None:
+                raise EngineDead(again)
+            raise MemoryError(refusal)
 
 
 class JoinedKVCache(KVCache):

@@ -1,8 +1,8 @@
 """What rank 0 says to the other ranks and hears of them; encoded with msgspec, never pickled.
 
-On the socket of steps: `RankLoaded`, `RankLimits`, `RankReady`, `WARM_UP`, then for each step a `RankStep` and its
-digest; at any time a `Fault` instead. On the socket of copies: a `BlockCopy` and its answer, with the bytes of blocks
-behind it.
+On the socket of steps: `RankLoaded`, `RankLimits`, `RankReady`, then orders and an answer to each: `HoldAdapters` and
+`AdaptersHeld`, `RankStep` and `StepDigest`; at any time a `Fault` instead. `WARM_UP` has no answer. On the socket of
+copies: a `BlockCopy` and its answer, with the bytes of blocks behind it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from fd_core.config import EngineConfig, Limits
 from fd_core.engine.messages import Fault
 from fd_core.ops.parallel import RankMeeting
 from fd_core.types import IntArray, StepOutput, StepPlan
+from fd_core.weights import Adapter
 
 __all__ = [
-    *("WARM_UP", "BlockCopy", "RankLimits", "RankLoaded", "RankMessage", "RankReady", "RankStart", "RankStep"),
-    *("StepDigest", "decode_blocks", "decode_step", "encode_blocks", "encode_step", "step_digest"),
+    *("WARM_UP", "AdaptersHeld", "BlockCopy", "HoldAdapters", "RankLimits", "RankLoaded", "RankMessage", "RankOrder"),
+    *("RankReady", "RankStart", "RankStep", "StepDigest", "decode_blocks", "decode_order", "encode_blocks"),
+    *("encode_order", "step_digest"),
 ]
 
 
@@ -62,7 +64,7 @@ class RankReady(msgspec.Struct, frozen=True, tag="ready"):
     """A rank waits for plans."""
 
 
-class RankStep(msgspec.Struct, frozen=True, array_like=True):
+class RankStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """What every rank executes: a plan, and the drafts that rank 0 has for it, so that all verify the same."""
 
     plan: StepPlan
@@ -78,7 +80,23 @@ class StepDigest(msgspec.Struct, frozen=True, tag="digest"):
     digest: bytes
 
 
-RankMessage = RankLoaded | RankReady | StepDigest | Fault
+class HoldAdapters(msgspec.Struct, frozen=True, array_like=True, tag="adapters"):
+    """What a rank holds from now on, and nothing else; it cuts its share out."""
+
+    digests: tuple[str, ...]
+    new: tuple[Adapter, ...]
+    """Those of them that it does not hold yet."""
+
+
+class AdaptersHeld(msgspec.Struct, frozen=True, tag="adapters-held"):
+    """A rank holds what it was told to, or what it held before if there is an error."""
+
+    error: str | None = None
+
+
+RankOrder = RankStep | HoldAdapters
+"""What a rank is told once it is ready."""
+RankMessage = RankLoaded | RankReady | StepDigest | AdaptersHeld | Fault
 """What rank 0 hears on the socket of steps."""
 
 
@@ -102,16 +120,16 @@ def _decode_array(_: type, packed: tuple[tuple[int, ...], str, bytes]) -> npt.ND
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-_DECODER: msgspec.msgpack.Decoder[RankStep] = msgspec.msgpack.Decoder(RankStep, dec_hook=_decode_array)
+_DECODER: msgspec.msgpack.Decoder[RankOrder] = msgspec.msgpack.Decoder(RankOrder, dec_hook=_decode_array)
 
 
-def encode_step(step: RankStep) -> bytes:
-    """Return the frame of a step."""
-    return _ENCODER.encode(step)
+def encode_order(order: RankOrder) -> bytes:
+    """Return the frame of an order."""
+    return _ENCODER.encode(order)
 
 
-def decode_step(frame: bytes) -> RankStep:
-    """Return what `encode_step` was given. Raises `msgspec.DecodeError` or `ValueError` for anything else."""
+def decode_order(frame: bytes) -> RankOrder:
+    """Return what `encode_order` was given. Raises `msgspec.DecodeError` or `ValueError` for anything else."""
     return _DECODER.decode(frame)
 
 

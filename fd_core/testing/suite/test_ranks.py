@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from fd_core.backends.contract import AdaptableModel
 from fd_core.errors import ConfigError
+from fd_core.models.loading.adapter import read_adapter
+from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.registry import spec_of
 from fd_core.ops.contract import Ops
 from fd_core.ops.parallel import RankGroup
+from fd_core.testing.adapters import write_adapter
 from fd_core.testing.arrays import Values
 from fd_core.testing.paged import PagedDriver
 from fd_core.testing.ranks import gloo_ranks, on_ranks, shared_memory_ranks
@@ -88,3 +94,27 @@ def test_two_ranks_compute_what_one_does(target: Target, case: str, transport: s
     if target.exact:
         assert ranks[0][0] == texts
         np.testing.assert_allclose(ranks[0][1], logits, rtol=0, atol=5e-5)
+
+
+def test_two_ranks_add_what_an_adapter_adds_on_one(target: Target, checkpoints: Path) -> None:
+    """Each cuts it as it cuts the weights: two requests of different adapters and one of none."""
+    path = target.checkpoint("llama-biases-wide-heads")
+    if path is None:
+        lacks("it reads no checkpoint")
+    folders = [write_adapter(path, checkpoints / f"of-ranks-{seed}", seed=seed, rank=1 + seed) for seed in (1, 2)]
+    with open_checkpoint(path) as checkpoint:
+        linears = spec_of(checkpoint).adaptable()
+    adapters = [read_adapter(folder, linears, 6) for folder in folders]
+
+    def run(ops: Ops) -> npt.NDArray[np.float32]:
+        model = target.cls(target.config()).load_model(path, ops, lambda *_: None)
+        assert isinstance(model, AdaptableModel)
+        driver = PagedDriver(model.with_adapters(adapters), ops, PROMPTS, 64, places=[2, 0, 1])
+        driver.generate(8, 5)
+        return np.concatenate([np.stack(row.logits) for row in driver.rows])
+
+    alone = run(target.backend.make_ops())
+    ranks = on_ranks(2, lambda group: run(joined(target, group)))
+    np.testing.assert_array_equal(ranks[0], ranks[1])
+    if target.ops.dtype == "float32":
+        np.testing.assert_allclose(ranks[0], alone, rtol=0, atol=1e-4)
