@@ -137,8 +137,8 @@ class Backend(abc.ABC):
         """Say whether the backend can run here, without initialising its device."""
 
     @classmethod
-    def places(cls, count: int) -> Sequence[EnginePlace]:
-        """Return where each of `count` engines on this machine computes, without initialising a device.
+    def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
+        """Return where each of `count` engines of this machine computes with its `ranks`, initialising no device.
 
         Backends that know it use `fd_core.backends.places`. Raises `ConfigError` if there are not enough places, and by
         default.

@@ -31,9 +31,9 @@ class CpuBackend(Backend):
         return Availability(True, "torch is installed")
 
     @classmethod
-    def places(cls, count: int) -> Sequence[EnginePlace]:
+    def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
         """Divide the processors."""
-        return places_on_cores(count)
+        return places_on_cores(count, ranks)
 
     def make_ops(self) -> Ops:
         """The native pack if it can be built and is wanted, else the eager torch pack."""

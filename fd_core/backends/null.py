@@ -131,9 +131,9 @@ class NullBackend(Backend):
         return Availability(True, "needs nothing")
 
     @classmethod
-    def places(cls, count: int) -> Sequence[EnginePlace]:
+    def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
         """Divide the processors."""
-        return places_on_cores(count)
+        return places_on_cores(count, ranks)
 
     def make_ops(self) -> Ops:
         """The numpy pack samples and post-processes; the model itself uses no ops."""

@@ -37,9 +37,9 @@ class OnnxBackend(Backend):
         return Availability(True, "ONNX Runtime is installed")
 
     @classmethod
-    def places(cls, count: int) -> Sequence[EnginePlace]:
+    def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
         """Divide the processors; a provider for another device says itself how that is divided."""
-        return places_on_cores(count) if cls.provider[1] == "cpu" else super().places(count)
+        return places_on_cores(count, ranks) if cls.provider[1] == "cpu" else super().places(count, ranks)
 
     def make_ops(self) -> Ops:
         """The onnx pack; refuses any dtype but float32."""

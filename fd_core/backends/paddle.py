@@ -177,6 +177,6 @@ class CpuPaddleBackend(PaddleBackend):
         return Availability(True, "Paddle is installed")
 
     @classmethod
-    def places(cls, count: int) -> Sequence[EnginePlace]:
+    def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
         """Divide the processors."""
-        return places_on_cores(count)
+        return places_on_cores(count, ranks)

@@ -27,18 +27,14 @@ class EnginePlace(msgspec.Struct, frozen=True):
     """Variables that show it its device."""
 
 
-def places_on_cores(count: int) -> Sequence[EnginePlace]:
+def places_on_cores(count: int, ranks: int = 1) -> Sequence[EnginePlace]:
     """Divide the processors that this process may use into `count` equal parts; what is left over is nobody's.
 
-    A part lies together: threads of one core, then cores of one socket. Raises `ConfigError` if there are too few.
+    A part lies together: threads of one core, then cores of one socket; the ranks of an engine share it. Raises
+    `ConfigError` if there are too few.
     """
     usable = sorted(os.sched_getaffinity(0), key=lambda core: (*_position(core), core))
-    if count > len(usable):
-        raise ConfigError(
-            f"{count} engines need a processor each, and there are {len(usable)}",
-            field=_FLAG,
-            hint=f"use at most {len(usable)}",
-        )
+    _require_enough(count, ranks, len(usable), "processor")
     each = len(usable) // count
     return [
         EnginePlace(f"engine {index}", tuple(sorted(usable[index * each : (index + 1) * each])))
@@ -46,20 +42,32 @@ def places_on_cores(count: int) -> Sequence[EnginePlace]:
     ]
 
 
-def places_on_devices(variable: str, found: int, count: int) -> Sequence[EnginePlace]:
-    """Give each of `count` engines one device, by the environment variable that shows devices to a process.
+def places_on_devices(variable: str, found: int, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
+    """Give each of `count` engines a device for each rank, by the environment variable that shows devices to a process.
 
     `found`: devices of the machine. Raises `ConfigError` if fewer are shown to this process.
     """
     shown = os.environ.get(variable)
-    devices = [str(index) for index in range(found)] if shown is None else shown.split(",")
-    if count > len(devices):
-        raise ConfigError(
-            f"{count} engines need a device each, and there are {len(devices)}",
-            field=_FLAG,
-            hint=f"use at most {len(devices)}",
+    devices = [str(index) for index in range(found)] if shown is None else [each.strip() for each in shown.split(",")]
+    _require_enough(count, ranks, len(devices), "device")
+    return [
+        EnginePlace(f"engine {index}", environment={variable: ",".join(devices[index * ranks : (index + 1) * ranks])})
+        for index in range(count)
+    ]
+
+
+def _require_enough(count: int, ranks: int, found: int, what: str) -> None:
+    if count * ranks <= found:
+        return
+    if ranks == 1:
+        needs, most = f"{count} engines need a {what} each, and there are {found}", f"use at most {found}"
+    else:
+        needs = (
+            f"{count} engines of {ranks} ranks need {count * ranks} {what}s, one for each rank, and there are {found}"
         )
-    return [EnginePlace(f"engine {index}", environment={variable: devices[index].strip()}) for index in range(count)]
+        engines = found // ranks
+        most = f"use at most {engines}, or fewer ranks" if engines > 1 else "leave it out, or use fewer ranks"
+    raise ConfigError(needs, field=_FLAG, hint=most)
 
 
 def _position(core: int) -> tuple[int, int]:

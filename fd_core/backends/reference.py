@@ -28,9 +28,9 @@ class ReferenceBackend(Backend):
         return Availability(True, "numpy is always there; slow")
 
     @classmethod
-    def places(cls, count: int) -> Sequence[EnginePlace]:
+    def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
         """Divide the processors."""
-        return places_on_cores(count)
+        return places_on_cores(count, ranks)
 
     def make_ops(self) -> Ops:
         """The numpy pack; refuses any dtype but float32."""

@@ -1,9 +1,8 @@
 """Several engines of one model on this machine, as one: each request goes to the engine that will begin it soonest.
 
-Each engine is a process with processors or a device, slots, KV and restarts of its own. Requests are placed by the
-router's own accounting and its policy `cache_aware`, in this process: by the prefixes that engines served, or with
-`--kv-events` by those that they hold, and by what they still have to compute. A text does not depend on the engine that
-makes it.
+Each engine has processors or devices, ranks, slots, KV and restarts of its own. Requests are placed by the router's own
+accounting and its policy `cache_aware`, in this process: by the prefixes that engines served, or with `--kv-events` by
+those that they hold, and by what they still have to compute. A text does not depend on the engine that makes it.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ async def open_engines(
     """
     _require_separable(config)
     chosen = await asyncio.to_thread(installed_plugins().choose_backend, config.backend)
-    places = chosen.cls.places(count)
+    places = chosen.cls.places(count, config.tensor_parallel_size)
     config = msgspec.structs.replace(config, backend=chosen.name)  # so that not every engine looks for the best one
     opening = [
         ProcessClient.open(_share(config, place, count), path, report, place)
@@ -257,7 +256,6 @@ def _require_separable(config: EngineConfig) -> None:
     refused = (
         ("--role", config.role != "mixed", f"a {config.role} worker is one engine"),
         ("--trace", config.trace is not None, "a trace is that of one engine"),
-        ("--tensor-parallel-size", config.tensor_parallel_size > 1, "ranks have no devices of their own there yet"),
     )
     for flag, given, reason in refused:
         if given:

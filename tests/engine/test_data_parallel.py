@@ -23,6 +23,7 @@ from fd_core.types import AdapterInfo, Delta, FinishReason
 from tests.engine.helpers import golden, random_specs
 from tests.engine.stepping import greedy
 from tests.engine.test_process import CONFIG, until
+from tests.engine.test_ranks import rank_of
 from tests.engine.test_streams import Client
 from tests.kv.following import ids
 
@@ -279,6 +280,38 @@ def test_texts_are_those_of_one_engine_though_an_engine_dies_among_them() -> Non
 
 
 @two_processors
+def test_each_engine_has_ranks_of_its_own_and_a_dead_one_ends_its_engine_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines of two ranks, which share a processor here, and would not outside tests."""
+    monkeypatch.setattr(places, "_require_enough", lambda *_: None)
+    specs = random_specs(6, seed=12, max_prompt=30, max_tokens=150)
+
+    async def main() -> None:
+        client: Any = await open_client(msgspec.structs.replace(CONFIG, tensor_parallel_size=2), None, engines=2)
+        try:
+            first, second = client.engines
+            ranks = [rank_of(engine) for engine in client.engines]
+            for engine, rank in zip(client.engines, ranks, strict=True):
+                assert os.sched_getaffinity(rank) == os.sched_getaffinity(engine.pid)
+            assert not os.sched_getaffinity(ranks[0]) & os.sched_getaffinity(ranks[1])
+            streams = [client.submit(spec) for spec in specs]
+            assert first.active_requests
+            assert second.active_requests
+            os.kill(ranks[1], signal.SIGKILL)
+            texts = [[token async for delta in stream for token in delta.token_ids] for stream in streams]
+            assert dict(zip((spec.request_id for spec in specs), texts, strict=True)) == golden(specs)
+            await until(lambda: client.missing == "", 30.0)
+            assert (first.info.epoch, second.info.epoch) == (1, 2)
+        finally:
+            await client.close()
+
+    async def bounded() -> None:
+        async with asyncio.timeout(90):
+            await main()
+
+    asyncio.run(bounded())
+
+
+@two_processors
 def test_an_engine_that_cannot_start_ends_the_others() -> None:
     async def main() -> None:
         with pytest.raises(ConfigError, match="hold 128 tokens"):
@@ -292,7 +325,6 @@ def test_an_engine_that_cannot_start_ends_the_others() -> None:
     [
         ({"role": "decode"}, "--role"),
         ({"trace": "steps.trace"}, "--trace"),
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
     ],
 )
 def test_settings_that_mean_one_engine_are_refused(settings: dict[str, Any], named: str) -> None:
@@ -329,15 +361,28 @@ def test_more_engines_than_processors_are_refused() -> None:
     with pytest.raises(ConfigError, match="7 engines need a processor each, and there are 6") as refused:
         places_on_cores(7)
     assert refused.value.hint == "use at most 6"
+    with pytest.raises(
+        ConfigError, match="2 engines of 4 ranks need 8 processors, one for each rank, and there are 6"
+    ) as refused:
+        places_on_cores(2, 4)
+    assert refused.value.hint == "leave it out, or use fewer ranks"
+    with pytest.raises(ConfigError, match="4 engines of 2 ranks need 8 processors") as refused:
+        places_on_cores(4, 2)
+    assert refused.value.hint == "use at most 3, or fewer ranks"
+    assert [place.cores for place in places_on_cores(3, 2)] == [(0, 3), (1, 4), (2, 5)]
 
 
-def test_each_engine_is_shown_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_engine_is_shown_a_device_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CHIPS", raising=False)
     assert [place.environment for place in places_on_devices("CHIPS", 3, 2)] == [{"CHIPS": "0"}, {"CHIPS": "1"}]
     monkeypatch.setenv("CHIPS", "4, GPU-7")
     assert [place.environment for place in places_on_devices("CHIPS", 8, 2)] == [{"CHIPS": "4"}, {"CHIPS": "GPU-7"}]
     with pytest.raises(ConfigError, match="3 engines need a device each, and there are 2"):
         places_on_devices("CHIPS", 8, 3)
+    monkeypatch.delenv("CHIPS")
+    assert [place.environment for place in places_on_devices("CHIPS", 5, 2, 2)] == [{"CHIPS": "0,1"}, {"CHIPS": "2,3"}]
+    with pytest.raises(ConfigError, match="2 engines of 3 ranks need 6 devices, one for each rank, and there are 5"):
+        places_on_devices("CHIPS", 5, 2, 3)
 
 
 def test_a_backend_that_names_no_places_is_refused_by_name() -> None:

@@ -62,9 +62,9 @@ class CudaBackend(Backend):
         return Availability(True, f"torch {version} for CUDA {cuda}; the driver has {count} device(s)")
 
     @classmethod
-    def places(cls, count: int) -> Sequence[EnginePlace]:
-        """Give each engine a device."""
-        return cuda_places(count)
+    def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
+        """Give each engine a device for each rank."""
+        return cuda_places(count, ranks)
 
     def make_ops(self) -> Ops:
         """Create the pack on the first visible device; initialises CUDA."""

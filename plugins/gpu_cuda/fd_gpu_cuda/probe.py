@@ -51,9 +51,9 @@ def device_problem() -> tuple[int, str]:
     return _count(nvml)
 
 
-def cuda_places(count: int) -> Sequence[EnginePlace]:
-    """Return a place for each of `count` engines, a device each. Raises `ConfigError` if there are too few."""
-    return places_on_devices("CUDA_VISIBLE_DEVICES", device_problem()[0], count)
+def cuda_places(count: int, ranks: int) -> Sequence[EnginePlace]:
+    """Return a place for each of `count` engines, a device for each rank. Raises `ConfigError` if there are too few."""
+    return places_on_devices("CUDA_VISIBLE_DEVICES", device_problem()[0], count, ranks)
 
 
 def _count(nvml: ctypes.CDLL) -> tuple[int, str]:

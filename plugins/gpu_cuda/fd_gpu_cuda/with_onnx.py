@@ -74,9 +74,9 @@ class CudaOnnxBackend(OnnxBackend):
         return Availability(False, problem) if problem else Availability(True, f"ONNX Runtime {version} on CUDA")
 
     @classmethod
-    def places(cls, count: int) -> Sequence[EnginePlace]:
-        """Give each engine a device."""
-        return cuda_places(count)
+    def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
+        """Give each engine a device for each rank."""
+        return cuda_places(count, ranks)
 
     def describe(self) -> str:
         """Name the provider, and what its pack leaves to the host."""

@@ -43,9 +43,9 @@ class CudaPaddleBackend(PaddleBackend):
         return super().probe()
 
     @classmethod
-    def places(cls, count: int) -> Sequence[EnginePlace]:
-        """Give each engine a device."""
-        return cuda_places(count)
+    def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
+        """Give each engine a device for each rank."""
+        return cuda_places(count, ranks)
 
 
 def _is_old(version: str) -> bool:
