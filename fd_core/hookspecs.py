@@ -156,6 +156,16 @@ def fd_register_launchers() -> Sequence[Entry]:
 
 
 @hookspec
+def fd_register_scaling_policies() -> Sequence[Entry]:
+    """Offer scaling policies: how many workers a group of a deployment should have.
+
+    Each target is a subclass of `fd_core.cluster.scaling.ScalingPolicy`, without I/O, clock or randomness of its own;
+    its name is a `policy` in the file of `fdcore cluster serve`. It proposes a number; the controller holds the bounds.
+    """
+    raise AssertionError("hook specification")
+
+
+@hookspec
 def fd_register_tool_parsers() -> Sequence[Entry]:
     """Offer tool parsers: what finds tool calls in the text of an answer.
 

@@ -24,6 +24,7 @@ from fd_core.plugin_rules import StrangerError, check_module, checked_entries, d
 
 if TYPE_CHECKING:
     from fd_core.backends.contract import Availability, Backend
+    from fd_core.cluster.scaling import ScalingPolicy
     from fd_core.disagg.connectors.contract import Connector
     from fd_core.kv.stores.contract import KVStore
     from fd_core.launching.contract import Launcher
@@ -48,6 +49,7 @@ __all__ = [
         "POSTPROCESS",
         "REASONING_PARSER",
         "ROUTER_POLICY",
+        "SCALING_POLICY",
         "SCHEDULER",
     ),
     *("SCHEDULING_POLICY", "STORE", "TOOL_PARSER", "VICTIMS"),
@@ -77,6 +79,7 @@ _BUILTIN_MODULES: Final = (
     "fd_core.disagg.connectors.builtin",
     "fd_core.router.builtin",
     "fd_core.launching.builtin",
+    "fd_core.cluster.builtin",
     "fd_core.text.parsing.builtin",
 )
 
@@ -131,6 +134,9 @@ ROUTER_POLICY: Final[Kind[RouterPolicy]] = Kind(
 LAUNCHER: Final[Kind[Launcher]] = Kind(
     "launcher", "fd_register_launchers", "fd_core.launching.contract:Launcher", "--distributed-executor-backend"
 )
+SCALING_POLICY: Final[Kind[ScalingPolicy]] = Kind(
+    "scaling policy", "fd_register_scaling_policies", "fd_core.cluster.scaling:ScalingPolicy", "policy"
+)
 TOOL_PARSER: Final[Kind[ToolParser]] = Kind(
     "tool parser", "fd_register_tool_parsers", "fd_core.text.parsing.contract:ToolParser", "--tool-call-parser"
 )
@@ -152,6 +158,7 @@ KINDS: Final[tuple[Kind[Any], ...]] = (
     CONNECTOR,
     ROUTER_POLICY,
     LAUNCHER,
+    SCALING_POLICY,
     TOOL_PARSER,
     REASONING_PARSER,
 )

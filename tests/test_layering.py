@@ -38,7 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "signals": {"types"},
     "hookspecs": set(),
     "plugin_rules": {"hookspecs"},
-    "plugins": {"backends", "disagg", "errors", "hookspecs", "kv", "launching", "plugin_rules", "router"}
+    "plugins": {"backends", "cluster", "disagg", "errors", "hookspecs", "kv", "launching", "plugin_rules", "router"}
     | {"runner", "scheduling", "text"},
     "kv": BASE | {"hookspecs", "ops"},  # the tiers copy from and to `ops.contract.KVCache`
     "disagg": BASE | {"hookspecs", "kv", "logs", "ops"},
@@ -46,6 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     "router": BASE | {"hookspecs", "kv"},
     "router/gateway": BASE | {"disagg", "kv", "models", "pages", "router", "server", "text"},
     "launching": BASE | {"hookspecs", "parent_watch"},
+    "cluster": BASE | {"hookspecs", "launching", "router", "router/gateway", "server"},
     "ops": BASE,
     "models": BASE | {"ops"},
     "text": BASE | {"hookspecs", "models"},
@@ -60,7 +61,19 @@ ALLOWED: dict[str, set[str]] = {
     | {"runner", "scheduling", "signals", "structured", "text", "tracing"},
     "server": BASE | {"disagg", "engine", "kv", "logs", "pages", "structured", "text"},
     "cli": BASE
-    | {"disagg", "engine", "hookspecs", "launching", "logs", "models", "pages", "plugins", "router", "router/gateway"}
+    | {
+        "cluster",
+        "disagg",
+        "engine",
+        "hookspecs",
+        "launching",
+        "logs",
+        "models",
+        "pages",
+        "plugins",
+        "router",
+        "router/gateway",
+    }
     | {"server", "simulation"}
     | {"testing", "text", "tracing"},
     "testing": BASE
@@ -86,6 +99,8 @@ PURE = (
     "types.py",
     *(f"disagg/{name}.py" for name in ("kv_compatibility", "lease", "messages", "ticket")),
     "text/parsing",
+    "cluster/controller.py",
+    "cluster/scaling.py",
     "disagg/decode/lease.py",
     "disagg/prefill/lease.py",
     *(f"router/{path.name}" for path in sorted((ROOT / "router").glob("*.py"))),  # all but the gateway

@@ -11,6 +11,7 @@ from fd_core.plugins import (
     LAUNCHER,
     REASONING_PARSER,
     ROUTER_POLICY,
+    SCALING_POLICY,
     SCHEDULER,
     SCHEDULING_POLICY,
     STORE,
@@ -41,6 +42,7 @@ def test_built_ins_are_registered_like_strangers():
     assert set(plugins.offered(STORE)) == {"disk", "memory"}
     assert set(plugins.offered(CONNECTOR)) == {"tcp", "shared_memory", "kv_store"}
     assert set(plugins.offered(LAUNCHER)) == {"spawn"}
+    assert set(plugins.offered(SCALING_POLICY)) == {"load"}
     assert set(plugins.offered(ROUTER_POLICY)) == {
         *("random", "round_robin", "power_of_two", "request_num", "process_tokens", "metrics_score"),
         *("cache_aware", "prefix_hash", "session"),

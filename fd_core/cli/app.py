@@ -9,6 +9,7 @@ import typer
 import fd_core
 from fd_core.cli import (
     chat,
+    cluster,
     conformance,
     doctor,
     env,
@@ -37,6 +38,7 @@ app = typer.Typer(
 )
 app.command(cls=ServingCommand)(serve.serve)
 app.command(cls=ServingCommand)(route.route)
+app.add_typer(cluster.app, name="cluster")
 app.command()(run_batch.run_batch)
 app.command()(chat.chat)
 app.command()(chat.complete)

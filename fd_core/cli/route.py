@@ -53,7 +53,7 @@ def route(given: Given) -> None:
         from fd_core.router.gateway.serving import serve_gateway
         from fd_core.router.router import Router
         from fd_core.server.doors.connections import raise_descriptor_limit
-        from fd_core.server.listening import bind_socket, settle
+        from fd_core.server.listening import bind_socket, settle, url_of
 
     gateway = settings.gateway
     configure_logs(gateway.log_level, gateway.log_format, access=gateway.access_log)
@@ -81,7 +81,8 @@ def route(given: Given) -> None:
         def ready(url: str) -> None:
             show_summary(console, summary(gateway, settings.router, url, text, uses_prefix), title="fdcore routes")
             settle()
-            announce(url)
+            admin = [] if admin_sock is None else [url_of(gateway.admin_host, admin_sock)]
+            announce(" ".join((url, *admin)))
 
         policies = [plugins.load(ROUTER_POLICY, settings.router.policy_of(role)) for role in gateway.roles]
         uses_prefix = any(policy.uses_prefix for policy in policies)

@@ -1,0 +1,215 @@
+"""The file of a deployment, read and checked.
+
+Every error names the field as it stands in the file, such as `workers.decode.count`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+
+from fd_core.constraints import CheckedStruct, Range, make_settings
+from fd_core.errors import ConfigError
+from fd_core.router.workers import ROLES, Role
+
+__all__ = ["ClusterConfig", "RouterGroup", "WorkerGroup", "cluster_config"]
+
+_S = TypeVar("_S", bound=CheckedStruct)
+_DAY: Final = 86400
+_NAME: Final = re.compile(r"[a-z][a-z0-9-]{0,31}")
+_VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_OURS: Final = {
+    **dict.fromkeys(("host", "port", "admin-host", "admin-port"), "the deployment chooses it"),
+    **dict.fromkeys(("router", "advertise-url", "worker", "prefill", "decode"), "the deployment tells its routers"),
+    **dict.fromkeys(
+        ("router-secret-file", "transfer-secret-file", "worker-key-file", "transfer-host", "transfer-port"),
+        "the deployment makes its own",
+    ),
+    **dict.fromkeys(("role", "model"), "it is a field of the file itself"),
+    **dict.fromkeys(("drain-seconds", "drain-delay"), "it is a field of the file itself, for all processes"),
+    "config": "settings stand in this file",
+    "kv-events": "the deployment decides it",
+    **dict.fromkeys(
+        ("ssl-certfile", "ssl-keyfile", "ssl-ca-certs", "worker-ca-certs", "router-ca-certs"),
+        "TLS is not served inside a deployment yet: put what ends TLS before its routers",
+    ),
+}
+"""Settings that stand elsewhere, and why."""
+_SECRET: Final = ("api-key", "ssl-keyfile-password")
+
+
+class _Group(CheckedStruct, frozen=True, kw_only=True, rename="kebab", forbid_unknown_fields=True):
+    settings: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Flags without dashes and their values, such as `{max-num-seqs = 64}`."""
+    environment: dict[str, str] = msgspec.field(default_factory=dict)
+    """Variables that the processes have."""
+    secrets: dict[str, str] = msgspec.field(default_factory=dict)
+    """Settings to the names of the variables that hold their values where the command runs; such a value is in no
+    command line and in no log. For a setting that names a file, the variable holds what would be in the file."""
+    cores: Annotated[int, Range(0, 4096)] = 1
+    """Processors that are kept for each process; 0 for any share of what is there."""
+
+
+class RouterGroup(_Group, frozen=True, kw_only=True):
+    """`[router]`: where clients ask."""
+
+    count: Annotated[int, Range(1, 1000)] = 1
+    """How many there are."""
+    host: str | None = None
+    """What routers listen on; by default their node's own address, which is loopback on one machine."""
+    port: Annotated[int, Range(0, 65535)] = 8000
+    """Port of the first router; each further one has the next port. 0 takes any."""
+    cores: Annotated[int, Range(0, 4096)] = 0
+
+
+class WorkerGroup(_Group, frozen=True, kw_only=True):
+    """`[workers.NAME]`: like workers of one role."""
+
+    role: str = "mixed"
+    """`mixed`, `prefill` or `decode`."""
+    count: Annotated[int, Range(1, 10_000)] | None = None
+    """How many there are; or `min` and `max`."""
+    min: Annotated[int, Range(1, 10_000)] | None = None
+    """Fewest workers, which there are at the start."""
+    max: Annotated[int, Range(1, 10_000)] | None = None
+    """Most workers."""
+    devices: Annotated[int, Range(0, 64)] = 0
+    """Accelerators that are kept for each process, and the only ones that it sees."""
+    policy: str = "load"
+    """What decides how many there are between `min` and `max`: `load` or a plugin's scaling policy."""
+    scaling: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Options of the policy."""
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The fewest and the most workers."""
+        fewest = self.count or self.min or 1
+        return fewest, self.count or self.max or fewest
+
+
+class ClusterConfig(CheckedStruct, frozen=True, kw_only=True, rename="kebab", forbid_unknown_fields=True):
+    """The file itself."""
+
+    model: str
+    """What every worker serves: `smollm2`, a folder, a .gguf file or a Hugging Face name, the same on all nodes."""
+    workers: dict[str, Any]
+    """`[workers.NAME]`, one for each group."""
+    router: dict[str, Any] = msgspec.field(default_factory=dict)
+    """`[router]`."""
+    launcher: str = "spawn"
+    """What starts processes: `spawn` on this machine, or a plugin's launcher such as `ray`."""
+    start_seconds: Annotated[float, Range(0, _DAY, above=True)] = 600.0
+    """Within which a process has to be ready."""
+    unhealthy_seconds: Annotated[float, Range(0, _DAY, above=True)] = 60.0
+    """For which a worker may fail its health checks before it is replaced; it starts its engine again by itself."""
+    drain_seconds: Annotated[float, Range(0, _DAY)] = 30.0
+    """How long running requests may go on in a process that leaves."""
+    drain_delay: Annotated[float, Range(0, _DAY)] = 0.0
+    """For which a router that leaves still takes requests, while its /ready says that it leaves."""
+    max_failures: Annotated[int, Range(1, 1000)] = 5
+    """Starts of a group that may fail in a row before it is given up."""
+    host: str = "127.0.0.1"
+    """Where the command itself answers /health, /ready, /metrics and /status.json."""
+    port: Annotated[int, Range(0, 65535)] = 8070
+    """Port for that."""
+
+    @property
+    def router_group(self) -> RouterGroup:
+        """`[router]`, checked by `cluster_config`."""
+        return _made(RouterGroup, self.router, "router")
+
+    @property
+    def worker_groups(self) -> dict[str, WorkerGroup]:
+        """`[workers.NAME]` by name, checked by `cluster_config`."""
+        return {name: _made(WorkerGroup, table, f"workers.{name}") for name, table in self.workers.items()}
+
+
+def cluster_config(table: Mapping[str, Any]) -> ClusterConfig:
+    """Return the deployment that a file describes. Raises `ConfigError` that names the field at fault.
+
+    Values of `settings` are checked by whoever knows the flags.
+    """
+    for field in ("model", "workers"):
+        if field not in table:
+            hint = 'for example model = "smollm2"' if field == "model" else "for example [workers.mixed] with count = 2"
+            raise ConfigError("the file has to say this", field=field, hint=hint)
+    config = _made(ClusterConfig, table, "")
+    router = config.router_group
+    _check_group(router, "router")
+    if router.port + router.count - 1 > 65535:
+        raise ConfigError(f"{router.count} routers have no room behind port {router.port}", field="router.port")
+    roles: dict[Role, str] = {}
+    if not config.workers:
+        raise ConfigError("there is no group of workers", field="workers", hint="for example [workers.mixed]")
+    for name, group in config.worker_groups.items():
+        where = f"workers.{name}"
+        if not _NAME.fullmatch(name) or name == "router":
+            hint = "lower case letters, digits and -, beginning with a letter; `router` is taken"
+            raise ConfigError(f"{name!r} cannot be the name of a group", field=where, hint=hint)
+        _check_group(group, where)
+        _check_count(group, where)
+        if group.role not in ROLES:
+            raise ConfigError(f"{group.role!r} is not one of {', '.join(ROLES)}", field=f"{where}.role")
+        roles[group.role] = where
+    for role, other in (("prefill", "decode"), ("decode", "prefill")):
+        if role in roles and other not in roles:
+            raise ConfigError(
+                f"{roles[role]} are {role} workers, which serve nothing without {other} workers",
+                field="workers",
+                hint=f'add a group with role = "{other}"',
+            )
+    return config
+
+
+def _check_group(group: RouterGroup | WorkerGroup, where: str) -> None:
+    for key in group.settings:
+        name = key.replace("_", "-")
+        if name in _OURS:
+            raise ConfigError(f"{key!r} is not set here: {_OURS[name]}", field=f"{where}.settings")
+        if name in _SECRET:
+            hint = f'write {name} = "NAME_OF_A_VARIABLE" under [{where}.secrets]'
+            raise ConfigError(f"{key!r} would stand in a command line", field=f"{where}.settings", hint=hint)
+        if name == "kv-store" and "@" in str(group.settings[key]):
+            hint = f'write kv-store = "NAME_OF_A_VARIABLE" under [{where}.secrets]'
+            raise ConfigError("a password would stand in a command line", field=f"{where}.settings", hint=hint)
+    for key, variable in group.secrets.items():
+        if key.replace("_", "-") in _OURS:
+            why = _OURS[key.replace("_", "-")]
+            raise ConfigError(f"{key!r} is not set here: {why}", field=f"{where}.secrets")
+        if key in group.settings:
+            raise ConfigError(f"{key!r} stands under settings and under secrets", field=f"{where}.secrets")
+        if not isinstance(variable, str) or not _VARIABLE.fullmatch(variable):
+            # What was written may be the secret itself, so it is not shown.
+            hint = "write the name of the variable that holds the secret, never the secret"
+            raise ConfigError(f"{key} has to be the name of a variable", field=f"{where}.secrets", hint=hint)
+    for key, value in group.environment.items():
+        if not _VARIABLE.fullmatch(key) or not isinstance(value, str):
+            raise ConfigError(f"{key!r} is no variable with a text", field=f"{where}.environment")
+
+
+def _check_count(group: WorkerGroup, where: str) -> None:
+    if group.count is not None and (group.min is not None or group.max is not None):
+        field = "min" if group.min is not None else "max"
+        raise ConfigError(f"count and {field} contradict each other", field=f"{where}.{field}", hint="give one of them")
+    if group.max is None and group.min is not None:
+        raise ConfigError("min needs max", field=f"{where}.max", hint="or give count alone")
+    fewest, most = group.bounds
+    if fewest > most:
+        raise ConfigError(f"min is {fewest}, more than max, which is {most}", field=f"{where}.min")
+    if group.scaling and group.max is None:
+        raise ConfigError("the number of these workers is fixed", field=f"{where}.scaling", hint="give min and max")
+
+
+def _made(kind: type[_S], table: Any, where: str) -> _S:
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{table!r:.60} is not a table", field=where, hint=f"write [{where}]")
+    fields = {name.replace("-", "_"): value for name, value in table.items()}
+    try:
+        return make_settings(kind, fields)
+    except ConfigError as error:
+        field = f"{where}.{error.field}" if where and error.field else error.field or where
+        message = error.message.removeprefix(f"{error.field}: ")
+        raise ConfigError(message, field=field, hint=error.hint) from None

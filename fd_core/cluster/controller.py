@@ -1,0 +1,351 @@
+"""What a deployment does next: from what was seen of its processes to actions, without I/O and without a clock.
+
+    STARTING --ready--> READY --told to leave--> DRAINING --its process ended--> (gone)
+        |  too late       |  unhealthy too long      |  deadline passed
+        +-----------------+--------------------------+----> KILLED --its process ended--> (gone)
+
+A process that ends while STARTING or READY died: another one starts in its place, later each time while that happens
+again and again. Whoever performs the actions reports every process until its end, once; a name is never used again.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+__all__ = [
+    *("ClusterAction", "ClusterController", "ClusterNote", "DrainProcess", "GroupPlan", "KillProcess", "ManagedGroup"),
+    *("ManagedProcess", "ProcessEnd", "ProcessPhase", "ProcessSeen", "StartProcess", "Supervision"),
+]
+
+_OWN_FAULT: Final = (2, 3, 4)
+"""Exit codes of a bad command line, a bad model and a bad plugin: the next start would end the same way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Supervision:
+    """How long a deployment waits for what; seconds."""
+
+    start_seconds: float = 600.0
+    """Within which a process has to be ready."""
+    unhealthy_seconds: float = 60.0
+    """For which a process that was ready may fail its health checks; longer than an engine takes to start again."""
+    drain_seconds: float = 45.0
+    """Within which a process that was told to leave has to end."""
+    hurry_seconds: float = 5.0
+    """The same, once somebody is in a hurry."""
+    stable_seconds: float = 30.0
+    """After which a process counts as one that works: its end is no failed start."""
+    first_pause: float = 1.0
+    """Before a start that follows a failed one; twice as long each time."""
+    longest_pause: float = 30.0
+    no_room_pause: float = 5.0
+    """Before a process is placed again for which no node had room."""
+    max_failures: int = 5
+    """Failed starts in a row after which a group is given up."""
+    longest_step: float = 5.0
+    """Between two steps; what is longer was a time in which nobody could look."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """One group of like processes."""
+
+    name: str
+    minimum: int
+    maximum: int
+    is_router: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessEnd:
+    """How a process ended, or why it could not be started."""
+
+    code: int | None
+    """Exit code as Python's subprocess says it; None if it never ran, or nobody knows."""
+    reason: str
+    placed: bool = True
+    """False if no node had room for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSeen:
+    """What was seen of one process."""
+
+    ready: bool = False
+    healthy: bool = False
+    end: ProcessEnd | None = None
+
+
+class ProcessPhase(enum.Enum):
+    """Where a process stands in its life."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    KILLED = "killed"
+
+
+@dataclass(frozen=True, slots=True)
+class StartProcess:
+    """Start a process of `group` under a new name."""
+
+    name: str
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainProcess:
+    """Tell a process to leave: take it from the routers, then SIGTERM. A second one says that it should hurry."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class KillProcess:
+    """End a process at once."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterNote:
+    """Something that people should know."""
+
+    text: str
+    bad: bool = False
+
+
+ClusterAction = StartProcess | DrainProcess | KillProcess | ClusterNote
+
+
+@dataclass(slots=True)
+class ManagedProcess:
+    """One process, from the order to start it to its end."""
+
+    name: str
+    group: str
+    since: float
+    """When it came into its phase."""
+    phase: ProcessPhase = ProcessPhase.STARTING
+    ready: bool = False
+    """Whether it is ready at this moment; one that was may start its engine again."""
+    last_healthy: float = 0.0
+    deadline: float | None = None
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is one of those that its group should have."""
+        return self.phase in (ProcessPhase.STARTING, ProcessPhase.READY)
+
+    def turn(self, phase: ProcessPhase, now: float) -> None:
+        """Come into a phase."""
+        self.phase, self.since = phase, now
+
+
+@dataclass(slots=True)
+class ManagedGroup:
+    """A group, how many processes it should have, and how its starts went."""
+
+    plan: GroupPlan
+    target: int
+    failures: int = 0
+    """Failed starts in a row."""
+    failed_at: float = 0.0
+    """When the last of its processes died."""
+    not_before: float = 0.0
+    """When the next process may start."""
+    no_room: bool = False
+    """Whether the last process that was to start found none."""
+    served: bool = False
+    """Whether one of its processes was ever ready."""
+    given_up: str = ""
+    """Why no process starts any more; empty while some do."""
+    starts: int = 0
+    deaths: int = 0
+
+
+@dataclass(slots=True)
+class ClusterController:
+    """Owns the life of every process of one deployment."""
+
+    supervision: Supervision
+    groups: dict[str, ManagedGroup]
+    processes: dict[str, ManagedProcess] = field(default_factory=dict)
+    complete: bool = False
+    """Whether every group once had as many ready processes as it needs."""
+    stopping: bool = False
+    exit_code: int = 0
+    failure: str = ""
+    """Why the deployment ends by itself; empty if it does not."""
+    _hurried: bool = False
+    _stepped: float | None = None
+
+    @classmethod
+    def of(cls, plans: Iterable[GroupPlan], supervision: Supervision) -> ClusterController:
+        """Return the controller of a deployment of which nothing runs yet."""
+        return cls(supervision, {plan.name: ManagedGroup(plan, plan.minimum) for plan in plans})
+
+    @property
+    def over(self) -> bool:
+        """Whether the deployment was stopped and no process is left."""
+        return self.stopping and not self.processes
+
+    def of_group(self, name: str) -> list[ManagedProcess]:
+        """Return the processes of a group, oldest first."""
+        return [each for each in self.processes.values() if each.group == name]
+
+    def ready(self, name: str) -> int:
+        """Return how many processes of a group serve."""
+        return sum(each.ready and each.phase is ProcessPhase.READY for each in self.of_group(name))
+
+    def scale(self, name: str, wanted: int) -> list[ClusterNote]:
+        """Let a group have `wanted` processes, as far as its bounds allow."""
+        group = self.groups[name]
+        target = min(max(wanted, group.plan.minimum), group.plan.maximum)
+        before, group.target = group.target, target
+        return [] if target == before else [ClusterNote(f"{name}: {before} -> {target}")]
+
+    def stop(self, now: float) -> list[ClusterAction]:
+        """Begin the end: routers leave first, and workers once no router is left. The second call hurries."""
+        if self.stopping:
+            return self._hurry(now)
+        self.stopping = True
+        return self._leave(now)
+
+    def step(self, now: float, seen: Mapping[str, ProcessSeen]) -> list[ClusterAction]:
+        """Return what to do after something was seen of processes; of those left out nothing new is known."""
+        self._catch_up(now)
+        actions: list[ClusterAction] = []
+        known = [(self.processes[name], what) for name, what in seen.items() if name in self.processes]
+        # Nothing is to be done with any of those that ended, so all are taken out before one's end is judged.
+        ended = [(self.processes.pop(process.name), what.end) for process, what in known if what.end is not None]
+        for process, what in known:
+            if what.end is None:
+                actions += self._see(process, what, now)
+        for process, end in ended:
+            if process.counts and not self.stopping:
+                actions += self._died(process, end, now)
+        for process in list(self.processes.values()):
+            actions += self._judge(process, now)
+        if self.stopping:
+            return actions + self._leave(now)
+        if not self.complete and all(self.ready(name) >= group.plan.minimum for name, group in self.groups.items()):
+            self.complete = True
+        for group in self.groups.values():
+            actions += self._fill(group, now)
+        return actions
+
+    def _catch_up(self, now: float) -> None:
+        """Leave out a time in which nobody looked, because this machine slept or was too busy: it counts for nobody."""
+        away = 0.0 if self._stepped is None else now - self._stepped - self.supervision.longest_step
+        self._stepped = now
+        if away <= 0:
+            return
+        for process in self.processes.values():
+            process.since += away
+            process.last_healthy += away
+            if process.deadline is not None:
+                process.deadline += away
+
+    def _see(self, process: ManagedProcess, seen: ProcessSeen, now: float) -> Iterator[ClusterAction]:
+        if seen.healthy:
+            process.last_healthy = now
+        process.ready = seen.ready
+        if process.phase is ProcessPhase.STARTING and seen.ready:
+            process.turn(ProcessPhase.READY, now)
+            process.last_healthy = now
+            group = self.groups[process.group]
+            group.served, group.no_room = True, False
+            yield ClusterNote(f"{process.name} is ready")
+
+    def _judge(self, process: ManagedProcess, now: float) -> Iterator[ClusterAction]:
+        """Look at what has lasted too long."""
+        limits, passed = self.supervision, now - process.since
+        if process.phase is ProcessPhase.STARTING and passed > limits.start_seconds:
+            end = ProcessEnd(None, f"was not ready within {limits.start_seconds:g} s")
+        elif process.phase is ProcessPhase.READY and now - process.last_healthy > limits.unhealthy_seconds:
+            end = ProcessEnd(None, f"failed its health checks for {limits.unhealthy_seconds:g} s")
+        else:
+            group = self.groups[process.group]
+            if process.phase is ProcessPhase.READY and passed > limits.stable_seconds:
+                group.failures = 0 if process.since >= group.failed_at else group.failures
+            if process.phase is ProcessPhase.DRAINING and process.deadline is not None and now >= process.deadline:
+                process.turn(ProcessPhase.KILLED, now)
+                yield ClusterNote(f"{process.name} did not end in the time to drain and is killed", bad=True)
+                yield KillProcess(process.name)
+            return
+        yield from self._died(process, end, now)
+        process.turn(ProcessPhase.KILLED, now)
+        yield KillProcess(process.name)
+
+    def _died(self, process: ManagedProcess, end: ProcessEnd, now: float) -> Iterator[ClusterAction]:
+        group, limits = self.groups[process.group], self.supervision
+        if self.complete and not end.placed:
+            # A lost node may come back or be replaced: there is nothing wrong with the processes.
+            if not group.no_room:
+                yield ClusterNote(f"{process.name} waits for room: {end.reason}", bad=True)
+            group.no_room, group.not_before = True, now + limits.no_room_pause
+            return
+        group.deaths += 1
+        worked = process.phase is ProcessPhase.READY and now - process.since > limits.stable_seconds
+        group.failures, group.failed_at = 1 if worked else group.failures + 1, now
+        pause = 0.0 if worked else min(limits.first_pause * 2 ** (group.failures - 1), limits.longest_pause)
+        group.not_before = max(group.not_before, now + pause)
+        hopeless = end.code in _OWN_FAULT and not group.served
+        said = f"{process.name} {end.reason}"
+        if not hopeless and group.failures <= limits.max_failures:
+            yield ClusterNote(f"{said}; another one starts in {pause:g} s", bad=True)
+            return
+        group.given_up = end.reason
+        yield ClusterNote(f"{said}; {group.plan.name} is given up and gets no further process", bad=True)
+        if not self.complete:
+            self.failure = f"{process.name} {end.reason}"
+            self.exit_code = end.code if hopeless and end.code is not None else 1
+            yield from self.stop(now)
+            yield from self._hurry(now)
+
+    def _fill(self, group: ManagedGroup, now: float) -> Iterator[ClusterAction]:
+        """Start what is missing, and let go what is too much: first what does not serve, then the youngest."""
+        name = group.plan.name
+        living = [each for each in self.of_group(name) if each.counts]
+        youngest_first = living[::-1]
+        for each in sorted(youngest_first, key=lambda each: each.ready)[: max(len(living) - group.target, 0)]:
+            yield from self._drain(each, now)
+        if group.given_up or now < group.not_before:
+            return
+        for _ in range(group.target - len(living)):
+            group.starts += 1
+            process = ManagedProcess(f"{name}-{group.starts}", name, now)
+            self.processes[process.name] = process
+            yield StartProcess(process.name, name)
+
+    def _leave(self, now: float) -> list[ClusterAction]:
+        """Let go the routers, and whoever has no requests yet; once no router is left, the workers."""
+        routers = any(self._is_router(each) for each in self.processes.values())
+        return [
+            action
+            for each in self.processes.values()
+            if each.counts and (not routers or self._is_router(each) or each.phase is ProcessPhase.STARTING)
+            for action in self._drain(each, now)
+        ]
+
+    def _is_router(self, process: ManagedProcess) -> bool:
+        return self.groups[process.group].plan.is_router
+
+    def _hurry(self, now: float) -> list[ClusterAction]:
+        if self._hurried:
+            return []
+        self._hurried = True
+        actions: list[ClusterAction] = []
+        for each in self.processes.values():
+            if each.phase is not ProcessPhase.KILLED:
+                actions += self._drain(each, now, self.supervision.hurry_seconds)
+        return actions
+
+    def _drain(self, process: ManagedProcess, now: float, seconds: float | None = None) -> list[ClusterAction]:
+        process.turn(ProcessPhase.DRAINING, now)
+        process.deadline = now + (self.supervision.drain_seconds if seconds is None else seconds)
+        return [DrainProcess(process.name)]

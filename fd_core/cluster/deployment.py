@@ -1,0 +1,352 @@
+"""A deployment at work: looks at its processes, lets the controller decide, and performs what it decided."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import aiohttp
+
+from fd_core.cluster.commands import ClusterSecrets, router_spec, worker_spec
+from fd_core.cluster.config import ClusterConfig, WorkerGroup
+from fd_core.cluster.controller import (
+    ClusterAction,
+    ClusterController,
+    ClusterNote,
+    DrainProcess,
+    GroupPlan,
+    KillProcess,
+    ProcessEnd,
+    ProcessPhase,
+    ProcessSeen,
+    StartProcess,
+    Supervision,
+)
+from fd_core.cluster.polling import (
+    Doing,
+    FirstTokens,
+    ProcessAnswer,
+    RouterAdmin,
+    ask,
+    late_first_token,
+    total_doing,
+)
+from fd_core.cluster.scaling import GroupLoad, ScalingPolicy
+from fd_core.errors import FdError
+from fd_core.launching.contract import NODE_LOST, LaunchedProcess, Launcher, LaunchError, ProcessSpec
+
+__all__ = ["ROUTERS", "ClusterFailed", "Deployment", "HeldProcess", "plans_of", "supervision_of"]
+
+log = logging.getLogger(__name__)
+
+ROUTERS: Final = "router"
+"""Name of the group of routers."""
+_STEP_SECONDS: Final = 0.25
+_ASK_SECONDS: Final = 0.5
+_SCALE_SECONDS: Final = 1.0
+_GRACE_SECONDS: Final = 15.0
+"""Beyond the time to drain, for a process to end."""
+
+
+class ClusterFailed(FdError):
+    """A deployment that could not be started; what ran was ended."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(slots=True)
+class HeldProcess:
+    """What is known of one process, from the order to start it until its end."""
+
+    name: str
+    group: str
+    port: int = 0
+    """Of a router, as the file says; 0 for any."""
+    first: FirstTokens | None = None
+    """Of a worker; None for a router."""
+    launched: asyncio.Event = field(default_factory=asyncio.Event)
+    process: LaunchedProcess | None = None
+    url: str = ""
+    """Where it is reached, once it takes requests."""
+    admin: RouterAdmin | None = None
+    """Of a router that takes requests."""
+    answer: ProcessAnswer = field(default_factory=ProcessAnswer)
+    end: ProcessEnd | None = None
+
+    @property
+    def node(self) -> str:
+        """Where it runs; empty until it does."""
+        return "" if self.process is None else self.process.node
+
+
+def plans_of(config: ClusterConfig) -> tuple[GroupPlan, ...]:
+    """Return the groups of a deployment, routers first."""
+    count = config.router_group.count
+    workers = (GroupPlan(name, *group.bounds) for name, group in config.worker_groups.items())
+    return (GroupPlan(ROUTERS, count, count, is_router=True), *workers)
+
+
+def supervision_of(config: ClusterConfig) -> Supervision:
+    """Return how long the deployment waits for what."""
+    return Supervision(
+        start_seconds=config.start_seconds,
+        unhealthy_seconds=config.unhealthy_seconds,
+        drain_seconds=config.drain_delay + config.drain_seconds + _GRACE_SECONDS,
+        max_failures=config.max_failures,
+    )
+
+
+class Deployment:
+    """Owns every process of one deployment."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        launcher: Launcher,
+        policies: Mapping[str, ScalingPolicy],
+        variables: Mapping[str, str],
+        on_note: Callable[[ClusterNote], None] = lambda note: None,
+    ) -> None:
+        """`policies` are those of the groups whose number of workers changes; secrets are among `variables`."""
+        self.config = config
+        self.controller = ClusterController.of(plans_of(config), supervision_of(config))
+        self.held: dict[str, HeldProcess] = {}
+        self._groups: Mapping[str, WorkerGroup] = config.worker_groups
+        self._launcher = launcher
+        self._policies = policies
+        self._variables = variables
+        self._on_note = on_note
+        self._secrets = ClusterSecrets()
+        self._said: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._registering: asyncio.Task[None] | None = None
+        self._next_scaling = 0.0
+
+    async def run(self, stop: asyncio.Event, hurry: asyncio.Event, on_ready: Callable[[], None]) -> None:
+        """Serve until `stop`, then drain and end every process; `hurry` shortens that.
+
+        `on_ready` is called once every group has the workers that it needs and a router sends requests to them.
+        No process is left when this returns or raises.
+        """
+        told, hurried = False, False
+        try:
+            async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as session:
+                self._session = session
+                while not self.controller.over:
+                    now = time.monotonic()
+                    actions = self.controller.step(now, await self._look())
+                    if stop.is_set() and not self.controller.stopping:
+                        actions += self.controller.stop(now)
+                    if hurry.is_set() and not hurried:
+                        hurried = True
+                        actions += self.controller.stop(now)
+                    self._perform(actions)
+                    if not self.controller.stopping:
+                        self._scale(now)
+                        if self._registering is None or self._registering.done():
+                            self._registering = self._spawn(self._register())
+                    if not told and self.controller.complete and await self._serves():
+                        told = True
+                        on_ready()
+                    await asyncio.sleep(_STEP_SECONDS)
+                await self._settled()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.to_thread(self._launcher.close)
+
+    @property
+    def urls(self) -> list[str]:
+        """Where routers are reached."""
+        return [each.url for each in self.held.values() if each.group == ROUTERS and each.url]
+
+    def doing(self, group: str) -> Doing:
+        """Return what the ready workers of a group do together."""
+        return total_doing(each.answer.doing for each in self.ready(group))
+
+    def load_of(self, name: str) -> GroupLoad:
+        """Return what a scaling policy sees of a group."""
+        doing, group = self.doing(name), self._groups[name]
+        role = "decode" if group.role == "prefill" else group.role
+        felt = [other for other, each in self._groups.items() if each.role == role and role == "decode"] or [name]
+        first = (each.first for other in felt for each in self.ready(other))
+        return GroupLoad(
+            role=group.role,  # type: ignore[arg-type]  # the file was checked
+            target=self.controller.groups[name].target,
+            ready=self.controller.ready(name),
+            running=doing.running,
+            waiting=doing.waiting,
+            slots=doing.slots,
+            kv_usage=doing.kv_usage,
+            ttft_seconds=late_first_token(each for each in first if each is not None),
+        )
+
+    def ready(self, group: str) -> list[HeldProcess]:
+        """Return what of a group is ready and not told to leave."""
+        return [self.held[each.name] for each in self.controller.of_group(group) if self._is_serving(each.name)]
+
+    def _is_serving(self, name: str) -> bool:
+        process = self.controller.processes.get(name)
+        return process is not None and process.phase is ProcessPhase.READY and bool(self.held[name].url)
+
+    async def _look(self) -> dict[str, ProcessSeen]:
+        """Return what is known of every process, and let go those that ended."""
+        await asyncio.to_thread(self._read_ends)
+        seen = {}
+        for held in list(self.held.values()):
+            seen[held.name] = ProcessSeen(held.answer.ready, held.answer.healthy, held.end)
+            if held.end is not None:
+                del self.held[held.name]
+                self._spawn(self._forget(held))
+        return seen
+
+    def _read_ends(self) -> None:
+        """Ask the launcher, which may take a while."""
+        for held in list(self.held.values()):
+            process = held.process
+            if process is not None and held.end is None and (code := process.exit_code()) is not None:
+                held.end = ProcessEnd(code, _in_one_line(process.reason(), said=code in range(1, NODE_LOST)))
+
+    def _perform(self, actions: Iterable[ClusterAction]) -> None:
+        for action in actions:
+            match action:
+                case StartProcess(name, group):
+                    port = self._free_port() if group == ROUTERS else 0
+                    held = HeldProcess(name, group, port, None if group == ROUTERS else FirstTokens())
+                    self.held[name] = held
+                    self._spawn(self._launch(held))
+                case DrainProcess(name):
+                    self._spawn(self._drain(self.held[name]))
+                case KillProcess(name):
+                    self._spawn(self._kill(self.held[name]))
+                case ClusterNote():
+                    (log.warning if action.bad else log.info)("%s", action.text)
+                    self._on_note(action)
+
+    async def _launch(self, held: HeldProcess) -> None:
+        """Start a process, then ask it again and again how it is."""
+        try:
+            launched = await asyncio.to_thread(self._launcher.start, [self._spec(held)])
+        except LaunchError as error:
+            held.end = ProcessEnd(None, str(error), placed=False)
+            return
+        except Exception as error:  # noqa: BLE001  # whatever a launcher of a plugin raises, the process does not run
+            held.end = ProcessEnd(None, f"{type(error).__name__}: {error}", placed=False)
+            return
+        finally:
+            held.launched.set()
+        held.process = launched[0]
+        while held.end is None:
+            if not held.url:
+                self._hear(held, held.process)
+            if held.url:
+                held.answer = await ask(self._session, held.url, held.first, time.monotonic())
+            await asyncio.sleep(_ASK_SECONDS)
+
+    def _hear(self, held: HeldProcess, process: LaunchedProcess) -> None:
+        """Learn where a process is reached."""
+        said = (process.announced() or "").split()
+        if not said:
+            return
+        # One that listens on every address does not know by which of them it is reached.
+        url, *admin = (each.replace("//localhost:", f"//{process.address}:") for each in said)
+        held.url = url
+        if held.group == ROUTERS and admin:
+            held.admin = RouterAdmin(self._session, admin[0], self._secrets.router)
+
+    def _spec(self, held: HeldProcess) -> ProcessSpec:
+        if held.group == ROUTERS:
+            return router_spec(held.name, self.config, held.port, self._secrets, self._variables)
+        return worker_spec(held.name, self.config, held.group, self._secrets, self._variables)
+
+    def _free_port(self) -> int:
+        """Return the first port of the file that no router has."""
+        router = self.config.router_group
+        taken = {each.port for each in self.held.values()}
+        ports = range(router.port, router.port + router.count) if router.port else ()
+        return next((port for port in ports if port not in taken), 0)
+
+    async def _drain(self, held: HeldProcess) -> None:
+        await held.launched.wait()
+        if held.process is not None:
+            await self._forget(held)
+            held.process.terminate()
+
+    async def _kill(self, held: HeldProcess) -> None:
+        await held.launched.wait()
+        if held.process is not None:
+            held.process.kill()
+            await self._forget(held)
+
+    async def _forget(self, held: HeldProcess) -> None:
+        """Take a worker from every router; a router that does not answer learns of it by its own means."""
+        if held.first is not None and held.url:
+            await asyncio.gather(*(admin.deregister(held.url) for _, admin in self._admins()))
+
+    def _admins(self) -> list[tuple[str, RouterAdmin]]:
+        return [(each.name, each.admin) for each in self.held.values() if each.admin is not None]
+
+    async def _register(self) -> None:
+        """Tell every router of every worker that serves."""
+        now = time.monotonic()
+        for router, admin in self._admins():
+            for name, group in self._groups.items():
+                for held in self.ready(name):
+                    trouble = await admin.register(
+                        held.url,
+                        group.role,  # type: ignore[arg-type]  # the file was checked
+                        held.answer.instance,
+                        now,
+                        lambda name=held.name: self._is_serving(name),  # type: ignore[misc]  # bound now
+                    )
+                    if trouble and (said := f"{router} does not take {held.name}: {trouble}") not in self._said:
+                        self._said.add(said)
+                        log.warning("%s", said)
+
+    def _scale(self, now: float) -> None:
+        if now < self._next_scaling or not self.controller.complete:
+            return
+        self._next_scaling = now + _SCALE_SECONDS
+        for name, policy in self._policies.items():
+            self._perform(self.controller.scale(name, policy.propose(self.load_of(name), now)))
+
+    async def _serves(self) -> bool:
+        """Return whether every router sends requests to workers."""
+        for held in self.held.values():
+            if held.group != ROUTERS:
+                continue
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
+                async with self._session.get(f"{held.url}/ready", timeout=aiohttp.ClientTimeout(total=3)) as answer:
+                    if answer.status == 200:
+                        continue
+            return False
+        return True
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s: %s", type(error).__name__, error)
+
+    async def _settled(self) -> None:
+        """Let what was begun end."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=1)
+
+
+def _in_one_line(reason: str, *, said: bool) -> str:
+    """Return how a process ended, and what it `said` last if it ended by itself."""
+    how, *lines = [line.strip() for line in reason.splitlines() if line.strip()] or ["ended"]
+    return f"{how}; it said: {lines[-1]}" if said and lines else how

@@ -1,0 +1,188 @@
+"""What a deployment says of itself, without secrets: /health, /ready, /metrics and /status.json at its own port."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Final
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+import fd_core
+from fd_core.cluster.controller import ProcessPhase
+from fd_core.cluster.deployment import ROUTERS, Deployment
+from fd_core.config import ListenConfig
+from fd_core.metrics import counter, gauge
+from fd_core.router.gateway.answers import error_response, json_response
+from fd_core.router.gateway.watched import GatewayHttp, visit_of
+from fd_core.server.doors.connections import Connections
+from fd_core.server.doors.hosts import HostRules
+from fd_core.server.errors import ApiError
+from fd_core.server.metrics import metric_families
+from fd_core.server.response_schemas import HealthAnswer
+
+__all__ = ["DeploymentPage", "DeploymentStatus", "GroupStatus", "ProcessStatus", "status_of"]
+
+_CONNECTIONS: Final = 64
+
+
+class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One process, as /status.json shows it."""
+
+    name: str
+    phase: str
+    ready: bool
+    node: str
+    url: str
+    seconds: float
+    """For which it has been in its phase."""
+
+
+class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One group, as /status.json and /metrics show it."""
+
+    role: str
+    target: Annotated[int, gauge("target", "Processes that there should be.")]
+    minimum: int
+    maximum: int
+    ready: Annotated[int, gauge("ready", "Processes that serve.")]
+    starting: Annotated[int, gauge("starting", "Processes that are not ready yet.")]
+    leaving: Annotated[int, gauge("leaving", "Processes that end their requests, or were killed.")]
+    running: Annotated[int, gauge("requests_running", "Requests in slots of workers that serve.")]
+    waiting: Annotated[int, gauge("requests_waiting", "Requests that wait for a slot of a worker that serves.")]
+    kv_usage: Annotated[float, gauge("kv_usage_ratio", "Share of KV blocks that are not free, 0 to 1.")]
+    ttft_seconds: Annotated[
+        float | None, gauge("ttft_seconds", "Time to the first token that 9 of 10 requests of half a minute had.")
+    ]
+    starts: Annotated[int, counter("starts", "Processes that were started.")]
+    deaths: Annotated[int, counter("deaths", "Processes that ended though nobody told them to.")]
+    given_up: Annotated[int, gauge("given_up", "1 if no process starts any more, 0 otherwise.")]
+    reason: str
+    """Why the group is given up; empty if it is not."""
+    processes: tuple[ProcessStatus, ...]
+
+
+class DeploymentStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole deployment, as /status.json shows it."""
+
+    version: str
+    model: str
+    launcher: str
+    not_ready: str | None
+    groups: dict[str, GroupStatus]
+
+
+def status_of(deployment: Deployment, now: float) -> DeploymentStatus:
+    """Return what there is to see."""
+    config = deployment.config
+    roles = {ROUTERS: "router", **{name: group.role for name, group in config.worker_groups.items()}}
+    return DeploymentStatus(
+        version=fd_core.__version__,
+        model=config.model,
+        launcher=config.launcher,
+        not_ready=_not_ready(deployment),
+        groups={name: _group(deployment, name, role, now) for name, role in roles.items()},
+    )
+
+
+class DeploymentPage:
+    """Answers for one deployment while it runs."""
+
+    def __init__(self, deployment: Deployment, now: Any, sock: socket.socket) -> None:
+        """`now` returns a monotonic clock. Raises `OSError` if somebody else listens at the address of `sock`."""
+        config = ListenConfig(host=deployment.config.host, port=deployment.config.port)
+        self._deployment = deployment
+        self._now = now
+        self._hosts = HostRules(config.host, (), ())
+        self._process = ProcessCollector(registry=CollectorRegistry())
+        self._http = GatewayHttp(self._answer, sock, config, Connections(config, _CONNECTIONS), None)
+
+    async def close(self) -> None:
+        """Listen no longer."""
+        await self._http.close(0.1)
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            self._hosts.check(visit_of(request))
+            if request.method not in ("GET", "HEAD"):
+                raise ApiError(405, "this path takes GET", headers={"Allow": "GET, HEAD"})
+            return self._page(request.path)
+        except ApiError as error:
+            return error_response(error, request.path)
+
+    def _page(self, path: str) -> web.Response:
+        if path == "/health":
+            return json_response(HealthAnswer("ok"))
+        if path == "/ready":
+            reason = _not_ready(self._deployment)
+            return json_response(
+                HealthAnswer("not ready", reason) if reason else HealthAnswer("ok"), 503 if reason else 200
+            )
+        status = status_of(self._deployment, self._now())
+        if path == "/status.json":
+            return json_response(status)
+        if path == "/metrics":
+            body = generate_latest(_StatusMetrics(status.groups, self._process))
+            return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+        raise ApiError(404, "nothing is served at this path; there are /health, /ready, /metrics and /status.json")
+
+
+class _StatusMetrics(Collector):
+    def __init__(self, groups: Mapping[str, GroupStatus], process: ProcessCollector) -> None:
+        self._groups = groups
+        self._process = process
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric."""
+        parts = [({"group": name, "role": group.role}, group) for name, group in self._groups.items()]
+        yield from metric_families("fdcore_cluster_", parts)
+        yield from self._process.collect()
+
+
+def _not_ready(deployment: Deployment) -> str | None:
+    controller = deployment.controller
+    if controller.stopping:
+        return "the deployment is shutting down"
+    for name, group in controller.groups.items():
+        if (ready := controller.ready(name)) < group.plan.minimum:
+            why = f": {group.given_up}" if group.given_up else ""
+            return f"{ready} of at least {group.plan.minimum} processes of {name} are ready{why}"
+    return None
+
+
+def _group(deployment: Deployment, name: str, role: str, now: float) -> GroupStatus:
+    group = deployment.controller.groups[name]
+    phases = [each.phase for each in deployment.controller.of_group(name)]
+    doing = deployment.doing(name)
+    return GroupStatus(
+        role=role,
+        target=group.target,
+        minimum=group.plan.minimum,
+        maximum=group.plan.maximum,
+        ready=deployment.controller.ready(name),
+        starting=phases.count(ProcessPhase.STARTING),
+        leaving=phases.count(ProcessPhase.DRAINING) + phases.count(ProcessPhase.KILLED),
+        running=doing.running,
+        waiting=doing.waiting,
+        kv_usage=doing.kv_usage,
+        ttft_seconds=None if name == ROUTERS else deployment.load_of(name).ttft_seconds,
+        starts=group.starts,
+        deaths=group.deaths,
+        given_up=int(bool(group.given_up)),
+        reason=group.given_up,
+        processes=tuple(
+            ProcessStatus(
+                name=each.name,
+                phase=each.phase.value,
+                ready=each.ready,
+                node=deployment.held[each.name].node if each.name in deployment.held else "",
+                url=deployment.held[each.name].url if each.name in deployment.held else "",
+                seconds=round(now - each.since, 1),
+            )
+            for each in deployment.controller.of_group(name)
+        ),
+    )
