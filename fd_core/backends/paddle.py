@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar, Final
 
@@ -27,6 +30,8 @@ import json, paddle
 devices = list(paddle.device.get_available_device())
 print({_MARK!r}, json.dumps([paddle.__version__, devices, paddle.is_compiled_with_cuda()]))
 """
+_FACT: Final = re.compile(r"^(\w+) *= *'?([^'\n]+)'?$", re.MULTILINE)
+"""A line of Paddle's `version/__init__.py`, which its build writes."""
 _PATIENCE: Final = 60.0
 """Seconds; the import alone takes one to ten of them."""
 
@@ -56,8 +61,11 @@ def paddle_installed() -> bool:
 def paddle_devices() -> PaddleDevices:
     """Ask the installed Paddle for its devices, once, in a process of its own.
 
-    Looking for them initialises drivers, and a driver that is broken can end the process that looks.
+    Looking for them initialises drivers, and a driver that is broken can end the process that looks. A Paddle that was
+    built for processors alone is not asked: that takes seconds of each start.
     """
+    if (version := _built_for_processors()) is not None:
+        return PaddleDevices(version, built_for_cuda=False)
     # -P: a file `paddle.py` in the working folder is not Paddle.
     command = [sys.executable, "-P", "-W", "ignore", "-c", _QUESTION]
     try:
@@ -71,6 +79,20 @@ def paddle_devices() -> PaddleDevices:
     errors = answer.stderr.strip().splitlines()
     cause = errors[-1] if errors else f"exit status {answer.returncode}"
     return PaddleDevices("", problem=f"Paddle failed when asked for its devices: {cause}")
+
+
+def _built_for_processors() -> str | None:
+    """Return the version of an installed Paddle whose files say that it drives no device; None where they do not."""
+    spec = importlib.util.find_spec("paddle")
+    folder = Path(spec.origin).parent if spec is not None and spec.origin is not None else None
+    if folder is None or os.environ.get("CUSTOM_DEVICE_ROOT") or (folder.parent / "paddle_custom_device").exists():
+        return None
+    try:
+        facts = dict(_FACT.findall((folder / "version" / "__init__.py").read_text()))
+    except (OSError, UnicodeDecodeError):
+        return None
+    built_for = {facts.get(name) for name in ("cuda_version", "xpu_xre_version")} | {facts.get("hip_version", "None")}
+    return facts.get("full_version") if built_for <= {"False", "None"} else None
 
 
 class PaddleBackend(Backend):

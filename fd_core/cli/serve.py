@@ -100,15 +100,17 @@ async def _serve(settings: Settings, listener: socket.socket, console: Console, 
     from fd_core.cli.summary import show_summary, summary
     from fd_core.launching.announcing import announce
     from fd_core.server.listening import settle
-    from fd_core.server.serve import serve_http
 
     async with contextlib.AsyncExitStack() as stack:
         with startup_bars(console) as bars:
             model = await asyncio.to_thread(find_model, settings.engine, settings.server.chat_template, bars)
             engines = settings.server.data_parallel_size
+            # A second of imports, while the engine's process does its own.
+            server = asyncio.create_task(asyncio.to_thread(importlib.import_module, "fd_core.server.serve"))
             client = await stack.enter_async_context(
                 running_engine(model, settings.server.engine, bars, engines=engines)
             )
+        serve_http = (await server).serve_http
         chosen = choose_parsers(
             settings.server.tool_call_parser,
             settings.server.reasoning_parser,

@@ -295,6 +295,9 @@ class Ops(abc.ABC):
     """Formats of packed weights that `prepare_linear` takes; the reader expands the others."""
     expands_weights: bool = False
     """Whether packed weights take as much memory as others: it keeps what they stand for, in `dtype`."""
+    warm_up_tokens: int | None = None
+    """Length of the prefill that warms up; None for the longest there can be, which shows that its memory is there and
+    compiles what depends on its size."""
     parallel: Parallel = Parallel()
     """Which rank of how many computes. Weights are prepared for it: linears that make heads or the inner width of a
     feed-forward block have some of their rows; those that lead back have some of their columns, and their bias is rank

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -107,12 +108,12 @@ class Runner:
         return snapshot(self._grammars.stats)
 
     def warm_up(self, progress: LoadProgress) -> float:
-        """Run the largest prefill and one decode on the first slot, so that the first request pays for nothing.
+        """Run a prefill, of `Ops.warm_up_tokens` if it says so, and a decode, so that no request pays for first times.
 
         Returns the seconds that a token of the prefill took, cold as it was.
         """
         limits = self.limits
-        length = min(limits.max_num_batched_tokens, limits.max_model_len - 1)
+        length = min(limits.max_num_batched_tokens, limits.max_model_len - 1, self.ops.warm_up_tokens or sys.maxsize)
         plans = _warm_up_plans(length, limits.block_size)
         seconds = []
         for done, plan in enumerate(plans):

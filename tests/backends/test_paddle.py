@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import ClassVar
 
@@ -93,6 +95,7 @@ def test_the_processor_is_no_emulation(seen):
 def ask(monkeypatch, folder: Path, source: str) -> PaddleDevices:
     """Return the answer of a Paddle whose module is `source`."""
     (folder / "paddle.py").write_text(source)
+    monkeypatch.setattr(backends, "_built_for_processors", lambda: None)
     monkeypatch.setenv("PYTHONPATH", str(folder))
     return paddle_devices.__wrapped__()
 
@@ -139,10 +142,41 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 
 @needs_paddle
-def test_the_installed_paddle_answers():
-    found = paddle_devices()
+def test_the_installed_paddle_answers_what_its_files_say(monkeypatch):
+    said = paddle_devices.__wrapped__()
+    monkeypatch.setattr(backends, "_built_for_processors", lambda: None)
+    found = paddle_devices.__wrapped__()
     assert found.problem == ""
     assert found.version[0].isdigit()
+    assert found == said
+
+
+VERSION = (
+    "full_version     = '3.3.1'\ncuda_version     = 'False'\nhip_version      = None\nxpu_xre_version  = 'False'\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("version", "asked"),
+    [
+        (VERSION, False),
+        (VERSION.replace("cuda_version     = 'False'", "cuda_version     = '12.6'"), True),
+        (VERSION.replace("xpu_xre_version  = 'False'", "xpu_xre_version  = '5.0.21'"), True),
+        (VERSION.replace("None", "'6.1'"), True),
+        (VERSION.replace("xpu_xre_version  = 'False'\n", ""), True),
+        ("", True),
+    ],
+)
+def test_only_a_paddle_that_may_drive_devices_is_asked(monkeypatch, tmp_path, version, asked):
+    package = tmp_path / "paddle"
+    (package / "version").mkdir(parents=True)
+    (package / "version" / "__init__.py").write_text(version)
+    spec = ModuleSpec("paddle", None, origin=str(package / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *_: spec)
+    monkeypatch.delenv("CUSTOM_DEVICE_ROOT", raising=False)
+    assert backends._built_for_processors() == (None if asked else "3.3.1")
+    (tmp_path / "paddle_custom_device").mkdir()
+    assert backends._built_for_processors() is None, "a plugin for another device is installed"
 
 
 @needs_paddle
