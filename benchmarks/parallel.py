@@ -1,23 +1,28 @@
-"""What ranks cost: the sum alone, whole workloads on two ranks of one thread beside one process of two, and plans.
+"""One engine of all processors beside two ranks, or two engines, of half of them each; and what ranks cost by parts.
 
+    python -m benchmarks.parallel steps [--ways one,engines,ranks] [--workloads w1,w2,w3] [--rounds 3]
+    python -m benchmarks.parallel steps --model 1b --requests 8
     python -m benchmarks.parallel sums
-    python -m benchmarks.parallel steps [--model smollm2] [--dtype float32] [--workloads w1,w2,w3] [--rounds 3]
     python -m benchmarks.parallel plans [--ranks 8]
 
-`sums` compares sums over shared memory and over gloo, inside a fusion and from Python, with gloo's own. `steps` runs
-the shapes of `benchmarks/harness/workloads.py` on random prompts in engines of this process, interleaved. `plans` says
-what rank 0 adds to a step of the null backend before it computes, and until all ranks have answered.
+`steps` runs the shapes of `benchmarks/harness/workloads.py` on random prompts, all requests of one at once, behind the
+client that a server uses. All ways are loaded at the same time and take turns; those that wait cost nothing but memory.
+The model `1b` has random weights, which `benchmarks/random_gguf.py` writes. `sums` compares sums over shared memory and
+over gloo, inside a fusion and from Python, with gloo's own. `plans` says what rank 0 adds to a step of the null backend
+before it computes, and until all ranks have answered.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -27,7 +32,8 @@ import numpy as np
 from benchmarks.harness.workloads import SHAPES
 from fd_core.config import EngineConfig
 from fd_core.engine.builder import load_engine
-from fd_core.engine.core import Engine
+from fd_core.engine.client import EngineClient
+from fd_core.engine.launch import open_client
 from fd_core.engine.ranks.groups import joined_group, opened_group
 from fd_core.engine.ranks.leading import LeadingRunner
 from fd_core.engine.ranks.messages import RankStep, encode_order
@@ -39,6 +45,9 @@ from fd_core.types import RequestSpec
 ROWS = (1, 8, 32, 128, 512)
 WIDTH = 576
 REPEATS = 200
+WAYS: dict[str, dict[str, Any]] = {"one": {}, "engines": {}, "ranks": {"tensor_parallel_size": 2}}
+"""Ways to use the processors, and what they change of an engine's settings."""
+RANDOM_1B = Path.home() / ".cache/fd_core/peers/sources/1b-q4_1.gguf"
 
 
 def typical(call: Callable[[], Any], repeats: int = REPEATS) -> float:
@@ -125,51 +134,53 @@ def sums() -> None:
         print(f"| {kind} | " + " | ".join(f"{found[rows]:.1f}" for rows in ROWS) + " |", flush=True)
 
 
-def requests(name: str, round_: int) -> list[RequestSpec]:
-    """Return random prompts of a workload's shape."""
-    shape, rng = SHAPES[name], np.random.default_rng(round_)
+def requests(name: str, turn: str, seed: int, most: int | None) -> list[RequestSpec]:
+    """Return random prompts of a workload's shape, `most` at most, the same for every way."""
+    shape, rng = SHAPES[name], np.random.default_rng(seed)
     prefix = rng.integers(5, 40_000, shape.shared).tolist()
-    lengths = np.linspace(shape.min_input, shape.max_input, shape.requests).astype(int)
+    count = min(shape.requests, most or shape.requests)
+    lengths = np.linspace(shape.min_input, shape.max_input, count).astype(int)
     return [
-        greedy(f"{name}-{index}", prefix + rng.integers(5, 40_000, length).tolist(), shape.max_tokens)
+        greedy(f"{turn}-{index}", prefix + rng.integers(5, 40_000, length).tolist(), shape.max_tokens)
         for index, length in enumerate(lengths)
     ]
 
 
-def steps(model: str, dtype: str, names: list[str], rounds: int) -> None:
-    """Print output tokens a second of one process with two threads and of two ranks with one each."""
+async def length_of(client: EngineClient, spec: RequestSpec) -> int:
+    """Return the tokens of a text."""
+    return sum([len(delta.token_ids) async for delta in client.submit(spec)])
+
+
+async def steps(model: str, dtype: str, ways: list[str], names: list[str], rounds: int, most: int | None) -> None:
+    """Print output tokens a second of each way, the first of which the others are compared with."""
     path = resolve_model(model).path
-
-    def engine(size: int) -> Engine:
-        config = EngineConfig(
-            model=model,
-            backend="cpu",
-            dtype=dtype,
-            tensor_parallel_size=size,
-            max_model_len=1024,
-            num_threads=2 // size,
-        )
-        return load_engine(config, path, progress=lambda *_: None)
-
-    engines = {size: engine(size) for size in (1, 2)}
-    rates: dict[tuple[str, int], list[float]] = {}
-    for round_ in range(rounds):
-        for name in names:
-            for size in (1, 2) if round_ % 2 == 0 else (2, 1):
-                specs = requests(name, round_)
-                begun = time.perf_counter()
-                tokens = sum(map(len, run(engines[size], specs).tokens.values()))
-                rates.setdefault((name, size), []).append(tokens / (time.perf_counter() - begun))
-    print(f"{model}, {dtype}: output tokens a second, best and median of {rounds} rounds")
+    config = EngineConfig(model=model, backend="cpu", dtype=dtype, max_model_len=1024, kv_cache_memory=512 << 20)
+    clients: list[EngineClient] = []
+    rates: dict[tuple[str, str], list[float]] = {}
+    try:
+        for way in ways:
+            own = msgspec.structs.replace(config, **WAYS[way])
+            clients.append(await open_client(own, path, engines=2 if way == "engines" else 1))
+        turns = list(zip(ways, clients, strict=True))
+        for turn in range(rounds):
+            for name in names:
+                for way, client in turns if turn % 2 == 0 else reversed(turns):
+                    specs = requests(name, f"{name}-{turn}", turn, most)
+                    begun = time.perf_counter()
+                    tokens = sum(await asyncio.gather(*(length_of(client, spec) for spec in specs)))
+                    rates.setdefault((name, way), []).append(tokens / (time.perf_counter() - begun))
+    finally:
+        await asyncio.gather(*(client.close() for client in clients))
+    print(f"{model}, {dtype}: output tokens a second, best (median) of {rounds} rounds")
+    print("| | " + " | ".join(ways) + " |")
+    print("|---" * (len(ways) + 1) + "|")
     for name in names:
-        one, two = rates[name, 1], rates[name, 2]
-        print(
-            f"{name}: one process {max(one):.1f} ({median(one):.1f}), two ranks {max(two):.1f} ({median(two):.1f}): "
-            f"{max(two) / max(one):.2f}x ({median(two) / median(one):.2f}x)",
-            flush=True,
-        )
-    for each in engines.values():
-        each.close()
+        first = max(rates[name, ways[0]])
+        cells = [
+            f"{max(each):.1f} ({median(each):.1f}), {max(each) / first:.2f}x"
+            for each in (rates[name, way] for way in ways)
+        ]
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
 
 
 def plans(ranks: int) -> None:
@@ -220,10 +231,12 @@ def main() -> None:
     for argument in ("kind", "place"):
         hidden.add_argument(argument)
     stepping = parts.add_parser("steps")
-    stepping.add_argument("--model", default="smollm2")
+    stepping.add_argument("--model", default="smollm2", help="1b for random weights")
     stepping.add_argument("--dtype", default="bfloat16")
+    stepping.add_argument("--ways", default=",".join(WAYS))
     stepping.add_argument("--workloads", default="w1,w2,w3")
     stepping.add_argument("--rounds", type=int, default=3)
+    stepping.add_argument("--requests", type=int, help="at most so many at once")
     planning = parts.add_parser("plans")
     planning.add_argument("--ranks", type=int, default=8)
     asked = parser.parse_args()
@@ -234,7 +247,13 @@ def main() -> None:
             place = msgspec.json.decode(asked.place, type=int | RankMeeting)
             sums_of(asked.kind, joined_group(Parallel(1, 2), place, 60.0))
         case "steps":
-            steps(asked.model, asked.dtype, asked.workloads.split(","), asked.rounds)
+            ways, names = asked.ways.split(","), asked.workloads.split(",")
+            if not set(ways) <= WAYS.keys() or not set(names) <= SHAPES.keys():
+                parser.error(f"ways are {', '.join(WAYS)}; workloads are {', '.join(SHAPES)}")
+            model = str(RANDOM_1B) if asked.model == "1b" else asked.model
+            if asked.model == "1b" and not RANDOM_1B.exists():
+                parser.error(f"there is no {model}: python benchmarks/random_gguf.py 1b q4_1 -o {model}")
+            asyncio.run(steps(model, asked.dtype, ways, names, asked.rounds, asked.requests))
         case "plans":
             plans(asked.ranks)
 
