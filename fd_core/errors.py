@@ -58,4 +58,7 @@ class BadRequest(FdError):
 
 
 class EngineDead(FdError):
-    """The engine's process ended or does not answer; answered with HTTP 503."""
+    """The engine's process ended or does not answer; answered with HTTP 503.
+
+    `field` is `rank N` where one of several ranks is at fault.
+    """

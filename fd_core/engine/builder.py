@@ -109,6 +109,8 @@ class _EngineBuilder:
 
     def build(self, wake: Callable[[], None], admitted: AdmissionSink) -> Engine:
         """Make the parts that start threads last, and join them."""
+        if self._ranks is not None:
+            self._ranks.wake = wake
         adapters, compiler = self._adapters, self._computing.compiler
         scheduler, runner = self._scheduler(), self._runner
         with ThreadPoolExecutor(1, "fdcore-vocabulary") as beside:

@@ -191,6 +191,8 @@ class SingleEngineClient(abc.ABC):
         """Whether the engine answers; false from its death until a restart is ready."""
         self.requests_requeued = 0
         """Requests given to a new epoch because the one before died with them; only grows."""
+        self.rank_failures = {str(rank): 0 for rank in range(1, config.tensor_parallel_size)}
+        """Deaths of the engine by the number of the rank at fault, which are those beside the engine's own process."""
         self._interrupted = False
         """Whether the engine is gone and another one will resume its requests."""
         self._death = "the engine is not running"
@@ -323,8 +325,13 @@ class SingleEngineClient(abc.ABC):
         for spec in left_over:
             self._send(Submit(spec))
 
-    def _went_away(self, reason: str) -> None:
-        """The engine died and another will be started: its requests wait, unless they are aborted or given up."""
+    def _went_away(self, reason: str, rank: str | None = None) -> None:
+        """The engine died and another will be started: its requests wait, unless they are aborted or given up.
+
+        `rank` is the one at fault, as `EngineDead.field` names it.
+        """
+        if rank is not None and (number := rank.removeprefix("rank ")) in self.rank_failures:
+            self.rank_failures[number] += 1
         self.alive, self._interrupted = False, True
         self._death = reason
         self._forget_changes(reason)

@@ -119,7 +119,7 @@ class _Threaded(Device):
         self._thread.join()
 
     @abc.abstractmethod
-    def _answer(self, output: StepOutput | str) -> None:
+    def _answer(self, output: StepOutput | EngineDead) -> None:
         """Carry an output, or the reason why there is none, to whoever collects."""
 
     def _run(self) -> None:
@@ -133,10 +133,10 @@ class _Threaded(Device):
             try:
                 output = self.runner.execute(plan)
             except EngineDead as error:
-                self._answer(str(error))
+                self._answer(error)
                 return
             except Exception as error:  # noqa: BLE001 - the thread's last frame: whoever collects is told
-                self._answer(f"step {plan.step} failed: {type(error).__name__}: {error}")
+                self._answer(EngineDead(f"step {plan.step} failed: {type(error).__name__}: {error}"))
                 return
             self._answer(output)
 
@@ -145,7 +145,7 @@ class ThreadDevice(_Threaded):
     """Hands outputs over in memory."""
 
     def __init__(self, runner: Runner) -> None:
-        self._outputs: queue.SimpleQueue[StepOutput | str] = queue.SimpleQueue()
+        self._outputs: queue.SimpleQueue[StepOutput | EngineDead] = queue.SimpleQueue()
         super().__init__(runner)
 
     def collect(self, timeout: float) -> StepOutput:
@@ -155,7 +155,7 @@ class ThreadDevice(_Threaded):
         except queue.Empty:
             raise _stalled(timeout) from None
 
-    def _answer(self, output: StepOutput | str) -> None:
+    def _answer(self, output: StepOutput | EngineDead) -> None:
         self._outputs.put(output)
 
 
@@ -185,7 +185,7 @@ class SocketDevice(_Threaded):
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _answer(self, output: StepOutput | str) -> None:
+    def _answer(self, output: StepOutput | EngineDead) -> None:
         self._sender.send(encode_output(output))
 
 
@@ -198,9 +198,9 @@ def make_device(runner: Runner, pipeline_depth: int, transport: str) -> Device:
     return ThreadDevice(runner) if pipeline_depth > 1 else InlineDevice(runner)
 
 
-def _healthy(output: StepOutput | str) -> StepOutput:
-    if isinstance(output, str):
-        raise EngineDead(output)
+def _healthy(output: StepOutput | EngineDead) -> StepOutput:
+    if isinstance(output, EngineDead):
+        raise output
     return output
 
 
@@ -213,6 +213,7 @@ def _stalled(timeout: float) -> DeviceStalled:
 
 class _Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
     reason: str
+    field: str | None
 
 
 def _encode_array(array: npt.NDArray[Any]) -> tuple[tuple[int, ...], str, bytes]:
@@ -231,12 +232,14 @@ _DECODER: msgspec.msgpack.Decoder[StepOutput | _Failure] = msgspec.msgpack.Decod
 )
 
 
-def encode_output(output: StepOutput | str) -> bytes:
+def encode_output(output: StepOutput | EngineDead) -> bytes:
     """Return the frame of an output, or of the reason why there is none."""
-    return _ENCODER.encode(_Failure(output) if isinstance(output, str) else output)
+    if isinstance(output, EngineDead):
+        return _ENCODER.encode(_Failure(output.message, output.field))
+    return _ENCODER.encode(output)
 
 
-def decode_output(frame: bytes) -> StepOutput | str:
+def decode_output(frame: bytes) -> StepOutput | EngineDead:
     """Return what `encode_output` was given. Raises `msgspec.DecodeError` or `ValueError` for anything else."""
     read = _DECODER.decode(frame)
-    return read.reason if isinstance(read, _Failure) else read
+    return EngineDead(read.reason, field=read.field) if isinstance(read, _Failure) else read

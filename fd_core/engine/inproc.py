@@ -115,16 +115,16 @@ class InprocClient(SingleEngineClient):
         return engine
 
     def _run(self, engine: Engine, inbox: _QueueInbox) -> None:
-        failure, stalled = None, False
+        failure: EngineDead | None = None
         try:
             serve_engine(engine, inbox, self._deliver)
         except Exception as error:  # noqa: BLE001 - the last frame of the thread: tell the readers, then end
             _log.exception("the engine failed")
-            failure, stalled = f"the engine failed: {error}", isinstance(error, DeviceStalled)
-            if not stalled:
+            failure = error if isinstance(error, EngineDead) else EngineDead(str(error))
+            if not isinstance(error, DeviceStalled):
                 engine.close()
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._ended, failure, stalled)
+            self._loop.call_soon_threadsafe(self._ended, failure)
 
     def _deliver(self, message: EngineMessage) -> None:
         self._last_sign = time.monotonic()
@@ -133,14 +133,15 @@ class InprocClient(SingleEngineClient):
         elif isinstance(message, AdaptersChanged):
             self._loop.call_soon_threadsafe(self._adapters_changed, message)
 
-    def _ended(self, failure: str | None, stalled: bool) -> None:
+    def _ended(self, failure: EngineDead | None) -> None:
         """The engine's thread is at its end."""
+        reason = "the engine was closed" if failure is None else f"the engine failed: {failure}"
         if failure is None or self._closing:
-            self._went_down(failure or "the engine was closed")
-        elif stalled:
-            self._give_up(failure)
+            self._went_down(reason)
+        elif isinstance(failure, DeviceStalled):
+            self._give_up(reason)
         else:
-            self._went_away(failure)
+            self._went_away(reason, failure.field)
             self._begin(self._restart())
 
     def _give_up(self, failure: str) -> None:

@@ -216,7 +216,7 @@ class ProcessClient(SingleEngineClient):
                 if self._closing:
                     return
                 _log.error("%s of epoch %d is gone: %s", self._place.name, self._epoch, reason)
-                self._went_away(f"the engine failed: {reason}")
+                self._went_away(f"the engine failed: {reason}", reason.field)
                 if not await start_again(self._start_another):
                     return
                 _log.warning("%s restarted as epoch %d", self._place.name, self._epoch)

@@ -70,6 +70,9 @@ class EngineStarts(msgspec.Struct, frozen=True):
     up: Annotated[int, gauge("engine_up", "1 while the engine answers, 0 otherwise.")]
     epoch: Annotated[int, gauge("engine_epoch", "Number of starts of the engine.")]
     requeued: Annotated[int, counter("requests_requeued", "Requests given to a restarted engine.")]
+    rank_failures: Annotated[
+        dict[str, int], counter("rank_failures", "Failures of the engine by one of its ranks.", label="rank")
+    ]
 
 
 class ServerMetrics(Collector):
@@ -276,7 +279,7 @@ def _one_two_five(largest: int) -> tuple[float, ...]:
 
 
 def _starts(engine: SingleEngineClient) -> EngineStarts:
-    return EngineStarts(int(engine.alive), engine.info.epoch, engine.requests_requeued)
+    return EngineStarts(int(engine.alive), engine.info.epoch, engine.requests_requeued, engine.rank_failures)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

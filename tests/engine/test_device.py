@@ -59,6 +59,12 @@ def test_texts_with_logprobs_are_the_same_over_each_transport(transport: str, de
     engine.close()
 
 
+def test_a_frame_carries_why_there_is_no_output_and_the_rank_at_fault() -> None:
+    back = decode_output(encode_output(EngineDead("rank 1 is gone", field="rank 1")))
+    assert isinstance(back, EngineDead)
+    assert (back.message, back.field) == ("rank 1 is gone", "rank 1")
+
+
 @given(st.binary(max_size=60))
 def test_bytes_that_are_no_frame_are_refused(data: bytes) -> None:
     with pytest.raises((msgspec.MsgspecError, ValueError)):

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -155,20 +156,89 @@ def test_a_killed_rank_costs_no_token(caplog: pytest.LogCaptureFixture) -> None:
             told = await asyncio.gather(*(read(client, spec, kill) for spec in SPECS))
             assert {spec.request_id: each.tokens for spec, each in zip(SPECS, told, strict=True)} == expected
             assert client.info.epoch == 2 and client.requests_requeued > 0
+            assert client.rank_failures == {"1": 1}
         assert "engine of epoch 1 is gone: rank 1 was ended by SIGKILL" in caplog.text
 
     with caplog.at_level(logging.ERROR):
         run_test(main)
 
 
-def test_a_rank_that_is_killed_while_nothing_runs_is_missed_at_once() -> None:
+@pytest.mark.parametrize(
+    ("sent", "words"), [(signal.SIGKILL, "rank 1 was ended by SIGKILL"), (signal.SIGSTOP, "rank 1 did not answer")]
+)
+def test_a_rank_that_is_lost_while_nothing_runs_is_missed_and_named(
+    sent: signal.Signals, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def main() -> None:
-        async with opened(backend="null", **TWO) as client:
+        async with opened(backend="null", watchdog_seconds=3.0, **TWO) as client:
             assert isinstance(client, ProcessClient)
-            os.kill(rank_of(client), signal.SIGKILL)
-            await until(lambda: not client.alive)
+            lost = rank_of(client)
+            os.kill(lost, sent)
+            await until(lambda: not client.alive, 20.0)
             await until(lambda: client.alive, 30.0)
             assert client.info.epoch == 2
+            assert client.rank_failures == {"1": 1}
+            assert not Path(f"/proc/{lost}").exists()
+        assert words in caplog.text
+
+    with caplog.at_level(logging.ERROR):
+        run_test(main)
+
+
+def test_the_end_of_a_rank_wakes_the_engine() -> None:
+    """It need not be looked for."""
+    woken = threading.Event()
+    engine = null_engine(wake=woken.set, **TWO)
+    try:
+        runner = engine.probe().runner
+        assert isinstance(runner, leading.LeadingRunner)
+        woken.clear()
+        os.kill(runner.ranks.pids[0], signal.SIGKILL)
+        assert woken.wait(20.0)
+        with pytest.raises(EngineDead, match="rank 1 was ended by SIGKILL"):
+            engine.step()
+    finally:
+        engine.close()
+
+
+def test_ranks_that_are_idle_answer_when_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks come between steps as well, and their answers are not taken for those of steps."""
+    monkeypatch.setattr(leading, "_IDLE_SECONDS", 0.0)
+    engine = null_engine(**TWO)
+    try:
+        runner = engine.probe().runner
+        assert isinstance(runner, leading.LeadingRunner)
+        assert run(engine, SPECS[:3]).tokens == golden(SPECS[:3])
+        for _ in range(400):
+            engine.step()
+            if not runner.ranks._unheard:
+                break
+            time.sleep(0.05)
+        else:
+            pytest.fail("the rank does not answer")
+        assert run(engine, SPECS[3:5]).tokens == golden(SPECS[3:5])
+    finally:
+        engine.close()
+
+
+def test_a_rank_that_is_slow_is_waited_for() -> None:
+    """It is stopped again and again, each time for less than it may be silent."""
+
+    async def main() -> None:
+        async with opened(backend="null", watchdog_seconds=20.0, **TWO) as client:
+            assert isinstance(client, ProcessClient)
+            rank = rank_of(client)
+
+            async def slow() -> None:
+                for _ in range(8):
+                    os.kill(rank, signal.SIGSTOP)
+                    await asyncio.sleep(0.1)
+                    os.kill(rank, signal.SIGCONT)
+                    await asyncio.sleep(0.02)
+
+            told, _ = await asyncio.gather(read(client, LONG, lambda _: None), slow())
+            assert told.tokens == golden([LONG])["long"]
+            assert client.info.epoch == 1
 
     run_test(main)
 
@@ -201,9 +271,11 @@ def rank_of(client: ProcessClient) -> int:
 
 PLAYED = """
 import sys
+import threading
+import time
 import msgspec, zmq
 from fd_core.engine.messages import Fault
-from fd_core.engine.ranks.messages import RankLoaded, RankReady, RankStart, StepDigest, decode_order
+from fd_core.engine.ranks.messages import LOOK, RankLoaded, RankReady, RankStart, StepDigest, decode_order
 start = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankStart)
 socket = zmq.Context().socket(zmq.PAIR)
 socket.connect(start.steps)
@@ -226,7 +298,8 @@ sys.stdin.buffer.read()
         ),
         (
             "say(RankLoaded(2**30, 1, (0, 1))); socket.recv(); say(RankReady()); socket.recv()\n"
-            "say(StepDigest(decode_order(socket.recv()).plan.step, b'else'))",
+            "while (frame := socket.recv()) == LOOK: say(RankReady())\n"
+            "say(StepDigest(decode_order(frame).plan.step, b'else'))",
             EngineDead,
             "rank 1 made something else of step",
         ),

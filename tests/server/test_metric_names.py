@@ -102,6 +102,7 @@ PROMISED = {
     "fdcore_queue_seconds": ("histogram", []),
     "fdcore_recomputed_tokens": ("counter", []),
     "fdcore_requests_loading": ("gauge", []),
+    "fdcore_rank_failures": ("counter", ["rank"]),
     "fdcore_requests_requeued": ("counter", []),
     "fdcore_requests_running": ("gauge", []),
     "fdcore_requests_waiting": ("gauge", []),
@@ -148,6 +149,7 @@ VLLM = {
 
 def served(leases: LeaseStats, vllm_model: str | None = None) -> dict[str, tuple[str, list[str]]]:
     client = FakeClient()
+    client.rank_failures = {"1": 1}
     client.info = msgspec.structs.replace(client.info, adapters=(AdapterInfo("sql", "digest", "/sql", 8),))
     client.stats = EngineStats(
         kv=KV,

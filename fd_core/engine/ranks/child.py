@@ -19,6 +19,7 @@ from fd_core.engine.computing import Computing
 from fd_core.engine.messages import Fault
 from fd_core.engine.ranks.groups import joined_group
 from fd_core.engine.ranks.messages import (
+    LOOK,
     WARM_UP,
     AdaptersHeld,
     BlockCopy,
@@ -111,6 +112,9 @@ def _execute(steps: zmq.Socket[bytes], runner: Runner, say: Callable[[RankMessag
         frame = steps.recv()
         if frame == WARM_UP:
             runner.warm_up(lambda *_: None)
+            continue
+        if frame == LOOK:
+            say(RankReady())
             continue
         match decode_order(frame):
             case RankStep(plan, slots, drafts, counts):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -33,6 +34,7 @@ from fd_core.config import EngineConfig, Limits
 from fd_core.engine.messages import Fault
 from fd_core.engine.ranks.groups import opened_group
 from fd_core.engine.ranks.messages import (
+    LOOK,
     WARM_UP,
     AdaptersHeld,
     HoldAdapters,
@@ -66,6 +68,11 @@ _LOOK_MS: Final = 50
 _LAST_WORDS_SECONDS: Final = 1.0
 """For which the reason of a rank that ended is waited for."""
 _END_SECONDS: Final = 5.0
+_IDLE_SECONDS: Final = 1.0
+"""After which a rank that had nothing to do is asked whether it goes on."""
+_MOST_SECONDS: Final = 0.6
+"""That count as silence from one look at ranks to the next; if more passed, this process stood still itself."""
+_RANK: Final = re.compile(r"rank \d+")
 _Message = TypeVar("_Message", RankLoaded, RankReady, StepDigest, AdaptersHeld)
 
 
@@ -101,6 +108,13 @@ class RankProcesses:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ended: list[tuple[int, int]] = []
         """Ranks whose process ended, the first one first, with exit codes."""
+        self.wake: Callable[[], None] = lambda: None
+        """Called on another thread when a rank ends."""
+        self._unheard: set[int] = set()
+        """Ranks that were asked whether they go on and have not answered."""
+        self._waited = 0.0
+        """Seconds for which they were looked at in vain."""
+        self._looked = self._heard = time.monotonic()
         self._silent = ""
         """What is to be said of a rank that did not copy in time."""
         place: int | RankMeeting | None = None
@@ -144,7 +158,29 @@ class RankProcesses:
         for rank in self._ranks:
             heard = self._hear(rank, StepDigest, self._seconds)
             if (heard.step, heard.digest) != (step, digest):
-                raise EngineDead(f"rank {rank} made something else of step {step} than rank 0")
+                raise _dead(f"rank {rank} made something else of step {step} than rank 0")
+        self._heard = time.monotonic()
+
+    def look(self) -> None:
+        """Ask ranks that have nothing to do, now and then, whether they go on; never waits.
+
+        Called while nothing is executed. Raises `EngineDead` if one has ended, or not answered for too long.
+        """
+        if self.group.abandoned:
+            raise RanksApart("a rank is gone")
+        now = time.monotonic()
+        passed, self._looked = min(now - self._looked, _MOST_SECONDS), now
+        if self._unheard:
+            for rank in sorted(self._unheard):
+                if self._steps[rank - 1].poll(0):
+                    self._expect(rank, self._receive(rank), RankReady)
+                    self._unheard.remove(rank)
+            self._heard, self._waited = now, self._waited + passed
+            if self._unheard and self._waited > self._seconds:
+                raise _dead(f"rank {min(self._unheard)} did not answer within {self._seconds:g} s")
+        elif now - self._heard > _IDLE_SECONDS:
+            self.tell(LOOK)
+            self._unheard, self._waited = set(self._ranks), 0.0
 
     def hold(self, adapters: Sequence[Adapter], known: Collection[Adapter]) -> str | None:
         """Have the other ranks hold these adapters and no others; `known` are those that they hold.
@@ -174,7 +210,7 @@ class RankProcesses:
                     self._silent = f"rank {rank} did not answer within {self._seconds:g} s"
                     self.group.abandon()
                 if self.group.abandoned:
-                    raise EngineDead(self._silent or f"rank {rank} is gone")
+                    raise _dead(self._silent or f"rank {rank} is gone")
             answers.append(socket.recv_multipart())
         return answers
 
@@ -186,7 +222,7 @@ class RankProcesses:
         except RanksApart as error:
             reason = self.reason(str(error))
             self.kill()
-            raise EngineDead(reason) from error
+            raise _dead(reason) from error
         except BaseException:
             self.kill()
             raise
@@ -262,22 +298,33 @@ class RankProcesses:
         """Let nobody wait for a rank that has ended."""
         self._ended.append((rank, process.wait()))
         self.group.abandon()
+        self.wake()
 
     def _hear(self, rank: int, kind: type[_Message], seconds: float | None) -> _Message:
         """Return a rank's next message, which has to be of a kind; None waits for as long as it runs."""
-        deadline = None if seconds is None else time.monotonic() + seconds
+        looks = 0
         while not self._steps[rank - 1].poll(_LOOK_MS):
             if self.group.abandoned:
-                raise EngineDead(self.reason(f"rank {rank} is gone"))
-            if deadline is not None and time.monotonic() > deadline:
-                raise EngineDead(f"rank {rank} did not answer within {seconds:g} s")
+                raise _dead(self.reason(f"rank {rank} is gone"))
+            looks += 1  # not the time: this process may have stood still itself
+            if seconds is not None and looks * _LOOK_MS > seconds * 1000:
+                raise _dead(f"rank {rank} did not answer within {seconds:g} s")
         message = self._receive(rank)
+        if rank in self._unheard and isinstance(message, RankReady):
+            self._unheard.remove(rank)
+            return self._hear(rank, kind, seconds)
+        return self._expect(rank, message, kind)
+
+    def _expect(self, rank: int, message: RankMessage, kind: type[_Message]) -> _Message:
+        """Return a message that has to be of a kind. Raises what a fault says."""
         if isinstance(message, kind):
             return message
         if isinstance(message, Fault):
             text = f"rank {rank}: {message.message}"
-            raise _ERRORS.get(message.exit_code, EngineDead)(text, field=message.field, hint=message.hint)
-        raise EngineDead(f"rank {rank} said {type(message).__name__} where {kind.__name__} was due")
+            if message.exit_code in _ERRORS:
+                raise _ERRORS[message.exit_code](text, field=message.field, hint=message.hint)
+            raise _dead(text)
+        raise _dead(f"rank {rank} said {type(message).__name__} where {kind.__name__} was due")
 
     def _receive(self, rank: int) -> RankMessage:
         message: RankMessage = msgspec.msgpack.decode(self._steps[rank - 1].recv(), type=RankMessage)
@@ -318,10 +365,9 @@ class LeadingRunner(Runner):
         return output
 
     def check(self) -> None:
-        """Raise `EngineDead` if a rank is gone, so that nobody takes an idle engine for one that serves."""
-        if self.ranks.group.abandoned:
-            with self.ranks.together():
-                raise RanksApart("a rank is gone")
+        """Raise `EngineDead` if a rank is gone or stands still: an idle engine must not pass for one that serves."""
+        with self.ranks.together():
+            self.ranks.look()
 
     def close(self) -> None:
         """End the other ranks."""
@@ -342,7 +388,7 @@ class JoinedAdapters(RunnerAdapters):
         if (refusal := self._ranks.hold(wanted, known=before)) is not None:
             super().replace(before)
             if (again := self._ranks.hold(before, known=before)) is not None:
-                raise EngineDead(again)
+                raise _dead(again)
             raise MemoryError(refusal)
 
 
@@ -398,6 +444,12 @@ class JoinedKVCache(KVCache):
 def joined_shape(own: KVShape, heads: Sequence[tuple[int, int]]) -> KVShape:
     """Return the shape of the KV of all ranks, of which `own` is one's."""
     return replace(own, num_kv_heads=max(end for _, end in heads), first_kv_head=0)
+
+
+def _dead(text: str) -> EngineDead:
+    """Return the error of a rank that the text begins with."""
+    found = _RANK.match(text)
+    return EngineDead(text, field=None if found is None else found[0])
 
 
 def _how(code: int) -> str:

@@ -1,8 +1,8 @@
 """What rank 0 says to the other ranks and hears of them; encoded with msgspec, never pickled.
 
 On the socket of steps: `RankLoaded`, `RankLimits`, `RankReady`, then orders and an answer to each: `HoldAdapters` and
-`AdaptersHeld`, `RankStep` and `StepDigest`; at any time a `Fault` instead. `WARM_UP` has no answer. On the socket of
-copies: a `BlockCopy` and its answer, with the bytes of blocks behind it.
+`AdaptersHeld`, `RankStep` and `StepDigest`, `LOOK` and `RankReady`; at any time a `Fault` instead. `WARM_UP` has no
+answer. On the socket of copies: a `BlockCopy` and its answer, with the bytes of blocks behind it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,17 @@ from fd_core.types import IntArray, StepOutput, StepPlan
 from fd_core.weights import Adapter
 
 __all__ = [
-    *("WARM_UP", "AdaptersHeld", "BlockCopy", "HoldAdapters", "RankLimits", "RankLoaded", "RankMessage", "RankOrder"),
+    *(
+        "LOOK",
+        "WARM_UP",
+        "AdaptersHeld",
+        "BlockCopy",
+        "HoldAdapters",
+        "RankLimits",
+        "RankLoaded",
+        "RankMessage",
+        "RankOrder",
+    ),
     *("RankReady", "RankStart", "RankStep", "StepDigest", "decode_blocks", "decode_order", "encode_blocks"),
     *("encode_order", "step_digest"),
 ]
@@ -29,6 +39,8 @@ __all__ = [
 
 WARM_UP: Final = b""
 """The frame before the first plan: every rank warms up by itself."""
+LOOK: Final = b"?"
+"""The frame that asks a rank for which there is nothing to do whether it goes on."""
 
 
 class RankStart(msgspec.Struct, frozen=True):
