@@ -189,8 +189,11 @@ def deploy(session: nox.Session) -> None:
 @nox.session
 def mutants(session: nox.Session) -> None:
     """Puts faults into the core, one at a time: the fast tests must notice each. Arguments after `--` name mutants."""
-    session.install("-e", ".[test]")
+    session.install("-e", ".[cpu]")  # first, as for the tests
+    session.install("-e", ".[cpu,test]")
     session.run("python", "-m", "tests.mutants", *session.posargs)
+    if not session.posargs:
+        session.run("pytest", "tests/mutants/judge_kernels.py")
 
 
 CLIENTS = {

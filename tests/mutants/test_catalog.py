@@ -10,6 +10,7 @@ import pytest
 
 from tests.mutants.catalog import MUTANTS
 from tests.mutants.groups import LEFT_OUT, LONG, ROOT, groups
+from tests.mutants.kernel_faults import KERNEL_FAULTS
 from tests.mutants.mutant import DoesNotApply, Edit, Mutant
 
 
@@ -26,8 +27,19 @@ def test_a_mutant_applies_once_and_is_still_a_program(mutant: Mutant, tmp_path: 
         assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse((ROOT / "fd_core" / edit.file).read_text()))
 
 
+@pytest.mark.parametrize("fault", KERNEL_FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_of_the_kernels_applies_once(fault: Mutant, tmp_path: Path) -> None:
+    """What they compile to is judged in the session `mutants`."""
+    for edit in fault.edits:
+        copy = tmp_path / edit.file
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text((ROOT / "fd_core" / edit.file).read_text())
+    fault.apply(tmp_path)
+
+
 def test_names_are_unique() -> None:
-    assert [name for name, count in Counter(mutant.name for mutant in MUTANTS).items() if count > 1] == []
+    counts = Counter(mutant.name for mutant in (*MUTANTS, *KERNEL_FAULTS))
+    assert [name for name, count in counts.items() if count > 1] == []
 
 
 @pytest.mark.parametrize("source", ["x = 1\n", "x = 2\nx = 2\n"])
