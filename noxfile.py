@@ -52,7 +52,7 @@ FORMATS = (
         for settings in ("dtype=float32,quantization=int8", "dtype=bfloat16,quantization=int4,kv_cache_dtype=int8")
     ),
 )
-"""The same with weights and KV of fewer bits and with every instruction set that runs on any processor with AVX-512."""
+"""Lines of docs/conformance-formats.md: weights and KV of fewer bits, and instruction sets on any AVX-512 processor."""
 COMPUTING = "test_operations or test_fusions or test_models or test_golden or test_quantized_kv or test_ranks"
 """What depends on formats and instructions: the rest of the kit has seen the same code."""
 
@@ -141,18 +141,18 @@ def nixl(session: nox.Session) -> None:
 
 @nox.session
 def conformance(session: nox.Session) -> None:
-    """The conformance kit on every backend that runs without a device of its own; writes the table in docs/."""
+    """The conformance kit on every backend that runs without a device of its own; writes the tables in docs/."""
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test,paddle,onnx]", "-e", "plugins/xpu", "-e", "plugins/metax")
-    whole, formats = (f"{session.create_tmp()}/{name}.json" for name in ("conformance", "formats"))
-    # A backend that does not pass gets its line first and fails the session then.
-    session.run("fdcore", "conformance", *(session.posargs or CONFORMING), "--json", whole, success_codes=[0, 1, 4])
-    found = [whole]
+    tables = {"conformance": session.posargs or CONFORMING}
     if not session.posargs:
-        session.run("fdcore", "conformance", *FORMATS, "-k", COMPUTING, "--json", formats, success_codes=[0, 1, 4])
-        found.append(formats)
-    table = ["--markdown", "docs/conformance.md", "--html", "docs/conformance.html"]
-    session.run("python", "-m", "fd_core.testing.report", *found, *table, "--require-pass")
+        tables["conformance-formats"] = (*FORMATS, "-k", COMPUTING)
+    for name, arguments in tables.items():
+        results = f"{session.create_tmp()}/{name}.json"
+        # A backend that does not pass gets its line first and fails the session then.
+        session.run("fdcore", "conformance", *arguments, "--json", results, success_codes=[0, 1, 4])
+        table = ["--markdown", f"docs/{name}.md", "--html", f"docs/{name}.html"]
+        session.run("python", "-m", "fd_core.testing.report", results, *table, "--require-pass")
 
 
 @nox.session
