@@ -151,6 +151,9 @@ def test_prompts_of_adapters_are_not_compared_with_what_is_told() -> None:
     router.serves(worker, ["base", "sql"], ["sql"])
     telling(router, worker, 4, stored(prompt, 4))
     assert (hits(router, prompt, model="sql"), hits(router, prompt, model="base")) == (0, 4)
+    with chosen(router.select(request(prompt, model="sql"), 0.0, 0.0)) as selection:
+        router.served(selection, 0.0)
+    assert hits(router, prompt, model="sql") == 4, "what was served counts"
 
 
 def test_salted_prompts_and_prompts_without_tokens_are_not_compared_with_what_is_told() -> None:
