@@ -93,19 +93,18 @@ async def _send(session: aiohttp.ClientSession, dialect: Dialect, body: dict[str
     async with session.post(dialect.path, json=body) as response:
         if response.status != 200:
             raise RuntimeError(f"HTTP {response.status}: {(await response.text())[:300]}")
-        rest = b""
-        # Whatever has arrived at once: a client that wakes for each line takes time from the engine on its machine.
-        async for data in response.content.iter_any():
-            *lines, rest = (rest + data).split(b"\n")
-            new: list[int] = []
-            for line in lines:
-                if line.startswith(b"data:") and (text := line[5:].strip()) != b"[DONE]":
-                    event = json.loads(text)
-                    if "error" in event:
-                        raise RuntimeError(f"the server answered with an error: {event['error']}")
-                    new += dialect.tokens(event)
+        async for line in response.content:
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                break
+            event = json.loads(data)
+            if "error" in event:
+                raise RuntimeError(f"the server answered with an error: {event['error']}")
+            new = dialect.tokens(event)
             if new:
                 last = time.perf_counter() - start
                 first = first or last
-                tokens += new
+                tokens.extend(new)
     return RequestResult(tuple(tokens), first, last)
