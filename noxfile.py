@@ -140,6 +140,15 @@ def nixl(session: nox.Session) -> None:
 
 
 @nox.session
+def ray(session: nox.Session) -> None:
+    """The launcher `ray` with Ray, on several nodes of this machine; other sessions skip what needs it."""
+    session.install("-e", ".[cpu]")
+    session.install("-e", ".[cpu,test]", "-e", "plugins/launcher_ray[ray,test]")
+    with session.chdir("plugins/launcher_ray"):
+        session.run("pytest", *session.posargs)
+
+
+@nox.session
 def conformance(session: nox.Session) -> None:
     """The conformance kit on every backend that runs without a device of its own; writes the tables in docs/."""
     session.install("-e", ".[cpu]")

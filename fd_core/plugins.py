@@ -62,12 +62,14 @@ KNOWN_PLUGINS: Final[Mapping[str, str]] = {
     "metax": "fd-metax",
     "storage_redis": "fd-storage-redis",
     "connector_nixl": "fd-connector-nixl",
+    "launcher_ray": "fd-launcher-ray",
 }
 """Short names of the project's own plugins and their distributions."""
 
 _PLUGIN_OF: Final[Mapping[str, str]] = {
     **dict.fromkeys(("redis", "rediss", "unix", "valkey", "valkeys"), "storage_redis"),
     "nixl": "connector_nixl",
+    "ray": "launcher_ray",
 }
 """Names, up to a `+`, that plugins of other names offer."""
 

@@ -1,0 +1,13 @@
+"""Places processes on the nodes of a Ray cluster; importing this imports no Ray."""
+
+from __future__ import annotations
+
+from fd_core.hookspecs import Entry, hookimpl
+
+FD_CONTRACT = 1
+
+
+@hookimpl
+def fd_register_launchers() -> list[Entry]:
+    """Offer `ray`."""
+    return [Entry("ray", "fd_launcher_ray.launcher:RayLauncher", "the nodes of a Ray cluster, which carries no tokens")]

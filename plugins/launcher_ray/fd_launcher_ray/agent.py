@@ -1,0 +1,60 @@
+"""What Ray runs on a node: an actor that owns one process."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Final
+
+import ray
+from fd_core.launching.contract import ProcessSpec
+from fd_core.launching.owned import OwnedProcess
+
+from fd_launcher_ray.cores import TakenCores
+
+__all__ = ["Agent"]
+
+_LOOK_SECONDS: Final = 0.05
+
+
+class Agent:
+    """Starts a process on its node, and says what becomes of it. If the actor dies, the process ends by itself."""
+
+    def __init__(self) -> None:
+        self._process: OwnedProcess | None = None
+
+    def start(self, spec: ProcessSpec) -> tuple[str, str, int]:
+        """Start it, with its secrets; return id and address of the node, and the process's id. Raises `OSError`."""
+        node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        self._cores = TakenCores(spec.cores)
+        if not spec.cores:
+            os.environ.pop("OMP_NUM_THREADS", None)  # Ray's, for actors without processors
+        devices = {} if spec.devices else {"CUDA_VISIBLE_DEVICES": ""}
+        self._process = OwnedProcess(spec, node, address, self._cores.numbers, devices)
+        return node, address, self._process.pid
+
+    def announcement(self) -> str | None:
+        """Wait for what the process announces; None if it ends before."""
+        process = self._process
+        while process is not None and (announced := process.announced()) is None:
+            if process.exit_code() is not None:
+                return process.announced()
+            time.sleep(_LOOK_SECONDS)
+        return announced
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the end of the process; return its exit code and reason."""
+        process = self._process
+        while process is None or (code := process.exit_code()) is None:
+            time.sleep(_LOOK_SECONDS)
+        return code, process.reason()
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        if self._process is not None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        if self._process is not None:
+            self._process.kill()

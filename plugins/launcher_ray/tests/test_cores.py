@@ -1,0 +1,35 @@
+"""Processors that are kept for one process."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from fd_launcher_ray.cores import TakenCores
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4, 5, 6})
+
+
+def test_nobody_has_a_processor_twice() -> None:
+    first, second = TakenCores(2), TakenCores(1)
+    assert (first.numbers, second.numbers) == ([4, 5], [6])
+    first.close()
+    assert TakenCores(1).numbers == [4]
+
+
+def test_too_few_are_none() -> None:
+    first = TakenCores(2)
+    assert TakenCores(2).numbers == []
+    assert TakenCores(1).numbers == [6], "it gave back what it had"
+    assert first.numbers == [4, 5]
+
+
+def test_none_are_none() -> None:
+    assert TakenCores(0).numbers == []
