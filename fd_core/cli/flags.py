@@ -224,7 +224,7 @@ ENGINE_FLAGS: Final = (
     ),
     Flag(
         "distributed_executor_backend",
-        "How ranks are started: mp as processes of this machine; uni is one rank; ray is not built yet.",
+        "How ranks are started: mp on this machine; ray on nodes, by the plugin launcher_ray; uni is one rank.",
         "HOW",
     ),
     Flag(

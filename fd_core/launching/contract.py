@@ -85,6 +85,10 @@ class LaunchedProcess(Protocol):
         """Name of its `ProcessSpec`."""
 
     @property
+    def pid(self) -> int:
+        """Its process id, on its node."""
+
+    @property
     def node(self) -> str:
         """Id of its node."""
 
@@ -113,6 +117,11 @@ class LaunchedProcess(Protocol):
 
 class Launcher(ABC):
     """Starts processes and watches over them. Made without arguments; its settings come from the environment."""
+
+    @property
+    def here(self) -> str | None:
+        """Id of the node that this process is on; None if it is on none of them."""
+        return None
 
     @abstractmethod
     def start(self, specs: Sequence[ProcessSpec]) -> tuple[LaunchedProcess, ...]:

@@ -99,7 +99,8 @@ class OwnedProcess:
                 line = raw.decode(errors="replace").rstrip("\n")
                 self._lines.append(line)
                 with contextlib.suppress(OSError, ValueError):  # nobody reads any more
-                    print(f"{self.name} | {line}", file=sys.stderr, flush=True)
+                    # A line of a log in JSON stays one.
+                    print(line if line.startswith("{") else f"{self.name} | {line}", file=sys.stderr, flush=True)
 
 
 def _at(address: str, word: str) -> str:

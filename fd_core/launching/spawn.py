@@ -25,6 +25,11 @@ class SpawnLauncher(Launcher):
         self._lock = threading.Lock()
         self._running: list[tuple[OwnedProcess, frozenset[int], frozenset[str]]] = []
 
+    @property
+    def here(self) -> str:
+        """The one node."""
+        return "local"
+
     def start(self, specs: Sequence[ProcessSpec]) -> tuple[OwnedProcess, ...]:
         """Start processes, all or none."""
         with self._lock:

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -120,7 +119,7 @@ def test_an_adapter_that_one_rank_cannot_hold_is_refused_and_held_by_none(
         "RunnerAdapters.replace = full\n"
         "child.main()"
     )
-    monkeypatch.setattr(leading, "CHILD", (sys.executable, "-c", script))
+    played_by(script, tmp_path, monkeypatch)
     config = EngineConfig(
         model="tiny", backend="reference", num_kv_blocks=60, max_model_len=80, lora_folder=str(tmp_path), **TWO
     )
@@ -269,19 +268,26 @@ def rank_of(client: ProcessClient) -> int:
     return int(Path(f"/proc/{client.pid}/task/{client.pid}/children").read_text().split()[0])
 
 
+def played_by(script: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a script in the place of other ranks."""
+    (folder / "fd_played.py").write_text(script)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setattr(leading, "CHILD", ("-m", "fd_played"))
+
+
 PLAYED = """
-import sys
+import os
 import threading
 import time
 import msgspec, zmq
 from fd_core.engine.messages import Fault
-from fd_core.engine.ranks.messages import LOOK, RankLoaded, RankReady, RankStart, StepDigest, decode_order
-start = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankStart)
+from fd_core.engine.ranks.messages import LOOK, RankDoor, RankLoaded, RankReady, StepDigest, decode_order
 socket = zmq.Context().socket(zmq.PAIR)
-socket.connect(start.steps)
+socket.connect(msgspec.json.decode(os.environ["FD_RANK_DOOR"], type=RankDoor).steps)
+socket.recv()
 say = lambda message: socket.send(msgspec.msgpack.encode(message))
 {script}
-sys.stdin.buffer.read()
+socket.recv()
 """
 
 
@@ -306,9 +312,9 @@ sys.stdin.buffer.read()
     ],
 )
 def test_the_error_is_the_ranks_own(
-    script: str, error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
+    script: str, error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(leading, "CHILD", (sys.executable, "-c", PLAYED.format(script=script)))
+    played_by(PLAYED.format(script=script), tmp_path, monkeypatch)
     with pytest.raises(error, match=words), contextlib.closing(null_engine(**TWO)) as engine:
         run(engine, SPECS[:1])
 
@@ -316,7 +322,6 @@ def test_the_error_is_the_ranks_own(
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"distributed_executor_backend": "ray"}, "not placed by Ray"),
         ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, "uni is one process"),
     ],
 )

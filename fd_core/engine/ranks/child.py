@@ -1,4 +1,4 @@
-"""Entry point of a rank's own process: `python -m fd_core.engine.ranks.child`, started by `leading`."""
+"""Entry point of a rank's own process: `python -m fd_core.engine.ranks.child`, launched by `leading`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from fd_core.engine.messages import Fault
 from fd_core.engine.ranks.groups import joined_group
 from fd_core.engine.ranks.messages import (
     LOOK,
+    RANK_DOOR,
     WARM_UP,
     AdaptersHeld,
     BlockCopy,
     HoldAdapters,
+    RankDoor,
     RankLimits,
     RankMessage,
     RankReady,
@@ -39,7 +41,6 @@ from fd_core.errors import FdError
 from fd_core.logs import configure_logs
 from fd_core.ops.contract import KVCache
 from fd_core.ops.parallel import Parallel, RankGroup, RanksApart
-from fd_core.parent_watch import end_with_parent
 from fd_core.runner.adapters import RunnerAdapters
 from fd_core.runner.runner import Runner
 
@@ -56,10 +57,10 @@ def main() -> int:
         os.environ.get("FD_LOG_FORMAT", "text"),
         text="%(levelname)s %(message)s",
     )
-    start = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankStart)
-    end_with_parent()
+    door = msgspec.json.decode(os.environ.pop(RANK_DOOR), type=RankDoor)
     context = zmq.Context(1)
-    steps = _connected(context, start.steps)
+    steps = _connected(context, door.steps, door.keys)
+    start = msgspec.json.decode(steps.recv(), type=RankStart)
     parallel = Parallel(start.rank, start.config.tensor_parallel_size)
     group = joined_group(parallel, start.place, start.config.rank_seconds)
 
@@ -69,7 +70,7 @@ def main() -> int:
     try:
         runner = _load(start, group, steps, say)
         # The thread closes its socket: one that is connected before could hold up the end of a rank that cannot load.
-        copies = _connected(context, start.copies)
+        copies = _connected(context, door.copies, door.keys)
         threading.Thread(target=_copy, args=(copies, runner.cache), name="fdcore-copies", daemon=True).start()
         # Loaded objects live as long as the process: the garbage collector need not visit them during a step.
         gc.collect()
@@ -92,9 +93,13 @@ def main() -> int:
     return 1
 
 
-def _connected(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+def _connected(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, keys: tuple[str, str, str] | None
+) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
     socket.set_hwm(0)
+    if keys is not None:
+        socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = (key.encode() for key in keys)
     socket.connect(address)
     return socket
 

@@ -19,8 +19,8 @@ def opened_group(
 ) -> tuple[RankGroup, int | RankMeeting]:
     """Return rank 0's end of a new group, and what the other ranks are told of it; see `EngineConfig.rank_transport`.
 
-    A descriptor is the caller's to close once the other ranks have inherited it; `host` is where ranks meet if they do
-    not share memory. Raises `ConfigError`, or `OSError`.
+    A descriptor is the caller's to close once the other ranks have opened its memory; `host` is where ranks meet
+    if they do not share memory. Raises `ConfigError`, or `OSError`.
     """
     if transport == "gloo":
         group = _torch_group().open(size, seconds, host)
@@ -29,17 +29,19 @@ def opened_group(
     return SharedMemoryGroup(Parallel(0, size), memory, seconds), memory
 
 
-def joined_group(parallel: Parallel, place: int | RankMeeting, seconds: float) -> RankGroup:
+def joined_group(parallel: Parallel, place: str | RankMeeting, seconds: float) -> RankGroup:
     """Return another rank's end of a group that rank 0 has opened; others are awaited for `seconds`.
 
-    A descriptor is closed. Raises `ConfigError`, or `RuntimeError` if nobody is at the meeting.
+    `place` may be the path of their memory. Raises `ConfigError`, `OSError`, or `RuntimeError` if nobody is at the
+    meeting.
     """
     if isinstance(place, RankMeeting):
         return _torch_group().join(parallel, place, seconds)
+    descriptor = os.open(place, os.O_RDWR)
     try:
-        return SharedMemoryGroup(parallel, place, seconds)
+        return SharedMemoryGroup(parallel, descriptor, seconds)
     finally:
-        os.close(place)
+        os.close(descriptor)
 
 
 def _torch_group() -> type[TorchGroup]:

@@ -13,9 +13,6 @@ import contextlib
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -35,9 +32,11 @@ from fd_core.engine.messages import Fault
 from fd_core.engine.ranks.groups import opened_group
 from fd_core.engine.ranks.messages import (
     LOOK,
+    RANK_DOOR,
     WARM_UP,
     AdaptersHeld,
     HoldAdapters,
+    RankDoor,
     RankLimits,
     RankLoaded,
     RankMessage,
@@ -51,8 +50,10 @@ from fd_core.engine.ranks.messages import (
     step_digest,
 )
 from fd_core.errors import ConfigError, EngineDead, FdError, ModelError, PluginError
+from fd_core.launching.contract import NODE_LOST, LaunchedProcess, Launcher, LaunchError, ProcessSpec
 from fd_core.ops.contract import KVCache, KVShape, Ops
 from fd_core.ops.parallel import RankMeeting, RanksApart
+from fd_core.plugins import LAUNCHER, installed_plugins
 from fd_core.runner.adapters import RunnerAdapters
 from fd_core.runner.runner import Runner
 from fd_core.types import IntArray, StepOutput, StepPlan
@@ -61,13 +62,15 @@ from fd_core.weights import Adapter
 __all__ = ["JoinedKVCache", "LeadingRunner", "RankProcesses", "joined_shape", "require_ranks"]
 
 _ERRORS: Final[dict[int, type[FdError]]] = {error.exit_code: error for error in (ConfigError, ModelError, PluginError)}
-CHILD: Final = (sys.executable, "-m", "fd_core.engine.ranks.child")
+CHILD: Final = ("-m", "fd_core.engine.ranks.child")
 """The command of a rank's process."""
+_ON_PROCESSORS: Final = ("cpu", "reference", "null")
+"""Backends whose ranks Ray may place."""
+_WATCH_SECONDS: Final = 1.0
 _LOOK_MS: Final = 50
 """How often whoever waits for a rank looks whether it still runs."""
 _LAST_WORDS_SECONDS: Final = 1.0
 """For which the reason of a rank that ended is waited for."""
-_END_SECONDS: Final = 5.0
 _IDLE_SECONDS: Final = 1.0
 """After which a rank that had nothing to do is asked whether it goes on."""
 _MOST_SECONDS: Final = 0.6
@@ -79,14 +82,14 @@ _Message = TypeVar("_Message", RankLoaded, RankReady, StepDigest, AdaptersHeld)
 def require_ranks(config: EngineConfig) -> None:
     """Raise `ConfigError` for settings that contradict several ranks."""
     executor, size = config.distributed_executor_backend, config.tensor_parallel_size
-    if executor == "ray":
+    if size == 1:
+        return
+    if executor == "ray" and (name := installed_plugins().choose_backend(config.backend).name) not in _ON_PROCESSORS:
         raise ConfigError(
-            "ranks are not placed by Ray yet",
+            f"ranks of backend {name} are not placed by Ray yet",
             field="--distributed-executor-backend",
             hint="use mp, which starts them on this machine",
         )
-    if size == 1:
-        return
     if executor == "uni":
         raise ConfigError(
             f"uni is one process, but there are {size} ranks", field="--distributed-executor-backend", hint="use mp"
@@ -98,14 +101,16 @@ class RankProcesses:
 
     def __init__(self, config: EngineConfig, path: Path | None) -> None:
         """Start them; they load while rank 0 does."""
-        size = config.tensor_parallel_size
         self._seconds = config.rank_seconds
         self._closing = False
         self._folder = Path(tempfile.mkdtemp(prefix="fdcore-ranks-"))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
         self._steps: list[zmq.Socket[bytes]] = []
         self._copies: list[zmq.Socket[bytes]] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: tuple[LaunchedProcess, ...] = ()
+        self._launcher: Launcher | None = None
+        self._memory: int | None = None
+        """Descriptor of the memory that ranks share, by which the others open it."""
         self._ended: list[tuple[int, int]] = []
         """Ranks whose process ended, the first one first, with exit codes."""
         self.wake: Callable[[], None] = lambda: None
@@ -117,21 +122,14 @@ class RankProcesses:
         self._looked = self._heard = time.monotonic()
         self._silent = ""
         """What is to be said of a rank that did not copy in time."""
-        place: int | RankMeeting | None = None
         try:
-            self.group, place = opened_group(size, config.rank_seconds, config.rank_transport)
-            """Rank 0's end of sums and gathers."""
-            for rank in range(1, size):
-                self._start(config, path, rank, place)
-        except (OSError, RuntimeError) as error:
+            self._start(config, path)
+        except (OSError, RuntimeError, LaunchError) as error:
             self.close()
             raise EngineDead(f"the ranks' processes could not be started: {error}") from error
-        except ConfigError:
+        except FdError:
             self.close()
             raise
-        finally:
-            if isinstance(place, int):
-                os.close(place)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -237,10 +235,13 @@ class RankProcesses:
                 while self._steps[rank - 1].poll(0):
                     if isinstance(message := self._receive(rank), Fault):
                         return f"rank {rank}: {message.message}"
-            if self._ended and self._ended[0][1] < 0:
-                break  # by a signal: it has said nothing
+            if self._ended and not 0 <= self._ended[0][1] < NODE_LOST:
+                break  # by a signal, or with its node: it has said nothing
             time.sleep(_LOOK_MS / 1000)
-        return f"rank {self._ended[0][0]} {_how(self._ended[0][1])}" if self._ended else otherwise
+        if not self._ended:
+            return otherwise
+        rank = self._ended[0][0]
+        return f"rank {rank} {self._processes[rank - 1].reason()}"
 
     def kill(self) -> None:
         """End the processes at once, also those that stand still."""
@@ -252,15 +253,10 @@ class RankProcesses:
         if self._closing:
             return
         self._closing = True
-        for process in self._processes:
-            with contextlib.suppress(OSError):
-                process.stdin.close()  # type: ignore[union-attr]  # its end tells the rank that this one is gone
-        for process in self._processes:
-            try:
-                process.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        if self._launcher is not None:
+            self._launcher.close()
+        if self._memory is not None:
+            os.close(self._memory)
         for socket in (*self._steps, *self._copies):
             socket.close(linger=0)
         self._context.term()
@@ -272,31 +268,61 @@ class RankProcesses:
     def _ranks(self) -> range:
         return range(1, len(self._processes) + 1)
 
-    def _start(self, config: EngineConfig, path: Path | None, rank: int, place: int | RankMeeting) -> None:
-        addresses = []
+    def _start(self, config: EngineConfig, path: Path | None) -> None:
+        """Launch the ranks, and tell them what they load once it is known where they are."""
+        size, network = config.tensor_parallel_size, config.distributed_executor_backend == "ray"
+        launcher = self._launcher = installed_plugins().load(LAUNCHER, "ray" if network else "spawn")()
+        host = next((node.address for node in launcher.nodes() if node.id == launcher.here), None)
+        if host is None:
+            raise LaunchError("this machine is no node of the launcher, and ranks would not reach it")
+        cores = (config.num_threads or max(1, len(os.sched_getaffinity(0)) // size)) if network else 0
+        settings = {name: value for name, value in os.environ.items() if name.startswith("FD_")}
+        specs = []
+        for rank in range(1, size):
+            door = self._open_door(rank, host if network else None)
+            secrets = settings | {RANK_DOOR: msgspec.json.encode(door).decode()}
+            specs.append(ProcessSpec(f"rank-{rank}", CHILD, secrets=secrets, cores=cores, group="ranks"))
+        self._processes = launcher.start(specs)
+        together = all(process.node == launcher.here for process in self._processes)
+        transport = config.rank_transport if together else "gloo"
+        self.group, place = opened_group(size, config.rank_seconds, transport, host)
+        """Rank 0's end of sums and gathers."""
+        if isinstance(place, int):
+            self._memory = place
+        told = place if isinstance(place, RankMeeting) else f"/proc/{os.getpid()}/fd/{place}"
+        own = msgspec.structs.replace(config, num_threads=cores or config.num_threads)
+        for rank, process in enumerate(self._processes, 1):
+            start = RankStart(own, None if path is None else str(path), rank, told)
+            self._steps[rank - 1].send(msgspec.json.encode(start))
+            threading.Thread(target=self._watch, args=(rank, process), name=f"fdcore-rank-{rank}", daemon=True).start()
+
+    def _open_door(self, rank: int, host: str | None) -> RankDoor:
+        """Open a rank's sockets: for this machine, or at an address for whoever has the keys that are made here."""
+        keys, addresses = None, []
+        if host is not None:
+            (public, secret), (own, own_secret) = zmq.curve_keypair(), zmq.curve_keypair()
+            keys = (public.decode(), own.decode(), own_secret.decode())
         for kind, sockets in (("steps", self._steps), ("copies", self._copies)):
-            addresses.append(f"ipc://{self._folder}/{kind}-{rank}")
             socket = self._context.socket(zmq.PAIR)
+            sockets.append(socket)
             socket.set_hwm(0)
             socket.linger = 0  # so that what a dead rank does not read holds up nothing
-            socket.bind(addresses[-1])
-            sockets.append(socket)
-        process = subprocess.Popen(
-            CHILD,
-            stdin=subprocess.PIPE,
-            pass_fds=(place,) if isinstance(place, int) else (),
-            start_new_session=True,
-        )
-        self._processes.append(process)
-        start = RankStart(config, None if path is None else str(path), rank, place, *addresses)
-        process.stdin.write(msgspec.json.encode(start) + b"\n")  # type: ignore[union-attr]  # asked for above
-        process.stdin.flush()  # type: ignore[union-attr]
-        # The pipe stays open: its end tells the rank that this process is gone.
-        threading.Thread(target=self._watch, args=(rank, process), name=f"fdcore-rank-{rank}", daemon=True).start()
+            if host is None:
+                addresses.append(f"ipc://{self._folder}/{kind}-{rank}")
+                socket.bind(addresses[-1])
+                continue
+            # Nobody gets as far as a message without the public key, which is told to this rank alone.
+            socket.curve_server, socket.curve_publickey, socket.curve_secretkey = True, public, secret
+            socket.bind(f"tcp://{host}:*")
+            addresses.append(socket.get_string(zmq.LAST_ENDPOINT))
+        return RankDoor(addresses[0], addresses[1], keys)
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+    def _watch(self, rank: int, process: LaunchedProcess) -> None:
         """Let nobody wait for a rank that has ended."""
-        self._ended.append((rank, process.wait()))
+        while (code := process.wait(_WATCH_SECONDS)) is None:
+            if self._closing:
+                return
+        self._ended.append((rank, code))
         self.group.abandon()
         self.wake()
 
@@ -450,12 +476,3 @@ def _dead(text: str) -> EngineDead:
     """Return the error of a rank that the text begins with."""
     found = _RANK.match(text)
     return EngineDead(text, field=None if found is None else found[0])
-
-
-def _how(code: int) -> str:
-    """Say how a process ended."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    with contextlib.suppress(ValueError):
-        return f"was ended by {signal.Signals(-code).name}"
-    return f"was ended by signal {-code}"

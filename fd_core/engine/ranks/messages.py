@@ -1,8 +1,8 @@
 """What rank 0 says to the other ranks and hears of them; encoded with msgspec, never pickled.
 
-On the socket of steps: `RankLoaded`, `RankLimits`, `RankReady`, then orders and an answer to each: `HoldAdapters` and
-`AdaptersHeld`, `RankStep` and `StepDigest`, `LOOK` and `RankReady`; at any time a `Fault` instead. `WARM_UP` has no
-answer. On the socket of copies: a `BlockCopy` and its answer, with the bytes of blocks behind it.
+On the socket of steps: `RankStart`, `RankLoaded`, `RankLimits`, `RankReady`, then orders and an answer to each:
+`HoldAdapters` and `AdaptersHeld`, `RankStep` and `StepDigest`, `LOOK` and `RankReady`; at any time a `Fault` instead.
+`WARM_UP` has no answer. On the socket of copies: a `BlockCopy` and its answer, with the bytes of blocks behind it.
 """
 
 from __future__ import annotations
@@ -21,19 +21,9 @@ from fd_core.types import IntArray, StepOutput, StepPlan
 from fd_core.weights import Adapter
 
 __all__ = [
-    *(
-        "LOOK",
-        "WARM_UP",
-        "AdaptersHeld",
-        "BlockCopy",
-        "HoldAdapters",
-        "RankLimits",
-        "RankLoaded",
-        "RankMessage",
-        "RankOrder",
-    ),
-    *("RankReady", "RankStart", "RankStep", "StepDigest", "decode_blocks", "decode_order", "encode_blocks"),
-    *("encode_order", "step_digest"),
+    *("LOOK", "RANK_DOOR", "WARM_UP", "AdaptersHeld", "BlockCopy", "HoldAdapters", "RankDoor", "RankLimits"),
+    *("RankLoaded", "RankMessage", "RankOrder", "RankReady", "RankStart", "RankStep", "StepDigest", "decode_blocks"),
+    *("decode_order", "encode_blocks", "encode_order", "step_digest"),
 ]
 
 
@@ -41,20 +31,29 @@ WARM_UP: Final = b""
 """The frame before the first plan: every rank warms up by itself."""
 LOOK: Final = b"?"
 """The frame that asks a rank for which there is nothing to do whether it goes on."""
+RANK_DOOR: Final = "FD_RANK_DOOR"
+"""The variable in which a rank finds its `RankDoor`, as JSON: a secret of its process."""
 
 
-class RankStart(msgspec.Struct, frozen=True):
-    """What a rank's process is told on its standard input."""
+class RankDoor(msgspec.Struct, frozen=True):
+    """Where a rank finds rank 0."""
 
-    config: EngineConfig
-    path: str | None
-    rank: int
-    place: int | RankMeeting
-    """Where ranks exchange what they computed: the descriptor of memory that they share, or a meeting."""
     steps: str
     """Address of the socket of steps."""
     copies: str
     """Address of the socket of copies of KV."""
+    keys: tuple[str, str, str] | None = None
+    """For CURVE, which sockets between machines speak: rank 0's public key, the rank's own, and its secret one."""
+
+
+class RankStart(msgspec.Struct, frozen=True):
+    """What a rank is told first, on the socket of steps."""
+
+    config: EngineConfig
+    path: str | None
+    rank: int
+    place: str | RankMeeting
+    """Where ranks exchange what they computed: the path of memory that they share, or a meeting."""
 
 
 class RankLoaded(msgspec.Struct, frozen=True, tag="loaded"):

@@ -84,10 +84,13 @@ class RayProcess:
 
     def release(self) -> None:
         """End the actor, and give back what was reserved once the whole group has ended."""
+        self._ended = self._ended or (NODE_LOST, "was given up")
         self._ray.kill(self._actor)
         self._group.left(self)
 
     def _is_there(self, reference: Any, seconds: float) -> bool:
+        if not self._ray.is_initialized():  # it would start a cluster
+            return False
         return bool(self._ray.wait([reference], timeout=seconds, fetch_local=False)[0])
 
     def _how(self) -> tuple[int, str]:
@@ -96,8 +99,8 @@ class RayProcess:
         except self._ray.exceptions.RayError as error:
             where = f"node {self.address} ({self.node})"
             if any(each["NodeID"] == self.node and each["Alive"] for each in self._ray.nodes()):
-                return NODE_LOST, f"its actor on {where} is gone: {str(error).splitlines()[0]}"
-            return NODE_LOST, f"its {where} is lost"
+                return NODE_LOST, f"is gone with its actor on {where}: {str(error).splitlines()[0]}"
+            return NODE_LOST, f"is gone with its {where}"
         return ended
 
 
@@ -179,6 +182,12 @@ class RayLauncher(Launcher):
         self._agent = ray.remote(Agent)
         self._lock = threading.Lock()
         self._running: list[RayProcess] = []
+
+    @property
+    def here(self) -> str:
+        """The node whose Ray this process is connected to."""
+        node: str = self._ray.get_runtime_context().get_node_id()
+        return node
 
     def start(self, specs: Sequence[ProcessSpec]) -> tuple[RayProcess, ...]:
         """Start processes, all or none, a placement group for each of their groups."""

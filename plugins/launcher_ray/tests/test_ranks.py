@@ -1,0 +1,65 @@
+"""Ranks that Ray places: they exchange over TCP, and one that is killed costs no token."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fd_core.launching.contract import ProcessSpec
+from fd_core.launching.spawn import SpawnLauncher
+from needs import needs_ray
+
+SERVE = ("serve", "null", "--backend", "null", "--host", "127.0.0.1", "--port", "0", "--num-threads", "1")
+RANKS = ("-tp", "2", "--distributed-executor-backend", "ray", "--rank-transport", "gloo")
+
+
+def rank_1() -> int | None:
+    """Return the process id of a rank on this machine."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"fd_core.engine.ranks.child" in words:
+            return int(path.parent.name)
+    return None
+
+
+def texts(url: str) -> list[Any]:
+    body = {"model": "null", "prompt": [1, 2, 3], "max_tokens": 400, "ignore_eos": True}
+    asked = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(asked, timeout=200) as answer:
+        return [json.load(answer)["choices"][0]["text"]]
+
+
+@needs_ray
+def test_a_killed_rank_that_ray_placed_costs_no_token(cluster: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    launcher = SpawnLauncher()
+    try:
+        (server,) = launcher.start([ProcessSpec("server", ("-m", "fd_core.cli", *SERVE, *RANKS), cores=0)])
+        while (url := server.announced()) is None:
+            assert server.exit_code() is None, server.reason()
+            time.sleep(0.1)
+        expected = texts(url)
+        told: list[list[Any]] = []
+        asking = threading.Thread(target=lambda: told.append(texts(url)))
+        asking.start()
+        time.sleep(0.2)
+        killed = rank_1()
+        assert killed is not None
+        os.kill(killed, signal.SIGKILL)
+        asking.join()
+        assert told == [expected] and texts(url) == expected
+        assert rank_1() not in (None, killed)
+        assert "rank 1 was ended by SIGKILL" in capfd.readouterr().err
+    finally:
+        launcher.close()
