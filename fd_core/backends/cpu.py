@@ -53,6 +53,7 @@ class CpuBackend(Backend):
             native = load_native_ops(wanted, self.threads)
             if native is not None:
                 self._kernels = native.describe()
+                self.emulated = "emulated" in native.instruction_set
                 self.dtype_reason = native.dtype_reason
                 return native
         from fd_core.ops.torch_int8 import TorchInt8Ops, multiplies_bytes_exactly

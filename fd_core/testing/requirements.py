@@ -68,7 +68,8 @@ def lacks(reason: str) -> NoReturn:
 def require_format(ops: Ops, kind: str) -> None:
     """Skip the running test if a pack expands weights of a format."""
     if kind not in ops.weight_formats:
-        lacks("its pack expands weights of this format")
+        computed = ", ".join(sorted(ops.weight_formats)) or "no packed weights"
+        lacks(f"its pack computes {computed}; others are expanded")
 
 
 def thorough_but(values: Iterable[Any], *quick: Any) -> list[Any]:

@@ -45,6 +45,18 @@ def test_the_reason_tells_what_is_faster(
     assert ("int8" in reason) == ("vnni" in products and "bf16" not in instructions)
 
 
+@pytest.mark.parametrize(("instructions", "emulated"), [("amx_emulated", True), ("amx_bf16", False)])
+def test_instructions_in_plain_code_are_said_to_be_emulated(
+    instructions: str, emulated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack = pytest.importorskip("fd_core.ops.native.pack")
+    monkeypatch.setattr(pack.NativeOps, "instruction_set", instructions)
+    backend = CpuBackend(EngineConfig(model="m"))
+    if backend.make_ops().name != "native":
+        pytest.skip("the native kernels cannot be built here")
+    assert backend.emulated == emulated
+
+
 def test_eager_torch_says_why_it_takes_float32() -> None:
     pytest.importorskip("torch")
     backend = CpuBackend(EngineConfig(model="m", native_kernels=False))

@@ -18,13 +18,13 @@ _HEADING = """# Conformance
 
 What each backend was found to do, against numpy as the oracle. Numbers count tests. A limit is something that a backend
 says it cannot do, with its reason; preempted-slot signalling and the step token budget know none. A backend that is
-*emulated* was not run on the hardware it is for, and its column says nothing about that.
+*emulated* was not run on the hardware it is for, and its line says nothing about that.
 
 Made by
 
     {}
 
-`nox -s conformance` makes it anew, with every column from one environment.
+`nox -s conformance` makes it anew, with every line from one environment.
 
 """
 
