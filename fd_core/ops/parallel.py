@@ -41,6 +41,8 @@ SLOT_BYTES: Final = 1 << 29
 """Of one slot; memory is taken when it is first written."""
 _SPINS: Final = 200
 _NAP_SECONDS: Final = 2e-5
+_OWN_SECONDS: Final = 0.2
+"""Most that one nap counts for: if it took longer, this process stood still itself, and perhaps the others with it."""
 _STORES_IN_ORDER: Final = platform.machine() in ("x86_64", "AMD64", "i686")
 """Whether other cores see what this one writes in the order in which it was written, without a fence."""
 
@@ -193,7 +195,7 @@ class RankGroup(abc.ABC):
 
     def _waited(self, done: Callable[[], bool], seconds: float) -> bool:
         """Look until something is done. Returns False if it is not, or the group is abandoned."""
-        spins, deadline = 0, 0.0
+        spins, last, waited = 0, 0.0, 0.0
         while not done():
             if self._abandoned[0]:
                 return False
@@ -202,8 +204,8 @@ class RankGroup(abc.ABC):
                 os.sched_yield()
                 continue
             now = time.monotonic()
-            deadline = deadline or now + seconds
-            if now > deadline:
+            waited, last = waited + min(now - (last or now), _OWN_SECONDS), now
+            if waited > seconds:
                 return False
             time.sleep(_NAP_SECONDS)
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -94,6 +96,23 @@ def test_a_rank_that_does_not_come_is_named(make: Make) -> None:
                 group.all_reduce(of_rank(0, 1))
 
     on_ranks(3, work, 1.0, make)
+
+
+def test_a_rank_is_not_taken_for_late_where_all_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock goes on while a machine, or all of its processes, are stopped."""
+    looks = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 1000 * (next(looks) > 3), sleep=time.sleep)
+    monkeypatch.setattr(parallel, "time", clock)
+    monkeypatch.setattr(parallel, "_SPINS", 0)
+
+    def work(group: RankGroup) -> Any:
+        if group.parallel.rank == 1:
+            time.sleep(0.3)
+        return group.all_reduce(of_rank(group.parallel.rank, 1))
+
+    for total in on_ranks(2, work, 20.0):
+        np.testing.assert_array_equal(total, in_order(2, 1))
+    assert next(looks) > 5
 
 
 @each_transport

@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -47,13 +48,16 @@ class Group {
     std::atomic<uint64_t>& word(int i) const { return *reinterpret_cast<std::atomic<uint64_t>*>(base_ + size_t(i) * 64); }
     bool wait_for(int other, uint64_t number) const {
         using Clock = std::chrono::steady_clock;
-        Clock::time_point begun;
+        Clock::time_point last;
+        double waited = 0;
         for (int spins = 0; word(1 + other).load(std::memory_order_acquire) < number; spins++) {
             pause_core();
             if (spins < kSpins) continue;
-            if (spins == kSpins) begun = Clock::now();
+            const Clock::time_point now = Clock::now();
+            // If more passed, this process stood still itself, and perhaps the others with it.
+            if (spins > kSpins) waited += std::min(std::chrono::duration<double>(now - last).count(), kOwnSeconds);
+            last = now;
             if (word(0).load(std::memory_order_relaxed)) return false;
-            const double waited = std::chrono::duration<double>(Clock::now() - begun).count();
             if (waited > patience_) return false;
             // Long after the others are due, this core is better used by whoever holds them up.
             waited < kYieldSeconds ? sched_yield() : usleep(50);
@@ -63,6 +67,7 @@ class Group {
 
     static constexpr int kSpins = 4000;
     static constexpr double kYieldSeconds = 0.002;
+    static constexpr double kOwnSeconds = 0.2;
     char* base_;
     size_t header_;
     double patience_;
