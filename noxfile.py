@@ -146,6 +146,8 @@ def ray(session: nox.Session) -> None:
     session.install("-e", ".[cpu,test]", "-e", "plugins/launcher_ray[ray,test]")
     with session.chdir("plugins/launcher_ray"):
         session.run("pytest", *session.posargs)
+    if not session.posargs:
+        session.run("pytest", "tests/cluster/test_ray.py", env={"FD_RAY": "1"})
 
 
 @nox.session

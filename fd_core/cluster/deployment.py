@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -126,6 +127,8 @@ class Deployment:
         self._secrets = ClusterSecrets()
         self._said: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        # Starts may wait for room, as many as there are threads; looking must not wait for them.
+        self._looking = ThreadPoolExecutor(1, "fdcore-look")
         self._registering: asyncio.Task[None] | None = None
         self._next_scaling = 0.0
 
@@ -160,7 +163,8 @@ class Deployment:
         finally:
             for task in self._tasks:
                 task.cancel()
-            await asyncio.to_thread(self._launcher.close)
+            await asyncio.get_running_loop().run_in_executor(self._looking, self._launcher.close)
+            self._looking.shutdown()
 
     @property
     def urls(self) -> list[str]:
@@ -198,7 +202,7 @@ class Deployment:
 
     async def _look(self) -> dict[str, ProcessSeen]:
         """Return what is known of every process, and let go those that ended."""
-        await asyncio.to_thread(self._read_ends)
+        await asyncio.get_running_loop().run_in_executor(self._looking, self._read_ends)
         seen = {}
         for held in list(self.held.values()):
             seen[held.name] = ProcessSeen(held.answer.ready, held.answer.healthy, held.end)
