@@ -149,6 +149,15 @@ class Backend(abc.ABC):
             hint="leave it out, or start one server for each device and `fdcore route` in front of them",
         )
 
+    @classmethod
+    def rank_environments(cls, size: int) -> Sequence[Mapping[str, str]]:
+        """Return variables that show each of `size` ranks of one model its device, where each is a process of its own.
+
+        Rank 0's process may see all devices: its pack takes the first one. Raises `ConfigError` if there are too few.
+        By default nothing: what computes on processors shares them.
+        """
+        return [{}] * size
+
     @abc.abstractmethod
     def make_ops(self) -> Ops:
         """Create the pack for the configured dtype and threads; may initialise the device."""

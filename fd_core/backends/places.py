@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from fd_core.errors import ConfigError
 
-__all__ = ["EnginePlace", "places_on_cores", "places_on_devices"]
+__all__ = ["EnginePlace", "places_on_cores", "places_on_devices", "rank_devices"]
 
 _FLAG = "--data-parallel-size"
 _TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -47,13 +47,32 @@ def places_on_devices(variable: str, found: int, count: int, ranks: int = 1) -> 
 
     `found`: devices of the machine. Raises `ConfigError` if fewer are shown to this process.
     """
-    shown = os.environ.get(variable)
-    devices = [str(index) for index in range(found)] if shown is None else [each.strip() for each in shown.split(",")]
+    devices = _shown(variable, found)
     _require_enough(count, ranks, len(devices), "device")
     return [
         EnginePlace(f"engine {index}", environment={variable: ",".join(devices[index * ranks : (index + 1) * ranks])})
         for index in range(count)
     ]
+
+
+def rank_devices(variable: str, found: int, size: int) -> Sequence[Mapping[str, str]]:
+    """Return what shows each of `size` ranks of one engine its device; `found` as in `places_on_devices`.
+
+    Raises `ConfigError` if there are fewer.
+    """
+    devices = _shown(variable, found)
+    if size > len(devices):
+        raise ConfigError(
+            f"{size} ranks need a device each, and there are {len(devices)}",
+            field="--tensor-parallel-size",
+            hint=f"use at most {len(devices)}",
+        )
+    return [{variable: device} for device in devices[:size]]
+
+
+def _shown(variable: str, found: int) -> Sequence[str]:
+    shown = os.environ.get(variable)
+    return [str(index) for index in range(found)] if shown is None else [each.strip() for each in shown.split(",")]
 
 
 def _require_enough(count: int, ranks: int, found: int, what: str) -> None:

@@ -94,7 +94,17 @@ class _EngineBuilder:
         self._victims = self._plugins.load(VICTIMS, config.victim_policy)()
         self._plugins.load(CONNECTOR, config.kv_connector)  # a name that no plugin offers is refused whatever the role
         require_ranks(config)
-        self._ranks = RankProcesses(config, path) if config.tensor_parallel_size > 1 else None
+        self._ranks = None
+        if config.tensor_parallel_size > 1:
+            backend = self._plugins.choose_backend(config.backend)
+            environments = backend.cls.rank_environments(config.tensor_parallel_size)
+            if config.distributed_executor_backend == "ray" and any(environments):
+                raise ConfigError(
+                    f"ranks of the {backend.name} backend are not placed by Ray yet",
+                    field="--distributed-executor-backend",
+                    hint="use mp, which gives each rank a device of this machine",
+                )
+            self._ranks = RankProcesses(config, path, environments)
         try:
             self._computing = Computing(config, path, progress, None if self._ranks is None else self._ranks.group)
         except BaseException:

@@ -17,7 +17,7 @@ _DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 
 
 class SpawnLauncher(Launcher):
-    """Gives each process processors and devices of its own, as many as it asks for."""
+    """Gives each process processors and devices of its own, as many as it asks for; one may name its device itself."""
 
     def __init__(self) -> None:
         self._cores = sorted(os.sched_getaffinity(0))
@@ -45,7 +45,8 @@ class SpawnLauncher(Launcher):
                 for spec in specs:
                     own, cores = cores[: spec.cores], cores[spec.cores :]
                     shown, devices = devices[: spec.devices], devices[spec.devices :]
-                    environment = {_DEVICES: ",".join(shown)} if self._devices else {}
+                    chosen = not self._devices or _DEVICES in spec.environment
+                    environment = {} if chosen else {_DEVICES: ",".join(shown)}
                     process = OwnedProcess(spec, "local", "127.0.0.1", own, environment)
                     started.append((process, frozenset(own), frozenset(shown)))
             except OSError as error:

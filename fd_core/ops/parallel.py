@@ -193,7 +193,7 @@ class RankGroup(abc.ABC):
                 self.refuse(rank)
             yield self._slots[rank, place, : x.nbytes].view(x.dtype).reshape(x.shape)
 
-    def _waited(self, done: Callable[[], bool], seconds: float) -> bool:
+    def _waited(self, done: Callable[[], bool], seconds: float, nap: float = _NAP_SECONDS) -> bool:
         """Look until something is done. Returns False if it is not, or the group is abandoned."""
         spins, last, waited = 0, 0.0, 0.0
         while not done():
@@ -207,7 +207,7 @@ class RankGroup(abc.ABC):
             waited, last = waited + min(now - (last or now), _OWN_SECONDS), now
             if waited > seconds:
                 return False
-            time.sleep(_NAP_SECONDS)
+            time.sleep(nap)
         return True
 
 

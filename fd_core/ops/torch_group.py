@@ -111,7 +111,7 @@ class TorchGroup(RankGroup):
         """Connect to all ranks, once all have come. Returns False if one does not."""
         self.store.set(f"rank-{self.parallel.rank}", b"1")
         for other in others:
-            if not self._waited(lambda: self._has_come(other), self.patience):  # noqa: B023 - called at once
+            if not self._waited(lambda: self._has_come(other), self.patience, _LOOK_SECONDS):  # noqa: B023 - called at once
                 self._absent = other
                 return False
         store = PrefixStore("gloo", self.store)
@@ -121,10 +121,7 @@ class TorchGroup(RankGroup):
     def _has_come(self, rank: int) -> bool:
         if self.store.check(["abandoned"]):
             self._abandoned[0] = 1
-        if self.store.check([f"rank-{rank}"]):
-            return True
-        time.sleep(_LOOK_SECONDS)
-        return False
+        return bool(self.store.check([f"rank-{rank}"]))
 
 
 class TorchCollectives:

@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -99,8 +99,8 @@ def require_ranks(config: EngineConfig) -> None:
 class RankProcesses:
     """The other ranks of an engine, one process each. Used from the thread that executes steps, copies of KV apart."""
 
-    def __init__(self, config: EngineConfig, path: Path | None) -> None:
-        """Start them; they load while rank 0 does."""
+    def __init__(self, config: EngineConfig, path: Path | None, environments: Sequence[Mapping[str, str]]) -> None:
+        """Start them; they load while rank 0 does. `environments`: what shows each rank its device, see `Backend`."""
         self._seconds = config.rank_seconds
         self._closing = False
         self._folder = Path(tempfile.mkdtemp(prefix="fdcore-ranks-"))
@@ -123,7 +123,7 @@ class RankProcesses:
         self._silent = ""
         """What is to be said of a rank that did not copy in time."""
         try:
-            self._start(config, path)
+            self._start(config, path, environments)
         except (OSError, RuntimeError, LaunchError) as error:
             self.close()
             raise EngineDead(f"the ranks' processes could not be started: {error}") from error
@@ -268,7 +268,7 @@ class RankProcesses:
     def _ranks(self) -> range:
         return range(1, len(self._processes) + 1)
 
-    def _start(self, config: EngineConfig, path: Path | None) -> None:
+    def _start(self, config: EngineConfig, path: Path | None, environments: Sequence[Mapping[str, str]]) -> None:
         """Launch the ranks, and tell them what they load once it is known where they are."""
         size, network = config.tensor_parallel_size, config.distributed_executor_backend == "ray"
         launcher = self._launcher = installed_plugins().load(LAUNCHER, "ray" if network else "spawn")()
@@ -281,7 +281,8 @@ class RankProcesses:
         for rank in range(1, size):
             door = self._open_door(rank, host if network else None)
             secrets = settings | {RANK_DOOR: msgspec.json.encode(door).decode()}
-            specs.append(ProcessSpec(f"rank-{rank}", CHILD, secrets=secrets, cores=cores, group="ranks"))
+            shown = environments[rank]
+            specs.append(ProcessSpec(f"rank-{rank}", CHILD, shown, secrets=secrets, cores=cores, group="ranks"))
         self._processes = launcher.start(specs)
         together = all(process.node == launcher.here for process in self._processes)
         transport = config.rank_transport if together else "gloo"

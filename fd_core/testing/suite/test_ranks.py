@@ -30,9 +30,11 @@ PROMPTS = [[3], list(range(7, 30)), [11, 5, 159, 5]]
 
 
 def joined(target: Target, group: RankGroup) -> Ops:
-    """Return a pack of its own for a rank; skips where the backend computes on one device only."""
+    """Return a pack of its own for a rank; skips where the backend has no ranks, or none in one process."""
     ops = target.cls(target.config()).make_ops()
     try:
+        if any(target.cls.rank_environments(group.parallel.size)):
+            lacks("each rank has a device, and so a process, of its own")
         ops.join(group)
     except ConfigError as error:
         lacks(error.message)

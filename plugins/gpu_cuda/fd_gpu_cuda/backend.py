@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,18 +15,20 @@ from fd_core.errors import PluginError
 from fd_core.ops.contract import Ops
 from fd_core.runner.prompt_scores import SCORED_CELLS
 
-from fd_gpu_cuda.probe import cuda_of_torch, cuda_places, device_problem, missing
+from fd_gpu_cuda.probe import cuda_of_ranks, cuda_of_torch, cuda_places, device_problem, missing
 
 if TYPE_CHECKING:
     from fd_gpu_cuda.device import Cuda
     from fd_gpu_cuda.ops import Kernels
 
-__all__ = ["GRAPH_BYTES", "CudaBackend", "kv_bytes", "largest_step", "step_bytes"]
+__all__ = ["GRAPH_BYTES", "NCCL_BYTES", "CudaBackend", "kv_bytes", "largest_step", "step_bytes"]
 
 logger = logging.getLogger(__name__)
 
 GRAPH_BYTES = 256 * 2**20
 """Kept for captured graphs, workspaces of cuBLAS and FlashInfer, and compiled kernels."""
+NCCL_BYTES = 512 * 2**20
+"""Kept for the buffers of NCCL where several ranks compute one model."""
 _BYTES_PER_HIDDEN = 96
 """A token's activations for each element of the hidden state: the residual, what a norm holds in float32, queries, keys
 and values, and gate and up, which are some five times as wide."""
@@ -37,7 +39,7 @@ _HINT = "pip install 'fd-gpu-cuda[torch]' from an index that has torch built for
 
 
 class CudaBackend(Backend):
-    """torch on one CUDA device; bfloat16 unless asked for float32."""
+    """torch on a CUDA device, or on one for each rank; bfloat16 unless asked for float32."""
 
     name: ClassVar[str] = "gpu_cuda"
     auto_rank: ClassVar[int] = 100
@@ -65,6 +67,11 @@ class CudaBackend(Backend):
     def places(cls, count: int, ranks: int = 1) -> Sequence[EnginePlace]:
         """Give each engine a device for each rank."""
         return cuda_places(count, ranks)
+
+    @classmethod
+    def rank_environments(cls, size: int) -> Sequence[Mapping[str, str]]:
+        """Show each rank a device of its own."""
+        return cuda_of_ranks(size)
 
     def make_ops(self) -> Ops:
         """Create the pack on the first visible device; initialises CUDA."""
@@ -97,6 +104,8 @@ class CudaBackend(Backend):
         if self._cuda is None:
             return 0
         free = self._cuda.free_bytes()
+        if self.config.tensor_parallel_size > 1:
+            free -= NCCL_BYTES  # it connects at the first step
         return kv_bytes(free, 0 if self._model is None else largest_step(self.config, self._model))
 
     def describe(self) -> str:

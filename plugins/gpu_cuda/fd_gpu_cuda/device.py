@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
 from fd_core.ops.contract import Array
+from fd_core.ops.parallel import Parallel, RankGroup, RanksApart
 
 __all__ = ["Cuda", "Replay"]
 
@@ -18,11 +21,15 @@ Replay = Callable[[], None]
 class Cuda:
     """One CUDA device. Constructing it initialises CUDA."""
 
+    ranks: RankGroup | None = None
+    """Other ranks, once steps wait for them on the device."""
+
     def __init__(self, index: int = 0) -> None:
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
         self._copies = torch.cuda.Stream(self.device)
         self._pool: Any = None
+        self._connection: Any = None
 
     @property
     def name(self) -> str:
@@ -59,8 +66,30 @@ class Cuda:
         return hosts
 
     def wait(self) -> None:
-        """Wait for the current stream."""
-        torch.cuda.current_stream(self.device).synchronize()
+        """Wait for the current stream. Raises `RanksApart` where another rank holds it up, or is gone."""
+        stream = torch.cuda.current_stream(self.device)
+        if self.ranks is None or stream == self._copies:  # copies wait for no rank, and have a thread of their own
+            stream.synchronize()
+            return
+        try:
+            self.ranks.wait_until(stream.query)
+        except RanksApart:
+            self._connection.abort()  # or the device would go on waiting
+            raise
+
+    def connect(self, store: Any, parallel: Parallel, seconds: float) -> Any:
+        """Return the process group that carries tensors between the devices of ranks, once all ranks have come.
+
+        Its collectives may be captured.
+        """
+        # Ranks watch over each other by themselves; torch's own watch would end the process without a word.
+        os.environ.update(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0")
+        from torch.distributed import ProcessGroupNCCL
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=seconds)
+        self._connection = ProcessGroupNCCL(store, parallel.rank, parallel.size, options)
+        return self._connection
 
     def copying(self) -> AbstractContextManager[Any]:
         """Return a context whose work goes to the stream of KV copies, beside the steps."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from fd_core.config import Limits
 from fd_core.ops.contract import Activation, Array, Experts, Forward, Heads, KVCache, KVShape, SampleInput, StepInput
+from fd_core.ops.parallel import RankGroup
 from fd_core.ops.torch_attention import TorchLayer
 from fd_core.ops.torch_ops import TorchOps, route
 from fd_core.weights import WEIGHT_FORMATS, PackedTensor, RawTensor, Weight
@@ -19,6 +20,9 @@ from fd_gpu_cuda.graphs import GraphedForward
 from fd_gpu_cuda.kv_cache import CudaKVCache
 from fd_gpu_cuda.packed import PackedLinear, PackedProduct, pack_linear
 from fd_gpu_cuda.sizes import graph_sizes, padded
+
+if TYPE_CHECKING:
+    from fd_core.ops.torch_group import TorchCollectives
 
 __all__ = ["CudaOps", "Kernels"]
 
@@ -39,7 +43,7 @@ class Kernels(NamedTuple):
 
 
 class CudaOps(TorchOps):
-    """Operations on torch tensors of one CUDA device."""
+    """Operations on torch tensors of one CUDA device, which may be that of one rank of several."""
 
     name = "torch"
     weight_formats = WEIGHT_FORMATS
@@ -51,6 +55,29 @@ class CudaOps(TorchOps):
         self._kernels = kernels
         self._sizes: tuple[int, ...] = ()
         self._max_model_len = 0
+        self._collectives: TorchCollectives | None = None
+
+    def join(self, group: RankGroup) -> None:
+        """Compute as one of several ranks, with a device each."""
+        group.require_order()
+        self.parallel, self._group = group.parallel, group
+
+    def all_reduce(self, x: Array) -> Array:
+        """Add up what the ranks hold, in their order and in float32."""
+        return x if self._group is None else self._connected(self._group).all_reduce(x)
+
+    def all_gather(self, x: Array) -> Array:
+        """Join what the ranks hold."""
+        return x if self._group is None else self._connected(self._group).all_gather(x)
+
+    def _connected(self, group: RankGroup) -> TorchCollectives:
+        """Return the ranks' collectives; they connect when they are first needed, which no capture is."""
+        if self._collectives is None:
+            from fd_core.ops.torch_group import TorchCollectives, shared_store
+
+            connection = self._cuda.connect(shared_store(group), group.parallel, group.patience)
+            self._collectives, self._cuda.ranks = TorchCollectives(connection, group.parallel), group
+        return self._collectives
 
     def configure(self, limits: Limits) -> None:
         """Choose the sizes of decodes."""

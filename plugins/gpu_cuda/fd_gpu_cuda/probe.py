@@ -6,12 +6,12 @@ import ctypes
 import importlib.util
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fd_core.backends.places import EnginePlace, places_on_devices
+from fd_core.backends.places import EnginePlace, places_on_devices, rank_devices
 
-__all__ = ["cuda_of_torch", "cuda_places", "device_problem", "missing"]
+__all__ = ["cuda_of_ranks", "cuda_of_torch", "cuda_places", "device_problem", "missing"]
 
 _NVML = "libnvidia-ml.so.1"
 _CUDA_LINE = re.compile(r"^cuda\b[^=]*=\s*(?:'([^']*)'|None)", re.MULTILINE)
@@ -54,6 +54,11 @@ def device_problem() -> tuple[int, str]:
 def cuda_places(count: int, ranks: int) -> Sequence[EnginePlace]:
     """Return a place for each of `count` engines, a device for each rank. Raises `ConfigError` if there are too few."""
     return places_on_devices("CUDA_VISIBLE_DEVICES", device_problem()[0], count, ranks)
+
+
+def cuda_of_ranks(size: int) -> Sequence[Mapping[str, str]]:
+    """Return what shows each of `size` ranks a device of its own. Raises `ConfigError` if there are too few."""
+    return rank_devices("CUDA_VISIBLE_DEVICES", device_problem()[0], size)
 
 
 def _count(nvml: ctypes.CDLL) -> tuple[int, str]:

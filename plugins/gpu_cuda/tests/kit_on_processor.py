@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from fd_core.backends.contract import Availability
+from fd_core.backends.contract import Availability, Backend
 from processor import OnProcessor
 
 from fd_gpu_cuda.backend import CudaBackend
@@ -16,4 +16,5 @@ def probe() -> Availability:
 
 
 CudaBackend.probe = staticmethod(probe)  # type: ignore[assignment, method-assign]  # for the whole process
+CudaBackend.rank_environments = Backend.rank_environments  # type: ignore[method-assign]  # ranks may be threads
 CudaBackend.make_ops = OnProcessor.make_ops  # type: ignore[method-assign]

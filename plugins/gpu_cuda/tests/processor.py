@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 from fd_core.ops.contract import Array, Heads, SampleInput, StepInput
+from fd_core.ops.parallel import Parallel
 from fd_core.ops.torch_attention import TorchLayer
+from fd_core.ops.torch_group import gloo_group
 from fd_core.ops.torch_ops import TorchOps
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -56,6 +58,8 @@ class Processor(Cuda):
 
     def wait(self) -> None:
         self.waits += 1
+        if self.ranks is not None:
+            self.ranks.wait_until(lambda: True)
 
     def copying(self) -> AbstractContextManager[Any]:
         self.copies += 1
@@ -71,6 +75,9 @@ class Processor(Cuda):
             result.copy_(compute())
 
         return replay, result
+
+    def connect(self, store: Any, parallel: Parallel, seconds: float) -> Any:
+        return gloo_group(store, parallel, "127.0.0.1", seconds)
 
     def free_bytes(self) -> int:
         return self.free

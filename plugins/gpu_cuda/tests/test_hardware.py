@@ -12,11 +12,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from fd_core.config import EngineConfig  # noqa: E402 - only where torch is installed
+from fd_core.engine.builder import load_engine  # noqa: E402
 from fd_core.ops.torch_ops import TorchOps  # noqa: E402
 from fd_core.runner.postprocess.torch_matrix import TorchPostprocess  # noqa: E402
 from fd_core.runner.runner import Runner  # noqa: E402
 from fd_core.testing.arrays import activations, packed_weight  # noqa: E402
 from fd_core.testing.checkpoints import write_checkpoint  # noqa: E402
+from fd_core.testing.texts import greedy, run  # noqa: E402
 from fd_core.weights import WEIGHT_FORMATS  # noqa: E402
 from test_steps import CASES, LIMITS, MIXED, conversation  # noqa: E402
 
@@ -87,3 +89,21 @@ def test_copies_beside_the_steps_change_nothing(tmp_path: Path) -> None:
         stop.set()
         thread.join()
     np.testing.assert_array_equal(runner.cache.export_blocks(spare), before)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_on_two_devices_make_the_texts_of_one(case: str, tmp_path: Path) -> None:
+    """NCCL inside captured graphs; ranks that differ in one bit would end the engine by their digests."""
+    write_checkpoint(case, tmp_path)
+    settings: dict[str, Any] = {"model": str(tmp_path), "backend": "gpu_cuda", "dtype": "float32", "max_model_len": 64}
+    specs = [greedy(f"r{index}", range(3 + index, 13 + 2 * index), 24) for index in range(6)]
+    texts = []
+    for size in (1, 2):
+        config = EngineConfig(**settings, tensor_parallel_size=size, num_kv_blocks=64, max_num_seqs=4, block_size=16)
+        engine = load_engine(config, tmp_path, progress=lambda *_: None)
+        try:
+            texts.append(run(engine, specs).tokens)
+        finally:
+            engine.close()
+    assert texts[0] == texts[1]
