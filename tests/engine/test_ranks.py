@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fd_core.backends.null import NullBackend
 from fd_core.config import EngineConfig, SpeculativeConfig
 from fd_core.engine.builder import load_engine
 from fd_core.engine.process import ProcessClient
@@ -328,6 +329,25 @@ def test_the_error_is_the_ranks_own(
 def test_settings_that_contradict_ranks_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises((ConfigError, PluginError), match=words):
         null_engine(**settings)
+
+
+def test_ranks_of_devices_are_refused_where_ray_would_place_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NullBackend, "rank_environments", lambda size: [{"DEVICE": str(rank)} for rank in range(size)])
+    with pytest.raises(ConfigError, match="ranks of the null backend are not placed by Ray yet"):
+        null_engine(distributed_executor_backend="ray", **TWO)
+
+
+def test_a_rank_is_shown_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = [{"FD_TEST_DEVICE": str(rank)} for rank in range(2)]
+    monkeypatch.setattr(NullBackend, "rank_environments", lambda size: shown)
+    engine = null_engine(**TWO)
+    try:
+        runner = engine.probe().runner
+        assert isinstance(runner, leading.LeadingRunner)
+        (pid,) = runner.ranks.pids
+        assert b"FD_TEST_DEVICE=1\0" in Path(f"/proc/{pid}/environ").read_bytes()
+    finally:
+        engine.close()
 
 
 def test_blocks_of_all_ranks_are_copied_as_one() -> None:

@@ -37,6 +37,9 @@ class TestSpawn(LauncherSuite):
             specs = [self.spec(name, cores=0, devices=count) for name, count in (("a", 2), ("b", 1), ("c", 0))]
             shown = [self.seen(process)["environment"] for process in launching.start(specs)]
             assert [each["FD_SUITE_DEVICES"] for each in shown] == ["3,5", "6", ""]
+            chosen = {"FD_SUITE_DEVICES": "5"}
+            (process,) = launching.start([self.spec("d", cores=0, environment=chosen)])
+            assert self.seen(process)["environment"]["FD_SUITE_DEVICES"] == "5"
         finally:
             launching.close()
 
