@@ -1,4 +1,4 @@
-"""One engine of all processors beside two ranks, or two engines, of half of them each; and what ranks cost by parts.
+"""One engine of all processors beside two ranks, stages or engines of half of them; and what ranks cost by parts.
 
     python -m benchmarks.parallel steps [--ways one,engines,ranks] [--workloads w1,w2,w3] [--rounds 3]
     python -m benchmarks.parallel steps --model 1b --requests 8
@@ -45,8 +45,16 @@ from fd_core.types import RequestSpec
 ROWS = (1, 8, 32, 128, 512)
 WIDTH = 576
 REPEATS = 200
-WAYS: dict[str, dict[str, Any]] = {"one": {}, "engines": {}, "ranks": {"tensor_parallel_size": 2}}
-"""Ways to use the processors, and what they change of an engine's settings."""
+WAYS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "engines": {},
+    "ranks": {"tensor_parallel_size": 2},
+    "stages": {"pipeline_parallel_size": 2},
+    "apart": {"pipeline_parallel_size": 2, "pipeline_depth": 1},
+    "deep": {"pipeline_parallel_size": 2, "pipeline_depth": 3},
+}
+"""Ways to use the processors, and what they change of an engine's settings. Stages that are `apart` never compute at
+the same time; `deep` are those with three plans in flight."""
 RANDOM_1B = Path.home() / ".cache/fd_core/peers/sources/1b-q4_1.gguf"
 
 
@@ -233,7 +241,7 @@ def main() -> None:
     stepping = parts.add_parser("steps")
     stepping.add_argument("--model", default="smollm2", help="1b for random weights")
     stepping.add_argument("--dtype", default="bfloat16")
-    stepping.add_argument("--ways", default=",".join(WAYS))
+    stepping.add_argument("--ways", default="one,engines,ranks")
     stepping.add_argument("--workloads", default="w1,w2,w3")
     stepping.add_argument("--rounds", type=int, default=3)
     stepping.add_argument("--requests", type=int, help="at most so many at once")

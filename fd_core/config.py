@@ -92,6 +92,8 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     """CPU threads of the backend, of each rank; None takes the processors available, divided over the ranks."""
     tensor_parallel_size: Annotated[int, Range(1, 64)] = 1
     """Ranks that compute the model together, each with a share of every layer, on a device of its own."""
+    pipeline_parallel_size: Annotated[int, Range(1, 64)] = 1
+    """Ranks that compute the model one after the other, each with some of the layers."""
     distributed_executor_backend: Annotated[str, OneOf("uni", "mp", "ray")] | None = None
     """How ranks are started: `uni` in the engine's process, which holds one; `mp` as processes of this machine."""
     rank_transport: Annotated[str, OneOf("shared_memory", "gloo")] = "shared_memory"
@@ -146,6 +148,11 @@ class EngineConfig(CheckedStruct, frozen=True, kw_only=True):
     """File that receives a trace of every step, for `fdcore trace`; None writes no trace."""
     trace_limit: Annotated[int, ByteSize()] = 256 * 2**20
     """Bytes after which nothing more is written to `trace`."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that compute the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def rank_seconds(self) -> float:
@@ -280,6 +287,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_drafts: int = 0
     """k: largest number of draft tokens per request and step."""
     pipeline_depth: int = 1
+    num_stages: int = 1
+    """Parts of the model that a step passes one after the other, each of which computes another step meanwhile."""
 
     @property
     def blocks_per_seq(self) -> int:
@@ -342,7 +351,8 @@ def resolve_limits(
         num_kv_blocks=blocks,
         vocab_size=vocab_size,
         max_drafts=max_drafts,
-        pipeline_depth=config.pipeline_depth or default_pipeline_depth,
+        pipeline_depth=config.pipeline_depth or max(default_pipeline_depth, config.pipeline_parallel_size),
+        num_stages=config.pipeline_parallel_size,
     )
 
 

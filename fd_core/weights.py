@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 import msgspec
@@ -22,6 +24,7 @@ __all__ = [
     "RawTensor",
     "Weight",
     "WeightUse",
+    "summed_uses",
 ]
 
 FP8: Final = "F8_E4M3"
@@ -165,6 +168,17 @@ class WeightUse(msgspec.Struct, frozen=True):
     parameters: int
     nbytes: int
     """In memory, about: a pack may pad, or keep scales in another type."""
+
+
+def summed_uses(parts: Iterable[Iterable[WeightUse]]) -> tuple[WeightUse, ...]:
+    """Return how all parts of a model use their weights, the most parameters first."""
+    parameters: Counter[tuple[str, str, bool]] = Counter()
+    nbytes: Counter[tuple[str, str, bool]] = Counter()
+    for use in chain.from_iterable(parts):
+        key = (use.stored, use.computed, use.table)
+        parameters[key] += use.parameters
+        nbytes[key] += use.nbytes
+    return tuple(WeightUse(*key, count, nbytes[key]) for key, count in parameters.most_common())
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,7 +173,7 @@ class Backend(abc.ABC):
     @property
     def threads(self) -> int:
         """Threads of a rank on the processor: `--num-threads`, or its share of what the process may use."""
-        return self.config.num_threads or max(1, len(os.sched_getaffinity(0)) // self.config.tensor_parallel_size)
+        return self.config.num_threads or max(1, len(os.sched_getaffinity(0)) // self.config.num_ranks)
 
     def dtype_asked_for(self, *offered: str) -> str | None:
         """Return the dtype that `--dtype` names, None for `auto`; `ConfigError` if it is not one of `offered`."""

@@ -68,7 +68,7 @@ class CpuBackend(Backend):
 
     def free_memory(self) -> int:
         """Return a quarter of the memory that the system can give without swapping; of several ranks, a share of it."""
-        return available_memory() // (4 * self.config.tensor_parallel_size)
+        return available_memory() // (4 * self.config.num_ranks)
 
     def describe(self) -> str:
         """Name the processor count and the kernels."""

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from fd_core.backends.contract import Availability, Backend, LoadProgress
 from fd_core.backends.places import EnginePlace, places_on_cores
 from fd_core.ops.contract import KVCache, KVShape, Ops, StepInput
+from fd_core.ops.parallel import Stage
 from fd_core.types import IntArray
 
 __all__ = ["NullBackend", "NullModel"]
@@ -144,6 +145,9 @@ class NullBackend(Backend):
 
             weight_formats = frozenset()
             kv_dtypes = ()
+
+            def cut(self, stage: Stage) -> None:
+                Ops.cut(self, stage)
 
             def allocate_kv(self, shape: KVShape, num_blocks: int) -> KVCache:  # type: ignore[override]  # any KVCache
                 return NullCache(shape, num_blocks)

@@ -223,6 +223,12 @@ ENGINE_FLAGS: Final = (
         short="-tp",
     ),
     Flag(
+        "pipeline_parallel_size",
+        "Ranks that compute the model one after the other, each with some of its layers.",
+        "N",
+        short="-pp",
+    ),
+    Flag(
         "distributed_executor_backend",
         "How ranks are started: mp on this machine; ray on nodes, by the plugin launcher_ray; uni is one rank.",
         "HOW",

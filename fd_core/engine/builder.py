@@ -25,6 +25,7 @@ from fd_core.engine.kv_transfer import open_kv_transfer, require_role
 from fd_core.engine.messages import EngineInfo
 from fd_core.engine.ranks.leading import LeadingRunner, RankProcesses, joined_shape, require_ranks
 from fd_core.engine.ranks.messages import RankLoaded
+from fd_core.engine.ranks.stages import LastStageRunner
 from fd_core.errors import ConfigError, PluginError
 from fd_core.kv.port import CompletionQueue, JoinedEffectPort, LockedKVCache
 from fd_core.models.loading.pooling import VectorSettings, read_vector_settings
@@ -44,7 +45,7 @@ from fd_core.structured.compiler import GrammarCompiler, GrammarError
 from fd_core.structured.port import GrammarPort
 from fd_core.tracing.format import TraceHeader
 from fd_core.tracing.writer import TraceWriter, require_trace_file
-from fd_core.weights import ITEM_BYTES
+from fd_core.weights import ITEM_BYTES, WeightUse, summed_uses
 
 __all__ = ["load_engine"]
 
@@ -95,9 +96,9 @@ class _EngineBuilder:
         self._plugins.load(CONNECTOR, config.kv_connector)  # a name that no plugin offers is refused whatever the role
         require_ranks(config)
         self._ranks = None
-        if config.tensor_parallel_size > 1:
+        if config.num_ranks > 1:
             backend = self._plugins.choose_backend(config.backend)
-            environments = backend.cls.rank_environments(config.tensor_parallel_size)
+            environments = backend.cls.rank_environments(config.num_ranks)
             if config.distributed_executor_backend == "ray" and any(environments):
                 raise ConfigError(
                     f"ranks of the {backend.name} backend are not placed by Ray yet",
@@ -162,7 +163,8 @@ class _EngineBuilder:
         if self._ranks is None:
             return self._computing.runner(limits)
         self._ranks.allocate(limits)
-        return self._computing.runner(limits, partial(LeadingRunner, self._ranks, self._heads))
+        lead = LastStageRunner if limits.num_stages > 1 else LeadingRunner
+        return self._computing.runner(limits, partial(lead, self._ranks, self._kv_shares))
 
     @cached_property
     def _loaded(self) -> list[RankLoaded]:
@@ -171,17 +173,22 @@ class _EngineBuilder:
         return [own] if self._ranks is None else [own, *self._ranks.loaded()]
 
     @property
-    def _heads(self) -> list[tuple[int, int]]:
-        return [rank.kv_heads for rank in self._loaded]
+    def _kv_shares(self) -> list[tuple[int, int]]:
+        return [rank.kv_share for rank in self._loaded]
+
+    @property
+    def _weights(self) -> tuple[WeightUse, ...]:
+        """How the model's weights are computed. Each stage tells its own, other ranks all."""
+        return summed_uses([rank.weights for rank in self._loaded[: self._config.pipeline_parallel_size]])
 
     # KV -----------------------------------------------------------------------------------------------------
 
     @cached_property
     def _identity(self) -> str:
         model, ops = self._computing.model, self._computing.ops
-        forms = "+".join(sorted({use.computed for use in model.weights}))
+        forms = "+".join(sorted({use.computed for use in self._weights}))
         shape = cache_shape(model, self._config.block_size, self._config.kv_cache_dtype)
-        shape = joined_shape(shape, self._heads)
+        shape = joined_shape(shape, self._kv_shares, -2 if self._config.pipeline_parallel_size == 1 else 1)
         return kv_identity(self._path, f"{ops.name}/{ops.dtype}/{forms}/{shape}")
 
     @cached_property
@@ -200,14 +207,15 @@ class _EngineBuilder:
 
     @cached_property
     def _limits(self) -> Limits:
-        model, ranks = self._computing.model, self._loaded
+        model = self._computing.model
+        tightest = min(self._loaded, key=lambda rank: rank.free_memory / rank.bytes_per_block)
         reserved = self._adapters.reserved_bytes(ITEM_BYTES[self._computing.ops.dtype])
         return resolve_limits(
             self._config,
             model_max_len=model.max_positions,
             vocab_size=model.vocab_size,
-            bytes_per_block=max(rank.bytes_per_block for rank in ranks),
-            free_bytes=min(rank.free_memory for rank in ranks) - reserved,
+            bytes_per_block=tightest.bytes_per_block,
+            free_bytes=tightest.free_memory - reserved,
             default_pipeline_depth=self._computing.backend.default_pipeline_depth,
             default_batched_tokens=self._computing.backend.default_batched_tokens,
         )
@@ -269,8 +277,9 @@ class _EngineBuilder:
     @cached_property
     def _device_line(self) -> str:
         """The backend's line about its device, which says "emulated" where that is so."""
-        backend, size = self._computing.backend, self._config.tensor_parallel_size
-        line = backend.describe() if size == 1 else f"{size} ranks of {backend.describe()}"
+        backend, size = self._computing.backend, self._config.num_ranks
+        parts = "ranks" if self._config.pipeline_parallel_size == 1 else "stages"
+        line = backend.describe() if size == 1 else f"{size} {parts} of {backend.describe()}"
         return f"emulated: {line}" if backend.emulated and "emulated" not in line.lower() else line
 
     def _info(self, kv_port: int | None) -> EngineInfo:
@@ -287,7 +296,7 @@ class _EngineBuilder:
             device=self._device_line,
             dtype=ops.dtype,
             dtype_reason=backend.dtype_reason if config.dtype == "auto" else "asked for",
-            weights=model.weights,
+            weights=self._weights,
             weight_formats=tuple(sorted(ops.weight_formats)),
             kv_dtype=ops.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
             vocab_size=limits.vocab_size,

@@ -191,7 +191,7 @@ class SingleEngineClient(abc.ABC):
         """Whether the engine answers; false from its death until a restart is ready."""
         self.requests_requeued = 0
         """Requests given to a new epoch because the one before died with them; only grows."""
-        self.rank_failures = {str(rank): 0 for rank in range(1, config.tensor_parallel_size)}
+        self.rank_failures = {str(rank): 0 for rank in range(1, config.num_ranks)}
         """Deaths of the engine by the number of the rank at fault, which are those beside the engine's own process."""
         self._interrupted = False
         """Whether the engine is gone and another one will resume its requests."""

@@ -13,7 +13,7 @@ from fd_core.engine.ranks.messages import RankLoaded
 from fd_core.errors import ModelError
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.quantization import require_formats
-from fd_core.ops.parallel import RankGroup
+from fd_core.ops.parallel import RankGroup, Stage
 from fd_core.plugins import DRAFTER, POSTPROCESS, installed_plugins
 from fd_core.runner.drafting import Drafter, make_drafter
 from fd_core.runner.postprocess.contract import require_fit
@@ -44,7 +44,11 @@ class Computing:
         self.ops = self.backend.make_ops()
         progress("prepare", 1, 1)
         if group is not None:
-            self.ops.join(group)
+            if config.pipeline_parallel_size > 1:
+                self.ops.cut(Stage(group.parallel.size - 1 - group.parallel.rank, group.parallel.size))
+                group.require_order()
+            else:
+                self.ops.join(group)
         require_formats(config.quantization, self.ops, self.choice.name)
         self.backend.require_kv_dtype(self.ops)
         postprocess = config.postprocess or self.ops.framework
@@ -88,8 +92,10 @@ class Computing:
     def loaded(self) -> RankLoaded:
         """Load the weights and say what of the device is left."""
         shape = self.model.kv_shape(self._config.block_size)
-        heads = (shape.first_kv_head, shape.first_kv_head + shape.num_kv_heads)
-        return RankLoaded(self.backend.free_memory(), self.bytes_per_block, heads)
+        share = (shape.first_kv_head, shape.first_kv_head + shape.num_kv_heads)
+        if self._config.pipeline_parallel_size > 1:
+            share = (shape.first_layer, shape.first_layer + shape.num_layers)
+        return RankLoaded(self.backend.free_memory(), self.bytes_per_block, share, self.model.weights)
 
     def runner(self, limits: Limits, make: Callable[..., Runner] = Runner) -> Runner:
         """Allocate the KV cache and return what executes plans."""

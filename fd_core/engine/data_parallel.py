@@ -256,6 +256,11 @@ def _require_separable(config: EngineConfig) -> None:
     refused = (
         ("--role", config.role != "mixed", f"a {config.role} worker is one engine"),
         ("--trace", config.trace is not None, "a trace is that of one engine"),
+        (
+            "--pipeline-parallel-size",
+            config.pipeline_parallel_size > 1,
+            "stages have no devices of their own there yet",
+        ),
     )
     for flag, given, reason in refused:
         if given:

@@ -76,6 +76,7 @@ class InlineDevice(Device):
 
     def submit(self, plan: StepPlan) -> None:
         """Keep the plan for `collect`."""
+        self.runner.announce(plan)
         self._plans.append(plan)
 
     def collect(self, timeout: float) -> StepOutput:
@@ -104,6 +105,7 @@ class _Threaded(Device):
 
     def submit(self, plan: StepPlan) -> None:
         """Queue a plan for the thread."""
+        self.runner.announce(plan)
         self._plans.put(plan)
 
     def perform(self, change: Callable[[Runner], None]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +20,12 @@ from fd_core.models.sharding import (
     attention_shares,
     feed_forward_shares,
     head_shares,
+    stage_layers,
     vocabulary_share,
 )
 from fd_core.models.spec import AttentionSpec, DecoderSpec, LinearSpec, MlpSpec, MoeSpec, VectorSpec
 from fd_core.ops.contract import Array, Experts, Heads, Norm, Ops, Rope
-from fd_core.weights import ITEM_BYTES, PackedTensor, RawTensor, Weight, WeightUse
+from fd_core.weights import ITEM_BYTES, PackedTensor, RawTensor, Weight, WeightUse, summed_uses
 
 __all__ = ["ProgressSink", "build_decoder", "check_tensors"]
 
@@ -72,15 +73,16 @@ def build_decoder(
     progress: ProgressSink | None,
     quantization: str = "auto",
 ) -> tuple[Decoder, tuple[WeightUse, ...]]:
-    """Read and prepare every weight of a spec that `check_tensors` accepted, and tell how they are computed."""
-    reader = _Reader(spec, checkpoint, ops, max_positions, progress, quantization)
-    embedding = reader.read(spec.embedding.name)
-    reader.count(spec.embedding.name, embedding, table=True)
-    table = ops.prepare_embedding(embedding)
+    """Read and prepare the weights of a spec that `check_tensors` accepted, and tell how they are computed.
+
+    All of them, or those of the stage that `ops` computes.
+    """
+    of_stage = spec.layers[stage_layers(spec, ops.stage)]
+    reader = _Reader(replace(spec, layers=of_stage), checkpoint, ops, max_positions, progress, quantization)
+    table = reader.table() if ops.stage.first else None
     tokens = vocabulary_share(spec.embedding.shape[0], ops.parallel)
-    head = reader.head(table, embedding, tokens)
-    del embedding
-    layers = tuple(reader.layer(layer.attention, layer.feed_forward) for layer in spec.layers)
+    head = reader.head(table, tokens) if ops.stage.last else None
+    layers = tuple(reader.layer(layer.attention, layer.feed_forward) for layer in of_stage)
     final_norm = reader.norm(spec.final_norm)
     decoder = Decoder(
         table, spec.embedding_scale, layers, final_norm, head, spec.activation, spec.softcap, tokens is not None
@@ -110,8 +112,7 @@ class _Reader:
         self._done = 0
         self._total = sum(math.prod(shape) for _, shape in spec.tensors())
         self._ropes: dict[RopeSpec, Rope] = {}
-        self._parameters: Counter[tuple[str, str, bool]] = Counter()
-        self._nbytes: Counter[tuple[str, str, bool]] = Counter()
+        self._uses: list[WeightUse] = []
 
     def read(self, name: str) -> RawTensor:
         """Read a tensor and report progress, elements counted as their share of the files' bytes."""
@@ -144,18 +145,22 @@ class _Reader:
         form, nbytes = self._ops.dtype, elements * ITEM_BYTES[self._ops.dtype]
         if isinstance(weight, PackedTensor):
             form, nbytes = weight.format, nbytes if self._ops.expands_weights else weight.nbytes
-        use = (self._checkpoint.stored_format(name), form, table)
-        self._parameters[use] += elements
-        self._nbytes[use] += nbytes
+        self._uses.append(WeightUse(self._checkpoint.stored_format(name), form, table, elements, nbytes))
 
     def uses(self) -> tuple[WeightUse, ...]:
         """Return what was counted, the most parameters first."""
-        return tuple(WeightUse(*use, count, self._nbytes[use]) for use, count in self._parameters.most_common())
+        return summed_uses([self._uses])
 
-    def head(self, table: Array, embedding: RawTensor, tokens: slice | None) -> Array:
-        """Read the output projection, which may be the embedding; with `tokens`, their rows only."""
+    def table(self) -> Array:
+        """Read the embedding."""
+        embedding = self.read(self._spec.embedding.name)
+        self.count(self._spec.embedding.name, embedding, table=True)
+        return self._ops.prepare_embedding(embedding)
+
+    def head(self, table: Array | None, tokens: slice | None) -> Array:
+        """Read the output projection, which may be the embedding `table`; with `tokens`, their rows only."""
         head, bias = self._spec.head, self._spec.head_bias
-        if head is None and bias is None and tokens is None:
+        if head is None and bias is None and tokens is None and table is not None:
             # A pack may look rows up in one form and multiply by another.
             weight = self._computed(self._spec.embedding.name, head_format(self._quantization))
             if isinstance(weight, PackedTensor):

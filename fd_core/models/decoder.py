@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fd_core.models.adapters import AdapterWeights, LayerLoras, layer_loras, prepare_adapter
-from fd_core.models.sharding import head_shares
+from fd_core.models.sharding import head_shares, stage_layers
 from fd_core.models.spec import DecoderSpec
 from fd_core.ops.contract import Activation, Array, Experts, Heads, KVCache, KVShape, Lora, Norm, Ops, StepInput
 from fd_core.weights import Adapter, WeightUse
@@ -58,13 +58,15 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """All weights of a decoder."""
+    """All weights of a decoder, or those of a stage."""
 
-    embedding: Array
+    embedding: Array | None
+    """None on stages behind the first."""
     embedding_scale: float
     layers: tuple[Layer, ...]
     final_norm: Norm
-    head: Array
+    head: Array | None
+    """None on stages before the last."""
     activation: Activation
     softcap: float | None
     """Softcap of the logits; None for none."""
@@ -106,11 +108,24 @@ class DecoderModel:
         """Return the size of the KV cache that `forward` needs, for blocks of `block_size` tokens."""
         heads = self.decoder.layers[0].attention.heads
         _, kv = head_shares(self.spec.layers[0].attention, self.ops.parallel)
-        return KVShape(len(self.decoder.layers), heads.num_kv_heads, heads.head_dim, block_size, first_kv_head=kv.start)
+        layers = stage_layers(self.spec, self.ops.stage)
+        return KVShape(
+            layers.stop - layers.start,
+            heads.num_kv_heads,
+            heads.head_dim,
+            block_size,
+            first_kv_head=kv.start,
+            first_layer=layers.start,
+        )
 
     def forward(self, step: StepInput, cache: KVCache) -> Array:
-        """Compute float32 logits [R, V] of the rows asked for and write the step's keys and values."""
+        """Compute float32 logits [R, V] of the rows asked for and write the step's keys and values.
+
+        A stage before the last returns what the next one takes as `StepInput.states`.
+        """
         x, decoder = self._layers(step, cache), self.decoder
+        if not self.ops.stage.last:
+            return x
         return self.ops.logits(
             x, decoder.final_norm, decoder.head, step.logits_rows, decoder.softcap, split=decoder.head_split
         )
@@ -126,7 +141,9 @@ class DecoderModel:
 
     def _layers(self, step: StepInput, cache: KVCache) -> Array:
         ops, decoder = self.ops, self.decoder
-        x = ops.embedding(decoder.embedding, step.token_ids, decoder.embedding_scale)
+        x = step.states
+        if ops.stage.first:
+            x = ops.embedding(decoder.embedding, step.token_ids, decoder.embedding_scale)
         for index, layer in enumerate(decoder.layers):
             attention, kv = layer.attention, cache.layer(index)
             loras = LayerLoras() if self.loras is None else self.loras[index]

@@ -1,21 +1,24 @@
-"""Which part of a decoder's weights a rank holds: heads and inner width are divided, everything else is whole.
+"""Which part of a decoder's weights a rank holds, or a stage.
 
+Ranks divide heads and inner width, everything else is whole. Stages divide the layers, each of which is whole.
 Shares need not be equal: three KV heads on two ranks are two and one. Where there are more ranks than KV heads, several
 ranks hold the same KV head and divide the query heads that share it.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 from fd_core.errors import ConfigError
-from fd_core.models.spec import AttentionSpec, LayerSpec, LinearSpec, MlpSpec
-from fd_core.ops.parallel import Parallel
+from fd_core.models.spec import AttentionSpec, DecoderSpec, LayerSpec, LinearSpec, MlpSpec
+from fd_core.ops.parallel import Parallel, Stage
 
 __all__ = [
-    *("LinearShare", "adaptable_shares", "attention_shares", "feed_forward_shares", "head_shares", "times"),
-    *("vocabulary_share", "width_share"),
+    *("LinearShare", "adaptable_shares", "attention_shares", "feed_forward_shares", "head_shares", "stage_layers"),
+    *("times", "vocabulary_share", "width_share"),
 ]
 
 _GRAIN: Final = 32
@@ -93,6 +96,29 @@ def width_share(width: int, parallel: Parallel) -> slice:
 def vocabulary_share(size: int, parallel: Parallel) -> slice | None:
     """Return the tokens whose logits a rank computes; None where each computes all."""
     return parallel.share(size) if parallel.size > 1 and size % parallel.size == 0 else None
+
+
+def stage_layers(spec: DecoderSpec, stage: Stage) -> slice:
+    """Return the layers of a stage. Raises `ConfigError` if there is not one for each.
+
+    Stages have about as many weights to read as each other; the last one also has the output projection.
+    """
+    count = len(spec.layers)
+    if stage.count > count:
+        raise ConfigError(
+            f"the model's {count} layers cannot be divided into {stage.count} stages",
+            field="--pipeline-parallel-size",
+            hint=f"use at most {count}",
+        )
+    sizes = [sum(math.prod(shape) for _, shape in layer.tensors()) for layer in spec.layers]
+    reached = list(accumulate(sizes, initial=0))
+    each = (reached[-1] + math.prod(spec.embedding.shape)) / stage.count
+    ends = [0]
+    for index in range(1, stage.count):
+        nearest = min(range(count + 1), key=lambda end: abs(reached[end] - index * each))
+        ends.append(min(max(nearest, ends[-1] + 1), count - stage.count + index))
+    ends.append(count)
+    return slice(ends[stage.index], ends[stage.index + 1])
 
 
 def _listed(sizes: list[int]) -> str:

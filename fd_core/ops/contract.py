@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from fd_core.config import Limits
 from fd_core.errors import ConfigError
-from fd_core.ops.parallel import Parallel, RankGroup
+from fd_core.ops.parallel import Parallel, RankGroup, Stage
 from fd_core.types import IntArray
 from fd_core.weights import LowRank, RawTensor, Weight
 
@@ -65,6 +65,8 @@ class KVShape:
     """`auto` for the pack's own dtype; `int8` for 8 bits, with a scale for each token, KV head, and key or value."""
     first_kv_head: int = 0
     """Which of the model's KV heads is the first of these: ranks hold a share of them."""
+    first_layer: int = 0
+    """Which of the model's layers is the first of these: stages hold some of them."""
 
     @property
     def quantized(self) -> bool:
@@ -215,6 +217,8 @@ class StepInput:
     """[T], the place of each token's adapter, 0 for none. None where no token of the step has an adapter."""
     lora_groups: Sequence[tuple[int, Array]] = ()
     """The same by adapter: each place that tokens have, and those tokens, indices into T."""
+    states: Array | None = None
+    """[T, H], what the stage before made of the tokens, see `Ops.states_from_host`; None where the model is not cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +319,20 @@ class Ops(abc.ABC):
             hint="leave it out, or use --backend cpu",
         )
 
+    stage: Stage = Stage()
+    """Which layers of the model are computed."""
+
+    def cut(self, stage: Stage) -> None:
+        """Compute one of several stages from now on; called before the first weight is prepared.
+
+        A pack that can sets `stage`, and its forwards take `StepInput.states`. Raises `ConfigError` by default.
+        """
+        raise ConfigError(
+            f"the {self.name} pack computes whole models only",
+            field="--pipeline-parallel-size",
+            hint="leave it out, or use --backend cpu",
+        )
+
     def configure(self, limits: Limits) -> None:  # noqa: B027 - most packs have nothing to do here
         """Receive the engine's final limits; called before the first KV cache is allocated."""
 
@@ -326,6 +344,10 @@ class Ops(abc.ABC):
 
         uint64 becomes int64 with the same bits where the framework has no uint64.
         """
+
+    def states_from_host(self, states: npt.NDArray[np.float32]) -> Array:
+        """Return what `to_host` made of a forward's states [T, H] on another stage."""
+        return self.from_host(states)
 
     @abc.abstractmethod
     def to_host(self, array: Array) -> npt.NDArray[Any]:

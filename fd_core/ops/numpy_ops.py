@@ -13,7 +13,7 @@ import numpy.typing as npt
 from fd_core.ops.contract import Activation, Experts, Heads, KVCache, KVShape, Norm, Ops, Rope, StepInput
 from fd_core.ops.kv_int8 import dequantize_kv, quantize_kv
 from fd_core.ops.numpy_sampling import NumpySampling
-from fd_core.ops.parallel import RankGroup
+from fd_core.ops.parallel import RankGroup, Stage
 from fd_core.types import IntArray
 from fd_core.weights import WEIGHT_FORMATS, PackedTensor, RawTensor, Weight
 
@@ -72,6 +72,10 @@ class NumpyOps(NumpySampling, Ops):
         """Compute as one of several ranks."""
         group.require_order()
         self.parallel, self._group = group.parallel, group
+
+    def cut(self, stage: Stage) -> None:
+        """Compute one of several stages."""
+        self.stage = stage
 
     def from_host(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the array itself."""

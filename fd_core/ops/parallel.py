@@ -15,6 +15,7 @@ memory.
 from __future__ import annotations
 
 import abc
+import math
 import mmap
 import os
 import platform
@@ -30,7 +31,7 @@ import numpy.typing as npt
 from fd_core.errors import ConfigError
 
 __all__ = [
-    *("HEADER_BYTES", "SLOT_BYTES", "Parallel", "RankGroup", "RankMeeting", "RanksApart", "SharedMemoryGroup"),
+    *("HEADER_BYTES", "SLOT_BYTES", "Parallel", "RankGroup", "RankMeeting", "RanksApart", "SharedMemoryGroup", "Stage"),
     "group_memory",
 ]
 
@@ -72,6 +73,25 @@ class RankMeeting(msgspec.Struct, frozen=True):
     port: int
     token: str
     """Keeps groups apart that come to one place by mistake; no secret."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Which of a model's stages computes: each has some of the layers, and steps pass one after the other."""
+
+    index: int = 0
+    """0 for the one that looks tokens up."""
+    count: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether it begins with tokens; the others begin with what the stage before hands on."""
+        return self.index == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether it ends with logits."""
+        return self.index == self.count - 1
 
 
 def group_memory(size: int) -> int:
@@ -238,3 +258,28 @@ class SharedMemoryGroup(RankGroup):
         if self.fence is not None:
             self.fence()
         return came
+
+    def hand_on(self, x: npt.NDArray[np.float32]) -> None:
+        """Leave an array for the rank before this one, which calls `take`; wait until that has the last but one.
+
+        A group whose ranks are stages exchanges nothing else.
+        """
+        rank = self.parallel.rank
+        number = int(self._numbers[rank]) + 1
+        self._wait_for(rank - 1, number - 2)
+        np.copyto(self._slots[rank, number % 2, : x.nbytes].view(x.dtype).reshape(x.shape), x)
+        self._show(number, x.nbytes)
+
+    def take(self, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+        """Return what the rank behind this one left next, a float32 array of a shape, and wait for it."""
+        rank = self.parallel.rank
+        number = int(self._numbers[rank]) + 1
+        self._wait_for(rank + 1, number)
+        values = self._slots[rank + 1, number % 2, : 4 * math.prod(shape)].view(np.float32).reshape(shape).copy()
+        if rank == 0:  # else the number says so once the next array is left
+            self._show(number, 0)
+        return values
+
+    def _wait_for(self, rank: int, number: int) -> None:
+        if not self._awaited(rank, number, self.patience):
+            self.refuse(rank)

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from fd_core.ops.contract import Activation, Array, Experts, Heads, KVCache, KVShape, Norm, Ops, Rope, StepInput
-from fd_core.ops.parallel import RankGroup
+from fd_core.ops.parallel import RankGroup, Stage
 from fd_core.ops.torch_attention import TorchAttentionPlan, TorchKVCache, TorchLayer, quantize_heads
 from fd_core.ops.torch_sampling import TorchSampling
 from fd_core.weights import PackedTensor, RawTensor, Weight
@@ -68,6 +68,16 @@ class TorchOps(TorchSampling, Ops):
             super().join(group)
         group.require_order()
         self.parallel, self._group = group.parallel, group
+
+    def cut(self, stage: Stage) -> None:
+        """Compute one of several stages on the processor."""
+        if self.device.type != "cpu":
+            super().cut(stage)
+        self.stage = stage
+
+    def states_from_host(self, states: npt.NDArray[np.float32]) -> Array:
+        """Return states in the dtype that they had."""
+        return torch.from_numpy(states).to(self.torch_dtype)
 
     def from_host(self, array: npt.NDArray[Any]) -> Array:
         """Share or copy a numpy array; uint64 becomes int64 with the same bits."""

@@ -15,6 +15,7 @@ class PersistentBatch:
 
     def __init__(self, limits: Limits) -> None:
         slots = limits.max_num_seqs
+        self._max_drafts = limits.max_drafts
         self.gen = np.zeros(slots, np.int32)
         self.length = np.zeros(slots, np.int32)
         """Tokens that the runner knows: those admitted and those sampled since."""
@@ -56,6 +57,29 @@ class PersistentBatch:
             some = column < counts
             self.tokens[slots[some], begin[some] + column] = drafts[some, column]
         self.num_drafts[slots] = counts
+
+    def latest(self, slots: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
+        """Return what the last step changed of `slots` as `correct` takes it: slots, gens, lengths, drafts, tokens."""
+        lengths, drafts = self.length[slots], self.num_drafts[slots]
+        places = np.minimum(self._around(lengths), self.tokens.shape[1] - 1)
+        return slots, self.gen[slots], lengths, drafts, self.tokens[slots[:, None], places]
+
+    def correct(
+        self, slots: IntArray, gens: IntArray, lengths: IntArray, num_drafts: IntArray, tokens: IntArray
+    ) -> None:
+        """Take over what another runner has of `slots`: all int32[n], tokens int32[n, *]; other residencies stay."""
+        same = self.gen[slots] == gens
+        slots, lengths = slots[same], lengths[same]
+        self.length[slots], self.num_drafts[slots] = lengths, num_drafts[same]
+        places = self._around(lengths)
+        inside = places < self.tokens.shape[1]
+        self.tokens[np.broadcast_to(slots[:, None], places.shape)[inside], places[inside]] = tokens[same][inside]
+
+    def _around(self, lengths: IntArray) -> IntArray:
+        """Return the places that a step may change: of 1 + k tokens before each length and of k drafts behind it."""
+        offsets = np.arange(-1 - self._max_drafts, self._max_drafts, dtype=np.int32)
+        places: IntArray = np.maximum(lengths[:, None] + offsets, np.int32(0))
+        return places
 
     def guesses(self) -> tuple[IntArray, IntArray, IntArray]:
         """Return all drafts as `guess` takes them: slots int32[n], drafts int32[n, k], counts int32[n]."""

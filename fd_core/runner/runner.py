@@ -119,11 +119,15 @@ class Runner:
         for done, plan in enumerate(plans):
             progress(done, len(plans))
             begun = time.perf_counter()
+            self.announce(plan)
             self.execute(plan)
             seconds.append(time.perf_counter() - begun)
         progress(len(plans), len(plans))
         self.batch = PersistentBatch(limits)
         return seconds[0] / length
+
+    def announce(self, plan: StepPlan) -> None:
+        """Be told of a plan when it is submitted, on the thread that submits, while others may be executed."""
 
     def check(self) -> None:
         """Raise `EngineDead` if what computes beside this process is gone; called while nothing is executed."""

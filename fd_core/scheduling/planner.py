@@ -48,7 +48,8 @@ class Planner:
         draft = PlanBuilder(self._epoch, self._step, self._limits.max_num_batched_tokens)
         self._residencies.announce_arrivals(draft)
         self._revoke(aborting, draft)
-        rows = self._grow(self._slots.ready(), draft)
+        ready = self._slots.ready()
+        rows = self._grow(ready if self._limits.num_stages == 1 else self._of_this_plan(ready), draft)
         self._decode(rows, draft)
         self._continue_prefills(rows, draft)
         if not draft.preempted:
@@ -59,6 +60,17 @@ class Planner:
         for request in aborting:
             if request.state is State.RUNNING:
                 self._residencies.revoke(request, draft)
+
+    def _of_this_plan(self, ready: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+        """Return which ready slots a plan takes where stages compute different plans at the same time.
+
+        The first stage needs the token that the last one samples, so a slot whose token is on its way waits. Each plan
+        in flight gets its share of the others, those first that waited longest.
+        """
+        slots = self._slots
+        known = ready[slots.num_planned[ready] <= slots.num_tokens[ready]]
+        share = -(-len(ready) // self._limits.pipeline_depth)
+        return np.sort(known[np.argsort(slots.last_step[known], kind="stable")[:share]])
 
     def _grow(self, ready: npt.NDArray[np.intp], draft: PlanBuilder) -> npt.NDArray[np.intp]:
         """Give every ready slot the block that its next token needs; return the slots that may run.

@@ -75,6 +75,9 @@ class _FaultyRunner:
     def __init__(self, fault: str) -> None:
         self.fault = fault
 
+    def announce(self, plan: StepPlan) -> None:
+        pass
+
     def execute(self, plan: StepPlan) -> StepOutput:
         if self.fault == "stall":
             time.sleep(0.3)

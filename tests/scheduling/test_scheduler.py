@@ -373,3 +373,26 @@ def test_a_request_waits_for_its_release_before_it_may_return() -> None:
     while in_flight:
         answer(s, in_flight.pop(0))
     assert (num_draining(s), len(s.probe().waiting)) == (0, 1)
+
+
+def test_where_stages_compute_plans_in_flight_each_has_its_share_of_the_requests() -> None:
+    s = scheduler(pipeline_depth=2, num_stages=2, max_num_batched_tokens=40)
+    for name in "abcd":
+        s.add(spec(name, length=1, max_tokens=30))
+    s.commit(first := planned(s), output_of(s, first))
+    rows = []
+    flying = [planned(s), planned(s)]
+    for _ in range(6):
+        assert s.plan()[0] is None, "every token is on its way"
+        rows.append([plan.slots.tolist() for plan in flying])
+        s.commit(flying[0], output_of(s, flying.pop(0)))
+        flying.append(planned(s))
+    assert rows == 3 * [[[0, 1], [2, 3]], [[2, 3], [0, 1]]]
+
+
+def test_where_stages_compute_a_long_prompt_does_not_wait_for_its_own_chunks() -> None:
+    s = scheduler(pipeline_depth=2, num_stages=2, max_num_batched_tokens=8)
+    s.add(spec("a", length=20))
+    chunks = [planned(s), planned(s), planned(s)]
+    assert [plan.num_tokens.tolist() for plan in chunks] == [[8], [8], [4]]
+    assert s.plan()[0] is None

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -37,6 +38,7 @@ from fd_core.engine.ranks.messages import (
     encode_blocks,
     step_digest,
 )
+from fd_core.engine.ranks.stages import EarlierStageRunner, shared_memory
 from fd_core.errors import FdError
 from fd_core.logs import configure_logs
 from fd_core.ops.contract import KVCache
@@ -61,7 +63,7 @@ def main() -> int:
     context = zmq.Context(1)
     steps = _connected(context, door.steps, door.keys)
     start = msgspec.json.decode(steps.recv(), type=RankStart)
-    parallel = Parallel(start.rank, start.config.tensor_parallel_size)
+    parallel = Parallel(start.rank, start.config.num_ranks)
     group = joined_group(parallel, start.place, start.config.rank_seconds)
 
     def say(message: RankMessage) -> None:
@@ -109,7 +111,10 @@ def _load(start: RankStart, group: RankGroup, steps: zmq.Socket[bytes], say: Cal
     path = Path(start.path) if start.path is not None else None
     computing = Computing(start.config, path, lambda *_: None, group)
     say(computing.loaded())
-    return computing.runner(msgspec.msgpack.decode(steps.recv(), type=RankLimits).limits)
+    limits = msgspec.msgpack.decode(steps.recv(), type=RankLimits).limits
+    return computing.runner(
+        limits, partial(EarlierStageRunner, shared_memory(group)) if limits.num_stages > 1 else Runner
+    )
 
 
 def _execute(steps: zmq.Socket[bytes], runner: Runner, say: Callable[[RankMessage], None]) -> None:
@@ -120,6 +125,9 @@ def _execute(steps: zmq.Socket[bytes], runner: Runner, say: Callable[[RankMessag
             continue
         if frame == LOOK:
             say(RankReady())
+            continue
+        if isinstance(runner, EarlierStageRunner):
+            runner.hear(frame)
             continue
         match decode_order(frame):
             case RankStep(plan, slots, drafts, counts):

@@ -81,7 +81,7 @@ _Message = TypeVar("_Message", RankLoaded, RankReady, StepDigest, AdaptersHeld)
 
 def require_ranks(config: EngineConfig) -> None:
     """Raise `ConfigError` for settings that contradict several ranks."""
-    executor, size = config.distributed_executor_backend, config.tensor_parallel_size
+    executor, size = config.distributed_executor_backend, config.num_ranks
     if size == 1:
         return
     if executor == "ray" and (name := installed_plugins().choose_backend(config.backend).name) not in _ON_PROCESSORS:
@@ -94,6 +94,21 @@ def require_ranks(config: EngineConfig) -> None:
         raise ConfigError(
             f"uni is one process, but there are {size} ranks", field="--distributed-executor-backend", hint="use mp"
         )
+    if config.pipeline_parallel_size == 1:
+        return
+    flag = "--pipeline-parallel-size"
+    refused = (
+        ("--tensor-parallel-size", config.tensor_parallel_size > 1, "a stage is one rank"),
+        ("--speculative-config", config.speculative is not None, "drafts would come from the last stage alone"),
+        ("--lora-modules", bool(config.lora_modules) or config.lora_folder is not None, "stages hold no adapters yet"),
+        ("--distributed-executor-backend ray", executor == "ray", "stages share the memory of one machine"),
+        ("--rank-transport gloo", config.rank_transport != "shared_memory", "stages hand on over shared memory"),
+    )
+    for other, given, reason in refused:
+        if given:
+            raise ConfigError(
+                f"{flag} does not go with {other}: {reason}", field=flag, hint=f"leave out {flag} or {other}"
+            )
 
 
 class RankProcesses:
@@ -101,6 +116,8 @@ class RankProcesses:
 
     def __init__(self, config: EngineConfig, path: Path | None, environments: Sequence[Mapping[str, str]]) -> None:
         """Start them; they load while rank 0 does. `environments`: what shows each rank its device, see `Backend`."""
+        self._sockets_in_use = threading.Lock()
+        """A stage is told of plans while the thread that executes them tells what came of others."""
         self._seconds = config.rank_seconds
         self._closing = False
         self._folder = Path(tempfile.mkdtemp(prefix="fdcore-ranks-"))
@@ -147,9 +164,11 @@ class RankProcesses:
             self._hear(rank, RankReady, None)
 
     def tell(self, frame: bytes) -> None:
-        """Send a frame to all other ranks."""
-        for socket in self._steps:
-            socket.send(frame)
+        """Send a frame to all other ranks. Any thread. One that is gone is missed by whoever waits for it."""
+        with self._sockets_in_use:
+            for socket in self._steps:
+                with contextlib.suppress(zmq.Again):
+                    socket.send(frame, zmq.NOBLOCK)
 
     def compare(self, step: int, digest: bytes) -> None:
         """Wait until the other ranks have executed a step. Raises `EngineDead` if one made something else of it."""
@@ -231,10 +250,11 @@ class RankProcesses:
             return self._silent
         deadline = time.monotonic() + _LAST_WORDS_SECONDS
         while self.group.abandoned and time.monotonic() < deadline:
-            for rank in self._ranks:
-                while self._steps[rank - 1].poll(0):
-                    if isinstance(message := self._receive(rank), Fault):
-                        return f"rank {rank}: {message.message}"
+            with self._sockets_in_use:
+                for rank in self._ranks:
+                    while self._steps[rank - 1].poll(0):
+                        if isinstance(message := self._receive(rank), Fault):
+                            return f"rank {rank}: {message.message}"
             if self._ended and not 0 <= self._ended[0][1] < NODE_LOST:
                 break  # by a signal, or with its node: it has said nothing
             time.sleep(_LOOK_MS / 1000)
@@ -270,7 +290,7 @@ class RankProcesses:
 
     def _start(self, config: EngineConfig, path: Path | None, environments: Sequence[Mapping[str, str]]) -> None:
         """Launch the ranks, and tell them what they load once it is known where they are."""
-        size, network = config.tensor_parallel_size, config.distributed_executor_backend == "ray"
+        size, network = config.num_ranks, config.distributed_executor_backend == "ray"
         launcher = self._launcher = installed_plugins().load(LAUNCHER, "ray" if network else "spawn")()
         host = next((node.address for node in launcher.nodes() if node.id == launcher.here), None)
         if host is None:
@@ -362,13 +382,19 @@ class LeadingRunner(Runner):
     """The runner of rank 0: whatever it executes, the other ranks execute as well."""
 
     def __init__(
-        self, ranks: RankProcesses, heads: Sequence[tuple[int, int]], ops: Ops, model: Model, *parts: Any
+        self,
+        ranks: RankProcesses,
+        shares: Sequence[tuple[int, int]],
+        ops: Ops,
+        model: Model,
+        *parts: Any,
+        axis: int = -2,
     ) -> None:
-        """`heads` are the KV heads of each rank, see `JoinedKVCache`; the rest is what a `Runner` is made of."""
+        """`shares` are those of KV, see `JoinedKVCache`; the rest is what a `Runner` is made of."""
         super().__init__(ops, model, *parts)
         self.ranks = ranks
         """The other ranks, for audits and benchmarks."""
-        self.cache = JoinedKVCache(self.cache, ranks, heads)
+        self.cache = JoinedKVCache(self.cache, ranks, shares, axis)
         self.adapters = JoinedAdapters(ops, model, ranks)
         self._leads = False
 
@@ -420,43 +446,42 @@ class JoinedAdapters(RunnerAdapters):
 
 
 class JoinedKVCache(KVCache):
-    """The KV heads of all ranks as one cache, for copies: what is exported knows nothing of ranks."""
+    """The KV of all ranks as one cache, for copies: what is exported knows nothing of ranks."""
 
-    def __init__(self, own: KVCache, ranks: RankProcesses, heads: Sequence[tuple[int, int]]) -> None:
-        """`heads` are those that each rank keeps, from rank 0 on: the first, and the one behind the last."""
-        self.shape = joined_shape(own.shape, heads)
+    def __init__(self, own: KVCache, ranks: RankProcesses, shares: Sequence[tuple[int, int]], axis: int = -2) -> None:
+        """`shares` are what each rank keeps, from rank 0 on: the first, and the one behind the last.
+
+        They are KV heads where `axis` of exported blocks is -2, layers where it is 1.
+        """
+        self.shape = joined_shape(own.shape, shares, axis)
         self.num_blocks = own.num_blocks
         self.spare_block = own.spare_block
         self._own = own
         self._ranks = ranks
-        self._heads = heads
+        self._shares = shares
+        self._axis = axis
 
     def layer(self, index: int) -> Any:
         """Return rank 0's handle of a layer."""
         return self._own.layer(index)
 
     def export_blocks(self, blocks: IntArray) -> npt.NDArray[Any]:
-        """Copy blocks from all ranks; of ranks that keep the same heads, from the first."""
-        first = [rank for rank, heads in enumerate(self._heads) if heads not in self._heads[:rank]]
+        """Copy blocks from all ranks; of ranks that keep the same, from the first."""
+        first = [rank for rank, share in enumerate(self._shares) if share not in self._shares[:rank]]
         asked = encode_blocks(blocks)
-        parts = [self._own.export_blocks(blocks)]
-        for answer in self._copy([(rank, asked) for rank in first[1:]]):
+        parts = {self._shares[0]: self._own.export_blocks(blocks)}
+        for rank, answer in zip(first[1:], self._copy([(rank, asked) for rank in first[1:]]), strict=True):
             if answer is None:
                 raise RuntimeError("a rank answers without KV")
-            parts.append(answer)
-        return np.concatenate(parts, axis=-2)
+            parts[self._shares[rank]] = answer
+        return np.concatenate([parts[share] for share in sorted(parts)], axis=self._axis)
 
     def import_blocks(self, blocks: IntArray, data: npt.NDArray[Any]) -> None:
-        """Write blocks on all ranks, to each its heads."""
-        begin, end = self._heads[0]
-        self._copy(
-            [
-                (rank, encode_blocks(blocks, data[..., slice(*heads), :]))
-                for rank, heads in enumerate(self._heads)
-                if rank > 0
-            ]
-        )
-        self._own.import_blocks(blocks, data[..., begin:end, :])
+        """Write blocks on all ranks, to each its share."""
+        whole = np.moveaxis(data, self._axis, 0)
+        own, *others = (np.moveaxis(whole[slice(*share)], 0, self._axis) for share in self._shares)
+        self._copy([(rank, encode_blocks(blocks, share)) for rank, share in enumerate(others, 1)])
+        self._own.import_blocks(blocks, own)
 
     def _copy(self, requests: list[tuple[int, list[bytes]]]) -> list[npt.NDArray[Any] | None]:
         copied = []
@@ -468,9 +493,12 @@ class JoinedKVCache(KVCache):
         return copied
 
 
-def joined_shape(own: KVShape, heads: Sequence[tuple[int, int]]) -> KVShape:
-    """Return the shape of the KV of all ranks, of which `own` is one's."""
-    return replace(own, num_kv_heads=max(end for _, end in heads), first_kv_head=0)
+def joined_shape(own: KVShape, shares: Sequence[tuple[int, int]], axis: int = -2) -> KVShape:
+    """Return the shape of the KV of all ranks, of which `own` is one's; see `JoinedKVCache`."""
+    end = max(end for _, end in shares)
+    if axis == 1:
+        return replace(own, num_layers=end, first_layer=0)
+    return replace(own, num_kv_heads=end, first_kv_head=0)
 
 
 def _dead(text: str) -> EngineDead:

@@ -2,7 +2,8 @@
 
 On the socket of steps: `RankStart`, `RankLoaded`, `RankLimits`, `RankReady`, then orders and an answer to each:
 `HoldAdapters` and `AdaptersHeld`, `RankStep` and `StepDigest`, `LOOK` and `RankReady`; at any time a `Fault` instead.
-`WARM_UP` has no answer. On the socket of copies: a `BlockCopy` and its answer, with the bytes of blocks behind it.
+`WARM_UP` has no answer, nor have the orders of stages: a `StagePlan` and later its `StageOutcome`. On the socket of
+copies: a `BlockCopy` and its answer, with the bytes of blocks behind it.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from fd_core.config import EngineConfig, Limits
 from fd_core.engine.messages import Fault
 from fd_core.ops.parallel import RankMeeting
 from fd_core.types import IntArray, StepOutput, StepPlan
-from fd_core.weights import Adapter
+from fd_core.weights import Adapter, WeightUse
 
 __all__ = [
     *("LOOK", "RANK_DOOR", "WARM_UP", "AdaptersHeld", "BlockCopy", "HoldAdapters", "RankDoor", "RankLimits"),
-    *("RankLoaded", "RankMessage", "RankOrder", "RankReady", "RankStart", "RankStep", "StepDigest", "decode_blocks"),
-    *("decode_order", "encode_blocks", "encode_order", "step_digest"),
+    *("RankLoaded", "RankMessage", "RankOrder", "RankReady", "RankStart", "RankStep", "StageOutcome", "StagePlan"),
+    *("StepDigest", "decode_blocks", "decode_order", "encode_blocks", "encode_order", "step_digest"),
 ]
 
 
@@ -61,8 +62,9 @@ class RankLoaded(msgspec.Struct, frozen=True, tag="loaded"):
 
     free_memory: int
     bytes_per_block: int
-    kv_heads: tuple[int, int]
-    """The first of the model's KV heads that it keeps, and the one behind the last."""
+    kv_share: tuple[int, int]
+    """The first of the model's KV heads that it keeps, and the one behind the last; of stages the same of layers."""
+    weights: tuple[WeightUse, ...] = ()
 
 
 class RankLimits(msgspec.Struct, frozen=True, tag="limits"):
@@ -82,6 +84,22 @@ class RankStep(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     slots: IntArray
     drafts: IntArray
     counts: IntArray
+
+
+class StagePlan(msgspec.Struct, frozen=True, array_like=True, tag="plan"):
+    """What every stage executes."""
+
+    plan: StepPlan
+
+
+class StageOutcome(msgspec.Struct, frozen=True, array_like=True, tag="outcome"):
+    """What a step made of the slots that sampled, see `PersistentBatch.latest`; one for each plan, in their order."""
+
+    slots: IntArray
+    gens: IntArray
+    lengths: IntArray
+    num_drafts: IntArray
+    tokens: IntArray
 
 
 class StepDigest(msgspec.Struct, frozen=True, tag="digest"):
@@ -105,7 +123,7 @@ class AdaptersHeld(msgspec.Struct, frozen=True, tag="adapters-held"):
     error: str | None = None
 
 
-RankOrder = RankStep | HoldAdapters
+RankOrder = RankStep | HoldAdapters | StagePlan | StageOutcome
 """What a rank is told once it is ready."""
 RankMessage = RankLoaded | RankReady | StepDigest | AdaptersHeld | Fault
 """What rank 0 hears on the socket of steps."""

@@ -16,9 +16,11 @@ import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from fd_core.ops.contract import (
@@ -110,6 +112,10 @@ class NativeOps(TorchOps):
         """Compute as one of several ranks: fusions add up inside, without a copy."""
         self.runtime.join(group)
         super().join(group)
+
+    def states_from_host(self, states: npt.NDArray[np.float32]) -> Array:
+        """Return a residual stream, which is float32 whatever the dtype."""
+        return torch.from_numpy(states)
 
     def describe(self) -> str:
         """Name the instruction sets that the kernels use."""
@@ -354,6 +360,7 @@ class NativeOps(TorchOps):
         buffer, y = recorder.output(x, head.width * (self.parallel.size if inside else 1), True)
         group = self.runtime.group_handle if inside else None
         recorder.add("logits", source, *_norm(recorder, norm), head.handle, softcap or 0.0, group, buffer)
+        recorder.yields_logits = True
         recorder.logits_from_ranks, recorder.logits_in_parts = inside, split and not inside
         return y
 
@@ -417,36 +424,50 @@ class NativeOps(TorchOps):
         return self.compile(forward)
 
 
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A program, where it ends, and where it begins: the states that the stage before hands on, if there is one."""
+
+    program: ProgramRecorder
+    result: ProgramSymbol
+    states: int | None
+
+
 class ProgramForward:
     """Replays a model's forward as one program for each KV cache."""
 
     def __init__(self, runtime: Runtime, forward: Forward) -> None:
         self._runtime = runtime
         self._forward = forward
-        self._programs: weakref.WeakKeyDictionary[KVCache, tuple[ProgramRecorder, ProgramSymbol]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._programs: weakref.WeakKeyDictionary[KVCache, _Recorded] = weakref.WeakKeyDictionary()
         self._eager = False
 
     def __call__(self, step: StepInput, cache: KVCache) -> Array:
-        """Return float32 logits [R, V]."""
+        """Return float32 logits [R, V], or states [T, H] of a stage before the last."""
         if self._eager:
             return self._forward(step, cache)
         if cache not in self._programs:
             try:
-                self._programs[cache] = self._record(cache)
+                self._programs[cache] = self._record(step, cache)
             except CaptureError as error:
                 logger.warning("this model runs operation by operation, which is slower: %s", error)
                 self._eager = True
                 return self._forward(step, cache)
-        program, result = self._programs[cache]
-        logits = self._result(program, len(step.logits_rows), result.width)
-        program.bind(result.buffer, logits)
-        program.run(step, len(step.token_ids))
+        recorded = self._programs[cache]
+        program, result, tokens = recorded.program, recorded.result, len(step.token_ids)
+        values = self._result(program, len(step.logits_rows) if program.yields_logits else tokens, result.width)
+        program.bind(result.buffer, values)
+        if recorded.states is not None:
+            # The stream is added to in place, so a stage may end where it begins.
+            states: Array = step.states
+            begin = values if recorded.states == result.buffer else self._runtime.matrix(tokens, states.shape[1], True)
+            begin.copy_(states)
+            program.bind(recorded.states, begin)
+        program.run(step, tokens)
         group = self._runtime.group
         if group is None or not program.logits_in_parts:
-            return logits
-        return torch.from_numpy(group.all_gather(logits.numpy()))
+            return values
+        return torch.from_numpy(group.all_gather(values.numpy()))
 
     def _result(self, program: ProgramRecorder, rows: int, width: int) -> Array:
         """Return where logits go: those that ranks write for each other lie in the slot of the last exchange."""
@@ -458,14 +479,18 @@ class ProgramForward:
 
     def program(self, cache: KVCache) -> ProgramRecorder:
         """Return the program of a cache that was run before; for timing."""
-        return self._programs[cache][0]
+        return self._programs[cache].program
 
-    def _record(self, cache: KVCache) -> tuple[ProgramRecorder, ProgramSymbol]:
+    def _record(self, step: StepInput, cache: KVCache) -> _Recorded:
         recorder = ProgramRecorder(self._runtime)
-        result = self._forward(symbolic_step(recorder), cache)
+        symbols, states = symbolic_step(recorder), None
+        if step.states is not None:
+            states, x = recorder.output(None, step.states.shape[1], True)
+            symbols = replace(symbols, states=x)
+        result = self._forward(symbols, cache)
         if not isinstance(result, ProgramSymbol):
             raise CaptureError("the forward does not return the result of an operation")
-        return recorder, result
+        return _Recorded(recorder, result, states)
 
 
 def _addresses(*tensors: Array) -> list[int]:

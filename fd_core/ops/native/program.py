@@ -192,6 +192,8 @@ class ProgramRecorder(Program):
 
     def __init__(self, runtime: Runtime) -> None:
         super().__init__(runtime)
+        self.yields_logits = False
+        """Whether it ends with logits of some tokens; else with states of all."""
         self.logits_from_ranks = False
         """Whether ranks write parts of the logits for each other."""
         self.logits_in_parts = False

@@ -37,7 +37,7 @@ from fd_core.ops.onnx_graph.graph import Graph, GraphSymbol, TraceError
 from fd_core.ops.onnx_graph.kv_cache import OnnxKVCache, TracedCache, TracedLayer, bound
 from fd_core.ops.onnx_graph.moe import routed_experts
 from fd_core.ops.onnx_graph.session import CPU, Binding, Provider, Session
-from fd_core.ops.parallel import RankGroup
+from fd_core.ops.parallel import RankGroup, Stage
 
 __all__ = ["OnnxOps", "SessionForward"]
 
@@ -63,6 +63,10 @@ class OnnxOps(NumpyOps):
     def join(self, group: RankGroup) -> None:
         """Refuse: a session has no part that waits for other ranks."""
         Ops.join(self, group)
+
+    def cut(self, stage: Stage) -> None:
+        """Refuse: a graph begins with tokens."""
+        Ops.cut(self, stage)
 
     def embedding(self, table: Array, token_ids: Array, scale: float = 1.0) -> Array:
         """Look up rows."""

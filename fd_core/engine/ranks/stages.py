@@ -1,0 +1,123 @@
+"""Stages of one model: ranks that compute some of its layers each, and different steps at the same time.
+
+    rank 1, the first layers   | step 0 | step 1 | step 2 | . . .      hands on the states of a step
+    rank 0, the last layers             | step 0 | step 1 | . . .      samples, and tells what came of it
+
+Rank 0 announces plans when they are submitted. A stage begins a plan once it knows the tokens of all its rows, so texts
+never depend on what is planned when. Stages work at the same time where each plan in flight has requests of its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fd_core.backends.contract import LoadProgress
+from fd_core.engine.ranks.leading import LeadingRunner, RankProcesses
+from fd_core.engine.ranks.messages import StageOutcome, StagePlan, decode_order, encode_order
+from fd_core.errors import ConfigError
+from fd_core.ops.contract import Array, Forward, KVCache, Ops, StepInput
+from fd_core.ops.parallel import SLOT_BYTES, RankGroup, SharedMemoryGroup
+from fd_core.runner.inputs import build_inputs, resolve_rows
+from fd_core.runner.runner import Runner
+from fd_core.types import StepOutput, StepPlan
+
+__all__ = ["EarlierStageRunner", "LastStageRunner", "shared_memory"]
+
+
+class LastStageRunner(LeadingRunner):
+    """The runner of rank 0: it computes the last layers and all that follows them."""
+
+    def __init__(self, ranks: RankProcesses, layers: Sequence[tuple[int, int]], *parts: Any) -> None:
+        """`layers` are those of each rank, from rank 0 on; `parts` what a `Runner` is made of."""
+        super().__init__(ranks, layers, *parts, axis=1)
+        _require_room(parts)
+        group = shared_memory(ranks.group)
+        self._forward, self._states = (_continued(each, group, *parts) for each in (self._forward, self._states))
+
+    def announce(self, plan: StepPlan) -> None:
+        """Let the other stages begin."""
+        self.ranks.tell(encode_order(StagePlan(plan)))
+
+    def warm_up(self, progress: LoadProgress) -> float:
+        """Warm up with the other stages."""
+        with self.ranks.together():
+            return Runner.warm_up(self, progress)
+
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """End a step that the other stages began. Raises `EngineDead` if they come apart."""
+        with self.ranks.together():
+            output = Runner.execute(self, plan)
+            self.ranks.tell(encode_order(StageOutcome(*self.batch.latest(plan.slots[plan.samples]))))
+        return output
+
+
+class EarlierStageRunner(Runner):
+    """The runner of a stage before the last: it hands states on, and is told what was sampled."""
+
+    def __init__(self, group: SharedMemoryGroup, *parts: Any) -> None:
+        """`parts` are what a `Runner` is made of."""
+        super().__init__(*parts)
+        self._group = group
+        if not self.ops.stage.first:
+            self._forward = _continued(self._forward, group, *parts)
+        self._plans: deque[StepPlan] = deque()
+        """Plans that were announced and not begun."""
+        self._begun = self._known = 0
+        """How many plans were begun, and of how many the outcome is known."""
+        self._sampled = np.zeros(self.limits.max_num_seqs, np.int64)
+        """For each slot, the last of the begun plans that sampled a token of it, counted from 1."""
+
+    def hear(self, frame: bytes) -> None:
+        """Take in a message of rank 0, and compute what can be computed."""
+        match decode_order(frame):
+            case StagePlan(plan):
+                self._plans.append(plan)
+            case StageOutcome(slots, gens, lengths, num_drafts, tokens):
+                self.batch.correct(slots, gens, lengths, num_drafts, tokens)
+                self._known += 1
+        while self._plans and (self._sampled[self._plans[0].slots] <= self._known).all():
+            self._compute(self._plans.popleft())
+
+    def _compute(self, plan: StepPlan) -> None:
+        for admission in plan.admissions:
+            self.batch.admit(admission)
+        self.batch.grant(plan)
+        rows = resolve_rows(plan, self.batch, self.limits, self.ops.padded_rows)
+        if len(rows.slots):
+            size, spare = self.limits.block_size, self.cache.spare_block
+            inputs = build_inputs(rows, self.batch.tokens, self.batch.tables, size, self.ops, spare)
+            self._group.hand_on(self.ops.to_host(self._forward(inputs, self.cache)))
+        self._begun += 1
+        self._sampled[plan.slots[plan.samples]] = self._begun
+
+
+def shared_memory(group: RankGroup) -> SharedMemoryGroup:
+    """Return the group of stages; `require_ranks` has seen to it that there is no other."""
+    if not isinstance(group, SharedMemoryGroup):
+        raise TypeError("stages hand on over shared memory")
+    return group
+
+
+def _continued(forward: Forward, group: SharedMemoryGroup, ops: Ops, model: Any, *_: Any) -> Forward:
+    """Return a forward that begins where the stage before ended."""
+
+    def run(step: StepInput, cache: KVCache) -> Array:
+        states = group.take((len(step.token_ids), model.state_size))
+        return forward(replace(step, states=ops.states_from_host(states)), cache)
+
+    return run
+
+
+def _require_room(parts: Sequence[Any]) -> None:
+    model, limits = parts[1], parts[2]
+    if 4 * model.state_size * limits.max_num_batched_tokens > SLOT_BYTES:
+        raise ConfigError(
+            f"stages cannot hand on what a step of {limits.max_num_batched_tokens} tokens computes",
+            field="--max-num-batched-tokens",
+            hint=f"use at most {SLOT_BYTES // (4 * model.state_size)}",
+        )

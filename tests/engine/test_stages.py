@@ -1,0 +1,187 @@
+"""Stages in processes of their own: the same texts, whatever is planned, and whatever becomes of one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fd_core.config import EngineConfig, SpeculativeConfig
+from fd_core.engine.builder import load_engine
+from fd_core.engine.core import Engine
+from fd_core.engine.process import ProcessClient
+from fd_core.errors import ConfigError
+from fd_core.scheduling.planner import Planner
+from fd_core.testing.checkpoints import write_checkpoint
+from fd_core.types import Pooling, RequestSpec, SamplingParams
+from tests.engine.helpers import null_engine, run
+from tests.engine.stepping import greedy
+from tests.engine.test_kv_across_ranks import SPEC, held, ranks
+from tests.engine.test_kv_transfer import Pair
+from tests.engine.test_ranks import rank_of
+from tests.engine.test_restarts import opened, read, run_test
+
+LIMITS: dict[str, Any] = {
+    "max_num_seqs": 4,
+    "block_size": 4,
+    "num_kv_blocks": 24,  # so few that requests are preempted, and their KV kept and loaded
+    "max_model_len": 80,
+    "max_num_batched_tokens": 32,
+    "num_threads": 1,
+}
+SPECS = [
+    *(greedy(f"greedy-{i}", range(3 + i, 13 + 2 * i), 40) for i in range(4)),
+    *(greedy(f"drawn-{i}", range(30 + i, 50), 40, temperature=1.0, seed=i, frequency_penalty=0.5) for i in range(2)),
+    greedy("scored", range(9), 40, logprobs=2, prompt_logprobs=1),
+    RequestSpec(
+        request_id="vector", prompt=tuple(range(40)), params=SamplingParams(max_tokens=1), pooling=Pooling("mean")
+    ),
+]
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=4, vocab_size=258)
+
+
+def engine_of(folder: Path, stages: int, **changes: Any) -> Engine:
+    values: dict[str, Any] = {"model": "tiny", "backend": "reference", "pipeline_parallel_size": stages} | LIMITS
+    return load_engine(EngineConfig(**(values | changes)), folder, progress=lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("stages", "changes"),
+    [(2, {"backend": "cpu", "dtype": "float32"}), (3, {}), (2, {"pipeline_depth": 4}), (2, {"pipeline_depth": 1})],
+    ids=["native", "three", "deep", "one plan at a time"],
+)
+def test_stages_make_the_texts_of_one_process_under_pressure(
+    folder: Path, stages: int, changes: dict[str, Any]
+) -> None:
+    told = []
+    for count in (1, stages):
+        engine = engine_of(folder, count, **(changes if count > 1 else changes | {"pipeline_depth": None}))
+        try:
+            told.append(run(engine, SPECS))
+            stats = engine.stats()
+            assert stats.kv is not None and stats.scheduler.counters.preemptions > 0
+            assert engine.probe().runner.cache.shape.num_layers == 4  # of all stages
+        finally:
+            engine.close()
+    assert told[0].tokens == told[1].tokens and told[0].ends == told[1].ends
+
+
+def test_a_stage_waits_for_tokens_that_are_on_their_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler may plan a request's next token while the last one is in flight."""
+    engine = engine_of(folder, 1)
+    expected = run(engine, SPECS).tokens
+    engine.close()
+    monkeypatch.setattr(Planner, "_of_this_plan", lambda self, ready: ready)
+    engine = engine_of(folder, 2, pipeline_depth=3)
+    try:
+        assert run(engine, SPECS).tokens == expected
+    finally:
+        engine.close()
+
+
+def test_a_killed_stage_costs_no_token(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = LIMITS | {"backend": "reference", "pipeline_parallel_size": 2}
+
+    async def main() -> None:
+        async with opened("inproc", folder, **LIMITS | {"backend": "reference"}) as client:
+            expected = [(await read(client, spec)).tokens for spec in SPECS]
+        async with opened(path=folder, **settings) as client:
+            assert isinstance(client, ProcessClient)
+            dead: list[int] = []
+
+            def kill(count: int) -> None:
+                if count > 8 and not dead:
+                    dead.append(count)
+                    os.kill(rank_of(client), signal.SIGKILL)
+
+            told = await asyncio.gather(*(read(client, spec, kill) for spec in SPECS))
+            assert [each.tokens for each in told] == expected
+            assert client.info.epoch == 2 and client.requests_requeued > 0
+        assert "engine of epoch 1 is gone: rank 1 was ended by SIGKILL" in caplog.text
+
+    with caplog.at_level(logging.ERROR):
+        run_test(main)
+
+
+def test_a_stage_that_stands_still_is_named_within_the_watchdogs_time(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = LIMITS | {"backend": "reference", "pipeline_parallel_size": 2, "watchdog_seconds": 6.0}
+
+    async def main() -> None:
+        async with opened(path=folder, **settings) as client:
+            assert isinstance(client, ProcessClient)
+            stopped: list[int] = []
+
+            def stop(count: int) -> None:
+                if not stopped:
+                    stopped.append(rank_of(client))
+                    os.kill(stopped[0], signal.SIGSTOP)
+
+            assert len((await read(client, SPECS[0], stop)).tokens) == 40
+            assert client.info.epoch == 2
+            assert not Path(f"/proc/{stopped[0]}").exists(), "the stage that stood still was left behind"
+        assert "rank 1 was not heard of for 3 s" in caplog.text
+
+    with caplog.at_level(logging.ERROR):
+        run_test(main)
+
+
+def test_blocks_of_all_stages_are_copied_as_one(folder: Path) -> None:
+    engine = engine_of(folder, 3)
+    try:
+        cache = engine.probe().runner.cache
+        data = np.arange(2 * 4 * 2 * 4 * 2 * 16, dtype=np.float32).reshape(2, 4, 2, 4, 2, 16)
+        cache.import_blocks(np.array([4, 2], np.int32), data)
+        np.testing.assert_array_equal(cache.export_blocks(np.array([2, 4], np.int32)), data[::-1])
+    finally:
+        engine.close()
+
+
+def test_a_pair_may_have_stages_on_one_side_and_ranks_on_the_other(folder: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"of sixteen bytes")
+    secret.chmod(0o600)
+    with ranks(1, folder) as engine:
+        texts = run(engine, [SPEC]).tokens
+    with (
+        ranks(1, folder, role="prefill", pipeline_parallel_size=2, transfer_secret_file=str(secret)) as first,
+        ranks(2, folder, role="decode", transfer_secret_file=str(secret)) as second,
+    ):
+        pair = Pair(first, second)
+        pair.run(SPEC)
+        assert pair.texts.tokens == texts
+        assert set(pair.outcomes.values()) == {"transferred"}
+        np.testing.assert_array_equal(held(first), held(second))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tensor_parallel_size": 2}, "does not go with --tensor-parallel-size"),
+        ({"speculative": SpeculativeConfig(method="ngram")}, "does not go with --speculative-config"),
+        ({"lora_modules": ("a=b",)}, "does not go with --lora-modules"),
+        ({"rank_transport": "gloo"}, "does not go with --rank-transport gloo"),
+        ({"distributed_executor_backend": "uni"}, "uni is one process"),
+        ({"max_num_batched_tokens": 3_000_000}, "use at most|cannot hand on"),
+    ],
+)
+def test_what_does_not_go_with_stages_is_refused(folder: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        engine_of(folder, 2, **changes).close()
+
+
+def test_a_backend_that_cannot_be_cut_says_so() -> None:
+    with pytest.raises(ConfigError, match="computes whole models only"):
+        null_engine(pipeline_parallel_size=2)

@@ -1,0 +1,119 @@
+"""Models cut by layers: what stages compute one after the other, each from its own weights alone."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from fd_core.errors import ConfigError
+from fd_core.models.loading.checkpoint import open_checkpoint
+from fd_core.models.registry import load_model, spec_of
+from fd_core.models.sharding import stage_layers
+from fd_core.ops.numpy_ops import NumpyOps
+from fd_core.ops.parallel import Stage
+from fd_core.ops.torch_ops import TorchOps
+from fd_core.testing.checkpoints import CASES, write_checkpoint
+from tests.models.paged import PagedDriver
+
+PROMPTS = [[3], list(range(7, 30)), [11, 5, 159, 5]]
+
+
+def native():
+    from fd_core.ops.native import load_native_ops
+
+    ops = load_native_ops("float32", 1)
+    return ops if ops is not None else pytest.skip("no compiler builds the native kernels here")
+
+
+PACKS = {"numpy": NumpyOps, "torch": TorchOps, "native": native}
+
+
+def loaded(folder, ops, stage=None):
+    if stage is not None:
+        ops.cut(stage)
+    with open_checkpoint(folder) as checkpoint:
+        return PagedDriver(load_model(checkpoint, ops, 64), ops, PROMPTS, 64)
+
+
+def chained(drivers):
+    """Return the last driver, whose forward runs the others before it."""
+    for before, after in pairwise(drivers):
+
+        def forward(step, cache, before=before, after=after, own=after.forward):
+            states = before.ops.to_host(before.forward(step, before.cache)).copy()
+            return own(replace(step, states=after.ops.states_from_host(states)), cache)
+
+        after.forward = forward
+    return drivers[-1]
+
+
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("case", CASES)
+def test_stages_compute_what_one_process_does(case, pack, tmp_path):
+    folder = write_checkpoint(case, tmp_path)
+    whole = loaded(folder, PACKS[pack]())
+    cut = chained([loaded(folder, PACKS[pack](), Stage(index, 3)) for index in range(3)])
+    for driver in (whole, cut):
+        driver.generate(12, 5)
+    for mine, one in zip(cut.rows, whole.rows, strict=True):
+        assert mine.generated == one.generated
+        np.testing.assert_allclose(np.stack(mine.logits), np.stack(one.logits), rtol=0, atol=1e-6)
+
+
+def test_bfloat16_crosses_a_cut_unchanged(tmp_path):
+    folder = write_checkpoint("llama", tmp_path)
+    whole = loaded(folder, TorchOps("bfloat16"))
+    cut = chained([loaded(folder, TorchOps("bfloat16"), Stage(index, 2)) for index in range(2)])
+    for driver in (whole, cut):
+        driver.generate(4)
+    for mine, one in zip(cut.rows, whole.rows, strict=True):
+        np.testing.assert_array_equal(np.stack(mine.logits), np.stack(one.logits))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_stage_reads_its_own_weights_only(tied, tmp_path):
+    folder = write_checkpoint("llama", tmp_path, tie_word_embeddings=tied)
+    read = []
+    for index in range(3):
+        ops = NumpyOps()
+        ops.cut(Stage(index, 3))
+        with open_checkpoint(folder) as checkpoint:
+            names = []
+            read.append(names)
+            for method in ("read", "read_weight"):
+                own = getattr(checkpoint, method)
+                setattr(
+                    checkpoint, method, lambda name, *more, own=own, names=names: names.append(name) or own(name, *more)
+                )
+            model = load_model(checkpoint, ops, 64)
+        assert len(model.decoder.layers) == 1 and model.kv_shape(4).first_layer == index
+    layers = [{name.split(".")[2] for name in names if "layers" in name} for names in read]
+    assert layers == [{"0"}, {"1"}, {"2"}]
+    head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    assert "model.embed_tokens.weight" in read[0] and head not in read[1] and head in read[2]
+    assert tied or head not in read[0]
+
+
+@pytest.mark.parametrize(
+    ("layers", "vocabulary", "count", "expected"),
+    [
+        (8, 16, 2, [4, 4]),
+        (8, 1024, 2, [6, 2]),  # the output projection is as much as four layers
+        (8, 4096, 3, [6, 1, 1]),  # and here more than all layers: each stage has one at least
+        (3, 16, 3, [1, 1, 1]),
+    ],
+)
+def test_stages_have_about_as_much_to_read(layers, vocabulary, count, expected, tmp_path):
+    sizes = {"num_hidden_layers": layers, "vocab_size": vocabulary, "hidden_size": 32, "intermediate_size": 64}
+    attention = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    with open_checkpoint(write_checkpoint("llama", tmp_path, **sizes, **attention)) as checkpoint:
+        spec = spec_of(checkpoint)
+    shares = [stage_layers(spec, Stage(index, count)) for index in range(count)]
+    assert [share.stop - share.start for share in shares] == expected
+    assert [share.start for share in shares[1:]] == [share.stop for share in shares[:-1]]
+
+
+def test_more_stages_than_layers_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="3 layers cannot be divided into 4 stages"):
+        loaded(write_checkpoint("llama", tmp_path), NumpyOps(), Stage(0, 4))

@@ -1,0 +1,40 @@
+"""What stages hand on: every array once, in order, however fast each of them is."""
+
+import time
+
+import numpy as np
+import pytest
+
+from fd_core.ops.parallel import RanksApart, SharedMemoryGroup
+from fd_core.testing.ranks import on_ranks
+
+SHAPES = [(1 + step % 3, 40) for step in range(30)]
+
+
+@pytest.mark.parametrize("slow", [None, 0, 1, 2])
+def test_each_stage_takes_what_the_one_before_left(slow: int | None) -> None:
+    def work(group: SharedMemoryGroup) -> list[float]:
+        rank, seen = group.parallel.rank, []
+        for step, shape in enumerate(SHAPES):
+            x = np.full(shape, step, np.float32) if rank == 2 else group.take(shape)
+            assert x.shape == shape
+            if rank == slow:
+                time.sleep(0.001)
+            if rank:
+                group.hand_on(x + 100)
+            seen.append(float(x.min() + x.max()) / 2)
+        return seen
+
+    ends, middle, begin = on_ranks(3, work)
+    assert begin == list(range(30))
+    assert middle == [step + 100 for step in begin] and ends == [step + 200 for step in begin]
+
+
+def test_a_stage_that_takes_nothing_is_named() -> None:
+    def work(group: SharedMemoryGroup) -> None:
+        for _ in range(4 * group.parallel.rank):
+            group.hand_on(np.zeros((1, 4), np.float32))
+        time.sleep(0.2)
+
+    with pytest.raises(RanksApart, match=r"rank 0 was not heard of for 0\.05 s"):
+        on_ranks(2, work, patience=0.05)
