@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import os
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -19,6 +20,9 @@ _PLACE_SECONDS: Final = 60.0
 """For which processors and devices may be taken before they are free: ended processes give theirs back late."""
 _START_SECONDS: Final = 120.0
 _END_SECONDS: Final = 5.0
+_VERDICT_SECONDS: Final = 5.0
+"""Within which Ray may find out that a node is lost whose actor is gone; after it, only the actor is."""
+_LOOK_SECONDS: Final = 0.1
 _CALLS: Final = 4
 """Calls of an actor that run at a time: two wait for its process."""
 
@@ -35,6 +39,8 @@ class RayProcess:
         self._started = actor.start.remote(spec)
         self._announcement = self._end = None
         self._ended: tuple[int, str] | None = None
+        self._missed: float | None = None
+        """When its actor did not answer any more."""
         self._lock = threading.Lock()
 
     def require_started(self) -> None:
@@ -75,11 +81,16 @@ class RayProcess:
 
     def wait(self, seconds: float) -> int | None:
         """Wait for its end. What it had is given back once this, or `exit_code`, saw the end."""
-        if self._ended is None and self._is_there(self._end, seconds):
+        deadline = time.monotonic() + seconds
+        while self._ended is None and self._is_there(self._end, max(0.0, deadline - time.monotonic())):
             with self._lock:
-                if self._ended is None:
-                    self._ended = self._how()
+                if self._ended is None and (ended := self._how()) is not None:
+                    self._ended = ended
                     self.release()
+            if self._ended is None:
+                if time.monotonic() >= deadline:
+                    break
+                time.sleep(_LOOK_SECONDS)
         return self._ended[0] if self._ended else None
 
     def release(self) -> None:
@@ -93,12 +104,16 @@ class RayProcess:
             return False
         return bool(self._ray.wait([reference], timeout=seconds, fetch_local=False)[0])
 
-    def _how(self) -> tuple[int, str]:
+    def _how(self) -> tuple[int, str] | None:
+        """Return how it ended; None while it is open whether its actor or its node is gone."""
         try:
             ended: tuple[int, str] = self._ray.get(self._end)
         except self._ray.exceptions.RayError as error:
             where = f"node {self.address} ({self.node})"
+            self._missed = self._missed or time.monotonic()
             if any(each["NodeID"] == self.node and each["Alive"] for each in self._ray.nodes()):
+                if time.monotonic() < self._missed + _VERDICT_SECONDS:
+                    return None
                 return NODE_LOST, f"is gone with its actor on {where}: {str(error).splitlines()[0]}"
             return NODE_LOST, f"is gone with its {where}"
         return ended

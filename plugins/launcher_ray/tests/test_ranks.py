@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import urllib.request
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +18,25 @@ from fd_core.launching.spawn import SpawnLauncher
 from needs import needs_ray
 
 SERVE = ("serve", "null", "--backend", "null", "--host", "127.0.0.1", "--port", "0", "--num-threads", "1")
+OWN = uuid.uuid4().hex
+"""Tells ranks of this test from others on the machine."""
 RANKS = ("-tp", "2", "--distributed-executor-backend", "ray", "--rank-transport", "gloo")
 
 
 def rank_1() -> int | None:
-    """Return the process id of a rank on this machine."""
+    """Return the process id of a rank of this test."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            words = path.read_bytes().split(b"\0")
+            words, variables = (name.read_bytes().split(b"\0") for name in (path, path.with_name("environ")))
         except OSError:
             continue
-        if b"fd_core.engine.ranks.child" in words:
+        if b"fd_core.engine.ranks.child" in words and f"FD_OWN_RANKS={OWN}".encode() in variables:
             return int(path.parent.name)
     return None
 
 
 def texts(url: str) -> list[Any]:
-    body = {"model": "null", "prompt": [1, 2, 3], "max_tokens": 400, "ignore_eos": True}
+    body = {"model": "null", "prompt": [1, 2, 3], "max_tokens": 400, "ignore_eos": True, "seed": 7}
     asked = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -45,7 +48,9 @@ def texts(url: str) -> list[Any]:
 def test_a_killed_rank_that_ray_placed_costs_no_token(cluster: Any, capfd: pytest.CaptureFixture[str]) -> None:
     launcher = SpawnLauncher()
     try:
-        (server,) = launcher.start([ProcessSpec("server", ("-m", "fd_core.cli", *SERVE, *RANKS), cores=0)])
+        (server,) = launcher.start(
+            [ProcessSpec("server", ("-m", "fd_core.cli", *SERVE, *RANKS), {"FD_OWN_RANKS": OWN}, cores=0)]
+        )
         while (url := server.announced()) is None:
             assert server.exit_code() is None, server.reason()
             time.sleep(0.1)
