@@ -1,0 +1,139 @@
+"""One model on two ranks while rank 1 is killed, stopped or slowed: no token is lost or said twice, and nothing hangs.
+
+Part of `nox -s soak`. A failure prints the seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+import pytest
+
+from tests.server.processes import Server, serving
+from tests.soak.test_http import Answer, ask, bodies
+
+pytestmark = pytest.mark.soak
+
+SEED = int(os.environ.get("FD_SOAK_SEED", "20261121"))
+STREAMS: Final = 32
+WATCHDOG: Final = 16.0
+MODELS: Final = {"null": ("--backend", "null"), "smollm2": ("--backend", "cpu")}
+SERVE: Final = (
+    *("--tensor-parallel-size", "2", "--watchdog-seconds", str(WATCHDOG), "--log-level", "warning"),
+    *("--max-model-len", "256", "--block-size", "16", "--max-num-seqs", str(STREAMS), "--num-kv-blocks", "512"),
+)
+GOES_ON: Final = ("slow",)
+TROUBLES: Final = ("kill", "stop", *GOES_ON, "kill at rest", "stop at rest")
+_LOST_SECONDS: Final = 5 * WATCHDOG
+"""Until a rank that is lost has to be missed, on a machine that is slow as well."""
+_BACK_SECONDS: Final = 240.0
+
+
+def requests(model: str) -> list[dict[str, Any]]:
+    """Streams with answers of up to 160 tokens."""
+    known = 256 if model == "null" else 49152
+    chosen = [{**body, "model": model, "ignore_eos": True} for body in bodies()[:STREAMS]]
+    return [{**body, "prompt": [token % known for token in body["prompt"]]} for body in chosen]
+
+
+async def ask_all(server: Server, model: str) -> list[Answer]:
+    """Ask for everything at once."""
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=300)
+    async with aiohttp.ClientSession(server.url, connector=connector, timeout=timeout) as session:
+        return await asyncio.gather(*(ask(session, body) for body in requests(model)))
+
+
+def rank_1() -> int:
+    """Return the process id of rank 1 of the one server that this process has started."""
+    (server,) = (
+        child for child in children(os.getpid()) if b"fd_core.cli" in Path(f"/proc/{child}/cmdline").read_bytes()
+    )
+    (engine,) = children(server)
+    (rank,) = children(engine)
+    return rank
+
+
+def children(pid: int) -> list[int]:
+    return [
+        int(each) for task in Path(f"/proc/{pid}/task").iterdir() for each in (task / "children").read_text().split()
+    ]
+
+
+def ready(server: Server) -> bool:
+    try:
+        with urllib.request.urlopen(f"{server.url}/ready", timeout=10) as page:
+            return page.status == 200
+    except urllib.error.HTTPError:
+        return False
+
+
+async def until(happened: Callable[[], bool], seconds: float) -> float:
+    """Wait and return the seconds that it took."""
+    began = time.monotonic()
+    while not await asyncio.to_thread(happened):
+        assert time.monotonic() - began < seconds
+        await asyncio.sleep(0.02)
+    return time.monotonic() - began
+
+
+async def befall(server: Server, trouble: str) -> None:
+    """Let it happen to rank 1, and come back once all is well again."""
+    await until(lambda: ready(server), _BACK_SECONDS)
+    rank = rank_1()
+    if trouble == "slow":
+        for _ in range(12):
+            os.kill(rank, signal.SIGSTOP)
+            await asyncio.sleep(0.2)
+            os.kill(rank, signal.SIGCONT)
+            await asyncio.sleep(0.05)
+        return
+    os.kill(rank, signal.SIGKILL if trouble.startswith("kill") else signal.SIGSTOP)
+    missed = await until(lambda: not ready(server), _LOST_SECONDS)
+    back = await until(lambda: ready(server), _BACK_SECONDS)
+    print(f"{trouble}: missed after {missed:.2f} s, back after {back:.1f} s more")
+    assert not Path(f"/proc/{rank}").exists()
+
+
+async def endure(server: Server, model: str, rng: random.Random) -> None:
+    whole = await ask_all(server, model)
+    assert all(answer.finish_reason == "length" for answer in whole)
+    total = sum(len(answer.token_ids) for answer in whole)
+    lost = 0
+    for trouble in rng.sample(TROUBLES, len(TROUBLES)):
+        lost += trouble not in GOES_ON
+        if trouble.endswith("at rest"):
+            await befall(server, trouble)
+            assert await ask_all(server, model) == whole
+        else:
+            begun = server.metrics()["generated_tokens_total"]
+            asking = asyncio.create_task(ask_all(server, model))
+            some = begun + rng.uniform(0.1, 0.6) * total
+            await until(lambda: asking.done() or server.metrics()["generated_tokens_total"] > some, _BACK_SECONDS)  # noqa: B023 - called at once
+            await befall(server, trouble)
+            assert await asking == whole, trouble
+        metrics = server.metrics()
+        # A machine with too much to do may make an engine late without any trouble.
+        assert metrics["engine_epoch"] > metrics["rank_failures_total[1]"] >= lost, trouble
+    assert metrics["engine_finished_total[error]"] == metrics["stale_outputs_total"] == 0
+    assert not any(server.gauges().values())
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_on_ranks_endures_whatever_befalls_one_of_them(tmp_path: Path, model: str) -> None:
+    print(f"seed {SEED}")
+    log = tmp_path / "server.log"
+    with serving(log, model, *MODELS[model], *SERVE) as server:
+        asyncio.run(endure(server, model, random.Random(SEED)))
+    for words in ("rank 1 was ended by SIGKILL", "rank 1 was not heard of|rank 1 did not answer"):
+        assert any(each in log.read_text() for each in words.split("|")), words
