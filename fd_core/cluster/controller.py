@@ -227,7 +227,7 @@ class ClusterController:
                 actions += self._see(process, what, now)
         for process, end in ended:
             if process.counts and not self.stopping:
-                actions += self._died(process, end, now)
+                actions += self._died(process, end, now, worked=self._worked(process, now))
         for process in list(self.processes.values()):
             actions += self._judge(process, now)
         if self.stopping:
@@ -277,11 +277,16 @@ class ClusterController:
                 yield ClusterNote(f"{process.name} did not end in the time to drain and is killed", bad=True)
                 yield KillProcess(process.name)
             return
-        yield from self._died(process, end, now)
+        worked = self._worked(process, now)
         process.turn(ProcessPhase.KILLED, now)
         yield KillProcess(process.name)
+        yield from self._died(process, end, now, worked=worked)
 
-    def _died(self, process: ManagedProcess, end: ProcessEnd, now: float) -> Iterator[ClusterAction]:
+    def _worked(self, process: ManagedProcess, now: float) -> bool:
+        """Return whether it served for so long that its end is no failed start."""
+        return process.phase is ProcessPhase.READY and now - process.since > self.supervision.stable_seconds
+
+    def _died(self, process: ManagedProcess, end: ProcessEnd, now: float, *, worked: bool) -> Iterator[ClusterAction]:
         group, limits = self.groups[process.group], self.supervision
         if self.complete and not end.placed:
             # A lost node may come back or be replaced: there is nothing wrong with the processes.
@@ -290,7 +295,6 @@ class ClusterController:
             group.no_room, group.not_before = True, now + limits.no_room_pause
             return
         group.deaths += 1
-        worked = process.phase is ProcessPhase.READY and now - process.since > limits.stable_seconds
         group.failures, group.failed_at = 1 if worked else group.failures + 1, now
         pause = 0.0 if worked else min(limits.first_pause * 2 ** (group.failures - 1), limits.longest_pause)
         group.not_before = max(group.not_before, now + pause)

@@ -328,6 +328,7 @@ class Deployments(RuleBasedStateMachine):
     @precondition(lambda self: self.now > 60)
     @rule()
     def stop(self) -> None:
+        self.step()
         self.hurried = self.hurried or self.made.stopping
         self.perform(self.made.stop(self.now))
 
