@@ -168,7 +168,7 @@ def conformance(session: nox.Session) -> None:
 
 @nox.session
 def kit(session: nox.Session) -> None:
-    """The conformance kit on every backend that is wrong in one thing; the default run takes every twelfth."""
+    """The conformance kit on every backend that is wrong in one thing; the default run takes every twenty-fourth."""
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test]", *(word for plugin in PLUGINS for word in ("-e", f"{plugin}[test]")))
     session.run("pytest", "tests/testing/test_wrong_backends.py", *session.posargs, env={"FD_WRONG_BACKENDS": "1"})
@@ -233,7 +233,8 @@ def soak(session: nox.Session) -> None:
     """The real model under memory pressure, drafts and aborts, for minutes; FD_SOAK_SEED chooses another run."""
     session.install("-e", ".[cpu]")
     session.install("-e", ".[cpu,test]", *(word for plugin in PLUGINS for word in ("-e", f"{plugin}[test]")))
-    session.run("pytest", "tests/soak", "tests/faults", "-m", "soak", "--timeout=900", *session.posargs)
+    folders = ("tests/soak", "tests/faults", "tests/cluster", "tests/engine")
+    session.run("pytest", *folders, "-m", "soak", "--timeout=900", *session.posargs)
 
 
 @nox.session

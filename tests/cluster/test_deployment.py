@@ -139,6 +139,7 @@ def pids_of(deployment: Deployment, group: str) -> dict[str, int]:
     return {each.name: each.process.pid for each in deployment.held.values() if each.group == group and each.process}
 
 
+@pytest.mark.soak
 def test_a_killed_worker_is_replaced_and_a_group_grows_and_shrinks_without_a_lost_request() -> None:
     async def scenario() -> None:
         notes: list[ClusterNote] = []

@@ -164,7 +164,11 @@ def test_a_killed_rank_costs_no_token(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "words"), [(signal.SIGKILL, "rank 1 was ended by SIGKILL"), (signal.SIGSTOP, "rank 1 did not answer")]
+    ("sent", "words"),
+    [
+        (signal.SIGKILL, "rank 1 was ended by SIGKILL"),
+        pytest.param(signal.SIGSTOP, "rank 1 did not answer", marks=pytest.mark.soak),
+    ],
 )
 def test_a_rank_that_is_lost_while_nothing_runs_is_missed_and_named(
     sent: signal.Signals, words: str, caplog: pytest.LogCaptureFixture

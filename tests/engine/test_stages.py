@@ -58,8 +58,12 @@ def engine_of(folder: Path, stages: int, **changes: Any) -> Engine:
 
 @pytest.mark.parametrize(
     ("stages", "changes"),
-    [(2, {"backend": "cpu", "dtype": "float32"}), (3, {}), (2, {"pipeline_depth": 4}), (2, {"pipeline_depth": 1})],
-    ids=["native", "three", "deep", "one plan at a time"],
+    [
+        pytest.param(2, {"backend": "cpu", "dtype": "float32"}, id="native"),
+        pytest.param(3, {}, id="three"),
+        pytest.param(2, {"pipeline_depth": 4}, id="deep", marks=pytest.mark.soak),
+        pytest.param(2, {"pipeline_depth": 1}, id="one plan at a time", marks=pytest.mark.soak),
+    ],
 )
 def test_stages_make_the_texts_of_one_process_under_pressure(
     folder: Path, stages: int, changes: dict[str, Any]
@@ -114,6 +118,7 @@ def test_a_killed_stage_costs_no_token(folder: Path, caplog: pytest.LogCaptureFi
         run_test(main)
 
 
+@pytest.mark.soak
 def test_a_stage_that_stands_still_is_named_within_the_watchdogs_time(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -50,9 +52,11 @@ class TestSpawn(LauncherSuite):
         url = self.announced_by(server)
         words = ("-m", "fd_core.cli", "route", "--worker", url, *where)
         (router,) = launching.start([ProcessSpec("router", words, cores=0)])
+        at = self.announced_by(router)
+        self.until(lambda: answers(f"{at}/ready"))
         body = {"model": "null", "prompt": [1, 2], "max_tokens": 3}
         asked = urllib.request.Request(
-            self.announced_by(router) + "/v1/completions",
+            f"{at}/v1/completions",
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
@@ -60,6 +64,12 @@ class TestSpawn(LauncherSuite):
             assert json.load(answer)["usage"]["completion_tokens"] == 3
         server.terminate()
         assert server.wait(30) == 0
+
+
+def answers(url: str) -> bool:
+    with contextlib.suppress(urllib.error.HTTPError), urllib.request.urlopen(url, timeout=30):
+        return True
+    return False
 
 
 def test_processes_end_with_whoever_launched_them() -> None:

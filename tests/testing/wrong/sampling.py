@@ -191,9 +191,10 @@ class CountsRanksFromZero:
 
 MASKED = "sampling:test_masked_tokens_become_impossible_and_no_others"
 ONE_LEFT = "sampling:test_the_mask_of_a_single_token_leaves_that_token"
+MASKED_REQUEST = "signals:test_a_request_whose_logits_are_not_finite_fails_alone*"
 
 
-@wrong("null", f"{MASKED}[9]", f"{MASKED}[33]", f"{MASKED}[1003]", ONE_LEFT, spreads_to=("golden:*",))
+@wrong("null", f"{MASKED}[9]", f"{MASKED}[33]", f"{MASKED}[1003]", ONE_LEFT, spreads_to=("golden:*", MASKED_REQUEST))
 class IgnoresTheLastPartialWord:
     """Whole words alone are looked at: tokens behind them stay as they are."""
 
@@ -205,7 +206,7 @@ class IgnoresTheLastPartialWord:
         )
 
 
-@wrong("null", f"{MASKED}*", ONE_LEFT, spreads_to=("golden:*",))
+@wrong("null", f"{MASKED}*", ONE_LEFT, spreads_to=("golden:*", MASKED_REQUEST))
 class ShiftsMasksByOne:
     """Bit 0 is taken for token 1."""
 
@@ -213,7 +214,7 @@ class ShiftsMasksByOne:
         return np.roll(super().mask_logits(np.roll(logits, -1, axis=1), rows, bits), 1, axis=1)
 
 
-@wrong("null", f"{MASKED}*", ONE_LEFT, spreads_to=("golden:*",))
+@wrong("null", f"{MASKED}*", ONE_LEFT, spreads_to=("golden:*", MASKED_REQUEST))
 class ReadsMasksFromTheHighestBit:
     def mask_logits(self, logits, rows, bits):
         reversed_bits = np.unpackbits(bits[:, :, None].view(np.uint8), axis=2, bitorder="little")[:, :, ::-1]
@@ -221,7 +222,7 @@ class ReadsMasksFromTheHighestBit:
         return super().mask_logits(logits, rows, words)
 
 
-@wrong("null", f"{MASKED}*", spreads_to=("golden:*",))
+@wrong("null", f"{MASKED}*", spreads_to=("golden:*", MASKED_REQUEST))
 class MasksRowsInOrder:
     """The first mask goes to the first row, whatever row it names."""
 
@@ -229,7 +230,7 @@ class MasksRowsInOrder:
         return super().mask_logits(logits, np.arange(len(rows)), bits)
 
 
-@wrong("null", f"{MASKED}*", spreads_to=("golden:*",))
+@wrong("null", f"{MASKED}*", spreads_to=("golden:*", MASKED_REQUEST))
 class MasksRowsThatAreNotNamed:
     """A row without a mask is forbidden everything."""
 
@@ -240,7 +241,7 @@ class MasksRowsThatAreNotNamed:
         return masked
 
 
-@wrong("null", f"{MASKED}*", ONE_LEFT, spreads_to=("golden:*",))
+@wrong("null", f"{MASKED}*", ONE_LEFT, spreads_to=("golden:*", MASKED_REQUEST))
 class LosesTheSignBitOfMasks:
     """A word is read as a signed number: its highest bit is never set."""
 
@@ -248,7 +249,7 @@ class LosesTheSignBitOfMasks:
         return super().mask_logits(logits, rows, bits & 0x7FFFFFFF)
 
 
-@wrong("null", f"{MASKED}*", spreads_to=("golden:*",))
+@wrong("null", f"{MASKED}*", spreads_to=("golden:*", MASKED_REQUEST))
 class AddsMasksToLogits:
     """-inf is added: a logit that is NaN stays NaN."""
 
