@@ -53,7 +53,22 @@ ALLOWED: dict[str, set[str]] = {
     "backends": BASE | {"hookspecs", "models", "ops", "runner"},
     "runner": BASE | {"backends", "hookspecs", "ops", "signals", "structured"},
     "structured": BASE | {"kv", "text"},
-    "simulation": BASE | {"kv", "scheduling", "signals"},
+    # Every pure part, and the engine whole: what is simulated is what is served.
+    "simulation": BASE
+    | {
+        "disagg",
+        "engine",
+        "hookspecs",
+        "kv",
+        "ops",
+        "plugins",
+        "router",
+        "runner",
+        "scheduling",
+        "signals",
+        "structured",
+    }
+    | {"pages", "tracing"},
     "tracing": BASE | {"kv", "scheduling", "signals"},
     "engine": BASE
     | {"backends", "disagg", "kv", "launching", "logs", "models", "ops", "parent_watch", "plugins", "router"}

@@ -260,7 +260,7 @@ class _EngineBuilder:
             speculation=None if config.speculative is None else config.speculative.method,
             limits=self._limits,
         )
-        return TraceWriter(Path(config.trace), header, time.monotonic_ns(), config.trace_limit)
+        return TraceWriter(Path(config.trace), header, config.trace_limit)
 
     def _observer_thread(self) -> ObserverThread | None:
         """Begin to tell the configured observer. Raises `PluginError` if it cannot be made."""

@@ -12,7 +12,7 @@ import msgspec
 
 from fd_core.disagg.stats import ReceiverStats, SenderStats
 from fd_core.engine.adapters import EngineAdapters
-from fd_core.engine.device import Device
+from fd_core.engine.device import Device, RunnerDevice
 from fd_core.engine.kv_transfer import prefill_request, prefill_request_id, refusal
 from fd_core.engine.messages import EngineInfo, EngineStats, LeaseStats
 from fd_core.engine.prefill_pace import PrefillPace
@@ -26,7 +26,7 @@ from fd_core.runner.runner import Runner
 from fd_core.scheduling.contract import Scheduler
 from fd_core.structured.compiler import CompilerStats
 from fd_core.tracing.writer import TraceWriter
-from fd_core.types import AdapterInfo, Delta, FinishReason, PrefillJob, PrefillTrace, RequestSpec, StepPlan
+from fd_core.types import AdapterInfo, Delta, FinishReason, PrefillJob, PrefillTrace, RequestSpec, StepOutput, StepPlan
 from fd_core.weights import Adapter
 
 __all__ = ["AdmissionSink", "Engine", "EngineProbe"]
@@ -52,7 +52,9 @@ class EngineProbe:
 
     @property
     def runner(self) -> Runner:
-        """What the device runs."""
+        """What the device runs. Raises `TypeError` for a device without a runner."""
+        if not isinstance(self.device, RunnerDevice):
+            raise TypeError("this engine's device has no runner")
         return self.device.runner
 
 
@@ -72,8 +74,9 @@ class Engine:
         admitted: AdmissionSink = lambda _: None,
         trace: TraceWriter | None = None,
         observer: ObserverThread | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`prefill_token`: seconds that a token of a prompt took before the first request."""
+        """`prefill_token`: seconds that a token of a prompt took before the first request; `clock` in seconds."""
         self.info = info
         self._scheduler = scheduler
         self._device = device
@@ -90,6 +93,7 @@ class Engine:
         self._in_flight: deque[tuple[StepPlan, float]] = deque()
         """Plans that were not answered, with when they were submitted."""
         self._admitted = admitted
+        self._clock = clock
 
     @property
     def has_work(self) -> bool:
@@ -132,10 +136,28 @@ class Engine:
 
     def step(self) -> list[Delta]:
         """Keep up to `pipeline_depth` plans in flight, then commit the oldest answer."""
-        if self._trace is not None:
-            self._trace.turn_began(time.monotonic_ns())
+        ended = self.begin_steps()
         if not self._in_flight:
-            self._device.runner.check()
+            if self._scheduler.has_work:
+                self._outside.wait(_WAIT_SECONDS)
+            return ended
+        deltas = self.end_step(self._device.collect(self._watchdog_seconds))
+        return ended + deltas if ended else deltas
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans that were submitted and not answered."""
+        return len(self._in_flight)
+
+    def begin_steps(self) -> list[Delta]:
+        """Submit plans until `pipeline_depth` of them are in flight, or nothing is left to plan.
+
+        Returns the last deltas of requests that ended before any step.
+        """
+        if self._trace is not None:
+            self._trace.turn_began(self._nanoseconds())
+        if not self._in_flight:
+            self._device.check()
         self._adapters.sweep(self._scheduler.request_ids, self._hold)
         ended: list[Delta] = []
         while len(self._in_flight) < self.info.pipeline_depth:
@@ -149,14 +171,13 @@ class Engine:
             if plan.admissions:
                 self._admitted(tuple(admission.request_id for admission in plan.admissions))
             self._device.submit(plan)
-            self._in_flight.append((plan, time.monotonic()))
-        if not self._in_flight:
-            if self._scheduler.has_work:
-                self._outside.wait(_WAIT_SECONDS)
-            return ended
-        output = self._device.collect(self._watchdog_seconds)
+            self._in_flight.append((plan, self._clock()))
+        return ended
+
+    def end_step(self, output: StepOutput) -> list[Delta]:
+        """Commit the answer to the oldest plan in flight."""
         plan, submitted = self._in_flight.popleft()
-        if (pace := self._prefill_pace.observe(plan, submitted, time.monotonic())) is not None:
+        if (pace := self._prefill_pace.observe(plan, submitted, self._clock())) is not None:
             self._scheduler.complete(pace)
         deltas, effects = self._scheduler.commit(plan, output)
         self._perform(effects)
@@ -164,8 +185,8 @@ class Engine:
             self._observer.step_ended(plan, output)
         if self._trace is not None:
             held = self._scheduler.held()
-            self._trace.step_ended(time.monotonic_ns(), plan, output, deltas, held)
-        return ended + deltas if ended else deltas
+            self._trace.step_ended(self._nanoseconds(), plan, output, deltas, held)
+        return deltas
 
     def stats(self) -> EngineStats:
         """Return gauges and counters as they are now."""
@@ -184,7 +205,7 @@ class Engine:
             leases=leases,
             observer=observer,
             grammars=grammars,
-            masks=self._device.runner.mask_stats(),
+            masks=self._device.mask_stats(),
         )
 
     def take_kv_events(self) -> tuple[KVEvent, ...]:
@@ -211,11 +232,11 @@ class Engine:
         """Stop the engine's threads; what is in flight is computed and dropped, what waits for a store written."""
         self._outside.close()
         self._device.close()
-        self._device.runner.close()
+        self._device.close_runner()
         if self._observer is not None:
             self._observer.close()
         if self._trace is not None:
-            self._trace.close(time.monotonic_ns())
+            self._trace.close(self._nanoseconds())
 
     def _complete(self) -> list[Delta]:
         """Tell the scheduler what became of operations outside steps, and take in what other workers ask for.
@@ -247,6 +268,9 @@ class Engine:
                 reason = error.message
         if reason is not None:
             self._outside.perform([GiveUp(job.lease, reason, refused=True)])
+
+    def _nanoseconds(self) -> int:
+        return round(1e9 * self._clock())
 
     def _add(self, spec: RequestSpec) -> None:
         self._adapters.require(spec.adapter)

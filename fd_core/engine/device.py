@@ -23,12 +23,14 @@ import zmq
 
 from fd_core.errors import ConfigError, EngineDead
 from fd_core.runner.runner import Runner
+from fd_core.runner.slot_grammars import MaskStats
 from fd_core.types import StepOutput, StepPlan
 
 __all__ = [
     "Device",
     "DeviceStalled",
     "InlineDevice",
+    "RunnerDevice",
     "SocketDevice",
     "ThreadDevice",
     "decode_output",
@@ -43,9 +45,6 @@ class DeviceStalled(EngineDead):
 
 class Device(abc.ABC):
     """Executes plans in order; owned by one engine."""
-
-    def __init__(self, runner: Runner) -> None:
-        self.runner = runner
 
     @abc.abstractmethod
     def submit(self, plan: StepPlan) -> None:
@@ -62,12 +61,41 @@ class Device(abc.ABC):
     def perform(self, change: Callable[[Runner], None]) -> None:
         """Change something of the runner behind the plans that were submitted, and wait; raises what `change` does."""
 
+    def check(self) -> None:  # noqa: B027 - most devices have nothing beside them
+        """Raise `EngineDead` if what computes beside this process is gone; called while nothing is executed."""
+
+    def mask_stats(self) -> MaskStats:
+        """Return what grammars cost and spared so far."""
+        return MaskStats()
+
     @abc.abstractmethod
     def close(self) -> None:
         """Stop; plans in flight are computed and dropped."""
 
+    def close_runner(self) -> None:  # noqa: B027 - not every device has a runner
+        """End what computes, once nothing is in flight."""
 
-class InlineDevice(Device):
+
+class RunnerDevice(Device):
+    """A device on which a runner executes the plans."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+
+    def check(self) -> None:
+        """Ask the runner."""
+        self.runner.check()
+
+    def mask_stats(self) -> MaskStats:
+        """Ask the runner."""
+        return self.runner.mask_stats()
+
+    def close_runner(self) -> None:
+        """Close the runner."""
+        self.runner.close()
+
+
+class InlineDevice(RunnerDevice):
     """Computes when asked for the output; nothing overlaps."""
 
     def __init__(self, runner: Runner) -> None:
@@ -92,7 +120,7 @@ class InlineDevice(Device):
         self._plans.clear()
 
 
-class _Threaded(Device):
+class _Threaded(RunnerDevice):
     """A thread that executes plans and hands their outputs to `_answer`."""
 
     def __init__(self, runner: Runner) -> None:
@@ -191,7 +219,7 @@ class SocketDevice(_Threaded):
         self._sender.send(encode_output(output))
 
 
-def make_device(runner: Runner, pipeline_depth: int, transport: str) -> Device:
+def make_device(runner: Runner, pipeline_depth: int, transport: str) -> RunnerDevice:
     """Return the device for a transport, `memory` or `zmq`. Raises `ConfigError` for another."""
     if transport == "zmq":
         return SocketDevice(runner)

@@ -6,7 +6,7 @@ The same loop runs in the engine's process and, with `--engine inproc`, in a thr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -25,7 +25,7 @@ from fd_core.engine.messages import (
 from fd_core.errors import FdError
 from fd_core.types import Delta
 
-__all__ = ["Inbox", "serve_engine", "tells_admissions"]
+__all__ = ["EngineService", "Inbox", "serve_engine", "tells_admissions"]
 
 _STATS_SECONDS = 0.25
 _IDLE_SECONDS = 0.5
@@ -46,41 +46,60 @@ def tells_admissions(send: Callable[[EngineMessage], None], epoch: int) -> Admis
     return lambda admitted: send(StepEvents([], epoch=epoch, admitted=admitted))
 
 
-def serve_engine(engine: Engine, inbox: Inbox, send: Callable[[EngineMessage], None]) -> None:
-    """Serve until a `Shutdown` arrives. An error of a step ends the loop: the client sees a dead engine."""
-    last_stats = 0.0
-    told: EngineStats | None = None
-    was_busy = True
-    stopping = False
-    while not (stopping and not engine.has_work):
-        deltas: list[Delta] = []
-        for message in inbox.receive(0.0 if engine.has_work else _IDLE_SECONDS):
+class EngineService:
+    """What an engine does with messages, and what it tells after a turn. The caller makes the steps and keeps time."""
+
+    def __init__(self, engine: Engine, send: Callable[[EngineMessage], None]) -> None:
+        self.engine = engine
+        self.stopping = False
+        """Whether the engine takes no more requests and ends once it is idle."""
+        self._send = send
+        self._last_stats = 0.0
+        self._told: EngineStats | None = None
+        self._was_busy = True
+
+    def take(self, messages: Iterable[ClientMessage]) -> list[Delta]:
+        """Do what the client asks for; return the last deltas of requests that ended by it."""
+        engine, deltas = self.engine, []
+        for message in messages:
             match message:
                 case Submit(spec):
                     deltas += engine.submit(spec)
                 case Abort(request_ids, everything):
                     deltas += engine.abort_all() if everything else engine.abort(request_ids)
                 case ChangeAdapters():
-                    send(_change_adapters(engine, message))
+                    self._send(_change_adapters(engine, message))
                 case Shutdown(drain):
-                    stopping = True
+                    self.stopping = True
                     engine.stop()
                     deltas += [] if drain else engine.abort_all()
-        deltas += engine.step()
-        now = time.monotonic()
+        return deltas
+
+    def tell(self, deltas: list[Delta], now: float) -> None:
+        """Send what a turn delivered, with statistics now and then; `now` in seconds of one clock."""
+        engine = self.engine
         busy = engine.has_work
         news: EngineStats | None = None
         # Statistics are sent as soon as the engine turns idle, so that gauges are exact whenever nothing runs. Writes
         # to a KV store go on after that, so an idle engine sends changes as well.
-        if now - last_stats >= _STATS_SECONDS or (was_busy and not busy):
-            stats, last_stats = engine.stats(), now
-            if stats != told:
-                news = told = stats
+        if now - self._last_stats >= _STATS_SECONDS or (self._was_busy and not busy):
+            stats, self._last_stats = engine.stats(), now
+            if stats != self._told:
+                news = self._told = stats
         kv = engine.take_kv_events()
         prefills = engine.take_prefill_traces()
         if deltas or news is not None or kv or prefills:
-            send(StepEvents(deltas, news, engine.info.epoch, kv=kv, prefills=prefills))
-        was_busy = busy
+            self._send(StepEvents(deltas, news, engine.info.epoch, kv=kv, prefills=prefills))
+        self._was_busy = busy
+
+
+def serve_engine(engine: Engine, inbox: Inbox, send: Callable[[EngineMessage], None]) -> None:
+    """Serve until a `Shutdown` arrives. An error of a step ends the loop: the client sees a dead engine."""
+    service = EngineService(engine, send)
+    while not (service.stopping and not engine.has_work):
+        deltas = service.take(inbox.receive(0.0 if engine.has_work else _IDLE_SECONDS))
+        deltas += engine.step()
+        service.tell(deltas, time.monotonic())
     engine.close()
 
 

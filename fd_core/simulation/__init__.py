@@ -1,1 +1,9 @@
-"""The production scheduler without a device: workloads that are answered with made-up tokens."""
+"""The production engine, router and stores under a virtual clock: device, network and time alone are made up.
+
+    conversations --> clients --> routers --> workers { the engine's own loop } --> a device with made-up tokens
+                         ^                                     |
+                         +------------- outcomes <-------------+
+
+`timeline` has the clock and what happens next; `costs` says how long a step, a copy or a transfer takes; `workloads`
+make the conversations; `worker` runs a production engine; `results` reads what came of a run.
+"""

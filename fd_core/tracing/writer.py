@@ -19,6 +19,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Final
 
@@ -156,14 +157,17 @@ class TraceWriter:
     opened.
     """
 
-    def __init__(self, path: Path, header: TraceHeader, origin: int, limit: int) -> None:
-        """`origin` is time 0 of the lines, in nanoseconds of the clock that the other calls use."""
+    def __init__(
+        self, path: Path, header: TraceHeader, limit: int, nanoseconds: Callable[[], int] = time.monotonic_ns
+    ) -> None:
+        """`nanoseconds` is the clock that the other calls use; time 0 of the lines is now."""
+        origin = nanoseconds()
         self._path = path
         self._limit = limit
         self._origin = self._began = origin
         self._queue: deque[StepRecord] = deque()
         self._dropped = 0
-        self.kv = KVTrace(lambda: self._clock(time.monotonic_ns()))
+        self.kv = KVTrace(lambda: self._clock(nanoseconds()))
         """Told of KV outside the device; the line of the next step carries what it collects."""
         self._occupants: dict[int, ResidencyEntry] = {}
         """Requests that hold a slot, by slot."""

@@ -29,7 +29,7 @@ class Run:
     def __init__(self, path: Path) -> None:
         header = TraceHeader(model="m", backend="b", device="d", epoch=1, started=0.0, speculation=None, limits=LIMITS)
         self._path = path
-        self._writer = TraceWriter(path, header, 0, 1 << 20)
+        self._writer = TraceWriter(path, header, 1 << 20, nanoseconds=lambda: 0)
         self._steps = 0
         self.kv = self._writer.kv
 

@@ -1,0 +1,71 @@
+"""What a run writes down, as plain values: one outcome for each request, and what workers held from time to time."""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["Outcome", "Run", "WorkerSample"]
+
+
+class Outcome(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What became of one request. Times are seconds from the begin of the run."""
+
+    request_id: str
+    tenant: str
+    priority: int
+    prompt_tokens: int
+    cached_tokens: int
+    """Tokens of the prompt that were found in a prefix cache."""
+    output_tokens: int
+    """Tokens that reached the client."""
+    arrived: float
+    """When the client sent it."""
+    first_token: float | None
+    """When the first token reached the client; None if none did."""
+    ended: float
+    end: str
+    """`stop` or `length`; `left` if the client left, `refused` if nobody took it, `failed` if the answer broke off."""
+    reason: str
+    """Why it was refused or failed; empty otherwise."""
+    longest_gap: float
+    """Longest time between two deliveries of tokens to the client."""
+    worker: int
+    """Index of the worker that answered; -1 if none did."""
+    attempts: int
+    """Workers that were tried."""
+
+
+class WorkerSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What one worker held at one time."""
+
+    at: float
+    worker: int
+    waiting: int
+    running: int
+    used_blocks: int
+    cached_blocks: int
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """One simulated run."""
+
+    label: str
+    """What was simulated, in a few words."""
+    seed: int
+    seconds: float
+    """Virtual time from the first arrival to the last end."""
+    wall_seconds: float
+    """What the run took; left out of comparisons."""
+    workers: tuple[str, ...]
+    """Name of each worker, with its role."""
+    blocks: tuple[int, ...]
+    """KV blocks of each worker."""
+    outcomes: tuple[Outcome, ...]
+    """In the order of their ends."""
+    samples: tuple[WorkerSample, ...]
+    counters: dict[str, float]
+    """Sums over workers and routers, by metric name."""
+    waiting: dict[str, float]
+    """Seconds that requests waited in workers, by reason, summed."""
+    profile: str
+    """Which costs were used, and whether they were measured or calculated."""
