@@ -7,7 +7,7 @@ import numpy as np
 
 from fd_core.types import IntArray
 
-__all__ = ["Conversation", "Piece", "Turn", "tokens_of"]
+__all__ = ["Conversation", "Piece", "UserTurn", "tokens_of"]
 
 _FIRST_TOKEN = 16
 """Tokens below are never in a text: the end of an answer is one of them."""
@@ -24,7 +24,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """How many there are."""
 
 
-class Turn(msgspec.Struct, frozen=True, gc=False):
+class UserTurn(msgspec.Struct, frozen=True, gc=False):
     """A request: what the client adds to the conversation, and how long the model's answer is."""
 
     adds: tuple[Piece, ...]
@@ -46,7 +46,7 @@ class Conversation(msgspec.Struct, frozen=True, gc=False):
     """Unique in a workload; also what a router is told as the session."""
     at: float
     """Seconds from the begin of the run to the first request."""
-    turns: tuple[Turn, ...]
+    turns: tuple[UserTurn, ...]
     tenant: str = ""
     priority: int = 0
 

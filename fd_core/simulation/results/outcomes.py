@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["Outcome", "Run", "WorkerSample"]
+__all__ = ["RequestOutcome", "Run", "WorkerSample"]
 
 
-class Outcome(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class RequestOutcome(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What became of one request. Times are seconds from the begin of the run."""
 
     request_id: str
@@ -60,7 +60,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Name of each worker, with its role."""
     blocks: tuple[int, ...]
     """KV blocks of each worker."""
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[RequestOutcome, ...]
     """In the order of their ends."""
     samples: tuple[WorkerSample, ...]
     counters: dict[str, float]
