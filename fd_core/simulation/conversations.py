@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 
@@ -37,6 +39,8 @@ class UserTurn(msgspec.Struct, frozen=True, gc=False):
     """What the client asks for at most; None leaves it to the model's length limit."""
     patience: float | None = None
     """Seconds after which a client that has not got the whole answer leaves; None stays."""
+    fresh: bool = False
+    """Forget what was said before: the prompt is `adds` alone. Users of a closed loop begin again so."""
 
 
 class Conversation(msgspec.Struct, frozen=True, gc=False):
@@ -46,7 +50,8 @@ class Conversation(msgspec.Struct, frozen=True, gc=False):
     """Unique in a workload; also what a router is told as the session."""
     at: float
     """Seconds from the begin of the run to the first request."""
-    turns: tuple[UserTurn, ...]
+    turns: Sequence[UserTurn]
+    """Some are made only when they are asked for, in this order."""
     tenant: str = ""
     priority: int = 0
 
