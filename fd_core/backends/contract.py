@@ -158,6 +158,21 @@ class Backend(abc.ABC):
         """
         return [{}] * size
 
+    @classmethod
+    def require_division(cls, config: EngineConfig, path: Path | None) -> None:
+        """Raise `ConfigError`, with sizes that work, if the model cannot be divided as the settings ask.
+
+        Called before any rank is started. A backend with models of its own overrides it as it does `load_model`.
+        Raises `ModelError` if the checkpoint cannot be read.
+        """
+        from fd_core.models.loading.checkpoint import open_checkpoint
+        from fd_core.models.registry import spec_of
+        from fd_core.models.sharding import require_division
+
+        if path is not None and cls.needs_checkpoint:
+            with open_checkpoint(path) as checkpoint:
+                require_division(spec_of(checkpoint), config.tensor_parallel_size, config.pipeline_parallel_size)
+
     @abc.abstractmethod
     def make_ops(self) -> Ops:
         """Create the pack for the configured dtype and threads; may initialise the device."""

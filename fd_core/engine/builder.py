@@ -105,6 +105,7 @@ class _EngineBuilder:
                     field="--distributed-executor-backend",
                     hint="use mp, which gives each rank a device of this machine",
                 )
+            backend.cls.require_division(config, path)
             self._ranks = RankProcesses(config, path, environments)
         try:
             self._computing = Computing(config, path, progress, None if self._ranks is None else self._ranks.group)

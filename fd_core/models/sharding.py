@@ -17,8 +17,8 @@ from fd_core.models.spec import AttentionSpec, DecoderSpec, LayerSpec, LinearSpe
 from fd_core.ops.parallel import Parallel, Stage
 
 __all__ = [
-    *("LinearShare", "adaptable_shares", "attention_shares", "feed_forward_shares", "head_shares", "stage_layers"),
-    *("times", "vocabulary_share", "width_share"),
+    *("LinearShare", "adaptable_shares", "attention_shares", "feed_forward_shares", "head_shares", "require_division"),
+    *("stage_layers", "times", "vocabulary_share", "width_share"),
 ]
 
 _GRAIN: Final = 32
@@ -48,11 +48,9 @@ def head_shares(spec: AttentionSpec, parallel: Parallel) -> tuple[slice, slice]:
         return times(share, group), share
     copies = size // kv
     if size % kv or group % copies:
-        sizes = [n for n in range(2, query + 1) if n <= kv or (n % kv == 0 and group % (n // kv) == 0)]
         raise ConfigError(
             f"the model's {query} query heads, which share {kv} KV heads, cannot be divided over {size} ranks",
             field="--tensor-parallel-size",
-            hint=f"use {_listed(sizes)}" if sizes else "leave it out",
         )
     each = group // copies
     return slice(parallel.rank * each, (parallel.rank + 1) * each), slice(
@@ -85,7 +83,6 @@ def width_share(width: int, parallel: Parallel) -> slice:
         raise ConfigError(
             f"a feed-forward block of width {width} cannot be divided over {parallel.size} ranks",
             field="--tensor-parallel-size",
-            hint=f"use at most {width}",
         )
     grain = _GRAIN
     while width % grain or width // grain < parallel.size:
@@ -119,6 +116,29 @@ def stage_layers(spec: DecoderSpec, stage: Stage) -> slice:
         ends.append(min(max(nearest, ends[-1] + 1), count - stage.count + index))
     ends.append(count)
     return slice(ends[stage.index], ends[stage.index + 1])
+
+
+def require_division(spec: DecoderSpec, ranks: int, stages: int) -> None:
+    """Raise `ConfigError`, with what works, for a model that cannot be divided over so many ranks, or stages."""
+    stage_layers(spec, Stage(0, stages))
+    refused = _refusal(spec, ranks)
+    if refused is not None:
+        sizes = [size for size in range(2, spec.layers[0].attention.num_heads + 1) if _refusal(spec, size) is None]
+        refused.hint = f"use {_listed(sizes)}" if sizes else "leave it out"
+        raise refused
+
+
+def _refusal(spec: DecoderSpec, ranks: int) -> ConfigError | None:
+    parallel = Parallel(0, ranks)
+    try:
+        for layer in spec.layers:
+            block = layer.feed_forward
+            head_shares(layer.attention, parallel)
+            for down in block.downs:
+                width_share(down.ins, parallel)
+    except ConfigError as error:
+        return error
+    return None
 
 
 def _listed(sizes: list[int]) -> str:

@@ -115,6 +115,11 @@ class MlpSpec(_Parts):
     down: LinearSpec
     post_norm: VectorSpec | None = None
 
+    @property
+    def downs(self) -> tuple[LinearSpec, ...]:
+        """The linears that lead back from the inner width, which is theirs."""
+        return (self.down,)
+
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec(_Parts):
@@ -128,6 +133,11 @@ class MoeSpec(_Parts):
     norm_floor: float = 0.0
     correction_bias: VectorSpec | None = None
     shared: tuple[LinearSpec, LinearSpec] | None = None
+
+    @property
+    def downs(self) -> tuple[LinearSpec, ...]:
+        """The linears that lead back from inner widths; experts have the same."""
+        return tuple(down for _, down in (self.experts[0], *([] if self.shared is None else [self.shared])))
 
 
 @dataclass(frozen=True, slots=True)

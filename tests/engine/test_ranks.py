@@ -17,6 +17,7 @@ import pytest
 
 from fd_core.backends.null import NullBackend
 from fd_core.config import EngineConfig, SpeculativeConfig
+from fd_core.engine import builder
 from fd_core.engine.builder import load_engine
 from fd_core.engine.process import ProcessClient
 from fd_core.engine.ranks import leading
@@ -27,6 +28,7 @@ from tests.engine.helpers import Texts, golden, null_engine, random_specs, run
 from tests.engine.stepping import greedy
 from tests.engine.test_process import until
 from tests.engine.test_restarts import opened, read, run_test
+from tests.models.loading.tiny_gguf import LLAMA, write_gguf
 
 SPECS = random_specs(32, seed=41, max_prompt=40, max_tokens=60)
 LONG = greedy("long", range(20), 300)
@@ -322,6 +324,34 @@ def test_the_error_is_the_ranks_own(
     played_by(PLAYED.format(script=script), tmp_path, monkeypatch)
     with pytest.raises(error, match=words), contextlib.closing(null_engine(**TWO)) as engine:
         run(engine, SPECS[:1])
+
+
+@pytest.mark.parametrize("form", ["safetensors", "gguf"])
+@pytest.mark.parametrize(
+    ("settings", "words", "hint"),
+    [
+        ({"pipeline_parallel_size": 4}, "the model's 2 layers cannot be divided into 4 stages", "use at most 2"),
+        (
+            {"tensor_parallel_size": 3},
+            "4 query heads, which share 2 KV heads, cannot be divided over 3 ranks",
+            "use 2 or 4",
+        ),
+        ({"tensor_parallel_size": 4}, "block of width 3 cannot be divided over 4 ranks", "use 2"),
+    ],
+)
+def test_a_model_that_cannot_be_divided_is_refused_before_a_rank_is_started(
+    form: str, settings: dict[str, Any], words: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builder, "RankProcesses", lambda *_: pytest.fail("ranks were started"))
+    width = 3 if "width" in words else 64
+    if form == "gguf":
+        path = write_gguf(tmp_path / "m.gguf", values=LLAMA | {"block_count": 2, "feed_forward_length": width})
+    else:
+        sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": width}
+        path = write_checkpoint("llama", tmp_path / "model", num_hidden_layers=2, **sizes)
+    with pytest.raises(ConfigError, match=words) as refused:
+        load_engine(EngineConfig(model="tiny", backend="reference", **settings), path, progress=lambda *_: None)
+    assert refused.value.hint == hint
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from fd_core.models.adapters import adapters_bytes
 from fd_core.models.loading.adapter import read_adapter
 from fd_core.models.loading.checkpoint import open_checkpoint
 from fd_core.models.registry import load_model, spec_of
-from fd_core.models.sharding import head_shares, width_share
+from fd_core.models.sharding import head_shares, require_division, width_share
 from fd_core.ops.numpy_ops import NumpyOps
 from fd_core.ops.parallel import Parallel
 from fd_core.ops.torch_ops import TorchOps
@@ -87,12 +87,20 @@ def test_packed_weights_stand_for_the_same_on_each_rank(form, tmp_path):
     checked(write_checkpoint("llama", tmp_path / "model"), NumpyOps, 2, form)
 
 
-def test_heads_that_cannot_be_divided_are_refused_with_sizes_that_can(tmp_path):
-    with open_checkpoint(write_checkpoint("llama", tmp_path / "model", **NINE_HEADS)) as checkpoint:
-        attention = spec_of(checkpoint).layers[0].attention
-    with pytest.raises(ConfigError, match=r"9 query heads, which share 3 KV heads, .* over 4 ranks") as refused:
-        head_shares(attention, Parallel(0, 4))
-    assert refused.value.hint == "use 2, 3 or 9"
+@pytest.mark.parametrize(
+    ("case", "sizes", "ranks", "words", "hint"),
+    [
+        ("llama", NINE_HEADS, 4, r"9 query heads, which share 3 KV heads, .* over 4 ranks", "use 2, 3 or 9"),
+        ("llama", NINE_HEADS | {"intermediate_size": 7}, 9, "block of width 7 .* over 9 ranks", "use 2 or 3"),
+        ("qwen3-moe", {"moe_intermediate_size": 1}, 2, "block of width 1 .* over 2 ranks", "leave it out"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_with_sizes_that_can(case, sizes, ranks, words, hint, tmp_path):
+    with open_checkpoint(write_checkpoint(case, tmp_path / "model", **sizes)) as checkpoint:
+        spec = spec_of(checkpoint)
+    with pytest.raises(ConfigError, match=words) as refused:
+        require_division(spec, ranks, 1)
+    assert refused.value.hint == hint
 
 
 def test_each_query_head_and_each_column_belongs_to_one_rank(tmp_path):
@@ -106,16 +114,6 @@ def test_each_query_head_and_each_column_belongs_to_one_rank(tmp_path):
     for width, size in ((1536, 2), (96, 2), (96, 5), (100, 3), (7, 7)):
         shares = [width_share(width, Parallel(rank, size)) for rank in range(size)]
         assert [place for share in shares for place in range(width)[share]] == list(range(width))
-    with pytest.raises(ConfigError, match="use at most 7"):
-        raise_from_refusal(lambda: width_share(7, Parallel(0, 8)))
-
-
-def raise_from_refusal(refused):
-    """Show the hint in the text, for `match`."""
-    try:
-        refused()
-    except ConfigError as error:
-        raise ConfigError(str(error)) from error
 
 
 @pytest.mark.parametrize("columns", [slice(0, 64), slice(64, 96), slice(48, 96), slice(5, 12)])
