@@ -1,0 +1,120 @@
+"""What is promised to users, a service level objective: limits of latencies, as people write them."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import msgspec
+
+from fd_core.errors import ConfigError
+
+__all__ = ["MEASURES", "Objective", "Slo", "parse_slo"]
+
+MEASURES: Final = {
+    "ttft": "time to the first token",
+    "tpot": "time per output token after the first",
+    "gap": "longest time between two deliveries",
+    "e2e": "time of the whole request",
+}
+"""Name of each latency in SLOs and files, and what it is. All are in seconds."""
+
+_USUAL_ATTAINMENT: Final = 0.9
+"""What DistServe asks for: so many requests of all keep every limit."""
+
+_EXAMPLE: Final = "for example ttft_p99=0.5,tpot_p99=0.05, or ttft=0.5,tpot=0.05,attainment=0.95 for each request"
+
+
+class Objective(msgspec.Struct, frozen=True):
+    """One limit."""
+
+    measure: str
+    """A name of `MEASURES`."""
+    statistic: str
+    """`p` with a number or `mean`, over all requests; empty if the limit is one of each request."""
+    limit: float
+    """Seconds."""
+
+    @property
+    def name(self) -> str:
+        """As it is written, without the limit."""
+        return f"{self.measure}_{self.statistic}" if self.statistic else self.measure
+
+    @property
+    def percentile(self) -> float | None:
+        """The number of the percentile; None if the statistic is none."""
+        return float(self.statistic[1:]) if self.statistic.startswith("p") else None
+
+
+class Slo(msgspec.Struct, frozen=True):
+    """Everything that is promised."""
+
+    objectives: tuple[Objective, ...]
+    attainment: float | None = None
+    """Share of all requests that must keep the limits of each request, 0 to 1; None asks for no share."""
+
+    def request_limits(self) -> dict[str, float]:
+        """Return the seconds by measure within which a request is good.
+
+        They are the limits of each request and, for a measure that has none, the loosest of its percentiles.
+        """
+        own = {each.measure: each.limit for each in self.objectives if not each.statistic}
+        shared: dict[str, float] = {}
+        for each in self.objectives:
+            if each.percentile is not None:
+                shared[each.measure] = max(each.limit, shared.get(each.measure, 0.0))
+        return shared | own
+
+    def __str__(self) -> str:
+        parts = [f"{each.name}={each.limit:g}" for each in self.objectives]
+        return ",".join(parts + ([] if self.attainment is None else [f"attainment={self.attainment:g}"]))
+
+
+def parse_slo(text: str, flag: str = "--slo") -> Slo:
+    """Read limits in seconds such as `ttft_p99=0.5,tpot_p99=0.05`, or of each request such as `ttft=0.5,tpot=0.05`.
+
+    `attainment=0.95` is the share of requests that must keep the limits of each request, 0.9 if it is not said. Raises
+    `ConfigError` that names the part at fault and what there is.
+    """
+    objectives: dict[str, Objective] = {}
+    attainment: float | None = None
+    for part in text.split(","):
+        name, equals, value = (each.strip() for each in part.partition("="))
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not equals or not 0 < number < math.inf:
+            raise _wrong(flag, f"{part.strip()!r} is not a name, = and a number above 0")
+        if name in objectives or (name == "attainment" and attainment is not None):
+            raise _wrong(flag, f"{name} is there twice")
+        if name == "attainment":
+            if number > 1:
+                raise _wrong(flag, f"attainment is a share, at most 1, and not {value}")
+            attainment = number
+            continue
+        measure, _, statistic = name.partition("_")
+        if measure not in MEASURES or not _is_statistic(statistic) or name.endswith("_"):
+            raise _wrong(flag, f"{name!r} is no limit that there is")
+        objectives[name] = Objective(measure, statistic, number)
+    if not objectives:
+        raise _wrong(flag, "there is no limit")
+    slo = Slo(tuple(objectives.values()), attainment)
+    if attainment is None and any(not each.statistic for each in slo.objectives):
+        return msgspec.structs.replace(slo, attainment=_USUAL_ATTAINMENT)
+    if attainment is not None and not slo.request_limits():
+        raise _wrong(flag, "attainment needs a limit that a request can keep, and a mean is none")
+    return slo
+
+
+def _is_statistic(name: str) -> bool:
+    if name in ("", "mean"):
+        return True
+    number = name.removeprefix("p")
+    plain = number != name and number.replace(".", "", 1).isdecimal() and number.isascii()
+    return plain and 0 < float(number) < 100
+
+
+def _wrong(flag: str, what: str) -> ConfigError:
+    there_is = f"{', '.join(MEASURES)}, in seconds, alone or with _mean, _p50, _p99 and so on; and attainment, a share"
+    return ConfigError(f"{flag}: {what}: there is {there_is}", field=flag, hint=_EXAMPLE)

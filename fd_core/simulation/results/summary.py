@@ -1,0 +1,416 @@
+"""The figures of one run: latencies, rates, goodput, KV use, fairness and cost. Pure, from outcomes to numbers.
+
+Latencies are those of completed requests. A percentile is the linear interpolation between the two values nearest to
+its rank (type 7 of Hyndman and Fan, the default of numpy, and what `fdcore bench` shows); none is estimated. Sums are
+rounded once, so that figures do not depend on the processor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from fd_core.simulation.results.outcomes import Run
+from fd_core.simulation.results.slo import Slo
+
+__all__ = [
+    *("PERCENTILES", "LatencyFigures", "ObjectiveCheck", "RunSummary", "SloFigures", "TenantFigures", "WorkerCost"),
+    *("WorkerFigures", "jain", "latencies_of", "percentiles", "summarize"),
+]
+
+PERCENTILES: Final = (50.0, 90.0, 95.0, 99.0)
+_COMPLETED: Final = ("stop", "length")
+_MOST_TENANTS: Final = 50
+
+Numbers = npt.NDArray[np.float64]
+
+
+class LatencyFigures(msgspec.Struct, frozen=True):
+    """One latency of the requests that have it; seconds."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+
+
+class ObjectiveCheck(msgspec.Struct, frozen=True):
+    """A limit over all requests, and what came of it."""
+
+    name: str
+    limit: float
+    value: float | None
+    """Seconds, or a share for `attainment`. None is without end: too many requests were never completed."""
+    held: bool
+
+
+class SloFigures(msgspec.Struct, frozen=True):
+    """How a run keeps what was promised."""
+
+    slo: str
+    good: int
+    """Requests that were completed within every limit of a request; a latency that one has not cannot fail it."""
+    attainment: float | None
+    """Share of all requests that are good, 0 to 1; None without a request."""
+    goodput: float
+    """Good requests a second."""
+    checks: tuple[ObjectiveCheck, ...]
+    """Every limit over all requests. One that was refused, failed or left counts as later than any limit."""
+    held: bool
+    """Whether every check is held."""
+
+
+class TenantFigures(msgspec.Struct, frozen=True):
+    """What one tenant got."""
+
+    tenant: str
+    requests: int
+    completed: int
+    output_tokens: int
+    ttft_p99: float | None
+    """Seconds; None if none of its requests was completed."""
+    attainment: float | None
+    """Share of its requests that are good; None without an SLO."""
+
+
+class WorkerFigures(msgspec.Struct, frozen=True):
+    """How one worker was used; means are over time."""
+
+    worker: str
+    requests: int
+    """That it answered, whole or in part."""
+    output_tokens: int
+    running: float
+    waiting: float
+    kv_use: float | None
+    """Share of its KV blocks that requests held; None where nothing was sampled."""
+    kv_peak: float | None
+
+
+class WorkerCost(msgspec.Struct, frozen=True):
+    """What the workers cost, from the first arrival to the last end, whether they computed or not."""
+
+    worker_seconds: float
+    worker_seconds_per_million: float | None
+    """For a million output tokens; None without any."""
+    device_hours_per_million: float | None
+    price_per_million: float | None
+    """In the currency of the price of a worker's hour; None without a price."""
+
+
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """All figures of a run. The form of the JSON is this: fields in this order, entries of mappings by name."""
+
+    label: str
+    seed: int
+    profile: str
+    seconds: float
+    requests: int
+    completed: int
+    left: int
+    refused: int
+    failed: int
+    reasons: dict[str, int]
+    """Why requests were refused or failed."""
+    retried: int
+    """Requests that more than one worker was tried for."""
+    prompt_tokens: int
+    """Of completed requests, as are the next two."""
+    cached_tokens: int
+    output_tokens: int
+    requests_per_s: float
+    """Completed requests."""
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+    latencies: dict[str, LatencyFigures]
+    """By the names of `slo.MEASURES`; without those that no completed request has."""
+    slo: SloFigures | None
+    hit_rate: float | None
+    """Share of the prompts' tokens that were found in a prefix cache; None without a completed request."""
+    kv_use: float | None
+    """Mean over time and workers of the share of KV blocks that requests held; None where nothing was sampled."""
+    kv_peak: float | None
+    """Largest of these of one worker."""
+    running: float
+    """Mean over time of the requests that all workers together computed."""
+    waiting: float
+    preemptions: int
+    waiting_seconds: dict[str, float]
+    """Summed over requests, by reason."""
+    fairness_service: float | None
+    """Jain's index of the tokens that each tenant got: 1 is equal, 1/n is one that got all. None with one tenant."""
+    fairness_speed: float | None
+    """Jain's index of tokens a second while the requests of each tenant were under way; unlike the other it does not
+    ask whether all wanted equally much."""
+    tenants: tuple[TenantFigures, ...]
+    """The fifty with most requests, if there are several."""
+    workers: tuple[WorkerFigures, ...]
+    cost: WorkerCost
+    counters: dict[str, float]
+
+
+class _Columns:
+    """Outcomes as arrays, one entry for each request."""
+
+    def __init__(self, run: Run) -> None:
+        outcomes = run.outcomes
+        column = partial(_column, outcomes)
+        ends = list(map(attrgetter("end"), outcomes))
+        self.ends = Counter(ends)
+        self.completed = np.fromiter((end in _COMPLETED for end in ends), np.bool_, len(ends))
+        self.arrived = column("arrived")
+        # None becomes NaN.
+        self.first = np.array(list(map(attrgetter("first_token"), outcomes)), np.float64)
+        self.ended = column("ended")
+        self.prompt = column("prompt_tokens")
+        self.cached = column("cached_tokens")
+        self.output = column("output_tokens")
+        self.worker = column("worker").astype(np.int64)
+        self.retried = int(np.count_nonzero(column("attempts") > 1))
+        several = self.output >= 2
+        self.latencies: dict[str, Numbers] = {
+            "ttft": self.first - self.arrived,
+            "tpot": np.where(several, self.ended - self.first, np.nan) / np.maximum(self.output - 1, 1),
+            "gap": np.where(several, column("longest_gap"), np.nan),
+            "e2e": self.ended - self.arrived,
+        }
+
+
+def latencies_of(run: Run) -> dict[str, Numbers]:
+    """Return the latencies of completed requests by measure, each float64[those that have it], seconds, sorted."""
+    columns = _Columns(run)
+    return {name: np.sort(_there(values[columns.completed])) for name, values in columns.latencies.items()}
+
+
+def percentiles(values: Numbers, shares: Sequence[float]) -> list[float]:
+    """Return the percentiles of at least one value, each between the two values nearest to rank (n - 1) * share / 100.
+
+    Values may be infinite: whatever lies behind the last finite one is infinite.
+    """
+    ranks = [(len(values) - 1) * share / 100 for share in shares]
+    near = sorted({edge for rank in ranks for edge in (math.floor(rank), math.ceil(rank))})
+    placed = np.partition(values, near)
+
+    def between(rank: float) -> float:
+        low, high = float(placed[math.floor(rank)]), float(placed[math.ceil(rank)])
+        return low if low == high else low + (high - low) * (rank - math.floor(rank))
+
+    return [between(rank) for rank in ranks]
+
+
+def jain(shares: Numbers) -> float | None:
+    """Return Jain's index of fairness, 1/n to 1; None for fewer than two shares or if all are 0."""
+    squares = math.fsum(shares * shares)
+    return math.fsum(shares) ** 2 / (len(shares) * squares) if len(shares) > 1 and squares else None
+
+
+def summarize(
+    run: Run, slo: Slo | None = None, *, price_per_worker_hour: float | None = None, devices_per_worker: int = 1
+) -> RunSummary:
+    """Return the figures of a run; `slo` decides which requests are good."""
+    columns = _Columns(run)
+    done, count, seconds = columns.completed, len(run.outcomes), run.seconds
+    sums = {name: int(getattr(columns, name)[done].sum()) for name in ("prompt", "cached", "output")}
+    good = _good(columns, slo) if slo else None
+    use = _WorkerUse(run, float(columns.ended.max(initial=0.0)))
+    service, speed, tenants = _tenants(run, columns, good)
+    return RunSummary(
+        label=run.label,
+        seed=run.seed,
+        profile=run.profile,
+        seconds=seconds,
+        requests=count,
+        completed=int(np.count_nonzero(done)),
+        left=columns.ends["left"],
+        refused=columns.ends["refused"],
+        failed=columns.ends["failed"],
+        reasons=dict(sorted(Counter(each.reason for each in run.outcomes if each.reason).items())),
+        retried=columns.retried,
+        prompt_tokens=sums["prompt"],
+        cached_tokens=sums["cached"],
+        output_tokens=sums["output"],
+        requests_per_s=_rate(int(np.count_nonzero(done)), seconds),
+        prompt_tokens_per_s=_rate(sums["prompt"], seconds),
+        output_tokens_per_s=_rate(sums["output"], seconds),
+        latencies={
+            name: _figures(there) for name, values in columns.latencies.items() if len(there := _there(values[done]))
+        },
+        slo=_kept(slo, columns, good, seconds) if slo is not None and good is not None else None,
+        hit_rate=sums["cached"] / sums["prompt"] if sums["prompt"] else None,
+        kv_use=use.kv_use,
+        kv_peak=use.kv_peak,
+        running=use.running,
+        waiting=use.waiting,
+        preemptions=int(run.counters.get("preemptions", 0)),
+        waiting_seconds=dict(sorted(run.waiting.items())),
+        fairness_service=service,
+        fairness_speed=speed,
+        tenants=tenants,
+        workers=use.figures(run, columns),
+        cost=_cost(len(run.workers) * seconds, int(columns.output.sum()), price_per_worker_hour, devices_per_worker),
+        counters=dict(sorted(run.counters.items())),
+    )
+
+
+def _column(rows: Sequence[Any], name: str) -> Numbers:
+    return np.fromiter(map(attrgetter(name), rows), np.float64, len(rows))
+
+
+def _there(values: Numbers) -> Numbers:
+    return values[~np.isnan(values)]
+
+
+def _rate(count: float, seconds: float) -> float:
+    return count / seconds if seconds > 0 else 0.0
+
+
+def _mean(values: Numbers) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _figures(values: Numbers) -> LatencyFigures:
+    p50, p90, p95, p99 = percentiles(values, PERCENTILES)
+    return LatencyFigures(len(values), _mean(values), p50, p90, p95, p99, float(values.max()))
+
+
+def _good(columns: _Columns, slo: Slo) -> npt.NDArray[np.bool_]:
+    good = columns.completed.copy()
+    for name, limit in slo.request_limits().items():
+        good &= ~(columns.latencies[name] > limit)  # what is not a number is not above
+    return good
+
+
+def _kept(slo: Slo, columns: _Columns, good: npt.NDArray[np.bool_], seconds: float) -> SloFigures:
+    count = len(good)
+    attainment = int(np.count_nonzero(good)) / count if count else None
+    checks = []
+    for each in slo.objectives:
+        if not each.statistic:
+            continue
+        found = np.where(columns.completed, columns.latencies[each.measure], math.inf)
+        there = _there(found)
+        if not len(there):
+            value = 0.0
+        elif each.percentile is None:
+            value = _mean(there)
+        else:
+            value = percentiles(there, [each.percentile])[0]
+        checks.append(ObjectiveCheck(each.name, each.limit, value if value < math.inf else None, value <= each.limit))
+    if slo.attainment is not None:
+        held = attainment is None or attainment >= slo.attainment
+        checks.append(ObjectiveCheck("attainment", slo.attainment, attainment, held))
+    return SloFigures(
+        slo=str(slo),
+        good=int(np.count_nonzero(good)),
+        attainment=attainment,
+        goodput=_rate(int(np.count_nonzero(good)), seconds),
+        checks=tuple(checks),
+        held=all(check.held for check in checks),
+    )
+
+
+def _tenants(
+    run: Run, columns: _Columns, good: npt.NDArray[np.bool_] | None
+) -> tuple[float | None, float | None, tuple[TenantFigures, ...]]:
+    """Return Jain's index of service and of speed, and the figures of tenants."""
+    numbers: dict[str, int] = {}
+    of_request = np.fromiter(
+        (numbers.setdefault(each.tenant, len(numbers)) for each in run.outcomes), np.int64, len(run.outcomes)
+    )
+    if len(numbers) < 2:
+        return None, None, ()
+
+    def summed(values: npt.NDArray[Any]) -> Numbers:
+        return np.bincount(of_request, values, len(numbers)).astype(np.float64)
+
+    # The prompt of a request without a token was not served.
+    tokens = summed(columns.output + np.where(np.isnan(columns.first), 0, columns.prompt))
+    under_way = summed(columns.latencies["e2e"])
+    speed = np.divide(tokens, under_way, out=np.zeros_like(tokens), where=under_way > 0)
+    requests, output, completed = np.bincount(of_request), summed(columns.output), summed(columns.completed)
+    attained = None if good is None else summed(good) / requests
+    names = list(numbers)
+    most = sorted(range(len(names)), key=lambda number: (-int(requests[number]), names[number]))[:_MOST_TENANTS]
+
+    def figures(number: int) -> TenantFigures:
+        ttft = _there(columns.latencies["ttft"][(of_request == number) & columns.completed])
+        return TenantFigures(
+            tenant=names[number],
+            requests=int(requests[number]),
+            completed=int(completed[number]),
+            output_tokens=int(output[number]),
+            ttft_p99=percentiles(ttft, [99.0])[0] if len(ttft) else None,
+            attainment=None if attained is None else float(attained[number]),
+        )
+
+    return jain(tokens), jain(speed), tuple(map(figures, most))
+
+
+class _WorkerUse:
+    """Means over time of what workers held: each sample holds until the next of its worker, the last to the end."""
+
+    def __init__(self, run: Run, last: float) -> None:
+        names = ("at", "worker", "waiting", "running", "used_blocks")
+        at, worker, waiting, running, used = (_column(run.samples, name) for name in names)
+        order = np.lexsort((at, worker))
+        at, waiting, running, used = at[order], waiting[order], running[order], used[order]
+        number = worker[order].astype(np.int64)
+        end = max(last, float(at.max(initial=0.0)))
+        is_last = np.append(number[1:] != number[:-1], True)[: len(number)]
+        self._held = np.where(is_last, end, np.append(at[1:], end)[: len(at)]) - at
+        self._number, self._workers = number, len(run.workers)
+        blocks = np.array(run.blocks, np.float64)[number] if len(number) else np.zeros(0)
+        share = np.divide(used, blocks, out=np.zeros_like(used), where=blocks > 0)
+        self._span = end - float(at.min(initial=end))
+        self._running, self._waiting, self._kv = map(self._over_time, (running, waiting, share))
+        self._peaks = np.zeros(self._workers)
+        np.maximum.at(self._peaks, number, share)
+        self._seen = np.bincount(number, minlength=self._workers) > 0
+        time = self._over_time(np.ones_like(at))
+        self.kv_use = math.fsum(self._kv) / math.fsum(time) if time.any() else None
+        self.kv_peak = float(self._peaks.max()) if len(at) else None
+        self.running, self.waiting = (_rate(math.fsum(each), self._span) for each in (self._running, self._waiting))
+        self._kv = np.divide(self._kv, time, out=np.zeros_like(time), where=time > 0)
+
+    def _over_time(self, values: Numbers) -> Numbers:
+        return np.bincount(self._number, values * self._held, self._workers).astype(np.float64)
+
+    def figures(self, run: Run, columns: _Columns) -> tuple[WorkerFigures, ...]:
+        """Return the figures of each worker."""
+        answered = columns.worker >= 0
+        of_request = columns.worker[answered]
+        requests = np.bincount(of_request, minlength=self._workers)
+        output = np.bincount(of_request, columns.output[answered], self._workers)
+        return tuple(
+            WorkerFigures(
+                worker=name,
+                requests=int(requests[index]),
+                output_tokens=int(output[index]),
+                running=_rate(float(self._running[index]), self._span),
+                waiting=_rate(float(self._waiting[index]), self._span),
+                kv_use=float(self._kv[index]) if self._seen[index] else None,
+                kv_peak=float(self._peaks[index]) if self._seen[index] else None,
+            )
+            for index, name in enumerate(run.workers)
+        )
+
+
+def _cost(worker_seconds: float, output: int, price: float | None, devices: int) -> WorkerCost:
+    per_million = worker_seconds / output * 1e6 if output else None
+    return WorkerCost(
+        worker_seconds=worker_seconds,
+        worker_seconds_per_million=per_million,
+        device_hours_per_million=None if per_million is None else per_million * devices / 3600,
+        price_per_million=None if per_million is None or price is None else per_million * price / 3600,
+    )

@@ -1,0 +1,186 @@
+"""Figures of a run are what their definitions say, computed here once more in the plainest way."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fd_core.simulation.results.outcomes import WorkerSample
+from fd_core.simulation.results.slo import parse_slo
+from fd_core.simulation.results.summary import jain, latencies_of, percentiles, summarize
+from tests.simulation.results.made_up import outcome, queued, run_of
+
+TIMES = st.floats(0, 1e6, allow_nan=False)
+
+
+@settings(max_examples=50)
+@given(st.lists(TIMES, min_size=1, max_size=200), st.lists(st.floats(0.1, 99.9), min_size=1, max_size=5))
+def test_percentiles_are_those_of_numpy(values: list[float], shares: list[float]) -> None:
+    found = percentiles(np.array(values), shares)
+    np.testing.assert_allclose(found, np.percentile(values, shares), rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=50)
+@given(st.lists(TIMES | st.just(math.inf), min_size=1, max_size=50), st.floats(0.1, 99.9))
+def test_a_percentile_that_touches_what_never_came_is_infinite(values: list[float], share: float) -> None:
+    placed, rank = sorted(values), (len(values) - 1) * share / 100
+    found = percentiles(np.array(values), [share])[0]
+    assert math.isinf(found) == math.isinf(placed[math.ceil(rank)])
+    assert placed[math.floor(rank)] <= found <= placed[math.ceil(rank)]
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(TIMES, TIMES, TIMES, st.integers(1, 1000)), min_size=1, max_size=60))
+def test_latencies_are_what_a_client_would_measure(rows: list[tuple[float, float, float, int]]) -> None:
+    run = run_of(*(outcome(str(i), at, at + a, at + a + b, n, gap=b) for i, (at, a, b, n) in enumerate(rows)))
+    found = summarize(run).latencies
+    slow = {
+        "ttft": [each.first_token - each.arrived for each in run.outcomes if each.first_token is not None],
+        "tpot": [
+            (each.ended - each.first_token) / (each.output_tokens - 1)
+            for each in run.outcomes
+            if each.first_token is not None and each.output_tokens > 1
+        ],
+        "gap": [each.longest_gap for each in run.outcomes if each.output_tokens > 1],
+        "e2e": [each.ended - each.arrived for each in run.outcomes],
+    }
+    for name, values in slow.items():
+        if not values:
+            assert name not in found
+            continue
+        figures = found[name]
+        assert (figures.count, figures.max) == (len(values), max(values))
+        assert figures.mean == pytest.approx(statistics.fmean(values))
+        assert figures.p99 == pytest.approx(float(np.percentile(values, 99)))
+
+
+def test_only_completed_requests_have_latencies_and_tokens_that_count() -> None:
+    run = run_of(
+        outcome("a", 0.0, 1.0, 2.0, 11, prompt=100, cached=50),
+        outcome("b", 0.0, 1.0, 4.0, 5, end="left"),
+        outcome("c", 0.0, None, 0.0, 0, end="refused", worker=-1, reason="queue_full"),
+        outcome("d", 0.0, 1.0, 3.0, 5, end="failed", reason="worker died"),
+    )
+    summary = summarize(run)
+    assert (summary.requests, summary.completed, summary.left, summary.refused, summary.failed) == (4, 1, 1, 1, 1)
+    assert summary.latencies["e2e"].count == 1 and summary.latencies["tpot"].mean == 0.1
+    assert (summary.output_tokens, summary.output_tokens_per_s, summary.requests_per_s) == (11, 11 / 4, 1 / 4)
+    assert (summary.hit_rate, summary.prompt_tokens_per_s) == (0.5, 25.0)
+    assert summary.reasons == {"queue_full": 1, "worker died": 1}
+    assert summary.cost.worker_seconds_per_million == 4.0 / 21 * 1e6
+
+
+def test_a_run_without_requests_has_figures_too() -> None:
+    summary = summarize(run_of(), parse_slo("ttft_p99=1,tpot=1"), price_per_worker_hour=2.0)
+    assert (summary.requests, summary.requests_per_s, summary.hit_rate, summary.kv_use) == (0, 0.0, None, None)
+    assert summary.slo is not None and summary.slo.held and summary.slo.attainment is None
+    assert summary.latencies == {} and summary.cost.price_per_million is None
+
+
+def test_goodput_counts_completed_requests_within_every_limit() -> None:
+    run = run_of(
+        outcome("good", 0.0, 0.5, 1.5, 11),
+        outcome("one token has no time per token", 0.0, 0.5, 0.5, 1),
+        outcome("late first token", 0.0, 0.6, 1.0, 11),
+        outcome("slow tokens", 0.0, 0.5, 2.0, 11),
+        outcome("left", 0.0, 0.1, 0.2, 2, end="left"),
+    )
+    slo = summarize(run, parse_slo("ttft=0.5,tpot=0.1,attainment=0.4")).slo
+    assert slo is not None
+    assert (slo.good, slo.attainment, slo.goodput, slo.held) == (2, 0.4, 1.0, True)
+    stricter = summarize(run, parse_slo("ttft=0.5,tpot=0.1,attainment=0.41")).slo
+    assert stricter is not None and not stricter.held
+
+
+def test_whoever_refuses_requests_keeps_no_percentile() -> None:
+    quick = [outcome(str(i), 0.0, 0.1, 0.2) for i in range(98)]
+    lost = [outcome(f"lost {i}", 0.0, None, 0.0, 0, end="refused", worker=-1) for i in range(2)]
+    slo = parse_slo("ttft_p99=0.5,ttft_p90=0.5,tpot_mean=1")
+    checks = summarize(run_of(*quick, *lost), slo).slo
+    assert checks is not None and not checks.held
+    assert [(check.name, check.value, check.held) for check in checks.checks] == [
+        ("ttft_p99", None, False),
+        ("ttft_p90", 0.1, True),
+        ("tpot_mean", None, False),
+    ]
+    whole = summarize(run_of(*quick), slo).slo
+    assert whole is not None and whole.held
+
+
+def test_what_workers_held_is_a_mean_over_time() -> None:
+    samples = (
+        WorkerSample(2.0, 1, 4, 1, 40, 0),
+        WorkerSample(0.0, 0, 0, 2, 50, 0),
+        WorkerSample(1.0, 0, 2, 6, 100, 0),  # for three seconds, to the last end
+        WorkerSample(0.0, 1, 0, 1, 0, 0),
+    )
+    fields = {"workers": ("a", "b"), "blocks": (100, 80)}
+    summary = summarize(run_of(outcome(ended=4.0), samples=samples, **fields))
+    first, second = summary.workers
+    assert (first.kv_use, first.kv_peak, first.running, first.waiting) == (0.875, 1.0, 5.0, 1.5)
+    assert (second.kv_use, second.kv_peak, second.running, second.waiting) == (0.25, 0.5, 1.0, 2.0)
+    assert (summary.kv_use, summary.kv_peak, summary.running, summary.waiting) == (0.5625, 1.0, 6.0, 3.5)
+    assert (first.requests, first.output_tokens, second.requests) == (1, 11, 0)
+
+
+def test_jains_index_is_one_where_all_get_the_same_and_one_nth_where_one_gets_all() -> None:
+    assert jain(np.array([3.0, 3.0, 3.0])) == pytest.approx(1.0)
+    assert jain(np.array([0.0, 7.0, 0.0, 0.0])) == pytest.approx(0.25)
+    assert jain(np.array([1.0, 2.0])) == pytest.approx(9 / 10)
+    assert jain(np.array([5.0])) is None and jain(np.zeros(3)) is None
+
+
+def test_fairness_of_speed_does_not_ask_how_much_a_tenant_wanted() -> None:
+    much = [outcome(f"m{i}", 0.0, 0.1, 1.0, 20, tenant="much") for i in range(30)]
+    little = [outcome(f"l{i}", 0.0, 0.1, 1.0, 20, tenant="little") for i in range(3)]
+    summary = summarize(run_of(*much, *little), parse_slo("e2e=1"))
+    assert summary.fairness_speed == pytest.approx(1.0)
+    assert summary.fairness_service == pytest.approx(33**2 / (2 * (30**2 + 3**2)))
+    assert [(each.tenant, each.requests, each.attainment) for each in summary.tenants] == [
+        ("much", 30, 1.0),
+        ("little", 3, 1.0),
+    ]
+    starved = [outcome(f"l{i}", 0.0, 5.0, 10.0, 20, tenant="little") for i in range(3)]
+    unfair = summarize(run_of(*much, *starved)).fairness_speed
+    assert unfair is not None and unfair < 0.7
+
+
+def test_cost_is_that_of_all_workers_for_the_whole_run() -> None:
+    run = run_of(outcome(ended=10.0, output=1000), workers=("a", "b"), blocks=(1, 1))
+    cost = summarize(run, price_per_worker_hour=3.6, devices_per_worker=4).cost
+    assert (cost.worker_seconds, cost.worker_seconds_per_million) == (20.0, 20_000.0)
+    assert cost.device_hours_per_million == pytest.approx(20_000 * 4 / 3600)
+    assert cost.price_per_million == pytest.approx(20.0)
+
+
+def test_figures_do_not_depend_on_the_order_of_outcomes() -> None:
+    run = queued(300)
+    turned = msgspec.structs.replace(run, outcomes=run.outcomes[::-1], samples=run.samples[::-1])
+    slo = parse_slo("ttft_p99=0.5,tpot=0.05")
+    there, back = (msgspec.to_builtins(summarize(each, slo)) for each in (run, turned))
+    assert there.pop("tenants") and back.pop("tenants")
+    assert [there.pop("fairness_speed")] == pytest.approx([back.pop("fairness_speed")])
+    assert there == back
+
+
+def test_latencies_of_a_run_are_sorted_and_those_of_its_figures() -> None:
+    run = queued(200)
+    found, figures = latencies_of(run), summarize(run).latencies
+    for name, values in found.items():
+        assert np.all(np.diff(values) >= 0)
+        assert (len(values), values[-1]) == (figures[name].count, figures[name].max)
+
+
+def test_many_outcomes_take_a_moment() -> None:
+    run = queued(2000)
+    many = msgspec.structs.replace(run, outcomes=run.outcomes * 25)
+    began = time.perf_counter()
+    assert summarize(many, parse_slo("ttft_p99=0.5")).requests == 50_000
+    assert time.perf_counter() - began < 2.0  # 0.15 s where nothing else runs
