@@ -1,0 +1,114 @@
+"""Profiles by name: a file, a profile that comes with the package or was calibrated here, or DEVICE:MODEL."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from importlib import resources
+from pathlib import Path
+from typing import Final, TypeVar
+
+from fd_core.cache_dir import find_cache_dir
+from fd_core.errors import ConfigError
+from fd_core.simulation.costs.architectures import ARCHITECTURES
+from fd_core.simulation.costs.calculating import Calculation, calculated_profile
+from fd_core.simulation.costs.devices import ACCELERATORS, Efficiency
+from fd_core.simulation.costs.profile import CostProfile, parse_profile, read_profile
+
+__all__ = ["calibrated_folder", "packaged_profiles", "profile_named"]
+
+_T = TypeVar("_T")
+_N = TypeVar("_N", int, float)
+_SUFFIX: Final = ".json"
+_KV_DTYPES: Final = ("bf16", "fp8", "int8")
+
+
+def profile_named(text: str) -> CostProfile:
+    """Return the profile that a text names.
+
+    `smollm2-cpu` comes with the package or was calibrated here, `folder/mine.json` is a file, and
+    `h100:llama-70b:tp=8,kv=fp8,bandwidth=0.8` is calculated; its options are tp, kv and the fields of `Efficiency`.
+    Raises `ConfigError` that lists what there is.
+    """
+    if text.endswith(_SUFFIX) or "/" in text:
+        return read_profile(Path(text).expanduser())
+    if ":" in text:
+        return _calculated(text)
+    own = calibrated_folder() / f"{text}{_SUFFIX}"
+    if text and own.is_file():
+        return read_profile(own)
+    if text in packaged_profiles():
+        file = resources.files(__package__) / "profiles" / f"{text}{_SUFFIX}"
+        return parse_profile(file.read_bytes(), text)
+    raise ConfigError(f"there is no profile {text!r:.80}", field="PROFILE", hint=_what_there_is())
+
+
+def calibrated_folder() -> Path:
+    """Return where `fdcore calibrate` keeps profiles."""
+    return find_cache_dir() / "profiles"
+
+
+def packaged_profiles() -> tuple[str, ...]:
+    """Return the names of the profiles that come with the package, all of them measured."""
+    folder = resources.files(__package__) / "profiles"
+    return tuple(sorted(file.name.removesuffix(_SUFFIX) for file in folder.iterdir() if file.name.endswith(_SUFFIX)))
+
+
+def _what_there_is() -> str:
+    own = sorted(file.stem for file in calibrated_folder().glob(f"*{_SUFFIX}"))
+    named = ", ".join(dict.fromkeys((*own, *packaged_profiles()))) or "none"
+    return (
+        f"measured: {named}; calculated: DEVICE:MODEL with {', '.join(ACCELERATORS)} and {', '.join(ARCHITECTURES)}, "
+        "such as h100:llama-70b:tp=8; or the path of a .json file"
+    )
+
+
+def _calculated(text: str) -> CostProfile:
+    device_name, _, rest = text.partition(":")
+    model_name, _, options = rest.partition(":")
+    device = _look_up(ACCELERATORS, device_name, "device")
+    model = _look_up(ARCHITECTURES, model_name, "model")
+    shares = dataclasses.asdict(device.efficiency or Efficiency())
+    ranks, kv_dtype = 1, "bf16"
+    for option in filter(None, options.split(",")):
+        key, _, value = option.partition("=")
+        if key == "tp":
+            ranks = _number(text, key, value, int, 1, 1024)
+        elif key == "kv":
+            if value not in _KV_DTYPES:
+                raise ConfigError(f"{text}: kv is {' or '.join(_KV_DTYPES)}, not {value!r:.40}", field="PROFILE")
+            kv_dtype = value
+        elif key in shares:
+            shares[key] = _number(text, key, value, float, 0.01, 1.0)
+        elif key == "pp":
+            raise ConfigError(
+                f"{text}: pipeline parallel sizes are not calculated", field="PROFILE", hint="use tp, or calibrate"
+            )
+        else:
+            raise ConfigError(
+                f"{text}: there is no option {key!r:.40}",
+                field="PROFILE",
+                hint=f"there are tp, kv, {', '.join(shares)}",
+            )
+    return calculated_profile(text, device, model, Calculation(ranks, kv_dtype, Efficiency(**shares)))
+
+
+def _look_up(table: dict[str, _T], name: str, kind: str) -> _T:
+    if name in table:
+        return table[name]
+    close = difflib.get_close_matches(name, table, n=1)
+    raise ConfigError(
+        f"no {kind} {name!r:.40} is known to calculate with",
+        field="PROFILE",
+        hint=f"did you mean {close[0]}? There are {', '.join(table)}" if close else f"there are {', '.join(table)}",
+    )
+
+
+def _number(text: str, key: str, value: str, kind: type[_N], low: _N, high: _N) -> _N:
+    try:
+        number = kind(value)
+    except ValueError:
+        number = None
+    if number is None or not low <= number <= high:
+        raise ConfigError(f"{text}: {key} is a number from {low:g} to {high:g}, not {value!r:.40}", field="PROFILE")
+    return number

@@ -1,0 +1,245 @@
+"""A profile: one JSON file that says what a step, a request and a copy of KV cost on one device with one model.
+
+Measured and calculated profiles have the same form, so whatever is simulated with one can be simulated with the other.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from fd_core.config import Limits
+from fd_core.errors import ConfigError
+
+__all__ = [
+    "FORMAT_VERSION",
+    "CostCurve",
+    "CostProfile",
+    "FitError",
+    "KVLink",
+    "ProfiledModel",
+    "RequestTerms",
+    "StepTerms",
+    "parse_profile",
+    "read_profile",
+    "write_profile",
+]
+
+FORMAT_VERSION: Final = 1
+_MAX_BYTES: Final = 1 << 20
+
+Seconds = Annotated[float, Meta(ge=0, le=1e6)]
+Positive = Annotated[int, Meta(ge=1, le=2**53)]
+Whole = Annotated[int, Meta(ge=0, le=2**53)]
+Line = Annotated[str, Meta(min_length=1, max_length=500)]
+
+
+class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of everything in a file: what is not known is refused."""
+
+
+class CostCurve(_Strict, frozen=True, kw_only=True):
+    """Seconds by a count: straight between points, on beyond the last with the slope before it. It never falls."""
+
+    counts: Annotated[tuple[Annotated[float, Meta(ge=0, le=1e12)], ...], Meta(min_length=1, max_length=256)]
+    """Rising."""
+    seconds: tuple[Seconds, ...]
+    """One for each count, never falling."""
+
+    def __post_init__(self) -> None:
+        if len(self.counts) != len(self.seconds):
+            raise ValueError(f"there are {len(self.counts)} counts, but {len(self.seconds)} seconds")
+        for name, values, strictly in (("counts", self.counts, True), ("seconds", self.seconds, False)):
+            if any(b < a or (strictly and a == b) for a, b in pairwise(values)):
+                raise ValueError(f"{name} fall: more of anything never costs less")
+
+
+class StepTerms(_Strict, frozen=True, kw_only=True):
+    """What a step costs the device: the sum of these terms, in seconds."""
+
+    constant: Seconds
+    """Each step."""
+    by_tokens: CostCurve
+    """By tokens computed: reading weights, then multiplying them, and collectives."""
+    by_sampled_rows: CostCurve
+    """By rows that sample: the output projection and the choice of a token."""
+    per_row: Seconds
+    per_context_token: Seconds
+    """For each position whose keys and values a row reads: of a row that decodes, its context."""
+    per_query_key: Seconds
+    """For each pair of a token computed and a position that it attends to."""
+    per_draft: Seconds
+    """For each draft that is verified, beside its token: guessing it."""
+
+
+class RequestTerms(_Strict, frozen=True, kw_only=True):
+    """What the processor does beside steps, in seconds."""
+
+    turn: Seconds
+    """Plan and commit of one step."""
+    turn_per_row: Seconds
+    """For each row of the plan."""
+    receive: Seconds
+    """Reading a request and handing it to the engine."""
+    receive_per_token: Seconds
+    """For each token of its prompt: reading text, finding its tokens, and keys of its blocks."""
+    delivery: Seconds
+    """From a commit to the client's socket."""
+
+
+class KVLink(_Strict, frozen=True, kw_only=True):
+    """How KV blocks travel one way."""
+
+    latency: Seconds
+    bandwidth: Annotated[float, Meta(gt=0, le=1e15)]
+    """Bytes a second."""
+    source: Line
+    """Measured how, or calculated from what."""
+
+    def seconds(self, size: float) -> float:
+        """Return how long `size` bytes take."""
+        return self.latency + size / self.bandwidth
+
+
+class ProfiledModel(_Strict, frozen=True, kw_only=True):
+    """The model that was measured, or whose sizes were calculated with."""
+
+    name: Line
+    layers: Positive
+    kv_heads: Positive
+    head_dim: Positive
+    dtype: Line
+    kv_dtype: Line
+    weights_bytes: Positive
+    kv_bytes_per_token: Positive
+    """Keys and values of one token in all layers, on all ranks."""
+
+
+class FitError(_Strict, frozen=True, kw_only=True):
+    """How far the terms are from steps that were not fitted, as shares of the step's measured time."""
+
+    kind: Literal["decode", "prefill", "mixed", "drafts"]
+    steps: Positive
+    """Different steps that were compared, each by the median of its repetitions."""
+    mean: Annotated[float, Meta(ge=0)]
+    p99: Annotated[float, Meta(ge=0)]
+
+
+class CostProfile(_Strict, frozen=True, kw_only=True):
+    """Costs of one model on one device."""
+
+    fdcore_profile: Annotated[int, Meta(ge=1)] = FORMAT_VERSION
+    name: Annotated[str, Meta(min_length=1, max_length=200)]
+    origin: Literal["measured", "calculated"]
+    device: Line
+    """A line about what computes, or would."""
+    ranks: Positive = 1
+    """Devices that compute the model together."""
+    versions: dict[str, str] = {}
+    """What was measured with."""
+    when: str = ""
+    """Date of the measurement, in ISO form."""
+    notes: tuple[Line, ...] = ()
+    """What a reader has to know: factors and sources of a calculation, terms that were assumed."""
+    model: ProfiledModel
+    limits: Limits
+    """What the engine runs with unless it is told otherwise."""
+    step: StepTerms
+    request: RequestTerms
+    host_copy: KVLink
+    """Between device and host memory."""
+    store_read: KVLink
+    store_write: KVLink
+    transfer: KVLink
+    """From a prefill worker to a decode worker."""
+    error: tuple[FitError, ...] = ()
+    """Of steps that were held out; none for a calculation, of which nobody knows the error."""
+    spread: Annotated[float, Meta(ge=0)] | None = None
+    """How far repetitions of the same step were apart, as a share: half of them are within."""
+
+    def __post_init__(self) -> None:
+        if self.origin == "calculated" and self.error:
+            raise ValueError("a calculated profile cannot have an error that was measured")
+        for name, least in _LEAST_LIMITS.items():
+            if getattr(self.limits, name) < least:
+                raise ValueError(f"limits: {name} is {getattr(self.limits, name)}, but at least {least} is needed")
+
+    @property
+    def label(self) -> str:
+        """Name and origin, to be shown with every result."""
+        said = "calculated, never measured" if self.origin == "calculated" else "measured"
+        return f"{self.name} ({said})"
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of KV in a block, on all ranks."""
+        return self.model.kv_bytes_per_token * self.limits.block_size
+
+
+_LEAST_LIMITS: Final = {
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "max_model_len": 1,
+    "block_size": 1,
+    "num_kv_blocks": 1,
+    "vocab_size": 2,
+    "max_drafts": 0,
+    "pipeline_depth": 1,
+    "num_stages": 1,
+}
+
+
+def read_profile(path: Path) -> CostProfile:
+    """Read a file that `write_profile` wrote. Raises `ConfigError` that names the file and what is wrong in it."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"the profile {path} cannot be read: {error.strerror or error}", field="PROFILE") from error
+    if len(content) > _MAX_BYTES:
+        raise ConfigError(f"{path} is larger than {_MAX_BYTES:,} bytes, so it is no profile", field="PROFILE")
+    return parse_profile(content, str(path))
+
+
+def parse_profile(content: bytes, where: str) -> CostProfile:
+    """Return the profile that a file's content holds. Raises `ConfigError` that names `where` and what is wrong."""
+    try:
+        profile = msgspec.json.decode(content, type=CostProfile)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(
+            f"{where} is not a profile of costs: {error}", field="PROFILE", hint="`fdcore calibrate MODEL` writes one"
+        ) from error
+    unknown = [key for key in msgspec.json.decode(content)["limits"] if key not in Limits.__struct_fields__]
+    if unknown:
+        raise ConfigError(f"{where} is not a profile of costs: limits has no field {unknown[0]!r:.60}", field="PROFILE")
+    if profile.fdcore_profile != FORMAT_VERSION:
+        raise ConfigError(
+            f"{where} has version {profile.fdcore_profile} of the format, but version {FORMAT_VERSION} is known here",
+            field="PROFILE",
+            hint="calibrate again",
+        )
+    return profile
+
+
+def write_profile(profile: CostProfile, path: Path) -> None:
+    """Write a profile at once or not at all. Raises `ConfigError` if the file cannot be written."""
+    content = msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            Path(name).chmod(0o644)
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise ConfigError(f"the profile {path} cannot be written: {error.strerror or error}", field="-o") from error

@@ -1,0 +1,62 @@
+"""Profiles by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fd_core.errors import ConfigError
+from fd_core.simulation.costs.naming import calibrated_folder, packaged_profiles, profile_named
+from fd_core.simulation.costs.profile import write_profile
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FD_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "there is no profile"),
+        ("h100", "h100:llama-70b:tp=8"),
+        ("h10:llama-8b", "did you mean h100"),
+        ("h100:llama8b", "did you mean llama-8b"),
+        ("h100:", "there are llama-8b"),
+        ("h100:llama-8b:tp=3", "tp may be 1, 2, 4, 8"),
+        ("h100:llama-8b:tp=zero", "tp is a number"),
+        ("h100:llama-8b:bandwidth=2", "from 0.01 to 1"),
+        ("h100:llama-8b:bandwidth=nan", "from 0.01 to 1"),
+        ("h100:llama-8b:kv=int4", "kv is bf16 or fp8 or int8"),
+        ("h100:llama-8b:pp=2", "pipeline parallel sizes are not calculated"),
+        ("h100:llama-8b:width=1", "there are tp, kv, bandwidth"),
+        ("h100:llama-70b", "use tp=4"),
+        ("zen4-2c:llama-70b", "use a device with more memory"),
+        ("no/such.json", "cannot be read"),
+    ],
+)
+def test_a_name_that_is_none_is_told_what_there_is(text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        profile_named(text)
+    assert said in str(raised.value)
+    assert raised.value.field == "PROFILE"
+
+
+def test_a_path_is_read(tmp_path: Path) -> None:
+    write_profile(profile_named("h100:llama-8b"), tmp_path / "mine.json")
+    assert profile_named(str(tmp_path / "mine.json")).name == "h100:llama-8b"
+
+
+def test_what_was_calibrated_here_is_found_by_its_name() -> None:
+    write_profile(profile_named("h100:llama-8b"), calibrated_folder() / "own.json")
+    assert profile_named("own").name == "h100:llama-8b"
+    with pytest.raises(ConfigError, match="measured: own"):
+        profile_named("others")
+
+
+@pytest.mark.parametrize("name", packaged_profiles())
+def test_packaged_profiles_are_measured_and_say_how_well(name: str) -> None:
+    profile = profile_named(name)
+    assert profile.label == f"{name} (measured)"
+    assert {error.kind for error in profile.error} >= {"decode", "prefill", "mixed"}
