@@ -11,6 +11,7 @@ from typing import Final
 
 from fd_core.config import EngineConfig
 from fd_core.errors import ConfigError, ModelError
+from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.port import CompletionQueue, LockedKVCache
 from fd_core.kv.prefix import PrefixHasher
 from fd_core.kv.stores.contract import StoreError
@@ -99,7 +100,7 @@ def start_kv_offload(
     return KVOffload(
         queue,
         cache,
-        dtype=dtype,
+        BlockFormat.of(cache.shape, dtype),
         host_bytes=config.host_kv_memory,
         store=storage.store,
         load_seconds=config.kv_store_timeout,

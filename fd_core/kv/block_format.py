@@ -18,12 +18,18 @@ _HOST_DTYPES: Final = {"float32": np.float32, "bfloat16": np.uint16}
 class BlockFormat:
     """Dtype and shape of a block's array on the host, and how many to move at once."""
 
-    def __init__(self, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> None:
+    def __init__(self, dtype: npt.DTypeLike, shape: tuple[int, ...], batch: int | None = None) -> None:
+        """`batch`: blocks in one call of the store; None chooses by their size."""
         self.dtype = np.dtype(dtype)
         self.shape = shape
         self.bytes = int(np.prod(shape)) * self.dtype.itemsize
-        self.batch = max(1, min(16, 8 * 2**20 // self.bytes))
+        self.batch = self.batch_of(self.bytes) if batch is None else batch
         """Blocks in one call of the store: enough to hide its latency, few enough to overlap with copies."""
+
+    @staticmethod
+    def batch_of(block_bytes: int) -> int:
+        """Return how many blocks of `block_bytes` go into one call of the store."""
+        return max(1, min(16, 8 * 2**20 // block_bytes))
 
     @classmethod
     def of(cls, shape: KVShape, dtype: str) -> BlockFormat:

@@ -12,9 +12,10 @@ from typing import Any, Final, TypeVar
 
 import zmq
 
+from fd_core.kv.job_loop import Job
+
 __all__ = ["ThreadLoop"]
 
-Job = Callable[[], object]
 _Result = TypeVar("_Result")
 
 _LONGEST_SLEEP: Final = 60.0

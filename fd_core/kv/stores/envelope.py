@@ -11,6 +11,7 @@ import hmac
 import os
 import struct
 import zlib
+from collections.abc import Callable
 from typing import Final, Literal
 
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -73,12 +74,18 @@ class Envelope:
     one to another key. It is the fastest keyed digest where processors have instructions for AES.
     """
 
-    def __init__(self, secret: bytes, compression: Compression = "none") -> None:
-        """`secret`: 32 bytes, see `fd_core.kv.stores.secret.derive`; `compression` of what is sealed from here on."""
+    def __init__(
+        self, secret: bytes, compression: Compression = "none", draw: Callable[[int], bytes] = os.urandom
+    ) -> None:
+        """`secret`: 32 bytes, see `fd_core.kv.stores.secret.derive`; `compression` of what is sealed from here on.
+
+        `draw` returns so many bytes, never the same twice: whoever can foresee them, or sees them repeated, can forge.
+        """
         if len(secret) != _SECRET_BYTES:
             raise ValueError(f"the secret has {len(secret)} bytes instead of {_SECRET_BYTES}")
         self._secret = algorithms.AES(secret)
         self.compression = compression
+        self._draw = draw
 
     def seal(self, key: bytes, payload: Bytes) -> tuple[Bytes, Bytes]:
         """Return header and payload, to be stored behind one another under `key` of at most 32 bytes.
@@ -94,7 +101,7 @@ class Envelope:
             packed = zlib.compress(raw, _ZLIB_LEVEL)
             if len(packed) < len(raw):
                 stored, compression = memoryview(packed), "zlib"
-        nonce = os.urandom(_NONCE_BYTES)
+        nonce = self._draw(_NONCE_BYTES)
         fields = _FIELDS.pack(
             _MAGIC, _FORMAT_VERSION, COMPRESSIONS.index(compression), len(key), len(raw), len(stored), key, nonce
         )

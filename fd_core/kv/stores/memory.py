@@ -96,6 +96,11 @@ class MemoryStore(KVStore):
         with self._lock:
             return StoreStats(len(self._opened()), self._bytes, self.limit_bytes)
 
+    def keys(self) -> list[bytes]:
+        """Return the key of every value, least recently used first."""
+        with self._lock:
+            return list(self._opened())
+
     def close(self) -> None:
         """Delete everything."""
         with self._lock:

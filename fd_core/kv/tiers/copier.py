@@ -10,9 +10,9 @@ import numpy as np
 
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.effects import Found, Load, Loaded, Lookup, NotStored, Save, Saved
+from fd_core.kv.job_loop import JobLoop
 from fd_core.kv.pending import PendingOperations
 from fd_core.kv.tally import Tally
-from fd_core.kv.thread_loop import ThreadLoop
 from fd_core.kv.tiers.host import HostArray, HostTier
 from fd_core.kv.tiers.rates import Rate
 from fd_core.kv.tiers.reader import LoadJob, StoreReader
@@ -23,7 +23,7 @@ __all__ = ["Copier"]
 
 
 class Copier:
-    """Performs saves, and the host tier's part of loads and lookups, on the thread of `loop`, in the order of its jobs.
+    """Performs saves, and the host tier's part of loads and lookups, as jobs of `loop`, in their order.
 
     Blocks are copied one by one: each host array is then memory of its own, freed with its block, and an operation that
     ends early waits for one block at most.
@@ -31,6 +31,7 @@ class Copier:
 
     def __init__(
         self,
+        loop: JobLoop,
         cache: KVCache,
         block: BlockFormat,
         host: HostTier,
@@ -42,7 +43,7 @@ class Copier:
         tell: Callable[[NotStored], None],
     ) -> None:
         """`tell` takes the keys of blocks that were to be written to the store and may not be there."""
-        self.loop = ThreadLoop("fdcore-kv-copy")
+        self.loop = loop
         self.import_rate = Rate()
         self._cache = cache
         self._block = block

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -22,6 +21,7 @@ from fd_core.kv.effects import (
     Save,
     Saved,
 )
+from fd_core.kv.job_loop import JobLoop, MakeLoop
 from fd_core.kv.pending import PendingOperations
 from fd_core.kv.port import CompletionQueue, EffectPort
 from fd_core.kv.stores.contract import KVStore
@@ -36,9 +36,12 @@ from fd_core.kv.tiers.stats import TierStats
 from fd_core.kv.tiers.writer import WriteBehind
 from fd_core.ops.contract import KVCache
 
-__all__ = ["KVOffload", "SealedStore"]
+__all__ = ["PENDING_BYTES", "KVOffload", "SealedStore"]
 
 log = logging.getLogger(__name__)
+
+PENDING_BYTES = 256 * 2**20
+"""KV that may wait to be written to the store."""
 
 _LOOKUP_SHARE = 0.25
 """Share of the time for a load that a lookup may take: a request waits for both."""
@@ -74,20 +77,20 @@ class KVOffload(EffectPort[TierStats]):
         self,
         queue: CompletionQueue,
         cache: KVCache,
+        block: BlockFormat,
         *,
-        dtype: str,
         host_bytes: int,
         store: SealedStore | None = None,
         load_seconds: float = 1.0,
-        pending_bytes: int = 256 * 2**20,
+        pending_bytes: int = PENDING_BYTES,
         clock: Callable[[], float] = time.monotonic,
+        make_loop: MakeLoop = ThreadLoop,
     ) -> None:
         """Start the threads.
 
-        `dtype` is that of the pack, `float32` or `bfloat16`; `host_bytes` may be 0; `pending_bytes` bounds the blocks
-        that wait to be written. `store` was opened before and is closed at the end.
+        `block` is what the cache exports; `host_bytes` may be 0; `pending_bytes` bounds the blocks that wait to be
+        written. `store` was opened before and is closed at the end.
         """
-        block = BlockFormat.of(cache.shape, dtype)
         super().__init__(queue)
         self._block_size = cache.shape.block_size
         self._store = None if store is None else store.store
@@ -99,11 +102,12 @@ class KVOffload(EffectPort[TierStats]):
         self._pace: tuple[float | None, ...] = (None, None, None)
         """Fields of the `LoadPaceMeasured` that was told last."""
         self._host = HostTier(host_bytes)
-        envelope = Envelope(os.urandom(32)) if store is None else store.envelope  # without a store it seals nothing
+        envelope = Envelope(bytes(32)) if store is None else store.envelope  # without a store it seals nothing
         # Two guards, so that a store that only writes badly is still read.
         self._reads = GuardedStore(self._store, self._tally, clock)
         self._writes = GuardedStore(self._store, self._tally, clock)
         self._writer = WriteBehind(
+            make_loop("fdcore-kv-writer"),
             self._writes,
             envelope,
             self._tally,
@@ -111,8 +115,10 @@ class KVOffload(EffectPort[TierStats]):
             batch=block.batch,
             put_seconds=load_seconds,
             lost=lambda keys: self._copier.lost(keys),
+            clock=clock,
         )
         self._reader = StoreReader(
+            make_loop("fdcore-kv-reader"),
             self._reads,
             envelope,
             block,
@@ -124,6 +130,7 @@ class KVOffload(EffectPort[TierStats]):
             clock=clock,
         )
         self._copier = Copier(
+            make_loop("fdcore-kv-copy"),
             cache,
             block,
             self._host,
@@ -139,7 +146,7 @@ class KVOffload(EffectPort[TierStats]):
             loop.start()
 
     @property
-    def loops(self) -> tuple[ThreadLoop, ...]:
+    def loops(self) -> tuple[JobLoop, ...]:
         """The threads: the one that copies and, with a store, those that read and write it."""
         copier = (self._copier.loop,)
         return copier if self._store is None else (*copier, self._reader.loop, self._writer.loop)
@@ -217,14 +224,14 @@ class KVOffload(EffectPort[TierStats]):
         if self._closed:
             return
         self._closed = True
-        until = time.monotonic() + flush_seconds
+        until = self._clock() + flush_seconds
         self._end(Found, Loaded)
         self._reader.loop.stop()
         self._copier.loop.stop()
         ended = self._copier.loop.join(flush_seconds)
         self._end(Found, Loaded, Saved)
         ended = ended or self._copier.loop.join(_JOIN_SECONDS)
-        ended &= self._writer.close(max(0.0, until - time.monotonic()))
+        ended &= self._writer.close(max(0.0, until - self._clock()))
         ended &= self._reader.loop.join(_JOIN_SECONDS)
         if ended:
             self._host.clear()

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.effects import Found, Load, Loaded, Lookup, Saved
+from fd_core.kv.job_loop import JobLoop
 from fd_core.kv.pending import PendingOperations
 from fd_core.kv.stores.contract import KVStore
 from fd_core.kv.stores.envelope import HEADER_BYTES, Damaged, Envelope
 from fd_core.kv.tally import Tally
-from fd_core.kv.thread_loop import ThreadLoop
 from fd_core.kv.tiers.guarded_store import GuardedStore
 from fd_core.kv.tiers.host import HostArray
 from fd_core.kv.tiers.rates import Rate
@@ -51,6 +51,7 @@ class StoreReader:
 
     def __init__(
         self,
+        loop: JobLoop,
         store: GuardedStore,
         envelope: Envelope,
         block: BlockFormat,
@@ -63,7 +64,7 @@ class StoreReader:
         clock: Callable[[], float],
     ) -> None:
         """`lookup_seconds` and `fetch_seconds` bound one call; `forget` is told the key of each damaged value."""
-        self.loop = ThreadLoop("fdcore-kv-reader")
+        self.loop = loop
         self.block_rate = Rate()
         self.latency = Rate()
         self._store = store

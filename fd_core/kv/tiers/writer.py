@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from fd_core.kv.job_loop import JobLoop
 from fd_core.kv.stores.contract import Bytes, KVStore
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.kv.tally import Tally
-from fd_core.kv.thread_loop import ThreadLoop
 from fd_core.kv.tiers.guarded_store import GuardedStore
 from fd_core.kv.tiers.host import HostArray
 
@@ -24,13 +23,14 @@ _MAX_FORGOTTEN = 1024
 
 
 class WriteBehind:
-    """Blocks that wait to be written to the store, `limit_bytes` at most, and the thread that puts and deletes.
+    """Blocks that wait to be written to the store, `limit_bytes` at most, and the loop that puts and deletes.
 
     Blocks that do not fit or cannot be written are dropped and counted.
     """
 
     def __init__(
         self,
+        loop: JobLoop,
         store: GuardedStore,
         envelope: Envelope,
         tally: Tally,
@@ -39,9 +39,10 @@ class WriteBehind:
         batch: int,
         put_seconds: float,
         lost: Callable[[Sequence[bytes]], None],
+        clock: Callable[[], float],
     ) -> None:
         """`lost` is told the keys of blocks that were accepted and may not have been written, on any thread."""
-        self.loop = ThreadLoop("fdcore-kv-writer")
+        self.loop = loop
         self.pending_bytes = 0
         """Bytes of blocks that were accepted and neither written nor dropped."""
         self._store = store
@@ -51,6 +52,7 @@ class WriteBehind:
         self._batch = batch
         self._put_seconds = put_seconds
         self._lost = lost
+        self._clock = clock
         self._lock = threading.Lock()
         self._queue: deque[tuple[bytes, HostArray]] = deque()
         self._queued: set[bytes] = set()
@@ -86,8 +88,8 @@ class WriteBehind:
         self.loop.post(lambda: self._delete(key))
 
     def close(self, seconds: float) -> bool:
-        """Write what is pending for at most `seconds`, drop the rest; return whether the thread ended."""
-        self._give_up_at = time.monotonic() + seconds
+        """Write what is pending for at most `seconds`, drop the rest; return whether the loop ended."""
+        self._give_up_at = self._clock() + seconds
         self.loop.stop()
         ended = self.loop.join(seconds + _GRACE_SECONDS)
         while batch := self._take():
@@ -103,7 +105,7 @@ class WriteBehind:
                 self._settle(batch, stored)
 
     def _put(self, batch: Sequence[tuple[bytes, HostArray]]) -> int:
-        left = self._give_up_at - time.monotonic()
+        left = self._give_up_at - self._clock()
         if left <= 0 or not self._store.ready():
             return 0
         values = [(key, self._envelope.seal(key, array.data.cast("B"))) for key, array in batch]

@@ -9,6 +9,7 @@ from unittest import mock
 
 import numpy as np
 
+from fd_core.kv.block_format import BlockFormat
 from fd_core.kv.effects import Found, Loaded, LoadPaceMeasured, NotStored, Saved
 from fd_core.kv.port import CompletionQueue
 from fd_core.kv.stores.contract import KVStore, StoreError, StoreStats, Trouble
@@ -208,7 +209,7 @@ class Rig:
         return KVOffload(
             CompletionQueue(),
             self.cache,
-            dtype="float32",
+            BlockFormat.of(SHAPE, "float32"),
             host_bytes=host_blocks * BLOCK_BYTES,
             store=SealedStore(self.store, self.envelope) if self.store else None,
             **options,

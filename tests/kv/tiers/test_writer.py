@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
 from fd_core.kv.stores.contract import Trouble
 from fd_core.kv.stores.envelope import Envelope
 from fd_core.kv.tally import Tally
+from fd_core.kv.thread_loop import ThreadLoop
 from fd_core.kv.tiers.guarded_store import GuardedStore
 from fd_core.kv.tiers.stats import TierStats
 from fd_core.kv.tiers.writer import WriteBehind
@@ -36,6 +39,7 @@ def lost() -> list[bytes]:
 def writer(store, counters, lost) -> WriteBehind:
     """Its thread is not started."""
     return WriteBehind(
+        ThreadLoop("fdcore-test"),
         GuardedStore(store, counters, Clock()),
         Envelope(SECRET),
         counters,
@@ -43,6 +47,7 @@ def writer(store, counters, lost) -> WriteBehind:
         batch=3,
         put_seconds=1.0,
         lost=lost.extend,
+        clock=time.monotonic,
     )
 
 
