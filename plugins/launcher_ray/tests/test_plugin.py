@@ -36,8 +36,20 @@ def test_a_missing_ray_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch)
 
 
 @needs_ray
-@pytest.mark.parametrize("address", ["nonsense", "auto"])
-def test_a_missing_cluster_is_named_with_what_to_do(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", address)
+def test_an_address_that_is_none_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "nonsense")
+    with pytest.raises(LaunchError, match="ray start --head"):
+        RayLauncher()
+
+
+@needs_ray
+def test_a_missing_cluster_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(address: str, **_: object) -> None:
+        assert address == "auto"
+        raise ConnectionError("Could not find any running Ray instance.")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    # Ray itself would find whatever runs on this machine, such as the cluster of the other tests.
+    monkeypatch.setattr("ray.init", init)
     with pytest.raises(LaunchError, match="ray start --head"):
         RayLauncher()
