@@ -22,8 +22,17 @@ from fd_core.simulation.results.outcomes import Run
 from fd_core.simulation.results.slo import Slo
 
 __all__ = [
-    *("PERCENTILES", "LatencyFigures", "ObjectiveCheck", "RunSummary", "SloFigures", "TenantFigures", "WorkerCost"),
-    *("WorkerFigures", "jain", "latencies_of", "percentiles", "summarize"),
+    *(
+        "PERCENTILES",
+        "Numbers",
+        "LatencyFigures",
+        "ObjectiveCheck",
+        "RunSummary",
+        "SloFigures",
+        "TenantFigures",
+        "WorkerCost",
+    ),
+    *("WorkerFigures", "column", "jain", "latencies_of", "percentiles", "summarize"),
 ]
 
 PERCENTILES: Final = (50.0, 90.0, 95.0, 99.0)
@@ -165,24 +174,24 @@ class _Columns:
 
     def __init__(self, run: Run) -> None:
         outcomes = run.outcomes
-        column = partial(_column, outcomes)
+        of_all = partial(column, outcomes)
         ends = list(map(attrgetter("end"), outcomes))
         self.ends = Counter(ends)
         self.completed = np.fromiter((end in _COMPLETED for end in ends), np.bool_, len(ends))
-        self.arrived = column("arrived")
+        self.arrived = of_all("arrived")
         # None becomes NaN.
         self.first = np.array(list(map(attrgetter("first_token"), outcomes)), np.float64)
-        self.ended = column("ended")
-        self.prompt = column("prompt_tokens")
-        self.cached = column("cached_tokens")
-        self.output = column("output_tokens")
-        self.worker = column("worker").astype(np.int64)
-        self.retried = int(np.count_nonzero(column("attempts") > 1))
+        self.ended = of_all("ended")
+        self.prompt = of_all("prompt_tokens")
+        self.cached = of_all("cached_tokens")
+        self.output = of_all("output_tokens")
+        self.worker = of_all("worker").astype(np.int64)
+        self.retried = int(np.count_nonzero(of_all("attempts") > 1))
         several = self.output >= 2
         self.latencies: dict[str, Numbers] = {
             "ttft": self.first - self.arrived,
             "tpot": np.where(several, self.ended - self.first, np.nan) / np.maximum(self.output - 1, 1),
-            "gap": np.where(several, column("longest_gap"), np.nan),
+            "gap": np.where(several, of_all("longest_gap"), np.nan),
             "e2e": self.ended - self.arrived,
         }
 
@@ -263,7 +272,8 @@ def summarize(
     )
 
 
-def _column(rows: Sequence[Any], name: str) -> Numbers:
+def column(rows: Sequence[Any], name: str) -> Numbers:
+    """Return a field of all rows, float64[rows]."""
     return np.fromiter(map(attrgetter(name), rows), np.float64, len(rows))
 
 
@@ -362,7 +372,7 @@ class _WorkerUse:
 
     def __init__(self, run: Run, last: float) -> None:
         names = ("at", "worker", "waiting", "running", "used_blocks")
-        at, worker, waiting, running, used = (_column(run.samples, name) for name in names)
+        at, worker, waiting, running, used = (column(run.samples, name) for name in names)
         order = np.lexsort((at, worker))
         at, waiting, running, used = at[order], waiting[order], running[order], used[order]
         number = worker[order].astype(np.int64)

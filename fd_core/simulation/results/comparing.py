@@ -1,0 +1,267 @@
+"""Settings beside one another over several seeds: what they differ by, and whether that is more than noise.
+
+The same seed gives every setting the same requests, so settings are compared seed by seed: the differences of a pair
+have a mean and a t-interval of 95 %. With one seed there is a difference and no interval.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from fd_core.errors import ConfigError
+from fd_core.simulation.results.summary import LatencyFigures, RunSummary
+
+__all__ = [
+    *("FIGURES", "ComparedFigure", "Difference", "SeedInterval", "SettingsComparison", "compare", "figure_named"),
+    *("interval", "usual_figure"),
+]
+
+CONFIDENCE: Final = 0.95
+
+
+class ComparedFigure(msgspec.Struct, frozen=True):
+    """A figure of a run, and which way is better."""
+
+    name: str
+    title: str
+    unit: str
+    """`s`, `/s`, `share` or empty."""
+    more_is_better: bool | None
+    """None where neither is."""
+    of: Callable[[RunSummary], float | None]
+
+
+def _latency(measure: str, statistic: str) -> ComparedFigure:
+    def of(summary: RunSummary) -> float | None:
+        figures: LatencyFigures | None = summary.latencies.get(measure)
+        return None if figures is None else float(getattr(figures, statistic))
+
+    upper = {"ttft": "TTFT", "tpot": "TPOT", "gap": "Longest gap", "e2e": "End to end"}[measure]
+    return ComparedFigure(f"{measure}_{statistic}", f"{upper} {statistic}", "s", False, of)
+
+
+FIGURES: Final = {
+    each.name: each
+    for each in (
+        ComparedFigure("goodput", "Goodput", "/s", True, lambda each: each.slo.goodput if each.slo else None),
+        ComparedFigure(
+            "attainment", "SLO attainment", "share", True, lambda each: each.slo.attainment if each.slo else None
+        ),
+        ComparedFigure("requests_per_s", "Requests", "/s", True, lambda each: each.requests_per_s),
+        ComparedFigure("output_tokens_per_s", "Output tokens", "/s", True, lambda each: each.output_tokens_per_s),
+        *(_latency("ttft", each) for each in ("mean", "p50", "p99")),
+        *(_latency("tpot", each) for each in ("mean", "p50", "p99")),
+        _latency("gap", "p99"),
+        *(_latency("e2e", each) for each in ("mean", "p50", "p95", "p99")),
+        ComparedFigure("completed", "Completed", "", True, lambda each: each.completed),
+        ComparedFigure("hit_rate", "Prefix hits", "share", True, lambda each: each.hit_rate),
+        ComparedFigure("kv_use", "KV use", "share", None, lambda each: each.kv_use),
+        ComparedFigure("preemptions", "Preemptions", "", False, lambda each: each.preemptions),
+        ComparedFigure("fairness", "Fairness of speed", "share", True, lambda each: each.fairness_speed),
+        ComparedFigure(
+            "worker_seconds",
+            "Worker-seconds for 1M tokens",
+            "",
+            False,
+            lambda each: each.cost.worker_seconds_per_million,
+        ),
+        ComparedFigure("price", "Price of 1M tokens", "", False, lambda each: each.cost.price_per_million),
+    )
+}
+"""What is compared, by name, in the order of tables. A figure that a run does not have is None."""
+
+
+class SeedInterval(msgspec.Struct, frozen=True):
+    """A mean over seeds, and where the true one is with the confidence that was asked for."""
+
+    mean: float
+    low: float | None
+    """None with fewer than two seeds."""
+    high: float | None
+    seeds: int
+
+    @property
+    def is_above(self) -> bool:
+        """Whether everything in the interval is above 0."""
+        return self.low is not None and self.low > 0
+
+    @property
+    def is_below(self) -> bool:
+        """Whether everything in the interval is below 0."""
+        return self.high is not None and self.high < 0
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """What a figure of one setting has more than that of another one, seed by seed."""
+
+    figure: str
+    setting: str
+    against: str
+    more: SeedInterval
+    verdict: str
+    """`better`, `worse`, `different` where neither is good or bad, `noise` if the interval holds 0, or `one seed`."""
+
+
+class SettingsComparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings beside one another."""
+
+    by: str
+    """Figure that decides."""
+    settings: tuple[str, ...]
+    figures: dict[str, dict[str, SeedInterval]]
+    """By setting and figure."""
+    differences: tuple[Difference, ...]
+    """Of every setting but the first against the first."""
+    best: str | None
+    """Setting with the best mean of `by`, over seeds that all have; None if nothing can be compared."""
+    lead: tuple[Difference, ...]
+    """Of the best against each other one; their intervals hold all at once (Bonferroni, over all pairs)."""
+    wins: bool
+    """Whether the best is better than every other one by more than noise."""
+    words: str
+    """The same as a sentence."""
+
+
+def figure_named(name: str, flag: str = "--by") -> ComparedFigure:
+    """Return a figure; raises `ConfigError` that names those that there are."""
+    if name not in FIGURES:
+        raise ConfigError(f"{flag}: {name!r} is no figure: there are {', '.join(FIGURES)}", field=flag)
+    return FIGURES[name]
+
+
+def usual_figure(summaries: Sequence[RunSummary]) -> ComparedFigure:
+    """Return what decides if nobody says: goodput where there is an SLO, else the mean time of whole requests."""
+    return FIGURES["goodput" if summaries and summaries[0].slo else "e2e_mean"]
+
+
+def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> SeedInterval:
+    """Return the mean of at least one value, and its t-interval if there are two."""
+    count = len(values)
+    mean = math.fsum(values) / count
+    if count < 2:
+        return SeedInterval(mean, None, None, count)
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))
+    wide = _t_quantile((1 + confidence) / 2, count - 1) * deviation / math.sqrt(count)
+    return SeedInterval(mean, mean - wide, mean + wide, count)
+
+
+def compare(runs: Mapping[str, Sequence[RunSummary]], by: ComparedFigure | None = None) -> SettingsComparison:
+    """Compare settings by their runs, one for each seed; `by` decides which is best."""
+    by = by or usual_figure([summary for each in runs.values() for summary in each])
+    found = {
+        setting: {name: values for name, each in FIGURES.items() if (values := _by_seed(summaries, each))}
+        for setting, summaries in runs.items()
+    }
+    settings = tuple(runs)
+    deciding = {setting: found[setting].get(by.name, {}) for setting in settings}
+    common = set.intersection(*(set(values) for values in deciding.values())) if deciding else set()
+    best, lead = None, []
+    if common:
+        means = {name: math.fsum(values[seed] for seed in common) for name, values in deciding.items()}
+        best = (max if by.more_is_better else min)(settings, key=means.__getitem__)
+        others = [setting for setting in settings if setting != best]
+        pairs = max(len(settings) * len(others) // 2, 1)
+        sure = 1 - (1 - CONFIDENCE) / pairs
+        lead = [_difference(by, best, deciding[best], other, deciding[other], sure) for other in others]
+    wins = bool(lead) and all(each.verdict == "better" for each in lead)
+    against = settings[:1]
+    return SettingsComparison(
+        by=by.name,
+        settings=settings,
+        figures={
+            setting: {name: interval(list(values.values())) for name, values in figures.items()}
+            for setting, figures in found.items()
+        },
+        differences=tuple(
+            _difference(each, setting, found[setting][name], first, found[first][name], CONFIDENCE)
+            for first in against
+            for setting in settings[1:]
+            for name, each in FIGURES.items()
+            if set(found[setting].get(name, ())) & set(found[first].get(name, ()))
+        ),
+        best=best,
+        lead=tuple(lead),
+        wins=wins,
+        words=_words(by, settings, best, lead, wins),
+    )
+
+
+def _by_seed(summaries: Sequence[RunSummary], figure: ComparedFigure) -> dict[int, float]:
+    values = {summary.seed: figure.of(summary) for summary in summaries}
+    return {seed: float(value) for seed, value in values.items() if value is not None}
+
+
+def _difference(
+    figure: ComparedFigure,
+    setting: str,
+    own: Mapping[int, float],
+    against: str,
+    other: Mapping[int, float],
+    confidence: float,
+) -> Difference:
+    more = interval([own[seed] - other[seed] for seed in own if seed in other], confidence)
+    if more.low is None:
+        verdict = "one seed"
+    elif not more.is_above and not more.is_below:
+        verdict = "noise"
+    elif figure.more_is_better is None:
+        verdict = "different"
+    else:
+        verdict = "better" if more.is_above == figure.more_is_better else "worse"
+    return Difference(figure.name, setting, against, more, verdict)
+
+
+def _words(
+    by: ComparedFigure, settings: Sequence[str], best: str | None, lead: Sequence[Difference], wins: bool
+) -> str:
+    what = f"{by.title} ({by.name})"
+    if best is None:
+        return f"No seed has {what} in all settings, so nothing is compared."
+    if not lead:
+        return f"There is one setting, {best}, and nothing to compare it with."
+    seeds = min(each.more.seeds for each in lead)
+    undecided = [each for each in lead if each.verdict != "better"]
+    closest = min(undecided or lead, key=lambda each: abs(each.more.mean))
+    if seeds < 2:
+        return (
+            f"{best} has the best {what}, with one seed: nothing says whether that is more than noise. "
+            "Several seeds would."
+        )
+    low, high = closest.more.low or 0.0, closest.more.high or 0.0
+    span = f"{closest.more.mean:+.4g} against {closest.against}, {CONFIDENCE:.0%} interval {low:+.4g} to {high:+.4g}"
+    if wins:
+        beaten = "" if len(settings) == 2 else f" all {len(settings) - 1} others"
+        return f"{best} wins{beaten} by {what}: {span}, {seeds} seeds."
+    if closest.more.mean == 0 and low == high:
+        return f"{best} and {closest.against} are equal by {what} in each of {seeds} seeds."
+    noise = ", ".join(each.against for each in undecided)
+    return f"No winner by {what}: {best} is ahead of {noise} by no more than noise: {span}, {seeds} seeds."
+
+
+def _t_quantile(share: float, freedom: int) -> float:
+    """Return the quantile of Student's t for a share above one half, by halving: exact to the last digits."""
+    low, high = 0.0, 1.0
+    while _t_below(high, freedom) < share:
+        high *= 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _t_below(middle, freedom) < share else (low, middle)
+    return high
+
+
+def _t_below(value: float, freedom: int) -> float:
+    """Return the distribution function of Student's t (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
+    angle = math.atan(value / math.sqrt(freedom))
+    square = math.cos(angle) ** 2
+    odd = freedom % 2
+    term = math.cos(angle) if odd else 1.0
+    total = 0.0
+    for step in range(1 + odd, freedom, 2):
+        total += term
+        term *= square * step / (step + 1)
+    within = 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
+    return 0.5 + within / 2

@@ -1,0 +1,276 @@
+"""Several runs as one value: settings, rates and seeds, what to read from them, and the JSON that others read.
+
+A report holds what was read from runs and not the runs, so a sweep over many of them needs memory for one at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from fd_core.errors import ConfigError
+from fd_core.simulation.results.comparing import (
+    FIGURES,
+    SeedInterval,
+    SettingsComparison,
+    compare,
+    figure_named,
+    interval,
+)
+from fd_core.simulation.results.outcomes import Run
+from fd_core.simulation.results.shapes import SHARES, TimeBins, distributions, over_time
+from fd_core.simulation.results.slo import Slo
+from fd_core.simulation.results.summary import RunSummary, summarize
+
+__all__ = [
+    *("LOAD", "REPORT_VERSION", "LoadCurve", "LoadPoint", "Report", "ReportCase", "ReportedRun", "axes_of", "cases_of"),
+    *("comparisons_of", "is_calculated", "load_curves_of", "report_json", "reported"),
+]
+
+REPORT_VERSION: Final = 1
+"""Of the JSON. A field that is new leaves it; one that goes or means something else raises it."""
+LOAD: Final = "rate"
+"""Axis that says how many requests arrive in a second."""
+_BEND: Final = 0.1
+"""Part of the height of the curve by which it must lie below a line to have a knee."""
+
+Values = dict[str, float | str]
+
+
+class ReportedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What a report keeps of a run."""
+
+    setting: str
+    """What is compared: a policy, a kind of machine. Runs that differ in seed or `values` alone have the same one."""
+    values: Values
+    """Where on each axis it was made, such as `rate` and `max_num_seqs`; numbers stand in order."""
+    summary: RunSummary
+    curves: dict[str, tuple[float, ...]]
+    """Percentiles at `shapes.SHARES` of each latency, seconds."""
+    bins: TimeBins | None
+    wall_seconds: float
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a table, a file or a page shows."""
+
+    title: str
+    runs: tuple[ReportedRun, ...]
+    """With one seed or several for each setting and its values."""
+    slo: Slo | None = None
+    settings: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    """What all runs share: model, workload, limits; plain values."""
+    command: str = ""
+    """What makes it again."""
+    by: str | None = None
+    """Figure of `comparing.FIGURES` that decides; goodput or the mean of whole requests if None."""
+    traces: Mapping[str, str] = msgspec.field(default_factory=dict)
+    """Name of each trace that was written, and its path or its page's as seen from this report."""
+
+
+class ReportCase(msgspec.Struct, frozen=True):
+    """Runs that differ in seed alone."""
+
+    setting: str
+    values: Values
+    runs: tuple[ReportedRun, ...]
+
+    @property
+    def summaries(self) -> tuple[RunSummary, ...]:
+        """Of each run."""
+        return tuple(run.summary for run in self.runs)
+
+    @property
+    def name(self) -> str:
+        """The setting and its values."""
+        return ", ".join([self.setting, *(f"{name} {_shown(value)}" for name, value in self.values.items())])
+
+    def figure(self, name: str) -> SeedInterval | None:
+        """Return a figure's mean over seeds; None if one of the runs does not have it."""
+        found = [FIGURES[name].of(summary) for summary in self.summaries]
+        there = [float(value) for value in found if value is not None]
+        return interval(there) if there and len(there) == len(found) else None
+
+
+class LoadPoint(msgspec.Struct, frozen=True):
+    """What a rate of arrivals leads to; means over seeds."""
+
+    rate: float
+    ttft_p99: SeedInterval | None
+    goodput: SeedInterval | None
+    held: bool | None
+    """Whether the SLO is held with every seed; None without one."""
+
+
+class LoadCurve(msgspec.Struct, frozen=True):
+    """What one setting does as the load grows."""
+
+    setting: str
+    values: Values
+    """Of the other axes."""
+    points: tuple[LoadPoint, ...]
+    knee: float | None
+    """The last rate before it bends, of the rates that were tried."""
+    words: str
+    """How the knee was found, or why there is none."""
+
+
+def reported(
+    run: Run,
+    setting: str | None = None,
+    values: Mapping[str, float | str] | None = None,
+    *,
+    slo: Slo | None = None,
+    price_per_worker_hour: float | None = None,
+    devices_per_worker: int = 1,
+) -> ReportedRun:
+    """Return what a report keeps of a run; `setting` is the run's label if it is not given."""
+    return ReportedRun(
+        setting=setting or run.label,
+        values=dict(values or {}),
+        summary=summarize(run, slo, price_per_worker_hour=price_per_worker_hour, devices_per_worker=devices_per_worker),
+        curves=distributions(run),
+        bins=over_time(run),
+        wall_seconds=run.wall_seconds,
+    )
+
+
+def is_calculated(summary: RunSummary) -> bool:
+    """Whether nothing that the times of a run rest on was measured."""
+    return "calculated" in summary.profile
+
+
+def cases_of(report: Report) -> tuple[ReportCase, ...]:
+    """Return the runs by setting and values, in the order of settings, then of values; seeds in their order.
+
+    Raises `ConfigError` if a seed is there twice, or if some runs lack an axis that others have.
+    """
+    settings = list(dict.fromkeys(run.setting for run in report.runs))
+    axes = list(report.runs[0].values) if report.runs else []
+    found: dict[tuple[Any, ...], list[ReportedRun]] = {}
+    for run in report.runs:
+        if list(run.values) != axes:
+            raise ConfigError(f"a run has the axes {list(run.values)}, and the first one {axes}")
+        place = (settings.index(run.setting), *(_order(value) for value in run.values.values()))
+        found.setdefault(place, []).append(run)
+    cases = []
+    for _, runs in sorted(found.items()):
+        seeds = [run.summary.seed for run in runs]
+        if len(set(seeds)) < len(seeds):
+            raise ConfigError(f"{ReportCase(runs[0].setting, runs[0].values, ()).name}: a seed is there twice: {seeds}")
+        in_order = sorted(runs, key=lambda run: run.summary.seed)
+        cases.append(ReportCase(runs[0].setting, runs[0].values, tuple(in_order)))
+    return tuple(cases)
+
+
+def axes_of(cases: Sequence[ReportCase]) -> dict[str, list[float | str]]:
+    """Return the axes on which there is more than one value, with their values in order."""
+    axes: dict[str, list[float | str]] = {}
+    for name in cases[0].values if cases else ():
+        values = sorted({case.values[name] for case in cases}, key=_order)
+        if len(values) > 1:
+            axes[name] = values
+    return axes
+
+
+def comparisons_of(report: Report, cases: Sequence[ReportCase]) -> list[tuple[Values, SettingsComparison]]:
+    """Return the settings beside one another, for each place on the axes at which there are several."""
+    places: dict[tuple[Any, ...], list[ReportCase]] = {}
+    for case in cases:
+        places.setdefault(tuple(map(_order, case.values.values())), []).append(case)
+    by = figure_named(report.by) if report.by else None
+    return [
+        (there[0].values, compare({case.setting: case.summaries for case in there}, by))
+        for _, there in sorted(places.items())
+        if len(there) > 1
+    ]
+
+
+def load_curves_of(cases: Sequence[ReportCase]) -> list[LoadCurve]:
+    """Return a curve for each setting and place on the other axes, if there are several rates."""
+    if LOAD not in axes_of(cases):
+        return []
+    lines: dict[tuple[Any, ...], list[ReportCase]] = {}
+    for case in cases:
+        others = {name: value for name, value in case.values.items() if name != LOAD}
+        lines.setdefault((case.setting, *others.items()), []).append(case)
+    curves = []
+    for (setting, *place), there in lines.items():
+        points = tuple(map(_load_point, there))
+        curves.append(LoadCurve(setting, dict(place), points, *_knee(points)))
+    return curves
+
+
+def report_json(report: Report, *, wall: bool = False) -> bytes:
+    """Return the report as JSON, the same bytes for the same runs; `wall` adds what the runs took.
+
+    `cases` holds the figures of every run, as `summary.RunSummary` describes them, and the distributions of latencies
+    at `shares`; `comparisons` and `load_curves` are what the tables and the page show.
+    """
+    cases = cases_of(report)
+    document: dict[str, Any] = {
+        "fdcore_simulation": REPORT_VERSION,
+        "title": report.title,
+        "command": report.command,
+        "calculated": any(is_calculated(run.summary) for run in report.runs),
+        "slo": str(report.slo) if report.slo else None,
+        "settings": dict(report.settings),
+        "shares": SHARES,
+        "cases": [
+            {
+                "setting": case.setting,
+                "values": case.values,
+                "runs": [{"figures": run.summary, "curves": run.curves} for run in case.runs],
+            }
+            for case in cases
+        ],
+        "comparisons": [{"values": values, "comparison": each} for values, each in comparisons_of(report, cases)],
+        "load_curves": load_curves_of(cases),
+        "traces": dict(report.traces),
+    }
+    if wall:
+        document["wall_seconds"] = [[run.wall_seconds for run in case.runs] for case in cases]
+    return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
+
+
+def _order(value: float | str) -> tuple[float, str]:
+    """Return what sorts numbers before texts."""
+    return (math.inf, value) if isinstance(value, str) else (float(value), "")
+
+
+def _shown(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
+
+
+def _load_point(case: ReportCase) -> LoadPoint:
+    rate = case.values[LOAD]
+    if isinstance(rate, str):
+        raise ConfigError(f"a rate is a number of requests a second, and not {rate!r}")
+    held = [summary.slo.held for summary in case.summaries if summary.slo]
+    return LoadPoint(rate, case.figure("ttft_p99"), case.figure("goodput"), all(held) if held else None)
+
+
+def _knee(points: Sequence[LoadPoint]) -> tuple[float | None, str]:
+    """Return the knee and how it was found."""
+    if points[0].held is not None:
+        last = None
+        for point in points:
+            if not point.held:
+                words = f"{point.rate:g}/s does not hold the SLO"
+                return (None, f"none: {words}") if last is None else (last, f"the last rate that holds it; {words}")
+            last = point.rate
+        return None, f"beyond {points[-1].rate:g}/s: every rate holds the SLO"
+    known = [(point.rate, point.ttft_p99.mean) for point in points if point.ttft_p99]
+    if len(known) < 3:
+        return None, "none: without an SLO it takes three rates with a p99 of TTFT"
+    (first, least), (end, most) = known[0], known[-1]
+    if most <= least:
+        return None, "none: the p99 of TTFT does not grow with the rate"
+    below = {rate: (rate - first) / (end - first) - (value - least) / (most - least) for rate, value in known}
+    knee = max(below, key=below.__getitem__)
+    if below[knee] < _BEND:
+        return None, "none: the p99 of TTFT grows as a line"
+    return knee, "where the p99 of TTFT lies farthest below the line from its first to its last point"

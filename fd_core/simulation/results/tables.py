@@ -1,0 +1,195 @@
+"""Runs as tables of a terminal: the figures of one case, cases beside one another, and who wins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fd_core.simulation.results.comparing import FIGURES, ComparedFigure, SeedInterval, SettingsComparison
+from fd_core.simulation.results.report import (
+    Report,
+    ReportCase,
+    cases_of,
+    comparisons_of,
+    is_calculated,
+    load_curves_of,
+)
+from fd_core.simulation.results.summary import RunSummary
+
+__all__ = ["duration_text", "figure_text", "print_report"]
+
+_TITLES = {"ttft": "TTFT", "tpot": "TPOT", "gap": "Longest gap", "e2e": "End to end"}
+_SWEEP = (
+    "goodput",
+    "attainment",
+    "requests_per_s",
+    "output_tokens_per_s",
+    "ttft_p50",
+    "ttft_p99",
+    "tpot_p99",
+    "e2e_p95",
+)
+_COMPARED = (*_SWEEP, "hit_rate", "preemptions", "fairness", "worker_seconds", "price")
+_STYLES = {"better": "green", "worse": "red", "noise": "dim", "one seed": "yellow", "different": ""}
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print one case in full, several as one table, then settings beside one another and the knees of load curves."""
+    cases = cases_of(report)
+    for profile in dict.fromkeys(run.summary.profile for run in report.runs if is_calculated(run.summary)):
+        console.print(Text(f"CALCULATED, NEVER MEASURED: the times of steps rest on {profile}", "bold yellow"))
+    if len(cases) == 1:
+        _print_case(cases[0], console)
+        return
+    _print_cases(report.title, cases, console)
+    for curve in load_curves_of(cases):
+        about = ", ".join([curve.setting, *(f"{name} {value}" for name, value in curve.values.items())])
+        knee = "" if curve.knee is None else f"{curve.knee:g}/s, "
+        console.print(Text(f"Knee of {about}: {knee}{curve.words}"))
+    for values, comparison in comparisons_of(report, cases):
+        _print_comparison(values, comparison, console)
+
+
+def duration_text(seconds: float | None) -> str:
+    """Return seconds in the unit that suits them."""
+    if seconds is None:
+        return "never"
+    size = abs(seconds)
+    if 0 < size < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    if 0 < size < 1:
+        return f"{seconds * 1e3:.{2 if size < 0.01 else 1 if size < 0.1 else 0}f} ms"
+    return f"{seconds:,.2f} s" if size < 100 else f"{seconds:,.0f} s"
+
+
+def figure_text(figure: ComparedFigure, value: float | None) -> str:
+    """Return a figure's value with its unit."""
+    if value is None:
+        return "–"
+    if figure.unit == "s":
+        return duration_text(value)
+    if figure.unit == "share":
+        return f"{value:.1%}"
+    return _number(value) + figure.unit
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
+
+
+def _print_case(case: ReportCase, console: Console) -> None:
+    for run in case.runs if len(case.runs) == 1 else ():
+        _print_summary(run.summary, console)
+    if len(case.runs) == 1:
+        return
+    table = Table(title=f"{case.name}: {len(case.runs)} seeds", title_justify="left")
+    for name in ("", "mean", "95 % interval"):
+        table.add_column(name, justify="right" if name else "left")
+    for name, figure in FIGURES.items():
+        if (found := case.figure(name)) is not None:
+            table.add_row(figure.title, figure_text(figure, found.mean), _span(figure, found))
+    console.print(table)
+
+
+def _print_summary(summary: RunSummary, console: Console) -> None:
+    table = Table(title=f"{summary.label}, seed {summary.seed}", title_justify="left", show_header=False)
+    table.add_row("Requests completed", f"{summary.completed:,} of {summary.requests:,}")
+    for words in ("left", "refused", "failed"):
+        if count := getattr(summary, words):
+            table.add_row(f"Requests {words}", Text(f"{count:,}", "red"))
+    for reason, count in summary.reasons.items():
+        table.add_row(Text(f"  {reason}"), f"{count:,}")
+    if summary.retried:
+        table.add_row("Tried by several workers", f"{summary.retried:,}")
+    table.add_row("Simulated time", duration_text(summary.seconds))
+    table.add_row("Requests per second", _number(summary.requests_per_s))
+    table.add_row("Prompt tokens per second", _number(summary.prompt_tokens_per_s))
+    table.add_row("Output tokens per second", _number(summary.output_tokens_per_s))
+    if (slo := summary.slo) is not None:
+        table.add_row("Good requests per second", f"{_number(slo.goodput)}, {slo.attainment or 0:.1%} of requests")
+    for title, share in (("Prompt found in prefix caches", summary.hit_rate), ("KV blocks in use", summary.kv_use)):
+        if share is not None:
+            table.add_row(title, f"{share:.1%}")
+    table.add_row("Running, waiting", f"{_number(summary.running)}, {_number(summary.waiting)}")
+    table.add_row("Preemptions", f"{summary.preemptions:,}")
+    for reason, seconds in summary.waiting_seconds.items():
+        each = duration_text(seconds / max(summary.requests, 1))
+        table.add_row(Text(f"Waited for {reason}"), f"{each} a request")
+    if summary.fairness_speed is not None and summary.fairness_service is not None:
+        fair = f"speed {summary.fairness_speed:.3f}, service {summary.fairness_service:.3f}"
+        table.add_row("Fairness between tenants (Jain)", fair)
+    cost = summary.cost
+    if cost.worker_seconds_per_million is not None:
+        table.add_row("Worker-seconds for 1M tokens", _number(cost.worker_seconds_per_million))
+        table.add_row("Device-hours for 1M tokens", _number(cost.device_hours_per_million or 0.0))
+    if cost.price_per_million is not None:
+        table.add_row("Price of 1M tokens", _number(cost.price_per_million))
+    table.add_row("Costs of steps", Text(summary.profile))
+    console.print(table)
+    latency = Table(title="Latency of completed requests", title_justify="left")
+    columns = ("mean", "p50", "p90", "p95", "p99", "max")
+    for name in ("", *columns):
+        latency.add_column(name, justify="right" if name else "left")
+    for name, figures in summary.latencies.items():
+        latency.add_row(_TITLES[name], *(duration_text(getattr(figures, each)) for each in columns))
+    console.print(latency)
+    for check in slo.checks if slo else ():
+        shown = (duration_text(check.value), duration_text(check.limit))
+        if check.name == "attainment":
+            shown = (f"{check.value or 0:.1%}", f"{check.limit:.1%}")
+        line = f"{'holds' if check.held else 'BREAKS'} {check.name}: {shown[0]}, limit {shown[1]}"
+        console.print(Text(line, "green" if check.held else "bold red"))
+
+
+def _print_cases(title: str, cases: Sequence[ReportCase], console: Console) -> None:
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    names = [name for name in _SWEEP if any(case.figure(name) for case in cases)]
+    for name in names:
+        table.add_column(FIGURES[name].title, justify="right")
+    for case in cases:
+        found = [case.figure(name) for name in names]
+        shown = [
+            figure_text(FIGURES[name], None if each is None else each.mean)
+            for name, each in zip(names, found, strict=True)
+        ]
+        table.add_row(Text(case.name), *shown)
+    console.print(table)
+
+
+def _print_comparison(values: dict[str, float | str], comparison: SettingsComparison, console: Console) -> None:
+    first, *others = comparison.settings
+    where = ", ".join(f"{name} {value}" for name, value in values.items())
+    table = Table(title=f"Against {first}{', ' if where else ''}{where}", title_justify="left")
+    for name in ("", first, *others):
+        table.add_column(Text(name), justify="right" if name else "left")
+    differences = {(each.setting, each.figure): each for each in comparison.differences}
+    for name in _COMPARED:
+        figure, base = FIGURES[name], comparison.figures[first].get(name)
+        if base is None:
+            continue
+        row = [Text(figure_text(figure, base.mean))]
+        for setting in others:
+            difference = differences.get((setting, name))
+            if difference is None:
+                row.append(Text("–"))
+                continue
+            cell = Text(f"{figure_text(figure, comparison.figures[setting][name].mean)} ")
+            if difference.more.low == difference.more.high == 0:
+                row.append(cell.append("equal", "dim"))
+                continue
+            more = figure_text(figure, difference.more.mean)
+            span = f"\n{'' if more.startswith('-') else '+'}{more} {_span(figure, difference.more)}"
+            row.append(cell.append(difference.verdict + span, _STYLES[difference.verdict]))
+        table.add_row(figure.title, *row, end_section=True)
+    console.print(table)
+    console.print(Text(comparison.words, "bold green" if comparison.wins else "bold yellow"))
+
+
+def _span(figure: ComparedFigure, found: SeedInterval) -> str:
+    if found.low is None or found.high is None:
+        return "one seed"
+    return f"[{figure_text(figure, found.low)}, {figure_text(figure, found.high)}]"

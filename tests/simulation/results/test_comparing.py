@@ -1,0 +1,105 @@
+"""A difference that is there is found, one that is not is called noise, and one seed is no confidence."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fd_core.errors import ConfigError
+from fd_core.simulation.results.comparing import FIGURES, compare, figure_named, interval
+from fd_core.simulation.results.slo import parse_slo
+from fd_core.simulation.results.summary import RunSummary, summarize
+from tests.simulation.results.made_up import outcome, queued, run_of
+
+SLO = parse_slo("ttft_p99=0.5,tpot_p99=0.05")
+
+
+def runs(seeds: int, *, slower: float = 1.0, noise: int = 0) -> list[RunSummary]:
+    return [summarize(queued(150, seed=seed, slower=slower, noise=noise), SLO) for seed in range(seeds)]
+
+
+def test_a_slower_setting_loses_by_more_than_noise() -> None:
+    found = compare({"plain": runs(5), "slower": runs(5, slower=1.1, noise=1)}, FIGURES["e2e_mean"])
+    assert (found.best, found.wins) == ("plain", True)
+    verdicts = {each.figure: each.verdict for each in found.differences}
+    assert verdicts["e2e_mean"] == verdicts["tpot_mean"] == "worse"
+    assert found.words.startswith("plain wins by End to end mean (e2e_mean): -") and "5 seeds" in found.words
+
+
+def test_other_luck_alone_is_no_difference() -> None:
+    found = compare({"plain": runs(5), "lucky": runs(5, noise=1)}, FIGURES["e2e_mean"])
+    assert not found.wins and found.words.startswith("No winner by")
+    assert {each.figure: each.verdict for each in found.differences}["e2e_mean"] == "noise"
+    assert all(each.more.low is not None and each.more.low <= 0 <= (each.more.high or 0) for each in found.lead)
+
+
+def test_one_seed_has_a_difference_and_no_confidence() -> None:
+    found = compare({"plain": runs(1), "slower": runs(1, slower=1.5)}, FIGURES["e2e_mean"])
+    assert (found.best, found.wins) == ("plain", False)
+    assert "with one seed: nothing says whether that is more than noise" in found.words
+    assert {each.verdict for each in found.differences} == {"one seed"}
+    assert all(each.more.low is None for each in found.differences)
+
+
+def test_seeds_are_paired_so_that_what_seeds_differ_by_is_no_noise() -> None:
+    """Lengths differ far more between seeds than the settings do."""
+
+    def made(extra: float) -> list[RunSummary]:
+        ends = {seed: 1.0 + 10.0 * seed + extra * (1 + seed / 100) for seed in range(4)}
+        return [summarize(run_of(outcome(ended=end), seed=seed)) for seed, end in ends.items()]
+
+    found = compare({"plain": made(0.0), "slower": made(0.1)}, FIGURES["e2e_mean"])
+    lead = found.lead[0].more
+    assert found.wins and lead.mean == pytest.approx(-0.1015)
+    apart = [found.figures[setting]["e2e_mean"] for setting in found.settings]
+    assert all(each.low is not None and each.high is not None and each.high - each.low > 10 for each in apart)
+
+
+def test_the_interval_is_students() -> None:
+    found = interval([1.0, 2.0, 4.0])
+    wide = 4.302652729911275 * np.std([1, 2, 4], ddof=1) / 3**0.5  # from a table of t, two degrees of freedom
+    assert found.mean == pytest.approx(7 / 3)
+    assert (found.low, found.high) == pytest.approx((7 / 3 - wide, 7 / 3 + wide))
+    ninety = interval([0.0, 1.0, 2.0, 3.0, 4.0], 0.9)
+    assert ninety.high == pytest.approx(2 + 2.13184678 * (2.5 / 5) ** 0.5)
+
+
+def test_the_interval_holds_the_true_mean_as_often_as_it_says() -> None:
+    draw = np.random.default_rng(7)
+    found = [interval(draw.normal(3.0, 2.0, 4).tolist()) for _ in range(1000)]
+    held = sum((each.low or 0) <= 3.0 <= (each.high or 0) for each in found)
+    assert 925 <= held <= 975
+
+
+def test_whoever_is_picked_as_best_of_many_must_lead_by_more() -> None:
+    """Eight settings that differ by luck alone: with pairs on their own, one of 28 would often seem to win."""
+    draw, wins = np.random.default_rng(11), 0
+    for _ in range(20):
+        by_luck = {
+            str(index): [
+                summarize(run_of(outcome(ended=float(end)), seed=seed))
+                for seed, end in enumerate(draw.normal(10, 1, 4))
+            ]
+            for index in range(8)
+        }
+        wins += compare(by_luck, FIGURES["e2e_mean"]).wins
+    assert wins <= 1
+
+
+def test_equal_settings_are_called_equal() -> None:
+    found = compare({"one": runs(3), "same": runs(3)})
+    assert found.by == "goodput" and not found.wins
+    assert found.words == "one and same are equal by Goodput (goodput) in each of 3 seeds."
+
+
+def test_settings_without_a_common_seed_or_figure_are_not_compared() -> None:
+    found = compare({"one": runs(2), "none": [summarize(run_of())]}, FIGURES["e2e_mean"])
+    assert (found.best, found.wins, found.lead) == (None, False, ())
+    assert "nothing is compared" in found.words
+
+
+def test_a_figure_that_there_is_not_is_answered_with_those_that_there_are() -> None:
+    assert figure_named("tpot_p99").title == "TPOT p99"
+    with pytest.raises(ConfigError, match="--by: 'speed' is no figure: there are goodput, attainment") as caught:
+        figure_named("speed")
+    assert caught.value.field == "--by"

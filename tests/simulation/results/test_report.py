@@ -1,0 +1,160 @@
+"""Reports of several runs: in which order, what the load bends, the same bytes again, and tables that say it."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import msgspec
+import numpy as np
+import pytest
+from rich.console import Console
+
+from fd_core.errors import ConfigError
+from fd_core.simulation.results.outcomes import Run
+from fd_core.simulation.results.report import (
+    Report,
+    ReportedRun,
+    axes_of,
+    cases_of,
+    comparisons_of,
+    load_curves_of,
+    report_json,
+    reported,
+)
+from fd_core.simulation.results.shapes import SHARES, over_time
+from fd_core.simulation.results.slo import Slo, parse_slo
+from fd_core.simulation.results.tables import print_report
+from tests.simulation.results.made_up import queued
+
+SLO = parse_slo("ttft_p99=2,tpot_p99=0.1")
+
+
+def made(
+    *rates: float, seeds: int = 2, settings: tuple[str, ...] = ("plain", "slower"), slo: Slo | None = SLO
+) -> list[ReportedRun]:
+    slowness = {"plain": 1.0, "slower": 1.3}
+    return [
+        reported(queued(150, rate, seed=seed, slower=slowness[name], label=name), values={"rate": rate}, slo=slo)
+        for name in settings
+        for rate in rates
+        for seed in range(seeds)
+    ]
+
+
+def report_of(runs: list[ReportedRun], slo: Slo | None = SLO) -> Report:
+    return Report(title="Made up", runs=tuple(runs), slo=slo, settings={"model": "none"}, command="fdcore simulate")
+
+
+def printed(report: Report) -> str:
+    console = Console(file=io.StringIO(), width=160)
+    print_report(report, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_cases_are_in_the_order_of_settings_and_of_numbers_not_of_texts() -> None:
+    cases = cases_of(report_of(made(16.0, 2.0)[::-1]))
+    assert [(case.setting, case.values["rate"]) for case in cases] == [
+        ("slower", 2.0),
+        ("slower", 16.0),
+        ("plain", 2.0),
+        ("plain", 16.0),
+    ]
+    assert [summary.seed for summary in cases[0].summaries] == [0, 1]
+    assert axes_of(cases) == {"rate": [2.0, 16.0]}
+    assert [values["rate"] for values, _ in comparisons_of(report_of([]), cases)] == [2.0, 16.0]
+
+
+def test_a_seed_that_is_there_twice_and_an_axis_that_is_missing_are_refused() -> None:
+    runs = made(2.0, seeds=1)
+    with pytest.raises(ConfigError, match=r"plain, rate 2: a seed is there twice: \[0, 0\]"):
+        cases_of(report_of(runs + runs[:1]))
+    with pytest.raises(ConfigError, match="axes"):
+        cases_of(report_of([*runs, msgspec.structs.replace(runs[0], values={})]))
+
+
+def test_the_knee_is_the_last_rate_that_holds_the_slo() -> None:
+    plain, slower = load_curves_of(cases_of(report_of(made(4.0, 8.0, 16.0, 32.0))))
+    assert plain.knee is not None and slower.knee is not None and slower.knee < plain.knee
+    held = [point.rate for point in plain.points if point.held]
+    assert plain.knee == max(held) and "does not hold the SLO" in plain.words
+    hopeless = parse_slo("ttft_p99=0.0001")
+    (curve,) = load_curves_of(cases_of(report_of(made(4.0, 8.0, settings=("plain",), slo=hopeless))))
+    assert (curve.knee, curve.words) == (None, "none: 4/s does not hold the SLO")
+
+
+def test_without_an_slo_the_knee_is_where_the_curve_bends() -> None:
+    cases = cases_of(report_of(made(2.0, 8.0, 16.0, 32.0, 64.0, settings=("plain",), slo=None), None))
+    (curve,) = load_curves_of(cases)
+    late = {point.rate: point.ttft_p99.mean for point in curve.points if point.ttft_p99}
+    assert curve.knee == 16.0  # two workers take about 18 prompts a second
+    assert late[32.0] > 2 * late[curve.knee] > late[2.0]
+    (few,) = load_curves_of(cases[:2])
+    assert few.knee is None and "three rates" in few.words
+
+
+def test_the_same_runs_give_the_same_bytes_whatever_they_took() -> None:
+    first = report_json(report_of(made(4.0)))
+    slow = [msgspec.structs.replace(run, wall_seconds=9.0) for run in made(4.0)]
+    assert report_json(report_of(slow)) == first
+    with_wall = json.loads(report_json(report_of(slow), wall=True))
+    assert with_wall.pop("wall_seconds") == [[9.0, 9.0], [9.0, 9.0]]
+    assert with_wall == json.loads(first)
+
+
+def test_the_json_says_its_version_and_holds_every_figure() -> None:
+    document = json.loads(report_json(report_of(made(4.0))))
+    assert list(document)[:4] == ["fdcore_simulation", "title", "command", "calculated"]
+    assert (document["fdcore_simulation"], document["calculated"]) == (1, True)
+    run = document["cases"][0]["runs"][0]
+    assert run["figures"]["latencies"]["ttft"]["count"] == 150
+    assert len(run["curves"]["ttft"]) == len(document["shares"]) == len(SHARES)
+    assert run["curves"]["ttft"][SHARES.index(99.0)] == run["figures"]["latencies"]["ttft"]["p99"]
+    assert document["comparisons"][0]["comparison"]["by"] == "goodput"
+
+
+def test_means_over_time_add_up_to_those_of_the_summary() -> None:
+    run = queued(200, workers=3)
+    bins, summary = over_time(run), reported(run).summary
+    assert bins is not None
+    assert np.mean(bins.running) == pytest.approx(summary.running)
+    assert np.mean(bins.waiting) == pytest.approx(summary.waiting)
+    assert np.mean(bins.kv_use) == pytest.approx(summary.kv_use)
+    width = (bins.end - bins.start) / len(bins.arrivals)
+    assert sum(bins.arrivals) * width == pytest.approx(200) == sum(bins.completions) * width
+    assert bins.rows == run.workers and np.sum(bins.row_running, 0) == pytest.approx(bins.running)
+
+
+def test_many_workers_share_rows() -> None:
+    run: Run = queued(400, 50.0, workers=100)
+    bins = over_time(run)
+    assert bins is not None and len(bins.rows) == len(bins.row_kv_use) == 32
+    assert bins.rows[0] == "mixed-0 to mixed-3"
+    assert over_time(msgspec.structs.replace(run, samples=())) is None
+
+
+def test_tables_show_one_case_in_full_and_say_what_was_never_measured() -> None:
+    text = printed(report_of(made(4.0, seeds=1, settings=("plain",))))
+    assert text.startswith("CALCULATED, NEVER MEASURED: the times of steps rest on made up")
+    for words in ("150 of 150", "TTFT", "Waited for slots", "holds ttft_p99", "Jain", "Good requests per second"):
+        assert words in text
+    measured = msgspec.structs.replace(queued(50), profile="measured on a machine")
+    assert "CALCULATED" not in printed(report_of([reported(measured)]))
+
+
+def test_tables_show_seeds_rates_and_who_wins() -> None:
+    assert "plain, rate 4: 2 seeds" in printed(report_of(made(4.0, settings=("plain",))))
+    text = printed(report_of(made(4.0, 16.0, seeds=3)))
+    assert "slower, rate 16" in text and "Knee of plain" in text
+    assert "Against plain, rate 4" in text and "worse" in text
+    assert "plain wins by Goodput" in text
+
+
+def test_a_run_of_which_nothing_came_is_printed() -> None:
+    run = queued(3)
+    nothing = msgspec.structs.replace(
+        run, outcomes=tuple(msgspec.structs.replace(each, end="refused", reason="full") for each in run.outcomes)
+    )
+    text = printed(report_of([reported(nothing, slo=SLO)]))
+    assert "0 of 3" in text and "Requests refused" in text and "BREAKS ttft_p99: never, limit 2.00 s" in text
