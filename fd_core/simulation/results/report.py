@@ -34,8 +34,6 @@ REPORT_VERSION: Final = 1
 """Of the JSON. A field that is new leaves it; one that goes or means something else raises it."""
 LOAD: Final = "rate"
 """Axis that says how many requests arrive in a second."""
-_BEND: Final = 0.1
-"""Part of the height of the curve by which it must lie below a line to have a knee."""
 
 Values = dict[str, float | str]
 
@@ -99,6 +97,8 @@ class LoadPoint(msgspec.Struct, frozen=True):
     """What a rate of arrivals leads to; means over seeds."""
 
     rate: float
+    requests_per_s: SeedInterval | None
+    """That were completed."""
     ttft_p99: SeedInterval | None
     goodput: SeedInterval | None
     held: bool | None
@@ -250,7 +250,8 @@ def _load_point(case: ReportCase) -> LoadPoint:
     if isinstance(rate, str):
         raise ConfigError(f"a rate is a number of requests a second, and not {rate!r}")
     held = [summary.slo.held for summary in case.summaries if summary.slo]
-    return LoadPoint(rate, case.figure("ttft_p99"), case.figure("goodput"), all(held) if held else None)
+    done, late, good = (case.figure(name) for name in ("requests_per_s", "ttft_p99", "goodput"))
+    return LoadPoint(rate, done, late, good, all(held) if held else None)
 
 
 def _knee(points: Sequence[LoadPoint]) -> tuple[float | None, str]:
@@ -263,14 +264,14 @@ def _knee(points: Sequence[LoadPoint]) -> tuple[float | None, str]:
                 return (None, f"none: {words}") if last is None else (last, f"the last rate that holds it; {words}")
             last = point.rate
         return None, f"beyond {points[-1].rate:g}/s: every rate holds the SLO"
-    known = [(point.rate, point.ttft_p99.mean) for point in points if point.ttft_p99]
-    if len(known) < 3:
-        return None, "none: without an SLO it takes three rates with a p99 of TTFT"
-    (first, least), (end, most) = known[0], known[-1]
-    if most <= least:
-        return None, "none: the p99 of TTFT does not grow with the rate"
-    below = {rate: (rate - first) / (end - first) - (value - least) / (most - least) for rate, value in known}
-    knee = max(below, key=below.__getitem__)
-    if below[knee] < _BEND:
-        return None, "none: the p99 of TTFT grows as a line"
-    return knee, "where the p99 of TTFT lies farthest below the line from its first to its last point"
+    power = {
+        point.rate: point.requests_per_s.mean / point.ttft_p99.mean
+        for point in points
+        if point.requests_per_s and point.ttft_p99 and point.ttft_p99.mean > 0
+    }
+    if not power:
+        return None, "none: no rate has a p99 of TTFT"
+    knee = max(power, key=power.__getitem__)
+    if knee == points[-1].rate:
+        return None, f"beyond {knee:g}/s: completed requests a second still grow faster than the p99 of TTFT"
+    return knee, "most completed requests a second for the p99 of TTFT (Kleinrock's power)"

@@ -91,7 +91,7 @@ def test_without_an_slo_the_knee_is_where_the_curve_bends() -> None:
     assert curve.knee == 16.0  # two workers take about 18 prompts a second
     assert late[32.0] > 2 * late[curve.knee] > late[2.0]
     (few,) = load_curves_of(cases[:2])
-    assert few.knee is None and "three rates" in few.words
+    assert few.knee is None and few.words.startswith("beyond 8/s")
 
 
 def test_the_same_runs_give_the_same_bytes_whatever_they_took() -> None:
@@ -127,7 +127,7 @@ def test_means_over_time_add_up_to_those_of_the_summary() -> None:
 
 
 def test_many_workers_share_rows() -> None:
-    run: Run = queued(400, 50.0, workers=100)
+    run: Run = queued(120, 50.0, workers=100)
     bins = over_time(run)
     assert bins is not None and len(bins.rows) == len(bins.row_kv_use) == 32
     assert bins.rows[0] == "mixed-0 to mixed-3"
